@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from tests.support.ranks import Pool
     from tests.support.servers import Server
 
-settings.register_profile("ci", derandomize=True, deadline=None, max_examples=40, print_blob=True)
+settings.register_profile("ci", derandomize=True, deadline=None, max_examples=25, print_blob=True)
 settings.register_profile("quick", derandomize=True, deadline=None, max_examples=20, print_blob=True)
 settings.register_profile("bucket", derandomize=True, deadline=None, max_examples=6, print_blob=True)
 settings.register_profile("full", deadline=None, max_examples=1000, print_blob=True)

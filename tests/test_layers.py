@@ -8,6 +8,7 @@ import sys
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -113,20 +114,23 @@ class Use:
     line: int
 
 
-def uses(path: str, source: str) -> Iterator[Use]:
+@cache
+def uses(path: str, source: str) -> tuple[Use, ...]:
     """All dotted names in the source of ``path`` (relative to the package), also from local imports."""
     tree = ast.parse(source)
     bound: dict[str, str] = {}
+    found: list[Use] = []
     for node in ast.walk(tree):
         for local, name, line in _imported(path, node):
             if local:
                 bound[local] = local if name.startswith(f"{local}.") else name  # "import a.b" binds a
-            yield Use(name, line)
+            found.append(Use(name, line))
     for node in ast.walk(tree):
         if isinstance(node, ast.Attribute):
             first, _, rest = _dotted(node).partition(".")
             if first in bound:
-                yield Use(f"{bound[first]}.{rest}", node.lineno)
+                found.append(Use(f"{bound[first]}.{rest}", node.lineno))
+    return tuple(found)
 
 
 def _imported(path: str, node: ast.AST) -> Iterator[tuple[str, str, int]]:

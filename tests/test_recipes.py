@@ -60,6 +60,9 @@ RECIPES = (
     Recipe("trl_sft", "lora", 11, 8, needs=("trl.trainer.sft_trainer", "peft", "datasets")),
 )
 
+LIKE_OTHERS = {"fsdp2", "olmo_like", "ddp_swa"}
+"""Examples that resume on the same number of ranks only with --full. Others cover what they use of casckpt."""
+
 
 def test_every_restartable_example_survives_a_kill() -> None:
     assert {one.name for one in RECIPES} == {path.stem for path in EXAMPLES.glob("*.py") if says_kill_it(path)}
@@ -68,7 +71,7 @@ def test_every_restartable_example_survives_a_kill() -> None:
 @pytest.mark.process
 @pytest.mark.parametrize(
     "recipe",
-    [pytest.param(one, marks=[pytest.mark.soak] if one.name == "fsdp2" else []) for one in RECIPES],
+    [pytest.param(one, marks=[pytest.mark.soak] if one.name in LIKE_OTHERS else []) for one in RECIPES],
     ids=lambda one: str(one.name),
 )
 def test_training_resumes_bit_for_bit_after_a_kill(recipe: Recipe, tmp_path: Path) -> None:

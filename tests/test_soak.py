@@ -227,7 +227,9 @@ sys.exit(cli.main())
 """
 
 
-@pytest.mark.parametrize(("role", "name"), [("read", "SIGSEGV"), ("live", "SIGKILL")])
+@pytest.mark.parametrize(
+    ("role", "name"), [("read", "SIGSEGV"), pytest.param("live", "SIGKILL", marks=pytest.mark.soak)]
+)
 def test_a_process_killed_by_an_unexpected_signal_ends_a_soak(tmp_path: Path, role: str, name: str) -> None:
     program = [sys.executable, "-c", PLANTED.format(role=role, signal=name)]
     done = soak(60 / 3600, "--folder", tmp_path, "--every", 0.1, "--pause", 3, "--seed", 1, program=program)

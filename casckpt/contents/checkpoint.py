@@ -226,6 +226,14 @@ class Checkpoint:
         entries = self._manifest.tensors
         return {key: TensorInfo(entry.dtype, entry.shape, entry.nbytes) for key, entry in entries.items()}
 
+    def matching(self, pattern: str) -> list[str]:
+        """Return the keys of the tensors that match an fnmatch pattern.
+
+        A pattern that matches the key of a wrapper selects all tensors in the wrapper.
+        """
+        manifest = self._manifest
+        return [key for key in manifest.tensors if manifest.matches(key, [pattern])]
+
     @cached_property
     def health(self) -> Mapping[str, TensorHealth] | None:
         """The health of each tensor, by key, over all ranks. None if the save did not check tensors.

@@ -18,7 +18,7 @@ from casckpt.format.plain import Extension
 from casckpt.format.regions import whole
 from casckpt.format.sections.index import ATTACHMENT, PART, TENSOR, Entry, StoredObject
 from casckpt.format.tree import TENSOR as TENSOR_LEAF
-from casckpt.format.tree import Node, Wrapper, decode_tree, join, leaves, may_wrap, units
+from casckpt.format.tree import Node, Wrapper, decode_tree, join, leaves
 from casckpt.history.commits import Commit
 from casckpt.plan.reads import covers
 from casckpt.repository.repository import Repository
@@ -98,17 +98,15 @@ class Contents:
         """The nested containers of the state, and its leaves."""
         return decode_tree(self.manifest.body.tree, self._extensions)
 
-    @cached_property
+    @property
     def wrappers(self) -> dict[str, Wrapper]:
-        """The nodes of wrappers, by key. Most checkpoints have none, and their tree is not decoded for this."""
-        if not may_wrap(self.manifest.body.tree):
-            return {}
-        return {join(path): node for path, node in units(self.tree) if isinstance(node, Wrapper)}
+        """The outermost wrappers, by key."""
+        return self.manifest.wrappers
 
-    @cached_property
+    @property
     def outer(self) -> dict[str, str]:
         """The key of its wrapper for each tensor in a wrapper, by key."""
-        return {f"{key}.{join(path)}": key for key, node in self.wrappers.items() for path, _ in leaves(node)}
+        return self.manifest.outer
 
     def is_in_parts(self, key: str) -> bool:
         """Return whether a key is a wrapper that is stored in parts."""

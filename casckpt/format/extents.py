@@ -138,10 +138,10 @@ class ExtentTable(msgspec.Struct, frozen=True, gc=False):
     @property
     def only_cell(self) -> StoredCell | None:
         """The cell that holds the whole tensor, or None if there are several cells, no cells, or a coded cell."""
-        if len(self.extents) != 1:
+        if not self.is_whole:
             return None
         (only,), full = self.extents, self.boxes[0]
-        if len(only.digests) != DIGEST_BYTES or only.coding is not None or not self.is_whole:
+        if len(only.digests) != DIGEST_BYTES or only.coding is not None:
             return None
         return StoredCell(only.blob, only.offset, only.hi * self.itemsize, full, 0, only.hi, CellDigest(only.digests))
 
@@ -225,6 +225,8 @@ def _end(extent: Extent) -> tuple[int, int]:
 def build(shape: Shape, itemsize: int, cell: int, cells: Sequence[StoredCell]) -> ExtentTable:
     """Build a table from cells in any order. Cells that follow each other are joined into one extent."""
     full = full_box(shape)
+    if len(cells) == 1 and cells[0].box is full:  # a fast path for most tensors
+        return ExtentTable(shape, itemsize, cell, (full,), (_extent(0, cells[0].lo, cells[0].hi, cells),))
     others = {stored.box for stored in cells if stored.box is not full} - {full}
     boxes = _boxes(full, others)
     numbers = {box: number for number, box in enumerate(boxes)} if others else {}
@@ -255,7 +257,8 @@ def _joined(cells: Iterable[tuple[int, StoredCell]], cell: int) -> tuple[Extent,
 
 
 def _extent(box: int, lo: int, hi: int, run: Sequence[StoredCell]) -> Extent:
-    first, digests = run[0], b"".join([stored.digest for stored in run])
+    first = run[0]
+    digests = first.digest if len(run) == 1 else b"".join([stored.digest for stored in run])
     if first.frame is None:
         return Extent(box, lo, hi, first.blob, first.offset, digests)
     bases = [stored.base for stored in run if stored.base is not None]

@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Collection, Container, Iterable, Iterator, Mapping, Sequence
+from fnmatch import fnmatchcase
 from typing import Any, NamedTuple, Self
 
 import msgspec
@@ -63,7 +64,7 @@ from casckpt.format.sections.index import (
 )
 from casckpt.format.sections.pieces import PieceReader, Pieces, cut
 from casckpt.format.sections.tables import decode_cells, decode_table, encode_cells, encode_rows
-from casckpt.format.tree import inner_keys
+from casckpt.format.tree import Wrapper, outer_keys, wrappers_in
 
 FRONT = (INDEX, PLACES, BLOBS)
 """The sections that every load reads."""
@@ -205,6 +206,24 @@ class Manifest:
             if entry.kind == TENSOR:
                 by_key.setdefault(entry.key, entry)
         return by_key
+
+    @cached_property
+    def wrappers(self) -> dict[str, Wrapper]:
+        """The outermost wrappers, by key. Most checkpoints have none, and their tree is not decoded for this."""
+        return wrappers_in(self.body.tree)
+
+    @cached_property
+    def outer(self) -> dict[str, str]:
+        """The key of its wrapper for each tensor in a wrapper, by key."""
+        return outer_keys(self.wrappers)
+
+    def matches(self, key: str, patterns: Iterable[str] | None) -> bool:
+        """Return whether an fnmatch pattern matches a key, or the key of the wrapper that the tensor belongs to.
+
+        None matches every key.
+        """
+        names = {key, self.outer.get(key, key)}
+        return patterns is None or any(fnmatchcase(name, pattern) for pattern in patterns for name in names)
 
     @cached_property
     def _cells(self) -> PieceReader:
@@ -474,7 +493,7 @@ def encode(draft: Draft) -> Encoded:
     data, data_bytes = cut([*(stored.data for stored in draft.objects), *(item.data for item in draft.attachments)])
     body = ManifestBody(
         **{name: getattr(draft, name) for name in Description.__struct_fields__},
-        entry_columns=entry_columns(draft.streams, draft.unhashed, inner_keys(draft.tree)),
+        entry_columns=entry_columns(draft.streams, draft.unhashed, outer_keys(wrappers_in(draft.tree))),
         object_columns=ObjectColumns(
             keys=[stored.key for stored in draft.objects],
             rank=pack_ranks(stored.rank for stored in draft.objects),

@@ -173,12 +173,15 @@ def may_wrap(data: bytes) -> bool:
     return b"wrapper" in data
 
 
-def inner_keys(data: bytes) -> frozenset[str]:
-    """Return the flat keys of the tensors in wrappers of an encoded tree."""
+def wrappers_in(data: bytes) -> dict[str, Wrapper]:
+    """Return the outermost wrappers of an encoded tree, by flat key."""
     found = units(decode_tree(data)) if may_wrap(data) else ()
-    return frozenset(
-        join(path) for above, node in found if isinstance(node, Wrapper) for path, _ in leaves(node, above)
-    )
+    return {join(path): node for path, node in found if isinstance(node, Wrapper)}
+
+
+def outer_keys(wrappers: Mapping[str, Wrapper]) -> dict[str, str]:
+    """Return the key of the outermost wrapper of each tensor in wrappers, by flat key."""
+    return {f"{key}.{join(path)}": key for key, node in wrappers.items() for path, _ in leaves(node)}
 
 
 def _refused(why: str) -> Refused:

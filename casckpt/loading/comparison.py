@@ -27,7 +27,7 @@ from casckpt.format.manifest import Manifest
 from casckpt.format.regions import Region
 from casckpt.format.sections.index import Entry
 from casckpt.history.commits import Commit
-from casckpt.loading.arguments import check_used, matches, usable_patterns
+from casckpt.loading.arguments import check_used, usable_patterns
 from casckpt.loading.regions import WINDOW_BYTES, EntrySlice, RegionReader
 from casckpt.loading.wrapped import forms_differ
 from casckpt.plan.reuse import ManifestCells, ReusableCells
@@ -160,7 +160,7 @@ def _unequal(
     """Compare cells with the stored bytes."""
     keys = (sources[cell.source].key for cell in cells)
     parts = (
-        EntrySlice(contents.tensor(key), cell.cut.lo, cell.cut.hi, cell.group.box)
+        EntrySlice(contents.tensor(key), cell.cut.lo, cell.cut.hi, cell.box)
         for key, cell in zip(keys, cells, strict=True)
     )
     reader = RegionReader(repo, contents.manifest, sum(cell.nbytes for cell in cells), progress)
@@ -169,7 +169,7 @@ def _unequal(
         places = _places(cell.data(), data, part.entry.itemsize)
         if len(places):
             lo, hi = (part.lo + int(place) for place in (places[0], places[-1]))
-            yield _Unequal(cell.source, Region(cell.group.box, lo, hi + 1), len(places))
+            yield _Unequal(cell.source, Region(cell.box, lo, hi + 1), len(places))
 
 
 def _places(here: memoryview, stored: memoryview, itemsize: int) -> npt.NDArray[np.intp]:
@@ -191,8 +191,8 @@ def digests_of(repo: Repository, commit: Commit, keys: Sequence[str] | None, pro
     patterns = usable_patterns(keys)
 
     def compute(_: Commit, manifest: Manifest) -> dict[str, str]:
-        chosen = {key: entry for key, entry in manifest.tensors.items() if matches(key, patterns)}
-        check_used(patterns, manifest.tensors, f"{manifest.body.run}@{manifest.body.step}")
+        chosen = {key: entry for key, entry in manifest.tensors.items() if manifest.matches(key, patterns)}
+        check_used(patterns, [*manifest.tensors, *manifest.wrappers], f"{manifest.body.run}@{manifest.body.step}")
         digests = tensor_digests(repo, manifest, list(chosen.values()), progress)
         return {key: digests[entry.number] for key, entry in chosen.items() if entry.number in digests}
 

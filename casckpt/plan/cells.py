@@ -51,6 +51,15 @@ class Group:
     cuts: Sequence[Cut]
 
 
+def only_cut(region: Region, shape: Shape, cell: int, parent: ExtentTable | None) -> Cut | None:
+    """Return the result of `plan_cells` if it is a single cell that is the whole tensor. Otherwise, return None."""
+    if region is not whole(shape) or not 0 < region.hi <= cell:
+        return None
+    if parent is None or parent.cell != cell:
+        return NewCell(0, region.hi)
+    return parent.only_cell
+
+
 def plan_cells(region: Region, shape: Shape, cell: int, parent: ExtentTable | None) -> list[Group]:
     """Split a shard of a tensor of ``shape``. ``cell``: the elements per cell.
 

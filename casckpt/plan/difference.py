@@ -9,11 +9,16 @@ from casckpt.base.units import format_size
 from casckpt.format.manifest import Manifest
 from casckpt.format.sections.index import Entry
 from casckpt.format.sections.tables import encode_cells
+from casckpt.format.tree import Node, Wrapper
 
 
 @dataclass(frozen=True, slots=True)
 class Change:
-    """A tensor that differs. ``what``: "dtype", "shape" or "bytes". ``bytes``: the number of changed bytes."""
+    """A tensor that differs. ``what``: "dtype", "shape" or "bytes". ``bytes``: the number of changed bytes.
+
+    If the description of a wrapper differs, such as its block size, ``what`` is "description", and ``key`` is the key
+    of the wrapper.
+    """
 
     key: str
     what: str
@@ -56,7 +61,10 @@ class Difference:
 def difference(old: Manifest, new: Manifest) -> Difference:
     """Compare two manifests."""
     before, after = old.tensors, new.tensors
-    changes, unchanged = [], []
+    wrappers, unchanged = old.wrappers, list[str]()
+    changes = [
+        Change(key, "description", 0) for key, node in new.wrappers.items() if _is_redescribed(wrappers.get(key), node)
+    ]
     for key, entry in after.items():
         if key in before:
             change = _change(old, before[key], new, entry)
@@ -66,7 +74,9 @@ def difference(old: Manifest, new: Manifest) -> Difference:
                 changes.append(change)
     added = tuple(key for key in after if key not in before)
     removed = tuple(key for key in before if key not in after)
-    kept = sum(after[key].nbytes for key in unchanged) + sum(after[c.key].nbytes - c.bytes for c in changes)
+    kept = sum(after[key].nbytes for key in unchanged) + sum(
+        after[c.key].nbytes - c.bytes for c in changes if c.key in after
+    )
     return Difference(
         added=added,
         removed=removed,
@@ -76,6 +86,13 @@ def difference(old: Manifest, new: Manifest) -> Difference:
         bytes_removed=sum(before[key].nbytes for key in removed),
         bytes_unchanged=kept,
     )
+
+
+def _is_redescribed(before: Node | None, after: Node) -> bool:
+    if not (isinstance(before, Wrapper) and isinstance(after, Wrapper)):
+        return False
+    both = before.nodes.keys() & after.nodes.keys()
+    return before.form != after.form or any(_is_redescribed(before.nodes[name], after.nodes[name]) for name in both)
 
 
 def _change(old: Manifest, before: Entry, new: Manifest, after: Entry) -> Change | None:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import logging
-from bisect import bisect_right
+from array import array
+from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Container, Iterable, Iterator, Sequence
 from itertools import accumulate
 from threading import Lock
@@ -78,8 +79,8 @@ class ReusableCells:
     """The cells of the parent and of the bases that are in reusable blobs.
 
     Blobs are numbered across all sources. The parent's blobs come first and keep their numbers. ``excluded``: a
-    function that returns whether a blob must not be reused because it is damaged, worn or missing. ``newest``: the
-    last save that wrote any of the parent's blobs.
+    function that returns whether a blob must not be reused because it is damaged, worn or missing. ``any``: whether
+    any blob may be reused. ``newest``: the last save that wrote any of the parent's blobs.
     """
 
     def __init__(
@@ -88,23 +89,20 @@ class ReusableCells:
         self._parent = parent
         self._sources = [*([] if parent is None else [parent]), *bases]
         self.blobs: list[BlobRef] = [ref for source in self._sources for ref in source.refs]
-        self._usable = np.array([not excluded(ref) for ref in self.blobs], dtype=bool)
+        self._usable = [not excluded(ref) for ref in self.blobs]
+        self.any = any(self._usable)
         self.newest: TxId | None = max((ref.uploader for ref in ([] if parent is None else parent.refs)), default=None)
         self._index: _DigestIndex | None = None
         self._lock = Lock()
 
-    @property
-    def any(self) -> bool:
-        """Whether there are any reusable blobs."""
-        return bool(self._usable.any())
-
     def usable(self, blob: int) -> bool:
         """Return whether the cells in this blob may be reused."""
-        return bool(self._usable[blob])
+        return self._usable[blob]
 
     def exclude(self, blob: int) -> None:
         """Stop reusing a blob whose bytes are missing."""
         self._usable[blob] = False
+        self.any = any(self._usable)
 
     def parent_table(self, name: Name, dtype: str, shape: Shape) -> ExtentTable | None:
         """Return the parent's extents of a stream, if the stream has this dtype and shape."""
@@ -112,7 +110,7 @@ class ReusableCells:
 
     def usable_cell(self, cell: StoredCell) -> bool:
         """Return whether a cell and all its bases may be reused."""
-        return bool(self._usable[cell.blob]) and (cell.frame is None or all(self._usable[c.blob] for c in cell.chain))
+        return self._usable[cell.blob] and (cell.frame is None or all(self._usable[c.blob] for c in cell.chain))
 
     def find(self, digest: CellDigest) -> StoredCell | None:
         """Find a reusable cell with this digest. The cell may belong to a different tensor or region."""
@@ -134,12 +132,13 @@ class _DigestIndex:
         self._digests = b"".join([extent.digests for _, _, extent in self._extents])
         prefixes = np.frombuffer(self._digests, dtype="<u8")[:: DIGEST_BYTES // 8]
         self._order = np.argsort(prefixes, kind="stable")
-        self._prefixes = prefixes[self._order]
+        # a search in an array of numpy takes ten times as long as one in this array
+        self._prefixes = array("Q", prefixes[self._order].astype("=u8").tobytes())
         self._ends = list(accumulate(len(extent.digests) for _, _, extent in self._extents))
 
     def find(self, digest: CellDigest, usable: Callable[[StoredCell], bool]) -> StoredCell | None:
-        prefix = np.uint64(int.from_bytes(digest[:8], "little"))
-        row = int(np.searchsorted(self._prefixes, prefix))
+        prefix = int.from_bytes(digest[:8], "little")
+        row = bisect_left(self._prefixes, prefix)
         while row < len(self._prefixes) and self._prefixes[row] == prefix:
             at = int(self._order[row]) * DIGEST_BYTES
             number = bisect_right(self._ends, at)
@@ -161,14 +160,17 @@ def _shifted(cell: StoredCell, blobs: int) -> StoredCell:
 def used_bytes(tables: Iterable[ExtentTable], blob_count: int) -> list[int]:
     """Count the bytes of each blob that a manifest's extents use. Shared cells are counted once."""
     used, reached = [0] * blob_count, [0] * blob_count
-    for blob, start, stop in sorted(
-        (link.blob, link.offset, link.offset + table.stored_bytes(link))
+    places = [
+        (link.blob, link.offset, table.stored_bytes(link))
         for table in tables
         for extent in table.extents
         for link in ((extent,) if extent.coding is None else extent.chain)
-    ):
-        used[blob] += max(0, stop - max(start, reached[blob]))
-        reached[blob] = max(stop, reached[blob])
+    ]
+    places.sort()
+    for blob, start, nbytes in places:
+        if start + nbytes > reached[blob]:
+            used[blob] += start + nbytes - max(start, reached[blob])
+            reached[blob] = start + nbytes
     return used
 
 

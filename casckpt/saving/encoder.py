@@ -343,7 +343,7 @@ class Coder:
         table = self.known.parent_table(source.name, source.dtype, source.shape)
         if table is None:
             return None
-        box = table.boxes.index(cell.group.box)
+        box = table.boxes.index(cell.box)
         (extent,) = table.extents_in(box, cell.cut.lo, cell.cut.hi)
         if extent.coding is None:
             return 0
@@ -398,7 +398,7 @@ class _TooFar(Exception):
 
 
 def _name(source: LocalEntry, cell: Cell) -> CellName:
-    return source.name, cell.group.box, cell.cut.lo, cell.cut.hi
+    return source.name, cell.box, cell.cut.lo, cell.cut.hi
 
 
 def _older(held: HeldCell, bases: Sequence[StoredCell]) -> HeldCell | None:

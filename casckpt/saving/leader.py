@@ -164,7 +164,8 @@ class Leader:
         parent, options = self._parent if self.reuse else None, self.options
         offer = ReuseOffer()
         if self.reuse:
-            offer = make_offer(self.repo, parent, streams, run=options.run, dedup=options.dedup)
+            last = self.memory.shares.get(options.run) if self.size == 1 else None
+            offer = make_offer(self.repo, parent, streams, run=options.run, dedup=options.dedup, last=last)
         setting = None if self._transaction is None else self._transaction.settings.compress
         offer = replace(offer, compress=usable_compress(options.compress or setting or "off"))
         if options.health:
@@ -248,8 +249,10 @@ class Leader:
         if self.memory.plan is not None:
             self._mixed = differing_cells(self.memory.plan, whole, [part.reread for part in parts])
         self._differing |= self._mixed | self.memory.replicas.found
+        if not (known := self.memory.replicas.differing | self._differing):
+            return {}
         keys = {name[1] for name in whole.extents} | {entry.key for part in parts for entry in part.objects}
-        differing = sorted(keys & (self.memory.replicas.differing | self._differing).keys())
+        differing = sorted(keys & known.keys())
         return {REPLICAS_NOTE: plain.encode(differing)} if differing else {}
 
     def _remember_replicas(self, streams: Streams) -> None:

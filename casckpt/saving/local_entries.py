@@ -13,9 +13,9 @@ from casckpt.base.cycle_collector import collector_paused
 from casckpt.format import blob, dtypes
 from casckpt.format.blob_writer import LEAF_BYTES
 from casckpt.format.extents import StoredCell
-from casckpt.format.regions import Region, Shape, normalise, whole
+from casckpt.format.regions import Box, Region, Shape, normalise, whole
 from casckpt.format.sections.index import Name
-from casckpt.plan.cells import Cut, Group, branch_of, plan_cells
+from casckpt.plan.cells import Cut, Group, branch_of, only_cut, plan_cells
 from casckpt.plan.reuse import ReusableCells
 from casckpt.tensors.gpu import on_gpu
 from casckpt.tensors.memory import BufferMemory, Memory, TensorMemory, narrow
@@ -24,7 +24,7 @@ from casckpt.tensors.shards import Piece
 Data: TypeAlias = torch.Tensor | bytes
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)  # not frozen, because that makes a save of many tensors slower
 class LocalEntry:
     """A tensor, a large buffer of an object, or an attachment; see `casckpt.format.sections.index.Entry`.
 
@@ -72,6 +72,11 @@ class LocalEntry:
         """The sort key. A save fills blobs in this order, which keeps every tensor aligned."""
         return blob.order(self.dtype), self.key, self.kind, self.index
 
+    @property
+    def only(self) -> Piece | None:
+        """The piece of an entry that consists of one piece, which this rank writes completely. Otherwise, None."""
+        return self.pieces[0] if self.limits is None and len(self.pieces) == 1 else None
+
     def parts(self) -> Iterator[tuple[Region, Data, int]]:
         """Yield the writes of this rank as (region, data, element of the data at which the region begins)."""
         if self.buffer is not None:
@@ -88,27 +93,20 @@ class LocalEntry:
 
 @dataclass(slots=True)
 class Cell:
-    """A cell to process: the elements [cut.lo, cut.hi) of the group's box.
-
-    They begin at element ``start`` of ``memory``.
-    """
+    """A cell to process: the elements [cut.lo, cut.hi) of ``box``, which are elements [start, stop) of ``memory``."""
 
     source: int
-    group: Group
+    box: Box
     cut: Cut
     memory: Memory
     start: int
+    stop: int
     nbytes: int
 
     @property
     def known(self) -> StoredCell | None:
         """The parent's cell with exactly these elements, or None."""
         return self.cut if isinstance(self.cut, StoredCell) else None
-
-    @property
-    def stop(self) -> int:
-        """The offset in the memory, in elements, at which the cell ends."""
-        return self.start + self.cut.hi - self.cut.lo
 
     def data(self) -> memoryview:
         """Return the bytes of the cell without a copy. Copy them only if they are not contiguous in host memory."""
@@ -129,18 +127,25 @@ def plan_work(sources: Sequence[LocalEntry], cell_bytes: int, known: ReusableCel
     work: list[list[Cell]] = []
     small: list[list[Cell]] = []
     stored = None
-    for number in sorted(range(len(sources)), key=lambda i: sources[i].order):
+    for number in sorted(range(len(sources)), key=[source.order for source in sources].__getitem__):
         source = sources[number]
         if stored != (stored := blob.order(source.dtype)):
             work, small = work + small, []
         size = dtypes.itemsize(source.dtype)
         parent = known.parent_table(source.name, source.dtype, source.shape)
+        only = source.only
+        if only is not None and (cut := only_cut(only.region, source.shape, cell_bytes // size, parent)) is not None:
+            nbytes = cut.hi * size
+            cells = [Cell(number, only.region.box, cut, TensorMemory(only.data), 0, cut.hi, nbytes)]
+            (small if nbytes < LEAF_BYTES else work).append(cells)
+            continue
         for region, data, base in source.parts():
             for group in plan_cells(region, source.shape, cell_bytes // size, parent):
                 memory = _memory(region, data, group)
                 shift = base - group.lo
                 cells = [
-                    Cell(number, group, cut, memory, cut.lo + shift, (cut.hi - cut.lo) * size) for cut in group.cuts
+                    Cell(number, group.box, cut, memory, cut.lo + shift, cut.hi + shift, (cut.hi - cut.lo) * size)
+                    for cut in group.cuts
                 ]
                 (small if cells[0].nbytes < LEAF_BYTES else work).append(cells)
     return work + small

@@ -106,9 +106,9 @@ def _warn_if_empty(sources: Sequence[LocalEntry]) -> None:
 
     Libraries that partition parameters leave such tensors as placeholders.
     """
-    sizes = [source.nbytes for source in sources if source.kind == TENSOR and "float" in source.dtype]
-    if len(sizes) > 1 and sizes.count(0) > len(sizes) / 2:
-        log.warning(_EMPTY, sizes.count(0), len(sizes))
+    empty = [0 in source.shape for source in sources if source.kind == TENSOR and "float" in source.dtype]
+    if len(empty) > 1 and sum(empty) > len(empty) / 2:
+        log.warning(_EMPTY, sum(empty), len(empty))
 
 
 @cache

@@ -65,12 +65,19 @@ class ReuseOffer:
         return replace(self, manifests=[(commit, manifest) for commit, manifest in held if manifest is not None])
 
 
-def make_offer(repo: Repository, parent: Commit | None, streams: Streams, *, run: str, dedup: str) -> ReuseOffer:
+def make_offer(
+    repo: Repository, parent: Commit | None, streams: Streams, *, run: str, dedup: str, last: LastShare | None = None
+) -> ReuseOffer:
     """Offer the cells of ``parent`` for a save of ``streams``, and cells of other runs if it lacks some streams.
 
-    The transaction must begin before this call, and before the parent is read. Only then does gc keep all offered
+    ``last``: the last share of a process that saves alone. If it is the parent, the manifest is not needed. The
+    transaction must begin before this call, and before the parent is read. Only then does gc keep all offered
     blobs.
     """
+    if parent is not None and last is not None and last.txid == parent.txid:
+        has_all = dedup != "store" or all(last.share.table(name, *form) for name, form in streams.items())
+        if has_all:
+            return ReuseOffer(None, damaged=frozenset(blobs.damaged_marks(repo)))
     manifest = None if parent is None else readable(repo, parent, warn=True)
     commits = [] if parent is None or manifest is None else [parent]
     if dedup == "store" and _lacks(manifest, streams):

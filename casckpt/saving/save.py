@@ -91,7 +91,9 @@ class _Attempt:
             self.leader.abort(error)
             raise
         self.memory.compared.turn += 1
-        if self._share is not None and self.ranks.size > 1:
+        if self.ranks.size == 1:
+            self.memory.shares.clear()  # the memory of one share is enough
+        if self._share is not None:
             self.memory.shares[self.options.run] = LastShare(record.txid, self._share, worn)
         return just_committed(record)
 

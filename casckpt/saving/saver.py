@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, wait
@@ -10,7 +11,7 @@ from typing import Any, NoReturn, TypeAlias, get_args
 
 from casckpt.base.cycle_collector import collector_paused
 from casckpt.contents.checkpoint import Checkpoint
-from casckpt.errors import CasckptError, Conflict, InvalidInput
+from casckpt.errors import CasckptError, Conflict, InvalidInput, StorageError
 from casckpt.ranks.ranks import Ranks, everyone, on_each, open_ranks
 from casckpt.repository.repository import Repository
 from casckpt.saving.exit_status import unreported
@@ -20,6 +21,9 @@ from casckpt.saving.prepare import Prepared, prepare, snapshot, tensors_of
 from casckpt.saving.replicas import memory_of
 from casckpt.saving.save import compare, save
 from casckpt.tensors.staging import Staging
+
+_LASTING = frozenset((errno.EACCES, errno.EPERM, errno.EROFS))
+"""Operating system errors that recur until somebody changes the permissions or the mount."""
 
 
 class SaveFuture(Future[Checkpoint]):
@@ -148,7 +152,7 @@ class Saver:
         with self.background.lock:
             self.background.wait()
             ranks = open_ranks(options.process_group, no_dist=options.no_dist, purpose="async")
-            checked, prepared = self._checked(state, ranks, options, when_busy)
+            checked, prepared = self._checked(state, ranks, options, when_busy, create=True)
             copied = self._copy(prepared)
             memory = self._memory(ranks)
             return self.background.submit(
@@ -181,11 +185,12 @@ class Saver:
             self.background.staging.reserve(tensors_of(on_each(ranks, lambda: _prepare(state, options, ranks))))
 
     def _checked(
-        self, state: State, ranks: Ranks, options: SaveOptions, when_busy: WhenBusy
+        self, state: State, ranks: Ranks, options: SaveOptions, when_busy: WhenBusy, *, create: bool = False
     ) -> tuple[SaveOptions, Prepared]:
-        """Check the arguments and every leaf. If the check fails on one rank, raise the error on all ranks.
+        """Check the arguments, every leaf and the store's path. If a check fails on one rank, all raise the error.
 
-        If the previous save failed and no caller has queried its future, raise its error.
+        If the previous save failed and no caller has queried its future, raise its error. ``create``: create the store
+        if it does not exist.
         """
         state, options = self._without_objects(ranks, state, options)
 
@@ -195,9 +200,21 @@ class Saver:
             if failed := self.background.unreported():
                 raise failed
             checked = options.checked()
-            return checked, _prepare(state, checked, ranks)
+            prepared = _prepare(state, checked, ranks)
+            if ranks.rank == 0:
+                self._check_path(create=create)
+            return checked, prepared
 
         return on_each(ranks, check)
+
+    def _check_path(self, *, create: bool) -> None:
+        """Raise the error if the store cannot be at its path. Skip errors that may be temporary: a save raises them."""
+        try:
+            if not self._repo.exists() and create:
+                self._repo.create()
+        except StorageError as error:
+            if getattr(error.__cause__, "errno", None) in _LASTING:
+                raise
 
     def _copy(self, prepared: Prepared) -> Callable[[], Prepared]:
         """Copy all data. Return a function that returns the copy.

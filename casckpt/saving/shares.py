@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cache
 from typing import TypeAlias
 
 from casckpt.base.cycle_collector import collector_paused
@@ -58,24 +59,26 @@ def share_of(
     cells: list[list[StoredCell]] = [[] for _ in sources]
     unhashed: set[Name] = set()
 
-    def number(ref: BlobRef | None) -> int:
+    @cache
+    def number(blob: int, new: bool) -> int:
+        ref = written[blob] if new else known.blobs[blob]
         if ref is None:
             raise InvalidInput("a cell was placed in a blob that was never written; this is a bug in casckpt")
         return numbers.setdefault(ref, len(numbers))
 
     def of_known(cell: StoredCell) -> tuple[int, int]:
-        return number(known.blobs[cell.blob]), cell.offset
+        return number(cell.blob, False), cell.offset
 
     for group, placed in zip(work, places, strict=True):
         for cell, place in zip(group, placed, strict=True):
-            blob = number(written[place.blob] if place.new else known.blobs[place.blob])
+            blob, cut, frame = number(place.blob, place.new), cell.cut, place.frame
             if place.unhashed:
                 unhashed.add(sources[cell.source].name)
-            frame = place.frame
             if frame is not None and frame.base is not None:
                 frame = Frame(frame.nbytes, frame.base.moved(of_known))
-            elements = cell.group.box, cell.cut.lo, cell.cut.hi
-            cells[cell.source].append(StoredCell(blob, place.offset, cell.nbytes, *elements, place.digest, frame))
+            cells[cell.source].append(
+                StoredCell(blob, place.offset, cell.nbytes, cell.box, cut.lo, cut.hi, place.digest, frame)
+            )
     extents = {}
     for source, own in zip(sources, cells, strict=True):
         size = dtypes.itemsize(source.dtype)

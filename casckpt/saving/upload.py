@@ -163,10 +163,12 @@ class Upload:
     # compare
 
     def _compare(self, work: Sequence[Sequence[Cell]], placed: dict[int, PlacedCell]) -> list[Cell]:
-        self._trust(work, placed)
-        work = [cells for cells in work if id(cells[0]) not in placed]
-        self._compare_each([cells[0] for cells in work if self._is_probed(cells)], placed)
-        self._compare_each([cell for cells in work if id(cells[0]) in placed for cell in cells[1:]], placed)
+        if any(source.frozen for source in self.sources):
+            self._trust(work, placed)
+            work = [cells for cells in work if id(cells[0]) not in placed]
+        probed = [cells for cells in work if self._is_probed(cells)]
+        self._compare_each([cells[0] for cells in probed], placed)
+        self._compare_each([cell for cells in probed if id(cells[0]) in placed for cell in cells[1:]], placed)
         return [cell for cells in work for cell in cells if id(cell) not in placed]
 
     def _is_probed(self, cells: Sequence[Cell]) -> bool:
@@ -268,13 +270,17 @@ class Upload:
         moved = [cell for cell in unknown if cell.known is not None and not self.known.usable_cell(cell.known)]
         ids = {id(cell) for cell in moved}
         rest = [cell for cell in unknown if id(cell) not in ids] if moved else unknown
-        branch = [source.branch for source in self.sources] if len(self._branches) > 1 else []
+        branch = self._branch
         parts = (by_branch(part, lambda cell: branch[cell.source], self._branches) for part in (rest, moved))
         return [_Queue(cells) for part in parts for cells in part]
 
     @cached_property
+    def _branch(self) -> Sequence[str]:
+        return [source.branch for source in self.sources]
+
+    @cached_property
     def _branches(self) -> frozenset[str]:
-        return branches_of(source.branch for source in self.sources)
+        return branches_of(self._branch)
 
     def _empty(self, queue: _Queue, packing: _Packing, buffer: memoryview, copier: Copier) -> None:
         while not packing.stop.is_set() and not queue.is_empty:
@@ -302,9 +308,10 @@ class Upload:
                 at = writer.place(cell.nbytes)
                 target = buffer[at : at + cell.nbytes]
                 copier.copy(cells, order, target)
-                packing.placed[id(cell)], frame = self._write(cell, writer, target, number, at)
+                place, frame = self._write(cell, writer, target, number, at)
+                packing.placed[id(cell)] = place
                 if frame is not None:
-                    queue.frames.add(first + order, packing.placed[id(cell)], frame)
+                    queue.frames.add(first + order, place, frame)
                 self.progress(cell.nbytes)
         return None if writer.is_empty else self._finish(writer, number)
 

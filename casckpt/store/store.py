@@ -151,15 +151,18 @@ class Store:
 
         A store's saves run one after the other and share the memory of a single copy. If a save is still running, the
         call waits until it ends (``when_busy="wait"``), or raises Conflict on every rank if any rank is busy
-        ("refuse"). Before copying, this method raises `save`'s errors for invalid arguments and for values that cannot
-        be stored, on every rank. The future raises later errors. If your code never queries the future, the next call
-        raises its error once.
+        ("refuse"). Before copying, this method creates the store if it does not exist. It raises `save`'s errors for
+        invalid arguments, for values that cannot be stored, and for a path that cannot be a store, on every rank. The
+        future raises later errors. If your code never queries the future, the next call raises its error once.
         """
         check_keywords("Store.save_async", options, SaveArguments)
         return self._saver.get().save_async(state, SaveOptions(run=run, step=step, **options), when_busy)
 
     def check(self, state: State, *, run: str = "default", **options: Unpack[SaveArguments]) -> None:
-        """Raise, on every rank, the InvalidInput that `save` would raise. Writes nothing. Every rank must call this."""
+        """Raise, on every rank, the InvalidInput that `save` would raise. Writes nothing. Every rank must call this.
+
+        Also checks whether the store can be at its path, as far as this is possible without a write.
+        """
         check_keywords("Store.check", options, SaveArguments)
         self._saver.get().check(state, SaveOptions(run=run, step=0, **options))
 

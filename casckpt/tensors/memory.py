@@ -23,6 +23,9 @@ from casckpt.format.sections.index import Entry
 from casckpt.tensors.dtypes import torch_dtype
 from casckpt.tensors.gpu import wait_for_gpus
 
+_ADDRESSES = memoryview((ctypes.c_ubyte * (1 << 62)).from_address(0)).cast("B")
+"""All addresses of this process. Views of a few bytes are sliced from it, because creating each of them is slow."""
+
 T = TypeVar("T", npt.NDArray[Any], torch.Tensor)
 
 
@@ -52,7 +55,7 @@ class TensorMemory:
     """The elements of a strided tensor on any device."""
 
     def __init__(self, data: torch.Tensor) -> None:
-        self.data = data.detach()
+        self.data = data.detach() if data.requires_grad else data
         self.itemsize = data.element_size()
         self._bytes = tensor_bytes(self.data)
 
@@ -74,9 +77,8 @@ class TensorMemory:
 
         Works for all strides and devices, and for conjugated or negated tensors.
         """
-        source = self.view(lo, hi)
-        if source is not None:
-            copy_bytes(buffer, source)
+        if self._bytes is not None:
+            copy_bytes(buffer, self._bytes[lo * self.itemsize : hi * self.itemsize])
         elif self._array is not None:
             array, target = self._array, np.frombuffer(buffer, dtype=self._array.dtype)
             for box, start in flat_boxes(Region(full_box(array.shape), lo, hi)):
@@ -129,7 +131,7 @@ def tensor_bytes(data: torch.Tensor) -> memoryview | None:
         raise InvalidInput(
             "a tensor has no memory of its own, such as in a FakeTensorMode: call casckpt outside of that mode"
         )
-    return memoryview((ctypes.c_ubyte * nbytes).from_address(address)).cast("B")
+    return _ADDRESSES[address : address + nbytes]
 
 
 def tensor_over(data: memoryview, dtype: torch.dtype, shape: Shape) -> torch.Tensor:

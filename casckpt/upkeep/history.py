@@ -156,7 +156,7 @@ def _why(commit: Commit, changed: Mapping[str, int] | None) -> str:
 def _cause(reused: int, changed: Mapping[str, int] | None) -> str:
     if changed is None:
         return f"{format_size(reused)} of it was already stored" if reused else "all of it was new"
-    if not any(changed.values()):
+    if not changed:
         return "nothing changed"
     branches: dict[str, int] = {}
     for key, nbytes in changed.items():

@@ -18,7 +18,6 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from datetime import datetime
-from fnmatch import fnmatchcase
 from functools import partial
 
 from casckpt.base.parallel import in_parallel
@@ -181,7 +180,7 @@ def _plan_one(repo: Repository, rule: frozenset[str], commit: Commit) -> Thin | 
 
 def _matching(manifest: Manifest, rule: Iterable[str]) -> Iterator[Entry]:
     for entry in manifest.held:
-        if entry.nbytes and entry.kind != ATTACHMENT and any(fnmatchcase(entry.key, pattern) for pattern in rule):
+        if entry.nbytes and entry.kind != ATTACHMENT and manifest.matches(entry.key, rule):
             yield entry
 
 

@@ -425,7 +425,7 @@ def dying(store: Path, folder: Path, *, reuse: bool) -> Iterator[Callable[[int],
 def test_a_follower_killed_at_any_point_leaves_a_complete_folder(
     store: Store, tmp_path: Path, reuse: bool, full: bool
 ) -> None:
-    """The test kills a switch between two versions at each system call, or by default at every eighth one."""
+    """The test kills a switch between two versions at each system call, or by default at every twelfth one."""
     folder, told = tmp_path / "to", tmp_path / "told"
     command, seen, at = f'echo $CASCKPT_STEP >> "{told}"', [0, 1], 1
     for step in seen:
@@ -433,7 +433,7 @@ def test_a_follower_killed_at_any_point_leaves_a_complete_folder(
             save(store, step)
         once(store, folder, command=command, keep=0, reuse=reuse)
     with dying(tmp_path / "store", folder, reuse=reuse) as killed_at:
-        for step, call in enumerate(itertools.count(1, 1 if full else 8), start=2):
+        for step, call in enumerate(itertools.count(1, 1 if full else 12), start=2):
             save(store, step)
             was_killed = killed_at(call)
             at = next(one for one in (step, at) if is_at(folder, one))
@@ -447,7 +447,7 @@ def test_a_follower_killed_at_any_point_leaves_a_complete_folder(
     heard = list(map(int, told.read_text().split()))
     assert heard == sorted(heard)
     assert set(heard) == set(seen)
-    assert max(heard) > (60 if full else 12), "all calls were counted"
+    assert max(heard) > (60 if full else 8), "all calls were counted"
 
 
 @pytest.mark.filterwarnings("ignore")  # Transformers warns about devices
@@ -478,7 +478,7 @@ def test_two_followers_survive_repeated_kills(tmp_path: Path, monkeypatch: pytes
         followers = [
             stack.enter_context(dying(tmp_path / "store", folder, reuse=folder == folders[1])) for folder in folders
         ]
-        for _ in range(300 if full else 6):
+        for _ in range(300 if full else 4):
             train()
             killed = [pool.submit(one, draw.randrange(1, 80)) for one in followers]
             store.gc(keep_last=1, min_age=0, wait=0)

@@ -46,6 +46,9 @@ FOLLOWED_ELSEWHERE: dict[Case, str] = {
     Case("frontends/views/torchao_names.py:_described", "load it with cast=True into a plain model"): (
         "tests/tensors/test_kinds.py::test_cast_loads_the_values_into_a_plain_model"
     ),
+    Case("frontends/interchange/safetensors/importing.py:_joined", "install torchao, and import the folder again"): (
+        "tests/frontends/views/test_torchao_names.py::test_parts_of_weights_remain_parts_without_torchao"
+    ),
     Case("tensors/shards.py:_problem", "its values() and offsets()"): (
         "tests/loading/test_wrapped.py::test_other_layouts_are_refused_at_the_start_with_advice"
     ),

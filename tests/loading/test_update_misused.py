@@ -215,18 +215,18 @@ def test_an_update_from_a_thinned_version_reads_missing_entries() -> None:
 # concurrently with a gc, and without a lease
 
 
-def test_deleting_a_checkpoint_during_an_update_raises_not_found(tmp_path: Path) -> None:
+def test_deleting_a_checkpoint_during_an_update_raises_not_found(tmp_path: Path, full: bool) -> None:
     """Two readers follow a run in which a gc keeps only the newest checkpoint."""
-    store = small_folder(tmp_path / "store")
+    store, last = small_folder(tmp_path / "store"), 24 if full else 10
     tensor = torch.randn(48, 512, generator=torch.Generator().manual_seed(1)).bfloat16()
-    found = [{"w": one} for one in versions(tensor, 25)]
+    found = [{"w": one} for one in versions(tensor, last + 1)]
     store.save(found[0], step=0, compress="auto")
     over: list[bool] = []
 
     def reads() -> set[int]:
         mine, held, seen = emptied(found[0]), None, set[int]()
         reader = Store(type(store.repository)(store.repository.storage))
-        while not over or 24 not in seen:
+        while not over or last not in seen:
             try:
                 held = reader.update(mine, "default@latest", held=held)
             except NotFound:
@@ -244,9 +244,9 @@ def test_deleting_a_checkpoint_during_an_update_raises_not_found(tmp_path: Path)
     with ThreadPoolExecutor() as pool:
         readers, collector = [pool.submit(reads) for _ in range(2)], pool.submit(collects)
         try:
-            for step in range(1, 25):
+            for step in range(1, last + 1):
                 store.save(found[step], step=step, compress="auto")
         finally:
             over.append(True)
         collector.result()
-        assert all(24 in reader.result() for reader in readers)
+        assert all(last in reader.result() for reader in readers)

@@ -80,6 +80,20 @@ def test_one_changed_element_writes_one_cell() -> None:
     assert bits(template["w"]) == bits(saved["w"])
 
 
+def test_changed_scales_are_stored_as_deltas() -> None:
+    store = small()
+    saved = {"w": scaled(1, 512, 512)}
+    store.save(saved, run="r", step=1, compress="always")
+    saved["w"].scale.mul_(1 + 2**-20)
+    second = store.save(saved, run="r", step=2, compress="always")
+    assert 0 < second.stats.bytes_deltas < saved["w"].scale.nbytes / 2
+    template = {"w": scaled(2, 512, 512)}
+    held = store.load(template, "r@2")
+    assert bits(template["w"]) == bits(saved["w"])
+    store.update(template, "r@1", held=held)
+    assert bits(template["w"]) == bits(scaled(1, 512, 512))
+
+
 def test_a_wrapper_in_a_wrapper_is_opened() -> None:
     store = small()
     store.save({"w": [make_two(scaled(1, 4, 4), torch.ones(4, 4))]}, run="r", step=1)

@@ -137,6 +137,20 @@ def test_a_new_run_reuses_cells_of_its_base_run(store: Store) -> None:
     assert saved(store, base | head, 1, run="other") == 0
 
 
+def test_a_process_reuses_cells_that_another_process_saved_after_its_own_last_save(store: Store) -> None:
+    first, second = {"w": cells(2)}, {"w": cells(2)}
+    saved(store, first, 0)
+    reopened(store).save(second, step=1)
+    assert saved(store, second, 2) == 0
+
+
+def test_a_tensor_that_a_state_gains_is_reused_from_another_run(store: Store) -> None:
+    base, head = {"backbone": cells(3)}, {"head": cells(2)}
+    reopened(store).save(base, run="base", step=0)
+    saved(store, head, 0, run="tuned")
+    assert saved(store, base | head, 1, run="tuned") == 0
+
+
 def test_reuse_can_be_limited_to_the_run(store: Store) -> None:
     state = {"w": cells(10)}
     saved(store, state, 1, run="a")

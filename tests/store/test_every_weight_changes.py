@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     from tests.support.ranks import Pool
     from tests.support.servers import Server
 
-VERSIONS, FULL_VERSIONS, KEPT = 10, 64, 8
+VERSIONS, FULL_VERSIONS, KEPT = 7, 64, 5
 ROWS, COLUMNS, BLOCKS = 256, 1024, 4
 WHOLE = 2 * 2 * BLOCKS * ROWS * COLUMNS  # bytes of one version
 # so that headers (4 KiB per blob, 50 bytes per frame) are a small fraction, as with large tensors

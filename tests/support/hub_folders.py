@@ -210,6 +210,24 @@ def _of_dcp(folder: Path) -> None:
     model.config.save_pretrained(folder)
 
 
+def _int8(folder: Path) -> None:
+    import transformers
+
+    plain = folder.parent / "plain"
+    _hub("LlamaForCausalLM", **CAUSAL).save_pretrained(plain)
+    chosen = transformers.TorchAoConfig(import_module("torchao.quantization").Int8WeightOnlyConfig())
+    model = transformers.LlamaForCausalLM.from_pretrained(plain, quantization_config=chosen)
+    model.save_pretrained(folder, max_shard_size="7KB")
+
+
+def _load_int8(folder: Path) -> Tensors:
+    import transformers
+
+    model: Any = transformers.LlamaForCausalLM.from_pretrained(folder)
+    assert type(model.model.layers[0].mlp.up_proj.weight).__name__ == "Int8Tensor"
+    return {"logits": model(torch.arange(8)[None]).logits.detach()}
+
+
 # PEFT
 
 
@@ -411,6 +429,7 @@ FOLDERS = [
     HubFolder("ViT with an image processor", "processor", HUB, _vit, _load_vit),
     HubFolder("Llama in the download cache", "links to blobs", HUB, _cached, _CAUSAL),
     HubFolder("Llama from HuggingFaceStorageWriter", "files of DCP with offsets", "torch", _of_dcp, _CAUSAL),
+    HubFolder("Llama as int8 in shards", "quantized weights", "torchao", _int8, _load_int8),
     HubFolder("LoRA", "adapter", "peft", _adapter(**LORA), _load_adapter),
     HubFolder(
         "LoRA with a trained head", "adapter", "peft", _adapter(**LORA, modules_to_save=["lm_head"]), _load_adapter,

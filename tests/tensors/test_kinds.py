@@ -9,7 +9,9 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from importlib import import_module
-from typing import Any
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+from unittest import mock
 
 import pytest
 import torch
@@ -23,8 +25,12 @@ from casckpt.format.forms import decode_form, encode_form
 from casckpt.frontends.training_state import load_model_and_optim_state, save_model_and_optim_state
 from casckpt.tensors.wrappers import Wrapped, opened, rebuilt
 from tests.support.fuzz_wrappers import check_rebuilt
+from tests.support.ranks import die
 from tests.support.saves import small
 from tests.support.wrappers import bits
+
+if TYPE_CHECKING:
+    from tests.support.ranks import Pool
 
 pytest.importorskip("torchao", reason="needs torchao")
 pytestmark = pytest.mark.filterwarnings("ignore")
@@ -115,6 +121,59 @@ def test_a_weight_is_saved_in_the_background_and_loaded(name: str) -> None:
         assert type(read) is type(saved)
         assert bits(read) == expected
         assert torch.equal(forward(name, read), values)
+
+
+OPTIMIZERS = ("AdamW8bit", "AdamW4bit", "AdamWFp8")
+
+
+def stepped(kind: str, seed: int, steps: range) -> tuple[nn.Linear, Any]:
+    """Return a model and an optimizer of torchao after some steps."""
+    torch.manual_seed(seed)
+    model = nn.Linear(64, 128)
+    optimizer = of_torchao("optim", kind)(model.parameters(), lr=0.01)
+    take(model, optimizer, steps)
+    return model, optimizer
+
+
+def take(model: nn.Linear, optimizer: Any, steps: range) -> None:
+    with mock.patch.object(torch, "compile", lambda function, **_: function):  # it would compile for a minute
+        for step in steps:
+            optimizer.zero_grad()
+            model(torch.full((2, 64), step + 1.0)).square().mean().backward()
+            optimizer.step()
+
+
+def killed(rank: int, size: int, path: Path) -> None:
+    """Save all kinds and optimizers in the background. Die while the next save runs."""
+    store = casckpt.open(path)
+    weights: Any = nn.ParameterList(nn.Parameter(make(name, 1), requires_grad=False) for name in MAKE)
+    with casckpt.Checkpointer(store, run="weights") as checkpointer:
+        checkpointer.save_async(1, weights)
+    for kind in OPTIMIZERS:
+        with casckpt.Checkpointer(store, run=kind) as checkpointer:
+            checkpointer.save_async(1, *stepped(kind, 1, range(3)))
+    store.save_async({"w": make("NF4", 3)}, run="weights", step=2)
+    die()
+
+
+def test_all_kinds_and_optimizers_of_a_killed_process_are_resumed(tmp_path: Path, ranks: Pool) -> None:
+    (outcome,) = ranks.outcomes(1, killed, tmp_path)
+    assert outcome.died
+    store = casckpt.open(tmp_path)
+    weights: Any = nn.ParameterList(nn.Parameter(make(name, 2), requires_grad=False) for name in MAKE)
+    casckpt.load_model_and_optim_state(store, "weights@1", weights)
+    for name, weight in zip(MAKE, weights, strict=True):
+        expected = make(name, 1)
+        assert bits(weight) == bits(expected)
+        assert torch.equal(forward(name, weight), forward(name, expected))
+    for kind in OPTIMIZERS:
+        expected, resumed = stepped(kind, 1, range(3)), stepped(kind, 2, range(1))
+        with casckpt.Checkpointer(store, run=kind) as checkpointer:
+            assert checkpointer.resume(*resumed) is not None
+        for pair in (expected, resumed):
+            take(*pair, range(3, 5))
+        for one, two in zip(expected[0].parameters(), resumed[0].parameters(), strict=True):
+            assert torch.equal(one, two)
 
 
 def test_a_different_kernel_or_kind_is_refused_and_nothing_changes() -> None:

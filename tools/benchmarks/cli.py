@@ -76,7 +76,7 @@ def _parser() -> argparse.ArgumentParser:
     add("--from", dest="results", type=Path, action="append", metavar="FILE",
         help="do not run anything; show, draw or write these earlier results")  # fmt: skip
     add("--quick", action="store_true", help="smoke run: tiny states, 2 rounds, meaningless figures")
-    add("--full", action="store_true", help="history: 100,001 saves instead of 10,001")
+    add("--full", action="store_true", help="history, experts: ten times as many saves or tensors")
     return parser
 
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import count, islice
+from math import prod
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -27,18 +29,16 @@ class Spec:
     @property
     def nbytes(self) -> int:
         """Return the size in bytes."""
-        count = _ITEMSIZE[self.dtype]
-        for length in self.shape:
-            count *= length
-        return count
+        return prod(self.shape) * _ITEMSIZE[self.dtype]
 
 
 def specs(kind: str, size: int) -> list[Spec]:
     """Return the tensors of a state of about ``size`` bytes.
 
     ``kind``: "model": a transformer in bfloat16; "adapted": a transformer with 96 % of the bytes and adapters with 4
-    %; "small": tensors of 1 KiB; "square": a single float32 matrix whose sides are multiples of 64; "narrow": a matrix
-    of 2048 x 64.
+    %; "small": tensors of 1 KiB; "experts": those of a mixture of experts and of its optimizer, each of 1 KiB; "large
+    experts": the same, each of 16 KiB; "square": a single float32 matrix whose sides are multiples of 64; "narrow": a
+    matrix of 2048 x 64.
     """
     if kind == "model":
         return list(_model(size))
@@ -46,6 +46,9 @@ def specs(kind: str, size: int) -> list[Spec]:
         return [*_model(size * 96 // 100), *_adapters(size * 4 // 100)]
     if kind == "small":
         return [Spec(f"small.{i:05}", (256,), "float32") for i in range(max(1, size >> 10))]
+    if kind.endswith("experts"):
+        each = 1 << 10 if kind == "experts" else 16 << 10
+        return list(islice(_experts(each), max(3, size // each)))
     if kind == "square":
         side = max(64, int((size / 4) ** 0.5) // 64 * 64)
         return [Spec("matrix", (side, side), "float32")]
@@ -69,6 +72,17 @@ def _model(size: int) -> Iterator[Spec]:
     rows = left // (2 * hidden) // 8 * 8
     if rows:
         yield Spec("embedding.weight", (rows, hidden), "bfloat16")
+
+
+def _experts(nbytes: int) -> Iterator[Spec]:
+    """Yield tensors of ``nbytes`` bytes with the names of a mixture of 256 experts: each parameter and its moments."""
+    for layer in count():
+        experts = [f"mlp.experts.{i}.{name}_proj" for i in range(256) for name in ("gate", "up", "down")]
+        for name in ("self_attn.q_proj", "self_attn.kv_proj", "self_attn.o_proj", "mlp.gate", *experts):
+            key = f"model.layers.{layer}.{name}.weight"
+            yield Spec(key, (nbytes // 128, 64), "bfloat16")
+            for moment in ("exp_avg", "exp_avg_sq"):
+                yield Spec(f"optimizer.state.{key}.{moment}", (nbytes // 256, 64), "float32")
 
 
 def _adapters(size: int) -> Iterator[Spec]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from fnmatch import fnmatchcase
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -31,6 +30,7 @@ from casckpt.cli.types import REF
 from casckpt.errors import MissingKey
 
 if TYPE_CHECKING:
+    from casckpt.contents.checkpoint import Checkpoint
     from casckpt.store.store import Store
 
 FEW = 20
@@ -67,7 +67,7 @@ def details(store: Store, ref: str, patterns: tuple[str, ...] = ()) -> dict[str,
     """Return a checkpoint as plain data. Raises MissingKey for a pattern that does not match any tensor."""
     checkpoint = store.get(ref)
     details = checkpoint.details
-    chosen, health = _chosen(list(checkpoint.tensors), patterns), checkpoint.health or {}
+    chosen, health = _chosen(checkpoint, patterns), checkpoint.health or {}
     return summary(checkpoint) | {
         "tags": checkpoint.tags,
         "signers": checkpoint.signers,
@@ -87,12 +87,12 @@ def details(store: Store, ref: str, patterns: tuple[str, ...] = ()) -> dict[str,
     }
 
 
-def _chosen(keys: list[str], patterns: tuple[str, ...]) -> set[str]:
+def _chosen(checkpoint: Checkpoint, patterns: tuple[str, ...]) -> set[str]:
     if not patterns:
-        return set(keys)
+        return set(checkpoint.tensors)
     chosen: set[str] = set()
     for pattern in patterns:
-        found = [key for key in keys if fnmatchcase(key, pattern)]
+        found = checkpoint.matching(pattern)
         if not found:
             raise MissingKey(f"no tensor matches {pattern!r}; omit --keys to list all tensors", keys=(pattern,))
         chosen.update(found)

@@ -65,7 +65,7 @@ def classes_to_register(data: bytes) -> list[str]:
     if not is_archive(data):
         return []
     registered = [kind[0] if isinstance(kind, tuple) else kind for kind in get_safe_globals()]
-    names = [(kind.__module__, kind.__qualname__) for kind in registered]
+    names = [(kind.__module__, kind.__qualname__) for kind in registered if hasattr(kind, "__qualname__")]  # no dtypes
     used = {f"{module}.{name}" for module, name in names if f"c{module}\n{name}\n".encode() in data}  # GLOBAL opcodes
     return sorted(used.union(get_unsafe_globals_in_checkpoint(io.BytesIO(data))) - {_name(Namespace)})
 

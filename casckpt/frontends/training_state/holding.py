@@ -188,7 +188,7 @@ def _new_like(tensor: torch.Tensor, entry: Entry) -> torch.Tensor:
 
 def _fits(there: torch.Tensor, entry: Entry, taken: set[int]) -> bool:
     here = local_of(there)
-    alike = here.dtype == torch_dtype(entry.dtype) and here.layout is torch.strided
+    alike = here.dtype == torch_dtype(entry.dtype) and here.layout is torch.strided and not is_wrapper(here)
     # an optimizer cannot update a tensor that was created in inference mode
     return alike and not here.is_inference() and here.is_contiguous() and here.data_ptr() not in taken
 

@@ -207,8 +207,8 @@ def install(optim: Optimizer, state: Mapping[Any, Any], groups: Sequence[Mapping
     """Set the state of ``optim`` and the options of its groups.
 
     ``state``: the state by parameter, or by any other key of the optimizer's state. The optimizer keeps the tensors in
-    ``state`` without copying them. Tensors among the options are copied into the existing tensors if they fit, because
-    a captured CUDA graph reads a learning rate from a fixed address.
+    ``state`` without copying them. Tensors and numbers among the options are copied into the existing tensors if they
+    fit, because a captured CUDA graph reads a learning rate from a fixed address, and torchao accepts only a tensor.
     """
     whole, optim = optim, local_optimizer(optim)
     pairs = list(zip(optim.param_groups, groups, strict=True))
@@ -236,6 +236,9 @@ def install(optim: Optimizer, state: Mapping[Any, Any], groups: Sequence[Mapping
 def _taken_over(old: Any, new: Any) -> Any:
     if isinstance(new, list | tuple) and isinstance(old, list | tuple) and len(old) == len(new):
         return type(new)([_taken_over(one, other) for one, other in zip(old, new, strict=True)])
+    if isinstance(old, torch.Tensor) and old.numel() == 1 and type(new) in (int, float):
+        old.detach().fill_(new)
+        return old
     both = isinstance(old, torch.Tensor) and isinstance(new, torch.Tensor)
     if not both or old is new or old.shape != new.shape or old.dtype != new.dtype:
         return new

@@ -12,7 +12,7 @@ from casckpt.format.sections.index import TENSOR, Entry
 from casckpt.frontends.views.model_part import check_no_adapters, model_part, plain_names
 from casckpt.frontends.views.recut import Concat, Split, ViewTensor, recut
 from casckpt.frontends.views.torchao_names import torchao_names
-from casckpt.loading.arguments import FullMatch, Rename, check_used, matches, renamer, usable_patterns
+from casckpt.loading.arguments import FullMatch, Rename, check_used, renamer, usable_patterns
 
 
 @dataclass(frozen=True)
@@ -64,9 +64,9 @@ def view_of(contents: Contents, rules: Rules) -> View:
     Raises MissingKey if a pattern or prefix matches nothing, InvalidInput if two tensors would have the same name or
     several parts may be the model, and Damaged for an incomplete tensor.
     """
-    patterns = usable_patterns(rules.keys) or None
+    patterns, matches = usable_patterns(rules.keys) or None, contents.manifest.matches
     asked = {key: entry for key, entry in contents.tensors.items() if matches(key, patterns)}
-    check_used(patterns, asked, contents.where)
+    check_used(patterns, [*contents.tensors, *contents.wrappers], contents.where)
     prefix, keys = _part(contents, list(asked), rules)
     names, metadata = _names(keys, prefix, rules), dict[str, str]()
     if rules.model:

@@ -56,7 +56,14 @@ def load_native(rank: int, size: int, path: Path, ref: str, kind: str) -> Any:
     return whole(state)
 
 
-@pytest.mark.parametrize(("kind", "other"), list(zip(KINDS, (*KINDS[1:], KINDS[0]), strict=True)))
+@pytest.mark.parametrize(
+    ("kind", "other"),
+    [
+        ("hsdp", "tp-fsdp2"),
+        ("tp-fsdp2", "ddp"),
+        *(pytest.param(*pair, marks=pytest.mark.soak) for pair in (("ddp", "fsdp2"), ("fsdp2", "hsdp"))),
+    ],
+)
 def test_a_checkpoint_loads_on_a_different_mesh_and_natively(
     ranks: Pool, store_path: Path, kind: str, other: str, full: bool
 ) -> None:

@@ -7,6 +7,7 @@ import io
 import threading
 from argparse import Namespace
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 import torch
@@ -74,6 +75,7 @@ def test_the_error_names_the_classes_to_register() -> None:
     data = write_archive({**ARGS, "color": Color.RED})
     name = f"{Color.__module__}.Color"
     assert common.classes_to_register(data) == [name]
-    with safe_globals([Color]):
+    dtype: Any = (torch.uint8, "torch.uint8")  # as torchao registers some
+    with safe_globals([Color, dtype]):
         assert common.classes_to_register(data) == [name]
     assert common.classes_to_register(write_archive(ARGS)) == []

@@ -29,6 +29,7 @@ from casckpt.frontends.training_state import (
     save_model_and_optim_state,
 )
 from casckpt.frontends.training_state.optimizer import StateKind
+from casckpt.tensors.kinds import dequantized
 from tests.support.ranks import outcome_of
 from tests.support.saves import small
 from tests.support.training import Network, everything, identical
@@ -259,6 +260,46 @@ def test_an_optimizer_resumes_bit_for_bit(monkeypatch: pytest.MonkeyPatch, row: 
     for other in resumed:
         train(*other, range(3, 6))
         assert identical(all_of(*other), all_of(model, optimizer))
+
+
+@pytest.mark.filterwarnings("ignore")  # warnings of the package
+@pytest.mark.parametrize("name", ["AdamW8bit", "AdamW4bit", "AdamWFp8"])
+@pytest.mark.parametrize("steps", [0, 2], ids=["fresh", "stepped"])
+def test_torch_and_torchao_load_each_others_state(monkeypatch: pytest.MonkeyPatch, name: str, steps: int) -> None:
+    kind = getattr(pytest.importorskip("torchao.optim", reason="needs torchao"), name)
+    monkeypatch.setattr(torch, "compile", lambda function, **_: function)
+    makes: list[Any] = [lambda model: optim.AdamW(model.parameters(), lr=0.01), partial(by_default, kind)]
+    for save_as, load_as in (makes, makes[::-1]):
+        model, store, other = network(1), small(), network(2)
+        optimizer, loaded = save_as(model), load_as(other)
+        train(model, optimizer, range(3))
+        train(other, loaded, range(steps))
+        save_model_and_optim_state(store, model, optimizer, run="r", step=3)
+        if load_as is makes[0]:
+            with pytest.raises(Mismatch, match="pass cast=True to load its values"):
+                load_model_and_optim_state(store, "r@3", other, loaded)
+        load_model_and_optim_state(store, "r@3", other, loaded, cast=load_as is makes[0])
+        for one, two in zip(model.parameters(), other.parameters(), strict=True):
+            saved, found = optimizer.state[one], loaded.state[two]
+            values = {key: dequantized(value) for key, value in saved.items()}
+            assert all(type(value) is torch.Tensor and torch.equal(value, values[key]) for key, value in found.items())
+        assert loaded.param_groups[0]["lr"] == pytest.approx(0.01)
+        train(other, loaded, range(3, 6))
+        if save_as is makes[0]:
+            train(model, optimizer, range(3, 6))
+            torch.testing.assert_close([*other.parameters()], [*model.parameters()])
+
+
+def test_a_learning_rate_that_is_a_tensor_is_filled_with_a_saved_number(store: casckpt.Store) -> None:
+    model = network(1)
+    trained = optim.AdamW(model.parameters(), lr=0.25)
+    train(model, trained, range(1))
+    save_model_and_optim_state(store, model, trained, run="a", step=1)
+    rate = torch.tensor(0.5)
+    other = optim.AdamW(model.parameters(), lr=rate)
+    load_model_and_optim_state(store, "a@1", model, other)
+    assert other.param_groups[0]["lr"] is rate
+    assert rate == 0.25
 
 
 @pytest.mark.filterwarnings("ignore")  # warnings of the package
@@ -521,6 +562,7 @@ def trained() -> dict[str, tuple[casckpt.Store, Optimizer]]:
     return found
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("strict", [True, False], ids=["strict", "not strict"])
 @pytest.mark.parametrize("stepped", [True, False], ids=["stepped", "fresh"])
 def test_state_of_any_kind_loads_into_every_other_kind_or_is_rejected(

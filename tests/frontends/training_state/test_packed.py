@@ -16,7 +16,7 @@ from casckpt.frontends.trainer import Checkpointer
 from casckpt.frontends.training_state import load_model_and_optim_state, save_model_and_optim_state
 from tests.support.training import identical
 
-bnb: Any = pytest.importorskip("bitsandbytes", reason="needs bitsandbytes")
+bnb: Any = pytest.importorskip("bitsandbytes", reason="needs bitsandbytes, which is too large for the dev extra")
 
 X = torch.linspace(-1, 1, 128).reshape(2, 64)
 JSON = "0.weight.quant_state.bitsandbytes__nf4"

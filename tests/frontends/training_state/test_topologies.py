@@ -21,7 +21,8 @@ if TYPE_CHECKING:
 
 SIZES = sorted({size for size, _ in TOPOLOGIES.values()})
 WITH_FULL = {
-    "fsdp2 on 2", "fsdp2 on 3", "tp", "tp on 4", "fsdp1 on 3", "fsdp1 SHARD_GRAD_OP", "fsdp1 NO_SHARD",
+    "fsdp2 on 2", "fsdp2 on 3", "tp", "tp on 4", "fsdp1 on 3", "fsdp1 SHARD_GRAD_OP",
+    "fsdp1 NO_SHARD", "fsdp1 HYBRID_SHARD",
 }  # fmt: skip
 """Topologies that differ from others only in the number of ranks, in when they gather, or in what others combine."""
 

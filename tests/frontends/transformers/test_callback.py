@@ -265,7 +265,8 @@ def trained_on_ranks(rank: int, size: int, folder: Path, run: str, back: Path | 
     """Train on several ranks, from the start or from a folder. Return the losses and the trained weights."""
     with as_accelerate_hears(rank, size):
         hub.logging.set_verbosity_error()
-        learner, losses = model(), Losses()
+        learner, losses = tiny(), Losses()
+        learner.bert.requires_grad_(False)
         callback = CasCheckpointCallback(folder / "store", run=run, async_save=True)
         training = trainer(
             folder / run, learner, callback, losses, most=4, save_steps=2, per_device_train_batch_size=1,

@@ -105,8 +105,8 @@ def test_every_step_of_the_callback_loads(tmp_path: Path, store: Store, kind: st
 
 
 def test_every_step_of_an_sft_with_peft_loads_and_resumes(tmp_path: Path, store: Store) -> None:
-    trl: Any = pytest.importorskip("trl", reason="needs trl")
-    datasets: Any = pytest.importorskip("datasets", reason="needs datasets")
+    trl: Any = pytest.importorskip("trl", reason="needs trl, which is too large for the dev extra")
+    datasets: Any = pytest.importorskip("datasets", reason="needs datasets, which is too large for the dev extra")
     peft: Any = pytest.importorskip("peft", reason="needs peft")
     from tests.frontends.transformers.test_callback import MODEL
 

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import json
 import os
+import random
 import shutil
 import signal
 from collections.abc import Iterator
@@ -30,6 +31,7 @@ from casckpt.store.store import Store
 from tests.frontends.test_accelerate import as_on_gpus
 from tests.frontends.transformers.test_callback import MODEL, Losses
 from tests.support.hub import check_loads, export
+from tests.support.ranks import die
 from tests.support.saves import steps
 from tests.support.torchrun import as_accelerate_hears
 from tests.support.training import identical
@@ -37,7 +39,10 @@ from tests.support.training import identical
 if TYPE_CHECKING:
     from tests.support.ranks import Pool
 
-pytestmark = pytest.mark.filterwarnings("ignore")  # Transformers and Accelerate, about devices and tokenizers
+pytestmark = [
+    pytest.mark.sweep,
+    pytest.mark.filterwarnings("ignore"),  # Transformers and Accelerate, about devices and tokenizers
+]
 
 STEPS = 6
 
@@ -354,13 +359,8 @@ def sharded(
                 folder / "store", folder / f"out{size}", losses, learner=learner, run=kind, max_steps=most,
                 per_device_train_batch_size=12 * tensor_parallel // size,
             )  # fmt: skip
-
-            def note() -> None:
-                training.checkpointer.wait()
-                os._exit(1)
-
             if dies is not None:
-                training.add_callback(Stops(dies, note))
+                training.add_callback(Stops(dies, die))
 
             class Begins(hub.TrainerCallback):  # type: ignore[misc] # transformers has no types
                 def on_train_begin(self, *args: Any, **kwargs: Any) -> None:
@@ -382,27 +382,30 @@ def full(learner: Any) -> dict[str, torch.Tensor]:
 
 @pytest.mark.parametrize("kind", ["llama", pytest.param("mixtral", marks=pytest.mark.soak)])
 def test_sharded_training_that_was_killed_resumes_on_any_number_of_ranks(
-    tmp_path: Path, ranks: Pool, kind: str
+    tmp_path: Path, ranks: Pool, kind: str, seed: int, full: bool
 ) -> None:
+    """The ranks are killed after a random step, perhaps while they save. With --full, at least 20 steps follow."""
+    most = 26 if full else 10
     model(kind, dropout=0.0).save_pretrained(tmp_path / kind)
-    whole = ranks.run(2, sharded, tmp_path, kind, most=26, resume=False)
+    whole = ranks.run(2, sharded, tmp_path, kind, most=most, resume=False)
     expected, weights = whole[0][:2]
     shutil.rmtree(tmp_path / "store")
-    died = ranks.outcomes(2, sharded, tmp_path, kind, most=26, dies=7)
+    died = ranks.outcomes(2, sharded, tmp_path, kind, most=most, dies=random.Random(seed).randint(5, 7))
     assert all(outcome.died is not None for outcome in died)
+    last = steps(casckpt.open(tmp_path / "store"))[-1][1]
     shutil.copytree(tmp_path / "store", tmp_path / "saved")
     outcomes = {}
     for size in (2, 3, 1):
         shutil.rmtree(tmp_path / "store")
         shutil.copytree(tmp_path / "saved", tmp_path / "store")
-        outcomes[size] = ranks.run(size, sharded, tmp_path, kind, most=26)
+        outcomes[size] = ranks.run(size, sharded, tmp_path, kind, most=most)
     same = outcomes[2][0]
-    assert same[0] == {step: loss for step, loss in expected.items() if step > 6}
+    assert same[0] == {step: loss for step, loss in expected.items() if step > last}
     assert identical(same[1], weights)
     for size in (3, 1):
         losses, _, begun, evaluated = outcomes[size][0]
         assert identical(begun, same[2])
-        assert evaluated == pytest.approx(same[3], rel=1e-6 if kind == "mixtral" else 1e-12)  # its router is float32
+        assert evaluated == pytest.approx(same[3], rel=1e-6)  # the loss is float32
         assert losses == pytest.approx(same[0], rel=1e-5)
     store = casckpt.open(tmp_path / "store")
     export(store.url, f"{kind}@latest", tmp_path / "model")

@@ -4,6 +4,7 @@
 
 from __future__ import annotations
 
+import errno
 import math
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -18,6 +19,7 @@ import casckpt
 from casckpt.errors import InvalidInput, Mismatch, MissingKey, NotFound, RankFailed, StorageError
 from casckpt.frontends.trainer import Checkpointer
 from casckpt.frontends.transformers import CasTrainerMixin
+from casckpt.storage.local.folders import Folders
 from casckpt.store.store import Store
 from tests.frontends.transformers.test_callback import Losses
 from tests.frontends.transformers.test_mixin import (
@@ -40,7 +42,10 @@ from tests.support.training import identical
 if TYPE_CHECKING:
     from tests.support.ranks import Pool
 
-pytestmark = pytest.mark.filterwarnings("ignore")  # Transformers and Accelerate, about devices and tokenizers
+pytestmark = [
+    pytest.mark.sweep,
+    pytest.mark.filterwarnings("ignore"),  # Transformers and Accelerate, about devices and tokenizers
+]
 
 
 class Rising(MyTrainer):
@@ -294,12 +299,38 @@ def test_nothing_is_written_to_the_output_folder(tmp_path: Path, store: Store) -
     assert [*(tmp_path / "out").iterdir()] == []
 
 
-def test_a_path_that_cannot_be_a_store_raises_at_the_second_save(tmp_path: Path) -> None:
+@pytest.mark.parametrize("resume", [True, None])
+def test_a_path_that_cannot_be_a_store_raises_before_the_first_step(tmp_path: Path, resume: bool | None) -> None:
     (tmp_path / "file").write_text("")
     training = trainer(tmp_path / "file" / "store", tmp_path / "out")
-    with pytest.raises(InvalidInput, match="cannot be a store"):
+    with pytest.raises(InvalidInput, match="cannot be a store because it, or part of its path, is a file: use the"):
+        training.train(resume_from_checkpoint=resume)
+    assert training.state.global_step == 0
+
+
+@pytest.mark.parametrize("resume", [True, None])
+def test_a_link_to_nowhere_raises_at_the_first_save(tmp_path: Path, resume: bool | None) -> None:
+    (tmp_path / "store").symlink_to(tmp_path / "gone")
+    training = trainer(tmp_path / "store", tmp_path / "out")
+    with pytest.raises(InvalidInput, match="which does not exist: create that folder first"):
+        training.train(resume_from_checkpoint=resume)
+    assert training.state.global_step == 2
+    (tmp_path / "gone").mkdir()
+    training.train()
+    assert steps(casckpt.open(tmp_path / "store"))
+
+
+def test_a_store_that_may_not_be_created_raises_at_the_first_save(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*_: Any) -> None:
+        raise PermissionError(errno.EACCES, "Permission denied")
+
+    training = trainer(tmp_path / "store", tmp_path / "out")
+    monkeypatch.setattr(Folders, "_create_root", refuse)
+    with pytest.raises(StorageError, match="permission denied: check the owner and mode of the folder"):
         training.train()
-    assert training.state.global_step == 4
+    assert training.state.global_step == 2
 
 
 def test_a_store_that_refuses_writes_raises_at_the_end(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

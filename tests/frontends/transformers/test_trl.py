@@ -11,9 +11,9 @@ from typing import Any
 import pytest
 
 hub: Any = pytest.importorskip("transformers", reason="needs casckpt[transformers]")
-trl: Any = pytest.importorskip("trl", reason="needs trl, peft and datasets")
-peft: Any = pytest.importorskip("peft", reason="needs trl, peft and datasets")
-datasets: Any = pytest.importorskip("datasets", reason="needs trl, peft and datasets")
+trl: Any = pytest.importorskip("trl", reason="needs trl and datasets, which are too large for the dev extra")
+peft: Any = pytest.importorskip("peft", reason="needs trl and datasets, which are too large for the dev extra")
+datasets: Any = pytest.importorskip("datasets", reason="needs trl and datasets, which are too large for the dev extra")
 
 from casckpt.frontends.transformers import CasTrainerMixin
 from casckpt.store.store import Store

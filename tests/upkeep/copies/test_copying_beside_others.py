@@ -23,7 +23,7 @@ from tests.support.repositories import repository
 from tests.upkeep.gc.play import Play
 
 pytestmark = pytest.mark.sweep
-ROUNDS = 6
+ROUNDS = 4
 Cast = Callable[[Play, "Copier"], None]
 
 
@@ -111,7 +111,7 @@ CASTS = [
 @pytest.mark.parametrize("cast", CASTS)
 def test_copies_run_concurrently_with_saves_and_gcs(tmp_path: Path, seed: int, full: bool, cast: Cast) -> None:
     copied = 0
-    for round_ in range(ROUNDS * (30 if full else 1)):
+    for round_ in range(ROUNDS * (45 if full else 1)):
         play, copier = Play(tmp_path / str(round_), seed + round_), Copier(tmp_path / str(round_))
         cast(play, copier)
         play.run()

@@ -26,7 +26,7 @@ from tests.support.repositories import memory, repository
 from tests.upkeep.gc.play import Play, named, rewrite_some, thin_some
 
 pytestmark = pytest.mark.sweep
-ROUNDS = 6
+ROUNDS = 4
 
 
 class MirrorPlay(Play):
@@ -115,7 +115,7 @@ def test_a_note_implies_a_complete_checkpoint_in_the_mirror(
 ) -> None:
     monkeypatch.setattr(mirror, "JOBS", 1)
     noted = 0
-    for round_ in range(ROUNDS * (40 if full else 1)):
+    for round_ in range(ROUNDS * (60 if full else 1)):
         play = MirrorPlay(tmp_path / str(round_), seed + round_, thinned=thinned)
         play.mirror("mirror")
         play.others()

@@ -31,7 +31,7 @@ from tests.support.gcs import LAST, collect
 from tests.support.repositories import Ticks, memory, put_blob, repository, save
 from tests.support.stage import Stage
 
-ROUNDS = 14
+ROUNDS = 10
 GC_WAIT = 0.5  # seconds of the simulated clock: two or three polls
 HOUR = 3600.0
 CHANGES = {"put", "replace", "delete"}

@@ -20,7 +20,7 @@ from benchmarks.scenarios.resharding import reshard
 from benchmarks.scenarios.restart import restart
 from benchmarks.scenarios.saving import frozen, in_background, resave, save
 from benchmarks.scenarios.serving import serve
-from benchmarks.scenarios.small import small
+from benchmarks.scenarios.small import experts, small
 from benchmarks.scenarios.updates import update
 
 SCENARIOS: dict[str, Callable[[Options], ScenarioResult]] = {
@@ -33,6 +33,7 @@ SCENARIOS: dict[str, Callable[[Options], ScenarioResult]] = {
     "restart": restart,
     "reshard": reshard,
     "small": small,
+    "experts": experts,
     "cells": cells,
     "dcp": through_dcp,
     "plan": plan,

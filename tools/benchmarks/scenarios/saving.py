@@ -145,15 +145,17 @@ def saved_once(bench: Bench, team: Team, job: Mapping[str, Any]) -> Measured:
         team.call("storing:delete", folder=folder)
 
 
-def steps(bench: Bench, size: int, *, change: str | None = None, setting: Setting | None = None) -> list[Case]:
+def steps(
+    bench: Bench, size: int, *, change: str | None = None, setting: Setting | None = None, state: str = _STATE
+) -> list[Case]:
     """Measure casckpt's saves of a training run into a store, after a first save that does not count."""
-    job = {"peer": OURS, "setting": setting or {}, "state": _STATE, "folder": bench.place()}
+    job = {"peer": OURS, "setting": setting or {}, "state": state, "folder": bench.place()}
 
     def run(_: type[Peer], __: Setting, team: Team, number: int) -> Measured:
         if number == 0:
             team.measure("storing:save", **job)
         if change is not None:
-            bench.change_state(_STATE, change)
+            bench.change_state(state, change)
         measured = team.measure("storing:save", **job)
         team.call("storing:load", **job)
         return measured

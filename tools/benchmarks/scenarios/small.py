@@ -1,4 +1,4 @@
-"""10,000 tensors of 1 KiB."""
+"""Many small tensors."""
 
 from __future__ import annotations
 
@@ -6,10 +6,13 @@ from benchmarks.peers.base import LOAD
 from benchmarks.results import OURS, Check, Row, ScenarioResult, best, median_of, over
 from benchmarks.scenarios.base import Bench, Options
 from benchmarks.scenarios.loading import WARM, loads
-from benchmarks.scenarios.saving import full_saves, time_of
+from benchmarks.scenarios.saving import full_saves, steps, time_of
+from benchmarks.values import specs
 
 _STATE = "state"
 SAVES = "save"
+_AGAIN = "save again"
+_EXPERTS = {"experts": 300 << 20, "large experts": 1600 << 20}
 
 
 def small(options: Options) -> ScenarioResult:
@@ -32,6 +35,38 @@ def small(options: Options) -> ScenarioResult:
         ]
         title = f"{count:,} tensors of 1 KiB"
         return bench.result("small", title, checks, tensors=count, bytes=size)
+
+
+def experts(options: Options) -> ScenarioResult:
+    """Measure the names of a mixture of experts: 300,000 tensors of 1 KiB, and 100,000 of 16 KiB with ``full``.
+
+    Without it, a tenth of them. `--size` has no effect.
+    """
+    share = 1000 if options.quick else 1 if options.full else 10
+    checks, total = list[Check](), 0
+    with Bench(options) as bench:
+        for kind, nbytes in _EXPERTS.items():
+            size = bench.make_state(kind, kind, nbytes // share)
+            name, tensors = f"{kind}, ", len(specs(kind, nbytes // share))
+            parts = {
+                SAVES: full_saves(bench, size, state=kind),
+                _AGAIN: steps(bench, size, state=kind),
+                LOAD: loads(bench, LOAD, size, state=kind, groups=(WARM,)),
+            }
+            for part, cases in parts.items():
+                for case in cases:
+                    case.row.group = name + part
+            rows = bench.run([case for cases in parts.values() for case in cases])
+            again = time_of(rows, OURS, "cpu", group=name + _AGAIN)
+            each = None if again is None else again / tensors * 1e6
+            checks += [
+                Check(f"{name}save: DCP / casckpt", 8.0, True, _ratio(rows, "dcp", name + SAVES)),
+                Check(f"{name}load: DCP / casckpt", 8.0, True, _ratio(rows, "dcp", name + LOAD)),
+                Check(f"{name}CPU of an unchanged save, microseconds for each tensor", 8.0, False, each),
+            ]
+            total += size
+        title = "The tensors of a mixture of experts"
+        return bench.result("experts", title, checks, bytes=total)
 
 
 def _ratio(rows: list[Row], who: str, group: str) -> float | None:

@@ -583,3 +583,36 @@ def test_the_rank_in_an_adapters_file_name_does_not_mark_it_as_a_part(store: cas
         save_file({"lora": torch.ones(rank)}, tmp_path / f"style_rank_{rank}.safetensors")
     found = import_safetensors(store, tmp_path / "style_rank_16.safetensors", step=1)
     assert found.tensors["lora"].shape == (16,)
+
+
+@pytest.mark.parametrize(
+    "chosen", ["model.fp16.safetensors", "model.safetensors.index.bf16.json", "consolidated.safetensors"]
+)
+def test_variants_and_consolidated_files_are_imported_by_their_paths(
+    store: casckpt.Store, tmp_path: Path, caplog: pytest.LogCaptureFixture, chosen: str
+) -> None:
+    shards = {name: f"model.bf16-0000{number}-of-00002.safetensors" for number, name in enumerate("ab", 1)}
+    files = {
+        "model.safetensors": ({"a": 1, "b": 1}, torch.float32),
+        "model.fp16.safetensors": ({"a": 2, "b": 2}, torch.float16),
+        shards["a"]: ({"a": 3}, torch.bfloat16),
+        shards["b"]: ({"b": 3}, torch.bfloat16),
+        "consolidated.safetensors": ({"tok.a": 4, "tok.b": 4}, torch.float32),
+    }
+    folder = tmp_path / "in"
+    folder.mkdir()
+    for name, (values, dtype) in files.items():
+        save_file({key: torch.full((2,), value, dtype=dtype) for key, value in values.items()}, folder / name)
+    (folder / "model.safetensors.index.bf16.json").write_text(json.dumps({"weight_map": shards}))
+    (folder / "config.json").write_text("{}")
+    import_safetensors(store, folder, step=1)
+    assert store.read("default@1")["a"].tolist() == [1, 1]
+    assert chosen in caplog.text
+    assert "to import one of these models by itself, pass the path of its file or index" in caplog.text
+    import_safetensors(store, folder / chosen, step=2)
+    found = {key: (float(value[0]), value.dtype) for key, value in store.read("default@2").items()}
+    if "index" in chosen:
+        assert found == {"a": (3.0, torch.bfloat16), "b": (3.0, torch.bfloat16)}
+    else:
+        values, dtype = files[chosen]
+        assert found == {key: (float(value), dtype) for key, value in values.items()}
