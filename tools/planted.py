@@ -1337,8 +1337,8 @@ PLANTED = (
     Planted(
         "a process that holds its last share does not look for new tensors in other runs",
         "make_offer",
-        "has_all = dedup != \"store\" or",
-        "has_all = dedup == \"store\" or",
+        'has_all = dedup != "store" or',
+        'has_all = dedup == "store" or',
         "tests/saving/test_reuse.py",
     ),
     Planted(
