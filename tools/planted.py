@@ -1328,6 +1328,13 @@ PLANTED = (
         "tests/saving/test_encoder.py",
     ),
     Planted(
+        "marked blobs of a process's own last save are reused",
+        "make_offer",
+        "ReuseOffer(None, damaged=frozenset(blobs.damaged_marks(repo)))",
+        "ReuseOffer(None, damaged=frozenset())",
+        "tests/saving/test_reuse.py",
+    ),
+    Planted(
         "a process reuses its last share even if another process has saved since",
         "make_offer",
         "last is not None and last.txid == parent.txid",
