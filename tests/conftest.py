@@ -8,6 +8,7 @@ import zlib
 from collections.abc import Generator, Iterator
 from contextlib import nullcontext
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -159,6 +160,13 @@ def uncounted(monkeypatch: pytest.MonkeyPatch) -> None:
 def full(request: pytest.FixtureRequest) -> bool:
     """Report whether ``--full`` was given, for tests that then sweep further."""
     return bool(request.config.getoption("--full"))
+
+
+@pytest.fixture
+def disk_path() -> Iterator[Path]:
+    """Return a new folder on the disk, even if `tools/test` keeps the files of tests in memory."""
+    with TemporaryDirectory(prefix="casckpt-test-") as folder:
+        yield Path(folder)
 
 
 @pytest.fixture

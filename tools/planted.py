@@ -1349,6 +1349,13 @@ PLANTED = (
         "tests/saving/test_encoder.py",
     ),
     Planted(
+        "marked blobs of a process's own last save are reused",
+        "make_offer",
+        "ReuseOffer(None, damaged=frozenset(blobs.damaged_marks(repo)))",
+        "ReuseOffer(None, damaged=frozenset())",
+        "tests/saving/test_reuse.py",
+    ),
+    Planted(
         "a process reuses its last share even if another process has saved since",
         "make_offer",
         "last is not None and last.txid == parent.txid",
@@ -2017,7 +2024,7 @@ PLANTED = (
         "a resume without a checkpoint checks nothing",
         "Checkpointer.resume",
         '        self._check(model, optim, train_state, "off")',
-        '        if found:\n            self._check(model, optim, train_state, "off")',
+        '        if checkpoint is not None:\n            self._check(model, optim, train_state, "off")',
         "tests/frontends/trainer/test_checking.py",
     ),
     Planted(

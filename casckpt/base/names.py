@@ -1,4 +1,4 @@
-"""Checks for run names, steps and attachment names, and the parts of references."""
+"""Checks for run names, steps, attachment names, and the parts of references."""
 
 from __future__ import annotations
 

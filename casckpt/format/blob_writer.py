@@ -2,8 +2,8 @@
 
 A cell of `LEAF_BYTES` or more begins at a page boundary and is a leaf of its own. The proof reuses the cell's digest,
 so no byte of a large cell is hashed twice. Smaller neighboring cells and the zeros before a page boundary are
-combined into leaves of at least `LEAF_BYTES`, or up to the next large cell. Digests are computed from the buffer that
-is stored.
+combined into leaves of at least `LEAF_BYTES`, or less if a large cell follows. Digests are computed from the buffer
+that is stored.
 """
 
 from __future__ import annotations

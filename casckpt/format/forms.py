@@ -58,7 +58,7 @@ def check_form(text: str) -> None:
 
 
 def are_sizes(numbers: Iterable[Any]) -> bool:
-    """Return whether these are numbers that a shape or a cut may have."""
+    """Return whether a shape or a cut may have these numbers."""
     return all(type(number) is int and 0 <= number < 1 << 62 for number in numbers)
 
 

@@ -292,7 +292,7 @@ class Manifest:
     def whole_cells(self, numbers: Ints) -> WholeCells:
         """Decode the extents of all entries with these numbers that are a single cell. Raises Refused and read errors.
 
-        An entry with invalid or damaged extents does not count as one. `extents` reports what is wrong.
+        An entry with invalid or damaged extents does not count as one. `extents` reports what is wrong with them.
         """
         self.check_entries()
         has_cells, cells = self._cells.rows(numbers, CELL_BYTES)

@@ -62,7 +62,7 @@ class Commit:
 
     @property
     def answers(self) -> bool:
-        """Whether the id refers to this commit: the commit stands, and was not replaced."""
+        """Whether the id refers to this commit: the commit is valid, and was not replaced."""
         return self.standing == STANDS and self.last != "replaced"
 
     @property

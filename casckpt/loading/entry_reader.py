@@ -171,7 +171,7 @@ class EntryReader:
                 gpu.wait_for_copies(on_gpus)
 
     def _in_order(self, tasks: Sequence[Task], slots: BlobReaders) -> tuple[Sequence[Sequence[Task]], int]:
-        """Return the lists of tasks that one thread runs in order, and the number of threads."""
+        """Return lists of tasks, each of which a single thread runs in order, and the number of threads."""
         traits, each = self.repo.storage.traits, [[task] for task in tasks]
         if traits.remote:
             return each, traits.parallel

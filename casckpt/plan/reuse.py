@@ -211,7 +211,7 @@ def frames_in(tables: Iterable[ExtentTable]) -> set[int]:
 def mark_worn(
     tables: Iterable[ExtentTable], refs: Sequence[BlobRef], run: str, lives: Callable[[TxId], bool]
 ) -> list[BlobRef]:
-    """Return ``refs``, the blobs of ``tables``, with worn ones marked. The run's next save stores their cells again.
+    """Return ``refs``, the blobs of ``tables``, and mark the worn ones. The run's next save stores their cells again.
 
     A blob is worn if less than half of it is used and it belongs to the run itself or to a checkpoint that no longer
     ``lives``. A blob with frames is never worn, because its cells would have to be stored in full.

@@ -228,6 +228,19 @@ def test_drift_is_logged(store: casckpt.Store, caplog: pytest.LogCaptureFixture)
     assert "Save at multiples of local_sgd_steps" in caplog.text
 
 
+def test_close_warns_about_unsaved_steps(store: casckpt.Store, caplog: pytest.LogCaptureFixture) -> None:
+    from accelerate import Accelerator
+
+    from casckpt.frontends.accelerate import AcceleratorCheckpointer
+
+    accelerator = Accelerator(cpu=True)
+    accelerator.prepare(nn.Linear(2, 1))
+    checkpointer = AcceleratorCheckpointer(accelerator, store, run="a", save_interval=2)
+    assert checkpointer.save_if_due(1) is None
+    checkpointer.close()
+    assert "steps 1 to 1 of a are not in any checkpoint" in caplog.text
+
+
 def loaded(rank: int, size: int, path: Path) -> Any:
     with as_accelerate_hears(rank, size):
         training = Training(path)

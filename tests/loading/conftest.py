@@ -25,9 +25,9 @@ def path(tmp_path: Path) -> Path:
 
 
 @pytest.fixture
-def droppable(tmp_path: Path) -> Store:
+def droppable(disk_path: Path) -> Store:
     """A store with a checkpoint of 8 MiB that is not in the page cache."""
-    store = casckpt.open(tmp_path / "store")
+    store = casckpt.open(disk_path / "store")
     store.save({"w": torch.arange(1 << 20)}, step=0)
     try:
         held, _ = pages(store, drop=True)

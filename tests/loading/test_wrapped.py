@@ -345,7 +345,7 @@ def test_a_wrapper_that_lists_no_or_other_tensors_or_has_an_endless_context_is_r
 
 @pytest.mark.filterwarnings("ignore:Sparse")  # torch warns once per process that CSR is in beta
 @pytest.mark.parametrize("layout", [torch.sparse_coo, torch.sparse_csr])
-def test_cast_loads_a_sparse_tensor_without_elements(layout: torch.layout) -> None:
+def test_cast_loads_a_sparse_tensor_that_has_no_elements(layout: torch.layout) -> None:
     store = small()
     store.save({"w": torch.zeros(0, 4).to_sparse(layout=layout)}, run="r", step=1)
     store.load({"w": torch.zeros(0, 4)}, "r@1", cast=True)

@@ -387,9 +387,10 @@ class TestDamage:
         state["w"][0] += 1
         assert data_bytes(store, state, 2) == 50 * CELL
 
-    def test_a_marked_blob_is_not_reused(self, store: Store) -> None:
+    @pytest.mark.parametrize("is_own", [True, False])
+    def test_a_marked_blob_is_not_reused(self, store: Store, is_own: bool) -> None:
         state = {"w": cells(40)}
-        store.save(state, step=1)
+        (store if is_own else reopened(store)).save(state, step=1)
         marked = _ref(store, blob_keys(store)[0])
         blobs.mark_damaged(store.repository, marked.uploader, marked.hash, "a test says so")
         assert saved(store, state, 2) == marked.size

@@ -130,8 +130,9 @@ class Reader:
         tools = self.folder.parent / "bin"
         tools.mkdir(exist_ok=True)
         for name, how in (("casckpt", " -m casckpt"), ("python", "")):
-            (tools / name).write_text(f'#!/bin/sh\nexec {shlex.quote(sys.executable)}{how} "$@"\n')
-            (tools / name).chmod(0o755)
+            if not (tools / name).exists():  # otherwise a server that an earlier command started may be executing it
+                (tools / name).write_text(f'#!/bin/sh\nexec {shlex.quote(sys.executable)}{how} "$@"\n')
+                (tools / name).chmod(0o755)
         environment = os.environ | {"PATH": f"{tools}:{os.environ['PATH']}"}
         done = subprocess.run(
             ["bash", "-c", command],

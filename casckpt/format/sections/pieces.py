@@ -58,7 +58,8 @@ class PieceReader:
         self._bounds = [*ends[: -1 : self._each], ends[-1]]  # the start of each group, and the end of the last group
         if ends[-1] != section.length or len(table.hashes) != _HASH * (len(self._bounds) - 1):
             raise Refused(
-                f"the pieces of its section {section.name!r} do not add up to it, or the number of hashes is wrong"
+                f"the pieces of its section {section.name!r} do not add up to its size, or the number of hashes is "
+                "wrong"
             )
         self._held: dict[int, memoryview | None] = {}  # None: the group does not match its hash
         self.is_damaged = False

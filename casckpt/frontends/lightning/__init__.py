@@ -1,4 +1,4 @@
-"""Lightning: saves its checkpoints to a store, with a small file at each path that names the checkpoint.
+"""Lightning: saves its checkpoints to a store, and puts a small file that names the checkpoint at each path.
 
 ::
 

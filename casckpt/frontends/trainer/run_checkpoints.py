@@ -74,7 +74,7 @@ def newest_together(
 
 
 def warn_of_similar(store: Store, run: str) -> None:
-    """Log runs or stores with a similar name, because a typo would start a new training."""
+    """Log runs or stores with similar names, because a typo would start the training from scratch."""
     is_there, folder = store.exists(), getattr(store.repository.storage, "path", None)
     if is_there:
         what, similar = f"checkpoint of run {run!r} in", [f"run {name!r}" for name in similar_runs(run, store.runs())]

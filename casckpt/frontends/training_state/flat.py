@@ -165,7 +165,7 @@ def let_go(model: nn.Module) -> None:
 
 
 def full_dtypes(model: nn.Module) -> dict[int, torch.dtype]:
-    """Return the full-precision dtype by id() of each buffer whose precision FSDP has lowered."""
+    """Map the id() of each buffer whose precision FSDP has lowered to its full-precision dtype."""
     dtypes: dict[int, torch.dtype] = {}
     for module in _fsdp_modules(model):
         if module._mixed_precision_enabled_for_buffers():

@@ -196,7 +196,7 @@ def is_cached(fd: int, offset: int, nbytes: int) -> bool:
 
 
 def _is_resident(fd: int, start: int, size: int) -> bool:
-    """Implement `is_cached` with mincore and a memory map of the file, which takes ten times as long."""
+    """Implement `is_cached` with mincore on a memory map of the file. This takes ten times as long."""
     import numpy as np
 
     if not hasattr(_LIBC, "mincore"):

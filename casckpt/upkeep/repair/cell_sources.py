@@ -34,7 +34,7 @@ FRAMES = "uint8"
 
 @dataclass(frozen=True, slots=True)
 class EncodedSource:
-    """The cell that a frame encodes: its size, the dtype of an entry that has it, and the digest of its base."""
+    """The cell that a frame encodes: its size, the dtype of an entry that contains it, and the digest of its base."""
 
     nbytes: int
     dtype: str
@@ -221,7 +221,7 @@ def live_cells(manifest: Manifest, wanted: Mapping[int, BlobRef]) -> dict[BlobRe
 
 
 def related(manifest: Manifest, wanted: Container[int]) -> set[CellDigest]:
-    """Return the digests of the cells in the blobs ``wanted``, of their bases, and of cells with a base among them."""
+    """Return the digests of the cells in the blobs ``wanted``, of their bases, and of the cells based on them."""
     return {
         link.digest
         for entry in manifest.held

@@ -30,7 +30,7 @@ _AT_ONCE = 1 << 16  # cells in memory; each base is decoded once for all of them
 
 @dataclass(eq=False, slots=True)
 class _Node:
-    """A cell, and the cells that have it as base."""
+    """A cell, and the cells that have it as their base."""
 
     place: Located
     deltas: dict[_Name, _Node] = field(default_factory=dict)

@@ -64,7 +64,7 @@ def _quiet_and_offline(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 @pytest.mark.filterwarnings("ignore")  # of the libraries
 @pytest.mark.parametrize("folder", [*_by_layout()], ids=lambda folder: folder.name)
-def test_a_folder_of_the_hub_comes_back(folder: HubFolder, tmp_path: Path) -> None:
+def test_an_imported_hub_folder_is_exported_unchanged(folder: HubFolder, tmp_path: Path) -> None:
     for library in ("transformers", folder.library):
         pytest.importorskip(library, reason=f"needs {library}")
     assert came_back(folder, tmp_path) == json.loads(TABLE.read_text())[folder.name]

@@ -31,8 +31,8 @@ def begin(kind: str, path: Path, *, force: bool = True) -> AbstractContextManage
     return new_folder(path, force=force, stale=lambda name: False, last=())
 
 
-def export(kind: str, path: Path) -> None:
-    with begin(kind, path) as temporary:
+def export(kind: str, path: Path, *, force: bool = True) -> None:
+    with begin(kind, path, force=force) as temporary:
         (temporary if kind == "file" else temporary / "a").write_bytes(b"new")
 
 
@@ -84,7 +84,7 @@ def test_the_second_of_two_exports_to_a_path_raises_conflict(tmp_path: Path, kin
 
 def _overtaken(kind: str, path: Path, *, force: bool) -> None:
     with begin(kind, path, force=force) as second:
-        export(kind, path)
+        export(kind, path, force=force)
         (second if kind == "file" else second / "a").write_bytes(b"second")
 
 

@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import tempfile
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 
 @pytest.fixture
-def tmp_path() -> Iterator[Path]:
+def tmp_path(disk_path: Path) -> Path:
     """Return a new folder on the disk."""
-    with tempfile.TemporaryDirectory(prefix="casckpt-test-") as folder:
-        yield Path(folder)
+    return disk_path

@@ -102,7 +102,7 @@ def test_every_request_is_retried(trouble: Trouble, storage: RemoteStore, proxy:
 
 
 @pytest.mark.parametrize("trouble", [Trouble.LOST, Trouble.BUSY, Trouble.HALF])
-def test_endless_faults_are_an_error_that_names_them(
+def test_endless_faults_raise_an_error_that_names_them(
     trouble: Trouble, storage: RemoteStore, proxy: Proxy, naps: Naps
 ) -> None:
     proxy.plan(trouble, times=1000)

@@ -93,7 +93,7 @@ def committed_again(repo: Repository, commit: Commit) -> Commit:
     return commits.just_committed(record)
 
 
-def test_a_tag_prevents_a_purge_of_all_commits_with_its_id(repo: Repository) -> None:
+def test_a_tag_prevents_the_purge_of_every_commit_with_its_id(repo: Repository) -> None:
     """A tag that was set on one commit also protects the other commits of that checkpoint."""
     commit = first(repo)
     twin = committed_again(repo, commit)

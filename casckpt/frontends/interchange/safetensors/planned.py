@@ -44,7 +44,7 @@ _OF_TRAINING = re.compile(r"optimizer\.(pt|bin)|scheduler\.pt|scaler\.pt|trainin
 class FolderPlan:
     """The plan for one checkpoint under the given rules. Raises the errors of `Contents.open` and `view_of`.
 
-    An imported folder comes back with its own files. ``notes``: the reasons why it does not.
+    An imported folder is restored with its own files. ``notes``: if it is not, the reasons.
     """
 
     def __init__(self, store: Store, checkpoint: Checkpoint, rules: Rules) -> None:
