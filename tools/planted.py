@@ -1351,8 +1351,8 @@ PLANTED = (
     Planted(
         "marked blobs of a process's own last save are reused",
         "make_offer",
-        "ReuseOffer(None, damaged=frozenset(blobs.damaged_marks(repo)))",
-        "ReuseOffer(None, damaged=frozenset())",
+        "ReuseOffer(last=parent.txid, damaged=frozenset(blobs.damaged_marks(repo)))",
+        "ReuseOffer(last=parent.txid, damaged=frozenset())",
         "tests/saving/test_reuse.py",
     ),
     Planted(
