@@ -56,7 +56,7 @@ class TensorMemory:
     """The elements of a strided tensor on any device."""
 
     def __init__(self, data: torch.Tensor) -> None:
-        self.data = data.detach() if data.requires_grad else data
+        self.data = data.detach()  # keeps the memory alive, even if another thread assigns to `data.data`
         self.itemsize = data.element_size()
         self._bytes = tensor_bytes(self.data)
 
