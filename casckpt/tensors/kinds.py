@@ -66,7 +66,10 @@ def register_wrapper(
     cut: Cut | None = None,
     flatten: Flatten | None = None,
 ) -> None:
-    """Tell casckpt how to handle a tensor class with ``__tensor_flatten__``. It can be stored even without this call.
+    """Tell casckpt how to handle a class of tensors that consist of other tensors.
+
+    A class with ``__tensor_flatten__`` can be stored even without this call. Any other class needs ``flatten``, for
+    example TransformerEngine's Float8Tensor.
 
     ``rebuild``: a function of the inner tensors by name, the context as JSON, the shape and the dtype, for
     `Store.read` and for optimizers that have no state yet. ``dequantize``: a function that returns a wrapper's values,
@@ -100,6 +103,12 @@ def kind_of(value: torch.Tensor) -> Kind:
     return known if known is not None and known.type in (None, cls) else Kind(name)
 
 
+def _is_flattened(cls: type) -> bool:
+    """Return whether a class is registered with a ``flatten``."""
+    known = KINDS.get(_class_name(cls))
+    return known is not None and known.type is cls and known.flatten is not None
+
+
 def flattened(value: Any) -> tuple[Inner, Any]:
     """Return the inner tensors by name and the context that ``__tensor_flatten__`` returns."""
     names, context = value.__tensor_flatten__()
@@ -114,7 +123,7 @@ def is_wrapper(value: Any) -> bool:
     cls = type(value)
     if cls in PLAIN:
         return value.layout is not torch.strided and layout_name(value.layout) in KINDS
-    if not isinstance(value, torch.Tensor) or not hasattr(cls, "__tensor_flatten__"):
+    if not isinstance(value, torch.Tensor) or not (hasattr(cls, "__tensor_flatten__") or _is_flattened(cls)):
         return False
     return not (is_dtensor(value) or value.is_nested or cls.__name__ in _NO_WRAPPERS or has_memory(value))
 

@@ -192,7 +192,8 @@ def _problem(data: Any) -> str | None:
         return f"a quantized tensor cannot be stored directly; store int_repr() with {scales}"
     dtype_name(data.dtype)
     is_fine = not data.numel() or has_memory(data)
-    return None if is_fine else f"a {type(data).__name__} has no memory of its own; store the tensors that it wraps"
+    advice = "store the tensors that it wraps, or pass a flatten for its class to casckpt.register_wrapper"
+    return None if is_fine else f"a {type(data).__name__} has no memory of its own; {advice}"
 
 
 def _is_usual(data: torch.Tensor) -> bool:

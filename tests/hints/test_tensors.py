@@ -255,3 +255,42 @@ def test_a_megatron_fsdp_dtensor_is_saved_after_preprocessing(
     for message in ranks.run(2, uneven, str(store_path)):
         messages.text(message).says("on the state first")
     assert torch.equal(casckpt.open(store_path).read("a@1")["w"], WHOLE)
+
+
+class Float8(torch.Tensor):
+    """A weight as TransformerEngine holds it: codes and a scale, without ``__tensor_flatten__``."""
+
+    codes: torch.Tensor
+    scale: torch.Tensor
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
+        if func is torch.ops.aten.detach.default:
+            return float8(args[0].codes, args[0].scale)
+        raise NotImplementedError(str(func))
+
+
+def float8(codes: torch.Tensor, scale: torch.Tensor) -> Any:
+    made: Any = torch.Tensor._make_wrapper_subclass(Float8, codes.shape, dtype=torch.bfloat16)
+    made.codes, made.scale = codes, scale
+    return made
+
+
+@follows(
+    "tensors/shards.py:_problem",
+    "store the tensors that it wraps, or pass a flatten for its class to casckpt.register_wrapper",
+)
+def test_a_class_without_tensor_flatten_is_stored_with_a_registered_one(store: Store, messages: Messages) -> None:
+    saved = torch.nn.Parameter(float8(torch.arange(8, dtype=torch.uint8), torch.tensor([0.5])), requires_grad=False)
+    with messages.error(InvalidInput) as advice:
+        store.save({"w": saved}, run="a", step=1)
+    advice.says("pass a flatten for its class to casckpt.register_wrapper")
+    casckpt.register_wrapper(Float8, flatten=lambda w: ({"codes": w.codes, "scale": w.scale}, {"format": "E4M3"}))
+    try:
+        store.save_async({"w": saved}, run="a", step=1).result()
+        other = float8(torch.zeros(8, dtype=torch.uint8), torch.zeros(1))
+        store.load({"w": other}, "a@1")
+    finally:
+        del KINDS["tests:Float8"]
+    assert torch.equal(other.codes, torch.arange(8, dtype=torch.uint8))
+    assert other.scale.item() == 0.5
