@@ -166,7 +166,7 @@ def test_a_restored_manifest_has_its_original_bytes(tmp_path: Path, other: Repos
     assert repair(fresh, sources=[other]).manifests == (one.id,)
     assert repo.storage.get(key, limit=1 << 20) == before
     offer = make_offer(saving, newest_reusable(saving, one.run, anew=True), {}, run=one.run, dedup="run")
-    assert offer.for_ranks(saving, {one.txid}).commits is None
+    assert offer.for_ranks(saving, {one.txid}).last == one.txid
     looking = repository(tmp_path / "host", storage, seed=4)
     assert collect(looking).deleted_blobs == 0
     assert read_arrays(repository(tmp_path / "new", storage, seed=6), one) == content(STATE)
