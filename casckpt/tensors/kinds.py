@@ -170,7 +170,7 @@ def _check_context(value: Any) -> None:
     if kind is not None:
         is_name = isinstance(data, str) and data.isidentifier() and not data.startswith("_")
         if kind not in _CONTEXTS or not (is_name or isinstance(data, dict)):
-            raise ValueError(f"its context contains a  {kind!r:.80}")
+            raise ValueError(f"its context contains a {kind!r:.80}")
         if (kind == "torch.dtype") != (is_name and data in DTYPES):
             raise ValueError("its context has an invalid dtype")
     for item in value.values():
