@@ -9,12 +9,13 @@ from collections.abc import Generator, Iterator
 from contextlib import nullcontext
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import pytest
 from hypothesis import settings
 
-from tests.support import elsewhere, kinds
+from tests.support import elsewhere, kinds, workers
+from tests.support.afresh import share_fork_server
 
 if TYPE_CHECKING:
     import casckpt
@@ -34,7 +35,8 @@ LONGER = 6
 _paused_when_idle: list[Server] = []  # SeaweedFS with many buckets uses a tenth of a core even without requests
 
 
-def pytest_addoption(parser: pytest.Parser) -> None:
+def pytest_addoption(parser: pytest.Parser, pluginmanager: pytest.PytestPluginManager) -> None:
+    pluginmanager.register(workers)
     parser.addoption(
         "--quick", action="store_true", help="what is plain and no sweep: no ranks, no servers, no other processes"
     )
@@ -59,13 +61,7 @@ def pytest_configure(config: pytest.Config) -> None:
     if full and config.getoption("timeout") is None:
         config.option.timeout = LONGER * float(config.getini("timeout"))
     if full and config.getoption("--hypothesis-seed") is None:
-        handed_on = getattr(config, "workerinput", {}).get("seed")
-        config.option.hypothesis_seed = handed_on or str(secrets.randbelow(1 << 32))
-
-
-@pytest.hookimpl(optionalhook=True)  # of xdist: all its workers draw from one seed
-def pytest_configure_node(node: Any) -> None:
-    node.workerinput["seed"] = node.config.getoption("--hypothesis-seed")
+        config.option.hypothesis_seed = str(secrets.randbelow(1 << 32))
 
 
 def pytest_report_header(config: pytest.Config) -> str:
@@ -104,6 +100,16 @@ def _wanted(config: pytest.Config, item: pytest.Item) -> bool:
     return item.nodeid.partition("::")[0] in elsewhere.MODULES and not item.get_closest_marker("in_memory")
 
 
+@pytest.hookimpl(wrapper=True)
+def pytest_runtestloop(session: pytest.Session) -> Generator[None, object, object]:
+    """Catalogues of tests lie in a temporary folder, also in processes that tests start."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("XDG_CACHE_HOME", str(session.config._tmp_path_factory.mktemp("cache")))  # type: ignore[attr-defined]
+        if session.config.getoption("--workers") and not session.config.getoption("--quick"):
+            share_fork_server()
+        return (yield)
+
+
 @pytest.hookimpl(tryfirst=True)
 def pytest_runtest_setup(item: pytest.Item) -> None:
     for server in _paused_when_idle:
@@ -133,14 +139,6 @@ def pytest_runtest_makereport(
 def _repeat(config: pytest.Config) -> str:
     seed = config.getoption("--hypothesis-seed")
     return "fixed" if seed is None else f"repeat with --hypothesis-seed={seed}"
-
-
-@pytest.fixture(scope="session", autouse=True)
-def _no_trace_in_the_home_folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    """Catalogues of tests lie in a temporary folder, also in processes that tests start."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.mktemp("cache")))
-        yield
 
 
 @pytest.fixture
@@ -184,9 +182,7 @@ def store(store_path: Path) -> casckpt.Store:
 
 
 @pytest.fixture(scope="session")
-def ranks(
-    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory, _no_trace_in_the_home_folder: None
-) -> Iterator[Pool]:
+def ranks(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pool]:
     """Processes that form process groups."""
     from tests.support.ranks import PATIENCE, Pool
 
@@ -196,7 +192,7 @@ def ranks(
 
 
 @pytest.fixture(scope="session", autouse=True)
-def _where_stores_lie(request: pytest.FixtureRequest, _no_trace_in_the_home_folder: None) -> Iterator[None]:
+def _where_stores_lie(request: pytest.FixtureRequest) -> Iterator[None]:
     """In memory, unless ``--storage`` names another storage."""
     name = request.config.getoption("--storage")
     if name is None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import multiprocessing
 import sys
+from multiprocessing import forkserver
 from multiprocessing.context import ForkServerContext
 
 _PEERS = ("transformers.trainer", "lightning.pytorch", "megatron.core")
@@ -19,3 +20,14 @@ def afresh() -> ForkServerContext:
     peers = [name for name in _PEERS if name in sys.modules]
     context.set_forkserver_preload([*peers, "tests.support.preload"])  # preload comes last, because it freezes objects
     return context
+
+
+def share_fork_server() -> None:
+    """Start the process from which `afresh` forks, and let it serve the forks of this process too.
+
+    Its imports take 8 seconds of CPU time.
+    """
+    afresh()
+    forkserver.ensure_running()
+    # only its parent can check whether it is running, and forks would start another one
+    forkserver._forkserver.ensure_running = lambda: None  # type: ignore[method-assign]

@@ -26,6 +26,7 @@ from dataclasses import dataclass
 from datetime import timedelta
 from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
+from multiprocessing.reduction import DupFd
 from pathlib import Path
 from time import monotonic
 from types import TracebackType
@@ -90,7 +91,8 @@ class _Request:
 class _Worker:
     def __init__(self, context: Any) -> None:
         self.pipe, other = context.Pipe()
-        self.process: BaseProcess = context.Process(target=_serve, args=(other,), daemon=True)
+        output = DupFd(1), DupFd(2)  # belongs to the test process, so that pytest shows it with a failed test
+        self.process: BaseProcess = context.Process(target=_serve, args=(other, *output), daemon=True)
         self.process.start()
         other.close()
 
@@ -241,7 +243,9 @@ def _store() -> Store:
     return _meeting[-1]
 
 
-def _serve(pipe: Connection) -> None:
+def _serve(pipe: Connection, *output: Any) -> None:
+    for number, file in enumerate(output, start=1):
+        os.dup2(file.detach(), number)
     torch.set_num_threads(1)
     warnings.simplefilter("error")
     os.environ["CUDA_VISIBLE_DEVICES"] = ""  # meshes are on the CPU; torch would shard on any visible GPU

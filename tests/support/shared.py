@@ -17,8 +17,7 @@ def made_once(factory: pytest.TempPathFactory, name: str, make: Callable[[Path],
 
     If ``make`` fails, the next worker tries again in a new folder.
     """
-    base = factory.getbasetemp()
-    root = (base.parent if base.name.startswith("popen-") else base) / f"shared-{name}"  # the workers of xdist
+    root = factory.getbasetemp() / f"shared-{name}"
     with alone_on_this_host(root / "lock"):
         if not (root / _DONE).exists():
             folder = root / str(sum(1 for _ in root.iterdir()))
