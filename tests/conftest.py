@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 import pytest
 from hypothesis import settings
 
-from tests.support import elsewhere, kinds, workers
+from tests.support import elsewhere, garbage, kinds, workers
 from tests.support.afresh import share_fork_server
 
 if TYPE_CHECKING:
@@ -85,8 +85,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 def pytest_collection_finish() -> None:
-    """Freeze the objects so far: each full garbage collection over them takes half a second."""
-    gc.freeze()
+    garbage.collect_less()
     gc.enable()
 
 

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import gc
-
 import hypothesis
 import pytest
 import s3fs
@@ -31,7 +29,8 @@ import tests.support.parallel
 import tests.support.ranks
 import tests.support.together
 import tests.support.worlds
+from tests.support import garbage
 
 __all__ = ["casckpt", "hypothesis", "pytest", "s3fs", "sqlite_utils", "tests", "torch"]
 
-gc.freeze()  # otherwise, the first collection in each rank would copy all of these objects
+garbage.collect_less()  # otherwise, the first collection in each rank would copy all of these objects
