@@ -63,7 +63,7 @@ def check(setup: Setup, **options: bool) -> Verdict:
 @pytest.mark.parametrize(
     "setup",
     [
-        pytest.param(setup, id=name, marks=[pytest.mark.soak] * (name == "unreadable roots"))
+        pytest.param(setup, id=name, marks=[pytest.mark.soak] * (name in {"unreadable roots", "a retry, all details"}))
         for name, setup in SAFE.items()
     ],
 )

@@ -183,7 +183,8 @@ def averaged(rank: int, size: int, folder: Path, epochs: int, path: str | None =
     return losses, *averaging.found()
 
 
-@pytest.mark.parametrize("size", [2, 3])  # on 3 ranks, the shards have different sizes, and some are empty
+# on 3 ranks, the shards have different sizes, and some are empty
+@pytest.mark.parametrize("size", [pytest.param(2, marks=pytest.mark.soak), 3])
 def test_an_averaged_model_is_saved_and_loaded_with_the_model(tmp_path: Path, ranks: Pool, size: int) -> None:
     whole = ranks.run(size, averaged, tmp_path / "whole", 3)[0]
     before = ranks.run(size, averaged, tmp_path / "parts", 2)[0]

@@ -248,6 +248,7 @@ torch.save(model.state_dict(), sys.argv[2])
 """
 
 
+@pytest.mark.soak  # the examples below do the same
 def test_from_pretrained_needs_only_an_endpoint(store: casckpt.Store, tmp_path: Path) -> None:
     save(store, "sft", 100)
     save(store, "sft", 200, seed=4)
@@ -285,4 +286,7 @@ def test_examples_of_the_serving_page_work(tmp_path: Path, monkeypatch: pytest.M
     finally:
         with suppress(OSError, ValueError):
             os.kill(int((folder / "serve.pid").read_text()), signal.SIGKILL)
-    assert (folder / "best" / "model.safetensors").read_bytes()
+    weights = casckpt.unshard_model_state(folder / "checkpoints", "sft@100")
+    downloads = [*(folder / "home").rglob("model.safetensors"), folder / "best" / "model.safetensors"]
+    assert len(downloads) == 2
+    assert all(identical(load_file(path), weights) for path in downloads)

@@ -15,7 +15,7 @@ from tests.support.saves import small_folder
 if TYPE_CHECKING:
     from tests.support.ranks import Pool
 
-STEPS, MORE, EVERY, SIZE = 12, 4, 4, 4
+STEPS, MORE, EVERY, SIZE = 8, 4, 4, 4
 KILLS = 1  # 20 with --full
 RISKS = (None, EVERY, EVERY, EVERY + 1)  # max_steps_at_risk: None means two intervals
 NOTICED = 5.0  # seconds until torch's collectives fail after a rank has died

@@ -140,11 +140,11 @@ def test_every_strategy_loads_and_saves_an_unsharded_training(
     assert all(is_reference(tmp_path, f"{strategy}-{overlap}@{size}") for strategy, overlap in ways)
 
 
-def trained(rank: int, size: int, path: Path) -> dict[str, Any]:
+def trained(rank: int, size: int, path: Path, strategies: Sequence[str]) -> dict[str, Any]:
     """Train with each strategy, and save in the background. Return the whole weights and moments of the save."""
     found = {}
     with without_cuda():
-        for strategy in STRATEGIES:
+        for strategy in strategies:
             model, optimizer = sharded(1, strategy)
             step(model, optimizer, range(2))
             found[strategy] = weights(model), moments(model, optimizer)
@@ -158,7 +158,7 @@ def continued(rank: int, size: int, path: Path, expected: dict[str, Any], suffix
     """Load the checkpoint of each strategy with a different one, train, and save."""
     with without_cuda():
         for number, (strategy, values) in enumerate(expected.items()):
-            model, optimizer = sharded(3, STRATEGIES[number - 1])
+            model, optimizer = sharded(3, list(expected)[number - 1])
             load_model_and_optim_state(path, f"{strategy}{suffix}@2", model, optimizer)
             assert identical((weights(model), moments(model, optimizer)), values)
             step(model, optimizer, [5])
@@ -182,10 +182,11 @@ def through_fsdp2(rank: int, size: int, path: Path, expected: dict[str, Any]) ->
 
 
 def test_checkpoints_load_on_other_numbers_of_ranks_and_with_fsdp2(tmp_path: Path, ranks: Pool, full: bool) -> None:
-    expected = ranks.run(2, trained, tmp_path)[0]
+    strategies = STRATEGIES if full else STRATEGIES[1::2]  # the test above loads and saves with all of them
+    expected = ranks.run(2, trained, tmp_path, strategies)[0]
     for size in (4, 1) if full else (4,):
         ranks.run(size, continued, tmp_path, expected)
-        for strategy in STRATEGIES:  # a rank without elements of a parameter does not count its steps
+        for strategy in strategies:  # a rank without elements of a parameter does not count its steps
             state = unshard_optim_state(tmp_path, f"{strategy}-later@{size}", by_name=True)["state"]
             assert {float(own["step"]) for own in state.values()} == {4.0}
     ranks.run(3, through_fsdp2, tmp_path, expected)

@@ -582,8 +582,15 @@ def trained() -> dict[str, tuple[casckpt.Store, Optimizer]]:
 
 
 @pytest.mark.sweep
-@pytest.mark.parametrize("strict", [True, False], ids=["strict", "not strict"])
-@pytest.mark.parametrize("stepped", [True, False], ids=["stepped", "fresh"])
+@pytest.mark.parametrize(
+    ("stepped", "strict"),
+    [
+        pytest.param(True, True, id="stepped-strict"),
+        pytest.param(False, False, id="fresh-not strict"),
+        pytest.param(True, False, id="stepped-not strict", marks=pytest.mark.soak),
+        pytest.param(False, True, id="fresh-strict", marks=pytest.mark.soak),
+    ],
+)
 def test_state_of_any_kind_loads_into_every_other_kind_or_is_rejected(
     trained: dict[str, tuple[casckpt.Store, Optimizer]], strict: bool, stepped: bool
 ) -> None:

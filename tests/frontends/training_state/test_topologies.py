@@ -49,22 +49,26 @@ def saved(rank: int, size: int, path: Path, topologies: Sequence[str], seed: int
 
 
 def loaded(
-    rank: int, size: int, path: Path, pairs: Mapping[str, Sequence[str]], seed: int
+    rank: int, size: int, path: Path, pairs: Mapping[str, Sequence[str]], seed: int, *, both: bool
 ) -> dict[tuple[str, str, str], Everything]:
-    """Load into a new optimizer and into one in use. Return the resulting values according to torch."""
+    """Load into a new optimizer or into one in use, or into both. Return the resulting values according to torch."""
     found = {}
     store = casckpt.open(path)
-    for topology, origins in pairs.items():
+    for number, (topology, origins) in enumerate(pairs.items()):
         used = build(topology, seed + 2, shape_seed=seed)
         for origin in origins:
             fresh = build(topology, seed + 1, shape_seed=seed)
-            step(*used, [5])
-            for kind, (model, other) in {"fresh": fresh, "used": used}.items():
+            kinds = {"fresh": fresh, "used": used}
+            if not both:
+                del kinds[("fresh", "used")[number % 2]]
+            if "used" in kinds:
+                step(*used, [5])
+            for kind, (model, other) in kinds.items():
                 other.param_groups[0]["lr"] = 7.0
                 done = load_model_and_optim_state(store, f"{run_of(origin)}@2", model, other)
                 assert (done.missing_keys, done.unread_keys) == ((), ())
                 found[origin, topology, kind] = everything(model, other)
-            if origin == origins[-1]:
+            if both and origin == origins[-1]:
                 step(*fresh, [2])
                 step(*used, [2])
                 assert everything(*fresh).differences(everything(*used)) == []  # nothing remains of the earlier state
@@ -83,8 +87,8 @@ def test_any_topology_can_load_checkpoints_of_every_other_topology(
         check_without_a_model(store_path, topology, expected[topology])
     for size in SIZES:
         pairs = {name: origins[name] for name in of_size(size, origins)}
-        found = ranks.run(size, loaded, store_path, pairs, seed)[0]
-        assert len(found) == 2 * sum(map(len, pairs.values()))
+        found = ranks.run(size, loaded, store_path, pairs, seed, both=full)[0]
+        assert len(found) == (2 if full else 1) * sum(map(len, pairs.values()))
         for (origin, *how), one in found.items():
             assert one.differences(expected[origin]) == [], (origin, how, seed)
 

@@ -93,6 +93,7 @@ def manifest_of(store: Store) -> str:
 IN_FRONT = ("head", "index", "places", "blobs")
 
 
+@pytest.mark.parametrize("store", ["by range", pytest.param("whole", marks=pytest.mark.soak)], indirect=True)
 def test_damage_to_any_part_of_a_manifest_is_found_and_repaired(store: Store) -> None:
     other = copy_of(store)
     key, objects = manifest_of(store), set(blob_keys(store)) | set(manifest_keys(store))
@@ -119,7 +120,7 @@ def test_damage_to_any_part_of_a_manifest_is_found_and_repaired(store: Store) ->
         assert readable(user) == set(KEYS), (section, position)
 
 
-@pytest.mark.parametrize("store", ["by range", pytest.param("whole", marks=pytest.mark.soak)], indirect=True)
+@pytest.mark.parametrize("store", ["whole", pytest.param("by range", marks=pytest.mark.soak)], indirect=True)
 def test_damage_to_any_part_of_a_blob_is_found_and_repaired(store: Store) -> None:
     other = copy_of(store)
     manifest = manifests.get(store.repository, store.get("a@1").commit)
