@@ -23,15 +23,15 @@ _TRAINER = re.compile(r"trainer: step (\d+): ([\d.]+) MB written in [\d.]+ s")
 
 @pytest.mark.skipif(sys.platform != "linux", reason="the example counts bytes as Linux does")
 def test_an_actor_reads_what_its_trainer_publishes() -> None:
-    done = run_script(EXAMPLES / "rl_publish_follow.py", "--steps", "2")
+    done = run_script(EXAMPLES / "rl_publish_follow.py", "--steps", "3")
     assert done.status == 0, done.told
     found = [match.groups() for line in done.printed.splitlines() if (match := _ACTOR.fullmatch(line))]
     steps = [int(step) for step, _, _ in found]
     assert steps == sorted(set(steps))
-    assert steps[-1] == 2
+    assert steps[-1] == 3
     assert all(float(update) < float(load) / 8 for _, update, load in found[1:])
     written = [float(match[2]) for line in done.printed.splitlines() if (match := _TRAINER.fullmatch(line))]
-    assert len(written) == 3
+    assert len(written) == 4
     assert max(written[1:]) < written[0] / 8
 
 
