@@ -43,6 +43,7 @@ SURROGATE = "a\ud800"
 # every importer, with altered bytes
 
 
+@pytest.mark.sweep
 @pytest.mark.filterwarnings("ignore")  # torch warns about protocols and deprecated types
 @pytest.mark.parametrize("kind", KINDS)
 def test_altered_inputs_load_or_raise_a_casckpt_error(tmp_path: Path, kind: str) -> None:

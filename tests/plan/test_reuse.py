@@ -158,6 +158,7 @@ def test_used_bytes_include_bases(case: Case) -> None:
     assert used_bytes([case.table], blobs) == [sum(blob == number for blob, _ in every) for number in range(blobs)]
 
 
+@pytest.mark.sweep
 @given(cases())
 def test_for_encoded_cells_the_bytes_of_frames_are_counted_as_used(case: Case) -> None:
     coded = [cell for cell in case.cells if cell.frame is not None]

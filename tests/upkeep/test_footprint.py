@@ -65,6 +65,7 @@ def test_a_thinned_checkpoint_counts_its_remaining_bytes() -> None:
     assert freed(store) == old.bytes_alone
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize(("first", "every", "best"), [(1, 2, "loss:1"), (2, 3, "loss:max:2"), (9, 1, "loss:9")])
 def test_each_rule_frees_the_number_of_bytes_that_was_reported(first: int, every: int, best: str) -> None:
     rules: dict[str, Any] = {"keep_last": first, "keep_every": every, "keep_best": [best]}
@@ -101,6 +102,7 @@ def test_the_bytes_of_a_shared_blob_are_divided_between_small_branches() -> None
     assert sum(one.bytes_blobs for one in found) == pytest.approx(store.stats().bytes_blobs, abs=3)
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("compress", ["off", "auto"])
 def test_bytes_freed_by_thinning_include_frames(compress: Any) -> None:
     store = small()

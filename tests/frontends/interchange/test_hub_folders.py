@@ -62,6 +62,7 @@ def _quiet_and_offline(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     logging.getLogger("transformers").setLevel(logging.WARNING)
 
 
+@pytest.mark.sweep
 @pytest.mark.filterwarnings("ignore")  # of the libraries
 @pytest.mark.parametrize("folder", [*_by_layout()], ids=lambda folder: folder.name)
 def test_an_imported_hub_folder_is_exported_unchanged(folder: HubFolder, tmp_path: Path) -> None:

@@ -151,6 +151,7 @@ class Death(BaseException):
     """The death of the process."""
 
 
+@pytest.mark.sweep
 def test_checkpoints_remain_loadable_if_the_process_dies_at_any_time() -> None:
     storage = FaultyStore(memory())
     for _ in history_of_a_run(small(storage), nn.Linear(2, 2), gc=True):
