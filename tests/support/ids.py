@@ -1,4 +1,4 @@
-"""Names for test cases that are the same in every process."""
+"""Names for test cases that are the same in every run."""
 
 from __future__ import annotations
 
@@ -6,6 +6,5 @@ import re
 
 
 def named(value: object) -> str:
-    """Return a short string for a value. It contains no object addresses, because all xdist workers must agree
-    on it."""
+    """Return a short string for a value. It contains no object addresses, which differ between runs."""
     return re.sub(r" at 0x[0-9a-f]+", "", repr(value))[:60]
