@@ -55,6 +55,7 @@ def test_names_of_planted_bugs_are_unique() -> None:
     assert len({one.name for one in PLANTED}) == len(PLANTED)
 
 
+@pytest.mark.sweep
 def test_a_randomly_drawn_bug_is_one_change_that_compiles(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(ROOT)
     paths = ["casckpt/plan", "casckpt/frontends/dcp/schema.py"]

@@ -15,6 +15,7 @@ from tests.support.fuzz_decoders import DECODERS, bend, decodes, seeds, stored
 ROOT = Path(__file__).parents[2]
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("kind", DECODERS)
 def test_changed_bytes_decode_or_raise_a_casckpt_error(kind: str) -> None:
     assert all(decodes(kind, seed) for seed in stored(kind)[:20])

@@ -216,6 +216,7 @@ def test_the_plain_reader_joins_boxes_flat_parts_and_ranks(tmp_path: Path) -> No
     assert_same(read["boxes"], whole)
 
 
+@pytest.mark.sweep
 def test_the_plain_reader_reads_copies_and_large_manifests(tmp_path: Path) -> None:
     store = casckpt.open(tmp_path / "here")
     many = {f"layer.{i}.{'weight' * 9}": torch.full((2,), i, dtype=torch.float32) for i in range(9_000)}

@@ -86,6 +86,7 @@ def told_from_the_one_after_next(cell: StoredCell, _: StoredCell) -> StoredCell:
 CHANGES = [place_of_another, digest_of_another, another, without_its_base, as_it_lies, told_from_the_one_after_next]
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("link", range(STEPS))
 @pytest.mark.parametrize("change", CHANGES)
 def test_reads_of_hostile_chains_are_correct_or_rejected(change: Change, link: int) -> None:

@@ -171,6 +171,7 @@ def test_a_cast_writes_into_any_layout(store: Store, layout: str, verify: bool) 
     assert torch.equal(target, state()["model"]["w"].double())
 
 
+@pytest.mark.sweep
 @pytest.mark.in_memory
 @pytest.mark.filterwarnings("ignore:ComplexHalf support is experimental:UserWarning")
 def test_every_pair_of_dtypes_is_cast_as_torch_does_or_rejected() -> None:

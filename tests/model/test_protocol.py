@@ -83,6 +83,7 @@ def test_no_committed_data_is_lost_in_larger_models(setup: Setup) -> None:
     assert verdict.outcome == "SAFE", "\n".join(verdict.trace)
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("mutant", [*MUTANTS, *OWN_MUTANTS])
 def test_every_change_to_the_protocol_loses_data(mutant: str) -> None:
     verdict = check(replace(NEEDS.get(mutant, PLAIN), mutant=mutant), deep=mutant == "unreadable_root_ignored")

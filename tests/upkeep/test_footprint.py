@@ -206,7 +206,7 @@ class Lives(RuleBasedStateMachine):
             assert tag.bytes_alone == sum(sizes[blob] for blob in alone)
 
 
-TestLives = Lives.TestCase
+TestLives = pytest.mark.sweep(Lives.TestCase)
 
 
 TestLives.settings = settings(max_examples=max(6, settings().max_examples // 100), stateful_step_count=8)

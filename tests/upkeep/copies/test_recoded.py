@@ -203,6 +203,7 @@ def check_now(repo: Repository, id: ManifestId, arrays: dict[str, bytes]) -> Non
     assert read_arrays(repo, visible) == arrays
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("way", WAYS)
 def test_repacking_in_place_survives_a_kill_at_any_call(tmp_path: Path, way: str) -> None:
     start = Start(tmp_path)
@@ -231,6 +232,7 @@ def test_repacking_in_place_survives_a_kill_at_any_call(tmp_path: Path, way: str
     assert at > 6
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("next_one", ["recoded", "as it is"])
 @pytest.mark.parametrize("way", WAYS)
 def test_a_repacking_copy_killed_at_any_call_is_resumed(

@@ -219,6 +219,7 @@ def change_all(repo: Repository) -> None:
     collect(repo, min_age=0)
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("part", range(4))
 def test_a_process_killed_at_any_call_leaves_nothing_unannounced_after_gc(
     tmp_path: Path, part: int, full: bool
