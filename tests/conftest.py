@@ -103,9 +103,10 @@ def _wanted(config: pytest.Config, item: pytest.Item) -> bool:
 def pytest_runtestloop(session: pytest.Session) -> Generator[None, object, object]:
     """Catalogues of tests lie in a temporary folder, also in processes that tests start."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("XDG_CACHE_HOME", str(session.config._tmp_path_factory.mktemp("cache")))  # type: ignore[attr-defined]
+        cache: Path = session.config._tmp_path_factory.mktemp("cache")  # type: ignore[attr-defined]
+        patch.setenv("XDG_CACHE_HOME", str(cache))
         if session.config.getoption("--workers") and not session.config.getoption("--quick"):
-            share_fork_server()
+            share_fork_server(cache.with_name("fork-server.log"))
         return (yield)
 
 

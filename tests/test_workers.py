@@ -9,11 +9,12 @@ from pathlib import Path
 
 import pytest
 
+from tests.support import workers
 from tests.support.workers import DIED
 
 ROOT = Path(__file__).resolve().parent.parent
 TESTS = """
-import os, time, pytest
+import os, threading, pytest
 
 @pytest.fixture(scope="session")
 def worker(tmp_path_factory):
@@ -30,6 +31,10 @@ def test_is_skipped():
 def test_fails():
     print("printed before the failure")
     assert 1 + 1 == 3
+
+@pytest.mark.timeout(0.1)
+def test_hangs():
+    threading.Event().wait()
 """
 DIES = """
 def test_dies():
@@ -37,13 +42,14 @@ def test_dies():
 """
 
 
-@pytest.mark.parametrize("workers", [1, 3])
-def test_every_test_runs_once_and_is_reported(workers: int, tmp_path: Path) -> None:
-    printed = run(tmp_path, TESTS, "--workers", workers)
-    assert "1 failed, 40 passed, 1 skipped" in printed
+@pytest.mark.parametrize("count", [1, 3])
+def test_every_test_runs_once_and_is_reported(count: int, tmp_path: Path) -> None:
+    printed = run(tmp_path, TESTS, "--workers", count)
+    assert "2 failed, 40 passed, 1 skipped" in printed
     assert "assert (1 + 1) == 3" in printed
     assert "printed before the failure" in printed
     assert "skipped here" in printed
+    assert "Failed: Timeout" in printed
     ran = [path.name.split("-")[1:] for path in (tmp_path / "temp").glob("ran-*")]
     assert sorted(int(number) for _, number in ran) == list(range(40))
     ended = {path.name.split("-")[1] for path in (tmp_path / "temp").glob("ended-*")}
@@ -55,7 +61,12 @@ def test_the_tests_of_a_dead_worker_fail_and_the_other_worker_runs_the_rest(tmp_
     assert DIED in printed
     assert "FAILED test_all.py::test_dies" in printed
     counts = re.findall(r"(\d+) (?:failed|passed|skipped)", printed.splitlines()[-1])
-    assert sum(map(int, counts)) == 43, "the dead worker had also taken its next test"
+    assert sum(map(int, counts)) == 44, "the dead worker had also taken its next test"
+
+
+def test_imports_of_tests_do_not_start_threads() -> None:
+    """The threads would not exist in the workers."""
+    assert workers.threads in ([], ["MainThread"])
 
 
 def test_the_first_failure_ends_a_run_with_x(tmp_path: Path) -> None:

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import multiprocessing
+import os
 import sys
 from multiprocessing import forkserver
 from multiprocessing.context import ForkServerContext
+from pathlib import Path
 
 _PEERS = ("transformers.trainer", "lightning.pytorch", "megatron.core")
 """Their imports take one to three seconds of CPU time each."""
@@ -22,12 +24,19 @@ def afresh() -> ForkServerContext:
     return context
 
 
-def share_fork_server() -> None:
+def share_fork_server(log: Path) -> None:
     """Start the process from which `afresh` forks, and let it serve the forks of this process too.
 
-    Its imports take 8 seconds of CPU time.
+    Its imports take 8 seconds of CPU time. Its stderr, which its children inherit, goes to the file ``log``.
     """
     afresh()
-    forkserver.ensure_running()
+    stderr = os.dup(2)
+    with log.open("wb") as file:
+        os.dup2(file.fileno(), 2)
+    try:
+        forkserver.ensure_running()
+    finally:
+        os.dup2(stderr, 2)
+        os.close(stderr)
     # only its parent can check whether it is running, and forks would start another one
     forkserver._forkserver.ensure_running = lambda: None  # type: ignore[method-assign]

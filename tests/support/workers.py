@@ -7,14 +7,18 @@ consecutive tests. A worker that has none left takes over half of those that a d
 from __future__ import annotations
 
 import multiprocessing
+import threading
 from collections.abc import Iterator
 from multiprocessing.connection import wait
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 _FORK = multiprocessing.get_context("fork")
 DIED = "its worker died before it reported this test"
+threads: list[str] = []
+"""The threads of the main process when it forked the workers, which do not have them."""
 
 
 class _Queues:
@@ -68,6 +72,7 @@ def pytest_runtestloop(session: pytest.Session) -> bool | None:
     if not count or session.testsfailed or session.config.option.collectonly:
         return None
     session.config._tmp_path_factory.getbasetemp()  # type: ignore[attr-defined] # one folder for all workers
+    threads[:] = [thread.name for thread in threading.enumerate()]
     queues, workers = _Queues(len(session.items), count), dict[Any, Any]()
     for worker in range(count):
         pipe, end = _FORK.Pipe(duplex=False)
@@ -86,7 +91,8 @@ def pytest_runtestloop(session: pytest.Session) -> bool | None:
 def _work(session: pytest.Session, positions: Iterator[int], pipe: Any) -> None:
     """Run a worker's tests."""
     plugins = session.config.pluginmanager
-    plugins.unregister(name="terminalreporter")
+    terminal: Any = plugins.unregister(name="terminalreporter")
+    plugins.register(SimpleNamespace(_tw=terminal._tw), "terminalreporter")  # pytest-timeout writes stacks there
     plugins.register(_Reporter(session.config, pipe))
     capture: Any = plugins.getplugin("capturemanager")
     capture.stop_global_capturing()  # its files belong to the main process

@@ -16,7 +16,10 @@ from casckpt.storage.remote.patience import Patience
 class Asynchronous:
     """An asynchronous file system. Its methods without an underscore must not be called."""
 
-    async_impl, loop = True, get_loop()
+    async_impl = True
+
+    def __init__(self) -> None:
+        self.loop = get_loop()
 
     async def _cat_file(self, path: str, start: int = 0, end: int | None = None) -> bytes:
         assert threading.current_thread() is not threading.main_thread()
