@@ -79,10 +79,14 @@ def pytest_runtestloop(session: pytest.Session) -> bool | None:
         workers[pipe] = _FORK.Process(target=_work, args=(session, queues.take(worker), end))
         workers[pipe].start()
         end.close()
+    running = set(workers)
     try:
-        _receive(session, set(workers))
+        _receive(session, running)
     finally:
         queues.clear()
+        for pipe in running:
+            while _next_report(pipe) is not None:
+                pass
         for worker in workers.values():
             worker.join()
     return True
@@ -104,8 +108,17 @@ def _work(session: pytest.Session, positions: Iterator[int], pipe: Any) -> None:
             after = None if following is None else session.items[following]
             session.config.hook.pytest_runtest_protocol(item=session.items[position], nextitem=after)
             position = following
+        pipe.send(None)
     finally:
         capture.stop_global_capturing()  # shows what the last test or an error has printed
+
+
+def _next_report(pipe: Any) -> Any:
+    """Return the next report of a worker, or None if the worker has finished or died."""
+    try:
+        return pipe.recv()
+    except EOFError:
+        return None
 
 
 def _receive(session: pytest.Session, pipes: set[Any]) -> None:
@@ -116,15 +129,14 @@ def _receive(session: pytest.Session, pipes: set[Any]) -> None:
     while pipes:
         ready: list[Any] = wait(pipes)
         for pipe in ready:
-            try:
-                data = pipe.recv()
-            except EOFError:
+            data = _next_report(pipe)
+            if data is None:
                 pipes.remove(pipe)
                 continue
             report = hook.pytest_report_from_serializable(config=session.config, data=data)
             hook.pytest_runtest_logreport(report=report)
             if report.when == "teardown":
-                missing.pop(report.nodeid)
+                missing.pop(report.nodeid, None)
                 hook.pytest_runtest_logfinish(nodeid=report.nodeid, location=report.location)
             if session.shouldfail:
                 raise session.Failed(session.shouldfail)
