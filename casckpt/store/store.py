@@ -241,6 +241,7 @@ class Store:
         *,
         keys: Sequence[str] | None = None,
         device: str | torch.device = "cpu",
+        mapped: bool = False,
         **options: Unpack[ReadArguments],
     ) -> Any:
         """Return the state in its saved nested form, in new tensors on ``device``. ``keys``: patterns on flat keys.
@@ -248,7 +249,7 @@ class Store:
         ``verify``, ``allow_pickle``, ``threads``, ``progress``: as for `load`.
         """
         check_keywords("Store.read", options, ReadArguments)
-        return reading.read(self.repository, ref, keys, device, LoadOptions(**options))
+        return reading.read(self.repository, ref, keys, device, LoadOptions(mapped=mapped, **options))
 
     def pre_download(
         self,
