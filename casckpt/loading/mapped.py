@@ -33,7 +33,7 @@ from casckpt.format.sections.index import Entry
 from casckpt.loading.entry_reader import EntryReader, RegionRequest
 from casckpt.repository.fetching import holds_cell
 from casckpt.storage.buffers import AlignedBuffer, address
-from casckpt.storage.local.reader import LocalReader, page_in
+from casckpt.storage.local.reader import LocalReader
 from casckpt.tensors.dtypes import torch_dtype
 from casckpt.tensors.memory import Destination, tensor_over
 
@@ -105,9 +105,9 @@ class MappedTensors:
 
 
 def _reserve(nbytes: int, offset: int) -> memoryview:
-    """Reserve memory that begins as far behind the boundary of a huge page as ``offset``, so that it can use them."""
+    """Reserve memory for the bytes from ``offset``, aligned so that the kernel can map them in huge pages."""
     view = AlignedBuffer(nbytes + _HUGE_PAGE).view
-    start = (offset - address(view)) % _HUGE_PAGE // PAGESIZE * PAGESIZE
+    start = (offset // PAGESIZE * PAGESIZE - address(view)) % _HUGE_PAGE
     return view[start : start + nbytes]
 
 
@@ -121,7 +121,6 @@ def _is_right(reader: EntryReader, blob: LocalReader, name: str, part: _Part) ->
     seen = name, extent.offset, extent.lo, extent.hi, table.cell, table.itemsize, extent.digests
     if seen in verified:
         return True
-    page_in(part.memory)
     buffer = memoryview(bytearray(min(part.memory.nbytes, table.cell * table.itemsize)))
     for cell in table.stored_cells([extent]):
         if not holds_cell(blob, cell.offset, buffer[: cell.nbytes], cell.digest):

@@ -34,7 +34,7 @@ _FIRST = 64 << 10  # bytes; after a smaller first read, the kernel uses pieces s
 _DIRECT = getattr(os, "O_DIRECT", 0)
 _MOST = 0.75  # reads use the cache if at least this fraction of the file is cached
 _LIBC = ctypes.CDLL(None, use_errno=True)
-_MAP_FIXED, _HUGE_PAGES, _POPULATE_READ = 16, 14, 22  # Linux's constants, which the mmap module may lack
+_MAP_FIXED = 16  # of Linux and macOS, which the mmap module does not define
 _thread = threading.local()
 
 
@@ -86,7 +86,6 @@ class LocalReader(Reader, AbstractContextManager["LocalReader"]):
         with reporting("map", self._path):
             if _LIBC.mmap(start, nbytes, access, kind, self._fd, ctypes.c_int64(offset)) == -1:
                 raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))
-        _LIBC.madvise(start, nbytes, _HUGE_PAGES)
 
     @override
     def read_into(self, offset: int, buffers: Sequence[memoryview]) -> None:
@@ -201,14 +200,6 @@ class LocalReader(Reader, AbstractContextManager["LocalReader"]):
 
     def __exit__(self, *_: object) -> None:
         self.close()
-
-
-def page_in(memory: memoryview) -> None:
-    """Bring mapped ``memory``, which begins at a page boundary, into the page cache.
-
-    On Linux, this uses huge pages if the file system has them. Errors have no effect, because a read reports them.
-    """
-    _LIBC.madvise(ctypes.c_void_p(address(memory)), ctypes.c_size_t(memory.nbytes), _POPULATE_READ)
 
 
 def is_cached(fd: int, offset: int, nbytes: int) -> bool:
