@@ -122,7 +122,7 @@ class LoadPlan:
         self._casts: dict[str, LocalTensor] = {}
         self._entries: dict[str, Entries] = {}
         self._tied = TiedTensors(contents.manifest)
-        self._mapped = MappedTensors(contents.manifest) if options.mapped else None
+        self._mapped = MappedTensors(contents) if options.mapped else None
         self.named: set[str] = set()
         self.frames: Frames = {}
         held = options.held
@@ -244,7 +244,7 @@ class LoadPlan:
 
     def new_tensor(self, entry: Entry, device: torch.device) -> torch.Tensor:
         """Create a tensor for a whole entry. `run` fills it. Raises Damaged if the extents have holes."""
-        mapped = None if self._mapped is None else self._mapped.new(entry, self.contents.extents(entry))
+        mapped = None if self._mapped is None else self._mapped.new(entry)
         if mapped is not None:
             return mapped
         table = None if self.contents.is_single_cell(entry) else self.contents.extents(entry)

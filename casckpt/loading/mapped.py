@@ -23,11 +23,11 @@ import torch
 
 from casckpt.base.parallel import in_parallel
 from casckpt.base.units import format_size
+from casckpt.contents.contents import Contents
 from casckpt.errors import NotFound
 from casckpt.format.blob_writer import LEAF_BYTES
 from casckpt.format.extents import Extent, ExtentTable
 from casckpt.format.keys import blob_key
-from casckpt.format.manifest import Manifest
 from casckpt.format.regions import Region
 from casckpt.format.sections.index import Entry
 from casckpt.loading.entry_reader import EntryReader, RegionRequest
@@ -57,15 +57,16 @@ class _Part(NamedTuple):
 class MappedTensors:
     """The new tensors of one read. `new` reserves their memory, and `fill` maps blobs over that memory."""
 
-    def __init__(self, manifest: Manifest) -> None:
-        self._manifest = manifest
+    def __init__(self, contents: Contents) -> None:
+        self._contents = contents
         self._parts: dict[int, list[_Part]] = defaultdict(list)
         """The extents to map, by blob number."""
         self._unmapped: list[_Part] = []
 
-    def new(self, entry: Entry, table: ExtentTable) -> torch.Tensor | None:
-        """Return a tensor for a whole entry, or None if it cannot be mapped."""
-        if entry.nbytes < LEAF_BYTES or len(table.boxes) > 1:
+    def new(self, entry: Entry) -> torch.Tensor | None:
+        """Return a tensor for a whole entry, or None if it cannot be mapped. Raises as `Contents.extents` does."""
+        table = self._contents.extents(entry) if entry.nbytes >= LEAF_BYTES else None
+        if table is None or len(table.boxes) > 1:
             return None
         memory = _reserve(entry.nbytes, table.extents[0].offset)
         dtype, size = torch_dtype(entry.dtype), table.itemsize
@@ -86,12 +87,14 @@ class MappedTensors:
             reader.progress.expect(-_nbytes(parts))  # the ordinary read counts them
             self._unmapped += parts
         if self._unmapped:
-            log.info("%s of %s cannot be mapped and is read", format_size(_nbytes(self._unmapped)), self._manifest.id)
+            log.info(
+                "%s of %s cannot be mapped and is read", format_size(_nbytes(self._unmapped)), self._contents.where
+            )
         return [part.request for part in self._unmapped]
 
     def _map(self, reader: EntryReader, number: int) -> Sequence[_Part]:
         """Map one blob, and return its extents that must be read."""
-        ref, parts = self._manifest.blob(number), self._parts[number]
+        ref, parts = reader.manifest.blob(number), self._parts[number]
         key = blob_key(ref.uploader, ref.hash)
         with suppress(NotFound), reader.repo.storage.open(key, shared=True) as blob:  # the ordinary read explains it
             if isinstance(blob, LocalReader) and blob.size == ref.size:
