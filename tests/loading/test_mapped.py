@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import ctypes
+import errno
 import logging
 import os
 import random
@@ -209,14 +211,17 @@ def test_a_truncated_blob_is_reported_and_not_mapped(store: Store, verify: bool)
 # what cannot be mapped
 
 
-def test_encoded_cells_are_read_and_the_others_are_mapped(store: Store, caplog: pytest.LogCaptureFixture) -> None:
+@pytest.mark.parametrize("verify", [True, False])
+def test_encoded_cells_are_read_and_the_others_are_mapped(
+    store: Store, caplog: pytest.LogCaptureFixture, verify: bool
+) -> None:
     state = {"w": trained(4 * CELL / 4096, 0), "n": torch.arange(CELL)}
     store.save(state, step=1, compress="always")
     state["w"] = trained(4 * CELL / 4096, 1)
     store.save(state, step=2, compress="always")
     for ref, expected in (("default@2", state), (REF, {"w": trained(4 * CELL / 4096, 0), "n": state["n"]})):
         with caplog.at_level(logging.INFO, "casckpt"):
-            loaded = store.read(ref, mapped=True)
+            loaded = store.read(ref, mapped=True, verify=verify)
         assert same_state(loaded, expected)
         assert nbytes_mapped(loaded["w"]) < nbytes_mapped(loaded["n"]) == state["n"].nbytes
     assert "256.0 KiB of default@2 cannot be mapped and is read" in caplog.text
@@ -271,8 +276,13 @@ def test_devices_other_than_the_cpu_are_refused(store: Store) -> None:
 
 def test_a_failed_map_is_a_storage_error(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
     store.save({"w": cells(2)}, step=1)
-    monkeypatch.setattr(reader, "_LIBC", SimpleNamespace(mmap=lambda *_: -1))
-    with pytest.raises(StorageError, match="cannot map"):
+
+    def too_many(*_: object) -> int:
+        ctypes.set_errno(errno.ENOMEM)
+        return -1
+
+    monkeypatch.setattr(reader, "_LIBC", SimpleNamespace(mmap=too_many))
+    with pytest.raises(StorageError, match=r"cannot map .*\.safetensors: .* raise `sysctl vm.max_map_count`"):
         store.read(REF, mapped=True)
 
 
