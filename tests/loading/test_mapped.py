@@ -112,6 +112,14 @@ def test_unchanged_cells_are_mapped_from_the_blobs_of_earlier_checkpoints(store:
     assert nbytes_mapped(loaded["w"]) == state["w"].nbytes
 
 
+def test_neighbors_in_a_blob_share_a_map(store: Store, path: Path) -> None:
+    state = {f"w{number}": cells(1, number) for number in (3, 0, 2, 1)}
+    store.save(state, step=1)
+    loaded = store.read(REF, mapped=True)
+    assert same_state(loaded, state)
+    assert Path("/proc/self/maps").read_text().count(f"{path}/objects") == len(blob_keys(store)) == 1
+
+
 def test_patterns_select_the_mapped_tensors(store: Store) -> None:
     store.save({"a": cells(6), "b": cells(6, 2)}, step=1)
     assert bytes_read(store, lambda: store.read(REF, keys=["b"], mapped=True)) == 6 * CELL
