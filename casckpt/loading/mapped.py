@@ -67,11 +67,13 @@ class MappedTensors:
         """The extents to map, by blob number."""
         self._unmapped: list[_Part] = []
         self._reserved, self._used = memoryview(b""), 0
+        self._nbytes_read = 0
 
     def new(self, entry: Entry) -> torch.Tensor | None:
         """Return a tensor for a whole entry, or None if it cannot be mapped. Raises as `Contents.extents` does."""
         table = self._contents.extents(entry) if entry.nbytes >= LEAF_BYTES else None
-        if table is None or len(table.boxes) > 1:
+        if table is None or len(table.boxes) > 1 or all(extent.coding is not None for extent in table.extents):
+            self._nbytes_read += entry.nbytes
             return None
         memory = self._reserve(entry.nbytes, table.extents[0].offset)
         dtype, size = torch_dtype(entry.dtype), table.itemsize
@@ -101,10 +103,8 @@ class MappedTensors:
         for parts in in_parallel(reader.threads, partial(self._map, reader), list(self._parts), name="map"):
             reader.progress.expect(-_nbytes(parts))  # the ordinary read counts them
             self._unmapped += parts
-        if self._unmapped:
-            log.info(
-                "%s of %s cannot be mapped and is read", format_size(_nbytes(self._unmapped)), self._contents.where
-            )
+        if left := self._nbytes_read + _nbytes(self._unmapped):
+            log.info("%s of %s cannot be mapped, and is read into memory", format_size(left), self._contents.where)
         return [part.request for part in self._unmapped]
 
     def _map(self, reader: EntryReader, number: int) -> Sequence[_Part]:

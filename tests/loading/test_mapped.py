@@ -232,7 +232,7 @@ def test_encoded_cells_are_read_and_the_others_are_mapped(
             loaded = store.read(ref, mapped=True, verify=verify)
         assert same_state(loaded, expected)
         assert nbytes_mapped(loaded["w"]) < nbytes_mapped(loaded["n"]) == state["n"].nbytes
-    assert "256.0 KiB of default@2 cannot be mapped and is read" in caplog.text
+    assert "256.0 KiB of default@2 cannot be mapped, and is read into memory" in caplog.text
 
 
 def test_unaligned_cells_are_read_into_the_tensor(store: Store) -> None:
