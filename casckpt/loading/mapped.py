@@ -41,7 +41,7 @@ from casckpt.tensors.dtypes import torch_dtype
 from casckpt.tensors.memory import Destination, tensor_over
 
 MAX_VERIFIED: Final = 1 << 18
-"""The maximum number of verified extents that an open store remembers. Then, it forgets all of them."""
+"""The maximum number of verified extents that an open store remembers. When it has that many, it forgets them all."""
 
 _HUGE_PAGE = 2 << 20  # bytes
 _RESERVED = 256 << 20  # bytes of address space that neighboring tensors share
@@ -75,7 +75,10 @@ class MappedTensors:
         if table is None or len(table.boxes) > 1 or all(extent.coding is not None for extent in table.extents):
             self._nbytes_read += entry.nbytes
             return None
-        memory = self._reserve(entry.nbytes, table.extents[0].offset)
+        try:
+            memory = self._reserve(entry.nbytes, table.extents[0].offset)
+        except OSError:  # too little memory, or too many maps
+            return None
         dtype, size = torch_dtype(entry.dtype), table.itemsize
         data = tensor_over(memory, dtype, entry.shape)
         for extent in table.extents:

@@ -294,6 +294,18 @@ def test_a_failed_map_is_a_storage_error(store: Store, monkeypatch: pytest.Monke
         store.read(REF, mapped=True)
 
 
+def test_ordinary_memory_is_used_if_no_address_space_is_left(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+    store.save({"w": cells(2)}, step=1)
+
+    def full(_: int) -> None:
+        raise OSError(errno.ENOMEM, os.strerror(errno.ENOMEM))
+
+    monkeypatch.setattr(mapped, "AlignedBuffer", full)
+    loaded = store.read(REF, mapped=True)["w"]
+    assert torch.equal(loaded, cells(2))
+    assert nbytes_mapped(loaded) == 0
+
+
 # lifetime
 
 
