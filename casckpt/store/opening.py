@@ -10,7 +10,7 @@ from typing import Any
 
 from casckpt.base.names import check_run, check_step
 from casckpt.errors import InvalidInput
-from casckpt.repository.repository import open_repository
+from casckpt.repository.repository import ShareReads, open_repository
 from casckpt.repository.signing_keys import KeyFile, KeyFiles
 from casckpt.storage.throttle import ThrottledStore, Turn
 from casckpt.store.store import Store, repository_of
@@ -22,6 +22,7 @@ def open(
     storage_options: Mapping[str, Any] | None = None,
     cache_dir: str | os.PathLike[str] | None = None,
     cache_bytes: int | str | None = None,
+    share_reads: ShareReads = "auto",
     mirror: Store | str | os.PathLike[str] | None = None,
     single_writer: bool = False,
     page_cache: bool | None = None,
@@ -49,7 +50,7 @@ def open(
     """
     here = open_repository(
         url, storage_options=storage_options, cache_dir=cache_dir, cache_bytes=cache_bytes,
-        single_writer=single_writer, page_cache=page_cache, sign_with=sign_with,
+        share_reads=share_reads, single_writer=single_writer, page_cache=page_cache, sign_with=sign_with,
         require_signature=require_signature,
     )  # fmt: skip
     if mirror is None:
