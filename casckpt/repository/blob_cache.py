@@ -13,7 +13,7 @@ import logging
 import os
 import stat
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -26,6 +26,7 @@ from casckpt.repository.fetching import fetch
 from casckpt.repository.processes import alone_on_this_host
 from casckpt.storage.base import AlreadyExists, ObjectStore
 from casckpt.storage.buffers import AlignedBuffer
+from casckpt.storage.failures import reporting
 from casckpt.storage.forking import PerProcess
 from casckpt.storage.local.reader import LocalReader, headroom
 from casckpt.storage.local.store import LocalStore
@@ -80,6 +81,8 @@ class BlobCache:
 
     def open(self, ref: BlobRef) -> LocalReader | None:
         """Open a blob for ranged reads. Returns None if it is not in the cache."""
+        if self._in_memory and not self._is_private:
+            return None
         try:
             reader = self._files.open(_key(ref))
         except CasckptError:  # the blob is missing or the folder is inaccessible; the store has the blob
@@ -114,6 +117,21 @@ class BlobCache:
             self.give_up(error)
             return False
         return True
+
+    def add(self, ref: BlobRef, data: memoryview) -> None:
+        """Add a blob that this process has just stored, if it fits."""
+        try:
+            if not self.is_off and not self._touch(ref):
+                if self._in_memory:
+                    self.check_private()
+                self._put(ref, data)
+        except Unusable as error:
+            self.give_up(error)
+
+    def touch(self, refs: Iterable[BlobRef]) -> None:
+        """Record that blobs have just been used, so that they are not the first to be removed."""
+        for ref in refs:
+            self._touch(ref)
 
     def give_up(self, error: Unusable) -> None:
         """Stop adding blobs, and log this once."""
@@ -158,8 +176,9 @@ class BlobCache:
         return ref.size
 
     def _put(self, ref: BlobRef, data: memoryview) -> None:
+        if not self.make_room(ref.size):
+            return
         try:
-            self.make_room(ref.size)
             self._files.put(_key(ref), data, settle=False)
         except AlreadyExists:
             return  # without file locks, another process may have fetched the blob first
@@ -178,6 +197,24 @@ class BlobCache:
             return False
         return True
 
+    @property
+    def contents(self) -> tuple[int, int]:
+        """The number of blobs, and their size in bytes. Raises `StorageError`."""
+        held = self._every()
+        return len(held), sum(file.nbytes for file in held)
+
+    def clear(self) -> tuple[int, int]:
+        """Remove all blobs. Return their number and size in bytes. Raises `StorageError`."""
+        found = self.contents
+        for file in self._every():
+            with reporting("delete", Path(file.path)), suppress(FileNotFoundError):
+                os.unlink(file.path)
+        return found
+
+    def _every(self) -> list[_Held]:
+        with reporting("list", self.root):
+            return list(self._scan())
+
     # room
 
     def make_room(self, size: int) -> bool:
@@ -185,7 +222,8 @@ class BlobCache:
 
         All processes pick the same blobs.
         """
-        held = sorted(self._scan(), key=lambda file: (file.used, file.path))
+        with usable(self.root):
+            held = sorted(self._scan(), key=lambda file: (file.used, file.path))
         total = sum(file.nbytes for file in held)
         most = self._most(total)
         for file in held:
@@ -198,7 +236,8 @@ class BlobCache:
 
     def room(self) -> int:
         """Return the maximum size of the cache in bytes."""
-        return self._most(sum(file.nbytes for file in self._scan()))
+        with usable(self.root):
+            return self._most(sum(file.nbytes for file in self._scan()))
 
     def _most(self, held: int) -> int:
         """Return the maximum size of the cache in bytes, given that it currently holds ``held`` bytes."""
@@ -209,20 +248,30 @@ class BlobCache:
         return (held + (min(free, headroom()) if self._in_memory else free)) // 2
 
     def _scan(self) -> Iterator[_Held]:
-        with usable(self.root):
-            yield from _files(self.root / FOLDER)
-            if self._in_memory:
-                for folder in _folders(self.root / PARTS):
-                    yield from _files(folder)
+        yield from _files(self.root / FOLDER)
+        if self._in_memory:
+            for folder in _folders(self.root / PARTS):
+                yield from _files(folder)
 
     def check_private(self) -> None:
-        """Create the folder, for this user only. Raises Unusable if other users may have files in it."""
-        with usable(self.root):
-            with suppress(FileExistsError):
-                self.root.mkdir(0o700)
-            status = self.root.lstat()
-        if not stat.S_ISDIR(status.st_mode) or status.st_uid != os.geteuid() or status.st_mode & 0o077:
+        """Create a folder in memory, for this user only. Raises Unusable if other users may have files in it."""
+        with usable(self.root), suppress(FileExistsError):
+            self.root.mkdir(0o700)
+        if not self._is_private:
             raise Unusable(f"{self.root} is not a folder that only this user can access")
+
+    @property
+    def _is_private(self) -> bool:
+        try:
+            status = self.root.lstat()
+        except OSError:
+            return False
+        return stat.S_ISDIR(status.st_mode) and status.st_uid == os.geteuid() and not status.st_mode & 0o077
+
+
+def in_memory(limit: int | None = None) -> BlobCache:
+    """Return the cache in this host's memory, which only this user can access."""
+    return BlobCache(MEMORY / f"casckpt-{os.geteuid()}", limit, in_memory=True)
 
 
 def _files(folder: Path) -> Iterator[_Held]:

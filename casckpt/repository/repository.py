@@ -21,7 +21,7 @@ from casckpt.errors import CasckptError, Conflict, Damaged, InvalidInput, NotFou
 from casckpt.format import keys, records
 from casckpt.format.names import BlobHash, ManifestId, TxId
 from casckpt.format.records import Marker, Record, Settings
-from casckpt.repository.blob_cache import MEMORY, BlobCache
+from casckpt.repository.blob_cache import BlobCache, in_memory
 from casckpt.repository.caches import ManifestCache, RecordCache, RunCaches
 from casckpt.repository.catalogue import Catalogue
 from casckpt.repository.exclusive import require_exclusive
@@ -52,13 +52,13 @@ class Repository:
     """An open store without support for tensors. Opening it does not create anything; the marker is read on first use.
 
     ``cache_dir``: the cache folder, or None for the user's cache folder. ``cache_bytes``: see
-    `casckpt.repository.blob_cache`. ``share_reads``: see `ShareReads`. ``single_writer``: the caller promises to be
-    the only writer, which allows storages that do not refuse to create an existing key. ``mirror``: the mirror's
-    storage, whose URL is written to the settings before the first save. ``trusted``: public keys; only checkpoints
-    signed with one of them are loaded (None: all). ``found_signed``: ids whose signatures have been verified.
-    ``signer``: the private key that signs each save. ``listeners``: called after each commit of this process.
-    ``seen_blobs``: blobs that this process has seen in the store. ``last_commit``: the key of this process's last
-    commit. ``runs``: announcements by run hash.
+    `casckpt.repository.blob_cache`. ``share_reads``: see `ShareReads`. ``cache_saves``: whether saves add their blobs
+    to the blob cache. ``single_writer``: the caller promises to be the only writer, which allows storages that do not
+    refuse to create an existing key. ``mirror``: the mirror's storage, whose URL is written to the settings before the
+    first save. ``trusted``: public keys; only checkpoints signed with one of them are loaded (None: all).
+    ``found_signed``: ids whose signatures have been verified. ``signer``: the private key that signs each save.
+    ``listeners``: called after each commit of this process. ``seen_blobs``: blobs that this process has seen in the
+    store. ``last_commit``: the key of this process's last commit. ``runs``: announcements by run hash.
     Thread-safe, picklable, and usable in forked children.
     """
 
@@ -70,6 +70,7 @@ class Repository:
     mirror: ObjectStore | None = None
     cache_bytes: int | None = None
     share_reads: ShareReads = "auto"
+    cache_saves: bool = False
     trusted: frozenset[PublicKey] | None = None
     signer: bytes | None = field(default=None, repr=False)
     found_signed: set[ManifestId] = field(default_factory=set, init=False, repr=False, compare=False)
@@ -270,7 +271,12 @@ class Repository:
 
     @property
     def blob_cache(self) -> BlobCache:
-        """The cache of whole blobs on this host. Raises `InvalidInput` for an invalid size."""
+        """The cache of whole blobs on this host. Raises `InvalidInput` for an invalid size.
+
+        It is in ``cache_dir``. Saves that fill the cache without ``cache_dir`` use this host's memory.
+        """
+        if self.cache_saves and self.cache_dir is None:
+            return self.memory
         if self._blob_cache is None:
             self._blob_cache = BlobCache(self._cache_folder, self.cache_bytes)
         return self._blob_cache
@@ -284,7 +290,7 @@ class Repository:
     def memory(self) -> BlobCache:
         """The cache in this host's memory, which only this user can access."""
         if self._memory is None:
-            self._memory = BlobCache(MEMORY / f"casckpt-{os.geteuid()}", self.cache_bytes, in_memory=True)
+            self._memory = in_memory(self.cache_bytes)
         return self._memory
 
     def host_reads(self, manifest: str, rank: int, ranks_here: int) -> HostReads | None:
@@ -302,7 +308,7 @@ class Repository:
 
     @property
     def _cache_folder(self) -> Path:
-        return self.cache_dir or platformdirs.user_cache_path("casckpt")
+        return self.cache_dir or _default_cache_folder()
 
     def new_txid(self, run: str, step: int, after: Iterable[TxId] = ()) -> TxId:
         """Make a transaction id that sorts after all ids in ``after``, regardless of their hosts' clocks.
@@ -370,6 +376,15 @@ class Repository:
         return records.decode(self.storage.get(key, limit=records.MAX_RECORD_BYTES), kind, key)
 
 
+def _default_cache_folder() -> Path:
+    return platformdirs.user_cache_path("casckpt")
+
+
+def host_caches(cache_dir: Path | None) -> list[BlobCache]:
+    """Return the blob caches of this host: the one in the cache folder, and the one in memory."""
+    return [BlobCache(cache_dir or _default_cache_folder()), in_memory()]
+
+
 CACHE_VARIABLE = "CASCKPT_CACHE_DIR"
 
 
@@ -380,6 +395,7 @@ def open_repository(
     cache_dir: str | os.PathLike[str] | None = None,
     cache_bytes: int | str | None = None,
     share_reads: ShareReads = "auto",
+    cache_saves: bool = False,
     single_writer: bool = False,
     page_cache: bool | None = None,
     sign_with: KeyFile | None = None,
@@ -402,6 +418,7 @@ def open_repository(
         single_writer=single_writer,
         cache_bytes=parse_size(cache_bytes) if isinstance(cache_bytes, str) else cache_bytes,
         share_reads=share_reads,
+        cache_saves=cache_saves,
         signer=None if sign_with is None else private_key(sign_with).private_bytes_raw(),
         trusted=None if require_signature is None else public_keys(require_signature),
     )
