@@ -315,7 +315,7 @@ class LoadPlan:
         """Return the reader for the requests."""
         options, manifest = self.options, self.contents.manifest
         threads, progress = usable_threads(options.threads), Progress(options.progress, options.alive)
-        reads = repo.host_reads(manifest.head.digest, options.rank, options.ranks_here)
+        reads = repo.host_reads(manifest.head.digest, options.load_id, options.rank, options.ranks_here)
         return EntryReader(
             repo, manifest, options.verify, threads, progress, options.ranks, options.ranks_here, reads=reads
         )

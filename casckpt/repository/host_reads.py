@@ -43,12 +43,17 @@ _SET_LOCK = getattr(fcntl, "F_OFD_SETLK", None)  # locks of an open file, which 
 
 
 class HostReads:
-    """The reads of one rank in one load. ``load``: the name of the load. ``ranks_here``: the ranks on this host."""
+    """The reads of one rank in one load.
 
-    def __init__(self, cache: BlobCache, load: str, rank: int, ranks_here: int) -> None:
+    ``folder``: the name of a folder for this checkpoint. ``name``: LOAD-RANK. LOAD is unique, and the same on all
+    ranks. ``ranks_here``: the number of ranks on this host.
+    """
+
+    def __init__(self, cache: BlobCache, folder: str, name: str, ranks_here: int) -> None:
         self.cache = cache
-        self._folder = cache.root / PARTS / load
-        self._rank, self._ranks_here = rank, ranks_here
+        self._folder = cache.root / PARTS / folder
+        self._wants, self._done = self._folder / f"{name}-wants", self._folder / f"{name}-done"
+        self._ranks_here = ranks_here
         self._others: Sequence[Ints] | None = None  # the ranges of each other rank, once all have written them
         self._is_on = False
 
@@ -64,7 +69,7 @@ class HostReads:
             with usable(self.cache.root):
                 self._folder.mkdir(parents=True, exist_ok=True)
                 self._remove_stale()
-                _write(self._folder, self._name("wants"), _merged(ranges))
+                _write(self._wants, _merged(ranges))
         except Unusable as error:
             self.cache.give_up(error)
             return False
@@ -76,8 +81,8 @@ class HostReads:
         if self._is_on:
             self._is_on = False
             with suppress(OSError):
-                os.replace(self._name("wants"), self._name("done"))
-                if sum(name.startswith("done-") for name in os.listdir(self._folder)) >= self._ranks_here:
+                os.replace(self._wants, self._done)
+                if len(self._files_of_ranks("done")) == self._ranks_here:
                     shutil.rmtree(self._folder, ignore_errors=True)
 
     def reader(self, number: int, ref: BlobRef, source: Reader) -> Reader:
@@ -103,20 +108,17 @@ class HostReads:
     def _read_others(self) -> Sequence[Ints] | None:
         """Return the ranges of all other ranks of this host, or None if some of them have not begun."""
         with usable(self._folder):
-            mine = str(self._rank)
-            paths = {}
-            for name in os.listdir(self._folder):
-                kind, _, rank = name.partition("-")
-                if kind in ("wants", "done") and rank != mine:
-                    paths[rank] = self._folder / name
+            paths = [path for path in self._files_of_ranks("wants", "done") if path != self._wants]
             if len(paths) < self._ranks_here - 1:
                 return None
             with suppress(FileNotFoundError):  # a rank has just ended
-                return [np.fromfile(path, np.int64).reshape(2, -1) for path in paths.values()]
+                return [np.fromfile(path, np.int64).reshape(2, -1) for path in paths]
         return None
 
-    def _name(self, kind: str) -> Path:
-        return self._folder / f"{kind}-{self._rank}"
+    def _files_of_ranks(self, *kinds: str) -> list[Path]:
+        load = self._wants.name.partition("-")[0]
+        names = (name.split("-") for name in os.listdir(self._folder))
+        return [self._folder / "-".join(name) for name in names if name[0] == load and name[-1] in kinds]
 
     def _remove_stale(self) -> None:
         """Remove the folders of killed jobs."""
@@ -289,9 +291,9 @@ class _Part:
         return True
 
 
-def _write(folder: Path, path: Path, ranges: Ints) -> None:
+def _write(path: Path, ranges: Ints) -> None:
     """Write ``ranges`` to a file, which then appears completely written."""
-    temporary = folder / f".{path.name}"
+    temporary = path.with_suffix(".tmp")
     temporary.write_bytes(ranges.tobytes())
     temporary.replace(path)
 

@@ -293,18 +293,18 @@ class Repository:
             self._memory = in_memory(self.cache_bytes)
         return self._memory
 
-    def host_reads(self, manifest: str, rank: int, ranks_here: int) -> HostReads | None:
+    def host_reads(self, manifest: str, load_id: str, rank: int, ranks_here: int) -> HostReads | None:
         """Return the reads that this rank shares with the other ranks on this host, or None if it reads alone.
 
-        ``manifest``: the digest of the manifest's head.
+        ``manifest``: the digest of the manifest's head. ``load_id``: the same unique name on all ranks.
         """
         if ranks_here < 2 or not (self.storage.traits.remote if self.share_reads == "auto" else self.share_reads):
             return None
         from casckpt.repository.host_reads import HostReads  # slow to import
 
         # the URL is part of the name because unverified bytes must come from this store
-        load = hex_digest(os.fsencode(f"{manifest} {self.storage.url}"))[:32]
-        return HostReads(self.memory, load, rank, ranks_here)
+        folder = hex_digest(os.fsencode(f"{manifest} {self.storage.url}"))[:32]
+        return HostReads(self.memory, folder, f"{load_id}-{rank}", ranks_here)
 
     @property
     def _cache_folder(self) -> Path:

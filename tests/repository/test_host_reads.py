@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import errno
+import fcntl
 import itertools
 import os
 import random
 import signal
-import threading
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -61,7 +61,7 @@ def begin(root: Path) -> Begin:
     def begun(
         rank: int = 0, ranges: Sequence[tuple[int, int, int]] = EVERYTHING, *, ranks_here: int = 2, load: str = "load"
     ) -> HostReads:
-        reads = HostReads(BlobCache(root, in_memory=True), load, rank, ranks_here)
+        reads = HostReads(BlobCache(root, in_memory=True), load, f"{load}-{rank}", ranks_here)
         assert reads.begin(ranges)
         return reads
 
@@ -212,7 +212,7 @@ def test_a_folder_that_others_could_change_is_not_used(
             raise OSError(errno.EROFS, "Read-only file system")
 
         monkeypatch.setattr(Path, "mkdir", refuse)
-    reads = HostReads(BlobCache(root, in_memory=True), "load", 0, 2)
+    reads = HostReads(BlobCache(root, in_memory=True), "load", "load-0", 2)
     assert not reads.begin(EVERYTHING)
     assert not reads.begin(EVERYTHING)
     reads.end()
@@ -223,21 +223,21 @@ def test_a_folder_that_others_could_change_is_not_used(
 def test_a_folder_of_another_user_is_not_used(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     root.mkdir(0o700)
     monkeypatch.setattr(os, "geteuid", lambda: root.stat().st_uid + 1)
-    assert not HostReads(BlobCache(root, in_memory=True), "load", 0, 2).begin(EVERYTHING)
+    assert not HostReads(BlobCache(root, in_memory=True), "load", "load-0", 2).begin(EVERYTHING)
 
 
 def test_ranks_read_alone_if_memory_is_too_small(root: Path, caplog: pytest.LogCaptureFixture) -> None:
     cache = BlobCache(root, SIZE - 1, in_memory=True)
-    assert not HostReads(cache, "load", 0, 2).begin(EVERYTHING)
+    assert not HostReads(cache, "load", "load-0", 2).begin(EVERYTHING)
     assert f"has room for only {SIZE - 1} bytes" in caplog.text
-    assert HostReads(BlobCache(root, SIZE, in_memory=True), "load", 0, 2).begin(EVERYTHING)
-    assert not HostReads(BlobCache(root, 0, in_memory=True), "load", 0, 2).begin(EVERYTHING)
+    assert HostReads(BlobCache(root, SIZE, in_memory=True), "load", "load-0", 2).begin(EVERYTHING)
+    assert not HostReads(BlobCache(root, 0, in_memory=True), "load", "load-0", 2).begin(EVERYTHING)
 
 
 def test_the_least_recently_written_blobs_make_room(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "LEAST_ROOM", 0)
     cache = BlobCache(root, 3 * SIZE, in_memory=True)
-    reads = HostReads(cache, "load", 0, 2)
+    reads = HostReads(cache, "load", "load-0", 2)
     assert reads.begin([(number, 0, SIZE) for number in range(9)])
     for number in range(9):
         assert read(reads.reader(number, REF, Source())) == DATA
@@ -257,7 +257,7 @@ def test_files_of_killed_jobs_are_removed_after_an_hour(begin: Begin, root: Path
 
 def test_without_open_file_locks_ranks_read_alone(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "_SET_LOCK", None)
-    assert not HostReads(BlobCache(root, in_memory=True), "load", 0, 2).begin(EVERYTHING)
+    assert not HostReads(BlobCache(root, in_memory=True), "load", "load-0", 2).begin(EVERYTHING)
 
 
 # processes that die or stop
@@ -282,7 +282,7 @@ def run_and_die(step: int, job: Callable[[], object]) -> int:
 
         for name in CALLS:
             setattr(os, name, wrap(getattr(os, name)))
-        module.fcntl.fcntl = wrap(module.fcntl.fcntl)  # type: ignore[assignment]  # in this child only
+        fcntl.fcntl = wrap(fcntl.fcntl)  # in this child only
         job()
         os._exit(0)
     return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
@@ -316,7 +316,12 @@ def holder(begin: Begin) -> Iterator[int]:
     ready, tell = os.pipe()
     child = os.fork()
     if not child:
-        read(begin(0).reader(0, REF, Source(before=lambda: (os.write(tell, b"."), signal.pause()))))
+
+        def hang() -> None:
+            os.write(tell, b".")
+            signal.pause()
+
+        read(begin(0).reader(0, REF, Source(before=hang)))
     os.close(tell)
     assert os.read(ready, 1) == b"."
     os.close(ready)
@@ -328,13 +333,11 @@ def holder(begin: Begin) -> Iterator[int]:
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
 def test_a_killed_process_does_not_block_others(begin: Begin, holder: int) -> None:
     source = Source()
-    done = threading.Event()
-    waits = threading.Thread(target=lambda: (read(begin(1).reader(0, REF, source)), done.set()))
-    waits.start()
-    assert not source.ranges
-    os.kill(holder, signal.SIGKILL)
-    assert done.wait(60)
-    waits.join()
+    with ThreadPoolExecutor(1) as pool:
+        waits = pool.submit(read, begin(1).reader(0, REF, source))
+        assert not source.ranges
+        os.kill(holder, signal.SIGKILL)
+        assert waits.result(60) == DATA
     assert source.ranges == [(0, SIZE)]
 
 

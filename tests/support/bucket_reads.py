@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
-from casckpt.repository.repository import Repository, ShareReads
+from casckpt.repository.repository import Repository
 from casckpt.storage.base import Reader
 from casckpt.storage.local.store import LocalStore
 from casckpt.store.store import Store
@@ -48,10 +48,10 @@ class _RecordingReader:
         self._inner.read_into(offset, buffers)
 
 
-def bucket(folder: Path, share_reads: ShareReads = "auto") -> tuple[Store, ReadBucket]:
-    """Open the store in a folder as a bucket."""
+def bucket(folder: Path, **options: Any) -> tuple[Store, ReadBucket]:
+    """Open the store in a folder as a bucket, with the options of `Repository`."""
     storage = ReadBucket(folder)
-    return Store(Repository(storage, share_reads=share_reads)), storage
+    return Store(Repository(storage, **options)), storage
 
 
 def nbytes(ranges: Sequence[ReadRange]) -> int:

@@ -49,14 +49,15 @@ log = logging.getLogger(__name__)
 class _Seen:
     """A message that load plans carry: the checkpoint that a rank found, and its host.
 
-    The reply carries the number of ranks, and of those on the receiver's host. ``checkpoint``: empty for a checkpoint
-    that a rank saved without the others.
+    The reply carries the number of ranks, of those on the receiver's host, and a name of the load. ``checkpoint``:
+    empty for a checkpoint that a rank saved without the others.
     """
 
     checkpoint: str
     host: str = ""
     ranks: int = 1
     ranks_here: int = 1
+    load_id: str = ""
 
 
 class StorageReader(Protocol):
@@ -191,7 +192,7 @@ class StorageReader(Protocol):
             )
         on_host = Counter(one.host for one in seen)
         return [
-            replace(plan, storage_data=_Seen("", one.host, len(plans), on_host[one.host]))
+            replace(plan, storage_data=_Seen("", one.host, len(plans), on_host[one.host], self._load_id))
             for plan, one in zip(plans, seen, strict=True)
         ]
 
@@ -204,7 +205,7 @@ class StorageReader(Protocol):
         self._read_values([item for item in plan.items if item.type == LoadItemType.BYTE_IO], planner)
         repo, verify, progress = self._store.repository, self._options.verify, Progress(self._shown).of(None)
         manifest = self._now.contents.manifest
-        reads = repo.host_reads(manifest.head.digest, this_rank(), seen.ranks_here)
+        reads = repo.host_reads(manifest.head.digest, seen.load_id, this_rank(), seen.ranks_here)
         download = EntryReader(
             repo, manifest, verify, self._threads, progress, seen.ranks, seen.ranks_here, reads=reads
         )
