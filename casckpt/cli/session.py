@@ -77,13 +77,6 @@ COMMON: tuple[click.Parameter, ...] = (
     click.Option(["-v", "--verbose"], count=True, help="Log more. Repeat the option to log everything."),
     click.Option(["--debug"], is_flag=True, help="Show an error's traceback."),
 )
-CACHE_DIR = click.Option(
-    ["--cache-dir"],
-    type=click.Path(path_type=Path, file_okay=False),
-    envvar="CASCKPT_CACHE_DIR",
-    show_envvar=True,
-    help="The folder that holds the catalogue and the blob cache.",
-)
 ON_STORES: tuple[click.Parameter, ...] = (
     click.Option(
         ["-s", "--store", "named_store"],
@@ -99,7 +92,13 @@ ON_STORES: tuple[click.Parameter, ...] = (
         multiple=True,
         help="An option for the remote storage's client. The value is JSON or a string. May be repeated.",
     ),
-    CACHE_DIR,
+    click.Option(
+        ["--cache-dir"],
+        type=click.Path(path_type=Path, file_okay=False),
+        envvar="CASCKPT_CACHE_DIR",
+        show_envvar=True,
+        help="The folder that holds the catalogue and the blob cache.",
+    ),
     click.Option(
         ["--single-writer"],
         is_flag=True,

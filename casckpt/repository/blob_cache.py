@@ -13,7 +13,7 @@ import logging
 import os
 import stat
 import threading
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -88,7 +88,7 @@ class BlobCache:
         except CasckptError:  # the blob is missing or the folder is inaccessible; the store has the blob
             return None
         if reader.size == ref.size:
-            self._touch(ref)
+            self.touch(ref)
             return reader
         reader.close()
         self.drop(ref)
@@ -105,7 +105,7 @@ class BlobCache:
 
         Raises `casckpt.repository.fetching.BlobDamaged`, or `StorageError` if the store fails.
         """
-        if self._touch(ref):
+        if self.touch(ref):
             return True
         if self.is_off:
             return False
@@ -121,17 +121,12 @@ class BlobCache:
     def add(self, ref: BlobRef, data: memoryview) -> None:
         """Add a blob that this process has just stored, if it fits."""
         try:
-            if not self.is_off and not self._touch(ref):
+            if not self.is_off and not self.touch(ref):
                 if self._in_memory:
                     self.check_private()
                 self._put(ref, data)
         except Unusable as error:
             self.give_up(error)
-
-    def touch(self, refs: Iterable[BlobRef]) -> None:
-        """Record that blobs have just been used, so that they are not the first to be removed."""
-        for ref in refs:
-            self._touch(ref)
 
     def give_up(self, error: Unusable) -> None:
         """Stop adding blobs, and log this once."""
@@ -166,10 +161,10 @@ class BlobCache:
 
     def _fetch(self, storage: ObjectStore, ref: BlobRef) -> int:
         """Fetch a blob. Return the number of bytes fetched: 0 if the blob is already there."""
-        if self._touch(ref):
+        if self.touch(ref):
             return 0
         with self._turns.get(), alone_on_this_host(self.root / LOCKS / ref.hash[:3]):
-            if self._touch(ref):
+            if self.touch(ref):
                 return 0
             with AlignedBuffer(ref.size) as buffer:
                 self._put(ref, fetch(storage, ref, buffer.view))
@@ -185,7 +180,7 @@ class BlobCache:
         except CasckptError as error:
             raise Unusable(str(error)) from error
 
-    def _touch(self, ref: BlobRef) -> bool:
+    def touch(self, ref: BlobRef) -> bool:
         """Record that a blob has just been used. Return whether it is in the cache."""
         path = self.root / _key(ref)
         try:
@@ -200,20 +195,18 @@ class BlobCache:
     @property
     def contents(self) -> tuple[int, int]:
         """The number of blobs, and their size in bytes. Raises `StorageError`."""
-        held = self._every()
+        with reporting("list", self.root):
+            held = list(self._scan())
         return len(held), sum(file.nbytes for file in held)
 
     def clear(self) -> tuple[int, int]:
         """Remove all blobs. Return their number and size in bytes. Raises `StorageError`."""
         found = self.contents
-        for file in self._every():
-            with reporting("delete", Path(file.path)), suppress(FileNotFoundError):
-                os.unlink(file.path)
+        with reporting("clear", self.root):
+            for file in list(self._scan()):
+                with suppress(FileNotFoundError):
+                    os.unlink(file.path)
         return found
-
-    def _every(self) -> list[_Held]:
-        with reporting("list", self.root):
-            return list(self._scan())
 
     # room
 

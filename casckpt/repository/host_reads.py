@@ -26,6 +26,7 @@ from pathlib import Path
 import numpy as np
 from typing_extensions import override
 
+from casckpt.errors import CasckptError
 from casckpt.format.columns import Ints
 from casckpt.format.sections.blobs import BlobRef
 from casckpt.repository.blob_cache import PARTS, BlobCache, Unusable, usable
@@ -39,7 +40,7 @@ _PAUSES = (0.001, 0.05)  # the first and the longest pause between two attempts 
 _STALE = 3600  # seconds without a new file after which a killed job's files are removed
 _SPAN = 1 << 34  # a range starts at this multiple of its blob's number, plus its offset; blobs are shorter
 _THERE = b"\1"
-_SET_LOCK = getattr(fcntl, "F_OFD_SETLK", None)  # locks of an open file, which also exclude threads. Linux only
+_SET_LOCK: int = getattr(fcntl, "F_OFD_SETLK", 0)  # locks of an open file, which also exclude threads. Linux only
 
 
 class HostReads:
@@ -59,7 +60,7 @@ class HostReads:
 
     def begin(self, ranges: Sequence[tuple[int, int, int]]) -> bool:
         """Announce the ranges that this rank needs: (blob number, offset, bytes). Return whether to share reads."""
-        if _SET_LOCK is None or self.cache.is_off:
+        if not _SET_LOCK or self.cache.is_off:
             return False
         try:
             self.cache.check_private()
@@ -246,12 +247,10 @@ class _Part:
 
     def read(self, offset: int, views: Sequence[memoryview]) -> None:
         """Fill ``views`` with bytes that are there."""
-        reader = LocalReader(self._fd, self._states, "", self._path, IoCounts(), shared=True)
         try:
-            with usable(self._path):
-                reader.read_into(offset, views)
-        except ShortObject as error:
-            raise Unusable(f"{self._path} was truncated") from error
+            LocalReader(self._fd, self._states, "", self._path, IoCounts(), shared=True).read_into(offset, views)
+        except (CasckptError, ShortObject) as error:
+            raise Unusable(f"{self._path} cannot be read: {error}") from error
 
     def write(self, offset: int, views: Sequence[memoryview]) -> None:
         """Write whole blocks, and then their state bytes."""
@@ -279,8 +278,6 @@ class _Part:
             self._lock(fcntl.F_UNLCK, lo, hi)  # closing is not enough: a forked child also has the file open
 
     def _lock(self, kind: int, lo: int, hi: int) -> bool:
-        if _SET_LOCK is None:  # `HostReads.begin` has checked this
-            return False
         with usable(self._path):
             try:
                 fcntl.fcntl(self._fd, _SET_LOCK, struct.pack("hhqqi4x", kind, os.SEEK_SET, lo, hi - lo, 0))

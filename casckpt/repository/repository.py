@@ -308,7 +308,7 @@ class Repository:
 
     @property
     def _cache_folder(self) -> Path:
-        return self.cache_dir or _default_cache_folder()
+        return self.cache_dir or default_cache_folder()
 
     def new_txid(self, run: str, step: int, after: Iterable[TxId] = ()) -> TxId:
         """Make a transaction id that sorts after all ids in ``after``, regardless of their hosts' clocks.
@@ -376,13 +376,9 @@ class Repository:
         return records.decode(self.storage.get(key, limit=records.MAX_RECORD_BYTES), kind, key)
 
 
-def _default_cache_folder() -> Path:
+def default_cache_folder() -> Path:
+    """Return the user's cache folder."""
     return platformdirs.user_cache_path("casckpt")
-
-
-def host_caches(cache_dir: Path | None) -> list[BlobCache]:
-    """Return the blob caches of this host: the one in the cache folder, and the one in memory."""
-    return [BlobCache(cache_dir or _default_cache_folder()), in_memory()]
 
 
 CACHE_VARIABLE = "CASCKPT_CACHE_DIR"

@@ -82,10 +82,10 @@ def _exclude_missing(upload: Upload, places: Sequence[Sequence[PlacedCell]]) -> 
     """Return the reused blobs that are missing or truncated. Mark them, so that later saves do not reuse them."""
     known = upload.known
     reused = {number for placed in places for place in placed for number in place.needs}
-    refs = [known.blobs[number] for number in sorted(reused)]
-    lost = blobs.check_reused(upload.repo, upload.uploader, refs)
+    lost = blobs.check_reused(upload.repo, upload.uploader, [known.blobs[number] for number in sorted(reused)])
     if upload.repo.cache_saves:
-        upload.repo.blob_cache.touch(refs)
+        for number in reused:
+            upload.repo.blob_cache.touch(known.blobs[number])
     names = {(ref.uploader, ref.hash) for ref in lost}
     missing = {number for number in reused if (known.blobs[number].uploader, known.blobs[number].hash) in names}
     for number in missing:

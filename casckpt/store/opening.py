@@ -10,7 +10,8 @@ from typing import Any
 
 from casckpt.base.names import check_run, check_step
 from casckpt.errors import InvalidInput
-from casckpt.repository.repository import ShareReads, open_repository
+from casckpt.repository.blob_cache import BlobCache, in_memory
+from casckpt.repository.repository import ShareReads, default_cache_folder, open_repository
 from casckpt.repository.signing_keys import KeyFile, KeyFiles
 from casckpt.storage.throttle import ThrottledStore, Turn
 from casckpt.store.store import Store, repository_of
@@ -66,6 +67,11 @@ def open(
     for wake in here.listeners:  # continue copying where an earlier process stopped
         wake()
     return store
+
+
+def host_caches(folder: Path | None) -> list[BlobCache]:
+    """Return the blob caches of this host: the one in ``folder`` (None: the default), and the one in memory."""
+    return [BlobCache(folder or default_cache_folder()), in_memory()]
 
 
 def throttled(store: Store, count: int | None, folder: str | os.PathLike[str] | None) -> Store:

@@ -95,7 +95,7 @@ def test_saves_add_blobs_and_keep_those_that_they_reuse(repo: Repository, root: 
     for second, ref in enumerate(refs[:3]):
         cache.add(ref, memoryview(data[ref]))
         use_at(root, ref, 1000 + second)
-    cache.touch([refs[0]])
+    cache.touch(refs[0])
     cache.add(refs[3], memoryview(data[refs[3]]))
     cache.add(refs[3], memoryview(data[refs[3]]))
     assert names(root) == {ref.hash for ref in (refs[0], refs[2], refs[3])}

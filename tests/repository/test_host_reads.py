@@ -256,7 +256,7 @@ def test_files_of_killed_jobs_are_removed_after_an_hour(begin: Begin, root: Path
 
 
 def test_without_open_file_locks_ranks_read_alone(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "_SET_LOCK", None)
+    monkeypatch.setattr(module, "_SET_LOCK", 0)
     assert not HostReads(BlobCache(root, in_memory=True), "load", "load-0", 2).begin(EVERYTHING)
 
 
