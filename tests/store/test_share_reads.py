@@ -19,17 +19,22 @@ from casckpt.frontends.dcp import StorageReader
 from casckpt.repository import blob_cache as module
 from casckpt.repository.blob_cache import FOLDER, PARTS
 from casckpt.repository.host_reads import HostReads
+from casckpt.repository.repository import Repository
 from casckpt.storage.base import Reader
+from casckpt.storage.remote.store import RemoteStore
+from casckpt.storage.remote.urls import RemoteLocation
 from casckpt.store.store import Store
 from tests.support.bucket_reads import ReadRange, bucket, nbytes, union
 from tests.support.cut import cut
 from tests.support.dcp import load as by_torch
+from tests.support.proxy import Proxy
 from tests.support.ranks import die, outcome_of, tell, wait_for
-from tests.support.saves import cells, small
+from tests.support.saves import CELL, cells, small
 from tests.support.together import impatient
 
 if TYPE_CHECKING:
     from tests.support.ranks import Pool
+    from tests.support.servers import Server
 
 LAYOUTS: dict[str, list[Placement]] = {"replicas": [Replicate()], "rows": [Shard(0)], "columns": [Shard(1)]}
 ROWS = list(LAYOUTS.values())
@@ -113,6 +118,43 @@ def test_the_ranks_of_a_host_read_each_byte_once(
             together = every(ranks.run(size, *job))
             assert nbytes(together) == union(together) == union(alone) < nbytes(alone) or layout == before == "rows"
             assert shared(memory) == []
+
+
+def to_bucket(rank: int, size: int, place: RemoteLocation, memory: Path, layout: str) -> None:
+    """Save a state on the first call, and load it in ``layout`` on later calls."""
+    module.MEMORY = memory
+    store = Store(Repository(RemoteStore(place)))
+    if not store.exists():
+        small(store.repository.storage).save(state("mixed", size), step=1)
+        return
+    expected = state(layout, size)
+    filled = {key: torch.zeros_like(value) for key, value in expected.items()}
+    store.load(filled, "latest")
+    assert equal(filled, expected)
+
+
+def requested(proxy: Proxy) -> list[ReadRange]:
+    """Return the ranges of blobs that were requested from the server."""
+    found = []
+    for one in proxy.seen:
+        if one.method == "GET" and one.path.endswith(".safetensors") and one.range:
+            start, end = one.range.removeprefix("bytes=").split("-")
+            found.append(ReadRange(one.path, int(start), int(end) + 1))
+    return found
+
+
+@pytest.mark.parametrize("layout", ["replicas", "columns"])
+def test_a_proxy_sees_each_byte_of_a_bucket_once(
+    ranks: Pool, seaweed_server: Server, memory: Path, layout: str
+) -> None:
+    with Proxy(seaweed_server.endpoint) as proxy:
+        options = {**seaweed_server.options, "endpoint_url": proxy.endpoint}
+        place = RemoteLocation("s3", f"{seaweed_server.new_place()}/store", options)
+        ranks.run(2, to_bucket, place, memory, "mixed")
+        assert requested(proxy) == []
+        ranks.run(4, to_bucket, place, memory, layout)
+        found = requested(proxy)
+        assert nbytes(found) == union(found) >= 6 * 24 * CELL
 
 
 @pytest.mark.parametrize("verify", [True, False])
