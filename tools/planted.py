@@ -47,8 +47,8 @@ PLANTED = (
     Planted(
         "a rank that has not announced its reads counts as one that reads nothing",
         "HostReads._read_others",
-        "            if len(paths) < self._ranks_here - 1:\n                return None\n",
-        "",
+        "if len(paths) >= self._ranks_here - 1:",
+        "if True:",
         "tests/repository/test_host_reads.py",
     ),
     Planted(

@@ -56,7 +56,7 @@ class BlobCache:
     """The blobs in the folder ``root``.
 
     ``limit``: the maximum size in bytes. None means half of the disk's free space. ``in_memory``: whether the folder
-    is in this host's memory, whose free space then also counts.
+    is in this host's memory. The cache then uses at most half of what is free, whatever the limit.
     """
 
     def __init__(self, root: Path, limit: int | None = None, *, in_memory: bool = False) -> None:
@@ -236,11 +236,12 @@ class BlobCache:
 
     def _most(self, held: int) -> int:
         """Return the maximum size of the cache in bytes, given that it currently holds ``held`` bytes."""
-        if self._limit is not None:
+        if self._limit is not None and not self._in_memory:
             return self._limit
         disk = os.statvfs(next(path for path in (self.root, *self.root.parents) if path.exists()))
         free = disk.f_bavail * disk.f_frsize
-        return (held + (min(free, headroom()) if self._in_memory else free)) // 2
+        most = (held + (min(free, headroom()) if self._in_memory else free)) // 2
+        return most if self._limit is None else min(most, self._limit)
 
     def _scan(self) -> Iterator[_Held]:
         yield from _files(self.root / FOLDER)

@@ -1,13 +1,15 @@
-"""Ranks of one host that read the same bytes of a remote store fetch them once, and share them in this host's memory.
+"""Shares the reads of a host's ranks: bytes that several ranks need are read from a remote store only once.
 
-For each load, a folder of the host's cache contains a file for each blob, with the bytes read so far at their offsets.
-After the bytes, the file has one state byte for each block: 1 if the block has been written. A rank that needs
-unwritten blocks locks their range, reads them from the store into its own tensors, writes them to the file, and then
-sets their state bytes. The kernel releases the locks of a process that dies. Each rank also writes a file with the
-ranges that it needs. A rank reads bytes that no other rank of this host needs without writing them to memory.
+The ranks share a folder in this host's memory. It contains a file for each blob, with the bytes read so far at their
+offsets. They are followed by one state byte for each block, which is 1 if the block has been written. A rank that
+needs unwritten blocks locks them, reads them from the store into its own tensors, writes them to the file, and then
+sets their state bytes. If a process dies, the kernel releases its locks.
 
-No failure of the cache makes a load fail: the affected process then reads from the store. The receiver verifies what
-it reads here as if it came from the store.
+Each rank also writes a file with the ranges that it needs. If no other rank of this host needs a range, a rank reads
+it directly and does not write it to memory.
+
+If a shared file cannot be used, the process reads from the store, and the load does not fail. A load verifies the
+cells that it reads here.
 """
 
 from __future__ import annotations
@@ -69,8 +71,8 @@ class HostReads:
                 raise Unusable(f"{self.cache.root} has room for only {self.cache.room()} bytes")
             with usable(self.cache.root):
                 self._folder.mkdir(parents=True, exist_ok=True)
-                self._remove_stale()
                 _write(self._wants, _merged(ranges))
+                self._remove_stale()
         except Unusable as error:
             self.cache.give_up(error)
             return False
@@ -108,11 +110,10 @@ class HostReads:
 
     def _read_others(self) -> Sequence[Ints] | None:
         """Return the ranges of all other ranks of this host, or None if some of them have not begun."""
-        with usable(self._folder):
+        # another job has removed the folder, a rank has just ended, or a file is damaged
+        with usable(self._folder), suppress(FileNotFoundError, ValueError):
             paths = [path for path in self._files_of_ranks("wants", "done") if path != self._wants]
-            if len(paths) < self._ranks_here - 1:
-                return None
-            with suppress(FileNotFoundError):  # a rank has just ended
+            if len(paths) >= self._ranks_here - 1:
                 return [np.fromfile(path, np.int64).reshape(2, -1) for path in paths]
         return None
 

@@ -120,6 +120,8 @@ def test_a_cache_that_cannot_be_written_never_fails_a_save(
 def test_memory_counts_as_free_only_if_the_host_has_it(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "headroom", lambda: 1000)
     assert BlobCache(root, in_memory=True).room() == 500
+    assert BlobCache(root, 600, in_memory=True).room() == 500
+    assert BlobCache(root, 400, in_memory=True).room() == 400
     assert BlobCache(root).room() > 500
 
 

@@ -7,6 +7,7 @@ import fcntl
 import itertools
 import os
 import random
+import shutil
 import signal
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -155,6 +156,23 @@ def test_harm_to_a_shared_file_costs_only_reads(begin: Begin, root: Path, harm: 
     harm(part(root))
     for rank in (1, 0, 1):
         assert read(ranks[rank].reader(0, REF, source)) == DATA
+
+
+def spoil_wants(path: Path) -> None:
+    for wants in path.parent.glob("*-wants"):
+        wants.write_bytes(bytes(24))
+
+
+@pytest.mark.parametrize("harm", [spoil_wants, lambda path: shutil.rmtree(path.parent)])
+def test_harm_to_what_ranks_have_announced_costs_only_reads(
+    begin: Begin, root: Path, harm: Callable[[Path], object], caplog: pytest.LogCaptureFixture
+) -> None:
+    ranks = [begin(rank) for rank in (0, 1)]
+    harm(part(root))
+    for reads in ranks:
+        assert read(reads.reader(0, REF, Source())) == DATA
+        reads.end()
+    assert not caplog.records
 
 
 def test_a_dropped_blob_is_read_again(begin: Begin, root: Path) -> None:
