@@ -166,6 +166,32 @@ def test_unverified_loads_and_dcp_also_share_their_reads(ranks: Pool, folder: Pa
     assert shared(memory) == []
 
 
+def update(rank: int, size: int, folder: Path, memory: Path) -> list[ReadRange]:
+    """Load the first checkpoint and update it to the second. Return the ranges that the update read."""
+    store = opened(folder, memory)
+    filled = {key: torch.zeros_like(value) for key, value in state("replicas", size).items()}
+    held = store.load(filled, "default@1")
+    begin = len(store.repository.storage.ranges)  # type: ignore[attr-defined]
+    store.update(filled, "default@2", held=held)
+    assert equal(filled, changed(size))
+    return [one for one in store.repository.storage.ranges[begin:] if one.key.endswith(".safetensors")]  # type: ignore[attr-defined]
+
+
+def changed(size: int) -> dict[str, Any]:
+    """Return the state of the second checkpoint."""
+    return {key: value + (key == "w1") for key, value in state("replicas", size).items()}
+
+
+def save_change(rank: int, size: int, folder: Path) -> None:
+    bucket(folder)[0].save(changed(size), step=2)
+
+
+def test_updates_share_their_reads(ranks: Pool, folder: Path, memory: Path) -> None:
+    ranks.run(2, save_change, folder)
+    found = every(ranks.run(2, update, folder, memory))
+    assert nbytes(found) == union(found) == 24 * CELL
+
+
 def test_other_stores_and_single_processes_share_only_on_request(
     ranks: Pool, folder: Path, memory: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
