@@ -1,10 +1,13 @@
 """Caches blobs on this host by hash, for all stores, all users of its folder, and any number of processes.
 
-The cache holds only whole blobs, which are verified when they are fetched. A file gets its name only after it is
-complete and durable. Ranged reads of blobs that are not in the cache go to the store and are not cached. A load also
-verifies the cells that it reads from the cache. If a cached blob is damaged, the load drops it and reads it from the
-store. When the cache needs space, it removes the least recently used blobs first. A removed file remains readable as
-long as it is open.
+The cache holds only whole blobs: those that were fetched and verified, and those that saves have just written. A file
+gets its name only after it is complete and durable. Ranged reads of blobs that are not in the cache go to the store and
+are not cached. A load also verifies the cells that it reads from the cache. If a cached blob is damaged, the load drops
+it and reads it from the store. When the cache needs space, it removes the least recently used blobs first. A removed
+file remains readable as long as it is open.
+
+A second cache is in this host's memory. Its folder also contains the bytes that ranks share
+(`casckpt.repository.host_reads`), which count toward its size and are removed in the same order.
 """
 
 from __future__ import annotations
