@@ -120,17 +120,18 @@ def test_the_ranks_of_a_host_read_each_byte_once(
             assert shared(memory) == []
 
 
-def to_bucket(rank: int, size: int, place: RemoteLocation, memory: Path, layout: str) -> None:
-    """Save a state on the first call, and load it in ``layout`` on later calls."""
+def from_bucket(rank: int, size: int, place: RemoteLocation, memory: Path, layout: str) -> None:
+    """Load from a bucket."""
     module.MEMORY = memory
     store = Store(Repository(RemoteStore(place)))
-    if not store.exists():
-        small(store.repository.storage).save(state("mixed", size), step=1)
-        return
     expected = state(layout, size)
     filled = {key: torch.zeros_like(value) for key, value in expected.items()}
     store.load(filled, "latest")
     assert equal(filled, expected)
+
+
+def to_bucket(rank: int, size: int, place: RemoteLocation) -> None:
+    small(RemoteStore(place)).save(state("mixed", size), step=1)
 
 
 def requested(proxy: Proxy) -> list[ReadRange]:
@@ -150,9 +151,9 @@ def test_a_proxy_sees_each_byte_of_a_bucket_once(
     with Proxy(seaweed_server.endpoint) as proxy:
         options = {**seaweed_server.options, "endpoint_url": proxy.endpoint}
         place = RemoteLocation("s3", f"{seaweed_server.new_place()}/store", options)
-        ranks.run(2, to_bucket, place, memory, "mixed")
+        ranks.run(2, to_bucket, place)
         assert requested(proxy) == []
-        ranks.run(4, to_bucket, place, memory, layout)
+        ranks.run(4, from_bucket, place, memory, layout)
         found = requested(proxy)
         assert nbytes(found) == union(found) >= 6 * 24 * CELL
 
