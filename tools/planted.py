@@ -31,6 +31,48 @@ PLANTED = (
         "tests/saving/test_leader.py tests/history/test_following.py",
     ),
     Planted(
+        "shared blocks count as written before they are",
+        "_Part.write",
+        """        at = offset
+        with usable(self._path):
+""",
+        """        at = offset + sum(view.nbytes for view in views)
+        with usable(self._path):
+            count = -(-at // BLOCK) - offset // BLOCK
+            write_all(self._fd, memoryview(_THERE * count), self._states + offset // BLOCK)
+            at = offset
+""",
+        "tests/repository/test_host_reads.py",
+    ),
+    Planted(
+        "a rank that has not announced its reads counts as one that reads nothing",
+        "HostReads._read_others",
+        "if len(paths) >= self._ranks_here - 1:",
+        "if True:",
+        "tests/repository/test_host_reads.py",
+    ),
+    Planted(
+        "memory that other users could write is used",
+        "BlobCache._is_private",
+        " and not status.st_mode & 0o077",
+        "",
+        "tests/repository/test_host_reads.py",
+    ),
+    Planted(
+        "a forked child keeps the lock on shared bytes",
+        "_Part.locked",
+        "            self._lock(fcntl.F_UNLCK, lo, hi)",
+        "            pass",
+        "tests/repository/test_host_reads.py",
+    ),
+    Planted(
+        "wrong shared bytes count as damage of the store",
+        "BlobReader.distrust",
+        "elif self._reads is not None and not failed:",
+        "elif False:",
+        "tests/store/test_share_reads.py",
+    ),
+    Planted(
         "a gc counts purged commits as live",
         "CommitList.live",
         "[commit for commit in self._sorted if commit.live]",

@@ -19,6 +19,7 @@ from casckpt.format.sections.blobs import BlobRef
 from casckpt.history.commits import Commit, CommitList, gone, list_commits
 from casckpt.plan.reads import Batch
 from casckpt.repository.fetching import BlobDamaged
+from casckpt.repository.host_reads import HostReads
 from casckpt.repository.repository import Repository
 from casckpt.storage.base import Reader
 from casckpt.storage.local.reader import LocalReader
@@ -29,9 +30,23 @@ T = TypeVar("T")
 class BlobReader:
     """One blob of a load. The first thread that reads it opens it, from this host's cache or from the store."""
 
-    def __init__(self, repo: Repository, ref: BlobRef, *, shared: bool, keep: bool, cached: bool = True) -> None:
-        """``keep``: whether to copy the blob into this host's cache. ``cached``: whether it may already be there."""
+    def __init__(
+        self,
+        repo: Repository,
+        ref: BlobRef,
+        *,
+        shared: bool,
+        keep: bool,
+        cached: bool = True,
+        number: int = 0,
+        reads: HostReads | None = None,
+    ) -> None:
+        """``keep``: whether to copy the blob into this host's cache. ``cached``: whether it may already be there.
+
+        ``reads``: if it is set, the ranks of this host share their reads. ``number``: the number of the blob.
+        """
         self.ref = ref
+        self._number, self._reads = number, reads
         self.left = 0  # the number of batches that remain
         self.shared = shared
         self._repo, self._keep = repo, keep
@@ -52,9 +67,10 @@ class BlobReader:
         if cached is not None:
             return self._opened.enter_context(cached)
         self._cached = False
-        return self._opened.enter_context(
+        source = self._opened.enter_context(
             self._repo.storage.open(blob_key(self.ref.uploader, self.ref.hash), shared=self.shared)
         )
+        return source if self._reads is None else self._reads.reader(self._number, self.ref, source)
 
     def _from_cache(self) -> LocalReader | None:
         repo = self._repo
@@ -64,15 +80,23 @@ class BlobReader:
             return None
         return repo.blob_cache.open(self.ref) if here else None
 
-    def distrust(self, reader: Reader | None) -> bool:
-        """Return whether there is another reader to try after ``reader`` returned wrong bytes."""
+    def distrust(self, reader: Reader | None, *, failed: bool = False) -> bool:
+        """Return whether there is another reader to try after ``reader`` returned wrong bytes.
+
+        ``failed``: whether the storage failed instead.
+        """
         with self._lock:
             if reader is not None and reader is not self._current:
                 return True  # another thread has already replaced it
-            if not self._cached:
+            if self._cached:
+                self._repo.blob_cache.drop(self.ref)
+                self._cached = False
+            elif self._reads is not None and not failed:
+                self._reads.drop(self._number)
+                self._reads = None
+            else:
                 return False
-            self._repo.blob_cache.drop(self.ref)
-            self._cached, self._current = False, None  # the old reader remains open, because other threads may use it
+            self._current = None  # the old reader remains open, because other threads may use it
             return True
 
     def done(self) -> None:
@@ -92,7 +116,7 @@ class BlobReaders:
 
     ``shared``: whether other processes on this host read the same blobs. ``stays``: whether the bytes that are read
     remain in the page cache. A blob never remains there if less than half of it is read, because skipping the gaps
-    costs more.
+    costs more. ``reads``: if it is set, the ranks of this host share their reads.
     """
 
     def __init__(
@@ -103,7 +127,10 @@ class BlobReaders:
         *,
         shared: bool,
         stays: Callable[[], bool],
+        reads: HostReads | None = None,
     ) -> None:
+        if reads is not None and not reads.begin([(batch.blob, batch.offset, batch.nbytes) for batch in batches]):
+            reads = None
         wanted: Counter[int] = Counter()
         for batch in batches:
             wanted[batch.blob] += batch.nbytes
@@ -114,7 +141,13 @@ class BlobReaders:
             ref = blob_at(blob)
             most = 2 * nbytes >= ref.size
             self._slots[blob] = BlobReader(
-                repo, ref, shared=shared or (most and stays()), keep=fills and most, cached=cached
+                repo,
+                ref,
+                shared=shared or (most and stays()),
+                keep=fills and most,
+                cached=cached,
+                number=blob,
+                reads=reads,
             )
         for batch in batches:
             self._slots[batch.blob].left += 1

@@ -9,8 +9,8 @@ may have its cells in different blobs.
 from __future__ import annotations
 
 import logging
-from collections.abc import Hashable, Iterable, Sequence, Set
-from contextlib import closing, nullcontext, suppress
+from collections.abc import Hashable, Iterable, Iterator, Sequence, Set
+from contextlib import closing, contextmanager, nullcontext, suppress
 from dataclasses import dataclass, replace
 from functools import cache, partial
 from itertools import groupby
@@ -49,6 +49,7 @@ from casckpt.loading.planned_reads import (
 from casckpt.loading.transfer import Task, Transfer
 from casckpt.plan.reads import Batch, plan_units
 from casckpt.plan.routes import Link
+from casckpt.repository.host_reads import HostReads
 from casckpt.repository.repository import Repository
 from casckpt.storage.buffers import BufferPool
 from casckpt.storage.local.reader import headroom
@@ -85,7 +86,8 @@ class EntryReader:
     """The reads of one load on one of ``ranks`` ranks. ``ranks_here`` of them run on this host.
 
     ``shared``: other processes will read the same bytes soon, so all reads go through the page cache. ``decoded``: if
-    it is set, it receives the frames that were decoded against a base.
+    it is set, it receives the frames that were decoded against a base. ``reads``: if it is set, the ranks of this host
+    share their reads within `sharing`.
     """
 
     repo: Repository
@@ -97,11 +99,21 @@ class EntryReader:
     ranks_here: int = 1
     shared: bool = False
     decoded: dict[Link, bytes] | None = None
+    reads: HostReads | None = None
 
     def __post_init__(self) -> None:
         body = self.manifest.body
         check_verified(self.repo, verify=self.verify)
         check_trusted(self.repo, self.manifest.id, f"{body.run}@{body.step}")
+
+    @contextmanager
+    def sharing(self) -> Iterator[None]:
+        """Read everything within this context. At its end, the ranks of this host drop the bytes that they shared."""
+        try:
+            yield
+        finally:
+            if self.reads is not None:
+                self.reads.end()
 
     def fill(self, wants: Sequence[RegionRequest], done: Set[FilledRange] = frozenset()) -> None:
         """Fill all destinations, except for the ranges in ``done``.
@@ -126,7 +138,7 @@ class EntryReader:
             log.info("%s; the load continues with a different commit of %s", error, self.manifest.id)
         filled = {filled for batch in finished for _, _, item in batch.items for filled in item.filled}
         left = [changed(want, table=None) for want in wants]
-        replace(self, manifest=other)._run(left, done | filled, tried)
+        replace(self, manifest=other, reads=None)._run(left, done | filled, tried)
 
     def _other(self, tried: Set[str]) -> Manifest | None:
         """Return the manifest of a different commit of the checkpoint. Its cells are in different blobs."""
@@ -154,7 +166,9 @@ class EntryReader:
         # ranks that read more than their part read the same bytes, so the host's page cache can serve all of them
         together = self.ranks > 1 and 2 * total * self.ranks > 3 * sum(self.manifest.blob_sizes)
         stays, blob_at = cache(partial(self._stays_in_memory, total)), self.manifest.blob
-        slots = BlobReaders(self.repo, blob_at, reads.every, shared=self.shared or together, stays=stays)
+        slots = BlobReaders(
+            self.repo, blob_at, reads.every, shared=self.shared or together, stays=stays, reads=self.reads
+        )
         lots = [(Lot(frames, len(batches), self.decoded), batches) for frames, batches in reads.lots]
         tasks, threads = self._in_order([Task(one, lot, reads.room) for lot, many in lots for one in many], slots)
         on_gpus = [tensor for tensor in written if tensor.is_cuda]

@@ -54,12 +54,13 @@ class _ResolveRequest:
 class _ResolveAnswer:
     """The answer of rank 0. ``manifest``: None if the receiving rank already holds it.
 
-    ``ranks_here``: the number of ranks on the receiver's host.
+    ``ranks_here``: the number of ranks on the receiver's host. ``load_id``: a unique name of this load.
     """
 
     commit: Commit
     manifest: Manifest | None
     ranks_here: int
+    load_id: str
     home: StoreIdentity
 
 
@@ -160,20 +161,22 @@ def _resolved(
     def find(_: LoadOptions, requests: Sequence[_ResolveRequest]) -> list[_ResolveAnswer]:
         check_same([request.ref for request in requests])
         commit, manifest = manifests.use(repo, resolve(), lambda commit, manifest: (commit, manifest))
-        home, name = StoreIdentity.of(repo), (commit.txid, commit.committed.head)
+        home, name, load_id = StoreIdentity.of(repo), (commit.txid, commit.committed.head), repo.entropy(8).hex()
         on_host = Counter(request.host for request in requests)
         answers = {}  # a single object for all ranks that receive the same answer
         for request in requests:
             known = name in request.names
             answers[request.host, known] = _ResolveAnswer(
-                commit, None if known else manifest, on_host[request.host], home
+                commit, None if known else manifest, on_host[request.host], load_id, home
             )
         return [answers[request.host, name in request.names] for request in requests]
 
     checked, answer = exchange_keeping(ranks, hello, find)
     alive = ranks.alive if ranks.size > 1 else None
     rank, size = ranks.rank, ranks.size
-    return answer, replace(checked, rank=rank, ranks=size, ranks_here=answer.ranks_here, alive=alive)
+    return answer, replace(
+        checked, rank=rank, ranks=size, ranks_here=answer.ranks_here, load_id=answer.load_id, alive=alive
+    )
 
 
 def wanted_blobs(repo: Repository, manifest: Manifest, state: Any, options: LoadOptions) -> list[BlobRef]:

@@ -297,7 +297,7 @@ class LoadPlan:
 
     def check_shared(self, repo: Repository) -> None:
         """Raise Mismatch if any memory would be filled twice, with different values. Changes nothing."""
-        self._tied.check(replace(self.reader(repo), progress=Progress(None, self.options.alive)))
+        self._tied.check(replace(self.reader(repo), reads=None, progress=Progress(None, self.options.alive)))
 
     def run(self, repo: Repository) -> dict[str, Any]:
         """Read everything. Return the new leaves, by template key."""
@@ -305,12 +305,13 @@ class LoadPlan:
         if self._mapped is not None:
             self._wants += self._mapped.fill(reader)
         together, alone = self._tied.in_turns(self.wants())
-        if options.updates:
-            self.frames = update(reader, together, options.held, options.rank, check=options.check)
-        else:
-            reader.fill(together)
-        for want in alone:
-            reader.fill([want])
+        with reader.sharing():
+            if options.updates:
+                self.frames = update(reader, together, options.held, options.rank, check=options.check)
+            else:
+                reader.fill(together)
+            for want in alone:
+                reader.fill([want])
         return self._built()
 
     def wants(self) -> list[RegionRequest]:
@@ -321,7 +322,10 @@ class LoadPlan:
         """Return the reader for the requests."""
         options, manifest = self.options, self.contents.manifest
         threads, progress = usable_threads(options.threads), Progress(options.progress, options.alive)
-        return EntryReader(repo, manifest, options.verify, threads, progress, options.ranks, options.ranks_here)
+        reads = repo.host_reads(manifest.head.digest, options.load_id, options.rank, options.ranks_here)
+        return EntryReader(
+            repo, manifest, options.verify, threads, progress, options.ranks, options.ranks_here, reads=reads
+        )
 
     def _built(self) -> dict[str, Any]:
         values = dict(self._values)

@@ -71,8 +71,8 @@ class LoadOptions:
     """The arguments of a load or update, with their defaults. Any other argument raises TypeError.
 
     ``meant``: keys whose unread contents are not logged, because the caller omits or reports them. ``updates``:
-    whether this is an update. ``rank``: the number of this rank among the ``ranks`` that load together. ``alive``:
-    called at intervals during the reads.
+    whether this is an update. ``rank``: the number of this rank among the ``ranks`` that load together. ``load_id``:
+    a name of this load that is the same on all ranks. ``alive``: called at intervals during the reads.
     """
 
     strict: bool = True
@@ -95,6 +95,7 @@ class LoadOptions:
     rank: int = 0
     ranks: int = 1
     ranks_here: int = 1  # the ranks on this host
+    load_id: str = ""
     alive: Callable[[], None] | None = None
 
     def checked(self) -> Self:

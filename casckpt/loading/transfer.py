@@ -120,7 +120,7 @@ class Transfer:
                         self._deliver_all(target, task.lot, room)
                     delivered = count
         except (_WrongCell, NotFound, ShortObject, StorageError) as error:
-            if slot.distrust(reader):
+            if slot.distrust(reader, failed=isinstance(error, StorageError)):
                 return False
             if isinstance(error, StorageError):
                 raise

@@ -10,7 +10,7 @@ from collections.abc import Callable, Hashable, Iterable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
 import platformdirs
 
@@ -21,7 +21,7 @@ from casckpt.errors import CasckptError, Conflict, Damaged, InvalidInput, NotFou
 from casckpt.format import keys, records
 from casckpt.format.names import BlobHash, ManifestId, TxId
 from casckpt.format.records import Marker, Record, Settings
-from casckpt.repository.blob_cache import BlobCache
+from casckpt.repository.blob_cache import BlobCache, in_memory
 from casckpt.repository.caches import ManifestCache, RecordCache, RunCaches
 from casckpt.repository.catalogue import Catalogue
 from casckpt.repository.exclusive import require_exclusive
@@ -29,10 +29,15 @@ from casckpt.repository.signing_keys import KeyFile, KeyFiles, PublicKey, privat
 from casckpt.storage import open_storage
 from casckpt.storage.base import AlreadyExists, ObjectStore
 
+if TYPE_CHECKING:
+    from casckpt.repository.host_reads import HostReads
+
 Clock: TypeAlias = Callable[[], int]
 """Microseconds since the epoch, UTC."""
 Entropy: TypeAlias = Callable[[int], bytes]
 """A function that returns the given number of random bytes."""
+ShareReads: TypeAlias = bool | Literal["auto"]
+"""Whether the ranks of a host read the same bytes once. "auto": if the store is remote."""
 
 _STORE_ID = re.compile(r"[0-9A-Za-z-]{1,64}")  # because a cache folder is named after it
 
@@ -47,12 +52,13 @@ class Repository:
     """An open store without support for tensors. Opening it does not create anything; the marker is read on first use.
 
     ``cache_dir``: the cache folder, or None for the user's cache folder. ``cache_bytes``: see
-    `casckpt.repository.blob_cache`. ``single_writer``: the caller promises to be the only writer, which allows
-    storages that do not refuse to create an existing key. ``mirror``: the mirror's storage, whose URL is written to
-    the settings before the first save. ``trusted``: public keys; only checkpoints signed with one of them are loaded
-    (None: all). ``found_signed``: ids whose signatures have been verified. ``signer``: the private key that signs each
-    save. ``listeners``: called after each commit of this process. ``seen_blobs``: blobs that this process has seen in
-    the store. ``verified_extents``: the extents that `casckpt.loading.mapped` has verified. ``last_commit``: the key of
+    `casckpt.repository.blob_cache`. ``share_reads``: see `ShareReads`. ``cache_saves``: whether saves add their blobs
+    to the blob cache. ``single_writer``: the caller promises to be the only writer, which allows storages that do not
+    refuse to create an existing key. ``mirror``: the mirror's storage, whose URL is written to the settings before the
+    first save. ``trusted``: public keys; only checkpoints signed with one of them are loaded (None: all).
+    ``found_signed``: ids whose signatures have been verified. ``signer``: the private key that signs each save.
+    ``listeners``: called after each commit of this process. ``seen_blobs``: blobs that this process has seen in the
+    store. ``verified_extents``: the extents that `casckpt.loading.mapped` has verified. ``last_commit``: the key of
     this process's last commit. ``runs``: announcements by run hash. Thread-safe, picklable, and usable in forked
     children.
     """
@@ -64,6 +70,8 @@ class Repository:
     single_writer: bool = False
     mirror: ObjectStore | None = None
     cache_bytes: int | None = None
+    share_reads: ShareReads = "auto"
+    cache_saves: bool = False
     trusted: frozenset[PublicKey] | None = None
     signer: bytes | None = field(default=None, repr=False)
     found_signed: set[ManifestId] = field(default_factory=set, init=False, repr=False, compare=False)
@@ -78,11 +86,12 @@ class Repository:
     _creates_checked: bool = field(default=False, init=False, repr=False, compare=False)
     _declared: bool = field(default=False, init=False, repr=False, compare=False)
     _blob_cache: BlobCache | None = field(default=None, init=False, repr=False, compare=False)
+    _memory: BlobCache | None = field(default=None, init=False, repr=False, compare=False)
     _catalogue: Catalogue | None = field(default=None, init=False, repr=False, compare=False)
 
     def __getstate__(self) -> dict[str, Any]:
         empty: dict[str, Any] = {"seen_blobs": set(), "verified_extents": set(), "found_signed": set(), "listeners": []}
-        caches = ("manifests", "records", "runs", "_catalogue", "_blob_cache")
+        caches = ("manifests", "records", "runs", "_catalogue", "_blob_cache", "_memory")
         return self.__dict__ | empty | dict.fromkeys(caches)
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -264,7 +273,12 @@ class Repository:
 
     @property
     def blob_cache(self) -> BlobCache:
-        """The cache of whole blobs on this host. Raises `InvalidInput` for an invalid size."""
+        """The cache of whole blobs on this host. Raises `InvalidInput` for an invalid size.
+
+        It is in ``cache_dir``. Saves that fill the cache without ``cache_dir`` use this host's memory.
+        """
+        if self.cache_saves and self.cache_dir is None:
+            return self.memory
         if self._blob_cache is None:
             self._blob_cache = BlobCache(self._cache_folder, self.cache_bytes)
         return self._blob_cache
@@ -275,8 +289,28 @@ class Repository:
         return self.cache_dir is not None and self.storage.traits.remote
 
     @property
+    def memory(self) -> BlobCache:
+        """The cache in this host's memory, which only this user can access."""
+        if self._memory is None:
+            self._memory = in_memory(self.cache_bytes)
+        return self._memory
+
+    def host_reads(self, manifest: str, load_id: str, rank: int, ranks_here: int) -> HostReads | None:
+        """Return the reads that this rank shares with the other ranks on this host, or None if it reads alone.
+
+        ``manifest``: the digest of the manifest's head. ``load_id``: the same unique name on all ranks.
+        """
+        if ranks_here < 2 or not (self.storage.traits.remote if self.share_reads == "auto" else self.share_reads):
+            return None
+        from casckpt.repository.host_reads import HostReads  # slow to import
+
+        # the URL is part of the name because unverified bytes must come from this store
+        folder = hex_digest(os.fsencode(f"{manifest} {self.storage.url}"))[:32]
+        return HostReads(self.memory, folder, f"{load_id}-{rank}", ranks_here)
+
+    @property
     def _cache_folder(self) -> Path:
-        return self.cache_dir or platformdirs.user_cache_path("casckpt")
+        return self.cache_dir or default_cache_folder()
 
     def new_txid(self, run: str, step: int, after: Iterable[TxId] = ()) -> TxId:
         """Make a transaction id that sorts after all ids in ``after``, regardless of their hosts' clocks.
@@ -344,6 +378,11 @@ class Repository:
         return records.decode(self.storage.get(key, limit=records.MAX_RECORD_BYTES), kind, key)
 
 
+def default_cache_folder() -> Path:
+    """Return the user's cache folder."""
+    return platformdirs.user_cache_path("casckpt")
+
+
 CACHE_VARIABLE = "CASCKPT_CACHE_DIR"
 
 
@@ -353,6 +392,8 @@ def open_repository(
     storage_options: Mapping[str, Any] | None = None,
     cache_dir: str | os.PathLike[str] | None = None,
     cache_bytes: int | str | None = None,
+    share_reads: ShareReads = "auto",
+    cache_saves: bool = False,
     single_writer: bool = False,
     page_cache: bool | None = None,
     sign_with: KeyFile | None = None,
@@ -365,6 +406,8 @@ def open_repository(
 
     Raises `InvalidInput` or `Unsupported` for an invalid URL or key, and `NotFound` for a missing key file.
     """
+    if share_reads not in (True, False, "auto"):
+        raise InvalidInput(f'share_reads={share_reads!r:.40} is not valid: pass "auto", True or False')
     storage = open_storage(url, storage_options, single_writer=single_writer, page_cache=page_cache)
     folder = cache_dir if cache_dir is not None else os.environ.get(CACHE_VARIABLE) or None
     return Repository(
@@ -372,6 +415,8 @@ def open_repository(
         None if folder is None else Path(folder).expanduser().absolute(),
         single_writer=single_writer,
         cache_bytes=parse_size(cache_bytes) if isinstance(cache_bytes, str) else cache_bytes,
+        share_reads=share_reads,
+        cache_saves=cache_saves,
         signer=None if sign_with is None else private_key(sign_with).private_bytes_raw(),
         trusted=None if require_signature is None else public_keys(require_signature),
     )

@@ -83,6 +83,9 @@ def _exclude_missing(upload: Upload, places: Sequence[Sequence[PlacedCell]]) -> 
     known = upload.known
     reused = {number for placed in places for place in placed for number in place.needs}
     lost = blobs.check_reused(upload.repo, upload.uploader, [known.blobs[number] for number in sorted(reused)])
+    if upload.repo.cache_saves:
+        for number in reused:
+            upload.repo.blob_cache.touch(known.blobs[number])
     names = {(ref.uploader, ref.hash) for ref in lost}
     missing = {number for number in reused if (known.blobs[number].uploader, known.blobs[number].hash) in names}
     for number in missing:

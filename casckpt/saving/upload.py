@@ -293,6 +293,8 @@ class Upload:
     def _put(self, blob: BlobRef, buffer: memoryview) -> None:
         start = perf_counter()
         blobs.put(self.repo, self.uploader, blob.hash, buffer[: blob.size])
+        if self.repo.cache_saves:
+            self.repo.blob_cache.add(blob, buffer[: blob.size])
         if self.coder is not None:
             self.coder.memory.rate.note(blob.size, perf_counter() - start)
 

@@ -10,7 +10,8 @@ from typing import Any
 
 from casckpt.base.names import check_run, check_step
 from casckpt.errors import InvalidInput
-from casckpt.repository.repository import open_repository
+from casckpt.repository.blob_cache import BlobCache, in_memory
+from casckpt.repository.repository import ShareReads, default_cache_folder, open_repository
 from casckpt.repository.signing_keys import KeyFile, KeyFiles
 from casckpt.storage.throttle import ThrottledStore, Turn
 from casckpt.store.store import Store, repository_of
@@ -22,6 +23,8 @@ def open(
     storage_options: Mapping[str, Any] | None = None,
     cache_dir: str | os.PathLike[str] | None = None,
     cache_bytes: int | str | None = None,
+    share_reads: ShareReads = "auto",
+    cache_saves: bool = False,
     mirror: Store | str | os.PathLike[str] | None = None,
     single_writer: bool = False,
     page_cache: bool | None = None,
@@ -35,22 +38,25 @@ def open(
     ``storage_options``: options for the storage's client (fsspec). ``cache_dir``: the folder for this host's catalogue
     of the store (default: the user's cache folder). If you pass it and the store is remote, the folder also caches
     each blob of which a load reads more than half, up to ``cache_bytes`` in total ("200GiB"; default: half of the free
-    space on that disk; 0 disables the cache). See `Store.pre_download`. ``mirror``: a second store to which casckpt
-    copies commits in the background. See `Store.wait_for_mirror`. ``single_writer``: your promise that no other
-    process writes to the store at the same time. This allows storages that cannot create keys exclusively.
-    ``page_cache``: for a store in a folder, True leaves saved and loaded bytes in the page cache for the next load,
-    and False does not. By default, a load leaves them there if that costs nothing, which means that there is enough
-    memory and the file system fills its cache in large pieces. ``sign_with``: a file with a private key (Ed25519,
-    without a password) that signs each save before its commit; `Store.sign` signs checkpoints later.
-    ``require_signature``: one or more public keys. Loads, exports and the server refuse a checkpoint that is not
-    signed with any of these keys, and raise Unsigned.
+    space on that disk; 0 disables the cache). See `Store.pre_download`. ``share_reads``: whether the ranks of a host
+    that load the same bytes read them from the store once, and share them in the host's memory (/dev/shm). "auto" does
+    so if the store is remote, True also if it is in a folder. ``cache_saves``: whether saves also put their blobs into
+    the cache, so that a restart on the same host finds them there. Without ``cache_dir``, they are kept in the host's
+    memory. ``mirror``: a second store to which casckpt copies commits in the background. See `Store.wait_for_mirror`.
+    ``single_writer``: your promise that no other process writes to the store at the same time. This allows storages
+    that cannot create keys exclusively. ``page_cache``: for a store in a folder, True leaves saved and loaded bytes in
+    the page cache for the next load, and False does not. By default, a load leaves them there if that costs nothing,
+    which means that there is enough memory and the file system fills its cache in large pieces. ``sign_with``: a file
+    with a private key (Ed25519, without a password) that signs each save before its commit; `Store.sign` signs
+    checkpoints later. ``require_signature``: one or more public keys. Loads, exports and the server refuse a
+    checkpoint that is not signed with any of these keys, and raise Unsigned.
 
     Raises InvalidInput or Unsupported for an invalid or unsupported URL, and NotFound for a missing key file.
     """
     here = open_repository(
         url, storage_options=storage_options, cache_dir=cache_dir, cache_bytes=cache_bytes,
-        single_writer=single_writer, page_cache=page_cache, sign_with=sign_with,
-        require_signature=require_signature,
+        share_reads=share_reads, cache_saves=cache_saves, single_writer=single_writer, page_cache=page_cache,
+        sign_with=sign_with, require_signature=require_signature,
     )  # fmt: skip
     if mirror is None:
         return Store(here)
@@ -61,6 +67,11 @@ def open(
     for wake in here.listeners:  # continue copying where an earlier process stopped
         wake()
     return store
+
+
+def host_caches(folder: Path | None) -> list[BlobCache]:
+    """Return the blob caches of this host: the one in ``folder`` (None: the default), and the one in memory."""
+    return [BlobCache(folder or default_cache_folder()), in_memory()]
 
 
 def throttled(store: Store, count: int | None, folder: str | os.PathLike[str] | None) -> Store:

@@ -13,7 +13,7 @@ from casckpt.cli.types import keep_options
 WIDTH = 88
 GROUPS = {
     "All commands": COMMON,
-    "All commands except demo": ON_STORES,
+    "All commands except cache and demo": ON_STORES,
     "export, follow, serve, verify": [REQUIRE_SIGNATURE],
     "Retention rules of gc, stats and thin": click.command("rules")(keep_options(lambda: None)).params,
 }

@@ -12,8 +12,10 @@ from casckpt.contents import blobs
 from casckpt.errors import InvalidInput, StorageError
 from casckpt.format.blob import DATA_OFFSET, most_data
 from casckpt.format.digest import cell_digest
+from casckpt.format.keys import blob_key
 from casckpt.format.names import BlobHash, TxId
 from casckpt.format.sections.blobs import BlobRef
+from casckpt.repository import blob_cache as module
 from casckpt.repository.blob_cache import FOLDER, BlobCache
 from casckpt.repository.repository import Repository
 from casckpt.storage.local.store import LocalStore
@@ -85,6 +87,42 @@ def test_least_recently_used_blobs_are_evicted_first(repo: Repository, storage: 
     assert reader is not None
     with reader:  # an open reader remains readable after its file is removed
         reader.read_into(0, [memoryview(bytearray(SIZE))])
+
+
+def test_saves_add_blobs_and_keep_those_that_they_reuse(repo: Repository, root: Path) -> None:
+    cache, refs = BlobCache(root, limit=3 * SIZE, in_memory=True), [put(repo, seed) for seed in range(4)]
+    data = {ref: repo.storage.get(blob_key(ref.uploader, ref.hash), limit=SIZE) for ref in refs}
+    for second, ref in enumerate(refs[:3]):
+        cache.add(ref, memoryview(data[ref]))
+        use_at(root, ref, 1000 + second)
+    cache.touch(refs[0])
+    cache.add(refs[3], memoryview(data[refs[3]]))
+    cache.add(refs[3], memoryview(data[refs[3]]))
+    assert names(root) == {ref.hash for ref in (refs[0], refs[2], refs[3])}
+    assert cache.contents == (3, 3 * SIZE)
+    root.chmod(0o755)
+    assert cache.open(refs[3]) is None
+    root.chmod(0o700)
+    assert cache.open(refs[3]) is not None
+    BlobCache(root, limit=SIZE - 1, in_memory=True).add(refs[1], memoryview(data[refs[1]]))
+    assert cache.clear() == (3, 3 * SIZE)
+    assert names(root) == set()
+
+
+def test_a_cache_that_cannot_be_written_never_fails_a_save(
+    repo: Repository, unusable: BlobCache, caplog: pytest.LogCaptureFixture
+) -> None:
+    for seed in range(2):
+        unusable.add(put(repo, seed), memoryview(bytes(SIZE)))
+    assert len([record for record in caplog.records if "no longer adds blobs" in record.message]) == 1
+
+
+def test_memory_counts_as_free_only_if_the_host_has_it(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "headroom", lambda: 1000)
+    assert BlobCache(root, in_memory=True).room() == 500
+    assert BlobCache(root, 600, in_memory=True).room() == 500
+    assert BlobCache(root, 400, in_memory=True).room() == 400
+    assert BlobCache(root).room() > 500
 
 
 def test_the_cache_never_exceeds_its_limit(repo: Repository, storage: FarStore, root: Path) -> None:

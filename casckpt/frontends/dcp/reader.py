@@ -5,8 +5,10 @@ from __future__ import annotations
 import io
 import logging
 import os
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from socket import gethostname
 from typing import Any
 from uuid import uuid4
 
@@ -45,13 +47,17 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class _Seen:
-    """A message that load plans carry: the checkpoint that a rank found and, in the reply, the number of ranks.
+    """A message that load plans carry: the checkpoint that a rank found, and its host.
 
-    ``checkpoint``: empty for a checkpoint that a rank saved without the others.
+    The reply carries the number of ranks, of those on the receiver's host, and a name of the load. ``checkpoint``:
+    empty for a checkpoint that a rank saved without the others.
     """
 
     checkpoint: str
+    host: str = ""
     ranks: int = 1
+    ranks_here: int = 1
+    load_id: str = ""
 
 
 class StorageReader(Protocol):
@@ -167,7 +173,7 @@ class StorageReader(Protocol):
     @hook
     def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
         """Add the checkpoint that this rank found to the plan."""
-        return replace(plan, storage_data=_Seen("" if self._alone else self._now.checkpoint.id))
+        return replace(plan, storage_data=_Seen("" if self._alone else self._now.checkpoint.id, gethostname()))
 
     @hook
     def prepare_global_plan(self, plans: list[LoadPlan]) -> list[LoadPlan]:
@@ -175,7 +181,8 @@ class StorageReader(Protocol):
 
         Raises Conflict.
         """
-        ids = {plan.storage_data.checkpoint for plan in plans if isinstance(plan.storage_data, _Seen)}
+        seen = [plan.storage_data if isinstance(plan.storage_data, _Seen) else _Seen("") for plan in plans]
+        ids = {one.checkpoint for one in seen if one.host}
         if len(ids) > 1:
             raise Conflict(
                 f"{self._ref} refers to {len(ids)} different checkpoints across the ranks, because of a concurrent "
@@ -183,21 +190,30 @@ class StorageReader(Protocol):
                 "or use RUN@STEP",
                 checkpoints=tuple(sorted(ids)),
             )
-        return [replace(plan, storage_data=_Seen("", len(plans))) for plan in plans]
+        on_host = Counter(one.host for one in seen)
+        return [
+            replace(plan, storage_data=_Seen("", one.host, len(plans), on_host[one.host], self._load_id))
+            for plan, one in zip(plans, seen, strict=True)
+        ]
 
     @hook
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
         """Fill the planner's tensors and values. The future is always done, so it cannot hide an error."""
-        ranks = plan.storage_data.ranks if isinstance(plan.storage_data, _Seen) else 1
+        seen = plan.storage_data if isinstance(plan.storage_data, _Seen) else _Seen("")
         self._now.check_complete(plan, planner)
         self._check_fit(planner)
         self._read_values([item for item in plan.items if item.type == LoadItemType.BYTE_IO], planner)
         repo, verify, progress = self._store.repository, self._options.verify, Progress(self._shown).of(None)
-        download = EntryReader(repo, self._now.contents.manifest, verify, self._threads, progress, ranks)
+        manifest = self._now.contents.manifest
+        reads = repo.host_reads(manifest.head.digest, seen.load_id, this_rank(), seen.ranks_here)
+        download = EntryReader(
+            repo, manifest, verify, self._threads, progress, seen.ranks, seen.ranks_here, reads=reads
+        )
         tensors = [item.storage_index for item in plan.items if item.type != LoadItemType.BYTE_IO]
-        self._now.contents.manifest.ready([self._now.tensor(index)[0].number for index in tensors], ())
-        for window in _windows(plan.items, planner):
-            self._read_tensors(download, window, planner)
+        manifest.ready([self._now.tensor(index)[0].number for index in tensors], ())
+        with download.sharing():
+            for window in _windows(plan.items, planner):
+                self._read_tensors(download, window, planner)
         future: Future[None] = Future()
         future.set_result(None)
         return future

@@ -1,0 +1,321 @@
+"""Shares the reads of a host's ranks: bytes that several ranks need are read from a remote store only once.
+
+The ranks share a folder in this host's memory. It contains a file for each blob, with the bytes read so far at their
+offsets. They are followed by one state byte for each block, which is 1 if the block has been written. A rank that
+needs unwritten blocks locks them, reads them from the store into its own tensors, writes them to the file, and then
+sets their state bytes. If a process dies, the kernel releases its locks.
+
+Each rank also writes a file with the ranges that it needs. If no other rank of this host needs a range, a rank reads
+it directly and does not write it to memory.
+
+If a shared file cannot be used, the process reads from the store, and the load does not fail. A load verifies the
+cells that it reads here.
+"""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import os
+import shutil
+import struct
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
+from itertools import groupby
+from pathlib import Path
+
+import numpy as np
+from typing_extensions import override
+
+from casckpt.errors import CasckptError
+from casckpt.format.columns import Ints
+from casckpt.format.sections.blobs import BlobRef
+from casckpt.repository.blob_cache import PARTS, BlobCache, Unusable, usable
+from casckpt.storage.base import BLOCK, IoCounts, Reader, ShortObject
+from casckpt.storage.local.newfile import write_all
+from casckpt.storage.local.reader import LocalReader
+
+LEAST_ROOM = 512 << 20  # bytes; in less memory, ranks would evict what others have not read yet
+PATIENCE = 180.0  # seconds to wait for a process that reads the same bytes, as for a silent server
+_PAUSES = (0.001, 0.05)  # the first and the longest pause between two attempts to lock, in seconds
+_STALE = 3600  # seconds without a new file after which a killed job's files are removed
+_SPAN = 1 << 34  # a range starts at this multiple of its blob's number, plus its offset; blobs are shorter
+_THERE = b"\1"
+_SET_LOCK: int = getattr(fcntl, "F_OFD_SETLK", 0)  # locks of an open file, which also exclude threads. Linux only
+
+
+class HostReads:
+    """The reads of one rank in one load.
+
+    ``folder``: the name of a folder for this checkpoint. ``name``: LOAD-RANK. LOAD is unique, and the same on all
+    ranks. ``ranks_here``: the number of ranks on this host.
+    """
+
+    def __init__(self, cache: BlobCache, folder: str, name: str, ranks_here: int) -> None:
+        self.cache = cache
+        self._folder = cache.root / PARTS / folder
+        self._wants, self._done = self._folder / f"{name}-wants", self._folder / f"{name}-done"
+        self._ranks_here = ranks_here
+        self._others: Sequence[Ints] | None = None  # the ranges of each other rank, once all have written them
+        self._is_on = False
+
+    def begin(self, ranges: Sequence[tuple[int, int, int]]) -> bool:
+        """Announce the ranges that this rank needs: (blob number, offset, bytes). Return whether to share reads."""
+        if not _SET_LOCK or self.cache.is_off:
+            return False
+        try:
+            self.cache.check_private()
+            need = sum(nbytes for _, _, nbytes in ranges)
+            if self.cache.room() < min(need, LEAST_ROOM):
+                raise Unusable(f"{self.cache.root} has room for only {self.cache.room()} bytes")
+            with usable(self.cache.root):
+                self._folder.mkdir(parents=True, exist_ok=True)
+                _write(self._wants, _merged(ranges))
+                self._remove_stale()
+        except Unusable as error:
+            self.cache.give_up(error)
+            return False
+        self._is_on = True
+        return True
+
+    def end(self) -> None:
+        """Record that this rank has read everything. The last rank of this host removes the folder."""
+        if self._is_on:
+            self._is_on = False
+            with suppress(OSError):
+                os.replace(self._wants, self._done)
+                if len(self._files_of_ranks("done")) == self._ranks_here:
+                    shutil.rmtree(self._folder, ignore_errors=True)
+
+    def reader(self, number: int, ref: BlobRef, source: Reader) -> Reader:
+        """Return a reader of blob ``number`` that shares its reads. ``source``: the blob in the store."""
+        return _SharedReader(self, number, ref, source)
+
+    def drop(self, number: int) -> None:
+        """Remove the shared bytes of a blob, because some of them are wrong."""
+        with suppress(OSError):
+            self.path(number).unlink()
+
+    def path(self, number: int) -> Path:
+        """Return the file with the shared bytes of a blob."""
+        return self._folder / str(number)
+
+    def is_wanted(self, number: int, start: int, stop: int) -> bool:
+        """Return whether another rank of this host needs any of these bytes, or may need them."""
+        if self._others is None:
+            self._others = self._read_others()
+        lo, hi = number * _SPAN + start, number * _SPAN + stop
+        return self._others is None or any(_overlaps(ranges, lo, hi) for ranges in self._others)
+
+    def _read_others(self) -> Sequence[Ints] | None:
+        """Return the ranges of all other ranks of this host, or None if some of them have not begun."""
+        # another job has removed the folder, a rank has just ended, or a file is damaged
+        with usable(self._folder), suppress(FileNotFoundError, ValueError):
+            paths = [path for path in self._files_of_ranks("wants", "done") if path != self._wants]
+            if len(paths) >= self._ranks_here - 1:
+                return [np.fromfile(path, np.int64).reshape(2, -1) for path in paths]
+        return None
+
+    def _files_of_ranks(self, *kinds: str) -> list[Path]:
+        load = self._wants.name.partition("-")[0]
+        names = (name.split("-") for name in os.listdir(self._folder))
+        return [self._folder / "-".join(name) for name in names if name[0] == load and name[-1] in kinds]
+
+    def _remove_stale(self) -> None:
+        """Remove the folders of killed jobs."""
+        now = self._folder.stat().st_mtime
+        for folder in self._folder.parent.iterdir():
+            with suppress(FileNotFoundError):
+                if now - folder.stat().st_mtime > _STALE:
+                    shutil.rmtree(folder, ignore_errors=True)
+
+
+class _SharedReader(Reader):
+    """A blob in the store, whose bytes the ranks of this host share."""
+
+    def __init__(self, reads: HostReads, number: int, ref: BlobRef, source: Reader) -> None:
+        self._reads, self._number, self._ref, self._source = reads, number, ref, source
+        self._cache, self._path = reads.cache, reads.path(number)
+
+    @property
+    def size(self) -> int:
+        """The size in bytes."""
+        return self._ref.size
+
+    @override
+    def read_into(self, offset: int, buffers: Sequence[memoryview]) -> None:
+        views = [buffer for buffer in buffers if buffer.nbytes]
+        try:
+            if not self._cache.is_off and self._read(offset, views):
+                return
+        except Unusable as error:
+            self._cache.give_up(error)
+        self._source.read_into(offset, views)
+
+    def _read(self, offset: int, views: Sequence[memoryview]) -> bool:
+        """Read from this host's memory, or from the store for all ranks. Return False if this rank should read alone.
+
+        Raises Unusable, and the errors of the source.
+        """
+        stop = offset + sum(view.nbytes for view in views)
+        wanted = self._reads.is_wanted(self._number, offset, stop)
+        with self._open(create=wanted) as part:
+            if part is None:
+                return False
+            if not part.has(offset, stop):
+                if not wanted:
+                    return False
+                with part.locked(offset, stop):
+                    self._fill(part, offset, stop, views)
+                return True
+            part.read(offset, views)
+        return True
+
+    def _fill(self, part: _Part, offset: int, stop: int, views: Sequence[memoryview]) -> None:
+        """Read whole blocks, each from the file if it is there, and else from the store."""
+        lo, hi = part.blocks(offset, stop)
+        whole = [memoryview(bytearray(offset - lo)), *views, memoryview(bytearray(hi - stop))]
+        for is_there, start, end in part.runs(lo, hi):
+            pieces = _cut(whole, start - lo, end - lo)
+            if is_there:
+                part.read(start, pieces)
+                continue
+            self._source.read_into(start, pieces)
+            part.write(start, pieces)
+
+    @contextmanager
+    def _open(self, *, create: bool) -> Iterator[_Part | None]:
+        """Open the blob's file. Yield None if it is missing, or if there is no room for it."""
+        if create and not self._path.exists() and not self._cache.make_room(self._ref.size):
+            yield None
+            return
+        flags = os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC | (os.O_CREAT if create else 0)
+        with usable(self._path):
+            try:
+                fd = os.open(self._path, flags, 0o600)
+            except FileNotFoundError:  # this rank did not create it, or the folder was removed
+                fd = -1
+        if fd < 0:
+            yield None
+            return
+        try:
+            part = _Part(fd, self._ref.size, self._path)
+            yield part if part.is_complete else None
+        finally:
+            os.close(fd)
+
+
+class _Part:
+    """An open file with some of the blocks of a blob."""
+
+    def __init__(self, fd: int, size: int, path: Path) -> None:
+        self._fd, self._size, self._path = fd, size, path
+        self._states = -(-size // BLOCK) * BLOCK  # the offset of the state bytes
+        total = self._states + self._states // BLOCK
+        with usable(path):
+            found = os.fstat(fd).st_size
+            if not found:
+                os.ftruncate(fd, total)
+            elif found != total:
+                path.unlink(missing_ok=True)
+        self.is_complete = found in (0, total)
+
+    def blocks(self, start: int, stop: int) -> tuple[int, int]:
+        """Return the range of the blocks that contain the bytes from ``start`` to ``stop``."""
+        return start // BLOCK * BLOCK, min(self._size, -(-stop // BLOCK) * BLOCK)
+
+    def has(self, start: int, stop: int) -> bool:
+        """Return whether all of these bytes are there."""
+        states = self._read_states(start, stop)
+        return states == _THERE * len(states)
+
+    def runs(self, start: int, stop: int) -> Iterator[tuple[bool, int, int]]:
+        """Yield ranges of blocks: whether they are there, start, end."""
+        at = start
+        for is_there, run in groupby(self._read_states(start, stop), lambda state: state == _THERE[0]):
+            end = min(self._size, at + BLOCK * len(list(run)))
+            yield is_there, at, end
+            at = end
+
+    def _read_states(self, start: int, stop: int) -> bytes:
+        first, count = start // BLOCK, -(-stop // BLOCK) - start // BLOCK
+        with usable(self._path):
+            states = os.pread(self._fd, count, self._states + first)
+        if len(states) != count:
+            raise Unusable(f"{self._path} was truncated")
+        return states
+
+    def read(self, offset: int, views: Sequence[memoryview]) -> None:
+        """Fill ``views`` with bytes that are there."""
+        try:
+            LocalReader(self._fd, self._states, "", self._path, IoCounts(), shared=True).read_into(offset, views)
+        except (CasckptError, ShortObject) as error:
+            raise Unusable(f"{self._path} cannot be read: {error}") from error
+
+    def write(self, offset: int, views: Sequence[memoryview]) -> None:
+        """Write whole blocks, and then their state bytes."""
+        at = offset
+        with usable(self._path):
+            for view in views:
+                write_all(self._fd, view, at)
+                at += view.nbytes
+            count = -(-at // BLOCK) - offset // BLOCK
+            write_all(self._fd, memoryview(_THERE * count), self._states + offset // BLOCK)
+
+    @contextmanager
+    def locked(self, start: int, stop: int) -> Iterator[None]:
+        """Lock the blocks of a range. Raises Unusable if another process holds one of them for too long."""
+        lo, hi = self.blocks(start, stop)
+        give_up, pause = time.monotonic() + PATIENCE, _PAUSES[0]
+        while not self._lock(fcntl.F_WRLCK, lo, hi):
+            if time.monotonic() > give_up:
+                raise Unusable(f"a process has been reading bytes of {self._path} for {PATIENCE:.0f} s")
+            time.sleep(pause)
+            pause = min(2 * pause, _PAUSES[1])
+        try:
+            yield
+        finally:
+            self._lock(fcntl.F_UNLCK, lo, hi)  # closing is not enough: a forked child also has the file open
+
+    def _lock(self, kind: int, lo: int, hi: int) -> bool:
+        with usable(self._path):
+            try:
+                fcntl.fcntl(self._fd, _SET_LOCK, struct.pack("hhqqi4x", kind, os.SEEK_SET, lo, hi - lo, 0))
+            except OSError as error:
+                if error.errno not in (errno.EAGAIN, errno.EACCES):
+                    raise
+                return False
+        return True
+
+
+def _write(path: Path, ranges: Ints) -> None:
+    """Write ``ranges`` to a file, which then appears completely written."""
+    temporary = path.with_suffix(".tmp")
+    temporary.write_bytes(ranges.tobytes())
+    temporary.replace(path)
+
+
+def _merged(ranges: Sequence[tuple[int, int, int]]) -> Ints:
+    """Return the starts and the ends of ranges of (blob number, offset, bytes), sorted, with neighbors merged."""
+    columns = np.array(sorted(ranges), np.int64).reshape(-1, 3)
+    starts = columns[:, 0] * _SPAN + columns[:, 1]
+    ends = np.maximum.accumulate(starts + columns[:, 2])
+    apart = np.flatnonzero(starts[1:] > ends[:-1])
+    return np.stack((starts[np.append(0, apart + 1)], ends[np.append(apart, -1)])) if len(starts) else columns.T[:2]
+
+
+def _overlaps(ranges: Ints, start: int, stop: int) -> bool:
+    first = int(np.searchsorted(ranges[1], start, side="right"))
+    return first < ranges.shape[1] and bool(ranges[0][first] < stop)
+
+
+def _cut(views: Sequence[memoryview], start: int, stop: int) -> list[memoryview]:
+    """Return the bytes from ``start`` to ``stop`` of consecutive views."""
+    pieces, at = [], 0
+    for view in views:
+        lo, hi = max(start - at, 0), min(stop - at, view.nbytes)
+        if lo < hi:
+            pieces.append(view[lo:hi])
+        at += view.nbytes
+    return pieces
