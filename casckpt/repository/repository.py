@@ -36,8 +36,8 @@ Clock: TypeAlias = Callable[[], int]
 """Microseconds since the epoch, UTC."""
 Entropy: TypeAlias = Callable[[int], bytes]
 """A function that returns the given number of random bytes."""
-ShareReads: TypeAlias = bool | Literal["auto"]
-"""Whether the ranks of a host read the same bytes once. "auto": if the store is remote."""
+ShareReads: TypeAlias = Literal["auto", "off"]
+"""Whether the ranks of a host read the same bytes of a store once. "auto": if the store is remote."""
 
 _STORE_ID = re.compile(r"[0-9A-Za-z-]{1,64}")  # because a cache folder is named after it
 
@@ -300,7 +300,7 @@ class Repository:
 
         ``manifest``: the digest of the manifest's head. ``load_id``: the same unique name on all ranks.
         """
-        if ranks_here < 2 or not (self.storage.traits.remote if self.share_reads == "auto" else self.share_reads):
+        if ranks_here < 2 or self.share_reads == "off" or not self.storage.traits.remote:
             return None
         from casckpt.repository.host_reads import HostReads  # slow to import
 
@@ -406,8 +406,8 @@ def open_repository(
 
     Raises `InvalidInput` or `Unsupported` for an invalid URL or key, and `NotFound` for a missing key file.
     """
-    if share_reads not in (True, False, "auto"):
-        raise InvalidInput(f'share_reads={share_reads!r:.40} is not valid: pass "auto", True or False')
+    if share_reads not in ("auto", "off"):
+        raise InvalidInput(f'share_reads={share_reads!r:.40} is not valid: pass "auto" or "off"')
     storage = open_storage(url, storage_options, single_writer=single_writer, page_cache=page_cache)
     folder = cache_dir if cache_dir is not None else os.environ.get(CACHE_VARIABLE) or None
     return Repository(

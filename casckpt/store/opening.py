@@ -40,7 +40,7 @@ def open(
     each blob of which a load reads more than half, up to ``cache_bytes`` in total ("200GiB"; default: half of the free
     space on that disk; 0 disables the cache). See `Store.pre_download`. ``share_reads``: whether the ranks of a host
     that load the same bytes read them from the store once, and share them in the host's memory (/dev/shm). "auto" does
-    so if the store is remote, True also if it is in a folder. ``cache_saves``: whether saves also put their blobs into
+    so if the store is remote. ``cache_saves``: whether saves also put their blobs into
     the cache, so that a restart on the same host finds them there. Without ``cache_dir``, they are kept in the host's
     memory. ``mirror``: a second store to which casckpt copies commits in the background. See `Store.wait_for_mirror`.
     ``single_writer``: your promise that no other process writes to the store at the same time. This allows storages

@@ -114,7 +114,7 @@ def test_the_ranks_of_a_host_read_each_byte_once(
         ranks.run(4, save, tmp_path / before, before)
         for layout in ("replicas", "rows", "columns", "mixed") if full or size == 4 else ("mixed",):
             job = (load, tmp_path / before, memory, layout)
-            alone = every(ranks.run(size, *job, share_reads=False))
+            alone = every(ranks.run(size, *job, share_reads="off"))
             together = every(ranks.run(size, *job))
             assert nbytes(together) == union(together) == union(alone) < nbytes(alone) or layout == before == "rows"
             assert shared(memory) == []
@@ -193,15 +193,14 @@ def test_updates_share_their_reads(ranks: Pool, folder: Path, memory: Path) -> N
     assert nbytes(found) == union(found) == 24 * CELL
 
 
-def test_other_stores_and_single_processes_share_only_on_request(
+def test_folders_and_single_processes_do_not_share_reads(
     ranks: Pool, folder: Path, memory: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(module, "MEMORY", memory)
-    near = casckpt.open(folder).repository
-    assert near.host_reads("", "", 0, 2) is None
-    assert isinstance(casckpt.open(folder, share_reads=True).repository.host_reads("", "", 0, 2), HostReads)
+    assert casckpt.open(folder).repository.host_reads("", "", 0, 2) is None
+    assert isinstance(bucket(folder)[0].repository.host_reads("", "", 0, 2), HostReads)
     assert bucket(folder)[0].repository.host_reads("", "", 0, 1) is None
-    assert bucket(folder, share_reads=False)[0].repository.host_reads("", "", 0, 2) is None
+    assert bucket(folder, share_reads="off")[0].repository.host_reads("", "", 0, 2) is None
     with pytest.raises(InvalidInput, match="share_reads='often' is not valid"):
         casckpt.open(folder, share_reads="often")  # type: ignore[arg-type]  # a wrong value on purpose
 
