@@ -31,7 +31,7 @@ from casckpt.storage.buffers import AlignedBuffer, BufferPool
 from casckpt.storage.local.reader import LocalReader
 from casckpt.tensors.memory import copy_bytes
 
-_VERIFIED_BYTES = 2 << 20  # read in place before they are verified, so that they are still in the caches
+_VERIFIED_BYTES = 1 << 20  # read in place before they are verified, so that they are still in a core's cache
 
 
 class Task(NamedTuple):
