@@ -1343,7 +1343,7 @@ PLANTED = (
     ),
     Planted(
         "the blobs of a checkpoint leave out pure bases",
-        "share_of.of_known",
+        "_stored.of_known",
         "        return number(cell.blob, False), cell.offset\n",
         "        return numbers.get(known.blobs[cell.blob], 0), cell.offset\n",
         "tests/saving/test_encoder.py",
@@ -2430,8 +2430,8 @@ PLANTED = (
     Planted(
         "earlier versions load a tensor of a wrapper alone",
         "entry_columns",
-        'f"{_INNER}{dtype}" if name[1] in inner',
-        'f"{_INNER}{dtype}" if not names and name[1] in inner',
+        'f"{_INNER}{form[0]}" if name[1] in inner',
+        'f"{_INNER}{form[0]}" if not names and name[1] in inner',
         "tests/loading/test_wrapped.py",
     ),
     Planted(

@@ -75,7 +75,7 @@ def make_offer(
     blobs.
     """
     if parent is not None and last is not None and last.txid == parent.txid:
-        has_all = dedup != "store" or all(last.share.table(name, *form) for name, form in streams.items())
+        has_all = dedup != "store" or streams.items() <= last.share.forms.items()
         if has_all:
             return ReuseOffer(last=parent.txid, damaged=frozenset(blobs.damaged_marks(repo)))
     manifest = None if parent is None else readable(repo, parent, warn=True)

@@ -13,6 +13,7 @@ from casckpt.format.manifest import Manifest
 from casckpt.format.names import BlobHash, CellDigest, TxId
 from casckpt.format.regions import Region, Shape, full_box
 from casckpt.format.sections.blobs import BlobRef
+from casckpt.format.sections.tables import Extents
 from casckpt.plan.cells import plan_cells
 from casckpt.plan.reuse import ManifestCells, ReusableCells, coded_bytes, used_bytes
 from casckpt.saving.shares import Share
@@ -113,7 +114,9 @@ def test_cells_are_located(shape: Shape, cell: int, data: st.DataObject) -> None
     cells = [one for region in data.draw(partitions(shape)) for one in cells_of(plan_cells(region, shape, cell, None))]
     table = table_of(shape, cell, cells)
     refs = [BlobRef(BlobHash(f"{n:064x}"), 1 << 20, UPLOADER) for n in range(len(cells))]
-    known = ReusableCells(None, [Share({("tensor", "w", 0, None): ("int16", table)}, refs)], lambda _: False)
+    known = ReusableCells(
+        None, [Share(Extents.of({("tensor", "w", 0, None): ("int16", table)}), refs)], lambda _: False
+    )
     for place in table.stored_cells():
         assert _place(known, place.digest) == (place.blob, place.offset)
 
@@ -125,8 +128,8 @@ def test_encoded_cells_are_found_with_their_bases(case: Case, before: int, data:
     sizes = len(case.blob_sizes)
     refs = [BlobRef(BlobHash(f"{n:064x}"), 1 << 20, UPLOADER) for n in range(before + sizes)]
     worn = data.draw(st.integers(0, before + sizes))
-    share = Share({("tensor", "w", 0, None): ("int16", case.table)}, refs[before:])
-    known = ReusableCells(None, [Share({}, refs[:before]), share], lambda ref: ref in refs[worn : worn + 1])
+    share = Share(Extents.of({("tensor", "w", 0, None): ("int16", case.table)}), refs[before:])
+    known = ReusableCells(None, [Share(Extents.of({}), refs[:before]), share], lambda ref: ref in refs[worn : worn + 1])
     for cell in case.cells:
         want = cell.moved(lambda one: (one.blob + before, one.offset))
         assert known.find(cell.digest) == (None if worn in {one.blob for one in want.chain} else want)
