@@ -26,7 +26,7 @@ from casckpt.format.names import CellDigest, TxId
 from casckpt.format.regions import Shape
 from casckpt.format.sections.blobs import BlobRef
 from casckpt.format.sections.index import Entry, Name
-from casckpt.format.sections.tables import Extents, WholeCells
+from casckpt.format.sections.tables import Extents, Streams, WholeCells
 
 log = logging.getLogger(__name__)
 _NONE = WholeCells.none(0)
@@ -129,12 +129,12 @@ class ReusableCells:
         """Return the parent's extents of a stream, if the stream has this dtype and shape."""
         return None if self._parent is None else self._parent.table(name, dtype, shape)
 
-    def parent_cells(self, names: Sequence[Name], forms: Sequence[tuple[str, Shape]], cell_bytes: int) -> WholeCells:
+    def parent_cells(self, streams: Streams, cell_bytes: int) -> WholeCells:
         """Return the parent's cell for each of these streams. The row is not whole if it is not a single cell."""
         parent = None if self._parent is None else self._parent.extents
         if parent is None or parent.cell_bytes != cell_bytes:
-            return WholeCells.none(len(names))
-        return parent.find(names, forms)
+            return WholeCells.none(len(streams))
+        return parent.find(streams)
 
     def usable_cells(self, cells: WholeCells) -> npt.NDArray[np.bool_]:
         """Return which of the parent's cells may be reused."""

@@ -19,10 +19,10 @@ from casckpt.format import dtypes
 from casckpt.format.records import changed
 from casckpt.format.regions import Box, Shape, normalise
 from casckpt.format.sections.index import ATTACHMENT, PART, TENSOR, Name
+from casckpt.format.sections.tables import Streams
 from casckpt.format.tree import merge
 from casckpt.plan.writers import HeldRegions, Holders, Words, WriteRanges, plan_writers
 from casckpt.saving.prepare import Prepared
-from casckpt.saving.shares import Streams
 from casckpt.tensors.state import decode_tree, encode_tree
 
 OBJECT = "object"

@@ -23,6 +23,7 @@ from casckpt.format.names import BlobHash, TxId
 from casckpt.format.records import Committed, Health
 from casckpt.format.sections.health import Rows
 from casckpt.format.sections.index import REPLICAS_NOTE, TENSOR
+from casckpt.format.sections.tables import Streams
 from casckpt.history.commits import Commit, forget, read_log
 from casckpt.history.following import newest_reusable
 from casckpt.history.transactions import Transaction, begin_save
@@ -45,7 +46,7 @@ from casckpt.saving.replicas import (
     judged,
 )
 from casckpt.saving.reuse_offer import LastShare, ReuseOffer, make_offer
-from casckpt.saving.shares import Share, Streams, merge
+from casckpt.saving.shares import Share, merge
 
 log = logging.getLogger(__name__)
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from itertools import groupby, pairwise
 from math import prod
 from types import MappingProxyType
@@ -11,7 +11,6 @@ from typing import Any, NamedTuple, TypeAlias
 import numpy as np
 import numpy.typing as npt
 import torch
-from msgspec import Struct
 
 from casckpt.base.cycle_collector import collector_paused
 from casckpt.format import blob, dtypes
@@ -21,8 +20,8 @@ from casckpt.format.extents import StoredCell
 from casckpt.format.light import LightStruct
 from casckpt.format.regions import Box, Region, Shape, normalise, whole
 from casckpt.format.sections.index import Name
-from casckpt.format.sections.tables import WholeCells
-from casckpt.plan.cells import Cut, Group, branch_of, plan_cells
+from casckpt.format.sections.tables import Streams, WholeCells
+from casckpt.plan.cells import Cut, Group, plan_cells
 from casckpt.plan.reuse import ReusableCells
 from casckpt.tensors.kinds import PLAIN
 from casckpt.tensors.memory import BufferMemory, Memory, TensorMemory, address_of, narrow
@@ -59,11 +58,6 @@ class LocalEntry(LightStruct, frozen=True):
         return self.kind, self.key, self.index, self.rank
 
     @property
-    def branch(self) -> str:
-        """The branch of the state that contains the entry."""
-        return branch_of(self.kind, self.key)
-
-    @property
     def nbytes(self) -> int:
         """The size of the whole stream in bytes. This rank may hold only a part of it."""
         return prod(self.shape) * dtypes.itemsize(self.dtype)
@@ -96,7 +90,7 @@ class LocalEntry(LightStruct, frozen=True):
                 yield Region(region.box, lo, hi), piece.data, lo - region.lo
 
 
-class Cell(Struct, gc=False):
+class Cell(LightStruct, frozen=True):
     """A cell to process: the elements [cut.lo, cut.hi) of ``box``, which are elements [start, stop) of ``memory``."""
 
     source: int
@@ -164,22 +158,20 @@ def _small_cells(
     cell_bytes: int,
     known: ReusableCells,
     *,
-    streams: Mapping[Name, tuple[str, Shape]],
+    streams: Streams,
     most: int,
 ) -> SmallCells:
     """Return the tensors below ``most`` bytes that can be in columns, in blob order."""
-    held = [(number, data.data) for number in order if streams and (data := sources[number].only) is not None]
-    nbytes = np.array([data.nbytes for _, data in held], np.int64)
-    address = np.array([address_of(data) for _, data in held], np.int64)
-    every_name, every_form = list(streams), list(streams.values())
-    names, forms = [every_name[number] for number, _ in held], [every_form[number] for number, _ in held]
-    cells = known.parent_cells(names, forms, cell_bytes)
+    found = [(number, data.data) for number in order if streams and (data := sources[number].only) is not None]
+    held = [(number, address_of(data), data.nbytes) for number, data in found]
+    numbers, address, nbytes = np.array(held, np.int64).reshape(-1, 3).T
+    cells = known.parent_cells(streams, cell_bytes).take(numbers)
     fits = (address != 0) & (nbytes > 0) & (nbytes < most) & (nbytes <= cell_bytes)
-    for row in np.flatnonzero(fits & ~cells.is_whole).tolist():
-        fits[row] = known.parent_table(names[row], *forms[row]) is None
-    source = np.array([number for number, _ in held], np.int64)[fits]
-    placed = WholeCells.none(len(source))._replace(nbytes=nbytes[fits])
-    return SmallCells(source, [data for _, data in held], address[fits], cells.take(fits), placed)
+    for number, row in zip(numbers[new := fits & ~cells.is_whole].tolist(), np.flatnonzero(new).tolist(), strict=True):
+        source = sources[number]
+        fits[row] = known.parent_table(source.name, source.dtype, source.shape) is None
+    placed = WholeCells.none(int(fits.sum()))._replace(nbytes=nbytes[fits])
+    return SmallCells(numbers[fits], [data for _, data in found], address[fits], cells.take(fits), placed)
 
 
 @collector_paused()
@@ -187,7 +179,7 @@ def plan_work(
     sources: Sequence[LocalEntry],
     cell_bytes: int,
     known: ReusableCells,
-    streams: Mapping[Name, tuple[str, Shape]] = MappingProxyType({}),
+    streams: Streams = MappingProxyType({}),
     small_bytes: int = 0,
 ) -> list[list[Cell | SmallCells]]:
     """Return the cells of all sources, group by group, in blob order.
@@ -196,11 +188,12 @@ def plan_work(
     small gaps. ``streams``: the names and forms of the sources. If they are given, tensors below ``small_bytes`` may
     be in `SmallCells`.
     """
-    order = sorted(range(len(sources)), key=[source.order for source in sources].__getitem__)
+    places = [source.order for source in sources]
+    order = sorted(range(len(sources)), key=places.__getitem__)
     every = _small_cells(sources, order, cell_bytes, known, streams=streams, most=min(small_bytes, LEAF_BYTES))
     row_of = {number: row for row, number in enumerate(every.source.tolist())}
     work: list[list[Cell | SmallCells]] = []
-    for _, numbers in groupby(order, key=lambda number: blob.order(sources[number].dtype)):
+    for _, numbers in groupby(order, key=lambda number: places[number][0]):
         small: list[list[Cell | SmallCells]] = []
         for is_row, some in groupby(numbers, key=row_of.__contains__):
             first, *more = some

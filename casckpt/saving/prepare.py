@@ -18,8 +18,8 @@ from casckpt.errors import InvalidInput
 from casckpt.format.manifest import Attachment, ObjectEntry
 from casckpt.format.plain import Spill
 from casckpt.format.records import changed
-from casckpt.format.regions import Shape
-from casckpt.format.sections.index import ATTACHMENT, PART, TENSOR, Name
+from casckpt.format.sections.index import ATTACHMENT, PART, TENSOR
+from casckpt.format.sections.tables import Streams
 from casckpt.format.tree import show
 from casckpt.saving.local_entries import LocalEntry
 from casckpt.saving.options import Frozen, Owners
@@ -53,7 +53,7 @@ class Prepared:
     in_parts: Mapping[str, FlatState] = field(default_factory=dict)
 
     @cached_property
-    def streams(self) -> Mapping[Name, tuple[str, Shape]]:
+    def streams(self) -> Streams:
         """The dtype and shape of each entry, in order."""
         return {source.name: (source.dtype, source.shape) for source in self.sources}
 

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
-from typing import TypeAlias
 
 import numpy as np
 
@@ -17,14 +16,11 @@ from casckpt.format.extents import ExtentTable, Frame, StoredCell, build, join
 from casckpt.format.regions import Region, Shape, holes_and_overlaps, intersect
 from casckpt.format.sections.blobs import BlobRef
 from casckpt.format.sections.index import Name
-from casckpt.format.sections.tables import Extents, WholeCells
+from casckpt.format.sections.tables import Extents, Streams, WholeCells
 from casckpt.plan.reuse import ReusableCells
 from casckpt.saving.local_entries import Cell, SmallCells
 from casckpt.saving.prepare import Prepared
 from casckpt.saving.upload import PlacedCell
-
-Streams: TypeAlias = Mapping[Name, tuple[str, Shape]]
-"""The dtype and shape of each stream, in the order of the manifest."""
 
 
 @dataclass(frozen=True)
@@ -38,11 +34,6 @@ class Share:
     extents: Extents
     refs: Sequence[BlobRef]
     unhashed: frozenset[Name] = frozenset()
-
-    @property
-    def forms(self) -> Streams:
-        """The dtype and shape of each stream."""
-        return dict(zip(self.extents.names, self.extents.forms, strict=True))
 
     def table(self, name: Name, dtype: str, shape: Shape) -> ExtentTable | None:
         """Return the extents of a stream, or None if the share has no stream with this name, dtype and shape."""
@@ -137,7 +128,7 @@ def joined(shares: Sequence[Share]) -> Share:
 def merge(shares: Sequence[Share], streams: Streams, cell_bytes: int) -> Share:
     """Join the shares of all ranks. Raises InvalidInput, with key, ranks and region, if a tensor is incomplete."""
     every = joined(shares)
-    if list(streams) != every.extents.names:
+    if not every.extents.has_only(streams):
         extents = {name: every.extents.get(name) or _nothing(*form, cell_bytes) for name, form in streams.items()}
         every = replace(every, extents=Extents.of({**extents, **every.extents}))
     for number, table in every.extents.others.items():

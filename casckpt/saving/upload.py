@@ -25,7 +25,6 @@ from threading import BoundedSemaphore, Event, Lock
 from time import perf_counter
 
 import numpy as np
-from msgspec import Struct
 
 from casckpt.base.groups import in_batches
 from casckpt.base.lazy import cached_property
@@ -37,7 +36,7 @@ from casckpt.format.digest import cell_digest, cell_digests
 from casckpt.format.extents import DIGEST_BYTES, Frame, StoredCell
 from casckpt.format.names import CellDigest, TxId
 from casckpt.format.sections.blobs import BlobRef
-from casckpt.plan.cells import Queue, branches_of, by_branch
+from casckpt.plan.cells import Queue, branch_of, branches_of, by_branch
 from casckpt.plan.reuse import ReusableCells
 from casckpt.repository.repository import Repository
 from casckpt.saving.encoder import Coder
@@ -70,12 +69,9 @@ class Copier:
         if self._memory is not cell.memory or cell.start < self._lo or self._hi < cell.stop:
             stop, nbytes = cell.stop, cell.nbytes
             for other in cells[number + 1 :]:
-                if (
-                    isinstance(other, SmallCells)
-                    or other.memory is not cell.memory
-                    or other.start != stop
-                    or nbytes + other.nbytes > room.nbytes
-                ):
+                if isinstance(other, SmallCells):
+                    break
+                if other.memory is not cell.memory or other.start != stop or nbytes + other.nbytes > room.nbytes:
                     break
                 stop, nbytes = other.stop, nbytes + other.nbytes
             self._memory, self._lo, self._hi = None, cell.start, stop
@@ -111,7 +107,8 @@ _BUFFERS = KeptBuffers()  # shared by all stores of this process
 _WORTH_FILLING = 4  # a buffer accepts more cells while more than 1/4 of it is free
 
 
-class PlacedCell(Struct, gc=False):
+@dataclass(slots=True)
+class PlacedCell:
     """The location of one cell. ``new``: ``blob`` is the number of one of this save's own blobs, not of a known blob.
 
     ``frame``: the encoding of the cell. Its base is a known cell. ``unhashed``: the cell was not hashed, because its
@@ -290,7 +287,7 @@ class Upload:
 
     @cached_property
     def _branch(self) -> Sequence[str]:
-        return [source.branch for source in self.sources]
+        return [branch_of(source.kind, source.key) for source in self.sources]
 
     @cached_property
     def _branches(self) -> frozenset[str]:

@@ -300,7 +300,9 @@ class _Flattener:
         start = f"{key}." if path else ""
         for element, child in _children(value):
             if type(child) in PLAIN and child.layout is _STRIDED:  # a fast path for most leaves
-                self._add(LeafValue(f"{start}{element}", (*path, element), child, True, per_rank))
+                leaf = LeafValue(f"{start}{element}", (*path, element), child, True, per_rank)
+                if not leaf.key or self.leaves.setdefault(leaf.key, leaf) is not leaf:
+                    self._add(leaf)  # raises
                 children[element] = TENSOR
             else:
                 children[element] = self.node(child, (*path, element), f"{start}{element}", per_rank)

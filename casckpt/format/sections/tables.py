@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from struct import Struct
-from typing import NamedTuple
+from typing import NamedTuple, TypeAlias
 
 import msgspec
 import numpy as np
@@ -260,6 +260,10 @@ class WholeCells(NamedTuple):
         return cls(np.zeros(count, np.bool_), blob, offset, nbytes, np.zeros((count, DIGEST_BYTES), np.uint8))
 
 
+Streams: TypeAlias = Mapping[Name, tuple[str, Shape]]
+"""The dtype and shape of each stream, in the order of the manifest."""
+
+
 class Extents(Mapping[Name, tuple[str, ExtentTable]]):
     """The dtype and extents of each stream, in order. Most streams are single cells, in columns instead of objects.
 
@@ -311,12 +315,19 @@ class Extents(Mapping[Name, tuple[str, ExtentTable]]):
         place = int(blob[number]), int(offset[number]), int(nbytes[number])
         return StoredCell(*place, box, 0, box.numel, CellDigest(digest[number].tobytes()))
 
-    def find(self, names: Sequence[Name], forms: Sequence[tuple[str, Shape]]) -> WholeCells:
+    def has_only(self, streams: Streams) -> bool:
+        """Return whether these are the same streams in the same order, which is the case in most saves."""
+        return self.names == list(streams) and self.forms == list(streams.values())
+
+    def find(self, streams: Streams) -> WholeCells:
         """Return a row for each of these streams. It is not whole unless the same stream is a single cell here."""
+        if self.has_only(streams):
+            return self.cells
         if not self.names:
-            return WholeCells.none(len(names))
-        numbers = [self._numbers.get(name, -1) for name in names]
-        same = [number >= 0 and self.forms[number] == form for number, form in zip(numbers, forms, strict=True)]
+            return WholeCells.none(len(streams))
+        numbers = [self._numbers.get(name, -1) for name in streams]
+        pairs = zip(numbers, streams.values(), strict=True)
+        same = [number >= 0 and self.forms[number] == form for number, form in pairs]
         found = self.cells.take(np.array(numbers, np.int64))
         return found._replace(is_whole=found.is_whole & np.array(same, np.bool_))
 
