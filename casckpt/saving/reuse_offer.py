@@ -77,8 +77,9 @@ def make_offer(
     """
     if parent is not None and last is not None and last.txid == parent.txid:
         share = last.share
-        has_all = share.extents.has_only(streams) or all(share.table(name, *form) for name, form in streams.items())
-        if dedup != "store" or has_all:
+        has_all = dedup != "store" or share.extents.has_only(streams)
+        has_all = has_all or all(share.table(name, *form) for name, form in streams.items())
+        if has_all:
             return ReuseOffer(last=parent.txid, damaged=frozenset(blobs.damaged_marks(repo)))
     manifest = None if parent is None else readable(repo, parent, warn=True)
     commits = [] if parent is None or manifest is None else [parent]

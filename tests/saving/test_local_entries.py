@@ -11,12 +11,15 @@ import pytest
 import torch
 
 from casckpt.contents import manifests
+from casckpt.format.keys import blob_key
+from casckpt.format.sections.blobs import BlobRef
 from casckpt.plan.reuse import ReusableCells
 from casckpt.saving import rank_part
 from casckpt.saving.local_entries import Cell, SmallCells, plan_work
 from casckpt.saving.prepare import prepare
 from casckpt.store.store import Store
 from casckpt.tensors.memory import tensor_bytes
+from casckpt.tensors.values import Shard
 from tests.support.saves import CELL, cells, same_state, small_folder
 
 NOTHING = ReusableCells(None, [], lambda ref: False)
@@ -45,6 +48,10 @@ def change(saved: dict[str, Any], every: int) -> None:
     saved["a"]["w7"].copy_(saved["a"]["w2"])  # equal bytes in different tensors
 
 
+def refs(store: Store, step: int) -> list[BlobRef]:
+    return list(manifests.get(store.repository, store.get(f"default@{step}").commit).blobs)
+
+
 def stored(store: Store) -> list[Any]:
     """Return what the checkpoints of a store consist of, except for the names of transactions."""
     found: list[Any] = []
@@ -52,7 +59,7 @@ def stored(store: Store) -> list[Any]:
         manifest = manifests.get(store.repository, store.get(f"default@{step}").commit)
         committed = store.get(f"default@{step}").commit.committed
         rows, tables = manifest.raw_rows(), [bytes(manifest.raw_cells(entry)) for entry in manifest.entries]
-        blobs = [(ref.hash, ref.size, ref.worn) for ref in manifest.blobs]
+        blobs = [(ref.hash, ref.size, ref.worn) for ref in refs(store, step)]
         sizes = (committed.bytes_total, committed.bytes_written, committed.bytes_reused, committed.tensors)
         found.append((blobs, [bytes(row) for row in rows], tables, sizes, committed.health))
     return found
@@ -63,10 +70,11 @@ def test_small_tensors_are_stored_like_cells(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, options: dict[str, Any]
 ) -> None:
     found = []
-    for small_bytes in (rank_part.LEAF_BYTES, 0):
-        monkeypatch.setattr(rank_part, "LEAF_BYTES", small_bytes)
-        monkeypatch.setattr(rank_part, "MIN_CELL", small_bytes and rank_part.MIN_CELL)
-        store, saved = small_folder(tmp_path / str(small_bytes)), state()
+    for folder in ("columns", "cells"):
+        if folder == "cells":
+            monkeypatch.setattr(rank_part, "LEAF_BYTES", 0)
+            monkeypatch.setattr(rank_part, "MIN_CELL", 0)
+        store, saved = small_folder(tmp_path / folder), state()
         for step, every in enumerate((1, 1000, 7, 1)):
             if step:
                 change(saved, every)
@@ -138,3 +146,35 @@ def test_results_in_a_run_are_visible_in_all_rows() -> None:
     assert [(label, len(run.source)) for label, run in runs] == [(0, 2), (1, 3), (0, 1)]
     runs[1][1].placed.blob[:] = 7
     assert small.placed.blob.tolist() == [0, 0, 7, 7, 7, 0]
+
+
+def test_small_tensors_in_worn_blobs_are_stored_again(tmp_path: Path) -> None:
+    store, saved = small_folder(tmp_path / "store"), {f"w{n}": cells(1 / 4, seed=n) for n in range(40)}
+    store.save(saved, step=0)
+    for tensor in [*saved.values()][::4] + [*saved.values()][1::2]:
+        tensor += 1
+    store.save(saved, step=1)
+    written = store.save(saved, step=2).commit.committed
+    assert written.bytes_written > 0
+    assert not {ref.uploader for ref in refs(store, 2)} & {ref.uploader for ref in refs(store, 0)}
+    assert same_state(store.read("latest"), saved)
+
+
+def test_small_tensors_of_a_missing_blob_are_stored_again(tmp_path: Path) -> None:
+    store, saved = small_folder(tmp_path / "store"), {f"w{n:02}": cells(1 / 4, seed=n) for n in range(80)}
+    store.save(saved, step=0)
+    first, *others = refs(store, 0)
+    assert others
+    (tmp_path / "store" / blob_key(first.uploader, first.hash)).unlink()
+    store.save(saved, step=1)
+    assert set(others) < set(refs(store, 1))
+    assert first not in refs(store, 1)
+    assert same_state(store.read("latest"), saved)
+
+
+def test_a_small_tensor_is_split_like_the_parents(tmp_path: Path) -> None:
+    store, value = small_folder(tmp_path / "store"), cells(1 / 2)
+    halves = [Shard(half, tuple(value.shape), (at,)) for at, half in ((0, value[:256]), (256, value[256:]))]
+    store.save({"w": halves}, step=0)
+    assert store.save({"w": value}, step=1).commit.committed.bytes_written == 0
+    assert torch.equal(store.read("latest")["w"], value)
