@@ -152,7 +152,7 @@ def test_small_tensors_in_worn_blobs_are_stored_again(tmp_path: Path) -> None:
     store, saved = small_folder(tmp_path / "store"), {f"w{n}": cells(1 / 4, seed=n) for n in range(40)}
     store.save(saved, step=0)
     for tensor in [*saved.values()][::4] + [*saved.values()][1::2]:
-        tensor += 1
+        tensor.add_(1)
     store.save(saved, step=1)
     written = store.save(saved, step=2).commit.committed
     assert written.bytes_written > 0
