@@ -763,6 +763,13 @@ PLANTED = (
         "tests/saving/test_local_entries.py",
     ),
     Planted(
+        "a small tensor that equals a coded cell is described like a raw one",
+        "Upload._write_small",
+        "if place.frame is not None:",
+        "if place.frame is not None and place.new:",
+        "tests/saving/test_local_entries.py",
+    ),
+    Planted(
         "a save does not keep the memory of small tensors",
         "_small_cells",
         "(number, data.data) for number in order",

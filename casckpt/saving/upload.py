@@ -368,6 +368,8 @@ class Upload:
         others = np.flatnonzero(~(is_same & self.known.usable_cells(known)))
         for row in others.tolist():
             place, is_new = self._claim(self._find(None, digests[row]), digests[row], number, at)
+            if place.frame is not None:  # a frame of a different tensor, which columns cannot describe
+                place, is_new = PlacedCell(digests[row], True, number, at), True
             places.append((place.new, place.blob, place.offset))
             if is_new:
                 lo, hi = spans[row]

@@ -178,3 +178,12 @@ def test_a_small_tensor_is_split_like_the_parents(tmp_path: Path) -> None:
     store.save({"w": halves}, step=0)
     assert store.save({"w": value}, step=1).commit.committed.bytes_written == 0
     assert torch.equal(store.read("latest")["w"], value)
+
+
+def test_a_small_tensor_that_equals_a_coded_cell_is_stored_itself(tmp_path: Path) -> None:
+    store, value = small_folder(tmp_path / "store"), torch.arange(CELL // 4, dtype=torch.float32)
+    coded = store.save({"w": value}, step=0, compress="always").commit.committed
+    assert coded.bytes_coded
+    saved = {"other": value.clone(), "w": value}
+    store.save(saved, step=1, compress="off")
+    assert same_state(store.read("latest"), saved)
