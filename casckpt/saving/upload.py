@@ -6,10 +6,11 @@ There are two phases. Each uses all cores:
   For a frozen tensor, it hashes a sample. It skips small tensors, and cells that the last save stored as deltas. The
   second phase packs the skipped cells, and stores only those with unknown digests.
 - **pack**: workers take unknown cells from a queue, copy each into an aligned buffer, and hash it there, so that the
-  hashed bytes are the stored bytes. Then they put the full buffer as a blob. If a cell was encoded, the next cell
-  overwrites it in the buffer, because frames go into separate blobs. Each branch of the state has its own queue, and
-  therefore its own blobs. Cells that move out of worn blobs also have their own queue. At any time, one worker per
-  core fills buffers, while the other workers wait for the disk.
+  hashed bytes are the stored bytes. Small tensors are copied, hashed and compared in lots of 1 MiB. Then the workers
+  put the full buffer as a blob. If a cell was encoded, the next cell overwrites it in the buffer, because frames go
+  into separate blobs. Each branch of the state has its own queue, and therefore its own blobs. Cells that move out of
+  worn blobs also have their own queue. At any time, one worker per core fills buffers, while the other workers wait
+  for the disk.
 
 The workers' buffers limit memory use, whatever the size of the state. The next save reuses them.
 """
