@@ -2288,6 +2288,20 @@ PLANTED = (
         "tests/loading/test_load_plan.py",
     ),
     Planted(
+        "a mapped blob that changed is not verified again",
+        "MappedTensors._map",
+        'name = f"{key} {blob.version}"',
+        "name = key",
+        "tests/loading/test_mapped.py",
+    ),
+    Planted(
+        "a wrong cell is mapped",
+        "_is_right",
+        "            return False\n",
+        "            break\n",
+        "tests/loading/test_mapped.py",
+    ),
+    Planted(
         "torchtitan renames keys of its own run",
         "CasCheckpointManager._load_newest",
         "rename=None if own else self.config.rename",

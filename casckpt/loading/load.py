@@ -203,7 +203,7 @@ def _plan_to_read(
     plan = LoadPlan(contents, options)
     wanted = _wanted(contents.tree, patterns)
     contents.ready(wanted)
-    for key in wanted:
+    for key in sorted(wanted) if options.mapped else wanted:  # neighbors in a blob usually have neighboring keys
         plan.new(key, device)
     if patterns is not None:
         check_used(patterns, list(_names(contents.tree, ())), contents.where)

@@ -25,6 +25,7 @@ from casckpt.format.regions import whole
 from casckpt.format.sections.index import Entry, StoredObject
 from casckpt.format.tree import Node, Wrapper, find, join, kind_of, leaves
 from casckpt.loading.entry_reader import EntryReader, RegionRequest
+from casckpt.loading.mapped import MappedTensors
 from casckpt.loading.options import LoadOptions
 from casckpt.loading.tied_tensors import Content, TiedTensors
 from casckpt.loading.update import update
@@ -121,6 +122,7 @@ class LoadPlan:
         self._casts: dict[str, LocalTensor] = {}
         self._entries: dict[str, Entries] = {}
         self._tied = TiedTensors(contents.manifest)
+        self._mapped = MappedTensors(contents) if options.mapped else None
         self.named: set[str] = set()
         self.frames: Frames = {}
         held = options.held
@@ -242,6 +244,9 @@ class LoadPlan:
 
     def new_tensor(self, entry: Entry, device: torch.device) -> torch.Tensor:
         """Create a tensor for a whole entry. `run` fills it. Raises Damaged if the extents have holes."""
+        mapped = None if self._mapped is None else self._mapped.new(entry)
+        if mapped is not None:
+            return mapped
         table = None if self.contents.is_single_cell(entry) else self.contents.extents(entry)
         data = new_empty(entry, device)
         if entry.numel:
@@ -297,6 +302,8 @@ class LoadPlan:
     def run(self, repo: Repository) -> dict[str, Any]:
         """Read everything. Return the new leaves, by template key."""
         reader, options = self.reader(repo), self.options
+        if self._mapped is not None:
+            self._wants += self._mapped.fill(reader)
         together, alone = self._tied.in_turns(self.wants())
         if options.updates:
             self.frames = update(reader, together, options.held, options.rank, check=options.check)

@@ -87,6 +87,7 @@ class LoadOptions:
     check: bool = False
     verify: bool = True
     allow_pickle: bool = False
+    mapped: bool = False
     process_group: ProcessGroup | None = None
     no_dist: bool = False
     threads: int | None = None

@@ -6,7 +6,7 @@ import os
 import re
 import time
 import uuid
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Hashable, Iterable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -52,8 +52,9 @@ class Repository:
     the settings before the first save. ``trusted``: public keys; only checkpoints signed with one of them are loaded
     (None: all). ``found_signed``: ids whose signatures have been verified. ``signer``: the private key that signs each
     save. ``listeners``: called after each commit of this process. ``seen_blobs``: blobs that this process has seen in
-    the store. ``last_commit``: the key of this process's last commit. ``runs``: announcements by run hash.
-    Thread-safe, picklable, and usable in forked children.
+    the store. ``verified_extents``: the extents that `casckpt.loading.mapped` has verified. ``last_commit``: the key of
+    this process's last commit. ``runs``: announcements by run hash. Thread-safe, picklable, and usable in forked
+    children.
     """
 
     storage: ObjectStore
@@ -70,6 +71,7 @@ class Repository:
     manifests: ManifestCache = field(default_factory=ManifestCache, init=False, repr=False, compare=False)
     records: RecordCache = field(default_factory=RecordCache, init=False, repr=False, compare=False)
     seen_blobs: set[tuple[TxId, BlobHash]] = field(default_factory=set, init=False, repr=False, compare=False)
+    verified_extents: set[Hashable] = field(default_factory=set, init=False, repr=False, compare=False)
     last_commit: str | None = field(default=None, init=False, repr=False, compare=False)
     runs: RunCaches = field(default_factory=RunCaches, init=False, repr=False, compare=False)
     _marker: Marker | None = field(default=None, init=False, repr=False, compare=False)
@@ -79,7 +81,7 @@ class Repository:
     _catalogue: Catalogue | None = field(default=None, init=False, repr=False, compare=False)
 
     def __getstate__(self) -> dict[str, Any]:
-        empty: dict[str, Any] = {"seen_blobs": set(), "found_signed": set(), "listeners": []}
+        empty: dict[str, Any] = {"seen_blobs": set(), "verified_extents": set(), "found_signed": set(), "listeners": []}
         caches = ("manifests", "records", "runs", "_catalogue", "_blob_cache")
         return self.__dict__ | empty | dict.fromkeys(caches)
 

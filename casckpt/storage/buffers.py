@@ -21,7 +21,7 @@ def address(view: memoryview) -> int:
     """Return the address of a contiguous ``view``, or 0 if it is empty."""
     import numpy as np
 
-    return int(np.frombuffer(view, np.uint8).ctypes.data) if view.nbytes else 0
+    return int(np.frombuffer(view, np.uint8).__array_interface__["data"][0]) if view.nbytes else 0
 
 
 def plain_bytes(data: memoryview | bytes | bytearray) -> memoryview:

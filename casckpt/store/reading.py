@@ -140,6 +140,8 @@ def read(
     from casckpt.loading.load import read
 
     on = usable_device(device)
+    if given.mapped and on.type != "cpu":
+        raise InvalidInput(f"device={str(on)!r} cannot hold mapped tensors: omit mapped=True, or omit the device")
     return read(repo, resolve_to_load(repo, ref), keys=keys, device=on, options=given.checked())
 
 

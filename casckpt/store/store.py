@@ -241,14 +241,19 @@ class Store:
         *,
         keys: Sequence[str] | None = None,
         device: str | torch.device = "cpu",
+        mapped: bool = False,
         **options: Unpack[ReadArguments],
     ) -> Any:
         """Return the state in its saved nested form, in new tensors on ``device``. ``keys``: patterns on flat keys.
 
-        ``verify``, ``allow_pickle``, ``threads``, ``progress``: as for `load`.
+        ``mapped``: map the files of a store in a folder into memory, so that the processes of a host share one copy in
+        the page cache. Changes to these tensors do not reach the store. This open store verifies each byte when it
+        first maps it. Tensors below 64 KiB and encoded cells are read into memory, and so are all bytes of other
+        storages. If another program truncates a mapped file, the kernel ends the process. ``verify``,
+        ``allow_pickle``, ``threads``, ``progress``: as for `load`.
         """
         check_keywords("Store.read", options, ReadArguments)
-        return reading.read(self.repository, ref, keys, device, LoadOptions(**options))
+        return reading.read(self.repository, ref, keys, device, LoadOptions(mapped=mapped, **options))
 
     def pre_download(
         self,

@@ -294,3 +294,14 @@ def test_a_class_without_tensor_flatten_is_stored_with_a_registered_one(store: S
         del KINDS["tests:Float8"]
     assert torch.equal(other.codes, torch.arange(8, dtype=torch.uint8))
     assert other.scale.item() == 0.5
+
+
+@follows("store/reading.py:read", "omit mapped=True, or omit the device")
+def test_a_mapped_read_is_for_the_cpu(tmp_path: Path, messages: Messages) -> None:
+    store = casckpt.open(tmp_path / "mapped")
+    store.save({"w": torch.ones(3)}, step=1)
+    with messages.error(InvalidInput) as advice:
+        store.read("latest", mapped=True, device="meta")
+    advice.says("omit mapped=True, or omit the device")
+    assert store.read("latest", device="meta")["w"].is_meta
+    assert torch.equal(store.read("latest", mapped=True)["w"], torch.ones(3))

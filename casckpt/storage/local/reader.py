@@ -22,7 +22,7 @@ from pathlib import Path
 from typing_extensions import override
 
 from casckpt.storage.base import BLOCK, IoCounts, Reader, ShortObject
-from casckpt.storage.buffers import AlignedBuffer
+from casckpt.storage.buffers import AlignedBuffer, address
 from casckpt.storage.failures import reporting
 from casckpt.storage.local.syscalls import Lacking, cached_pages
 
@@ -34,6 +34,7 @@ _FIRST = 64 << 10  # bytes; after a smaller first read, the kernel uses pieces s
 _DIRECT = getattr(os, "O_DIRECT", 0)
 _MOST = 0.75  # reads use the cache if at least this fraction of the file is cached
 _LIBC = ctypes.CDLL(None, use_errno=True)
+_MAP_FIXED = 16  # of Linux and macOS, which the mmap module does not define
 _thread = threading.local()
 
 
@@ -68,6 +69,23 @@ class LocalReader(Reader, AbstractContextManager["LocalReader"]):
         if self._cached is None:
             self._cached = is_cached(self._fd, 0, self._size)
         return self._cached
+
+    @property
+    def version(self) -> str:
+        """A string that changes whenever the file is replaced or changed, as in a listing."""
+        status = os.fstat(self._fd)
+        return f"{status.st_ino} {status.st_ctime_ns}"
+
+    def map_over(self, memory: memoryview, offset: int) -> None:
+        """Map the bytes from ``offset`` over ``memory``. Writes to this memory do not change the file.
+
+        Both begin at a page boundary, and all of the last page must belong to the caller. The map survives `close`.
+        """
+        start, nbytes = ctypes.c_void_p(address(memory)), ctypes.c_size_t(memory.nbytes)
+        access, kind = mmap.PROT_READ | mmap.PROT_WRITE, mmap.MAP_PRIVATE | _MAP_FIXED
+        with reporting("map", self._path):
+            if _LIBC.mmap(start, nbytes, access, kind, self._fd, ctypes.c_int64(offset)) == -1:
+                raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))
 
     @override
     def read_into(self, offset: int, buffers: Sequence[memoryview]) -> None:

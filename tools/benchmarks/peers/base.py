@@ -15,6 +15,7 @@ if TYPE_CHECKING:
 Setting: TypeAlias = dict[str, Any]
 Best: TypeAlias = Mapping[str, Sequence[Setting]]
 SAVE, LOAD, PART, ASYNC, RANKS, RESTART = "save", "load", "part", "async", "ranks", "restart"
+MAPPED = "mapped"
 DCP_SAVE, DCP_LOAD, DCP_PART = "save through DCP", "load through DCP", "part through DCP"
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import ClassVar
 
-from benchmarks.peers.base import PART, Best
+from benchmarks.peers.base import MAPPED, PART, Best
 from benchmarks.peers.ours import Casckpt
 
 NAME = "before"
@@ -15,4 +15,4 @@ class Before(Casckpt):
 
     name = NAME
     environment = NAME
-    best: ClassVar[Best] = {**Casckpt.best, PART: ({}, {"verify": False})}
+    best: ClassVar[Best] = {**Casckpt.best, MAPPED: (), PART: ({}, {"verify": False})}

@@ -12,6 +12,7 @@ from benchmarks.peers.base import (
     DCP_PART,
     DCP_SAVE,
     LOAD,
+    MAPPED,
     PART,
     RANKS,
     RESTART,
@@ -32,6 +33,7 @@ if TYPE_CHECKING:
 class Casckpt(Peer):
     """casckpt. ``verify``: verify digests in loads. ``kept``: load from a store that is already open.
 
+    ``mapped``: read mapped tensors from a store that is already open, and copy them.
     ``frozen``: declare everything except the adapters as unchanged. ``cell_bytes``: the cell size of a new store.
     ``page_cache``: as in `casckpt.open`. ``through_dcp``: use `torch.distributed.checkpoint` with casckpt's storage
     writer and reader.
@@ -42,6 +44,7 @@ class Casckpt(Peer):
     best: ClassVar[Best] = {
         SAVE: ({},),
         LOAD: ({}, {"verify": False}),
+        MAPPED: ({"mapped": True},),
         PART: ({}, {"kept": True}, {"verify": False}),
         ASYNC: ({},),
         RANKS: ({}, {"verify": False}),
@@ -60,7 +63,7 @@ class Casckpt(Peer):
     @classmethod
     def verifies(cls, setting: Mapping[str, Any]) -> bool:
         """See `Peer.verifies`."""
-        return bool(setting.get("verify", True))
+        return bool(setting.get("verify", not setting.get("mapped")))
 
     @classmethod
     def absent(cls) -> str | None:
@@ -90,7 +93,12 @@ class Casckpt(Peer):
         return self._store(folder).save_async({"model": state}, **self._options(folder)).result
 
     def load(self, state: State, folder: Path) -> Mapping[str, float]:
-        """Load as a job that starts does: the store is reopened."""
+        """Load as a job that starts does: the store is reopened. Mapped tensors are copied, as for other peers."""
+        if self.setting.get("mapped"):
+            found = self._store(folder).read("latest", mapped=True)["model"]
+            for name, tensor in state.items():
+                tensor.copy_(found[name])
+            return {}
         return self._load({"model": state}, folder)
 
     def load_part(self, parts: Mapping[str, Part], folder: Path) -> Mapping[str, float]:

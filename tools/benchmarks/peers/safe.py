@@ -7,7 +7,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import TYPE_CHECKING, ClassVar
 
-from benchmarks.peers.base import LOAD, PART, RESTART, SAVE, Best, Part, Peer, missing
+from benchmarks.peers.base import LOAD, MAPPED, PART, RESTART, SAVE, Best, Part, Peer, missing
 
 if TYPE_CHECKING:
     import torch
@@ -36,6 +36,7 @@ class Safetensors(Peer):
             {"way": "prefetch", "threads": 8, "gpu": True},
             {"way": "prefetch", "threads": 16, "gpu": True},
         ),
+        MAPPED: ({"way": "file"},),
         PART: ({"way": "open", "threads": 1}, {"way": "open", "threads": 2}),
     }
 

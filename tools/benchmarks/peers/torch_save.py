@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, ClassVar
 
-from benchmarks.peers.base import LOAD, PART, SAVE, Best, Part, Peer
+from benchmarks.peers.base import LOAD, MAPPED, PART, SAVE, Best, Part, Peer
 
 if TYPE_CHECKING:
     from benchmarks.peers.base import State
@@ -18,7 +18,12 @@ class TorchSave(Peer):
     """One file. ``mmap``: load by mapping it."""
 
     name = "torch.save"
-    best: ClassVar[Best] = {SAVE: ({},), LOAD: ({}, {"mmap": True}), PART: ({"mmap": True},)}
+    best: ClassVar[Best] = {
+        SAVE: ({},),
+        LOAD: ({}, {"mmap": True}),
+        MAPPED: ({"mmap": True},),
+        PART: ({"mmap": True},),
+    }
 
     def save(self, state: State, folder: Path) -> None:
         """See `Peer.save`."""

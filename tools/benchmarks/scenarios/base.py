@@ -12,7 +12,7 @@ from typing import Any
 from benchmarks.environments import Absent
 from benchmarks.harness import Case, Tell, run_rounds
 from benchmarks.measure import Measured
-from benchmarks.peers.base import DCP_LOAD, DCP_PART, LOAD, PART, RESTART, Peer, Setting
+from benchmarks.peers.base import DCP_LOAD, DCP_PART, LOAD, MAPPED, PART, RESTART, Peer, Setting
 from benchmarks.peers.before import Before
 from benchmarks.peers.ours import Casckpt
 from benchmarks.results import OURS, Check, Row, ScenarioResult, ratios
@@ -23,7 +23,7 @@ BLOB = 32 << 20
 WAY = "copy"
 WRITERS = (2, 4)
 READERS = (2, 4)
-_LOADS = (LOAD, PART, RESTART, DCP_LOAD, DCP_PART)
+_LOADS = (LOAD, MAPPED, PART, RESTART, DCP_LOAD, DCP_PART)
 
 
 @dataclass

@@ -7,7 +7,7 @@ from typing import Any
 
 from benchmarks.harness import Case
 from benchmarks.measure import Measured
-from benchmarks.peers.base import DCP_LOAD, DCP_PART, LOAD, PART, Peer, Setting
+from benchmarks.peers.base import DCP_LOAD, DCP_PART, LOAD, MAPPED, PART, Peer, Setting
 from benchmarks.results import OURS, Check, Row, ScenarioResult, best, median_of, over
 from benchmarks.scenarios.base import READERS, Bench, Options
 from benchmarks.scenarios.saving import HASHES, raw_hashes, reached, time_of
@@ -17,10 +17,10 @@ _STATE = "state"
 _USUAL = 3 << 29  # 1.5 GiB
 _EIGHTH = 3
 _CELL = 1 << 20
-WARM, COLD = "warm", "cold"
+WARM, COLD, USED = "warm", "cold", "second use"
 _RAW, _BOTH = "raw read", "read and BLAKE3"
 _PARTS = (PART, DCP_PART)
-_TASKS = dict.fromkeys((LOAD, DCP_LOAD), "storing:load") | dict.fromkeys(_PARTS, "storing:load_part")
+_TASKS = dict.fromkeys((LOAD, MAPPED, DCP_LOAD), "storing:load") | dict.fromkeys(_PARTS, "storing:load_part")
 
 
 def load(options: Options) -> ScenarioResult:
@@ -30,7 +30,14 @@ def load(options: Options) -> ScenarioResult:
         hashes = [raw_hashes(bench, size, group) for group in (WARM, COLD)]
         ways = [case for group in (WARM, COLD) for case in bench.ways(_STATE, size, group, to_gpu=True)]
         rows = _bounded(bench.run([*loads(bench, LOAD, size), *raw_reads(bench, size), *hashes, *ways]))
-        return bench.result("load", "Full load, one process", _load_checks(rows), bytes=size)
+        mapped = loads(bench, MAPPED, size, groups=(USED,)) if options.device == "cpu" else []
+        checks = [*_load_checks(rows), _mapped_check(bench.run(mapped))]
+        return bench.result("load", "Full load, one process", checks, bytes=size)
+
+
+def _mapped_check(rows: list[Row]) -> Check:
+    peer, ours = (time_of(rows, who, group=USED) for who in ("safetensors", OURS))
+    return Check("mapped, second use: safetensors / casckpt", 0.95, True, over(peer, ours))
 
 
 def _load_checks(rows: list[Row]) -> list[Check]:
@@ -97,7 +104,7 @@ def our_time(rows: list[Row], group: str, *, verify: bool) -> float | None:
 def loads(
     bench: Bench, work: str, size: int, *, state: str = _STATE, groups: tuple[str, ...] = (WARM, COLD)
 ) -> list[Case]:
-    """Measure warm and cold loads of a checkpoint that each peer has saved beforehand."""
+    """Measure warm, cold and second loads of a checkpoint that each peer has saved beforehand."""
     saved: dict[str, str] = {}
 
     def key(peer: type[Peer], setting: Setting) -> str:

@@ -50,8 +50,7 @@ def _write_file(path: Path, buffer: memoryview, size: int) -> None:
     fd = _open(path, os.O_CREAT | os.O_WRONLY)
     try:
         os.posix_fallocate(fd, 0, padded)
-        for start, length in files.pieces(padded, _PIECE):
-            os.pwrite(fd, buffer[start : start + length], start)
+        os.pwrite(fd, buffer[:padded], 0)
         os.ftruncate(fd, size)
         os.fsync(fd)
     finally:
