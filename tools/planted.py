@@ -812,6 +812,41 @@ PLANTED = (
         "tests/loading/test_planned_reads.py",
     ),
     Planted(
+        "an unchanged small tensor in a blob that must not be reused is reused",
+        "Upload._write_small",
+        "np.flatnonzero(~(is_same & self.known.usable_cells(known)))",
+        "np.flatnonzero(~is_same)",
+        "tests/saving/test_reuse.py tests/saving/test_local_entries.py",
+    ),
+    Planted(
+        "a new small tensor stays behind the known ones that preceded it in the buffer",
+        "Upload._write_small",
+        "                buffer[at : at + hi - lo] = buffer[lo:hi]",
+        "                buffer[lo:hi] = buffer[lo:hi]",
+        "tests/saving/test_local_entries.py",
+    ),
+    Planted(
+        "a small tensor that equals a coded cell is described like a raw one",
+        "Upload._write_small",
+        "if place.frame is not None:",
+        "if place.frame is not None and place.new:",
+        "tests/saving/test_local_entries.py",
+    ),
+    Planted(
+        "a save does not keep the memory of small tensors",
+        "_small_cells",
+        "(number, data.data) for number in order",
+        "(number, data) for number in order",
+        "tests/saving/test_local_entries.py",
+    ),
+    Planted(
+        "a tensor that the parent divides differently counts as a single new cell",
+        "_small_cells",
+        "source.dtype, source.shape) is None",
+        "source.dtype, source.shape) is None or True",
+        "tests/saving/test_local_entries.py",
+    ),
+    Planted(
         "separate cells are copied from a GPU in one copy",
         "Copier.copy",
         "if other.memory is not cell.memory or other.start != stop or",
@@ -1406,7 +1441,7 @@ PLANTED = (
     ),
     Planted(
         "the blobs of a checkpoint leave out pure bases",
-        "share_of.of_known",
+        "_stored.of_known",
         "        return number(cell.blob, False), cell.offset\n",
         "        return numbers.get(known.blobs[cell.blob], 0), cell.offset\n",
         "tests/saving/test_encoder.py",
@@ -2507,8 +2542,8 @@ PLANTED = (
     Planted(
         "earlier versions load a tensor of a wrapper alone",
         "entry_columns",
-        'f"{_INNER}{dtype}" if name[1] in inner',
-        'f"{_INNER}{dtype}" if not names and name[1] in inner',
+        'f"{_INNER}{form[0]}" if name[1] in inner',
+        'f"{_INNER}{form[0]}" if not names and name[1] in inner',
         "tests/loading/test_wrapped.py",
     ),
     Planted(

@@ -19,7 +19,8 @@ from casckpt.format.sections.index import Entry
 from casckpt.format.sections.tables import WholeCells
 from casckpt.plan.reads import Batch, Unit, affordable_gap, plan_batches, steps
 from casckpt.storage.base import BLOCK, Traits
-from casckpt.tensors.memory import Destination, copy_bytes, copy_to_addresses
+from casckpt.storage.buffers import address
+from casckpt.tensors.memory import Destination, copy_addresses, copy_bytes
 
 _FRAME_BYTES = 8 << 20  # the size of the frames of a lot; each thread holds them in memory
 _FEW = 8  # if at most 1/8 of the bytes must be copied, reads are as large as if everything were read in place
@@ -234,7 +235,7 @@ class SmallCells:
 
     def deliver(self, data: memoryview) -> None:
         """Copy the cells from ``data`` to their destinations."""
-        copy_to_addresses(self._address, data, self._start - self._start[0], self._cells.nbytes)
+        copy_addresses(self._address, self._start - self._start[0] + address(data), self._cells.nbytes)
 
 
 Item: TypeAlias = PlannedRead | SmallCells
