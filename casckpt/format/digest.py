@@ -20,7 +20,13 @@ def cell_digest(data: Buffer) -> CellDigest:
 
 def cell_digests(data: memoryview, spans: Iterable[tuple[int, int]]) -> bytes:
     """Compute the digests of several cells, one after the other. ``spans``: the range of each cell in ``data``."""
-    return b"".join([blake3(data[lo:hi]).digest() for lo, hi in spans])
+    hasher, digests = blake3(), []
+    reset, update, digest = hasher.reset, hasher.update, hasher.digest  # reused, which is faster for small cells
+    for lo, hi in spans:
+        reset()
+        update(data[lo:hi])
+        digests.append(digest())
+    return b"".join(digests)
 
 
 def proof_name(proof: Buffer) -> BlobHash:

@@ -66,11 +66,11 @@ from casckpt.format.sections.pieces import PieceReader, Pieces, cut
 from casckpt.format.sections.tables import (
     CELL_BYTES,
     ROW_BYTES,
+    Extents,
     WholeCells,
     decode_cells,
     decode_table,
     decode_whole_cells,
-    encode_cells,
     encode_rows,
 )
 from casckpt.format.tree import Wrapper, outer_keys, wrappers_in
@@ -510,13 +510,13 @@ class Encoded(NamedTuple):
 
 def encode(draft: Draft) -> Encoded:
     """Encode a manifest. Raises InvalidInput or Refused for contents that readers would not accept."""
-    tables = [table for _, table in draft.streams.values()]
-    cells, cell_bytes = cut([encode_cells(table) for table in tables])
-    rows, row_bytes = cut([encode_rows(table) for table in tables])
+    streams = Extents.of(draft.streams)
+    every_cells, every_rows = streams.encoded()
+    (cells, cell_bytes), (rows, row_bytes) = cut(every_cells), cut(every_rows)
     data, data_bytes = cut([*(stored.data for stored in draft.objects), *(item.data for item in draft.attachments)])
     body = ManifestBody(
         **{name: getattr(draft, name) for name in Description.__struct_fields__},
-        entry_columns=entry_columns(draft.streams, draft.unhashed, outer_keys(wrappers_in(draft.tree))),
+        entry_columns=entry_columns(streams.names, streams.forms, draft.unhashed, outer_keys(wrappers_in(draft.tree))),
         object_columns=ObjectColumns(
             keys=[stored.key for stored in draft.objects],
             rank=pack_ranks(stored.rank for stored in draft.objects),

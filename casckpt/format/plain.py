@@ -160,6 +160,9 @@ class _Encoder:
         codec, children = self._enter(value)
         packed = []
         for index, child in enumerate(children):
+            if type(child) is str and child.isascii():  # a fast path for most keys
+                packed.append(child)
+                continue
             self.indices[-1] = index
             packed.append(self.pack(child))
         self._leave(codec, value)

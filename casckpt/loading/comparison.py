@@ -8,7 +8,7 @@ the state.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -24,6 +24,7 @@ from casckpt.contents.contents import Contents
 from casckpt.format.digest import Hasher, cell_digest
 from casckpt.format.extents import DIGEST_BYTES
 from casckpt.format.manifest import Manifest
+from casckpt.format.records import changed
 from casckpt.format.regions import Region
 from casckpt.format.sections.index import Entry
 from casckpt.history.commits import Commit
@@ -118,10 +119,11 @@ def _compare(
         elif (source.dtype, source.shape) != (entry.dtype, entry.shape):
             unlike.append(Differs(key, rank, "dtype" if source.shape == entry.shape else "shape"))
         else:
-            sources.append(replace(source, rank=entry.rank))
+            sources.append(changed(source, rank=entry.rank))
     wait_for_gpus(piece.data for source in sources for piece in source.pieces)
     known = ReusableCells(ManifestCells(manifest), [], lambda ref: False)
-    cells = [cell for group in plan_work(sources, manifest.body.cell_bytes, known) for cell in group]
+    work = plan_work(sources, manifest.body.cell_bytes, known)
+    cells = [cell for group in work for cell in group if isinstance(cell, Cell)]
     unequal = _unequal(repo, contents, sources, _doubtful(cells, progress), progress)
     by_source = grouped(unequal, lambda place: place.source)
     differs = [_differs(sources[number].key, rank, places) for number, places in by_source.items()]

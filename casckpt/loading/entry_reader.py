@@ -13,7 +13,7 @@ from collections.abc import Hashable, Iterable, Iterator, Sequence, Set
 from contextlib import closing, contextmanager, nullcontext, suppress
 from dataclasses import dataclass, replace
 from functools import cache, partial
-from itertools import groupby
+from itertools import groupby, pairwise
 from threading import BoundedSemaphore
 
 import numpy as np
@@ -195,8 +195,10 @@ class EntryReader:
         if not tasks or threads == 1:
             return each, threads
         first = tasks[0].batch.blob
-        if slots.is_in_memory(first):
-            return each, min(threads, usable_cores(self.ranks_here))  # reads never wait for a disk
+        if slots.is_in_memory(first):  # reads never wait for a disk
+            if tasks[0].lot is tasks[-1].lot:
+                each.sort(key=lambda lot: -lot[0].batch.nbytes)  # so that all threads finish at about the same time
+            return each, min(threads, usable_cores(self.ranks_here))
         if not slots.is_shared(first):
             return each, threads + _AHEAD
         # if a single thread reads a file in order, the kernel reads ahead and fills its cache in large pieces
@@ -229,17 +231,19 @@ class EntryReader:
     def _reads(self, wants: Sequence[RegionRequest], done: Set[FilledRange] = frozenset()) -> Reads:
         """Plan all reads."""
         small, others = self._small_cells(wants) if not done else (None, wants)
-        items = list(self._items(others, done))
+        items = self._items(others, done, long=not done)
+        if _overlap(items):  # otherwise, a chain of reads that overlap would become one large read
+            items = self._items(others, done, long=False)
         scratch = _BATCH_BYTES if any(want.sink.on_gpu for want in others) else _SCRATCH_BYTES
         return plan_lots(items, small, self.repo.storage.traits, most=_BATCH_BYTES, scratch=scratch)
 
     def _small_cells(self, wants: Sequence[RegionRequest]) -> tuple[SmallCells | None, Sequence[RegionRequest]]:
         """Return the requests for small tensors that are read together, if there are many, and all other requests."""
-        if len(wants) < _MANY:
+        nbytes = np.array([want.sink.nbytes for want in wants])
+        if np.count_nonzero(nbytes <= _SMALL_BYTES) < _MANY:
             return None, wants
         cells = self.manifest.whole_cells(np.array([want.entry for want in wants]))
         addresses = np.array([want.sink.address for want in wants], np.int64)
-        nbytes = np.array([want.sink.nbytes for want in wants])
         is_small = cells.is_whole & (cells.nbytes == nbytes) & (nbytes <= _SMALL_BYTES) & (addresses != 0)
         rows, others = np.flatnonzero(is_small), np.flatnonzero(~is_small)
         if len(rows) < _MANY:
@@ -249,15 +253,15 @@ class EntryReader:
         small = SmallCells(targets, np.arange(len(wants)), cells, addresses).take(rows).in_order()
         return small, [wants[row] for row in others.tolist()]
 
-    def _items(self, wants: Sequence[RegionRequest], done: Set[FilledRange]) -> Iterable[PlannedRead]:
-        """Return one read for each distinct byte range that is not ``done``."""
+    def _items(self, wants: Sequence[RegionRequest], done: Set[FilledRange], *, long: bool) -> list[PlannedRead]:
+        """Return one read for each distinct byte range that is not ``done``. ``long``: see `plan_units`."""
         items: dict[Hashable, PlannedRead] = {}
         entries = self.manifest.entries
         for want in wants:
             entry, sink = entries[want.entry], want.sink
             table = self.manifest.extents(entry) if want.table is None else want.table
             region = normalise(sink.region, entry.shape)
-            for unit in plan_units(table, region, verify=self.verify):
+            for unit in plan_units(table, region, verify=self.verify, long=long and sink.address != 0):
                 if done and part(sink, unit) in done:
                     continue
                 taker, name = Consumer(sink, unit, place(sink, region, unit)), place_of(unit)
@@ -267,4 +271,10 @@ class EntryReader:
         for item in items.values():
             if len(item.takers) > 1:
                 item.takers.sort(key=lambda taker: taker.place is None)
-        return items.values()
+        return list(items.values())
+
+
+def _overlap(items: Iterable[PlannedRead]) -> bool:
+    """Return whether any two reads overlap."""
+    ranges = sorted(item.row[:3] for item in items)
+    return any(blob == other and at + nbytes > start for (blob, at, nbytes), (other, start, _) in pairwise(ranges))

@@ -17,17 +17,15 @@ from casckpt.format.names import CellDigest
 from casckpt.format.regions import Box, Region, full_box
 from casckpt.format.sections.index import Entry
 from casckpt.format.sections.tables import WholeCells
-from casckpt.plan.reads import Batch, Unit, affordable_gap, plan_batches
+from casckpt.plan.reads import Batch, Unit, affordable_gap, plan_batches, steps
 from casckpt.storage.base import BLOCK, Traits
-from casckpt.tensors.memory import Destination, copy_bytes, copy_to_addresses
+from casckpt.storage.buffers import address
+from casckpt.tensors.memory import Destination, copy_addresses, copy_bytes
 
 _FRAME_BYTES = 8 << 20  # the size of the frames of a lot; each thread holds them in memory
 _FEW = 8  # if at most 1/8 of the bytes must be copied, reads are as large as if everything were read in place
 # unneeded bytes that network reads may include: 4 MiB or 1/25, whichever is more
-_SPARE_BYTES, _SPARE_SHARE = (
-    4 << 20,
-    25,
-)
+_SPARE_BYTES, _SPARE_SHARE = 4 << 20, 25
 
 _BLOB_SPAN = 1 << 34
 """A cell starts at this multiple of its blob's number, plus its offset. Blobs are shorter."""
@@ -123,14 +121,19 @@ class PlannedRead(NamedTuple):
         return self.unit.nbytes
 
     @property
+    def step(self) -> int:
+        """The size of a cell or, without verification, of a piece of a few cells, in bytes. The last may be shorter."""
+        return self.nbytes if isinstance(self.unit, StoredCell) else self.unit.step
+
+    @property
     def cells(self) -> int:
-        """The number of cells."""
-        return 1
+        """The number of these cells or pieces."""
+        return -(-self.nbytes // self.step)
 
     @property
     def filled(self) -> Iterator[FilledRange]:
-        """The ranges that it fills."""
-        return (part(taker.sink, taker.unit) for taker in self.takers)
+        """The ranges that it fills, one for each of these cells or pieces."""
+        return (part(taker.sink, one) for taker in self.takers for one in steps(taker.unit))
 
 
 class SmallCells:
@@ -232,7 +235,7 @@ class SmallCells:
 
     def deliver(self, data: memoryview) -> None:
         """Copy the cells from ``data`` to their destinations."""
-        copy_to_addresses(self._address, data, self._start - self._start[0], self._cells.nbytes)
+        copy_addresses(self._address, self._start - self._start[0] + address(data), self._cells.nbytes)
 
 
 Item: TypeAlias = PlannedRead | SmallCells

@@ -18,18 +18,20 @@ import numpy as np
 from casckpt.base.progress import Progress
 from casckpt.errors import InvalidInput, NotFound, StorageError
 from casckpt.format.digest import cell_digest
-from casckpt.format.extents import StoredCell
+from casckpt.format.extents import DIGEST_BYTES, StoredCell
 from casckpt.format.manifest import Manifest
 from casckpt.loading.blob_readers import BlobReader, BlobReaders, Lost
 from casckpt.loading.frames import Lot, decode_again
 from casckpt.loading.planned_reads import Item, PlannedRead, Runs, SmallCells
-from casckpt.plan.reads import Batch, Unit
+from casckpt.plan.reads import Batch, Unit, steps
 from casckpt.repository.fetching import explain, holds_cell
 from casckpt.repository.repository import Repository
 from casckpt.storage.base import Reader, ShortObject
 from casckpt.storage.buffers import AlignedBuffer, BufferPool
 from casckpt.storage.local.reader import LocalReader
 from casckpt.tensors.memory import copy_bytes
+
+_VERIFIED_BYTES = 1 << 20  # read in place before they are verified, so that they are still in a core's cache
 
 
 class Task(NamedTuple):
@@ -48,7 +50,8 @@ class Task(NamedTuple):
 class _Target(NamedTuple):
     """A buffer of a read. ``items``: the contents of the buffer, with their offsets.
 
-    ``direct``: whether the buffer is the memory of its first consumer.
+    ``direct``: whether the buffer is the memory of the first consumer of a single item, or the part of that memory
+    that begins at the offset.
     """
 
     view: memoryview
@@ -153,8 +156,11 @@ class Transfer:
                 into, in_place = (room[: unit.nbytes], False) if place is None else (place, True)
                 self._decode(item, unit, lot, data, into)
                 data = into
-            elif self.verify and unit.digest is not None and cell_digest(data) != unit.digest:
-                raise _WrongCell(item)
+            elif self.verify and (wrong := _first_wrong(item, data, start if in_place else 0)) is not None:
+                raise _WrongCell(wrong)
+            if target.direct and start + data.nbytes < unit.nbytes:
+                continue  # the other consumers need the whole unit
+            data = item.place or data if target.direct else data
             for taker in item.takers[1 if in_place else 0 :]:
                 if taker.place is None and unit.frame is None and taker.sink.on_gpu:
                     runs.add(taker, start)
@@ -194,6 +200,20 @@ class _WrongCell(Exception):
         self.item = item
 
 
+def _first_wrong(item: PlannedRead, data: memoryview, start: int) -> PlannedRead | None:
+    """Return the read of the first cell in ``data`` that does not match its digest, or None.
+
+    ``start``: the position of ``data`` in the item, in bytes.
+    """
+    unit, step = item.unit, item.step
+    digests = unit.digest if isinstance(unit, StoredCell) else unit.digests
+    for at in range(0, data.nbytes, step):
+        number = (start + at) // step
+        if cell_digest(data[at : at + step]) != digests[number * DIGEST_BYTES : (number + 1) * DIGEST_BYTES]:
+            return item._replace(unit=steps(unit)[number])
+    return None
+
+
 def _at_once(reader: Reader, offset: int, views: Sequence[memoryview]) -> Generator[int, None, None]:
     reader.read_into(offset, views)
     yield len(views)
@@ -218,13 +238,14 @@ def _targets(batch: Batch[Item], scratch: memoryview) -> list[_Target]:
     start, used = begin, 0
     for offset, nbytes, item in batch.items:
         place = item.place
-        if place is None:
+        if place is None or isinstance(item, SmallCells):
             loose.append((offset - start, item))
             continue
         if offset > start:
             targets.append(_Target(scratch[used : used + offset - start], loose))
             loose, used = [], used + offset - start
-        targets.append(_Target(place, [(0, item)], direct=True))
+        step = item.step * max(1, _VERIFIED_BYTES // item.step)
+        targets += [_Target(place[at : at + step], [(at, item)], direct=True) for at in range(0, nbytes, step)]
         start = offset + nbytes
     if end > start:
         targets.append(_Target(scratch[used : used + end - start], loose))

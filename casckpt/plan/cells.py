@@ -16,7 +16,7 @@ from typing import Generic, NamedTuple, Protocol, TypeAlias, TypeVar
 import numpy as np
 
 from casckpt.base.groups import in_batches
-from casckpt.format.blob_writer import LEAF_BYTES, place_behind
+from casckpt.format.blob_writer import place_behind
 from casckpt.format.extents import ExtentTable, StoredCell
 from casckpt.format.regions import Box, Region, Shape, cut, normalise, whole
 from casckpt.format.sections.index import ATTACHMENT
@@ -51,20 +51,15 @@ class Group:
     cuts: Sequence[Cut]
 
 
-def only_cut(region: Region, shape: Shape, cell: int, parent: ExtentTable | None) -> Cut | None:
-    """Return the result of `plan_cells` if it is a single cell that is the whole tensor. Otherwise, return None."""
-    if region is not whole(shape) or not 0 < region.hi <= cell:
-        return None
-    if parent is None or parent.cell != cell:
-        return NewCell(0, region.hi)
-    return parent.only_cell
-
-
 def plan_cells(region: Region, shape: Shape, cell: int, parent: ExtentTable | None) -> list[Group]:
     """Split a shard of a tensor of ``shape``. ``cell``: the elements per cell.
 
     ``parent``: the extents with the same key, dtype and shape in the parent checkpoint.
     """
+    if region is whole(shape) and 0 < region.hi <= cell:  # a fast path for most small tensors
+        only = NewCell(0, region.hi) if parent is None or parent.cell != cell else parent.only_cell
+        if only is not None:
+            return [Group(region.box, 0, region.hi, None, [only])]
     if not region.numel:
         return []
     if parent is not None and parent.cell != cell:
@@ -232,11 +227,12 @@ class Queue(Generic[C]):
         """
         with self._lock:
             first = last = self._next
-            while last < len(self._cells):
-                nbytes = self._cells[last].nbytes
-                begin = (begin if nbytes < LEAF_BYTES else place_behind(begin, nbytes)) + nbytes
-                if begin > end:
-                    break
+            while last < len(self._cells) and (begin := self._place(last, begin, end)) <= end:
                 last += 1
             self._next = last
             return first, self._cells[first:last]
+
+    def _place(self, number: int, begin: int, end: int) -> int:
+        """Return where a cell ends in a blob whose last cell ends at byte ``begin``. It must end by byte ``end``."""
+        nbytes = self._cells[number].nbytes
+        return place_behind(begin, nbytes) + nbytes

@@ -1,7 +1,7 @@
 """Plans the reads of a load: the required ranges of each blob, merged into few requests. Pure, without I/O.
 
 A verified read reads whole cells. An unverified read reads only the wanted bytes, in pieces of a few cells. However,
-if any cell of a tensor is coded, it reads that tensor's whole cells.
+if any cell of a tensor is coded, it reads that tensor's whole cells. A long read joins consecutive cells or pieces.
 """
 
 from __future__ import annotations
@@ -15,19 +15,22 @@ from typing import Generic, NamedTuple, TypeAlias, TypeVar
 
 import numpy as np
 
-from casckpt.format.extents import ExtentTable, StoredCell
+from casckpt.format.extents import DIGEST_BYTES, ExtentTable, StoredCell
+from casckpt.format.names import CellDigest
 from casckpt.format.regions import Box, Region, Shape, holes_and_overlaps, intersect, normalise, strides
 
 T = TypeVar("T")
 _PIECE_BYTES = 2 << 20
+_LONG_BYTES = 8 << 20  # for elements that are read in place, so that there are few units
 _SMALL_GAP = 64 << 10  # bytes; an unverified read merges runs with a smaller gap between them
 
 
 class ReadPiece(NamedTuple):
     """Consecutive elements [lo, hi), in the row-major order of ``box``, stored at ``offset`` in a blob.
 
-    ``nbytes`` = (hi - lo) * itemsize. The bytes do not have a ``digest``, so they cannot be verified. They are never
-    coded.
+    ``nbytes`` = (hi - lo) * itemsize. They are never coded. ``digests``: the digests of the cells that the piece
+    consists of, or empty if it is not verified. ``step``: the size in bytes of each cell or, without digests, of each
+    piece of a read that is not long. The last one may be shorter.
     """
 
     blob: int
@@ -36,6 +39,8 @@ class ReadPiece(NamedTuple):
     box: Box
     lo: int
     hi: int
+    step: int
+    digests: bytes = b""
     digest: None = None
     frame: None = None
 
@@ -46,13 +51,26 @@ class ReadPiece(NamedTuple):
 
 
 Unit: TypeAlias = StoredCell | ReadPiece
-"""A unit of a read: a cell, or, if the read is not verified, a piece of an extent."""
+"""A unit of a read: a cell, several cells, or, if the read is not verified, a piece of an extent."""
 
 
-def plan_units(table: ExtentTable, wanted: Region, *, verify: bool) -> Iterator[Unit]:
+def steps(unit: Unit) -> list[StoredCell]:
+    """Return the cells of a unit or, without verification, its steps. Steps have no digests."""
+    if isinstance(unit, StoredCell):
+        return [unit]
+    found, size = list[StoredCell](), unit.nbytes // (unit.hi - unit.lo)
+    for number, at in enumerate(range(0, unit.nbytes, unit.step)):
+        nbytes, lo = min(unit.step, unit.nbytes - at), unit.lo + at // size
+        digest = CellDigest(unit.digests[number * DIGEST_BYTES : (number + 1) * DIGEST_BYTES])
+        found.append(StoredCell(unit.blob, unit.offset + at, nbytes, unit.box, lo, lo + nbytes // size, digest))
+    return found
+
+
+def plan_units(table: ExtentTable, wanted: Region, *, verify: bool, long: bool = False) -> Iterator[Unit]:
     """Iterate over the units that contain elements of ``wanted``, in any order.
 
-    ``wanted`` is a region of the tensor of ``table.shape``.
+    ``wanted`` is a region of the tensor of ``table.shape``. ``long``: return longer units if the wanted elements are
+    consecutive, and join cells that contain only wanted elements.
     """
     wanted = normalise(wanted, table.shape)
     if wanted.lo == wanted.hi:
@@ -65,7 +83,8 @@ def plan_units(table: ExtentTable, wanted: Region, *, verify: bool) -> Iterator[
     find: Callable[[int, int, int], Iterator[Unit]] = table.cells_in if by_cell else partial(_pieces, table)
     for number, box in enumerate(table.boxes):
         if box is wanted.box or box == wanted.box:
-            yield from find(number, wanted.lo, wanted.hi)
+            in_order = partial(_joined if by_cell else _pieces, table, most=_LONG_BYTES) if long else find
+            yield from in_order(number, wanted.lo, wanted.hi)
         elif box.intersect(wanted.box) is not None:
             worth = table.cell if by_cell else max(1, _SMALL_GAP // table.itemsize)
             for lo, hi in _spans(box, wanted, worth):
@@ -107,15 +126,36 @@ def _united(spans: list[tuple[int, int]], worth: int) -> list[tuple[int, int]]:
     return united
 
 
-def _pieces(table: ExtentTable, box: int, lo: int, hi: int) -> Iterator[ReadPiece]:
-    """Yield the elements [lo, hi) of the box with this number, in pieces that fit into a buffer."""
+def _pieces(table: ExtentTable, box: int, lo: int, hi: int, most: int = 0) -> Iterator[ReadPiece]:
+    """Yield the elements [lo, hi) of the box with this number, in pieces of a few cells or of ``most`` bytes."""
     size = table.itemsize
     step = max(1, _PIECE_BYTES // size)
+    many = step * max(1, most // _PIECE_BYTES)
     for extent in table.extents_in(box, lo, hi):
         end = min(extent.hi, hi)
-        for a in range(max(extent.lo, lo), end, step):
-            b = min(a + step, end)
-            yield ReadPiece(extent.blob, extent.offset + (a - extent.lo) * size, (b - a) * size, table.boxes[box], a, b)
+        for a in range(max(extent.lo, lo), end, many):
+            b, place = min(a + many, end), extent.offset + (a - extent.lo) * size
+            yield ReadPiece(extent.blob, place, (b - a) * size, table.boxes[box], a, b, step * size)
+
+
+def _joined(table: ExtentTable, box: int, lo: int, hi: int, most: int) -> Iterator[Unit]:
+    """Yield the cells that hold the elements [lo, hi) of the box with this number.
+
+    Join cells that contain only such elements, and are not coded, into pieces of about ``most`` bytes.
+    """
+    size, cell = table.itemsize, table.cell
+    many = cell * max(1, most // (cell * size))
+    for extent in table.extents_in(box, lo, hi):
+        begin, end, number = max(extent.lo, lo), min(extent.hi, hi), extent.lo // cell
+        first, last = -(-begin // cell) * cell, end if end == extent.hi else end // cell * cell
+        if extent.coding is not None or last - first <= cell:
+            first = last = end
+        yield from table.cells_in(box, begin, first)
+        for a in range(first, last, many):
+            b, place = min(a + many, last), extent.offset + (a - extent.lo) * size
+            digests = extent.digests[(a // cell - number) * DIGEST_BYTES : (-(-b // cell) - number) * DIGEST_BYTES]
+            yield ReadPiece(extent.blob, place, (b - a) * size, table.boxes[box], a, b, cell * size, digests)
+        yield from table.cells_in(box, last, end)
 
 
 @dataclass(frozen=True, slots=True)

@@ -5,25 +5,33 @@ from __future__ import annotations
 import logging
 from array import array
 from bisect import bisect_left, bisect_right
-from collections.abc import Callable, Container, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
+from functools import partial
 from itertools import accumulate
 from threading import Lock
 from typing import NamedTuple, Protocol
 
 import numpy as np
+import numpy.typing as npt
 
+from casckpt.base.lazy import cached_property
 from casckpt.base.names import run_hash
 from casckpt.errors import Damaged, Refused
 from casckpt.format.blob import most_data
-from casckpt.format.extents import DIGEST_BYTES, Extent, ExtentTable, StoredCell
+from casckpt.format.columns import Ints
+from casckpt.format.extents import DIGEST_BYTES, ExtentTable, StoredCell
 from casckpt.format.keys import parse_txid
 from casckpt.format.manifest import Manifest
 from casckpt.format.names import CellDigest, TxId
 from casckpt.format.regions import Shape
 from casckpt.format.sections.blobs import BlobRef
 from casckpt.format.sections.index import Entry, Name
+from casckpt.format.sections.tables import Extents, Streams, WholeCells
 
 log = logging.getLogger(__name__)
+_NONE = WholeCells.none(0)
+_BLOB_SPAN = 1 << 40
+"""A cell starts at this multiple of its blob's number, plus its offset. Blobs are shorter."""
 
 
 class CellSource(Protocol):
@@ -33,11 +41,15 @@ class CellSource(Protocol):
     def refs(self) -> Sequence[BlobRef]:
         """Its blobs. Blob numbers in tables are indices into this list."""
 
+    @property
+    def extents(self) -> Extents:
+        """Its streams that are single cells. It may also have others."""
+
     def table(self, name: Name, dtype: str, shape: Shape) -> ExtentTable | None:
         """Return a stream's extents if the source has the stream with this dtype and shape."""
 
-    def tables(self) -> Iterator[ExtentTable]:
-        """Iterate over the extents of all streams."""
+    def tables(self) -> Iterable[ExtentTable]:
+        """Return the extents of all streams that are not single cells in ``extents``."""
 
 
 class ManifestCells:
@@ -56,9 +68,18 @@ class ManifestCells:
             return None
         return self._usable(entry)
 
-    def tables(self) -> Iterator[ExtentTable]:
+    @cached_property
+    def extents(self) -> Extents:
         """See `CellSource`."""
-        return (table for entry in self._entries.values() if (table := self._usable(entry)) is not None)
+        held = list(self._entries.values())
+        cells = self._manifest.whole_cells(np.array([entry.number for entry in held], np.int64))
+        forms = [(entry.dtype, entry.shape) for entry in held]
+        return Extents(list(self._entries), forms, self._manifest.body.cell_bytes, cells, {})
+
+    def tables(self) -> Iterable[ExtentTable]:
+        """See `CellSource`."""
+        others = zip(self._entries.values(), self.extents.cells.is_whole.tolist(), strict=True)
+        return (table for entry, whole in others if not whole and (table := self._usable(entry)) is not None)
 
     def _usable(self, entry: Entry) -> ExtentTable | None:
         if entry.name not in self._tables:
@@ -108,6 +129,17 @@ class ReusableCells:
         """Return the parent's extents of a stream, if the stream has this dtype and shape."""
         return None if self._parent is None else self._parent.table(name, dtype, shape)
 
+    def parent_cells(self, streams: Streams, cell_bytes: int) -> WholeCells:
+        """Return the parent's cell for each of these streams. The row is not whole if it is not a single cell."""
+        parent = None if self._parent is None else self._parent.extents
+        if parent is None or parent.cell_bytes != cell_bytes:
+            return WholeCells.none(len(streams))
+        return parent.find(streams)
+
+    def usable_cells(self, cells: WholeCells) -> npt.NDArray[np.bool_]:
+        """Return which of the parent's cells may be reused."""
+        return cells.is_whole & np.array([*self._usable, False], np.bool_)[cells.blob]
+
     def usable_cell(self, cell: StoredCell) -> bool:
         """Return whether a cell and all its bases may be reused."""
         return self._usable[cell.blob] and (cell.frame is None or all(self._usable[c.blob] for c in cell.chain))
@@ -124,17 +156,22 @@ class _DigestIndex:
     """All cells of several sources, sorted by the first eight bytes of their digests."""
 
     def __init__(self, sources: Sequence[CellSource]) -> None:
-        self._extents: list[tuple[int, ExtentTable, Extent]] = []  # (number of the source's first blob, and so on)
+        # (number of the source's first blob, digests, function that returns the cell of one of the digests)
+        self._parts: list[tuple[int, bytes, Callable[[int], StoredCell]]] = []
         base = 0
         for source in sources:
-            self._extents += [(base, table, extent) for table in source.tables() for extent in table.extents]
+            numbers = np.flatnonzero(source.extents.cells.is_whole)
+            digests = source.extents.cells.digest[numbers].tobytes()
+            self._parts.append((base, digests, partial(_numbered, source.extents, numbers)))
+            for table in source.tables():
+                self._parts += [(base, extent.digests, partial(table.cell_at, extent)) for extent in table.extents]
             base += len(source.refs)
-        self._digests = b"".join([extent.digests for _, _, extent in self._extents])
+        self._digests = b"".join([digests for _, digests, _ in self._parts])
         prefixes = np.frombuffer(self._digests, dtype="<u8")[:: DIGEST_BYTES // 8]
         self._order = np.argsort(prefixes, kind="stable")
         # a search in an array of numpy takes ten times as long as one in this array
         self._prefixes = array("Q", prefixes[self._order].astype("=u8").tobytes())
-        self._ends = list(accumulate(len(extent.digests) for _, _, extent in self._extents))
+        self._ends = list(accumulate(len(digests) for _, digests, _ in self._parts))
 
     def find(self, digest: CellDigest, usable: Callable[[StoredCell], bool]) -> StoredCell | None:
         prefix = int.from_bytes(digest[:8], "little")
@@ -142,14 +179,18 @@ class _DigestIndex:
         while row < len(self._prefixes) and self._prefixes[row] == prefix:
             at = int(self._order[row]) * DIGEST_BYTES
             number = bisect_right(self._ends, at)
-            base, table, extent = self._extents[number]
+            base, digests, cell_at = self._parts[number]
             if self._digests.startswith(digest, at):
-                begin = self._ends[number] - len(extent.digests)
-                cell = _shifted(table.cell_at(extent, (at - begin) // DIGEST_BYTES), base)
+                begin = self._ends[number] - len(digests)
+                cell = _shifted(cell_at((at - begin) // DIGEST_BYTES), base)
                 if usable(cell):
                     return cell
             row += 1
         return None
+
+
+def _numbered(extents: Extents, numbers: Ints, row: int) -> StoredCell:
+    return extents.cell(int(numbers[row]))
 
 
 def _shifted(cell: StoredCell, blobs: int) -> StoredCell:
@@ -157,20 +198,25 @@ def _shifted(cell: StoredCell, blobs: int) -> StoredCell:
     return cell.moved(lambda stored: (stored.blob + blobs, stored.offset)) if blobs else cell
 
 
-def used_bytes(tables: Iterable[ExtentTable], blob_count: int) -> list[int]:
-    """Count the bytes of each blob that a manifest's extents use. Shared cells are counted once."""
-    used, reached = [0] * blob_count, [0] * blob_count
+def used_bytes(tables: Iterable[ExtentTable], blob_count: int, single: WholeCells = _NONE) -> list[int]:
+    """Count the bytes of each blob that a manifest's extents use. Shared cells are counted once.
+
+    ``single``: the streams that are single cells. They are not in ``tables``.
+    """
     places = [
         (link.blob, link.offset, table.stored_bytes(link))
         for table in tables
         for extent in table.extents
         for link in ((extent,) if extent.coding is None else extent.chain)
     ]
-    places.sort()
-    for blob, start, nbytes in places:
-        if start + nbytes > reached[blob]:
-            used[blob] += start + nbytes - max(start, reached[blob])
-            reached[blob] = start + nbytes
+    cells = np.column_stack((single.blob, single.offset, single.nbytes))[single.is_whole]
+    blob, offset, nbytes = np.concatenate((np.array(places, np.int64).reshape(-1, 3), cells)).T
+    order = np.lexsort((offset, blob))
+    start = (blob * _BLOB_SPAN + offset)[order]
+    end = start + nbytes[order]
+    reached = np.maximum.accumulate(np.append(0, end))[:-1]
+    more = np.maximum(end - np.maximum(start, reached), 0)
+    used: list[int] = np.bincount(blob[order], more, blob_count).astype(np.int64).tolist()
     return used
 
 
@@ -191,14 +237,17 @@ def coded_bytes(tables: Iterable[ExtentTable]) -> CodedBytes:
     return CodedBytes(plain, frames, deltas)
 
 
-def bytes_in(tables: Iterable[ExtentTable], blobs: Container[int]) -> int:
-    """Count the in-memory bytes of the cells in ``blobs``. Each location is counted once."""
+def bytes_in(tables: Iterable[ExtentTable], blobs: Collection[int], single: WholeCells = _NONE) -> int:
+    """Count the in-memory bytes of the cells in ``blobs``. Each location is counted once. ``single``: as above."""
     places = {
         (extent.blob, extent.offset): (extent.hi - extent.lo) * table.itemsize
         for table in tables
         for extent in table.extents
         if extent.blob in blobs
     }
+    rows = np.flatnonzero(single.is_whole & np.isin(single.blob, list(blobs)))
+    cells = single.take(rows)
+    places |= zip(zip(cells.blob.tolist(), cells.offset.tolist(), strict=True), cells.nbytes.tolist(), strict=True)
     return sum(places.values())
 
 
@@ -209,15 +258,21 @@ def frames_in(tables: Iterable[ExtentTable]) -> set[int]:
 
 
 def mark_worn(
-    tables: Iterable[ExtentTable], refs: Sequence[BlobRef], run: str, lives: Callable[[TxId], bool]
+    tables: Iterable[ExtentTable],
+    refs: Sequence[BlobRef],
+    run: str,
+    lives: Callable[[TxId], bool],
+    single: WholeCells = _NONE,
 ) -> list[BlobRef]:
-    """Return ``refs``, the blobs of ``tables``, and mark the worn ones. The run's next save stores their cells again.
+    """Return ``refs``, the blobs of ``tables`` and ``single``, and mark the worn ones.
+
+    The run's next save stores the cells of worn blobs again.
 
     A blob is worn if less than half of it is used and it belongs to the run itself or to a checkpoint that no longer
     ``lives``. A blob with frames is never worn, because its cells would have to be stored in full.
     """
     every = list(tables)
-    used, framed = used_bytes(every, len(refs)), frames_in(every)
+    used, framed = used_bytes(every, len(refs), single), frames_in(every)
     own_hash, is_own = run_hash(run), dict[TxId, bool]()
     marked = []
     for number, (ref, nbytes) in enumerate(zip(refs, used, strict=True)):

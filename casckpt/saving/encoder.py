@@ -29,7 +29,7 @@ from casckpt.format.sections.index import Name
 from casckpt.plan.reuse import ReusableCells
 from casckpt.plan.routes import choose_base
 from casckpt.repository.repository import Repository
-from casckpt.saving.local_entries import Cell, LocalEntry
+from casckpt.saving.local_entries import Cell, LocalEntry, SmallCells
 from casckpt.saving.options import Compress, SaveOptions
 from casckpt.storage.base import Reader, ShortObject
 from casckpt.storage.forking import PerProcess
@@ -246,12 +246,11 @@ class Coder:
     _readers: dict[int, Reader] = field(default_factory=dict)
     _lock: Lock = field(default_factory=Lock)
 
-    def expect(self, sources: Sequence[LocalEntry], work: Iterable[Iterable[Cell]]) -> None:
+    def expect(self, sources: Sequence[LocalEntry], work: Iterable[Iterable[Cell | SmallCells]]) -> None:
         """Register the cells of the save. Later calls add more cells."""
         for cells in work:
             for cell in cells:
-                source = sources[cell.source]
-                if self.takes(source, cell):
+                if isinstance(cell, Cell) and self.takes(source := sources[cell.source], cell):
                     self._counts[source.name] = self._counts.get(source.name, 0) + 1
                     if source.dtype in self.deltas:
                         self.names.add(_name(source, cell))

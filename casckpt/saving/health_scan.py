@@ -19,7 +19,7 @@ from casckpt.base.groups import grouped
 from casckpt.format.names import CellDigest
 from casckpt.format.sections.health import CellHealth, Rows, rows_of
 from casckpt.format.sections.index import TENSOR, Name
-from casckpt.saving.local_entries import Cell, LocalEntry
+from casckpt.saving.local_entries import LocalEntry
 
 
 class _Float(NamedTuple):
@@ -112,11 +112,10 @@ class HealthScan:
     unscanned: frozenset[Name]
     found: dict[tuple[str, CellDigest], CellHealth] = field(default_factory=dict)
 
-    def scan(self, source: LocalEntry, cell: Cell, data: memoryview, digest: CellDigest) -> None:
-        """Scan a cell if necessary. ``data``: its freshly hashed bytes."""
+    def scan(self, source: LocalEntry, data: memoryview, digest: CellDigest, *, is_unchanged: bool) -> None:
+        """Scan a cell if necessary. ``data``: its freshly hashed bytes. ``is_unchanged``: since the parent."""
         if source.kind != TENSOR or not has_health(source.dtype):
             return
-        is_unchanged = cell.known is not None and cell.known.digest == digest
         if not is_unchanged or source.name in self.unscanned:
             self.found[source.dtype, digest] = health_of(source.dtype, data)
 

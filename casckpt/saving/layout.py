@@ -16,12 +16,13 @@ from casckpt.base.digest import hex_digest
 from casckpt.base.lazy import cached_property
 from casckpt.errors import InvalidInput
 from casckpt.format import dtypes
+from casckpt.format.records import changed
 from casckpt.format.regions import Box, Shape, normalise
 from casckpt.format.sections.index import ATTACHMENT, PART, TENSOR, Name
+from casckpt.format.sections.tables import Streams
 from casckpt.format.tree import merge
 from casckpt.plan.writers import HeldRegions, Holders, Words, WriteRanges, plan_writers
 from casckpt.saving.prepare import Prepared
-from casckpt.saving.shares import Streams
 from casckpt.tensors.state import decode_tree, encode_tree
 
 OBJECT = "object"
@@ -191,7 +192,7 @@ def _check_kinds(streams: dict[Name, tuple[str, Shape]]) -> None:
 def assigned(prepared: Prepared, ranges: WriteRanges, rank: int) -> Prepared:
     """Return the part of the entries that a rank must write according to its ``ranges``."""
     rows = iter(zip(ranges.lo.tolist(), ranges.hi.tolist(), strict=True))
-    tensors = [replace(s, limits=[next(rows) for _ in s.pieces]) for s in prepared.sources if s.kind == TENSOR]
+    tensors = [changed(s, limits=[next(rows) for _ in s.pieces]) for s in prepared.sources if s.kind == TENSOR]
     objects = [entry for entry in prepared.objects if (row := next(rows))[0] < row[1]]
     owned = {(entry.key, entry.rank) for entry in objects}
     buffers = [s for s in prepared.sources if s.kind == PART and (s.key, s.rank) in owned]

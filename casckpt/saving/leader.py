@@ -23,6 +23,7 @@ from casckpt.format.names import BlobHash, TxId
 from casckpt.format.records import Committed, Health
 from casckpt.format.sections.health import Rows
 from casckpt.format.sections.index import REPLICAS_NOTE, TENSOR
+from casckpt.format.sections.tables import Streams
 from casckpt.history.commits import Commit, forget, read_log
 from casckpt.history.following import newest_reusable
 from casckpt.history.transactions import Transaction, begin_save
@@ -45,7 +46,7 @@ from casckpt.saving.replicas import (
     judged,
 )
 from casckpt.saving.reuse_offer import LastShare, ReuseOffer, make_offer
-from casckpt.saving.shares import Share, Streams, merge
+from casckpt.saving.shares import Share, merge
 
 log = logging.getLogger(__name__)
 
@@ -282,7 +283,7 @@ class Leader:
         self, txid: TxId, whole: Share, parts: Sequence[RankPart], tree: bytes, notes: dict[str, bytes]
     ) -> tuple[Committed, WornBlobs]:
         """Put the manifest. Return the record to commit, and the blobs that are marked as worn in the manifest."""
-        refs = mark_worn(whole.tables(), whole.refs, self.options.run, self._may_live)
+        refs = mark_worn(whole.tables(), whole.refs, self.options.run, self._may_live, whole.extents.cells)
         raw, short = encode_metadata(self.options.metadata or {})
         draft = Draft(
             casckpt=__version__,
@@ -306,17 +307,20 @@ class Leader:
         with collector_paused():
             made = manifests.put(self.repo, txid, draft)
         worn = frozenset((ref.uploader, ref.hash) for ref in refs if ref.worn)
-        return self._record(txid, draft, made, short), worn
+        return self._record(txid, draft, whole, made, short), worn
 
     def _health(self, whole: Share, parts: Sequence[RankPart]) -> dict[int, Rows] | None:
         if not self.options.health:
             return None
         return health_of_all(whole.extents, [part.health for part in parts], self._parent_health)
 
-    def _record(self, txid: TxId, draft: Draft, made: Encoded, metadata: dict[str, Any] | None) -> Committed:
+    def _record(
+        self, txid: TxId, draft: Draft, whole: Share, made: Encoded, metadata: dict[str, Any] | None
+    ) -> Committed:
         """Return the record to commit, with the totals of all ranks."""
-        tables = [table for name, (_, table) in draft.streams.items() if name[0] == TENSOR]
-        tensors = [prod(table.shape) * table.itemsize for table in tables]
+        single, others = whole.extents.cells, whole.extents.others
+        tables = [table for number, table in others.items() if whole.extents.names[number][0] == TENSOR]
+        total = int(single.nbytes.sum()) + sum(prod(table.shape) * table.itemsize for table in tables)
         new = {number: ref.size for number, ref in enumerate(draft.blobs) if ref.uploader == txid}
         health = None if draft.health is None else summed_health(draft.streams, draft.health)
         return Committed(
@@ -328,14 +332,14 @@ class Leader:
             head=made.head,
             manifest_bytes=len(made.data),
             created_at=draft.created_at,
-            bytes_total=sum(tensors),
+            bytes_total=total,
             bytes_written=sum(new.values()),
-            bytes_reused=sum(tensors) - bytes_in(tables, new),
-            **coded_bytes(table for _, table in draft.streams.values())._asdict(),
+            bytes_reused=total - bytes_in(tables, new, single),
+            **coded_bytes(whole.tables())._asdict(),
             blobs_written=len(new),
             blobs_reused=len(draft.blobs) - len(new),
             seconds=round((self.repo.clock() - self._started) / 1e6, 6),
-            tensors=len(tensors),
+            tensors=int(single.is_whole.sum()) + len(tables),
             ephemeral=self.options.ephemeral,
             parent=draft.parent,
             metadata=metadata,

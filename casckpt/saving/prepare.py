@@ -12,11 +12,14 @@ from typing import Any
 
 import torch
 
+from casckpt.base.lazy import cached_property
 from casckpt.base.names import check_attachment_name
 from casckpt.errors import InvalidInput
 from casckpt.format.manifest import Attachment, ObjectEntry
 from casckpt.format.plain import Spill
+from casckpt.format.records import changed
 from casckpt.format.sections.index import ATTACHMENT, PART, TENSOR
+from casckpt.format.sections.tables import Streams
 from casckpt.format.tree import show
 from casckpt.saving.local_entries import LocalEntry
 from casckpt.saving.options import Frozen, Owners
@@ -48,6 +51,11 @@ class Prepared:
     tree: bytes
     left: Mapping[str, int] = field(default_factory=dict)
     in_parts: Mapping[str, FlatState] = field(default_factory=dict)
+
+    @cached_property
+    def streams(self) -> Streams:
+        """The dtype and shape of each entry, in order."""
+        return {source.name: (source.dtype, source.shape) for source in self.sources}
 
     @property
     def bytes_total(self) -> int:
@@ -143,7 +151,7 @@ def _drop(tree: Any, path: Sequence[Any]) -> None:
 def _inner_source(source: LocalEntry, outer: LeafValue) -> LocalEntry:
     """Return the entry of a tensor in a wrapper, which ranks share and compare like the wrapper."""
     is_parameter = isinstance(outer.value, torch.nn.Parameter)
-    return replace(source, replicated=source.replicated or is_parameter, may_differ=False)
+    return changed(source, replicated=source.replicated or is_parameter, may_differ=False)
 
 
 def tensor_source(
@@ -205,7 +213,7 @@ def snapshot(prepared: Prepared, staging: Staging) -> Prepared:
     """Copy all tensor data into ``staging``. Afterwards, the caller may change the original."""
     copies = iter(staging.copy(tensors_of(prepared)))
     sources = [
-        replace(source, pieces=[Piece(piece.region, next(copies)) for piece in source.pieces])
+        changed(source, pieces=[Piece(piece.region, next(copies)) for piece in source.pieces])
         for source in prepared.sources
     ]
     return replace(prepared, sources=sources)

@@ -5,9 +5,13 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
+import numpy as np
+
 from casckpt.base.parallel import usable_threads
 from casckpt.base.progress import Progress
 from casckpt.contents import blobs
+from casckpt.format.blob_writer import LEAF_BYTES
+from casckpt.format.encodings.frames import MIN_CELL
 from casckpt.format.keys import uploader_folder
 from casckpt.format.manifest import Attachment, ObjectEntry
 from casckpt.format.names import TxId
@@ -15,7 +19,7 @@ from casckpt.plan.writers import Words
 from casckpt.repository.repository import Repository
 from casckpt.saving.encoder import coding
 from casckpt.saving.health_scan import HealthScan, ScanReport
-from casckpt.saving.local_entries import Cell, plan_work
+from casckpt.saving.local_entries import Cell, SmallCells, plan_work
 from casckpt.saving.options import SaveOptions
 from casckpt.saving.prepare import Prepared, tensors_of
 from casckpt.saving.reuse_offer import LastShare, ReuseOffer, reusable_cells
@@ -61,7 +65,7 @@ def write_part(
     with coding(repo, known, options, offered=offer.compress) as coder:
         for each in prepared:
             wait_for_gpus(tensors_of(each))
-            work = plan_work(each.sources, cell_bytes, known)
+            work = plan_work(each.sources, cell_bytes, known, each.streams, LEAF_BYTES if coder is None else MIN_CELL)
             progress.expect(sum(cell.nbytes for cells in work for cell in cells))
             upload = Upload(repo, txid, each.sources, known, threads, coder, scan, progress)
             if coder is not None:
@@ -72,13 +76,13 @@ def write_part(
             if any(upload.written):
                 repo.storage.settle(uploader_folder(txid))
             written = upload.written
-            shares.append(share_of(each.sources, work, places, known=known, written=written, cell_bytes=cell_bytes))
+            shares.append(share_of(each, work, places, known=known, written=written, cell_bytes=cell_bytes))
             objects += each.objects
             attachments += each.attachments
     return RankPart(joined(shares), objects, attachments, {} if scan is None else scan.report)
 
 
-def _exclude_missing(upload: Upload, places: Sequence[Sequence[PlacedCell]]) -> set[int]:
+def _exclude_missing(upload: Upload, places: Sequence[Sequence[PlacedCell | SmallCells]]) -> set[int]:
     """Return the reused blobs that are missing or truncated. Mark them, so that later saves do not reuse them."""
     known = upload.known
     reused = {number for placed in places for place in placed for number in place.needs}
@@ -94,12 +98,24 @@ def _exclude_missing(upload: Upload, places: Sequence[Sequence[PlacedCell]]) -> 
 
 
 def _placed_again(
-    upload: Upload, work: Sequence[Sequence[Cell]], places: Sequence[Sequence[PlacedCell]], missing: set[int]
-) -> list[list[PlacedCell]]:
+    upload: Upload,
+    work: Sequence[Sequence[Cell | SmallCells]],
+    places: Sequence[Sequence[PlacedCell | SmallCells]],
+    missing: set[int],
+) -> list[list[PlacedCell | SmallCells]]:
     """Return ``places``, with new locations for the cells that need a missing blob."""
     lost = [
-        [cell for cell, place in zip(cells, placed, strict=True) if not missing.isdisjoint(place.needs)]
+        [
+            cell
+            for cell, place in zip(cells, placed, strict=True)
+            if isinstance(cell, Cell) and not missing.isdisjoint(place.needs)
+        ]
         for cells, placed in zip(work, places, strict=True)
     ]
-    new = iter([place for placed in upload.place([cells for cells in lost if cells]) for place in placed])
+    small = [cell for cells in work for cell in cells if isinstance(cell, SmallCells)]
+    runs = [
+        run for cells in small for run in cells.runs(np.isin(cells.placed.blob, list(missing)) & ~cells.placed.is_whole)
+    ]
+    again = upload.place([*(cells for cells in lost if cells), *([cells] for is_lost, cells in runs if is_lost)])
+    new = iter([place for placed in again for place in placed])
     return [[place if missing.isdisjoint(place.needs) else next(new) for place in placed] for placed in places]

@@ -13,12 +13,13 @@ from casckpt.format.manifest import Manifest
 from casckpt.format.names import BlobHash, TxId
 from casckpt.format.sections.blobs import BlobRef
 from casckpt.format.sections.index import Name
+from casckpt.format.sections.tables import Streams
 from casckpt.history.commits import Commit
 from casckpt.history.following import is_live, newest_of_runs
 from casckpt.plan.reuse import ManifestCells, ReusableCells
 from casckpt.repository.repository import Repository
 from casckpt.saving.options import Compress
-from casckpt.saving.shares import Share, Streams
+from casckpt.saving.shares import Share
 
 log = logging.getLogger(__name__)
 _MAX_BASES = 8
@@ -75,7 +76,9 @@ def make_offer(
     blobs.
     """
     if parent is not None and last is not None and last.txid == parent.txid:
-        has_all = dedup != "store" or all(last.share.table(name, *form) for name, form in streams.items())
+        share = last.share
+        has_all = dedup != "store" or share.extents.has_only(streams)
+        has_all = has_all or all(share.table(name, *form) for name, form in streams.items())
         if has_all:
             return ReuseOffer(last=parent.txid, damaged=frozenset(blobs.damaged_marks(repo)))
     manifest = None if parent is None else readable(repo, parent, warn=True)

@@ -129,7 +129,7 @@ class _Attempt:
             fingerprint,
             memory.plan_number,
             None if last is None else last.txid,
-            {source.name: (source.dtype, source.shape) for source in prepared.sources} if alone else {},
+            prepared.streams if alone else {},
             {} if alone else memory.compared.set_digests(prepared, self._layout, self._seed, self._runs),
         )
 

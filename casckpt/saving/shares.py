@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
-from typing import TypeAlias
+
+import numpy as np
 
 from casckpt.base.cycle_collector import collector_paused
 from casckpt.errors import InvalidInput
@@ -14,12 +16,11 @@ from casckpt.format.extents import ExtentTable, Frame, StoredCell, build, join
 from casckpt.format.regions import Region, Shape, holes_and_overlaps, intersect
 from casckpt.format.sections.blobs import BlobRef
 from casckpt.format.sections.index import Name
+from casckpt.format.sections.tables import Extents, Streams, WholeCells
 from casckpt.plan.reuse import ReusableCells
-from casckpt.saving.local_entries import Cell, LocalEntry
+from casckpt.saving.local_entries import Cell, SmallCells
+from casckpt.saving.prepare import Prepared
 from casckpt.saving.upload import PlacedCell
-
-Streams: TypeAlias = Mapping[Name, tuple[str, Shape]]
-"""The dtype and shape of each stream, in the order of the manifest."""
 
 
 @dataclass(frozen=True)
@@ -30,7 +31,7 @@ class Share:
     its share of the last save as a `casckpt.plan.reuse.CellSource`.
     """
 
-    extents: Mapping[Name, tuple[str, ExtentTable]]
+    extents: Extents
     refs: Sequence[BlobRef]
     unhashed: frozenset[Name] = frozenset()
 
@@ -39,24 +40,25 @@ class Share:
         found = self.extents.get(name)
         return found[1] if found is not None and found[0] == dtype and found[1].shape == shape else None
 
-    def tables(self) -> Iterator[ExtentTable]:
-        """Iterate over the extents of all streams."""
-        return (table for _, table in self.extents.values())
+    def tables(self) -> Iterable[ExtentTable]:
+        """Return the extents of all streams that are not single cells in ``extents``."""
+        return self.extents.others.values()
 
 
 @collector_paused()
 def share_of(
-    sources: Sequence[LocalEntry],
-    work: Sequence[Sequence[Cell]],
-    places: Sequence[Sequence[PlacedCell]],
+    prepared: Prepared,
+    work: Sequence[Sequence[Cell | SmallCells]],
+    places: Sequence[Sequence[PlacedCell | SmallCells]],
     *,
     known: ReusableCells,
     written: Sequence[BlobRef | None],
     cell_bytes: int,
 ) -> Share:
     """Return the share of one rank, in the order of its sources."""
-    numbers: dict[BlobRef, int] = {}
-    cells: list[list[StoredCell]] = [[] for _ in sources]
+    sources, numbers = prepared.sources, dict[BlobRef, int]()
+    single = WholeCells.none(len(sources))
+    cells: dict[int, list[StoredCell]] = defaultdict(list)
     unhashed: set[Name] = set()
 
     @cache
@@ -66,24 +68,44 @@ def share_of(
             raise InvalidInput("a cell was placed in a blob that was never written; this is a bug in casckpt")
         return numbers.setdefault(ref, len(numbers))
 
+    for group, placed in zip(work, places, strict=True):
+        for cell, place in zip(group, placed, strict=True):
+            if isinstance(cell, SmallCells):
+                _add_small(single, cell, number)
+            elif isinstance(place, PlacedCell):
+                cells[cell.source].append(_stored(cell, place, number))
+                if place.unhashed:
+                    unhashed.add(sources[cell.source].name)
+    others = {}
+    for row in np.flatnonzero(~single.is_whole).tolist():
+        size = dtypes.itemsize(sources[row].dtype)
+        others[row] = build(sources[row].shape, size, cell_bytes // size, cells[row])
+    names, forms = list(prepared.streams), list(prepared.streams.values())
+    return Share(Extents(names, forms, cell_bytes, single, others), list(numbers), frozenset(unhashed))
+
+
+def _stored(cell: Cell, place: PlacedCell, number: Callable[[int, bool], int]) -> StoredCell:
+    """Return a cell with the numbers of the blobs in the share."""
+    blob, frame = number(place.blob, place.new), place.frame
+
     def of_known(cell: StoredCell) -> tuple[int, int]:
         return number(cell.blob, False), cell.offset
 
-    for group, placed in zip(work, places, strict=True):
-        for cell, place in zip(group, placed, strict=True):
-            blob, cut, frame = number(place.blob, place.new), cell.cut, place.frame
-            if place.unhashed:
-                unhashed.add(sources[cell.source].name)
-            if frame is not None and frame.base is not None:
-                frame = Frame(frame.nbytes, frame.base.moved(of_known))
-            cells[cell.source].append(
-                StoredCell(blob, place.offset, cell.nbytes, cell.box, cut.lo, cut.hi, place.digest, frame)
-            )
-    extents = {}
-    for source, own in zip(sources, cells, strict=True):
-        size = dtypes.itemsize(source.dtype)
-        extents[source.name] = (source.dtype, build(source.shape, size, cell_bytes // size, own))
-    return Share(extents, list(numbers), frozenset(unhashed))
+    if frame is not None and frame.base is not None:
+        frame = Frame(frame.nbytes, frame.base.moved(of_known))
+    cut = cell.cut
+    return StoredCell(blob, place.offset, cell.nbytes, cell.box, cut.lo, cut.hi, place.digest, frame)
+
+
+def _add_small(single: WholeCells, cells: SmallCells, number: Callable[[int, bool], int]) -> None:
+    """Add cells to the columns of all streams. ``number``: returns the number of a blob in the share."""
+    placed, at = cells.placed, cells.source
+    found, first, which = np.unique(2 * placed.blob + placed.is_whole, return_index=True, return_inverse=True)
+    numbers = np.zeros(len(found), np.int64)
+    for row in np.argsort(first).tolist():  # in the order of the cells
+        numbers[row] = number(int(found[row]) // 2, bool(found[row] % 2))
+    single.is_whole[at], single.blob[at], single.offset[at] = True, numbers[which], placed.offset
+    single.nbytes[at], single.digest[at] = placed.nbytes, placed.digest
 
 
 def joined(shares: Sequence[Share]) -> Share:
@@ -99,19 +121,20 @@ def joined(shares: Sequence[Share]) -> Share:
             dtype_of.setdefault(name, dtype)
             held.setdefault(name, []).append((table, blobs))
     extents = {name: (dtype_of[name], join(parts)) for name, parts in held.items()}
-    return Share(extents, list(numbers), frozenset[Name]().union(*(share.unhashed for share in shares)))
+    return Share(Extents.of(extents), list(numbers), frozenset[Name]().union(*(share.unhashed for share in shares)))
 
 
 @collector_paused()
 def merge(shares: Sequence[Share], streams: Streams, cell_bytes: int) -> Share:
     """Join the shares of all ranks. Raises InvalidInput, with key, ranks and region, if a tensor is incomplete."""
     every = joined(shares)
-    extents = {name: every.extents.get(name) or _nothing(*form, cell_bytes) for name, form in streams.items()}
-    extents |= every.extents
-    for name, (_, table) in extents.items():
+    if not every.extents.has_only(streams):
+        extents = {name: every.extents.get(name) or _nothing(*form, cell_bytes) for name, form in streams.items()}
+        every = replace(every, extents=Extents.of({**extents, **every.extents}))
+    for number, table in every.extents.others.items():
         if not table.is_whole:
-            _check_whole(name, table, shares)
-    return replace(every, extents=extents)
+            _check_whole(every.extents.names[number], table, shares)
+    return every
 
 
 def _nothing(dtype: str, shape: Shape, cell_bytes: int) -> tuple[str, ExtentTable]:

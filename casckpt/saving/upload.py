@@ -6,10 +6,11 @@ There are two phases. Each uses all cores:
   For a frozen tensor, it hashes a sample. It skips small tensors, and cells that the last save stored as deltas. The
   second phase packs the skipped cells, and stores only those with unknown digests.
 - **pack**: workers take unknown cells from a queue, copy each into an aligned buffer, and hash it there, so that the
-  hashed bytes are the stored bytes. Then they put the full buffer as a blob. If a cell was encoded, the next cell
-  overwrites it in the buffer, because frames go into separate blobs. Each branch of the state has its own queue, and
-  therefore its own blobs. Cells that move out of worn blobs also have their own queue. At any time, one worker per
-  core fills buffers, while the other workers wait for the disk.
+  hashed bytes are the stored bytes. Small tensors are copied, hashed and compared in lots of 1 MiB. Then the workers
+  put the full buffer as a blob. If a cell was encoded, the next cell overwrites it in the buffer, because frames go
+  into separate blobs. Each branch of the state has its own queue, and therefore its own blobs. Cells that move out of
+  worn blobs also have their own queue. At any time, one worker per core fills buffers, while the other workers wait
+  for the disk.
 
 The workers' buffers limit memory use, whatever the size of the state. The next save reuses them.
 """
@@ -24,26 +25,27 @@ from random import Random
 from threading import BoundedSemaphore, Event, Lock
 from time import perf_counter
 
-from casckpt.base.cycle_collector import collector_paused
+import numpy as np
+
 from casckpt.base.groups import in_batches
 from casckpt.base.lazy import cached_property
 from casckpt.base.parallel import run_all, usable_cores, useful_threads
 from casckpt.base.progress import Progress, silent
 from casckpt.contents import blobs
 from casckpt.format.blob_writer import BlobWriter, buffer_bytes, padded
-from casckpt.format.digest import cell_digest
-from casckpt.format.extents import Frame, StoredCell
+from casckpt.format.digest import cell_digest, cell_digests
+from casckpt.format.extents import DIGEST_BYTES, Frame, StoredCell
 from casckpt.format.names import CellDigest, TxId
 from casckpt.format.sections.blobs import BlobRef
-from casckpt.plan.cells import Queue, branches_of, by_branch
+from casckpt.plan.cells import Queue, branch_of, branches_of, by_branch
 from casckpt.plan.reuse import ReusableCells
 from casckpt.repository.repository import Repository
 from casckpt.saving.encoder import Coder
 from casckpt.saving.health_scan import HealthScan
-from casckpt.saving.local_entries import Cell, LocalEntry
-from casckpt.storage.buffers import BufferPool, KeptBuffers
+from casckpt.saving.local_entries import Cell, LocalEntry, SmallCells
+from casckpt.storage.buffers import BufferPool, KeptBuffers, address
 from casckpt.tensors import gpu
-from casckpt.tensors.memory import Memory, copy_bytes
+from casckpt.tensors.memory import Memory, copy_addresses, copy_bytes
 
 _ROOM = 8 << 20
 
@@ -59,15 +61,17 @@ class Copier:
         self._memory: Memory | None = None  # its elements [lo, hi) are in the room
         self._lo = self._hi = 0
 
-    def copy(self, cells: Sequence[Cell], number: int, target: memoryview) -> None:
-        """Copy one of ``cells`` into ``target``. This may also copy the cells that follow it from the GPU."""
-        cell, room = cells[number], self._room
+    def copy(self, cells: Sequence[Cell | SmallCells], cell: Cell, number: int, target: memoryview) -> None:
+        """Copy a cell into ``target``. This may also copy the ``cells`` that follow its ``number`` from the GPU."""
+        room = self._room
         if room is None or not cell.memory.on_gpu or cell.nbytes > room.nbytes:
             cell.memory.copy_out(cell.start, cell.stop, target)
             return
         if self._memory is not cell.memory or cell.start < self._lo or self._hi < cell.stop:
             stop, nbytes = cell.stop, cell.nbytes
             for other in cells[number + 1 :]:
+                if isinstance(other, SmallCells):
+                    break
                 if other.memory is not cell.memory or other.start != stop or nbytes + other.nbytes > room.nbytes:
                     break
                 stop, nbytes = other.stop, nbytes + other.nbytes
@@ -78,9 +82,10 @@ class Copier:
         copy_bytes(target, room[at : at + cell.nbytes])
 
 
-def rooms(sources: Sequence[LocalEntry], workers: int) -> AbstractContextManager[BufferPool | None]:
-    """Allocate pinned memory for the workers of a save, if any of ``sources`` is on a GPU."""
-    return gpu.PINNED.pool(workers, _ROOM) if any(source.on_gpu for source in sources) else nullcontext()
+def rooms(cells: Iterable[Cell | SmallCells], workers: int) -> AbstractContextManager[BufferPool | None]:
+    """Allocate pinned memory for the workers of a save, if any of ``cells`` is on a GPU."""
+    any_on_gpu = any(isinstance(cell, Cell) and cell.memory.on_gpu for cell in cells)
+    return gpu.PINNED.pool(workers, _ROOM) if any_on_gpu else nullcontext()
 
 
 @contextmanager
@@ -96,6 +101,7 @@ def copier(rooms: BufferPool | None) -> Iterator[Copier]:
 log = logging.getLogger(__name__)
 _TASK_BYTES = 8 << 20
 _TASK_CELLS = 4096
+_SMALL_LOT = 1 << 20  # bytes; small cells are copied and hashed together
 _SMALL = 64 << 10  # bytes; below this size, copying a cell costs less than hashing a changed cell twice
 _SAMPLE = 16  # the maximum number of cells of a frozen tensor that are hashed; the minimum is 1
 _BUFFERS = KeptBuffers()  # shared by all stores of this process
@@ -146,30 +152,30 @@ class Upload:
     _claims: dict[CellDigest, PlacedCell] = field(default_factory=dict)
     _lock: Lock = field(default_factory=Lock)
 
-    def place(self, work: Sequence[Sequence[Cell]]) -> list[list[PlacedCell]]:
+    def place(self, work: Sequence[Sequence[Cell | SmallCells]]) -> list[list[PlacedCell | SmallCells]]:
         """Find or store every cell. The blobs are durable when this returns.
 
-        Their names are durable after a `settle` of the folder.
+        Their names are durable after a `settle` of the folder. `SmallCells` hold their own locations.
         """
         placed: dict[int, PlacedCell] = {}
         every = [cell for cells in work for cell in cells]
-        many_small = useful_threads(2, sum(cell.nbytes for cell in every), len(every)) == 1
-        with collector_paused() if many_small else nullcontext():
-            unknown = self._compare(work, placed) if self.known.any else every
-            if unknown:
-                self._pack(unknown, placed)
-            return [[placed[id(cell)] for cell in cells] for cells in work]
+        large = [[cell for cell in cells if isinstance(cell, Cell)] for cells in work]
+        if self.known.any:
+            self._compare([cells for cells in large if cells], placed)
+        unknown = [cell for cell in every if id(cell) not in placed]
+        if unknown:
+            self._pack(unknown, placed)
+        return [[cell if isinstance(cell, SmallCells) else placed[id(cell)] for cell in cells] for cells in work]
 
     # compare
 
-    def _compare(self, work: Sequence[Sequence[Cell]], placed: dict[int, PlacedCell]) -> list[Cell]:
+    def _compare(self, work: Sequence[Sequence[Cell]], placed: dict[int, PlacedCell]) -> None:
         if any(source.frozen for source in self.sources):
             self._trust(work, placed)
             work = [cells for cells in work if id(cells[0]) not in placed]
         probed = [cells for cells in work if self._is_probed(cells)]
         self._compare_each([cells[0] for cells in probed], placed)
         self._compare_each([cell for cells in probed if id(cells[0]) in placed for cell in cells[1:]], placed)
-        return [cell for cells in work for cell in cells if id(cell) not in placed]
 
     def _is_probed(self, cells: Sequence[Cell]) -> bool:
         """Return whether the first of these cells should be hashed in place."""
@@ -223,30 +229,30 @@ class Upload:
             if view is None:
                 continue
             digest = cell_digest(view)
-            found = self._find(cell, digest)
+            found = self._find(cell.known, digest)
             if found is not None:
                 self._scan(cell, view, digest)
                 placed[id(cell)] = PlacedCell.known(found)
                 self.progress(cell.nbytes)
 
-    def _find(self, cell: Cell, digest: CellDigest) -> StoredCell | None:
-        """Return a known cell with this digest, preferably the parent's version of ``cell``."""
-        old = cell.known
+    def _find(self, old: StoredCell | None, digest: CellDigest) -> StoredCell | None:
+        """Return a known cell with this digest, preferably ``old``, the parent's version."""
         if old is not None and old.digest == digest and self.known.usable_cell(old):
             return old
         return self.known.find(digest) if self.known.any else None
 
     # pack
 
-    def _pack(self, unknown: list[Cell], placed: dict[int, PlacedCell]) -> None:
+    def _pack(self, unknown: Sequence[Cell | SmallCells], placed: dict[int, PlacedCell]) -> None:
         capacity = self.repo.marker.blob_bytes
         total = sum(cell.nbytes for cell in unknown)
-        useful = useful_threads(self.threads, total, len(unknown))
+        count = sum(len(cell.source) if isinstance(cell, SmallCells) else 1 for cell in unknown)
+        useful = useful_threads(self.threads, total, count)
         writers = 1 if self.threads == 1 else max(useful, self.repo.storage.traits.uploads)
         workers = min(writers, -(-total // capacity) or 1)
         packing = _Packing(self._queues(unknown), placed, min(capacity, padded(max(total, 1))))
         with _BUFFERS.pool(workers, buffer_bytes(packing.capacity)) as buffers:
-            with rooms(self.sources, workers) as pinned:
+            with rooms(unknown, workers) as pinned:
                 run_all(lambda _: self._work(packing, buffers, pinned), range(workers), workers)
             with buffers.borrow() as borrowed:
                 for queue in packing.queues:
@@ -261,22 +267,28 @@ class Upload:
             packing.stop.set()  # nothing will be committed, so the other workers need not write
             raise
 
-    def _queues(self, unknown: Sequence[Cell]) -> list[_Queue]:
+    def _queues(self, unknown: Sequence[Cell | SmallCells]) -> list[_Queue]:
         """Return queues of cells that may have changed, and separate queues of cells that move out of worn blobs.
 
         Cells in the second kind of queue will probably not change. In a blob with changing cells, they would soon have
         to move again.
         """
-        moved = [cell for cell in unknown if cell.known is not None and not self.known.usable_cell(cell.known)]
-        ids = {id(cell) for cell in moved}
-        rest = [cell for cell in unknown if id(cell) not in ids] if moved else unknown
-        branch = self._branch
-        parts = (by_branch(part, lambda cell: branch[cell.source], self._branches) for part in (rest, moved))
+        moved, rest, branch = list[Cell | SmallCells](), list[Cell | SmallCells](), self._branch
+        for cell in unknown:
+            if isinstance(cell, SmallCells):
+                branches = np.array([branch[number] for number in cell.source.tolist()])
+                for _, part in cell.runs(branches if len(self._branches) > 1 else np.zeros(len(branches))):
+                    for is_moved, cells in part.runs(part.known.is_whole & ~self.known.usable_cells(part.known)):
+                        (moved if is_moved else rest).append(cells)
+            else:
+                to_move = cell.known is not None and not self.known.usable_cell(cell.known)
+                (moved if to_move else rest).append(cell)
+        parts = (by_branch(part, lambda cell: branch[_first(cell)], self._branches) for part in (rest, moved))
         return [_Queue(cells) for part in parts for cells in part]
 
     @cached_property
     def _branch(self) -> Sequence[str]:
-        return [source.branch for source in self.sources]
+        return [branch_of(source.kind, source.key) for source in self.sources]
 
     @cached_property
     def _branches(self) -> frozenset[str]:
@@ -307,9 +319,12 @@ class Upload:
             if not cells:
                 break
             for order, cell in enumerate(cells):
+                if isinstance(cell, SmallCells):
+                    self._write_small(cell, writer, buffer, number)
+                    continue
                 at = writer.place(cell.nbytes)
                 target = buffer[at : at + cell.nbytes]
-                copier.copy(cells, order, target)
+                copier.copy(cells, cell, order, target)
                 place, frame = self._write(cell, writer, target, number, at)
                 packing.placed[id(cell)] = place
                 if frame is not None:
@@ -326,7 +341,7 @@ class Upload:
         """
         source, digest = self.sources[cell.source], cell_digest(target)
         self._scan(cell, target, digest)
-        place, is_new = self._claim(cell, digest, number, at)
+        place, is_new = self._claim(self._find(cell.known, digest), digest, number, at)
         coder = self.coder if self.coder is not None and self.coder.takes(source, cell) else None
         coded = coder.encode(source, cell, target, digest) if coder is not None and is_new else None
         if coded is not None:
@@ -338,10 +353,43 @@ class Upload:
             coder.note_known(source, cell, target, place.digest, is_coded=place.frame is not None)
         return place, None
 
+    def _write_small(self, cells: SmallCells, writer: BlobWriter, buffer: memoryview, number: int) -> None:
+        """Copy and hash cells. Those that are new remain in the buffer, next to each other."""
+        placed, known, sizes = cells.placed, cells.known, cells.placed.nbytes
+        ends = writer.end + np.cumsum(sizes)
+        copy_addresses(address(buffer) + ends - sizes, cells.address, sizes)
+        spans = list(zip((ends - sizes).tolist(), ends.tolist(), strict=True))
+        hashed = cell_digests(buffer, spans)
+        placed.digest[:] = np.frombuffer(hashed, np.uint8).reshape(-1, DIGEST_BYTES)
+        digests = [CellDigest(hashed[at : at + DIGEST_BYTES]) for at in range(0, len(hashed), DIGEST_BYTES)]
+        is_same = known.is_whole & (known.digest == placed.digest).all(axis=1)
+        if self.scan is not None:
+            for source, (lo, hi), digest, same in zip(cells.source, spans, digests, is_same, strict=True):
+                self.scan.scan(self.sources[source], buffer[lo:hi], digest, is_unchanged=same)
+        placed.is_whole[:], placed.blob[:], placed.offset[:] = False, known.blob, known.offset
+        at, stored, places = writer.end, list[int](), list[tuple[bool, int, int]]()
+        others = np.flatnonzero(~(is_same & self.known.usable_cells(known)))
+        for row in others.tolist():
+            place, is_new = self._claim(self._find(None, digests[row]), digests[row], number, at)
+            if place.frame is not None:  # a frame of a different tensor, which columns cannot describe
+                place, is_new = PlacedCell(digests[row], True, number, at), True
+            places.append((place.new, place.blob, place.offset))
+            if is_new:
+                lo, hi = spans[row]
+                buffer[at : at + hi - lo] = buffer[lo:hi]  # a known cell may have been here
+                at += hi - lo
+                stored.append(row)
+        if places:
+            placed.is_whole[others], placed.blob[others], placed.offset[others] = np.array(places).T
+        if stored:
+            writer.add_small(self.sources[_first(cells)].dtype, sizes[stored])
+        self.progress(cells.nbytes)
+
     def _scan(self, cell: Cell, data: memoryview, digest: CellDigest) -> None:
         """Scan the health of a cell while its bytes are in the CPU's cache."""
         if self.scan is not None:
-            self.scan.scan(self.sources[cell.source], cell, data, digest)
+            is_unchanged = cell.known is not None and cell.known.digest == digest
+            self.scan.scan(self.sources[cell.source], data, digest, is_unchanged=is_unchanged)
 
     def _put_frames(self, frames: Sequence[tuple[PlacedCell, bytes]], packing: _Packing, buffer: memoryview) -> None:
         """Put frames into separate blobs, because their sizes are not known in advance."""
@@ -364,12 +412,13 @@ class Upload:
             self.written.append(None)
             return len(self.written) - 1
 
-    def _claim(self, cell: Cell, digest: CellDigest, number: int, offset: int) -> tuple[PlacedCell, bool]:
+    def _claim(
+        self, stored: StoredCell | None, digest: CellDigest, number: int, offset: int
+    ) -> tuple[PlacedCell, bool]:
         """Return the location of a freshly hashed cell, and whether it is stored now.
 
-        Otherwise, it was stored earlier.
+        Otherwise, it was stored earlier. ``stored``: a known cell with this digest.
         """
-        stored = self._find(cell, digest)
         with self._lock:
             earlier = self._claims.get(digest)
             if earlier is not None and all(map(self.known.usable, earlier.needs)):
@@ -379,12 +428,29 @@ class Upload:
         return place, stored is None
 
 
-class _Queue(Queue[Cell]):
+def _first(cells: Cell | SmallCells) -> int:
+    """Return the number of the first entry."""
+    return int(cells.source[0]) if isinstance(cells, SmallCells) else cells.source
+
+
+class _Queue(Queue[Cell | SmallCells]):
     """Ordered cells, in lots that fit one buffer. ``frames``: the frames of its cells that are not in a blob yet."""
 
-    def __init__(self, cells: Sequence[Cell]) -> None:
-        super().__init__(cells)
+    def __init__(self, cells: Sequence[Cell | SmallCells]) -> None:
+        self._items = list(cells)
+        super().__init__(self._items)
         self.frames = _Frames()
+
+    def _place(self, number: int, begin: int, end: int) -> int:
+        """Split small cells into lots that stay in the CPU's cache, and at the end of the blob."""
+        cells = self._items[number]
+        if isinstance(cells, Cell):
+            return super()._place(number, begin, end)
+        ends = np.cumsum(cells.placed.nbytes)
+        fits = int(np.searchsorted(ends, min(_SMALL_LOT, end - begin), side="right"))
+        if 0 < fits < len(ends):
+            self._items[number : number + 1] = [cells.rows(slice(fits)), cells.rows(slice(fits, None))]
+        return begin + int(ends[max(fits, 1) - 1])
 
 
 class _Frames:

@@ -226,7 +226,7 @@ class Destination(LightStruct, frozen=True, eq=False, gc=True, dict=True):
     @property
     def address(self) -> int:
         """The address of its bytes if they are contiguous in host memory and have the stored dtype, and otherwise 0."""
-        return _address(self.data) if self.data.dtype == self.stored else 0
+        return address_of(self.data) if self.data.dtype == self.stored else 0
 
     @cached_property
     def _bytes(self) -> memoryview | None:
@@ -361,7 +361,7 @@ def sampled(tensors: Sequence[torch.Tensor], starts: Ints, count: Ints, size: In
     empty tensor are 0.
     """
     words = np.zeros((len(tensors), starts.shape[1] * 2), np.uint64)
-    addresses = np.array([_address(data) for data in tensors], np.int64)
+    addresses = np.array([address_of(data) for data in tensors], np.int64)
     here, is_long = (addresses != 0) & (count > 0), count * size >= RUN
     rows = np.flatnonzero(here & is_long)
     if len(rows):
@@ -387,10 +387,10 @@ def _bits(data: torch.Tensor) -> torch.Tensor:
     return as_bits(data.detach().resolve_conj().resolve_neg())
 
 
-def _address(data: torch.Tensor) -> int:
+def address_of(data: torch.Tensor) -> int:
     """Return the address of a tensor's bytes if they are contiguous in host memory, and otherwise 0."""
-    plain = data.is_cpu and data.is_contiguous() and not data.is_conj() and not data.is_neg()
-    return data.data_ptr() if plain else 0
+    is_plain = data.is_cpu and data.is_contiguous() and not data.is_conj() and not data.is_neg()
+    return data.data_ptr() if is_plain else 0
 
 
 class _HostMemory:
@@ -410,14 +410,13 @@ def _at(addresses: Ints, width: int) -> npt.NDArray[Any]:
     return np.asarray(_HostMemory(first, int(addresses.max()) - first + 1, width))[addresses - first]
 
 
-def copy_to_addresses(addresses: Ints, data: memoryview, starts: Ints, nbytes: Ints) -> None:
-    """Copy ranges of ``data`` to host memory. Each range has a start, a number of bytes, and the address of its target.
+def copy_addresses(targets: Ints, sources: Ints, nbytes: Ints) -> None:
+    """Copy ranges of host memory, each with the addresses of its target and source, and a number of bytes.
 
-    The targets must be alive. Ranges of the same size are copied together.
+    All of this memory must be alive. Ranges of the same size are copied together.
     """
-    source = int(np.frombuffer(data, np.uint8).ctypes.data)
     for width in np.unique(nbytes).tolist():
         same = nbytes == width
-        targets, first = addresses[same], int(addresses[same].min())
-        memory = np.asarray(_HostMemory(first, int(targets.max()) - first + 1, width, writable=True))
-        memory[targets - first] = _at(starts[same] + source, width)
+        into, first = targets[same], int(targets[same].min())
+        memory = np.asarray(_HostMemory(first, int(into.max()) - first + 1, width, writable=True))
+        memory[into - first] = _at(sources[same], width)

@@ -42,7 +42,7 @@ def test_a_rank_uses_more_threads_to_read_a_disk_than_to_read_memory(
     assert used == [(threads, threads == 1)]
 
 
-@pytest.mark.parametrize(("loose", "reads"), [(2, 1), (8, 16)])
+@pytest.mark.parametrize(("loose", "reads"), [(2, 1), (8, 9)])
 def test_a_few_copied_cells_do_not_cause_small_reads(
     loose: int, reads: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

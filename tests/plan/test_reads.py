@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from unittest import mock
 
 import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
-from casckpt.format.extents import ExtentTable
-from casckpt.format.regions import Box, Region, Shape, full_box, whole
+from casckpt.format.extents import ExtentTable, StoredCell
+from casckpt.format.regions import Box, Region, Shape, full_box, normalise, whole
 from casckpt.plan import reads
 from casckpt.plan.cells import plan_cells
-from casckpt.plan.reads import Unit, affordable_gap, covers, plan_batches, plan_units
+from casckpt.plan.reads import Unit, affordable_gap, covers, plan_batches, plan_units, steps
 from tests.support.geometry import (
     Case,
     cases,
@@ -82,6 +82,22 @@ def test_encoded_cells_are_read_completely_and_once(case: Case, data: st.DataObj
         units = list(plan_units(case.table, wanted, verify=False))
     assert units == list(plan_units(case.table, wanted, verify=True))
     assert len({unit.region for unit in units}) == len(units)
+
+
+@given(full_shapes, st.data())
+def test_a_long_read_joins_the_units_of_a_short_one(shape: Shape, data: st.DataObject) -> None:
+    table, wanted = data.draw(tables(shape)), data.draw(regions(shape))
+    most = data.draw(st.integers(3, 60)) * ITEM
+    with mock.patch.multiple(reads, _PIECE_BYTES=3 * ITEM, _LONG_BYTES=most):
+        for verify in (True, False):
+            units = list(plan_units(table, wanted, verify=verify, long=True))
+            assert _steps(units) == _steps(plan_units(table, wanted, verify=verify))
+            if normalise(wanted, shape).box == full_box(shape):  # otherwise, no units are joined
+                assert all(unit.nbytes <= max(most, table.cell * ITEM) for unit in units)
+
+
+def _steps(units: Iterable[Unit]) -> list[StoredCell]:
+    return [one for unit in units for one in steps(unit)]
 
 
 def _check_places(table: ExtentTable, units: Sequence[Unit]) -> None:

@@ -13,8 +13,9 @@ from casckpt.format.manifest import Manifest
 from casckpt.format.names import BlobHash, CellDigest, TxId
 from casckpt.format.regions import Region, Shape, full_box
 from casckpt.format.sections.blobs import BlobRef
+from casckpt.format.sections.tables import Extents, WholeCells
 from casckpt.plan.cells import plan_cells
-from casckpt.plan.reuse import ManifestCells, ReusableCells, coded_bytes, used_bytes
+from casckpt.plan.reuse import ManifestCells, ReusableCells, bytes_in, coded_bytes, used_bytes
 from casckpt.saving.shares import Share
 from tests.support.geometry import Case, cases, cells_of, full_shapes, partitions, stored_cell, table_of
 from tests.support.manifests import CELL, flat_cells, manifest
@@ -113,7 +114,9 @@ def test_cells_are_located(shape: Shape, cell: int, data: st.DataObject) -> None
     cells = [one for region in data.draw(partitions(shape)) for one in cells_of(plan_cells(region, shape, cell, None))]
     table = table_of(shape, cell, cells)
     refs = [BlobRef(BlobHash(f"{n:064x}"), 1 << 20, UPLOADER) for n in range(len(cells))]
-    known = ReusableCells(None, [Share({("tensor", "w", 0, None): ("int16", table)}, refs)], lambda _: False)
+    known = ReusableCells(
+        None, [Share(Extents.of({("tensor", "w", 0, None): ("int16", table)}), refs)], lambda _: False
+    )
     for place in table.stored_cells():
         assert _place(known, place.digest) == (place.blob, place.offset)
 
@@ -125,8 +128,8 @@ def test_encoded_cells_are_found_with_their_bases(case: Case, before: int, data:
     sizes = len(case.blob_sizes)
     refs = [BlobRef(BlobHash(f"{n:064x}"), 1 << 20, UPLOADER) for n in range(before + sizes)]
     worn = data.draw(st.integers(0, before + sizes))
-    share = Share({("tensor", "w", 0, None): ("int16", case.table)}, refs[before:])
-    known = ReusableCells(None, [Share({}, refs[:before]), share], lambda ref: ref in refs[worn : worn + 1])
+    share = Share(Extents.of({("tensor", "w", 0, None): ("int16", case.table)}), refs[before:])
+    known = ReusableCells(None, [Share(Extents.of({}), refs[:before]), share], lambda ref: ref in refs[worn : worn + 1])
     for cell in case.cells:
         want = cell.moved(lambda one: (one.blob + before, one.offset))
         assert known.find(cell.digest) == (None if worn in {one.blob for one in want.chain} else want)
@@ -148,6 +151,21 @@ def test_used_bytes_count_each_byte_once(tables: list[list[tuple[int, int, int]]
     used = used_bytes([_table(rows) for rows in tables], 3)
     bytes_ = {(blob, i) for rows in tables for blob, offset, n in rows for i in range(offset, offset + n)}
     assert used == [sum(blob == number for blob, _ in bytes_) for number in range(3)]
+
+
+@given(st.lists(ranges, max_size=2), ranges)
+def test_used_bytes_include_single_cells(
+    tables: list[list[tuple[int, int, int]]], rows: list[tuple[int, int, int]]
+) -> None:
+    columns = WholeCells.none(len(rows) + 1)  # the last row is not a single cell
+    columns.is_whole[:-1] = True
+    for column, values in zip((columns.blob, columns.offset, columns.nbytes), zip(*rows, strict=True), strict=False):
+        column[:-1] = values
+    split = [_table(rows) for rows in tables]
+    assert used_bytes(split, 3, columns) == used_bytes([*split, _table(rows)], 3)
+    distinct = [*{(blob, offset): (blob, offset, nbytes) for blob, offset, nbytes in rows}.values()]
+    if len(distinct) == len(rows):
+        assert bytes_in(split, {0, 2}, columns) == bytes_in([*split, _table(rows)], {0, 2})
 
 
 @given(cases())

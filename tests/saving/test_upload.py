@@ -44,7 +44,7 @@ class Part:
 def copied(copier: Copier, cells: Any, order: list[int] | None = None) -> None:
     for number in range(len(cells)) if order is None else order:
         cell, target = cells[number], bytearray(cells[number].nbytes)
-        copier.copy(cells, number, memoryview(target))
+        copier.copy(cells, cell, number, memoryview(target))
         assert bytes(target) == cell.memory.data[cell.start * 4 : cell.stop * 4]
 
 

@@ -19,7 +19,6 @@ from torch.distributed.checkpoint.state_dict_saver import async_save
 import casckpt
 from casckpt.frontends.dcp import StorageReader, StorageWriter
 from casckpt.frontends.trainer import TrainState
-from casckpt.saving.local_entries import LocalEntry
 from casckpt.storage.buffers import AlignedBuffer, KeptBuffers
 from casckpt.tensors import gpu, memory, staging
 from casckpt.tensors.gpu import pin
@@ -39,7 +38,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:ComplexHalf support is experimen
 def device(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
     if request.param != PRETENDED:
         return str(request.param)
-    for held in (LocalEntry, TensorMemory, Destination):
+    for held in (TensorMemory, Destination):
         monkeypatch.setattr(held, "on_gpu", True)
     monkeypatch.setattr(memory, "tensor_bytes", lambda data: None)
     monkeypatch.setattr(memory, "host_array", lambda data: None)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from itertools import accumulate
 from math import prod
 from typing import Any, Final, TypeAlias
@@ -15,7 +15,6 @@ from casckpt.base.names import check_attachment_name, check_run, check_step
 from casckpt.errors import InvalidInput, Refused
 from casckpt.format import dtypes
 from casckpt.format.columns import Ints, pack, unpack
-from casckpt.format.extents import ExtentTable
 from casckpt.format.keys import check_hash
 from casckpt.format.names import ManifestId
 from casckpt.format.regions import MAX_DIMENSIONS, Shape, check_shape
@@ -255,28 +254,27 @@ def pack_ranks(ranks: Iterable[int | None]) -> bytes:
 
 
 def entry_columns(
-    streams: Mapping[Name, tuple[str, ExtentTable]], unhashed: Collection[Name], inner: Collection[str] = ()
+    names: Sequence[Name], forms: Sequence[tuple[str, Shape]], unhashed: Collection[Name], inner: Collection[str] = ()
 ) -> EntryColumns:
-    """Return the entry columns for streams, including the dtype and shape of each stream.
+    """Return the entry columns for streams.
 
-    ``inner``: the keys of tensors in wrappers.
+    ``forms``: the dtype and shape of each stream. ``inner``: the keys of tensors in wrappers.
 
     Raises InvalidInput for a key that readers would not accept, and Refused for an unknown dtype.
     """
-    names = list(streams)
-    types = [f"{_INNER}{dtype}" if name[1] in inner else dtype for name, (dtype, _) in streams.items()]
-    shapes = [table.shape for _, table in streams.values()]
-    keys = [key for _, key, _, _ in names]
+    types = [f"{_INNER}{form[0]}" if name[1] in inner else form[0] for name, form in zip(names, forms, strict=True)]
+    shapes = [shape for _, shape in forms]
+    kinds, keys, indices, ranks = map(list, zip(*names, strict=True)) if names else ([], [], [], [])
     if keys and len(long := max(keys, key=len)) > MAX_KEY_CHARACTERS:
         raise InvalidInput(f"key {long[:80]!r}... has more than {MAX_KEY_CHARACTERS} characters", key=long)
-    kind_of = {kind: number for number, kind in enumerate(dict.fromkeys(name[0] for name in names))}
+    kind_of = {kind: number for number, kind in enumerate(dict.fromkeys(kinds))}
     type_of = {dtype: number for number, dtype in enumerate(dict.fromkeys(types))}
     return EntryColumns(
         kinds=list(kind_of),
-        kind=pack([kind_of[kind] for kind, _, _, _ in names]),
+        kind=pack([kind_of[kind] for kind in kinds]),
         keys=keys,
-        index=pack([index for _, _, index, _ in names]),
-        rank=pack_ranks(rank for _, _, _, rank in names),
+        index=pack(indices),
+        rank=pack_ranks(ranks),
         dtypes=[(name, dtypes.itemsize(name.removeprefix(_INNER))) for name in type_of],
         dtype=pack([type_of[dtype] for dtype in types]),
         dimensions=pack([len(shape) for shape in shapes]),

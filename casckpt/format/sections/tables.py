@@ -1,15 +1,15 @@
 """The stored form of a tensor's extents: a table of its cells, and rows with their locations.
 
-The cell table is part of a checkpoint's id, so it does not mention blobs. The rows may differ across stores. Both
-begin with a byte that identifies their form.
+The cell table is part of a checkpoint's id, so it does not mention blobs. The rows may differ across stores. Both begin
+with a byte that identifies their layout.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from struct import Struct
-from typing import NamedTuple
+from typing import NamedTuple, TypeAlias
 
 import msgspec
 import numpy as np
@@ -17,11 +17,15 @@ import numpy.typing as npt
 from msgspec.msgpack import Decoder
 
 from casckpt.base.digest import Buffer
+from casckpt.base.lazy import cached_property
 from casckpt.errors import Refused
+from casckpt.format import dtypes
 from casckpt.format.blob import DATA_OFFSET
 from casckpt.format.columns import Ints
-from casckpt.format.extents import DIGEST_BYTES, MAX_LINKS, Coding, Extent, ExtentTable
+from casckpt.format.extents import DIGEST_BYTES, MAX_LINKS, Coding, Extent, ExtentTable, StoredCell
+from casckpt.format.names import CellDigest
 from casckpt.format.regions import Box, Shape, full_box
+from casckpt.format.sections.index import Name
 
 CODED_ROW = Struct("<IIIB")
 """Like `ROW`, with the form of the cells."""
@@ -245,9 +249,98 @@ class WholeCells(NamedTuple):
     nbytes: Ints
     digest: npt.NDArray[np.uint8]
 
-    def take(self, rows: Ints) -> WholeCells:
+    def take(self, rows: Ints | npt.NDArray[np.bool_] | slice) -> WholeCells:
         """Return these rows."""
         return WholeCells(self.is_whole[rows], self.blob[rows], self.offset[rows], self.nbytes[rows], self.digest[rows])
+
+    @classmethod
+    def none(cls, count: int) -> WholeCells:
+        """Return ``count`` rows for tensors that are not single cells."""
+        blob, offset, nbytes = np.zeros((3, count), np.int64)
+        return cls(np.zeros(count, np.bool_), blob, offset, nbytes, np.zeros((count, DIGEST_BYTES), np.uint8))
+
+
+Streams: TypeAlias = Mapping[Name, tuple[str, Shape]]
+"""The dtype and shape of each stream, in the order of the manifest."""
+
+
+class Extents(Mapping[Name, tuple[str, ExtentTable]]):
+    """The dtype and extents of each stream, in order. Most streams are single cells, in columns instead of objects.
+
+    ``forms``: the dtype and shape of each stream. ``others``: the tables of all streams that are not in ``cells``, by
+    number.
+    """
+
+    def __init__(
+        self,
+        names: Sequence[Name],
+        forms: Sequence[tuple[str, Shape]],
+        cell_bytes: int,
+        cells: WholeCells,
+        others: Mapping[int, ExtentTable],
+    ) -> None:
+        self.names, self.forms, self.cell_bytes, self.cells, self.others = names, forms, cell_bytes, cells, others
+
+    @classmethod
+    def of(cls, tables: Mapping[Name, tuple[str, ExtentTable]]) -> Extents:
+        """Return these tables, without columns."""
+        if isinstance(tables, Extents):
+            return tables
+        forms = [(dtype, table.shape) for dtype, table in tables.values()]
+        others = {number: table for number, (_, table) in enumerate(tables.values())}
+        return cls(list(tables), forms, 0, WholeCells.none(len(forms)), others)
+
+    @cached_property
+    def _numbers(self) -> Mapping[Name, int]:
+        return {name: number for number, name in enumerate(self.names)}
+
+    def __len__(self) -> int:
+        return len(self.names)
+
+    def __iter__(self) -> Iterator[Name]:
+        return iter(self.names)
+
+    def __getitem__(self, name: Name) -> tuple[str, ExtentTable]:
+        number = self._numbers[name]
+        (dtype, shape), table = self.forms[number], self.others.get(number)
+        if table is None:
+            cell, size = self.cell(number), dtypes.itemsize(dtype)
+            only = Extent(0, 0, cell.hi, cell.blob, cell.offset, cell.digest)
+            table = ExtentTable(shape, size, self.cell_bytes // size, (cell.box,), (only,))
+        return dtype, table
+
+    def cell(self, number: int) -> StoredCell:
+        """Return the single cell of the stream with this number."""
+        box, (_, blob, offset, nbytes, digest) = full_box(self.forms[number][1]), self.cells
+        place = int(blob[number]), int(offset[number]), int(nbytes[number])
+        return StoredCell(*place, box, 0, box.numel, CellDigest(digest[number].tobytes()))
+
+    def has_only(self, streams: Streams) -> bool:
+        """Return whether these are the same streams in the same order, which is the case in most saves."""
+        return self.names == list(streams) and self.forms == list(streams.values())
+
+    def find(self, streams: Streams) -> WholeCells:
+        """Return a row for each of these streams. It is not whole unless the same stream is a single cell here."""
+        if self.has_only(streams):
+            return self.cells
+        if not self.names:
+            return WholeCells.none(len(streams))
+        numbers = [self._numbers.get(name, -1) for name in streams]
+        pairs = zip(numbers, streams.values(), strict=True)
+        same = [number >= 0 and self.forms[number] == form for number, form in pairs]
+        found = self.cells.take(np.array(numbers, np.int64))
+        return found._replace(is_whole=found.is_whole & np.array(same, np.bool_))
+
+    def encoded(self) -> tuple[list[bytes], list[bytes]]:
+        """Return the encoded cells, and the encoded locations, of each stream."""
+        found, count = self.cells, len(self)
+        cells, rows = np.zeros((count, CELL_BYTES), np.uint8), np.zeros((count, ROW_BYTES), np.uint8)
+        cells[:, len(WHOLE) :] = found.digest
+        rows[:, len(ROWS) :] = np.column_stack((found.is_whole, found.blob, found.offset)).astype("<u4").view(np.uint8)
+        encoded = cells.view(f"V{CELL_BYTES}")[:, 0].tolist(), rows.view(f"V{ROW_BYTES}")[:, 0].tolist()
+        for number, table in self.others.items():
+            encoded[0][number], encoded[1][number] = encode_cells(table), encode_rows(table)
+        return encoded
 
 
 CELL_BYTES, ROW_BYTES = len(WHOLE) + DIGEST_BYTES, len(ROWS) + ROW.size

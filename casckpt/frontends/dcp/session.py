@@ -31,6 +31,7 @@ from casckpt.base.progress import Progress
 from casckpt.errors import InvalidInput, RankFailed
 from casckpt.format.names import TxId
 from casckpt.format.sections.index import TENSOR, Name
+from casckpt.format.sections.tables import Streams
 from casckpt.format.tree import OBJECT, Node, merge
 from casckpt.format.tree import TENSOR as TENSOR_LEAF
 from casckpt.frontends.dcp.items import Resolver, Tensors, Values, is_whole, sources_of, tensors_of, values_of
@@ -43,7 +44,6 @@ from casckpt.saving.prepare import Prepared, frozen_by, prepare, tensor_source
 from casckpt.saving.rank_part import RankPart, write_part
 from casckpt.saving.replicas import Samples, compared, memory_of, samples_of
 from casckpt.saving.reuse_offer import ReuseOffer
-from casckpt.saving.shares import Streams
 from casckpt.tensors.dtypes import dtype_name
 from casckpt.tensors.state import check_key, decode_tree, encode_tree
 

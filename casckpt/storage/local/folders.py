@@ -100,14 +100,14 @@ class Folders:
 
     def _open_part(self, above: int, name: str, path: str, create: bool) -> int:
         try:
-            return _open_inside(above, name, self.root / path)
+            return _open_inside(above, name, self.root, path)
         except FileNotFoundError:
             if not create:
                 raise
         with suppress(FileExistsError):
             os.mkdir(name, dir_fd=above)
             self._anchored.discard(path)
-        return _open_inside(above, name, self.root / path)
+        return _open_inside(above, name, self.root, path)
 
     def _sync(self, fd: int) -> None:
         self._counts.add(fsyncs=1)
@@ -138,11 +138,11 @@ def _unless_needed() -> Iterator[None]:
             raise
 
 
-def _open_inside(above: int, name: str, path: Path) -> int:
+def _open_inside(above: int, name: str, root: Path, path: str) -> int:
     try:
         return os.open(name, _FOLDER | os.O_NOFOLLOW, dir_fd=above)
     except NotADirectoryError as error:  # Linux also raises this for a symlink
-        raise misplaced(os.stat(name, dir_fd=above, follow_symlinks=False).st_mode, path) from error
+        raise misplaced(os.stat(name, dir_fd=above, follow_symlinks=False).st_mode, root / path) from error
 
 
 def misplaced(mode: int, path: Path) -> Refused:

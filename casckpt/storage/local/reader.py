@@ -280,20 +280,18 @@ def _left(mine: str, groups: Path) -> Iterator[int]:
         _, kinds, path = line.split(":", 2)
         if kinds and "memory" not in kinds.split(","):
             continue
-        root = groups / "memory" if kinds else groups
-        inside = root.joinpath(*Path(path).parts[1:])  # missing if a container sees its group as the root
-        for folder in (inside, *inside.parents):
-            if folder.is_relative_to(root):
-                yield from _left_in(folder)
+        folder = (groups / "memory" if kinds else groups).joinpath(*Path(path).parts[1:])
+        for _ in Path(path).parts:
+            yield from _left_in(folder, *_FILES[bool(kinds)])  # missing if a container sees its group as the root
+            folder = folder.parent
 
 
-def _left_in(folder: Path) -> Iterator[int]:
-    for limit, use, part in _FILES:
-        with suppress(FileNotFoundError):
-            most = (folder / limit).read_text().strip()
-            if most != "max":
-                taken_back = _number(part, (folder / "memory.stat").read_text())
-                yield int(most) - int((folder / use).read_text()) + taken_back
+def _left_in(folder: Path, limit: str, use: str, part: str) -> Iterator[int]:
+    with suppress(FileNotFoundError):
+        most = (folder / limit).read_text().strip()
+        if most != "max":
+            taken_back = _number(part, (folder / "memory.stat").read_text())
+            yield int(most) - int((folder / use).read_text()) + taken_back
 
 
 def _number(name: str, text: str) -> int:

@@ -20,6 +20,8 @@ from casckpt.format.sections.tables import (
     CELL_BYTES,
     ROW_BYTES,
     WHOLE,
+    Extents,
+    WholeCells,
     decode_table,
     decode_whole_cells,
     encode_cells,
@@ -305,3 +307,42 @@ def test_unknown_or_incomplete_forms_are_rejected(cells: bytes | None, rows: byt
             encode_cells(case.table) if cells is None else cells,
             encode_rows(case.table) if rows is None else rows,
         )
+
+
+@given(st.lists(full_shapes, max_size=6), st.data())
+def test_single_cells_in_columns_are_like_tables(shapes: list[Shape], data: st.DataObject) -> None:
+    tables = []
+    for shape in shapes:
+        numel = full_box(shape).numel
+        cuts = [Region(full_box(shape), 0, numel)] if numel else []
+        if numel > 1 and data.draw(st.booleans()):
+            cuts = [Region(full_box(shape), 0, 1), Region(full_box(shape), 1, numel)]
+        version = data.draw(st.integers(0, 1))
+        placed = [stored_cell(one, 2, 4096 + 8 * one.lo, 4 * one.numel, digest(one, version)) for one in cuts]
+        tables.append(build(shape, 4, 1 << 10, placed))
+    plain = Extents.of({("tensor", f"k{n}", 0, None): ("float32", table) for n, table in enumerate(tables)})
+    only = [table.only_cell for table in tables]
+    cells, others = WholeCells.none(len(tables)), {}
+    for number, cell in enumerate(only):
+        if cell is None:
+            others[number] = tables[number]
+        else:
+            cells.is_whole[number], cells.blob[number], cells.offset[number] = True, cell.blob, cell.offset
+            cells.nbytes[number], cells.digest[number] = cell.nbytes, np.frombuffer(cell.digest, np.uint8)
+    columns = Extents(plain.names, plain.forms, 4 << 10, cells, others)
+    assert dict(columns) == dict(plain)
+    assert columns.encoded() == plain.encoded()
+    assert [columns.cell(number) for number in np.flatnonzero(cells.is_whole).tolist()] == [
+        cell for cell in only if cell
+    ]
+    streams = dict(zip(plain.names, plain.forms, strict=True))
+    wanted = {name: streams[name] for name in data.draw(st.permutations(plain.names))} | {
+        ("tensor", "x", 0, None): ("int8", (1,))
+    }
+    found = columns.find(wanted)
+    assert found.is_whole.tolist() == [name in columns and columns[name][1].only_cell is not None for name in wanted]
+    singles = [columns[name][1].only_cell for name in wanted if name in columns]
+    assert found.offset[found.is_whole].tolist() == [cell.offset for cell in singles if cell is not None]
+    assert not columns.find({name: ("float32", (*shape, 1)) for name, (_, shape) in streams.items()}).is_whole.any()
+    assert columns.has_only(streams)
+    assert not columns.has_only(wanted)
