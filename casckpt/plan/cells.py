@@ -56,10 +56,6 @@ def plan_cells(region: Region, shape: Shape, cell: int, parent: ExtentTable | No
 
     ``parent``: the extents with the same key, dtype and shape in the parent checkpoint.
     """
-    if region is whole(shape) and 0 < region.hi <= cell:  # a fast path for most small tensors
-        only = NewCell(0, region.hi) if parent is None or parent.cell != cell else parent.only_cell
-        if only is not None:
-            return [Group(region.box, 0, region.hi, None, [only])]
     if not region.numel:
         return []
     if parent is not None and parent.cell != cell:
@@ -79,11 +75,7 @@ def _group(region: Region, part: Box | None, cell: int, parent: ExtentTable | No
 
 
 def _plain_cuts(lo: int, hi: int, cell: int) -> list[NewCell]:
-    return (
-        [NewCell(lo, hi)]
-        if hi - lo <= cell and lo // cell == (hi - 1) // cell
-        else [NewCell(a, b) for a, b in cut(lo, hi, cell)]
-    )
+    return [NewCell(a, b) for a, b in cut(lo, hi, cell)]
 
 
 def _cuts_along(region: Region, cell: int, parent: ExtentTable) -> list[Cut]:

@@ -367,22 +367,18 @@ class Upload:
             for source, (lo, hi), digest, same in zip(cells.source, spans, digests, is_same, strict=True):
                 self.scan.scan(self.sources[source], buffer[lo:hi], digest, is_unchanged=same)
         placed.is_whole[:], placed.blob[:], placed.offset[:] = False, known.blob, known.offset
-        at, stored, places = writer.end, list[int](), list[tuple[bool, int, int]]()
+        places, dtype = list[tuple[bool, int, int]](), self.sources[_first(cells)].dtype
         others = np.flatnonzero(~(is_same & self.known.usable_cells(known)))
         for row in others.tolist():
-            place, is_new = self._claim(self._find(None, digests[row]), digests[row], number, at)
+            digest, (lo, hi), at = digests[row], spans[row], writer.end
+            place, is_new = self._claim(self._find(None, digest), digest, number, at)
             if place.frame is not None:  # a frame of a different tensor, which columns cannot describe
-                place, is_new = PlacedCell(digests[row], True, number, at), True
+                place, is_new = PlacedCell(digest, True, number, at), True
             places.append((place.new, place.blob, place.offset))
             if is_new:
-                lo, hi = spans[row]
                 buffer[at : at + hi - lo] = buffer[lo:hi]  # a known cell may have been here
-                at += hi - lo
-                stored.append(row)
-        if places:
-            placed.is_whole[others], placed.blob[others], placed.offset[others] = np.array(places).T
-        if stored:
-            writer.add_small(self.sources[_first(cells)].dtype, sizes[stored])
+                writer.add(dtype, hi - lo, digest)
+        placed.is_whole[others], placed.blob[others], placed.offset[others] = np.array(places).reshape(-1, 3).T
         self.progress(cells.nbytes)
 
     def _scan(self, cell: Cell, data: memoryview, digest: CellDigest) -> None:

@@ -184,9 +184,6 @@ def encode_cells(table: ExtentTable) -> bytes:
 
 def encode_rows(table: ExtentTable) -> bytes:
     """Encode the locations of the cells."""
-    if len(table.extents) == 1 and table.extents[0].coding is None:  # a fast path for most tensors
-        (only,) = table.extents
-        return ROWS + ROW.pack(len(only.digests) // DIGEST_BYTES, only.blob, only.offset)
     if any(one.coding for one in table.extents):
         return CODED_ROWS + encode_coded(table.extents)
     rows = [ROW.pack(len(one.digests) // DIGEST_BYTES, one.blob, one.offset) for one in table.extents]

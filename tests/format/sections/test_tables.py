@@ -28,7 +28,7 @@ from casckpt.format.sections.tables import (
     encode_rows,
 )
 from tests.support.forging import COLUMNS, Table
-from tests.support.geometry import Case, cases, digest, elements, full_shapes, stored_cell
+from tests.support.geometry import Case, cases, digest, elements, full_shapes, only_cell, stored_cell
 
 
 def decoded(case: Case, cells: bytes, rows: bytes) -> ExtentTable:
@@ -76,7 +76,7 @@ def test_single_cells_decode_together_as_each_does_alone(case: Case, data: st.Da
         changed[data.draw(st.integers(0, len(changed) - 1))] = data.draw(st.integers(0, 255))
     only = None
     with suppress(*DECODE_ERRORS, InvalidInput):
-        only = decoded(case, bytes(stored[0]), bytes(stored[1])).only_cell
+        only = only_cell(decoded(case, bytes(stored[0]), bytes(stored[1])))
     if (len(stored[0]), len(stored[1])) != (CELL_BYTES, ROW_BYTES):
         assert only is None or stored[0][:1] != WHOLE
         return
@@ -321,7 +321,7 @@ def test_single_cells_in_columns_are_like_tables(shapes: list[Shape], data: st.D
         placed = [stored_cell(one, 2, 4096 + 8 * one.lo, 4 * one.numel, digest(one, version)) for one in cuts]
         tables.append(build(shape, 4, 1 << 10, placed))
     plain = Extents.of({("tensor", f"k{n}", 0, None): ("float32", table) for n, table in enumerate(tables)})
-    only = [table.only_cell for table in tables]
+    only = [only_cell(table) for table in tables]
     cells, others = WholeCells.none(len(tables)), {}
     for number, cell in enumerate(only):
         if cell is None:
@@ -340,8 +340,8 @@ def test_single_cells_in_columns_are_like_tables(shapes: list[Shape], data: st.D
         ("tensor", "x", 0, None): ("int8", (1,))
     }
     found = columns.find(wanted)
-    assert found.is_whole.tolist() == [name in columns and columns[name][1].only_cell is not None for name in wanted]
-    singles = [columns[name][1].only_cell for name in wanted if name in columns]
+    assert found.is_whole.tolist() == [name in columns and only_cell(columns[name][1]) is not None for name in wanted]
+    singles = [only_cell(columns[name][1]) for name in wanted if name in columns]
     assert found.offset[found.is_whole].tolist() == [cell.offset for cell in singles if cell is not None]
     assert not columns.find({name: ("float32", (*shape, 1)) for name, (_, shape) in streams.items()}).is_whole.any()
     assert columns.has_only(streams)
