@@ -516,7 +516,7 @@ def encode(draft: Draft) -> Encoded:
     data, data_bytes = cut([*(stored.data for stored in draft.objects), *(item.data for item in draft.attachments)])
     body = ManifestBody(
         **{name: getattr(draft, name) for name in Description.__struct_fields__},
-        entry_columns=entry_columns(streams.names, streams.forms, draft.unhashed, outer_keys(wrappers_in(draft.tree))),
+        entry_columns=entry_columns(streams.streams, draft.unhashed, outer_keys(wrappers_in(draft.tree))),
         object_columns=ObjectColumns(
             keys=[stored.key for stored in draft.objects],
             rank=pack_ranks(stored.rank for stored in draft.objects),

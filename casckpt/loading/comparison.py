@@ -31,7 +31,7 @@ from casckpt.history.commits import Commit
 from casckpt.loading.arguments import check_used, usable_patterns
 from casckpt.loading.regions import WINDOW_BYTES, EntrySlice, RegionReader
 from casckpt.loading.wrapped import forms_differ
-from casckpt.plan.reuse import ManifestCells, ReusableCells
+from casckpt.plan.reuse import CellSource, ReusableCells
 from casckpt.ranks.agreement import StoreIdentity, check_same, named
 from casckpt.ranks.ranks import Ranks, everyone, telling
 from casckpt.repository.repository import Repository
@@ -106,6 +106,7 @@ def _compare(
     repo: Repository, manifest: Manifest, state: Mapping[Any, Any], rank: int, progress: Progress
 ) -> Comparison:
     contents, sources, unlike = Contents(manifest, rank), list[LocalEntry](), list[Differs]()
+    compared = list[Entry]()
     flat = flatten(state, apart=contents.is_in_parts)
     for key, node in flat.wrappers.items():
         if (there := contents.wrappers.get(key)) is not None and any(forms_differ(node, there)):
@@ -120,8 +121,9 @@ def _compare(
             unlike.append(Differs(key, rank, "dtype" if source.shape == entry.shape else "shape"))
         else:
             sources.append(changed(source, rank=entry.rank))
+            compared += [] if manifest.lacks(entry) else [entry]
     wait_for_gpus(piece.data for source in sources for piece in source.pieces)
-    known = ReusableCells(ManifestCells(manifest), [], lambda ref: False)
+    known = ReusableCells(CellSource.of(manifest, compared), [], lambda ref: False)
     work = plan_work(sources, manifest.body.cell_bytes, known)
     cells = [cell for group in work for cell in group if isinstance(cell, Cell)]
     unequal = _unequal(repo, contents, sources, _doubtful(cells, progress), progress)

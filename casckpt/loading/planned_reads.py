@@ -13,7 +13,6 @@ from casckpt.base.lazy import cached_property
 from casckpt.format.columns import Ints
 from casckpt.format.digest import cell_digests
 from casckpt.format.extents import StoredCell
-from casckpt.format.names import CellDigest
 from casckpt.format.regions import Box, Region, full_box
 from casckpt.format.sections.index import Entry
 from casckpt.format.sections.tables import WholeCells
@@ -212,10 +211,8 @@ class SmallCells:
 
     def _read(self, row: int) -> PlannedRead:
         """Return the read of a single cell."""
-        (entry, _), cells = self._targets[self._number[row]], self._cells
-        blob, offset, nbytes = int(cells.blob[row]), int(cells.offset[row]), int(cells.nbytes[row])
-        digest = CellDigest(cells.digest[row].tobytes())
-        cell = StoredCell(blob, offset, nbytes, full_box(entry.shape), 0, entry.numel, digest)
+        entry, _ = self._targets[self._number[row]]
+        cell = self._cells.cell(row, entry.shape)
         return PlannedRead(cell, entry.key, [], cell)
 
     @property

@@ -35,9 +35,10 @@ from casckpt.format.manifest import Encoded, Manifest, placed
 from casckpt.format.names import BlobHash, CellDigest, TxId
 from casckpt.format.sections.blobs import BlobList, BlobRef, encode_blobs
 from casckpt.format.sections.index import Entry
+from casckpt.format.sections.tables import Extents
 from casckpt.history.commits import Commit, CommitList, list_commits
 from casckpt.plan.cells import Queue, branch_of, branches_of, by_branch
-from casckpt.plan.reuse import ManifestCells, ReusableCells, mark_worn
+from casckpt.plan.reuse import CellSource, ReusableCells, mark_worn
 from casckpt.repository.fetching import BlobDamaged, explain
 from casckpt.repository.repository import Repository
 from casckpt.storage.base import ShortObject
@@ -134,7 +135,7 @@ class Recoding:
         avoided = blobs.damaged_marks(self.target) if related else set[tuple[TxId, BlobHash]]()
         if self.source is self.target:
             avoided |= {(ref.uploader, ref.hash) for ref in map(self.manifest.blob, self.moving)}
-        bases = [ManifestCells(manifest) for _, manifest in readable(self.target, related)]
+        bases = [CellSource.of(manifest, manifest.held) for _, manifest in readable(self.target, related)]
         return ReusableCells(None, bases, lambda ref: ref.worn or (ref.uploader, ref.hash) in avoided)
 
     def _related(self) -> list[Commit]:
@@ -252,8 +253,10 @@ class Recoding:
             return build(table.shape, table.itemsize, table.cell, list(cells))
 
         make = coded if self.compress else partial(moved, place=place)
-        tables = {entry.number: make(self.manifest.extents(entry)) for entry in _stored_entries(self.manifest)}
-        refs = mark_worn(tables.values(), list(numbers), self.manifest.body.run, live.__contains__)
+        entries = _stored_entries(self.manifest)
+        tables = {entry.number: make(self.manifest.extents(entry)) for entry in entries}
+        extents = Extents.of({entry.name: (entry.dtype, tables[entry.number]) for entry in entries})
+        refs = mark_worn(extents, list(numbers), self.manifest.body.run, live.__contains__)
         made = placed(self.manifest, encode_blobs(refs), tables)
         again = made.manifest()
         for number in tables:  # a foreign writer may split extents in a way that the new tables cannot express

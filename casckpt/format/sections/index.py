@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from itertools import accumulate
 from math import prod
 from typing import Any, Final, TypeAlias
@@ -254,17 +254,17 @@ def pack_ranks(ranks: Iterable[int | None]) -> bytes:
 
 
 def entry_columns(
-    names: Sequence[Name], forms: Sequence[tuple[str, Shape]], unhashed: Collection[Name], inner: Collection[str] = ()
+    streams: Mapping[Name, tuple[str, Shape]], unhashed: Collection[Name], inner: Collection[str] = ()
 ) -> EntryColumns:
-    """Return the entry columns for streams.
+    """Return the entry columns for streams, from the dtype and shape of each stream.
 
-    ``forms``: the dtype and shape of each stream. ``inner``: the keys of tensors in wrappers.
+    ``inner``: the keys of tensors in wrappers.
 
     Raises InvalidInput for a key that readers would not accept, and Refused for an unknown dtype.
     """
-    types = [f"{_INNER}{form[0]}" if name[1] in inner else form[0] for name, form in zip(names, forms, strict=True)]
-    shapes = [shape for _, shape in forms]
-    kinds, keys, indices, ranks = map(list, zip(*names, strict=True)) if names else ([], [], [], [])
+    types = [f"{_INNER}{dtype}" if name[1] in inner else dtype for name, (dtype, _) in streams.items()]
+    shapes = [shape for _, shape in streams.values()]
+    kinds, keys, indices, ranks = map(list, zip(*streams, strict=True)) if streams else ([], [], [], [])
     if keys and len(long := max(keys, key=len)) > MAX_KEY_CHARACTERS:
         raise InvalidInput(f"key {long[:80]!r}... has more than {MAX_KEY_CHARACTERS} characters", key=long)
     kind_of = {kind: number for number, kind in enumerate(dict.fromkeys(kinds))}
@@ -279,5 +279,5 @@ def entry_columns(
         dtype=pack([type_of[dtype] for dtype in types]),
         dimensions=pack([len(shape) for shape in shapes]),
         shape=pack([extent for shape in shapes for extent in shape]),
-        unhashed=pack([number for number, name in enumerate(names) if name in unhashed] if unhashed else []),
+        unhashed=pack([number for number, name in enumerate(streams) if name in unhashed] if unhashed else []),
     )

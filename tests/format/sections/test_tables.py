@@ -329,20 +329,23 @@ def test_single_cells_in_columns_are_like_tables(shapes: list[Shape], data: st.D
         else:
             cells.is_whole[number], cells.blob[number], cells.offset[number] = True, cell.blob, cell.offset
             cells.nbytes[number], cells.digest[number] = cell.nbytes, np.frombuffer(cell.digest, np.uint8)
-    columns = Extents(plain.names, plain.forms, 4 << 10, cells, others)
+    columns = Extents(plain.streams, 4 << 10, cells, others)
     assert dict(columns) == dict(plain)
     assert columns.encoded() == plain.encoded()
     assert [columns.cell(number) for number in np.flatnonzero(cells.is_whole).tolist()] == [
         cell for cell in only if cell
     ]
-    streams = dict(zip(plain.names, plain.forms, strict=True))
+    streams = plain.streams
     wanted = {name: streams[name] for name in data.draw(st.permutations(plain.names))} | {
         ("tensor", "x", 0, None): ("int8", (1,))
     }
-    found = columns.find(wanted)
+    found = columns.find(wanted, 4 << 10)
     assert found.is_whole.tolist() == [name in columns and only_cell(columns[name][1]) is not None for name in wanted]
     singles = [only_cell(columns[name][1]) for name in wanted if name in columns]
     assert found.offset[found.is_whole].tolist() == [cell.offset for cell in singles if cell is not None]
-    assert not columns.find({name: ("float32", (*shape, 1)) for name, (_, shape) in streams.items()}).is_whole.any()
+    assert not columns.find(
+        {name: ("float32", (*shape, 1)) for name, (_, shape) in streams.items()}, 4 << 10
+    ).is_whole.any()
+    assert not columns.find(wanted, 8 << 10).is_whole.any()
     assert columns.has_only(streams)
     assert not columns.has_only(wanted)
