@@ -106,7 +106,6 @@ def _compare(
     repo: Repository, manifest: Manifest, state: Mapping[Any, Any], rank: int, progress: Progress
 ) -> Comparison:
     contents, sources, unlike = Contents(manifest, rank), list[LocalEntry](), list[Differs]()
-    compared = list[Entry]()
     flat = flatten(state, apart=contents.is_in_parts)
     for key, node in flat.wrappers.items():
         if (there := contents.wrappers.get(key)) is not None and any(forms_differ(node, there)):
@@ -121,9 +120,9 @@ def _compare(
             unlike.append(Differs(key, rank, "dtype" if source.shape == entry.shape else "shape"))
         else:
             sources.append(changed(source, rank=entry.rank))
-            compared += [] if manifest.lacks(entry) else [entry]
     wait_for_gpus(piece.data for source in sources for piece in source.pieces)
-    known = ReusableCells(CellSource.of(manifest, compared), [], lambda ref: False)
+    held = CellSource.of(manifest, [contents.tensors[source.key] for source in sources])
+    known = ReusableCells(held, [], lambda ref: False)
     work = plan_work(sources, manifest.body.cell_bytes, known)
     cells = [cell for group in work for cell in group if isinstance(cell, Cell)]
     unequal = _unequal(repo, contents, sources, _doubtful(cells, progress), progress)

@@ -43,9 +43,10 @@ class CellSource:
     refs: Sequence[BlobRef]
 
     @classmethod
-    def of(cls, manifest: Manifest, entries: Iterable[Entry]) -> CellSource:
-        """Return the cells of these entries of a manifest. Skip invalid ones with a warning."""
-        by_name = {entry.name: entry for entry in entries}
+    def of(cls, manifest: Manifest, entries: Iterable[Entry] | None = None) -> CellSource:
+        """Return the cells of these entries of a manifest. None means all entries. Skip invalid ones with a warning."""
+        every = manifest.entries if entries is None else entries
+        by_name = {entry.name: entry for entry in every if not manifest.lacks(entry)}
         cells = manifest.whole_cells(np.array([entry.number for entry in by_name.values()], np.int64))
         others = dict[int, ExtentTable]()
         for row, (entry, is_whole) in enumerate(zip(by_name.values(), cells.is_whole.tolist(), strict=True)):

@@ -28,7 +28,6 @@ from time import perf_counter
 import numpy as np
 
 from casckpt.base.groups import in_batches
-from casckpt.base.lazy import cached_property
 from casckpt.base.parallel import run_all, usable_cores, useful_threads
 from casckpt.base.progress import Progress, silent
 from casckpt.contents import blobs
@@ -37,7 +36,7 @@ from casckpt.format.digest import cell_digest, cell_digests
 from casckpt.format.extents import DIGEST_BYTES, Frame, StoredCell
 from casckpt.format.names import CellDigest, TxId
 from casckpt.format.sections.blobs import BlobRef
-from casckpt.plan.cells import Queue, branch_of, branches_of, by_branch
+from casckpt.plan.cells import Queue, branch_numbers, branch_of, by_branch
 from casckpt.plan.reuse import ReusableCells
 from casckpt.repository.repository import Repository
 from casckpt.saving.encoder import Coder
@@ -273,26 +272,19 @@ class Upload:
         Cells in the second kind of queue will probably not change. In a blob with changing cells, they would soon have
         to move again.
         """
-        moved, rest, branch = list[Cell | SmallCells](), list[Cell | SmallCells](), self._branch
+        moved, rest = list[Cell | SmallCells](), list[Cell | SmallCells]()
+        numbers = branch_numbers(branch_of(source.kind, source.key) for source in self.sources)
+        branch = np.array(numbers, np.int64)
         for cell in unknown:
             if isinstance(cell, SmallCells):
-                branches = np.array([branch[number] for number in cell.source.tolist()])
-                for _, part in cell.runs(branches if len(self._branches) > 1 else np.zeros(len(branches))):
-                    for is_moved, cells in part.runs(part.known.is_whole & ~self.known.usable_cells(part.known)):
-                        (moved if is_moved else rest).append(cells)
+                to_move = cell.known.is_whole & ~self.known.usable_cells(cell.known)
+                for label, cells in cell.runs(2 * branch[cell.source] + to_move):
+                    (moved if label % 2 else rest).append(cells)
             else:
-                to_move = cell.known is not None and not self.known.usable_cell(cell.known)
-                (moved if to_move else rest).append(cell)
-        parts = (by_branch(part, lambda cell: branch[_first(cell)], self._branches) for part in (rest, moved))
+                is_moved = cell.known is not None and not self.known.usable_cell(cell.known)
+                (moved if is_moved else rest).append(cell)
+        parts = (by_branch(part, lambda cell: numbers[_first(cell)]) for part in (rest, moved))
         return [_Queue(cells) for part in parts for cells in part]
-
-    @cached_property
-    def _branch(self) -> Sequence[str]:
-        return [branch_of(source.kind, source.key) for source in self.sources]
-
-    @cached_property
-    def _branches(self) -> frozenset[str]:
-        return branches_of(self._branch)
 
     def _empty(self, queue: _Queue, packing: _Packing, buffer: memoryview, copier: Copier) -> None:
         while not packing.stop.is_set() and not queue.is_empty:
@@ -433,19 +425,18 @@ class _Queue(Queue[Cell | SmallCells]):
     """Ordered cells, in lots that fit one buffer. ``frames``: the frames of its cells that are not in a blob yet."""
 
     def __init__(self, cells: Sequence[Cell | SmallCells]) -> None:
-        self._items = list(cells)
-        super().__init__(self._items)
+        super().__init__(cells)
         self.frames = _Frames()
 
     def _place(self, number: int, begin: int, end: int) -> int:
         """Split small cells into lots that stay in the CPU's cache, and at the end of the blob."""
-        cells = self._items[number]
+        cells = self._cells[number]
         if isinstance(cells, Cell):
             return super()._place(number, begin, end)
         ends = np.cumsum(cells.placed.nbytes)
         fits = int(np.searchsorted(ends, min(_SMALL_LOT, end - begin), side="right"))
         if 0 < fits < len(ends):
-            self._items[number : number + 1] = [cells.rows(slice(fits)), cells.rows(slice(fits, None))]
+            self._cells[number : number + 1] = [cells.rows(slice(fits)), cells.rows(slice(fits, None))]
         return begin + int(ends[max(fits, 1) - 1])
 
 
