@@ -18,7 +18,7 @@ import numpy as np
 from casckpt.base.groups import in_batches
 from casckpt.format.blob_writer import place_behind
 from casckpt.format.extents import ExtentTable, StoredCell
-from casckpt.format.regions import Box, Region, Shape, cut, normalise, whole
+from casckpt.format.regions import Box, Region, Shape, cut, normalise
 from casckpt.format.sections.index import ATTACHMENT
 
 _MAX_REST = 64  # the maximum number of remaining boxes of a shard; with more, fragments cost more than reuse saves
@@ -60,8 +60,6 @@ def plan_cells(region: Region, shape: Shape, cell: int, parent: ExtentTable | No
         return []
     if parent is not None and parent.cell != cell:
         parent = None  # a store with a different cell size
-    if parent is not None and parent.is_whole and region == whole(shape):
-        return [Group(region.box, 0, region.hi, None, list(parent.cells_in(0, 0, region.hi)))]
     if region.is_whole:
         parts = _parts(region.box, shape, cell, parent)
         if parts is not None:

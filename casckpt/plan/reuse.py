@@ -22,10 +22,9 @@ from casckpt.format.extents import DIGEST_BYTES, ExtentTable, StoredCell
 from casckpt.format.keys import parse_txid
 from casckpt.format.manifest import Manifest
 from casckpt.format.names import CellDigest, TxId
-from casckpt.format.regions import Shape
 from casckpt.format.sections.blobs import BlobRef
-from casckpt.format.sections.index import TENSOR, Entry, Name
-from casckpt.format.sections.tables import Extents, Streams, WholeCells
+from casckpt.format.sections.index import TENSOR, Entry
+from casckpt.format.sections.tables import Extents, WholeCells
 
 log = logging.getLogger(__name__)
 _BLOB_SPAN = 1 << 40
@@ -60,26 +59,24 @@ class CellSource:
         return cls(Extents(streams, manifest.body.cell_bytes, cells, others), list(manifest.blobs))
 
 
-_NOTHING = CellSource(Extents.of({}), [])
-
-
 class ReusableCells:
     """The cells of the parent and of the bases that are in reusable blobs.
 
-    Blobs are numbered across all sources. The parent's blobs come first and keep their numbers. ``excluded``: a
-    function that returns whether a blob must not be reused because it is damaged, worn or missing. ``any``: whether
-    any blob may be reused. ``newest``: the last save that wrote any of the parent's blobs.
+    ``parent``: the parent's extents. Blobs are numbered across all sources. The parent's blobs come first and keep
+    their numbers. ``excluded``: a function that returns whether a blob must not be reused because it is damaged, worn
+    or missing. ``any``: whether any blob may be reused. ``newest``: the last save that wrote any of the parent's blobs.
     """
 
     def __init__(
         self, parent: CellSource | None, bases: Sequence[CellSource], excluded: Callable[[BlobRef], bool]
     ) -> None:
-        self._parent = parent or _NOTHING
-        self._sources = [self._parent, *bases]
+        first = parent or CellSource(Extents.of({}), [])
+        self.parent = first.extents
+        self._sources = [first, *bases]
         self.blobs: list[BlobRef] = [ref for source in self._sources for ref in source.refs]
         self._usable = [not excluded(ref) for ref in self.blobs]
         self.any = any(self._usable)
-        self.newest: TxId | None = max((ref.uploader for ref in self._parent.refs), default=None)
+        self.newest: TxId | None = max((ref.uploader for ref in first.refs), default=None)
         self._index: _DigestIndex | None = None
         self._lock = Lock()
 
@@ -91,14 +88,6 @@ class ReusableCells:
         """Stop reusing a blob whose bytes are missing."""
         self._usable[blob] = False
         self.any = any(self._usable)
-
-    def parent_table(self, name: Name, dtype: str, shape: Shape) -> ExtentTable | None:
-        """Return the parent's extents of a stream, if the stream has this dtype and shape."""
-        return self._parent.extents.table(name, dtype, shape)
-
-    def parent_cells(self, streams: Streams, cell_bytes: int) -> WholeCells:
-        """Return the parent's cell for each of these streams. The row is not whole if it is not a single cell."""
-        return self._parent.extents.find(streams, cell_bytes)
 
     def usable_cells(self, cells: WholeCells) -> npt.NDArray[np.bool_]:
         """Return which of the parent's cells may be reused."""
@@ -154,7 +143,8 @@ class _DigestIndex:
 
 
 def _cell_of(extents: Extents, rows: Sequence[int], number: int) -> StoredCell:
-    return extents.cell(rows[number])
+    row = rows[number]
+    return extents.cells.cell(row, extents.streams[extents.names[row]][1])
 
 
 def _shifted(cell: StoredCell, blobs: int) -> StoredCell:

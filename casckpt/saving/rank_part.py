@@ -75,8 +75,7 @@ def write_part(
                     break
             if any(upload.written):
                 repo.storage.settle(uploader_folder(txid))
-            written = upload.written
-            shares.append(share_of(each, work, places, known=known, written=written, cell_bytes=cell_bytes))
+            shares.append(share_of(each, work, places, known=known, written=upload.written, cell_bytes=cell_bytes))
             objects += each.objects
             attachments += each.attachments
     return RankPart(joined(shares), objects, attachments, {} if scan is None else scan.report)

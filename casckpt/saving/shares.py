@@ -88,11 +88,8 @@ def _stored(cell: Cell, place: PlacedCell, number: Callable[[int, bool], int]) -
 def _add_small(single: WholeCells, cells: SmallCells, number: Callable[[int, bool], int]) -> None:
     """Add cells to the columns of all streams. ``number``: returns the number of a blob in the share."""
     placed, at = cells.placed, cells.source
-    found, first, which = np.unique(2 * placed.blob + placed.is_whole, return_index=True, return_inverse=True)
-    numbers = np.zeros(len(found), np.int64)
-    for row in np.argsort(first).tolist():  # in the order of the cells
-        numbers[row] = number(int(found[row]) // 2, bool(found[row] % 2))
-    single.is_whole[at], single.blob[at], single.offset[at] = True, numbers[which], placed.offset
+    numbers = [number(*place) for place in zip(placed.blob.tolist(), placed.is_whole.tolist(), strict=True)]
+    single.is_whole[at], single.blob[at], single.offset[at] = True, numbers, placed.offset
     single.nbytes[at], single.digest[at] = placed.nbytes, placed.digest
 
 
@@ -101,14 +98,12 @@ def joined(shares: Sequence[Share]) -> Share:
     if len(shares) == 1:
         return shares[0]
     numbers: dict[BlobRef, int] = {}
-    held: dict[Name, list[tuple[ExtentTable, Sequence[int]]]] = {}
-    dtype_of: dict[Name, str] = {}
+    held: dict[Name, tuple[str, list[tuple[ExtentTable, Sequence[int]]]]] = {}
     for share in shares:
         blobs = [numbers.setdefault(ref, len(numbers)) for ref in share.refs]
         for name, (dtype, table) in share.extents.items():
-            dtype_of.setdefault(name, dtype)
-            held.setdefault(name, []).append((table, blobs))
-    extents = {name: (dtype_of[name], join(parts)) for name, parts in held.items()}
+            held.setdefault(name, (dtype, []))[1].append((table, blobs))
+    extents = {name: (dtype, join(parts)) for name, (dtype, parts) in held.items()}
     return Share(Extents.of(extents), list(numbers), frozenset[Name]().union(*(share.unhashed for share in shares)))
 
 

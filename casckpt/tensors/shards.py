@@ -194,7 +194,6 @@ def _is_usual(data: torch.Tensor) -> bool:
     """Return whether a tensor is like most tensors, whose bytes can be stored directly. This is a fast path."""
     if type(data) not in PLAIN or data.layout is not torch.strided or data.is_nested or data.is_quantized:
         return False
-    dtype_name(data.dtype)
     return not data.storage_offset() and data.data_ptr() != 0 and not hasattr(data, "ds_id")
 
 

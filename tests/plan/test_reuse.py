@@ -60,22 +60,22 @@ def test_an_empty_index_finds_no_cells() -> None:
     known = _known(has_parent=False)
     assert not known.any
     assert known.find(d("a")) is None
-    assert known.parent_table(("tensor", "w", 0, None), "uint8", (1,)) is None
+    assert known.parent.table(("tensor", "w", 0, None), "uint8", (1,)) is None
 
 
 def test_only_the_parent_is_found_by_key() -> None:
     parent, base = _two_cells("w", "a", "b"), _two_cells("x", "c", "d")
     known, shape = _known(parent, base), (CELL + 10,)
-    found = known.parent_table(("tensor", "w", 0, None), "uint8", shape)
+    found = known.parent.table(("tensor", "w", 0, None), "uint8", shape)
     assert found is not None
     assert [cell.digest for cell in found.stored_cells()] == [d("a"), d("b")]
-    assert known.parent_table(("tensor", "x", 0, None), "uint8", shape) is None
-    assert known.parent_table(("tensor", "w", 0, None), "int8", shape) is None
-    assert known.parent_table(("tensor", "w", 0, None), "uint8", (*shape, 1)) is None
-    assert known.parent_table(("part", "w", 0, None), "uint8", shape) is None
-    assert known.parent_table(("tensor", "w", 0, 1), "uint8", shape) is None
+    assert known.parent.table(("tensor", "x", 0, None), "uint8", shape) is None
+    assert known.parent.table(("tensor", "w", 0, None), "int8", shape) is None
+    assert known.parent.table(("tensor", "w", 0, None), "uint8", (*shape, 1)) is None
+    assert known.parent.table(("part", "w", 0, None), "uint8", shape) is None
+    assert known.parent.table(("tensor", "w", 0, 1), "uint8", shape) is None
     without = _known(parent, base, has_parent=False)
-    assert without.parent_table(("tensor", "w", 0, None), "uint8", shape) is None
+    assert without.parent.table(("tensor", "w", 0, None), "uint8", shape) is None
     assert _place(without, d("a")) == (0, CELL)
 
 

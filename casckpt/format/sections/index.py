@@ -164,18 +164,14 @@ class ManifestBody(Description, frozen=True, kw_only=True, dict=True, rename=_ST
         return _entries(self.entry_columns)
 
     @cached_property
-    def numels(self) -> Ints:
-        """The number of elements of each entry. Call this only after `entries`, which checks the columns."""
+    def sizes(self) -> Ints:
+        """The size of each entry in bytes. It may be less above 2**50. Call this only after `entries`."""
         dimensions = np.array(unpack(self.entry_columns.dimensions), np.int64)
         extents = np.array([*unpack(self.entry_columns.shape), 1], np.int64)
         products = np.multiply.reduceat(extents, np.cumsum(dimensions) - dimensions)
-        return np.where(dimensions > 0, products, 1)
-
-    @cached_property
-    def itemsizes(self) -> Ints:
-        """The bytes per element of each entry. Call this only after `entries`."""
-        sizes = np.array([itemsize for _, itemsize in self.entry_columns.dtypes], np.int64)
-        return sizes[unpack(self.entry_columns.dtype)]
+        itemsizes = np.array([itemsize for _, itemsize in self.entry_columns.dtypes], np.int64)
+        numels = np.minimum(np.where(dimensions > 0, products, 1), 1 << 50)  # so that no product overflows
+        return numels * itemsizes[unpack(self.entry_columns.dtype)]
 
     @cached_property
     def objects(self) -> Sequence[StoredObject]:

@@ -165,8 +165,6 @@ def encode_cells(table: ExtentTable) -> bytes:
 
     A tensor without elements has no bytes.
     """
-    if table.is_whole:
-        return WHOLE + table.extents[0].digests
     if not table.extents:
         return b""
     digests = b"".join([extent.digests for extent in table.extents])
@@ -278,8 +276,6 @@ class Extents(Mapping[Name, tuple[str, ExtentTable]]):
     @classmethod
     def of(cls, tables: Mapping[Name, tuple[str, ExtentTable]]) -> Extents:
         """Return these tables, without columns."""
-        if isinstance(tables, Extents):
-            return tables
         streams = {name: (dtype, table.shape) for name, (dtype, table) in tables.items()}
         others = {number: table for number, (_, table) in enumerate(tables.values())}
         return cls(streams, 0, WholeCells.none(len(streams)), others)
@@ -313,13 +309,9 @@ class Extents(Mapping[Name, tuple[str, ExtentTable]]):
         number = self._numbers[name]
         if not self.cells.is_whole[number]:
             return self.others.get(number)
-        cell, size = self.cell(number), dtypes.itemsize(dtype)
+        cell, size = self.cells.cell(number, shape), dtypes.itemsize(dtype)
         only = Extent(0, 0, cell.hi, cell.blob, cell.offset, cell.digest)
         return ExtentTable(shape, size, self.cell_bytes // size, (cell.box,), (only,))
-
-    def cell(self, number: int) -> StoredCell:
-        """Return the single cell of the stream with this number."""
-        return self.cells.cell(number, self.streams[self.names[number]][1])
 
     def has_only(self, streams: Streams) -> bool:
         """Return whether these are the same streams in the same order, which is the case in most saves."""
@@ -355,20 +347,17 @@ def decode_whole_cells(
     cells: npt.NDArray[np.uint8],
     rows: npt.NDArray[np.uint8],
     blob_sizes: Sequence[int],
-    *,
-    numel: Ints,
-    itemsize: Ints,
+    nbytes: Ints,
     cell_bytes: int,
 ) -> WholeCells:
     """Decode the tables of many tensors at once. See `decode_table` for a single tensor. Invalid ones are not whole.
 
-    ``cells`` and ``rows`` have a row of `CELL_BYTES` or `ROW_BYTES` stored bytes for each tensor. The other columns
-    are its number of elements, and their size.
+    ``cells`` and ``rows`` have a row of `CELL_BYTES` or `ROW_BYTES` stored bytes for each tensor of ``nbytes`` bytes.
     """
     count, blob, offset = np.ascontiguousarray(rows[:, len(ROWS) :]).view("<u4").astype(np.int64).T
-    sizes, nbytes = np.array([*blob_sizes, 0]), numel * itemsize
+    sizes = np.array([*blob_sizes, 0])
     fits = (cells[:, 0] == WHOLE[0]) & (rows[:, 0] == ROWS[0]) & (count == 1)
-    fits &= (numel > 0) & (numel <= cell_bytes // itemsize)
+    fits &= (nbytes > 0) & (nbytes <= cell_bytes)
     fits &= (offset >= DATA_OFFSET) & (offset + nbytes <= sizes[np.minimum(blob, len(blob_sizes))])
     return WholeCells(fits, blob, offset, nbytes, cells[:, len(WHOLE) :])
 

@@ -81,10 +81,8 @@ def test_single_cells_decode_together_as_each_does_alone(case: Case, data: st.Da
         assert only is None or stored[0][:1] != WHOLE
         return
     cells, rows = (np.frombuffer(bytes(one) * 2, np.uint8).reshape(2, -1) for one in stored)
-    numel, itemsize = np.full(2, full_box(case.shape).numel), np.full(2, case.itemsize)
-    found = decode_whole_cells(
-        cells, rows, case.blob_sizes, numel=numel, itemsize=itemsize, cell_bytes=case.cell * case.itemsize
-    )
+    nbytes = np.full(2, full_box(case.shape).numel * case.itemsize)
+    found = decode_whole_cells(cells, rows, case.blob_sizes, nbytes, case.cell * case.itemsize)
     assert found.is_whole.tolist() == [only is not None] * 2
     if only is not None:
         assert (found.blob[1], found.offset[1], found.nbytes[1]) == only[:3]
@@ -332,9 +330,8 @@ def test_single_cells_in_columns_are_like_tables(shapes: list[Shape], data: st.D
     columns = Extents(plain.streams, 4 << 10, cells, others)
     assert dict(columns) == dict(plain)
     assert columns.encoded() == plain.encoded()
-    assert [columns.cell(number) for number in np.flatnonzero(cells.is_whole).tolist()] == [
-        cell for cell in only if cell
-    ]
+    rows = np.flatnonzero(cells.is_whole).tolist()
+    assert [cells.cell(row, shapes[row]) for row in rows] == [cell for cell in only if cell]
     streams = plain.streams
     wanted = {name: streams[name] for name in data.draw(st.permutations(plain.names))} | {
         ("tensor", "x", 0, None): ("int8", (1,))
