@@ -93,7 +93,7 @@ class MissingKey(CasckptError, KeyError):
 
 
 class Mismatch(CasckptError, ValueError):
-    """An error for a leaf whose shape, dtype or kind differs between the checkpoint and the target of the load."""
+    """An error for a value of the state whose shape, dtype, or kind differs between the checkpoint and the target."""
 
     kind = "mismatch"
 

@@ -93,7 +93,7 @@ class Marker(Record, omit_defaults=False, frozen=True, kw_only=True):
 
 
 class Settings(Record, frozen=True, kw_only=True):
-    """settings/<N>: the settings. Fields that are None are not set.
+    """settings/<N>: the settings. Fields that are None are omitted.
 
     ``requires``: the features that a writer must know.
     """

@@ -181,8 +181,8 @@ def commit(repo: Repository, record: Committed, *, seen: int | None = None) -> N
     This call does not make a rewrite visible. It also announces the record that will make the rewrite visible.
 
     ``seen``: see `casckpt.history.announcements.announce`. Raises `Revoked` if the transaction was revoked, and
-    `Conflict` if a different record has its name. Raises `StorageError` if the storage does not answer. In this case,
-    the commit may still happen, unless `casckpt.history.transactions.revoke` wins.
+    `Conflict` if a different record already has its name. Raises `StorageError` if the storage does not answer. In this
+    case, the commit may still happen, unless `casckpt.history.transactions.revoke` wins.
     """
     key = commit_key(record.txid)
     replaced = [] if record.replaces is None else [record.replaces]

@@ -233,7 +233,7 @@ def begin(
     ``after``: ids that must sort before the new one. ``seen``: the number of an announcement of the run. ``after``
     covers all transactions that were announced up to it. ``seconds``: the interval between signs of life. Raises
     `InvalidInput`, `StorageError`, and `Unsupported`. `Unsupported` includes the case that this version does not know
-    one of the store's requirements on writers.
+    one of the store's requirements for writers.
     """
     repo.declare_mirror()
     txid = repo.new_txid(run, step, after)

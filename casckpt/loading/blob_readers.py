@@ -181,7 +181,7 @@ class BlobReaders:
             slot.close()
 
     def skip(self, blob: int) -> None:
-        """End one batch of a blob."""
+        """Record that one batch of a blob is done."""
         self._slots[blob].done()
 
 

@@ -28,7 +28,7 @@ def plain_bytes(data: memoryview | bytes | bytearray) -> memoryview:
     """Return ``data`` as a flat view of format "B". Raises `InvalidInput` if it is not contiguous."""
     view = memoryview(data)
     if not view.c_contiguous:
-        raise InvalidInput("the data of an object must be contiguous: copy it into one buffer first")
+        raise InvalidInput("the data to store must be contiguous: copy it into one buffer first")
     return view.cast("B") if view.nbytes else memoryview(b"")  # cast rejects shapes that contain a zero
 
 

@@ -596,13 +596,14 @@ class Store:
         tell: Tell | None = None,
         **keep: Unpack[KeepRules],
     ) -> GcResult:
-        """Forget checkpoints by a policy, purge forgotten ones, and delete unneeded objects. Safe to run at any time.
+        """Forget checkpoints according to a policy, purge forgotten ones, and delete unneeded files.
 
-        The policy: ``keep_last``, ``keep_every`` (step % N == 0), ``keep_within``, ``keep_daily``, ``keep_weekly``,
-        ``keep_monthly``, ``keep_best`` ("loss:3", "acc:max:1"). In each run, it keeps every checkpoint that any rule
-        keeps (see `Policy`). Without a rule, gc does not forget any checkpoint. gc always keeps the newest checkpoint
-        of a run, the newest one that is not unhealthy, and tagged ones. ``thin``: tensors to drop from the other
-        checkpoints, such as ``{"drop": ["optim.*"], "keep_last": 2}``. ``run``: only this run.
+        Safe to run at any time. The policy: ``keep_last``, ``keep_every`` (step % N == 0), ``keep_within``,
+        ``keep_daily``, ``keep_weekly``, ``keep_monthly``, ``keep_best`` ("loss:3", "acc:max:1"). In each run, it keeps
+        every checkpoint that any rule keeps (see `Policy`). Without a rule, gc does not forget any checkpoint. gc
+        always keeps the newest checkpoint of a run, the newest one that is not unhealthy, and tagged ones. ``thin``:
+        tensors to drop from the other checkpoints, such as ``{"drop": ["optim.*"], "keep_last": 2}``. ``run``: only
+        this run.
 
         Durations are a timedelta or a string with a unit ("7d", "90s"); 0 does not need a unit. ``min_age``: time
         between forgetting and purging, during which `restore` can bring a checkpoint back (default: the store's

@@ -107,7 +107,7 @@ def _order(part: torch.Tensor) -> list[int]:
 
 
 def _cut(key: str, local: Any, shape: Shape, dtype: torch.dtype, regions: Sequence[Region]) -> Opened | None:
-    """Open a part as shards of global inner tensors. Return None if its kind cannot be cut there."""
+    """Open a part as shards of global inner tensors. Return None if a wrapper of this kind cannot be cut there."""
     own = _whole(key, local, shape, dtype)
     cut: dict[str, int] = own.form.get("cut", {})
     if not cut or cut.keys() != own.parts.keys():
@@ -134,7 +134,7 @@ def _cut(key: str, local: Any, shape: Shape, dtype: torch.dtype, regions: Sequen
 
 
 def _in_parts(key: str, value: Any, local: Any, shape: Shape, regions: Sequence[Region]) -> Opened:
-    """Open a part as one part of a wrapper, or as one part for each region if it is plain."""
+    """Open a value that is stored in parts: a wrapper as a single part, a plain tensor as one part per region."""
     form = parts_form(dtype_name(getattr(value, "dtype", local.dtype)), shape)
     if not is_wrapper(local):
         pieces = ((normalise(piece.region, shape), piece.data) for piece in local_tensor(key, value).pieces)

@@ -224,7 +224,7 @@ def _until(repo: Repository, chosen: Sequence[Commit]) -> datetime | None:
 def execute(repo: Repository, plan: ThinPlan) -> tuple[Commit, ...]:
     """Carry out ``plan``, and return the new commits. Skips checkpoints that another process has changed.
 
-    Raises `Unsupported` if this version does not know one of the store's requirements on writers. Raises
+    Raises `Unsupported` if this version does not know one of the store's requirements for writers. Raises
     `StorageError`; the checkpoints that were thinned before the error remain thinned.
     """
     check_requirements(repo)

@@ -1,7 +1,7 @@
 """The stored form of a tensor's extents: a table of its cells, and rows with their locations.
 
-The cell table is part of a checkpoint's id, so it does not mention blobs. The rows may differ across stores. Both
-begin with a byte that identifies their form.
+The cell table is part of a checkpoint's id, so it does not mention blobs. The rows may differ across stores. Both begin
+with a byte that identifies their layout.
 """
 
 from __future__ import annotations

@@ -52,8 +52,8 @@ def value_of(stream: io.BytesIO) -> Any:
 class PickleFreeSavePlanner(DefaultSavePlanner):
     """DCP's default planner, except that it passes non-tensor values as plain data and never as a pickle.
 
-    It requires `StorageWriter`, which rejects values that are not plain data, naming the key, unless ``allow_pickle``
-    is set.
+    It requires `StorageWriter`, which rejects values that are not plain data and names their keys, unless
+    ``allow_pickle`` is set.
     """
 
     @override

@@ -1,4 +1,4 @@
-"""Imports OLMo-core checkpoints, both from its first checkpointer and from its later trainer."""
+"""Imports OLMo-core checkpoints, written by either its first checkpointer or its later trainer."""
 
 from __future__ import annotations
 

@@ -76,7 +76,9 @@ def torch_save_to_casckpt(
     parameter_names: Sequence[str] | None = None,
     **options: Unpack[ImportArguments],
 ) -> Checkpoint:
-    """Save the contents of a torch.save file, a mapping of names to tensors and plain data. The file is memory-mapped.
+    """Save the contents of a torch.save file that holds a mapping of names to tensors and plain data.
+
+    The file is memory-mapped.
 
     A model is saved under ``model``, and its optimizer under ``optim``, by parameter name.
     `load_model_and_optim_state` and `Checkpointer.resume` find them there. The rest becomes rank 0's train state.

@@ -562,7 +562,7 @@ def optim_state_to_sharding_state(
     """Convert an optimizer's state dict to a sharded one, in place.
 
     The state ``name`` of a parameter gets the key ``optimizer.state.<name>.<key of the parameter>``, unless it is in
-    ``exclude_keys``. The groups become copies whose ``params`` are not saved. Raises CheckpointingException (a
+    ``exclude_keys``. The groups are replaced by copies whose ``params`` are not saved. Raises CheckpointingException (a
     ValueError) for the state of a parameter that the map lacks.
     """
     sharded: dict[Any, dict[str, Any]] = {}

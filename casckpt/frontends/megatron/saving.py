@@ -72,7 +72,7 @@ class AsyncRequest(NamedTuple):
             fn()
 
     def freeze(self) -> AsyncRequest:
-        """Return a copy that does not accept further functions."""
+        """Return a copy to which no more functions can be added."""
         return self._replace(is_frozen=True)
 
 

@@ -95,8 +95,8 @@ class Checkpointer(RunCheckpoints):
     checkpoint into this node's cache before a load. ``frozen``: tensors that do not change, as for `Store.save`; a
     save compares only a sample of them. ``compress``: as for `Store.save`. ``health``: check changed cells for NaN. A
     checkpoint with NaN is unhealthy, and retention also keeps the newest healthy checkpoint. ``check_replicas``,
-    ``owners``: for tensors that several ranks hold, as for `Store.save`. ``allow_pickle``: for entries of the train
-    state and of an optimizer's state that are neither tensors nor plain data. Raises InvalidInput.
+    ``owners``: for tensors that several ranks hold, as for `Store.save`. ``allow_pickle``: for values in the train
+    state or an optimizer's state that are neither tensors nor plain data. Raises InvalidInput.
     """
 
     def __init__(

@@ -122,7 +122,7 @@ class RunCheckpoints:
     def find_checkpoints(self, ephemeral: bool | None = None) -> Iterator[Checkpoint]:
         """Yield the checkpoints of one listing in step order.
 
-        ``ephemeral``: only ephemeral (True) or permanent ones (False).
+        ``ephemeral``: select only ephemeral (True) or only permanent (False) checkpoints.
         """
         try:
             found = self.store.checkpoints(self.run)

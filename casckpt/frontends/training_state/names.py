@@ -65,9 +65,10 @@ def plain_name(model: nn.Module, name: str) -> str:
 
 
 def parameter_names(model: nn.Module) -> dict[int, tuple[str, ...]]:
-    """Return the plain names of each parameter by its id(). A tied parameter has several, with its main name first.
+    """Return a dict that maps the id() of each parameter to its plain names.
 
-    While FSDP replaces a parameter with the whole parameter, the replacement has the same names.
+    A tied parameter has several, with its main name first. While FSDP replaces a parameter with the whole parameter,
+    the replacement has the same names.
     """
     reshard(model)
     parts = flat_parts(model)

@@ -145,7 +145,7 @@ class StoredTraining:
         return groups
 
     def value(self, key: str, *, allow_pickle: bool) -> Any:
-        """Read the value at a key, only in this process."""
+        """Read the value at a key, in this process only."""
         made: dict[str, Any] = {key: None}
         self.store.load(made, self.checkpoint, no_dist=True, unread="ignore", allow_pickle=allow_pickle)
         return made[key]

@@ -210,7 +210,8 @@ def _check(where: str, name: str, value: Any) -> None:
         )
     if name == "concat" and not all(map(_are_names, value.values())):
         raise InvalidInput(
-            f"{where}: concat must map a regular expression to a list: the whole's name, then the names to append"
+            f"{where}: concat must map a regular expression to a list: the name of the combined tensor, then the names "
+            "to append"
         )
 
 

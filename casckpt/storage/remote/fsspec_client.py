@@ -72,7 +72,7 @@ class FsspecClient:
 
     def _write(self, key: str, data: memoryview, mode: str) -> None:
         if self.read_only:
-            raise Unsupported(f"{self._scheme}:// storages are read-only: save to a different store")
+            raise Unsupported(f"{self._scheme}:// storage is read-only: save to a different store")
         path = self._path(key)
         if self._scheme not in _ATOMIC:  # `_ATOMIC` storages have no folders
             self._ask("makedirs", path.rpartition("/")[0], exist_ok=True)

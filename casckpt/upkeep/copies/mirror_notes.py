@@ -64,7 +64,7 @@ def mirror_to_wait_for(repo: Repository) -> str | None:
 
 
 def made_at(storage: ObjectStore) -> float:
-    """Return the creation time of the store in ``storage``, in microseconds. Older notes are about another store.
+    """Return the creation time of the store in ``storage``, in microseconds. Older notes refer to a different store.
 
     Returns `NO_STORE` if there is none. Raises `Damaged`, `Refused`, `StorageError`.
     """

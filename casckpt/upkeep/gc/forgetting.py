@@ -120,7 +120,7 @@ def restore(repo: Repository, plan: RestorePlan) -> RestoreResult:
     """Restore the commits of ``plan``, and return the result of each.
 
     Fails for commits that another process has changed. Raises `Unsupported` if this version does not know one of the
-    store's requirements on writers.
+    store's requirements for writers.
     """
     check_requirements(repo)
     restored: dict[str, Commit] = {}

@@ -368,7 +368,7 @@ def execute(
     Raises `Damaged`, with the checkpoints, if a manifest or a record cannot be read. In that case, gc does not delete
     anything. If it finds the damage early enough, it does not forget or purge anything either. Raises `Conflict` if
     other gc processes interfere repeatedly. Raises `Unsupported` for an unsuitable storage, or if this version does
-    not know one of the store's requirements on writers. Raises `StorageError`. Every error, including an interrupt,
+    not know one of the store's requirements for writers. Raises `StorageError`. Every error, including an interrupt,
     has the earlier changes to checkpoints as ``done``.
     """
     _check_seconds("a wait", wait)

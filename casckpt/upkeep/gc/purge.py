@@ -312,7 +312,7 @@ def retire(repo: Repository, plan: GcPlan, done: RetireProgress) -> None:
     """Forget and purge the checkpoints of ``plan``, and add them to ``done``, which must be empty.
 
     Skips commits that another process has since changed or tagged. Raises `StorageError`, and `Unsupported` if this
-    version does not know one of the store's requirements on writers.
+    version does not know one of the store's requirements for writers.
     """
     chosen = _untagged(repo, plan.forget)
     announce_all(repo, chosen)
@@ -324,7 +324,7 @@ def retire(repo: Repository, plan: GcPlan, done: RetireProgress) -> None:
     done.forgotten = [commit for commit in done.forgotten if commit.txid not in tagged]
     now = {commit.txid: commit for commit in (*plan.purge, *done.forgotten)}  # as this gc last read them
     due = [now[commit.txid] for commit in plan.purge]
-    settings = repo.settings  # reread: the store may have a new mirror or new requirements on writers
+    settings = repo.settings  # reread: the store may have a new mirror or new requirements for writers
     records.check_requirements(settings, repo.storage.url)
     unsafe = _unsafe(repo, due, settings.mirror)
     left = [c for c in due if not c.visible and c.txid not in tagged and c.txid not in unsafe]

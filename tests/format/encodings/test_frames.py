@@ -162,7 +162,7 @@ def test_the_fraction_of_changed_elements_determines_the_form(share: float, form
     assert Form(frame[0]) == form
 
 
-def test_an_unrelated_base_saves_nothing() -> None:
+def test_an_unrelated_base_does_not_make_a_frame_smaller() -> None:
     plain, base = (elements(2, 1 << 16, "normal", seed).tobytes() for seed in (1, 2))
     alone = encode(memoryview(plain), 2, None)
     assert alone is not None

@@ -238,7 +238,7 @@ def verified(rank: int, size: int, path: Path) -> list[Any]:
 
 
 @since("0.17.1", "verify_integrity")
-def test_the_file_check_of_core_passes(tmp_path: Path, ranks: Pool) -> None:
+def test_the_file_check_of_megatron_core_passes(tmp_path: Path, ranks: Pool) -> None:
     names = sorted([*OURS, "integrity.json"])
     assert ranks.run(2, verified, tmp_path) == [[names, [], True]] * 2
 

@@ -67,7 +67,7 @@ def lay_out(
 def exported_metadata(imported: Mapping[str, str], *, is_model: bool) -> dict[str, str]:
     """Return the ``__metadata__`` of a new file, given that of the imported files.
 
-    A model has what Transformers requires.
+    The metadata of a model includes what Transformers requires.
     """
     return ({"format": "pt"} if is_model else {}) | dict(imported)
 

@@ -72,7 +72,7 @@ class FolderPlan:
         self.notes += [*names.notes, *self._untied(names.tied)]
 
     def _names(self) -> HubNames:
-        """Return the names that the libraries of the model gave its tensors, unless the caller wants others."""
+        """Return the tensor names that the model's own library uses, unless the caller asks for different names."""
         is_plain = replace(self.rules, keys=None) == Rules(model=True)
         if not is_plain or HUB_FILE not in self.store.attachments(self.checkpoint):
             return HubNames()
