@@ -158,18 +158,15 @@ class SmallCells:
         """Return these rows."""
         return type(self)(self._targets, self._number[rows], self._cells.take(rows), self._address[rows])
 
-    def in_order(self) -> Self:
-        """Sort the rows by the positions of their cells."""
-        return self.take(np.lexsort((self._cells.nbytes, self._start)))
-
     def split(self, *, gap: int, most: int) -> Iterator[Self]:
-        """Yield parts of about ``most`` bytes. They may include gaps of up to ``gap`` bytes."""
-        reach = np.maximum.accumulate(self._end)
+        """Yield parts of about ``most`` bytes, in the order of the cells. They may include gaps of ``gap`` bytes."""
+        order = np.lexsort((self._cells.nbytes, self._start))
+        start, reach = self._start[order], np.maximum.accumulate(self._end[order])
         first = 0
-        for stop in [*(np.flatnonzero(self._start[1:] - reach[:-1] > gap) + 1).tolist(), len(reach)]:
+        for stop in [*(np.flatnonzero(start[1:] - reach[:-1] > gap) + 1).tolist(), len(reach)]:
             while first < stop:
-                fits = int(np.searchsorted(reach[first:stop], self._start[first] + most, side="right"))
-                yield self.take(np.arange(first, first := first + max(1, fits)))
+                fits = int(np.searchsorted(reach[first:stop], start[first] + most, side="right"))
+                yield self.take(order[first : (first := first + max(1, fits))])
 
     @property
     def places(self) -> list[tuple[int, int, int]]:

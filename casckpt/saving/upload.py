@@ -157,11 +157,10 @@ class Upload:
         Their names are durable after a `settle` of the folder. `SmallCells` hold their own locations.
         """
         placed: dict[int, PlacedCell] = {}
-        every = [cell for cells in work for cell in cells]
         large = [[cell for cell in cells if isinstance(cell, Cell)] for cells in work]
         if self.known.any:
             self._compare([cells for cells in large if cells], placed)
-        unknown = [cell for cell in every if id(cell) not in placed]
+        unknown = [cell for cells in work for cell in cells if id(cell) not in placed]
         if unknown:
             self._pack(unknown, placed)
         return [[cell if isinstance(cell, SmallCells) else placed[id(cell)] for cell in cells] for cells in work]
