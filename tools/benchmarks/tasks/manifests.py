@@ -11,6 +11,8 @@ from benchmarks.worker import WrongBytes
 
 if TYPE_CHECKING:
     from benchmarks.worker import Here
+    from casckpt.format.extents import ExtentTable
+    from casckpt.format.sections.index import Name
 
 _COLUMNS, _ITEM = 256, 4
 _CELL = 1 << 20
@@ -73,7 +75,10 @@ def encode(here: Here) -> Measured:
     from casckpt.format.sections.tables import Extents
 
     metadata = encode_metadata({})[0]
-    tables = {(TENSOR, _key(n), 0, None): ("float32", table) for n, table in enumerate(here.kept["tables"])}
+    every: list[ExtentTable] = here.kept["tables"]
+    tables: dict[Name, tuple[str, ExtentTable]] = {
+        (TENSOR, _key(n), 0, None): ("float32", table) for n, table in enumerate(every)
+    }
     meter = Meter()
     made = manifest.encode(
         manifest.Draft(
