@@ -251,7 +251,7 @@ class EntryReader:
             return None, wants
         entries = self.manifest.entries
         targets = [(entries[want.entry], want.sink) for want in wants]
-        small = SmallCells(targets, np.arange(len(wants)), cells, addresses).take(rows).in_order()
+        small = SmallCells(targets, np.arange(len(wants)), cells, addresses).take(rows)
         return small, [wants[row] for row in others.tolist()]
 
     def _items(self, wants: Sequence[RegionRequest], done: Set[FilledRange], *, long: bool) -> list[PlannedRead]:
