@@ -10,13 +10,13 @@ from typing import Any
 import pytest
 import torch
 
-from casckpt.format.digest import cell_digest
+from casckpt.format.digest import cell_digest, cell_digests
 from casckpt.loading import transfer
 from casckpt.repository.repository import Repository
 from casckpt.saving import upload
 from casckpt.storage.local.store import LocalStore
 from casckpt.store.store import Store
-from casckpt.tensors.memory import Destination, TensorMemory, copy_bytes
+from casckpt.tensors.memory import Destination, TensorMemory, copy_addresses, copy_bytes
 
 CELL, CELLS = 4096, 100
 W, B = CELL * CELLS, 40  # bytes of the two tensors
@@ -32,6 +32,8 @@ class Meter:
         self.hashed = self.copied = 0
         for module in (upload, transfer):
             monkeypatch.setattr(module, "cell_digest", self._digest)
+        monkeypatch.setattr(upload, "cell_digests", self._digests)
+        monkeypatch.setattr(upload, "copy_addresses", self._copy_addresses)
         monkeypatch.setattr(TensorMemory, "copy_out", self._copying(TensorMemory.copy_out))
         monkeypatch.setattr(Destination, "copy_in", self._copying(Destination.copy_in))
         monkeypatch.setattr(transfer, "copy_bytes", self._copying(copy_bytes))
@@ -39,6 +41,15 @@ class Meter:
     def _digest(self, data: Any) -> bytes:
         self.hashed += len(data)
         return cell_digest(data)
+
+    def _digests(self, data: Any, spans: Any) -> bytes:
+        ranges = list(spans)
+        self.hashed += sum(hi - lo for lo, hi in ranges)
+        return cell_digests(data, ranges)
+
+    def _copy_addresses(self, targets: Any, sources: Any, nbytes: Any) -> None:
+        self.copied += int(nbytes.sum())
+        copy_addresses(targets, sources, nbytes)
 
     def _copying(self, call: Callable[..., None]) -> Callable[..., None]:
         def copy(*args: Any) -> None:
