@@ -765,7 +765,7 @@ PLANTED = (
     Planted(
         "reads that overlap are merged without limit",
         "EntryReader._reads",
-        "if _overlap(items):",
+        "if overlap:",
         "if not items:",
         "tests/loading/test_transfer.py",
     ),

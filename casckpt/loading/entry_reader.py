@@ -232,7 +232,8 @@ class EntryReader:
         """Plan all reads."""
         small, others = self._small_cells(wants) if not done else (None, wants)
         items = self._items(others, done, long=not done)
-        if _overlap(items):  # otherwise, a chain of reads that overlap would become one large read
+        overlap = _overlap(items) or (small is not None and small.overlap(items))
+        if overlap:  # otherwise, a chain of reads that overlap would become one large read
             items = self._items(others, done, long=False)
         scratch = _BATCH_BYTES if any(want.sink.on_gpu for want in others) else _SCRATCH_BYTES
         return plan_lots(items, small, self.repo.storage.traits, most=_BATCH_BYTES, scratch=scratch)

@@ -172,6 +172,12 @@ class SmallCells:
                 fits = int(np.searchsorted(reach[first:stop], self._start[first] + most, side="right"))
                 yield self.take(np.arange(first, first := first + max(1, fits)))
 
+    def overlap(self, items: Iterable[PlannedRead]) -> bool:
+        """Return whether any of the cells overlaps any of these reads. The rows are in order."""
+        blob, offset, nbytes = np.array([item.row[:3] for item in items], np.int64).reshape(-1, 3).T
+        start, reach = blob * _BLOB_SPAN + offset, np.append(0, np.maximum.accumulate(self._end))
+        return bool((reach[np.searchsorted(self._start, start + nbytes)] > start).any())
+
     @property
     def places(self) -> list[tuple[int, int, int]]:
         """The blob, offset and size of each cell."""

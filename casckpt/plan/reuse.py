@@ -138,7 +138,8 @@ class ReusableCells:
 
     def usable_cells(self, cells: WholeCells) -> npt.NDArray[np.bool_]:
         """Return which of the parent's cells may be reused."""
-        return cells.is_whole & np.array([*self._usable, False], np.bool_)[cells.blob]
+        usable = np.array([*self._usable, False], np.bool_)
+        return usable[np.where(cells.is_whole, cells.blob, -1)]
 
     def usable_cell(self, cell: StoredCell) -> bool:
         """Return whether a cell and all its bases may be reused."""

@@ -105,17 +105,19 @@ def _placed_again(
 ) -> list[list[PlacedCell | SmallCells]]:
     """Return ``places``, with new locations for the cells that need a missing blob."""
     lost = [
-        [
-            cell
-            for cell, place in zip(cells, placed, strict=True)
-            if isinstance(cell, Cell) and not missing.isdisjoint(place.needs)
-        ]
+        [part for cell, place in zip(cells, placed, strict=True) for part in _lost(cell, place, missing)]
         for cells, placed in zip(work, places, strict=True)
     ]
-    small = [cell for cells in work for cell in cells if isinstance(cell, SmallCells)]
-    runs = [
-        run for cells in small for run in cells.runs(np.isin(cells.placed.blob, list(missing)) & ~cells.placed.is_whole)
-    ]
-    again = upload.place([*(cells for cells in lost if cells), *([cells] for is_lost, cells in runs if is_lost)])
-    new = iter([place for placed in again for place in placed])
+    again = upload.place([cells for cells in lost if cells])  # in blob order
+    new = iter([place for placed in again for place in placed if isinstance(place, PlacedCell)])
     return [[place if missing.isdisjoint(place.needs) else next(new) for place in placed] for placed in places]
+
+
+def _lost(
+    cell: Cell | SmallCells, place: PlacedCell | SmallCells, missing: set[int]
+) -> Sequence[Cell] | Sequence[SmallCells]:
+    """Return the cells that need a missing blob."""
+    if isinstance(cell, Cell):
+        return [] if missing.isdisjoint(place.needs) else [cell]
+    needs = np.isin(cell.placed.blob, list(missing)) & ~cell.placed.is_whole
+    return [cells for is_lost, cells in cell.runs(needs) if is_lost]

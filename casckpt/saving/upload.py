@@ -274,10 +274,11 @@ class Upload:
         to move again.
         """
         moved, rest, branch = list[Cell | SmallCells](), list[Cell | SmallCells](), self._branch
+        numbers = {name: number for number, name in enumerate(self._branches)}
         for cell in unknown:
             if isinstance(cell, SmallCells):
-                branches = np.array([branch[number] for number in cell.source.tolist()])
-                for _, part in cell.runs(branches if len(self._branches) > 1 else np.zeros(len(branches))):
+                branches = np.array([numbers.get(branch[source], 0) for source in cell.source.tolist()])
+                for _, part in cell.runs(branches):
                     for is_moved, cells in part.runs(part.known.is_whole & ~self.known.usable_cells(part.known)):
                         (moved if is_moved else rest).append(cells)
             else:

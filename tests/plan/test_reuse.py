@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -95,6 +96,12 @@ def test_a_missing_blob_is_removed_from_the_index() -> None:
     assert known.find(d("a")) is None
     known.exclude(1)
     assert not known.any
+
+
+def test_an_invalid_blob_number_of_the_parent_is_not_used() -> None:
+    known = _known(_two_cells("w", "a", "b"))
+    cells = WholeCells.none(3)._replace(is_whole=np.array([True, False, False]), blob=np.array([0, 1, 2**32 - 1]))
+    assert known.usable_cells(cells).tolist() == [True, False, False]
 
 
 def test_digests_with_a_common_prefix_are_distinct() -> None:
