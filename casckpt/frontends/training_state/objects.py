@@ -126,8 +126,8 @@ class Objects:
                 if isinstance(here, list | tuple) and (not isinstance(value, list | tuple) or len(value) != len(here)):
                     raise Mismatch(
                         f"{key!r} is in a {type(here).__name__} of {len(here)} items, but the checkpoint has a "
-                        "different container there; pass as many items as were saved, or leave it out. Tensors are "
-                        "already loaded",
+                        "different container there; pass as many items as were saved, or leave it out. The tensors "
+                        "have already been loaded",
                         key=key,
                     )
                 here, value = here[element], value[element]
