@@ -72,7 +72,7 @@ class StrictHandling(Enum):
 
     @property
     def raises(self) -> bool:
-        """Whether unexpected keys raise."""
+        """Whether unexpected keys raise an error."""
         return self.name.startswith(("ASSUME", "RAISE"))
 
     @property

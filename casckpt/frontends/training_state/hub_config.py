@@ -145,7 +145,7 @@ def _adapter_files(model: Any) -> dict[str, bytes]:
         written = _written(lambda folder, config=config: _write_adapter(model, config, folder))
         files |= {f"{folders[adapter]}{name}": data for name, data in written.items()}
         if not all(map(is_attachment_name, files)):
-            raise Unsupported(f"the adapter's name {adapter!r:.200} cannot be that of a folder")
+            raise Unsupported(f"the adapter's name {adapter!r:.200} cannot be the name of a folder")
 
     def names(model: Any) -> dict[str, Any]:
         return {"views": {f"{folder}{ADAPTER_STEM}": _adapter_view(model, one) for one, folder in folders.items()}}

@@ -268,4 +268,4 @@ def _check(parts: Parts, rename: Mapping[str, str], split: Mapping[str, Mapping[
         if rule is not None:
             found = [expanded(rule[0], saved) for saved in rule[1]]
         if found != list(of):
-            raise Unsupported(f"{name} is saved as {next(iter(of))}, which no rule expresses")
+            raise Unsupported(f"{name} is saved as {next(iter(of))}, which no rule can express")

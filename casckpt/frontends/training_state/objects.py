@@ -152,7 +152,7 @@ def _owner(key: str, optim: Optimizer, parameters: Mapping[str, Collection[int]]
     way = f'pass its module along with it, as in {{"model": model, "{key}": optim}}'
     if some:
         way = f"{listed(some)} have some of them: put these into one torch.nn.ModuleDict, and pass that instead"
-    raise InvalidInput(f"no module in the state has all parameters of the optimizer {key!r}; {way}", key=key)
+    raise InvalidInput(f"no module in the state has all of the parameters of the optimizer {key!r}; {way}", key=key)
 
 
 @normal_tensors()

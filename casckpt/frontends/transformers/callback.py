@@ -289,7 +289,7 @@ def _attachments(folder: Path) -> dict[str, bytes]:
 
 
 def _adapter_names(folder: Path) -> dict[str, bytes]:
-    """Return the attachment that lets the folder's adapters be exported under the names of their files."""
+    """Return the attachment that allows an export of the folder's adapters under their original file names."""
     stems = [name.removesuffix(_SAFETENSORS) for name, _ in files_below(folder) if name.endswith(_SAFETENSORS)]
     adapters = [stem for stem in stems if stem.rpartition("/")[2] == ADAPTER_STEM]
     return hub_names({stem: {"strip_prefix": f"{HOME}.tensors.{stem}{_SAFETENSORS}"} for stem in adapters})

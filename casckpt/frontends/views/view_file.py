@@ -203,7 +203,7 @@ def _check(where: str, name: str, value: Any) -> None:
     if kind is dict:
         compiled(value, f"{where}: ")
     if name == "rename" and not all(map(_is_text, value.values())):
-        raise InvalidInput(f"{where}: rename must map a regular expression to a name, both strings")
+        raise InvalidInput(f"{where}: rename must map regular expressions to names, all of them strings")
     if name == "split" and not all(map(_are_parts, value.values())):
         raise InvalidInput(
             f"{where}: split must map a regular expression to names, or to an object with names and shares or indices"

@@ -246,7 +246,7 @@ def test_an_adapter_whose_name_cannot_be_a_folder_name_is_saved_without_its_conf
     config = peft.LoraConfig(r=2, target_modules=["q_proj"])
     save_model_and_optim_state(store, peft.get_peft_model(llama().float(), config, "/abs"), run="a", step=1)
     assert not store.attachments("a@1")
-    assert "cannot be that of a folder" in caplog.text
+    assert "cannot be the name of a folder" in caplog.text
 
 
 def test_a_computed_adapter_is_saved_without_its_config(store: Store, caplog: pytest.LogCaptureFixture) -> None:

@@ -98,7 +98,7 @@ def test_names_without_a_common_rule_are_listed() -> None:
 
 
 def test_rules_that_would_change_each_other_are_rejected() -> None:
-    with pytest.raises(Unsupported, match="no rule expresses"):
+    with pytest.raises(Unsupported, match="no rule can express"):
         rules_of({"a": {"b": ()}, "b": {"c": (0,), "d": (1,)}})
 
 

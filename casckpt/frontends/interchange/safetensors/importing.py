@@ -122,7 +122,7 @@ def _tensor(folder: Path, key: str, parts: Sequence[Part]) -> list[Shard]:
         why = f"no file holds {holes[0]}" if holes else f"two files hold {regions[overlaps[0][0]]}"
         raise InvalidInput(
             f"{key!r:.200} of shape {list(shape)} is incomplete in {folder}: {why}; get all files from a single "
-            "save, and remove all others",
+            "save, and remove any others",
             key=key,
         )
     return shards
