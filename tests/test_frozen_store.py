@@ -158,7 +158,7 @@ def coded(tmp_path: Path) -> Path:
     return tmp_path / "coded"
 
 
-def test_frames_of_every_form_are_stored_and_small(coded: Path) -> None:
+def test_frames_of_every_encoding_are_stored_and_small(coded: Path) -> None:
     store, forms, links = casckpt.open(coded), set[Form](), set[int]()
     for step in CODED_STEPS:
         manifest = manifests.get(store.repository, store.get(f"coded@{step}").commit)

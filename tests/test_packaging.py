@@ -56,7 +56,7 @@ def test_type_checkers_and_users_see_the_same_names() -> None:
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_a_public_name_is_documented_and_typed(name: str) -> None:
+def test_every_public_name_is_documented_and_typed(name: str) -> None:
     thing = getattr(casckpt, name)
     assert inspect.getdoc(thing), f"{name} has no docstring"
     for label, function in functions(thing):

@@ -399,7 +399,7 @@ UNKNOWN = {
 
 
 @pytest.mark.parametrize("name", UNKNOWN)
-def test_unknown_forms_are_rejected(reader: Any, saved: Path, name: str) -> None:
+def test_unknown_encodings_and_kinds_are_rejected(reader: Any, saved: Path, name: str) -> None:
     change_it, told = UNKNOWN[name]
     ref = forge(casckpt.open(saved), change_it)
     with pytest.raises(ValueError, match=told):

@@ -67,7 +67,7 @@ class AcceleratorCheckpointer:
             settings.setdefault("check_replicas", "off")
             log.info(
                 "with drift=True, a checkpoint holds rank 0's model and optimizer. Save at multiples of "
-                "local_sgd_steps, where all ranks have the same model. Their optimizers differ even there"
+                "local_sgd_steps, where all ranks have the same model. Even then, their optimizers differ"
             )
         self.accelerator = accelerator
         self.checkpointer = Checkpointer(store, run=run, **settings)

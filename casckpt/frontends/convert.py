@@ -72,7 +72,7 @@ class DetectedFormat:
 def looked_at(path: str | os.PathLike[str]) -> Iterator[DetectedFormat]:
     """Call `look_at` for a path or a URL.
 
-    Files of formats that must be local are first copied to a temporary folder.
+    If the import requires local files, they are first copied to a temporary folder.
     """
     if not is_url(path):
         yield look_at(local_path(path))
@@ -135,7 +135,7 @@ def import_any(
     as_is: bool = False,
     **options: Unpack[ImportArguments],
 ) -> Checkpoint:
-    """Import a checkpoint of a detected format with the function for its kind. ``options``: those of `ImportArguments`.
+    """Import a checkpoint with the import function for its detected format. ``options``: those of `ImportArguments`.
 
     ``as_is``: for a torch.save file; other formats are always saved unchanged.
     """

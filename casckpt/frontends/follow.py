@@ -6,8 +6,8 @@
     000007-<step>-<id>/      a generation: a folder that `casckpt.export` wrote, which never changes
     .told                    a link to the last generation for which the command returned 0
 
-A new generation is a copy of the current one, with shared blocks if the file system supports it, or reuses the files
-of an old generation. Only the differences are read from the store.
+A new generation copies the current one (with shared blocks if the file system supports them) or reuses the files of an
+old one. Only the differences are read from the store.
 
 If the process dies, the next process removes temporary folders and generations without a link. It reruns the command
 if the command may not have finished.
@@ -249,7 +249,7 @@ def _remove(path: Path) -> None:
 
 
 def _hidden(path: Path) -> Path:
-    """Rename a generation so that it no longer counts as one."""
+    """Rename a generation so that it no longer counts as a generation."""
     hidden = path.with_name(f".{path.name}.casckpt-{secrets.token_hex(4)}")
     path.rename(hidden)
     return hidden

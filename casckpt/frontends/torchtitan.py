@@ -185,13 +185,13 @@ class CasCheckpointManager(BaseCheckpointManager):  # type: ignore[misc]  # torc
 
 
 class _Weights:
-    """Only the weights of a model, in a different dtype, in the form that a `Checkpointer` saves."""
+    """Only the weights of a model, in a different dtype, as an object that a `Checkpointer` can save."""
 
     def __init__(self, parts: list[nn.Module], dtype: str) -> None:
         self._parts, self._dtype = parts, getattr(torch, dtype)
 
     def state_dict_to_save(self) -> dict[str, Any]:
-        """Return the weights in that dtype. Shards remain shards."""
+        """Return the weights in the chosen dtype. Shards remain shards."""
         state = model_state(as_model(self._parts))
         return {"model": {name: self._converted(value) for name, value in state.items()}}
 

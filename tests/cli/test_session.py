@@ -41,7 +41,7 @@ def test_the_cache_folder_can_be_set_in_the_environment(
 
 
 @pytest.mark.parametrize("way", ["-s", "--store", "environment"])
-def test_the_store_can_be_named_in_any_one_way(
+def test_the_store_can_be_named_in_any_of_several_ways(
     saved: Path, as_json: AsJson, monkeypatch: pytest.MonkeyPatch, way: str
 ) -> None:
     option = [] if way == "environment" else [way, saved]

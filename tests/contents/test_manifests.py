@@ -81,7 +81,7 @@ def test_a_record_that_cannot_be_decoded_is_not_written(repo: Repository) -> Non
 
 
 @pytest.mark.parametrize("damage", ["flip", "tear", "gone"])
-def test_the_error_for_damage_names_the_checkpoint_and_the_object(
+def test_the_error_for_damage_names_the_checkpoint_and_the_file(
     tmp_path: Path, repo: Repository, faults: FaultyStore, damage: str
 ) -> None:
     commit = save(repo, "sft", 7)

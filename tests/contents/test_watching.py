@@ -262,7 +262,7 @@ def test_latest_yields_only_the_newest_at_each_poll(repo: Repository) -> None:
     assert seen(4) == []
 
 
-def test_latest_depends_on_the_first_save_of_a_copy(repo: Repository) -> None:
+def test_latest_orders_a_copy_by_its_original_save(repo: Repository) -> None:
     """The copy of the rewrite arrives later."""
     seen, latest = Seen(repo), Seen(repo, latest_only=True)
     old = make_txid(time_of(START), bytes(8), "run", 1)

@@ -71,7 +71,7 @@ def test_the_highest_announcement_sorts_first_and_each_folder_holds_a_thousand(n
     assert (one.rpartition("/")[0] == other.rpartition("/")[0]) == (number % 1000 != 999)
 
 
-def test_announcement_keys_have_the_documented_form() -> None:
+def test_announcement_keys_have_the_documented_format() -> None:
     assert keys.announcement_key("0123456789abcdef", 0) == "runs/0123456789abcdef/999999/999"
     assert keys.announcement_key("0123456789abcdef", 1000) == "runs/0123456789abcdef/999998/999"
     for name in ("runs/0123456789abcdef/999999", "runs/0123456789abcdef/999999/9999", "runs/x/999999/999"):
@@ -79,7 +79,7 @@ def test_announcement_keys_have_the_documented_form() -> None:
 
 
 @given(st.sampled_from(HOSTILE) | st.text(max_size=30))
-def test_names_of_a_different_form_are_rejected_as_keys(name: str) -> None:
+def test_names_in_a_different_format_are_rejected_as_keys(name: str) -> None:
     for parse in (keys.parse_log, keys.parse_object, keys.parse_tag, keys.parse_damaged, keys.parse_settings):
         assert parse(name) is None or name.startswith("settings/")
     assert (keys.parse_mirrored(name), keys.parse_signature(name)) == (None, None)

@@ -402,7 +402,7 @@ def test_blobs_outside_the_store_are_rejected(change: Callable[[dict[str, Any]],
         decode(made.data, made.id, made.head)
 
 
-def test_an_unknown_form_fails_only_the_loads_that_need_it() -> None:
+def test_an_unknown_dtype_kind_or_encoding_fails_only_the_loads_that_need_it() -> None:
     """A dtype, a kind and a form of later versions stop only their own load."""
     made = changed("index", _set("entries", "dtypes", to=[["float3", 16], ["bfloat16", 2], ["uint8", 1]]))
     found = decode(made.data, made.id, made.head)

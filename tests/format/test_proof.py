@@ -40,7 +40,7 @@ def reader(file: bytes, seen: list[tuple[int, int]] | None = None):  # type: ign
     return read
 
 
-def test_the_bytes_are_fixed() -> None:
+def test_the_bytes_of_a_proof_never_change() -> None:
     digests = [cell_digest(b"a"), cell_digest(b"b")]
     made = encode_proof([(DATA_OFFSET, digests[0]), (7, digests[1])])
     assert made == struct.pack("<I", 4096) + digests[0] + struct.pack("<I", 7) + digests[1]

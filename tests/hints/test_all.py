@@ -50,13 +50,13 @@ FOLLOWED_ELSEWHERE: dict[Case, str] = {
         "tests/frontends/views/test_torchao_names.py::test_parts_of_weights_remain_parts_without_torchao"
     ),
     Case("tensors/shards.py:_problem", "its values() and offsets()"): (
-        "tests/loading/test_wrapped.py::test_other_layouts_are_refused_at_the_start_with_advice"
+        "tests/loading/test_wrapped.py::test_unsupported_tensor_layouts_are_refused_at_the_start_with_advice"
     ),
     Case("tensors/shards.py:_problem", "q_scale() and q_zero_point()"): (
-        "tests/loading/test_wrapped.py::test_other_layouts_are_refused_at_the_start_with_advice"
+        "tests/loading/test_wrapped.py::test_unsupported_tensor_layouts_are_refused_at_the_start_with_advice"
     ),
     Case("tensors/shards.py:_problem", "q_per_channel_scales() and q_per_channel_zero_points()"): (
-        "tests/loading/test_wrapped.py::test_other_layouts_are_refused_at_the_start_with_advice"
+        "tests/loading/test_wrapped.py::test_unsupported_tensor_layouts_are_refused_at_the_start_with_advice"
     ),
     Case("loading/template.py:Template._check_packed", "call casckpt.load_model_and_optim_state with the model"): (
         "tests/frontends/training_state/test_packed.py::test_a_load_into_a_state_dict_refuses_other_statistics"

@@ -197,7 +197,7 @@ def test_an_export_without_a_config_succeeds_with_the_suggested_option(
 @follows(
     "cli/commands/gc.py:_say_space", "once the forgotten checkpoints are purged; --min-age 0 deletes them immediately"
 )
-def test_the_option_deletes_forgotten_checkpoints_immediately(
+def test_the_suggested_option_deletes_forgotten_checkpoints_immediately(
     saved: Store, store_path: Path, messages: Messages, run: Run
 ) -> None:
     saved.save({"w": torch.zeros(7)}, run="a", step=2)
@@ -295,7 +295,7 @@ def test_signatures_are_verified_and_created(
 
 
 @follows("cli/commands/gc.py:thinned_text", "--min-age 0 frees them immediately, but purges all forgotten checkpoints")
-def test_the_option_frees_thinned_bytes_immediately(
+def test_the_suggested_option_frees_thinned_bytes_immediately(
     saved: Store, store_path: Path, messages: Messages, run: Run
 ) -> None:
     advice = messages.text(run("thin", store_path, "a@1", "--drop", "b").output)

@@ -512,7 +512,7 @@ def names_of(data: bytes) -> set[str]:
 
 
 @follows("loading/tied_tensors.py:_mismatch", "set tie_word_embeddings=False in its config, and create it again")
-def test_a_model_with_a_head_of_its_own_is_created_without_a_tie(
+def test_a_model_with_its_own_head_is_created_untied(
     store: Store, tmp_path: Path, messages: Messages, run: Run
 ) -> None:
     model = llama()
@@ -552,14 +552,16 @@ def test_a_model_with_new_names_is_converted_by_its_library(store: Store, tmp_pa
     "frontends/views/view_file.py:read_hub_names", "export with --strip-prefix or --rename, which do not use the file"
 )
 @pytest.mark.parametrize("way", [["--strip-prefix", "model"], ["--rename", "w=v"]])
-def test_an_export_can_ignore_names_that_are_not_valid(
+def test_an_export_can_ignore_invalid_name_rules(
     store: Store, tmp_path: Path, messages: Messages, run: Run, way: list[str]
 ) -> None:
     check_ignored(store, tmp_path, messages, run, views={"../x": {}}, way=way)
 
 
 @follows("frontends/views/view_file.py:_refused", "An export with --strip-prefix or --rename does not use it")
-def test_an_export_can_ignore_names_that_take_long(store: Store, tmp_path: Path, messages: Messages, run: Run) -> None:
+def test_an_export_can_ignore_name_rules_that_take_long_to_match(
+    store: Store, tmp_path: Path, messages: Messages, run: Run
+) -> None:
     views = {"model": {"rename": {"(w+)+": "v"}}}
     check_ignored(store, tmp_path, messages, run, views=views, way=["--strip-prefix", "model"])
 

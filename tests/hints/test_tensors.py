@@ -173,7 +173,7 @@ def test_the_values_of_a_wrapper_are_cast(store: Store, messages: Messages) -> N
 
 
 @follows("loading/wrapped.py:has_wrapper", "ignore_mismatched= leaves it unchanged")
-def test_a_wrapper_that_was_saved_plain_is_left(store: Store, messages: Messages) -> None:
+def test_a_wrapper_that_was_saved_as_a_plain_tensor_is_left_unchanged(store: Store, messages: Messages) -> None:
     store.save({"w": torch.ones(2, 4), "b": torch.ones(1)}, run="a", step=1)
     template: Any = {"w": scaled(1, 2, 4), "b": torch.zeros(1)}
     with messages.error(Mismatch) as advice:
@@ -297,7 +297,7 @@ def test_a_class_without_tensor_flatten_is_stored_with_a_registered_one(store: S
 
 
 @follows("store/reading.py:read", "omit mapped=True, or omit the device")
-def test_a_mapped_read_is_for_the_cpu(tmp_path: Path, messages: Messages) -> None:
+def test_a_memory_mapped_read_is_rejected_for_other_devices(tmp_path: Path, messages: Messages) -> None:
     store = casckpt.open(tmp_path / "mapped")
     store.save({"w": torch.ones(3)}, step=1)
     with messages.error(InvalidInput) as advice:

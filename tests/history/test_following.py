@@ -138,7 +138,7 @@ def test_latest_reads_each_run_but_makes_a_listing_if_there_are_many(tmp_path: P
 
 
 @pytest.mark.parametrize("count", [2, MANY_RUNS + 1])
-def test_uncertain_runs_are_not_reused(tmp_path: Path, count: int) -> None:
+def test_runs_whose_newest_checkpoint_is_uncertain_are_not_reused(tmp_path: Path, count: int) -> None:
     """Its checkpoint may have been purged, because the record that would say so is not readable."""
     storage = memory()
     repo = repository(tmp_path, storage)

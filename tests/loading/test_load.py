@@ -288,7 +288,7 @@ def test_a_template_must_be_a_mapping(store: Store, template: Any) -> None:
         store.load(template, REF)
 
 
-def test_an_empty_template_reads_nothing(store: Store) -> None:
+def test_loading_into_an_empty_template_reads_nothing(store: Store) -> None:
     ckpt = store.load({}, REF)
     assert len(ckpt.unread_keys) == len(ckpt.tensors) + 3
 

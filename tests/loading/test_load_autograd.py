@@ -62,9 +62,7 @@ SHARDS: dict[str, Callable[[torch.Tensor], Any]] = {
 
 
 @pytest.mark.parametrize("template", SHARDS.values(), ids=SHARDS)
-def test_an_autograd_graph_over_the_data_of_shards_is_rejected(
-    store: Store, template: Callable[[torch.Tensor], Any]
-) -> None:
+def test_an_autograd_graph_over_shard_data_is_rejected(store: Store, template: Callable[[torch.Tensor], Any]) -> None:
     data = torch.zeros(SHAPE)
     assert is_noticed(data, lambda: store.load({"a": template(data)}, REF))
 

@@ -154,7 +154,7 @@ def test_a_plain_tensor_is_not_loaded_into_a_wrapper() -> None:
         store.load({"w": torch.zeros(8, 16), "o": scaled(1, 8, 16)}, "r@1")
 
 
-def test_missing_unread_and_renamed_wrappers_go_by_their_own_key() -> None:
+def test_missing_unread_and_renamed_wrappers_are_identified_by_their_own_key() -> None:
     store = small()
     store.save({"old": scaled(1, 8, 16), "more": {"w": scaled(2, 4, 4)}}, run="r", step=1)
     template = {"new": scaled(3, 8, 16)}
@@ -313,7 +313,7 @@ def test_a_sparse_tensor_is_saved_by_its_parts(layout: str) -> None:
     ids=["jagged", "nested", "quantized", "per channel", "mkldnn"],
 )  # fmt: skip
 @pytest.mark.filterwarnings("ignore")
-def test_other_layouts_are_refused_at_the_start_with_advice(make: Callable[[], Any], advice: str) -> None:
+def test_unsupported_tensor_layouts_are_refused_at_the_start_with_advice(make: Callable[[], Any], advice: str) -> None:
     with pytest.raises(InvalidInput) as error:
         small().check({"w": make()})
     assert advice in str(error.value)

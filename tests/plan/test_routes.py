@@ -263,7 +263,7 @@ def test_a_delta_hardly_smaller_than_a_full_cell_does_not_become_a_base() -> Non
     assert Run(lambda _: PLAIN // 2).after(9).own() == [0, 2, 4, 6, 8]
 
 
-def test_64_saves_of_a_slow_training_need_little_more_space_than_one_full_state() -> None:
+def test_64_saves_of_a_slow_training_run_need_little_more_space_than_one_full_state() -> None:
     run = Run().after(64)
     stored = [nbytes for _, nbytes in run.versions]
     assert run.own() == [0]

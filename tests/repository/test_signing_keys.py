@@ -33,7 +33,7 @@ def test_a_pair_of_key_files_counts_as_one_key(tmp_path: Path, ssh: bool) -> Non
     assert not is_right(public, b"", b"x")
 
 
-def test_keys_can_be_hex_digits_and_one_of_several_keys_is_sufficient(tmp_path: Path) -> None:
+def test_hex_keys_are_accepted_and_any_one_of_several_keys_suffices(tmp_path: Path) -> None:
     one, other = pair(tmp_path, "alice"), pair(tmp_path, "bob", ssh=True)
     (first,) = public_keys(str(one.public))
     assert public_keys(first.hex()) == {first}

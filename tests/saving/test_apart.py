@@ -203,7 +203,7 @@ def differing(rank: int, size: int, path: Path, background: bool) -> Any:
 
 @pytest.mark.parametrize("size", [2, 4])
 @pytest.mark.parametrize("background", [True, False], ids=["background", "foreground"])
-def test_ranks_that_hold_a_tensor_in_different_forms_store_parts(
+def test_ranks_that_hold_a_tensor_as_different_types_store_parts(
     tmp_path: Path, ranks: Pool, size: int, background: bool
 ) -> None:
     elements = SHAPE[0] * SHAPE[1] // size

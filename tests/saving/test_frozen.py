@@ -66,7 +66,7 @@ def test_a_change_detected_by_the_sample_is_stored_with_a_warning(
     assert torch.equal(small.read(saved)["backbone.w"], changed["backbone.w"])
 
 
-def test_tensors_that_differ_in_form_from_the_parent_are_hashed(small: casckpt.Store) -> None:
+def test_tensors_that_differ_in_dtype_from_the_parent_or_are_new_are_hashed(small: casckpt.Store) -> None:
     first = small.save(state(1), step=1, frozen=["*"])
     assert unhashed(small, first) == set()
     other = {"backbone.w": state(2)["backbone.w"].half(), "new": torch.ones(9000)}

@@ -137,7 +137,7 @@ def test_only_plain_tensors_that_are_written_completely_are_in_columns() -> None
     assert all(tensor_bytes(values[key]) is not None for key in small)
 
 
-def test_results_in_a_run_are_visible_in_all_rows() -> None:
+def test_locations_set_in_a_run_are_visible_in_all_rows() -> None:
     values = {f"w{n}": cells(1 / 4) for n in range(6)}
     prepared = prepare(values, None, rank=0, allow_pickle=False)
     ((small,),) = plan_work(prepared.sources, CELL, NOTHING, prepared.streams, CELL)
@@ -180,7 +180,7 @@ def test_a_small_tensor_is_split_like_the_parents(tmp_path: Path) -> None:
     assert torch.equal(store.read("latest")["w"], value)
 
 
-def test_a_small_tensor_that_equals_a_coded_cell_is_stored_itself(tmp_path: Path) -> None:
+def test_a_small_tensor_that_equals_an_encoded_cell_is_stored_in_full(tmp_path: Path) -> None:
     store, value = small_folder(tmp_path / "store"), torch.arange(CELL // 4, dtype=torch.float32)
     coded = store.save({"w": value}, step=0, compress="always").commit.committed
     assert coded.bytes_coded

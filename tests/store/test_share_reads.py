@@ -239,7 +239,7 @@ def cut_off(path: Path) -> None:
 
 
 @pytest.mark.parametrize("harm", [flip, cut_off, Path.unlink])
-def test_harm_to_shared_bytes_never_reaches_a_tensor(
+def test_damage_to_shared_bytes_never_reaches_a_tensor(
     ranks: Pool, folder: Path, memory: Path, harm: Callable[[Path], object]
 ) -> None:
     first, second = ranks.run(2, harmed, folder, memory, harm)

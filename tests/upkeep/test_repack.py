@@ -206,7 +206,7 @@ def test_bytes_damaged_in_transfer_are_reread(tmp_path: Path, source: Repository
             made.run()
 
 
-def test_unknown_forms_are_not_repacked(source: Repository, target: Repository) -> None:
+def test_unknown_encodings_are_not_repacked(source: Repository, target: Repository) -> None:
     manifest = manifests.get(source, resolve(source, "run@0"))
     parts = taken_apart(manifest)
     parts.pieces["cells"][0] = b"\x63 of later"

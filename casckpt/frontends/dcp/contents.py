@@ -132,10 +132,10 @@ class DcpContents:
         return known | {key: read[value.key] for key, value in values.items() if key not in known}
 
     def archives(self, keys: Sequence[str], *, boxed: bool = False, unpickled: bool = False) -> dict[str, bytes]:
-        """Return each value in the form that torch.save would write. Bytes from a planner are returned unchanged.
+        """Return each value as bytes that torch.save would write. Bytes from a planner are returned unchanged.
 
-        ``boxed``: wrap each value in a list. ``unpickled``: the caller passes the results to torch.load. Raises
-        InvalidInput for bytes that would then run code, unless the options allow unpickling.
+        ``boxed``: whether to wrap each value in a list. ``unpickled``: whether the caller passes the results to
+        torch.load. Raises InvalidInput for bytes that would then run code, unless the options allow unpickling.
         """
         archives = self._bytes_at([key for key in keys if key in self.note.opaque])
         for key, data in archives.items():

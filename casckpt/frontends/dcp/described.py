@@ -80,7 +80,10 @@ def read_metadata(data: bytes, where: str, *, anything: bool) -> dcp.Metadata:
 
 
 def _wrong(metadata: Any) -> str:
-    """Describe what is wrong with unpickled metadata. Return "" if it is valid. Its attributes may have any type."""
+    """Describe what is wrong with unpickled metadata.
+
+    Return "" if it is valid. The attributes of ``metadata`` may have any type.
+    """
     described = getattr(metadata, "state_dict_metadata", None)
     if not isinstance(metadata, dcp.Metadata) or not isinstance(described, dict):
         return f"it is a {type(metadata).__name__}, or it does not describe any tensors"

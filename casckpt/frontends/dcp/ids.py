@@ -30,7 +30,10 @@ _PLACE = re.compile(r"(?P<run>.+)@(?P<step>[0-9]{1,19})", re.DOTALL)
 
 
 def place_of(checkpoint_id: str | os.PathLike[str], run: str) -> tuple[str, int]:
-    """Return the run and step for a save's id. ``run``: used if the id is only a step. Raises InvalidInput."""
+    """Return the run and step for a save's id.
+
+    ``run``: the run to use if the id is only a step. Raises InvalidInput.
+    """
     text = _text(checkpoint_id)
     if _STEP.fullmatch(text):
         return run, check_step(int(text))

@@ -46,7 +46,7 @@ def dcp_to_casckpt(
 def import_folder(
     files: Files, store: AnyStore, options: SaveOptions, more: Mapping[Any, Any] | None = None
 ) -> Checkpoint:
-    """Import any `Files` as `dcp_to_casckpt` does. ``more``: a state to add.
+    """Import any `Files` as `dcp_to_casckpt` does. ``more``: a state to save in addition.
 
     By default, small files become attachments.
     """
@@ -62,7 +62,7 @@ def import_folder(
 
 
 def small_files(files: Files) -> dict[str, bytes]:
-    """Return the files next to the tensors that are at most 64 MiB. The log names larger files."""
+    """Return the files of at most 64 MiB that are next to the tensors. The log names larger files."""
     contents: dict[str, bytes] = {}
     for name in files.names():
         if name == METADATA or name.endswith(".distcp"):

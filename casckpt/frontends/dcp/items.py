@@ -39,7 +39,7 @@ class Resolver(Protocol):
     """The source of an item's data: a planner, or a folder that is being imported."""
 
     def resolve_data(self, write_item: WriteItem, /) -> Any:
-        """Return a tensor or bytes."""
+        """Return the item's data: a tensor or bytes."""
 
 
 class BoxedStream(io.BytesIO):
@@ -134,7 +134,7 @@ def _as_loaded(key: str, value: Any) -> Any:
 
 
 def _add_plain(values: Values, key: str, value: Any) -> bool:
-    """Add a value in the native API's form. Return False if the value would not load unchanged."""
+    """Add a value as the native API stores it. Return False if the value would not load unchanged."""
     if not _comes_back(value):
         return False
     try:
@@ -222,7 +222,10 @@ class Tensors:
 
 
 def tensors_of(items: Iterable[WriteItem], *, alone: bool) -> Tensors:
-    """Return the tensors of a plan. ``alone``: this rank saves without the others, each part under its own key."""
+    """Return the tensors of a plan.
+
+    ``alone``: whether this rank saves without the others, with each part under its own key.
+    """
     tensors = Tensors()
     for item in items:
         if item.type == WriteItemType.BYTE_IO:

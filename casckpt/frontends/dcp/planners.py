@@ -26,7 +26,10 @@ def has_methods_of(planner: object, default: type[P], *names: str) -> TypeGuard[
 
 
 class ValueStream(io.BytesIO):
-    """A value between planner and storage. Its bytes are plain data, or empty if the value is not plain data."""
+    """A value that a planner passes to the storage, or receives from it.
+
+    Its bytes are plain data, or empty if the value is not plain data.
+    """
 
     def __init__(self, value: Any) -> None:
         self.value = value
@@ -44,7 +47,7 @@ def value_of(stream: io.BytesIO) -> Any:
     data = stream.getvalue()
     if not data.startswith(MAGIC):
         raise InvalidInput(
-            "PickleFreeLoadPlanner received bytes in an unexpected form; load with casckpt's StorageReader"
+            "PickleFreeLoadPlanner received bytes in an unexpected format; load with casckpt's StorageReader"
         )
     return plain.decode(data[len(MAGIC) :], extensions=TORCH_EXTENSIONS, strict=True)
 

@@ -48,8 +48,8 @@ log = logging.getLogger(__name__)
 class _Seen:
     """A message that load plans carry: the checkpoint that a rank found, and its host.
 
-    The reply carries the number of ranks, of those on the receiver's host, and a name of the load. ``checkpoint``:
-    empty for a checkpoint that a rank saved without the others.
+    The reply carries the number of all ranks, the number of ranks on the receiver's host, and a name for the load.
+    ``checkpoint``: empty for a checkpoint that a rank saved without the others.
     """
 
     checkpoint: str
@@ -87,7 +87,7 @@ class StorageReader(Protocol):
         progress: Shown | None = None,
         unread: Unread = "warn",
     ) -> None:
-        """See the class."""
+        """See the class for the arguments."""
         super().__init__()
         self._store = as_store(store)
         self._run = check_run(run)
@@ -114,8 +114,8 @@ class StorageReader(Protocol):
     def read_metadata(self, *args: object, rank: int | None = None, **kwargs: object) -> Metadata:
         """Return the checkpoint's metadata for DCP.
 
-        DCP first calls this method without ``rank``. If that call finds no checkpoint of all ranks, the second call
-        looks for a checkpoint that this rank saved alone (``use_collectives=False``). DCP drops the errors of both
+        DCP first calls this method without ``rank``. If that call finds no checkpoint that all ranks saved, the second
+        call looks for a checkpoint that this rank saved alone (``use_collectives=False``). DCP drops the errors of both
         calls. Therefore, if the second call also fails, `set_up_storage_reader` raises its error. If that error is
         NotFound, it raises the error of the first call instead.
         """
@@ -171,7 +171,7 @@ class StorageReader(Protocol):
 
     @hook
     def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
-        """Add the checkpoint that this rank found to the plan."""
+        """Add to the plan the checkpoint that this rank found."""
         found = "" if self._alone else self._now.checkpoint.id
         return replace(plan, storage_data=_Seen(found, self._store.repository.host))
 
@@ -271,7 +271,7 @@ class StorageReader(Protocol):
         entry, base = self._now.tensor(item.storage_index)
         if tuple(target.shape) != tuple(item.lengths):
             raise Mismatch(
-                f"{key!r}: the planner returned a tensor of shape {list(target.shape)} for {list(item.lengths)}",
+                f"{key!r}: the planner returned a tensor of shape {list(target.shape)}, not {list(item.lengths)}",
                 key=key,
             )
         stored = torch_dtype(entry.dtype)

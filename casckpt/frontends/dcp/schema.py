@@ -43,14 +43,17 @@ class Schema:
 
 
 def schema_of(tree: Node, value_at: Callable[[str], Any]) -> Schema:
-    """Flatten a state as DCP's default planner does. ``value_at``: returns the object at a flat key, or `Opaque`."""
+    """Flatten a state as DCP's default planner does.
+
+    ``value_at``: a function that returns the object at a flat key, or `Opaque`.
+    """
     walk = _Walk(value_at)
     walk.node(tree, (), ())
     return walk.found
 
 
 class _Walk:
-    """A single call to `schema_of`."""
+    """The state of a single call to `schema_of`."""
 
     def __init__(self, value_at: Callable[[str], Any]) -> None:
         self.value_at = value_at
@@ -85,7 +88,7 @@ class _Walk:
         self.found.paths[join(path)] = path
 
     def _opens(self, node: Node, home: Path) -> bool:
-        """Return whether DCP descends into a list with this node, or into the node itself if it is a container."""
+        """Return whether DCP descends into a list that holds this node or, for a container, into the node itself."""
         if isinstance(node, int):
             return node == TENSOR or _steps(self.value_at(join(home))) is not None
         if isinstance(node, list):

@@ -1,4 +1,4 @@
-"""A save through DCP on one rank. The storage writer's hooks call its methods in the order of their definition.
+"""A save through DCP on one rank. The storage writer's hooks call the session's methods in the order of definition.
 
 The coordinator begins the transaction before it sends the plans. As a result, every rank chooses reusable cells and
 uploads only after the transaction has begun, as gc requires. The plans carry the reuse offer to the ranks. With DCP's
@@ -89,7 +89,7 @@ _latest = _Latest()
 
 
 class WriterSession:
-    """A save on one rank. ``alone``: this rank saves without collective calls.
+    """A save on one rank. ``alone``: whether this rank saves without collective calls.
 
     ``more``: a state to save in addition to the plan.
     """
@@ -287,7 +287,7 @@ def _all_streams(metadata: Metadata, written: Sequence[Written]) -> Streams:
 
 
 def _nodes(metadata: Metadata, written: Sequence[Written]) -> dict[str, Node]:
-    """Return the node of every key. Raises InvalidInput for a value that no rank stored."""
+    """Return the tree node of every key. Raises InvalidInput for a value that no rank stored."""
     encoded = {key: data for stored in written for key, data in stored.nodes.items()}
     objects = {entry.key for stored in written for entry in stored.part.objects}
     chunks = {key: of_key for stored in written for key, (_, of_key) in stored.tensors.chunks.items()}

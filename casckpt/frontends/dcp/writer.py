@@ -40,7 +40,7 @@ class StorageWriter(Protocol):
     def __init__(
         self, store: AnyStore, *, run: str = "default", step: int | None = None, **options: Unpack[WriterArguments]
     ) -> None:
-        """See the class."""
+        """See the class for the arguments."""
         super().__init__()
         self._store = as_store(store)
         self._run = check_run(run)

@@ -46,8 +46,8 @@ def new_folder(path: Path, *, force: bool, stale: Callable[[str], bool], last: S
     """Yield a temporary folder. At the end, move its files into the folder ``path``.
 
     Raises Conflict if ``path`` exists and is not empty. ``force``: move the files into it anyway, and overwrite files
-    of the same name. ``last``: the names of the files that are moved last, in that order. ``stale``: returns whether a
-    file with this name is removed. It is called for the files that are beside new ones.
+    of the same name. ``last``: the names of the files that are moved last, in that order. ``stale``: a function that
+    returns whether to remove the file with this name. It is called for the files that are beside new ones.
     """
     with _said_as_ours(path):
         exists = os.path.lexists(path)
@@ -77,8 +77,8 @@ def place_for(
 ) -> Iterator[Path]:
     """Yield a local path for ``path``. For a URL, it is in a temporary folder, which is copied to the URL at the end.
 
-    ``is_last``: returns whether a file is copied last, because its presence marks a folder as complete. Raises
-    Conflict if ``path`` exists, unless ``force`` is set.
+    ``is_last``: a function that returns whether a file is copied last, because its presence marks a folder as complete.
+    Raises Conflict if ``path`` exists, unless ``force`` is set.
     """
     if not is_url(path):
         yield local_path(path)
@@ -96,8 +96,8 @@ def place_for(
 def check_file_names(names: Iterable[str], is_taken: Callable[[str], bool]) -> None:
     """Raise InvalidInput, naming each attachment that cannot become a file in an export.
 
-    ``is_taken``: returns whether the export itself writes a file with the given path. The path is in lower case,
-    because some file systems ignore case.
+    ``is_taken``: a function that returns whether the export itself writes a file with the given path. The path is in
+    lower case, because some file systems ignore case.
     """
     wrong = [f"{name!r} {why}" for name in names if (why := _why_no_file(name, is_taken))]
     if wrong:

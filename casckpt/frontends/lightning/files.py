@@ -34,7 +34,7 @@ class Pointer:
 
     @property
     def name(self) -> str:
-        """The file's name, in a form that can be part of a run's name."""
+        """The file's name, changed so that it can be part of a run's name."""
         stem = os.fspath(self.path).rpartition("/")[2].removesuffix(".ckpt")
         return re.sub(r"[^A-Za-z0-9._-]", "-", stem)[:60] or "file"
 
@@ -118,8 +118,8 @@ class RunFiles:
     def saved(self, pointer: Pointer, before: str | None, saved: Checkpoint) -> None:
         """Write the file for ``saved``.
 
-        Forget ``before``, the checkpoint that it named before, if no other file names it.
-        The tag is set before the file is written, so retention keeps every checkpoint that a file names.
+        Forget ``before``, the checkpoint that the file named previously, if no other file names it. The tag is set
+        before the file is written, so retention keeps every checkpoint that a file names.
         """
         self.store.tag(pointer.tag, saved)
         named = {"store": self.store.url, "run": saved.run, "step": saved.step, "id": saved.id}

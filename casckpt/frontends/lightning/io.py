@@ -60,7 +60,7 @@ class CasCheckpointIO(CheckpointIO):
         self._waiting: list[Future[None]] = []
 
     def save_checkpoint(self, checkpoint: dict[str, Any], path: AnyPath, storage_options: Any = None) -> None:
-        """Save a Lightning checkpoint, and write a file that names it to ``path``. Rank 0 makes the call."""
+        """Save a Lightning checkpoint, and write to ``path`` a file that names it. Rank 0 makes the call."""
         if storage_options is not None:
             raise InvalidInput("save_checkpoint does not accept storage_options; pass them to casckpt.open instead")
         self._settle()

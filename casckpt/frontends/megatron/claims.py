@@ -186,7 +186,7 @@ def main_regions(gathered: Sequence[Claims]) -> set[tuple[str, Region]]:
 
 @dataclass(frozen=True)
 class Sharing:
-    """The transfers of one rank. Each is a pair of the index of the sharded value and the other rank.
+    """The transfers of one rank. Each is a pair: the index of the sharded value, and the other rank.
 
     Any two ranks list the transfers between them in the same order.
     """

@@ -30,9 +30,9 @@ OURS = CheckpointingConfig(BACKEND, VERSION)
 
 
 def encoded(config: Any) -> bytes:
-    """Encode our config or Megatron-core's as JSON.
+    """Encode a config as JSON: ours or Megatron-core's.
 
-    From 0.19 on, Megatron-core's lacks the fields of the common part.
+    From 0.19 on, Megatron-core's config lacks the fields of the common part.
     """
     return json.dumps({name: getattr(config, name, value) for name, value in asdict(OURS).items()}).encode()
 

@@ -107,11 +107,12 @@ log = logging.getLogger(__name__)
 def forget_removed(
     store: AnyStore, folder: Folder, *, run: str | None = None, dry_run: bool = False
 ) -> list[Checkpoint]:
-    """Forget the checkpoints whose folder was removed. One process makes the call. They can be restored until a gc.
+    """Forget the checkpoints whose folder was removed. One process makes the call.
 
-    ``folder``: the parent of a training's folders such as ``iter_0000100`` (``--save``, or ``non_persistent`` inside
-    it). Only checkpoints that a `CasSaveShardedStrategy` saved from a direct child of this folder count. Checkpoints
-    with a tag are kept. ``run``: consider only this run. ``dry_run``: return the checkpoints without forgetting them.
+    They can be restored until the next gc. ``folder``: the parent of a training's folders such as ``iter_0000100``
+    (``--save``, or ``non_persistent`` inside it). Only checkpoints that a `CasSaveShardedStrategy` saved from a direct
+    child of this folder count. Checkpoints with a tag are kept. ``run``: consider only this run. ``dry_run``: return
+    the checkpoints without forgetting them.
 
     Raises CheckpointingException (also a NotFound) if no folder there names this store: the disk may be unmounted.
     """
@@ -149,7 +150,7 @@ def _names(pointer: Path, store: Store) -> bool:
 
 
 def _is_gone(checkpoint: Checkpoint, parent: str) -> bool:
-    """Return whether the checkpoint's folder in ``parent`` is missing. Return False after any other error."""
+    """Return whether the checkpoint's folder in ``parent`` is missing. Return False if an error prevents the check."""
     folder = checkpoint.metadata.get(FOLDER)
     if not isinstance(folder, str) or os.path.dirname(folder) != parent:
         return False

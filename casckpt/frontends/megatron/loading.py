@@ -72,7 +72,7 @@ class StrictHandling(Enum):
 
     @property
     def raises(self) -> bool:
-        """Whether unexpected keys raise."""
+        """Whether unexpected keys raise an error."""
         return self.name.startswith(("ASSUME", "RAISE"))
 
     @property
@@ -317,7 +317,7 @@ class RankLoad:
         return have - used
 
     def put_into(self, common: dict[Any, Any]) -> None:
-        """Put non-persistent values and values to load at their positions in the common part.
+        """Insert non-persistent values, and the values to load, at their positions in the common part.
 
         Raises CheckpointingException if the common part already has a value there.
         """
@@ -364,7 +364,7 @@ def _data(value: Any) -> torch.Tensor:
 
 
 def _outside(data: torch.Tensor, box: Box) -> Iterator[torch.Tensor]:
-    """Return views of all of ``data`` outside a box. Corners are in several views."""
+    """Return views that together cover ``data`` outside a box. They overlap at the corners."""
     for axis, (start, end) in enumerate(zip(box.offset, box.end, strict=True)):
         yield data.narrow(axis, 0, start)
         yield data.narrow(axis, end, data.shape[axis] - end)

@@ -1,7 +1,8 @@
 """Classes for the sharded values of a state dict: `ShardedTensor`, `ShardedObject`, factories.
 
 They have the fields, defaults and constructors of ``megatron.core.dist_checkpointing.mapping`` (0.15.3, with
-``flattened_range``), so that code only changes its imports. Units are elements or, for a `ShardedObject`, shards.
+``flattened_range``), so that code needs to change only its imports. Shapes and offsets are in elements or, for a
+`ShardedObject`, in shards.
 """
 
 from __future__ import annotations
@@ -237,7 +238,7 @@ class ShardedTensor(ShardedBase):
     def local_coordinates(self) -> tuple[npt.NDArray[np.int64], ...]:
         """Return the index arrays, within the part, of the elements of ``flattened_range``.
 
-        Raises CheckpointingException without a ``flattened_range``.
+        Raises CheckpointingException if there is no ``flattened_range``.
         """
         if self.flattened_range is None:
             raise refused(
@@ -403,7 +404,7 @@ class ShardedObject(ShardedBase):
 
 @dataclass
 class ShardedTensorFactory(ShardedBase):
-    """A tensor that is saved in a different form.
+    """A tensor that is converted before a save.
 
     ``build_fn`` converts it to a sharded state dict, and ``merge_fn`` undoes this. ``build_fn(key, data, replica_id,
     flattened_range)``; the last parameter is optional. The function must depend only on its arguments, because it also
@@ -433,7 +434,7 @@ class ShardedTensorFactory(ShardedBase):
         return self.merge_fn(built)
 
     def validate_metadata_integrity(self) -> None:
-        """Check nothing: a factory has no metadata before `build`."""
+        """Do nothing, because a factory has no metadata before `build`."""
 
 
 def _takes_four(build_fn: Callable[..., Any]) -> bool:

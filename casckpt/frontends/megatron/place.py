@@ -76,5 +76,5 @@ def _store(store: AnyStore) -> Store:
 
 
 def folder_of(checkpoint_dir: CheckpointDir) -> Path | None:
-    """Return the folder that a checkpoint_dir names, in the form that Megatron itself uses. Return None for a store."""
+    """Return the folder if the checkpoint_dir is a path, as in Megatron itself; None for a store."""
     return None if isinstance(checkpoint_dir, At) or "#" in _text(checkpoint_dir) else Path(checkpoint_dir)

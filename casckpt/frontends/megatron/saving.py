@@ -89,7 +89,7 @@ class Ending:
 
     @property
     def path(self) -> str:
-        """The argument of `wait_for_end`, for any process."""
+        """The argument that any process may pass to `wait_for_end`."""
         return self._file.name
 
     def reached(self) -> None:
@@ -291,7 +291,7 @@ class Saving:
         return [[is_selected(claim) for claim in claims] for claims in gathered]
 
     def leave_out(self, key: str) -> None:
-        """Omit the value with this key."""
+        """Omit the value with this key from the save."""
         pairs = zip(self.sharded, self.selected, strict=True)
         self.selected = [selected and value.key != key for value, selected in pairs]
 
@@ -311,7 +311,7 @@ class Saving:
     def state(self) -> dict[Any, Any]:
         """Return the state for `Store.save`.
 
-        Raises CheckpointingException for a key in the form of an object's unique key.
+        Raises CheckpointingException for a key in the format of an object's unique key.
         """
         shards: dict[str, list[Shard]] = {}
         objects: dict[str, Any] = {}
@@ -324,7 +324,7 @@ class Saving:
         for key in map(str, (*shards, *common)):
             if is_object_key(key):
                 raise CheckpointingException(
-                    f"{key!r} has the form of an object's key and would load as an object; rename it", key=key
+                    f"{key!r} looks like an object's key and would load as an object; rename it", key=key
                 )
         return OfObjects({**common, **shards, **objects})
 

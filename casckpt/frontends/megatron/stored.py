@@ -224,7 +224,7 @@ def read_values(stored: MegatronCheckpoint, keys: Iterable[str], *, allow_pickle
 
 
 def is_object_key(key: str) -> bool:
-    """Return whether the key has the form of an object shard's unique key."""
+    """Return whether the key has the format of an object shard's unique key."""
     return _OBJECT.fullmatch(key) is not None
 
 

@@ -198,7 +198,7 @@ class CasSaveShardedStrategy(TorchDistSaveShardedStrategy):  # type: ignore[misc
 class _Common(NamedTuple):
     """The contents of common.pt.
 
-    ``handed_over``: Megatron passed them as an object and does not write the file itself.
+    ``handed_over``: whether Megatron passed them as an object and does not write the file itself.
     """
 
     file: bytes

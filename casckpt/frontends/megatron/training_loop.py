@@ -79,7 +79,7 @@ def install(
     ``step``: a function that returns the step for a folder, or None to save the folder as before.
 
     ``fully_parallel``, ``forget_removed``: see `CasSaveShardedStrategy`. ``options``: those of `Store.save`;
-    ``allow_pickle`` also applies to loads. Raises Conflict if it is already installed.
+    ``allow_pickle`` also applies to loads. Raises Conflict if `install` is already in effect.
     """
     if _installed:
         raise Conflict("Megatron-core already saves into a store; call undo() on the result of install()")
@@ -104,7 +104,7 @@ def install(
 
 
 class _Loads(CasLoadShardedStrategy):
-    """A strategy that loads from the store that a folder names and requires the same signatures."""
+    """A strategy that loads from the store that a folder names, and requires the same signatures as ``store``."""
 
     def _place(self, folder: Folder) -> StoreRef:
         url, ref = pointed_at(folder)

@@ -79,7 +79,7 @@ def thinned(count: int, most: int = POINTS) -> list[int]:
 
 
 def growth(logical: Sequence[int], stored: Sequence[int]) -> str:
-    """Draw the cumulative size of all checkpoints, both as if each were stored separately and as stored."""
+    """Draw the cumulative size of all checkpoints as stored, and the size if each were stored separately."""
     chosen = thinned(len(logical))
     with _figure(2.6, "growth") as (_, axes, drawn):
         numbers = [place + 1 for place in chosen]

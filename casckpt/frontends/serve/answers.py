@@ -34,7 +34,7 @@ def no_revision(repo: str, revision: str) -> Refusal:
 
 
 def no_file(path: str, commit: str) -> Refusal:
-    """Return the response for a file that a checkpoint does not have. Clients remember it for this ``commit``."""
+    """Return the response for a file that a checkpoint does not have. Clients cache this response under ``commit``."""
     return Refusal(404, "EntryNotFound", f"this checkpoint has no file {path!r:.200}", X_Repo_Commit=commit)
 
 

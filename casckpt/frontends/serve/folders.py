@@ -65,7 +65,7 @@ def parse_range(header: str | None, size: int) -> FileSpan | None:
 
 
 def _number(digits: str) -> int:
-    """Convert digits, capped at a number above any file size, because int() is slow for long strings."""
+    """Convert digits to a number, which is capped above any file size because int() is slow for long strings."""
     return int(digits) if len(digits) <= _DIGITS else 10**_DIGITS
 
 

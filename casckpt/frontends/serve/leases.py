@@ -51,7 +51,7 @@ class Leases:
     def hold(self, checkpoint: Checkpoint) -> Iterator[None]:
         """Hold a lease during a block and for a while after it.
 
-        This never raises, but reading a purged checkpoint does.
+        This never raises an error, but reading a purged checkpoint does.
         """
         held = self._enter(checkpoint.id)
         try:

@@ -198,7 +198,7 @@ class _Held:
         return self
 
     def leave(self) -> None:
-        """End one use, because the window was sent or the client disconnected."""
+        """Stop using the window, because it was sent or the client disconnected."""
         self._users -= 1
         if not self._users:
             if self._desk.windows.get(self._key) is self:

@@ -24,7 +24,10 @@ _LAST_SECONDS = 3
 
 
 class Connection(H11Protocol):
-    """A connection. If there are too many, the server closes the one that has waited longest for a request."""
+    """A connection.
+
+    If there are too many connections, the server closes the one that has waited longest for a request.
+    """
 
     waiting: dict[Connection, None]
     most: int

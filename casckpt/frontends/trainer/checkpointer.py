@@ -545,7 +545,7 @@ class Checkpointer(RunCheckpoints):
 
 @dataclass(frozen=True)
 class _Pending:
-    """A background save. ``saved_step``, ``files``: the values of these attributes before the save."""
+    """A background save. ``saved_step``, ``files``: the checkpointer's saved step and files before the save."""
 
     future: HeardFuture
     step: int

@@ -41,7 +41,7 @@ class HeardFuture(Future[Checkpoint]):
 class Failures:
     """Counts the failed saves of one rank since the last successful save. ``clock``: returns microseconds.
 
-    ``most``: the number of consecutive failures, over at least `PATIENCE`, that is too many. None: no limit.
+    ``most``: the number of consecutive failures, over at least `PATIENCE`, that is too many; None for no limit.
     """
 
     def __init__(self, most: int | None, clock: Callable[[], int]) -> None:

@@ -157,10 +157,11 @@ class LoadRequest:
 
     ``optim``, ``train``: whether to load the optimizer and the train state; None: if the checkpoint has them.
     ``given``: the arguments for `Store.load`. ``pre_download``: first fetch the checkpoint into this host's cache.
-    ``options``: overwrite the options of the optimizer's groups, or keep them. ``missing``: the argument of a resume,
-    which logs unread keys itself; None for any other load. If it is "raise", the checkpoint must have all state of a
-    train module. If it is "warn", the load skips an optimizer that was saved by number, and tensors with a different
-    shape. ``train_state``: the train state that a resume sets. If it is None, a resume does not read a train state.
+    ``options``: whether to overwrite the options of the optimizer's groups, or to keep them. ``missing``: the
+    ``missing`` argument of a resume, which logs unread keys itself; None for any other load. If it is "raise", the
+    checkpoint must have all state of a train module. If it is "warn", the load skips an optimizer that was saved by
+    number, and tensors with a different shape. ``train_state``: the train state that a resume sets. If it is None, a
+    resume does not read a train state.
     """
 
     optim: bool | None
@@ -307,7 +308,7 @@ class Restoring:
 
 
 def _template_of(model: TrainModule, metadata: StoredKeys, *, optim: bool) -> Mapping[str, Any]:
-    """Return the state to fill. The method of a train module may omit either argument."""
+    """Return the state to fill. The method of a train module may lack either parameter."""
     method: Callable[..., Mapping[str, Any]] = model.state_dict_to_load
     parameters = inspect.signature(method).parameters
     options = {"optim": optim} if "optim" in parameters else {}
@@ -316,7 +317,7 @@ def _template_of(model: TrainModule, metadata: StoredKeys, *, optim: bool) -> Ma
 
 
 def _parts_of(stored: StoredTraining) -> dict[str, list[int]]:
-    """Return the ranks that saved each part of a train state, except the random generators."""
+    """Return, for each part of a train state except the random generators, the ranks that saved it."""
     found = defaultdict[str, list[int]](list)
     for rank in _ranks_of(stored):
         for part in stored.below(f"{TRAIN}.{rank}"):

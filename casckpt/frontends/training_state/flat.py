@@ -50,7 +50,7 @@ class FlatPart:
     def shard(self, data: torch.Tensor) -> Shard:
         """Return ``data`` as a shard of a tensor with the parameter's shape.
 
-        It counts as replicated because of HYBRID_SHARD.
+        It is marked as replicated because, with HYBRID_SHARD, several ranks hold it.
         """
         return Shard(data, self.shape, flat=[(self.lo, self.hi)] if self.lo < self.hi else [], replicated=True)
 
@@ -151,7 +151,7 @@ def drop_gathered(model: nn.Module) -> None:
 
 
 def let_go(model: nn.Module) -> None:
-    """Also free the whole parameters of FSDP.
+    """Call `reshard`, and also free the whole parameters of FSDP.
 
     Otherwise, the next forward pass would use the values from before a load.
     """

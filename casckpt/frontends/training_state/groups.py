@@ -84,7 +84,7 @@ def check(matched: Match, defaults: Mapping[str, Any], saved: Sequence[Mapping[s
     """Raise MissingKey or Mismatch unless the checkpoint has all parameters and options of this optimizer.
 
     `check_unused` checks for extra parameters in the checkpoint. It considers all ranks, because any of them may have
-    these.
+    these parameters.
     """
     if matched.missing:
         raise MissingKey(_other_parameters(where, matched.missing, matched.unused), keys=matched.missing)

@@ -122,9 +122,9 @@ class Holding:
     ) -> Any:
         """Return the tensor that a load fills with a stored wrapper: ``there``, or else a new one.
 
-        The registered function for its kind creates a new one for this rank's part of the parameter. If it cannot be
-        cut there, or if ``is_plain``, a plain tensor is returned, into which only a load with ``cast`` is possible.
-        Raises Unsupported if no function is registered.
+        The registered function for its kind creates a new one for this rank's part of the parameter. If a wrapper of
+        this kind cannot be cut for that part, or if ``is_plain`` is set, the result is a plain tensor, into which only
+        a load with ``cast`` is possible. Raises Unsupported if no function is registered.
         """
         part, parameter = self.part, self.parameter
         if there is not None:
@@ -163,7 +163,7 @@ def apart(value: Any) -> Any:
 
 
 def unwrapped(value: Any, device: torch.device | None = None) -> Any:
-    """Return a filled template in the optimizer's form.
+    """Convert a filled template to the state that an optimizer accepts.
 
     Tensors that were saved as `Archived` are moved to ``device``.
     """
@@ -194,7 +194,7 @@ def _fits(there: torch.Tensor, entry: Entry, taken: set[int]) -> bool:
 
 
 def _is_plain(there: torch.Tensor | None, entry: Entry, parameter: torch.Tensor, *, added: bool) -> bool:
-    """Return whether a DTensor parameter's state is a plain tensor: it already is one, or it has no shards."""
+    """Return whether a DTensor parameter's state is a plain tensor: it is one now, or a load creates it as one."""
     if there is not None:
         return not is_dtensor(there)
     return (added or entry.shape == ()) and entry.shape != tuple(parameter.shape)

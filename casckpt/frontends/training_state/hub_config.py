@@ -1,6 +1,6 @@
 """The files with which Transformers, PEFT and Diffusers load a model. They are saved with the weights.
 
-An export then is a folder that these libraries load. Their own functions write the files, into a temporary folder.
+As a result, these libraries can load an export. The libraries' own functions write the files to a temporary folder.
 """
 
 from __future__ import annotations
@@ -145,7 +145,7 @@ def _adapter_files(model: Any) -> dict[str, bytes]:
         written = _written(lambda folder, config=config: _write_adapter(model, config, folder))
         files |= {f"{folders[adapter]}{name}": data for name, data in written.items()}
         if not all(map(is_attachment_name, files)):
-            raise Unsupported(f"the adapter's name {adapter!r:.200} cannot be that of a folder")
+            raise Unsupported(f"the adapter's name {adapter!r:.200} cannot be the name of a folder")
 
     def names(model: Any) -> dict[str, Any]:
         return {"views": {f"{folder}{ADAPTER_STEM}": _adapter_view(model, one) for one, folder in folders.items()}}
@@ -196,7 +196,7 @@ def _written(write: Any) -> dict[str, bytes]:
 
 
 def hub_names(views: Mapping[str, Any], **more: Any) -> dict[str, bytes]:
-    """Return `HUB_FILE` with ``views``, a view by the stem of each root; nothing if there is nothing to say."""
+    """Return `HUB_FILE` with ``views``, which maps the stem of each root to a view; {} if it would be empty."""
     content = {name: value for name, value in {"views": views, **more}.items() if value}
     text = json.dumps(content, separators=(",", ":")).encode()
     if len(text) > _MAX_BYTES:

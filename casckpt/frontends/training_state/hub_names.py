@@ -35,9 +35,9 @@ _MOST_GROUPS = 3  # a pattern with more groups could match a name in too many wa
 
 
 def has_base(model: Any, name: str) -> bool:
-    """Return whether a class with this name is a base of the class of ``model``. The name includes the module.
+    """Return whether a class with this name is a base of the class of ``model``. ``name`` includes the module.
 
-    An import of these classes takes seconds. A program that has such a model has imported them.
+    The classes are compared by name, because importing them takes seconds.
     """
     return any(f"{base.__module__}.{base.__qualname__}" == name for base in type(model).__mro__)
 
@@ -118,7 +118,7 @@ def _parts(shapes: Mapping[str, Shape], convert: Callable[[dict[str, Tensor]], M
 
 
 class _NoCopies(TorchFunctionMode):
-    """Return the tensor itself where a copy would be made only for its layout."""
+    """A mode in which `contiguous` and `clone` return the tensor itself."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func in (Tensor.contiguous, Tensor.clone, torch.clone):
@@ -195,7 +195,7 @@ def _part(key: str, value: Any, index: Index) -> list[Shard]:
 
 
 def rules_of(parts: Parts) -> dict[str, dict[str, Any]]:
-    """Return ``rename`` and ``split`` of a view that shows a checkpoint with the names of ``parts``.
+    """Return ``rename`` and ``split`` of a view that shows a checkpoint under the names in ``parts``.
 
     Numbers that vary, such as those of layers, become groups of regular expressions. Raises Unsupported if no rules
     have exactly this effect.
@@ -219,7 +219,7 @@ def globs(names: Collection[str], others: Collection[str]) -> list[str]:
 
 
 def _patterns(parts: Parts) -> dict[str, Mapping[str, Index]]:
-    """Return the parts by a regular expression for names, without those that keep their name."""
+    """Map regular expressions for names to the parts, without names that stay unchanged."""
     alike = defaultdict[tuple[Any, ...], list[str]](list)
     for name, of in parts.items():
         alike[_NUMBER.sub("#", name), tuple((_NUMBER.sub("#", saved), index) for saved, index in of.items())] += [name]
@@ -268,4 +268,4 @@ def _check(parts: Parts, rename: Mapping[str, str], split: Mapping[str, Mapping[
         if rule is not None:
             found = [expanded(rule[0], saved) for saved in rule[1]]
         if found != list(of):
-            raise Unsupported(f"{name} is saved as {next(iter(of))}, which no rule expresses")
+            raise Unsupported(f"{name} is saved as {next(iter(of))}, which no rule can express")

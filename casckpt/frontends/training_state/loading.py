@@ -1,4 +1,4 @@
-"""A load on one rank. Creates the template for a model and its optimizers, and updates them after the load."""
+"""A load on one rank: creates the template for a model and its optimizers, and updates both after the load."""
 
 from __future__ import annotations
 
@@ -208,7 +208,7 @@ class TrainingStateLoad:
     def _fit(self, *, bare: bool) -> Fit:
         """Return the fit of this rank's tensors.
 
-        They fit by name, or by memory that they share with a tensor that fits.
+        A tensor fits by its name, or because it shares memory with a tensor that fits.
         """
         filled, unfilled, misfits = dict[str, str](), dict[str, Shape](), set[str]()
         stored, values = self._stored, self._model.values

@@ -69,7 +69,7 @@ def model_to_save(model: nn.Module) -> OrderedDict[str, Any]:
 
 
 def _live_state(model: nn.Module) -> dict[str, Any]:
-    """Return the state_dict. Parameters remain `Parameter` objects, because those must be equal on all ranks."""
+    """Return the state_dict. Parameters remain `Parameter` objects, which a save requires to be equal on all ranks."""
     with without_fsdp_hooks(model):
         state = model.state_dict(keep_vars=True)
     empty = [name for name, value in state.items() if getattr(value, "is_meta", False)]
@@ -104,8 +104,8 @@ def _plain_names(model: nn.Module, raw: Mapping[str, Any]) -> dict[str, str]:
 def passed_by(model: nn.Module, state: Mapping[str, Any], *, strict: bool) -> dict[str, list[str]]:
     """Return the names in the state of ``model`` that its load_state_dict would not read.
 
-    ``state``: the state under plain names. The values of the result are the names that must not be loaded without the
-    key. The function does not call any methods of the modules. A module reads its parameters, its buffers, and extra
+    ``state``: the state under plain names. The result maps each such name to the names that must not be loaded without
+    it. The function does not call any methods of the modules. A module reads its parameters, its buffers, and extra
     state if it has a set_extra_state. Keys that a module's _save_to_state_dict adds can be read only by the module
     itself, through its _load_from_state_dict or hooks. Other added keys can also be read by any module above it.
     ``strict``: include parameters, which torch rejects in that case.

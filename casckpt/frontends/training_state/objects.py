@@ -126,8 +126,8 @@ class Objects:
                 if isinstance(here, list | tuple) and (not isinstance(value, list | tuple) or len(value) != len(here)):
                     raise Mismatch(
                         f"{key!r} is in a {type(here).__name__} of {len(here)} items, but the checkpoint has a "
-                        "different container there; pass as many items as were saved, or leave it out. Tensors are "
-                        "already loaded",
+                        "different container there; pass as many items as were saved, or leave it out. The tensors "
+                        "have already been loaded",
                         key=key,
                     )
                 here, value = here[element], value[element]
@@ -152,7 +152,7 @@ def _owner(key: str, optim: Optimizer, parameters: Mapping[str, Collection[int]]
     way = f'pass its module along with it, as in {{"model": model, "{key}": optim}}'
     if some:
         way = f"{listed(some)} have some of them: put these into one torch.nn.ModuleDict, and pass that instead"
-    raise InvalidInput(f"no module in the state has all parameters of the optimizer {key!r}; {way}", key=key)
+    raise InvalidInput(f"no module in the state has all of the parameters of the optimizer {key!r}; {way}", key=key)
 
 
 @normal_tensors()

@@ -34,7 +34,7 @@ class NamedParameter:
 
 
 def local_optimizer(optim: Optimizer) -> Optimizer:
-    """Return the optimizer that a `ZeroRedundancyOptimizer` has on this rank; for any other ``optim``, itself.
+    """Return the optimizer that a `ZeroRedundancyOptimizer` has on this rank; any other ``optim`` unchanged.
 
     Raises InvalidInput if ``overlap_with_ddp`` is True, because there is no inner `torch.optim.Optimizer` in that
     case.
@@ -129,7 +129,7 @@ def _state_of(optim: Optimizer, groups: Sequence[Sequence[NamedParameter]]) -> d
     if others:
         raise InvalidInput(
             f"the state_dict of {type(optim).__name__} contains {others}, in addition to state and param_groups. "
-            "Such entries cannot be stored by name. Leave optim out, and save the optimizer as an object: put it "
+            "Such values cannot be stored by name. Leave optim out, and save the optimizer as an object: put it "
             "in a TrainState, or save its state_dict() with store.save"
         )
     return _by_name(packed, groups)
@@ -152,7 +152,7 @@ def _by_name(packed: Mapping[str, Any], groups: Sequence[Sequence[NamedParameter
 
 
 def by_number(state: Mapping[Any, Any], groups: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """Convert a state by name to the numbered form that `torch.optim.Optimizer.load_state_dict` accepts."""
+    """Convert a state by name to the state by number that `torch.optim.Optimizer.load_state_dict` accepts."""
     numbers: dict[Any, int] = {}
     numbered = []
     for group in groups:
@@ -236,7 +236,8 @@ def install(optim: Optimizer, state: Mapping[Any, Any], groups: Sequence[Mapping
 def _taken_over(old: Any, new: Any, filled: set[int]) -> Any:
     """Return the value of an option: ``old`` with the value of ``new`` if that fits, and otherwise ``new``.
 
-    ``filled``: the ids of the tensors that earlier calls have filled. Groups may share a tensor, but not its value.
+    ``filled``: the ids of the tensors that earlier calls have filled. Groups that share a tensor may have different
+    saved values.
     """
     if isinstance(new, list | tuple) and isinstance(old, list | tuple) and len(old) == len(new):
         return type(new)([_taken_over(one, other, filled) for one, other in zip(old, new, strict=True)])

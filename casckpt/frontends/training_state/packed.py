@@ -1,9 +1,9 @@
 """Loads the 4-bit and 8-bit weights of bitsandbytes in place, each together with its statistics.
 
 The state_dict of a 4-bit layer also has the weight's statistics, such as ``weight.absmax``. Its load_state_dict does
-not read them. Two of them are copies of what the weight uses: the table for nested statistics, and a JSON string in a
-tensor, which has everything that is not a tensor. The load_state_dict of an 8-bit layer cannot read its statistics,
-``SCB``, once the layer has been used.
+not read them. Two of the statistics only copy what the weight uses: the table for nested statistics, and a tensor with
+a JSON string that has everything that is not a tensor. The load_state_dict of an 8-bit layer cannot read its
+statistics, ``SCB``, once the layer has been used.
 """
 
 from __future__ import annotations
@@ -34,7 +34,8 @@ _OFFSET = "nested_offset"
 class PackedWeight:
     """A 4-bit or 8-bit weight.
 
-    ``values``: the weight and its statistics, by plain name. ``fields``: the name of the JSON of a 4-bit weight.
+    ``values``: the weight and its statistics, by plain name. ``fields``: the name of the tensor with the JSON of a
+    4-bit weight.
     """
 
     name: str

@@ -97,16 +97,16 @@ def load_model_and_optim_state(
     with it. All other state, including ``step``, keeps the saved dtype. ``unread``: with "warn" (the default), the log
     lists the skipped names of the model and of the checkpoint, except for an optimizer that you do not load. A load
     that would fill nothing, or that misses more than a tenth of the model's names, raises MissingKey and suggests a
-    ``rename``. "ignore" disables both. ``options``: also ``verify`` and other options of `Store.load`.
+    ``rename``. "ignore" disables both. ``options``: also accepts ``verify`` and other options of `Store.load`.
 
     Some modules save keys that load_state_dict does not read. For such a module, the load raises a Mismatch that names
     the keys. If ``ignore_mismatched`` matches all names of the module, it is left unchanged instead. The quantized
     weights of bitsandbytes are loaded together with their statistics, or raise Mismatch if they were quantized in a
     different way.
 
-    Before anything changes, raises Conflict if the ranks name different checkpoints, NotFound, MissingKey, Mismatch or
-    InvalidInput. During the read, raises Damaged or StorageError, after which the contents of ``model`` and ``optim``
-    are undefined. All errors are raised on every rank.
+    Raises Conflict if the ranks name different checkpoints, and NotFound, MissingKey, Mismatch and InvalidInput, all
+    before anything changes. During the read, raises Damaged or StorageError, after which the contents of ``model`` and
+    ``optim`` are undefined. All errors are raised on every rank.
     """
     check_keywords("load_model_and_optim_state", options, LoadArguments)
     given = LoadOptions(**options)

@@ -50,7 +50,7 @@ class StoredTraining:
 
     @classmethod
     def read(cls, store: Store, ref: str | Checkpoint) -> StoredTraining:
-        """Read the checkpoint that ``ref`` names. Raises NotFound, Damaged, StorageError."""
+        """Read the checkpoint that ``ref`` names. Raises NotFound, Damaged and StorageError."""
         commit = store.get(ref).commit
         return cls(store, commit, Contents.open(store.repository, commit, extensions=TORCH_EXTENSIONS))
 

@@ -186,6 +186,6 @@ def find(
 
 
 def on_no_rank(found: Sequence[Sequence[str]]) -> list[str]:
-    """Return the names that are in all lists, which are the names that no rank has."""
+    """Return the names that are in all lists. Each list has the names that one rank lacks."""
     first, *others = [dict.fromkeys(names) for names in found]
     return [name for name in first if all(name in other for other in others)]

@@ -70,7 +70,7 @@ def _methods(value: Any) -> tuple[str, str]:
 def draws(value: Any) -> bool:
     """Return whether ``value`` is or contains random generators.
 
-    They are loaded last, because other objects may draw.
+    They are loaded last, because other objects may draw random numbers.
     """
     return isinstance(value, GENERATORS + _NUMPYS) or getattr(value, "holds_rng", False)
 

@@ -151,7 +151,7 @@ def logged_metrics(state: Any, step: int, first: str | None = None) -> dict[str,
 
 
 class _Folder:
-    """A folder in the form that a `Checkpointer` saves. If ``folder`` is None, it contains only the optimizer.
+    """A folder as an object that a `Checkpointer` can save. If ``folder`` is None, it contains only the optimizer.
 
     ``attachments``: set by `state_dict_to_save`, because all ranks raise the errors of that method.
     """
@@ -238,7 +238,7 @@ def restore_checkpoint(
 
 
 def _is_its_folder(store: Store, checkpoint: Checkpoint, folder: Path) -> bool:
-    """Return whether the checkpoint was saved from this folder, as it is if the job restarts on the same disk."""
+    """Return whether the checkpoint was saved from this folder, as after a restart of the job on the same disk."""
     path = folder / STATE
     saved = STATE in store.attachments(checkpoint)
     return saved and path.is_file() and path.read_bytes() == store.read_attachment(checkpoint, STATE)
@@ -261,7 +261,7 @@ def files_below(folder: Path) -> Iterator[tuple[str, Path]]:
 
 
 def _is_of(name: str, rank: int) -> bool:
-    """Return whether ``name`` is this rank's random state.
+    """Return whether ``name`` is the file with the random state of ``rank``.
 
     Other ranks may still be writing their states, perhaps elsewhere.
     """
@@ -289,7 +289,7 @@ def _attachments(folder: Path) -> dict[str, bytes]:
 
 
 def _adapter_names(folder: Path) -> dict[str, bytes]:
-    """Return the attachment that lets the folder's adapters be exported under the names of their files."""
+    """Return the attachment that allows an export of the folder's adapters under their original file names."""
     stems = [name.removesuffix(_SAFETENSORS) for name, _ in files_below(folder) if name.endswith(_SAFETENSORS)]
     adapters = [stem for stem in stems if stem.rpartition("/")[2] == ADAPTER_STEM]
     return hub_names({stem: {"strip_prefix": f"{HOME}.tensors.{stem}{_SAFETENSORS}"} for stem in adapters})

@@ -195,7 +195,7 @@ class CasTrainerMixin(Trainer):
             raise SystemExit(128 + self._signal)
 
     def _write_files(self, model: Any, trial: Any) -> tuple[list[str], dict[str, bytes]]:
-        """Let the trainer write its small files. Return their names, and all attachments, on rank 0."""
+        """Let the trainer write its small files. On rank 0, return their names and all attachments."""
         super()._save_checkpoint(model, trial)
         state, step = self.state, self.state.global_step
         if state.best_global_step == step:
@@ -409,7 +409,7 @@ class CasTrainerMixin(Trainer):
 class _Resumed:
     """The checkpoint that training resumed from, and the temporary folder with its small files.
 
-    ``best``: the reference of the best checkpoint before it. ``generators``: the state of this rank's generators.
+    ``best``: the reference to the best checkpoint before it. ``generators``: the state of this rank's generators.
     """
 
     folder: str

@@ -53,7 +53,7 @@ def model_part(tree: Node, keys: Collection[str], where: str) -> tuple[str, list
 
 
 def _is_either(tree: Node, names: Sequence[str]) -> bool:
-    """Return whether keys that look like training state may be the model's, or all ``names`` may share a prefix."""
+    """Return whether keys that look like training state may belong to the model, or all ``names`` share a prefix."""
     is_flat = any(_head(str(element)) in _OPTIMIZER for element, node in children(tree) if isinstance(node, int))
     return is_flat or all(name.startswith("model.") for name in names)
 
@@ -63,7 +63,7 @@ def _head(key: str) -> str:
 
 
 def _parts(tree: Node, keys: Collection[str]) -> dict[str, list[str]]:
-    """Return the keys by prefix: their top-level container, or "" for top-level keys.
+    """Group the keys by prefix: the name of their top-level container, or "" for top-level keys.
 
     A flat top-level key of an optimizer, such as "optimizer.state.w", counts as nested.
     """

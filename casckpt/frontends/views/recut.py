@@ -157,7 +157,7 @@ def _put_together(name: str, parts: Sequence[ViewTensor]) -> ViewTensor:
 
 def _named(by_name: Mapping[str, ViewTensor], name: str, whole: str) -> ViewTensor:
     if name not in by_name:
-        raise InvalidInput(f"there is no tensor {name!r} for {whole!r}", key=name)
+        raise InvalidInput(f"there is no tensor {name!r} to concatenate into {whole!r}", key=name)
     return by_name[name]
 
 

@@ -22,7 +22,7 @@ def torchao_names(contents: Contents, keys: Sequence[str], names: Sequence[str])
     """Return the names of tensors in a folder of Transformers, and the metadata of its files.
 
     By torchao's rule, the tensor ``qdata`` of ``a.weight`` has the name ``a._weight_qdata``. Raises InvalidInput for a
-    wrapper that torchao cannot read from a file, and for names that its rule confuses.
+    wrapper that torchao cannot read from a file, and for names that its rule makes ambiguous.
     """
     if contents.outer.keys().isdisjoint(keys):
         return list(names), {}

@@ -34,13 +34,13 @@ _TOKEN: Final = re.compile(
 
 
 class Ways(NamedTuple):
-    """A bound on the attempts of a match: the ways to divide a name's letters among ``repeats``, times ``choices``."""
+    """A bound on the attempts of a match: the number of ways to split a name among ``repeats``, times ``choices``."""
 
     repeats: int
     choices: int
 
     def of(self, name: str) -> int:
-        """Return the maximum number of attempts of a match with ``name``."""
+        """Return the maximum number of attempts to match ``name``."""
         return comb(len(name) + self.repeats, self.repeats) * self.choices
 
 
@@ -160,9 +160,9 @@ class HubView(NamedTuple):
 
 
 class HubNames(NamedTuple):
-    """What the libraries of a model said about its files. ``views``: none if the names are those of the checkpoint.
+    """What the libraries of a model said about its files. ``views``: empty if the names are those of the checkpoint.
 
-    ``notes``: for the user. ``tied``: pairs of names that the config ties, but that had separate tensors.
+    ``notes``: messages for the user. ``tied``: pairs of names that the config ties, but that had separate tensors.
     """
 
     views: tuple[HubView, ...] = ()
@@ -203,7 +203,7 @@ def _check(where: str, name: str, value: Any) -> None:
     if kind is dict:
         compiled(value, f"{where}: ")
     if name == "rename" and not all(map(_is_text, value.values())):
-        raise InvalidInput(f"{where}: rename must map a regular expression to a name, both strings")
+        raise InvalidInput(f"{where}: rename must map regular expressions to names, all of them strings")
     if name == "split" and not all(map(_are_parts, value.values())):
         raise InvalidInput(
             f"{where}: split must map a regular expression to names, or to an object with names and shares or indices"
@@ -211,7 +211,7 @@ def _check(where: str, name: str, value: Any) -> None:
     if name == "concat" and not all(map(_are_names, value.values())):
         raise InvalidInput(
             f"{where}: concat must map a regular expression to a list: the name of the combined tensor, then the names "
-            "to append"
+            "of the tensors to append to the one that matches"
         )
 
 

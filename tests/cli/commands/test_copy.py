@@ -78,7 +78,7 @@ def test_copy_reports_a_missing_run(run: Run, saved: Path, there: Path) -> None:
     assert "no checkpoint of run 'typo'" in run("copy", saved, there, "--run", "typo").stderr
 
 
-def test_errors_for_storage_options_name_the_options_of_the_target(run: Run, saved: Path) -> None:
+def test_the_error_for_a_storage_option_suggests_dst_option_for_the_target(run: Run, saved: Path) -> None:
     said = run("copy", saved, "s3://bucket/x", "--storage-option", "anon=true", status=2).stderr
     assert "use --dst-option for DST" in said
 

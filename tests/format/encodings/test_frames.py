@@ -154,7 +154,7 @@ def test_encoded_cells_decode_to_the_same_bytes(given: tuple[list[bytes], int]) 
 @pytest.mark.parametrize(
     ("share", "form"), [(0, Form.SPARSE), (0.01, Form.SPARSE), (0.3, Form.SPARSE), (0.5, Form.DIFF)]
 )
-def test_the_fraction_of_changed_elements_determines_the_form(share: float, form: Form) -> None:
+def test_the_fraction_of_changed_elements_determines_the_encoding(share: float, form: Form) -> None:
     base = elements(2, 1 << 16, "normal", 1)
     plain = base + (np.random.default_rng(2).random(base.size) < share).astype(base.dtype)
     frame = encode(memoryview(plain.tobytes()), 2, memoryview(base.tobytes()))
@@ -222,7 +222,7 @@ def test_many_gaps_are_decoded_in_pieces() -> None:
 RAW2 = bytes.fromhex("01 02 01 00 06000000  00 03000000 02 05 ff  01 01000000 7f")
 
 
-def test_the_bytes_are_fixed() -> None:
+def test_the_bytes_of_a_frame_never_change() -> None:
     planes = decoded(RAW2, 6)
     assert planes == pack("<3H", 0x3F81, 0xBF82, 0xBFFF) == by_hand(RAW2, planes)
     gaps = bytes.fromhex("02 01 00 00 00020000  03000000 04000000  00 04000000 00 ff 00 00  00 03000000 01 02 ff")

@@ -153,7 +153,7 @@ def numbers_near(draw: st.DrawFn) -> int:
 
 
 @given(cases(coded=False))
-def test_long_and_short_forms_decode_to_the_same_values(case: Case) -> None:
+def test_long_and_short_encodings_decode_to_the_same_values(case: Case) -> None:
     again = decoded(case, *Table.of(case.table).stored())
     assert sorted(again.stored_cells(), key=repr) == sorted(case.cells, key=repr)
 
@@ -197,7 +197,7 @@ def _swap(values: list[int]) -> list[int]:
 
 
 @given(full_shapes, st.sampled_from([1, 4, 16]), st.data())
-def test_a_short_form_is_rejected_or_harmless(shape: Shape, itemsize: int, data: st.DataObject) -> None:
+def test_any_short_encoding_is_rejected_or_harmless(shape: Shape, itemsize: int, data: st.DataObject) -> None:
     numel = full_box(shape).numel
     count = -(-numel // 10)
     blob = data.draw(st.integers(0, 3) | numbers_near().map(lambda number: number % 2**32))
@@ -286,7 +286,7 @@ def test_an_extent_beyond_the_end_of_its_blob_is_rejected(missing: int) -> None:
     ("blob", "offset", "digests"),
     [(1, 4096, 2), (0, 4095, 2), (0, 4097, 2), (2**32 - 1, 4096, 2), (0, 2**32 - 1, 2), (0, 4096, 1), (0, 4096, 0)],
 )
-def test_a_short_form_that_does_not_fit_is_rejected(blob: int, offset: int, digests: int) -> None:
+def test_a_short_encoding_that_does_not_fit_is_rejected(blob: int, offset: int, digests: int) -> None:
     case = whole()
     rows = b"\0" + b"".join(number.to_bytes(4, "little") for number in (2, blob, offset))
     with pytest.raises(Refused):
@@ -297,7 +297,7 @@ def test_a_short_form_that_does_not_fit_is_rejected(blob: int, offset: int, dige
     ("cells", "rows"),
     [(b"\x09", None), (None, b"\x09"), (None, b""), (None, b"\0" * 3), (None, b"\0" * 12), (b"", None)],
 )
-def test_unknown_or_incomplete_forms_are_rejected(cells: bytes | None, rows: bytes | None) -> None:
+def test_unknown_or_incomplete_encodings_are_rejected(cells: bytes | None, rows: bytes | None) -> None:
     case = whole()
     with pytest.raises(Refused):
         decoded(

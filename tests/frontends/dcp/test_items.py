@@ -280,7 +280,9 @@ class SilentFp16Save(Fp16Save):
 
 
 @pytest.mark.parametrize("planner", [Fp16Save, SilentFp16Save])
-def test_pattern_cast_on_save(store: Store, planner: type[DefaultSavePlanner], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_planner_can_cast_on_save(
+    store: Store, planner: type[DefaultSavePlanner], monkeypatch: pytest.MonkeyPatch
+) -> None:
     from casckpt.frontends.dcp import items
 
     monkeypatch.setattr(items, "WINDOW_BYTES", 1000)  # several windows

@@ -392,7 +392,7 @@ class HintlessPlanner(DefaultLoadPlanner):
         return replace(plan, items=items)
 
 
-def test_16_hints_are_not_relied_upon(store: Store) -> None:
+def test_16_index_hints_are_not_relied_upon(store: Store) -> None:
     full = numbers("c", 4, 2)
     chunks = Chunks(full.size(), {(0, 0): full[:1], (1, 0): full[1:]})  # their hints are 0 and 1
     save({"a": numbers("a", 6), "b": 3, "c": chunks}, StorageWriter(store, step=1))

@@ -199,7 +199,7 @@ class RenamingLoad(DefaultLoadPlanner):
         self.kept[key] = torch.load(value, weights_only=True)
 
 
-def test_pattern_rename_on_load(store: Store) -> None:
+def test_a_planner_can_rename_on_load(store: Store) -> None:
     store.save({"foo_a": torch.ones(2), "foo_n": 3}, step=1)
     state = load({"a": torch.zeros(2), "n": 0}, StorageReader(store, "default@1"), planner=RenamingLoad())
     assert identical(state, {"a": torch.ones(2), "n": 3})
@@ -214,7 +214,7 @@ class Balancing(DefaultSavePlanner):
         return super().create_global_plan(plans)
 
 
-def test_pattern_balance_the_load(store: Store) -> None:
+def test_a_save_planner_can_balance_the_load(store: Store) -> None:
     state = {f"a{i}": numbers(f"a{i}", 10) for i in range(5)}
     save(state, StorageWriter(store, step=1), planner=Balancing())
     assert identical(store.read("default@1"), state)
@@ -242,7 +242,7 @@ class Meta(torch.Tensor):
         return torch.device("cpu")
 
 
-def test_pattern_materialize_a_meta_model(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_planner_can_materialize_a_meta_model(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(reading, "WINDOW_BYTES", 100)
     state = {f"l{i}": numbers(f"l{i}", 4, 4) for i in range(5)}
     save(state, StorageWriter(store, step=1))

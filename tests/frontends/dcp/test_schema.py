@@ -110,7 +110,7 @@ class RenamingSave(DefaultSavePlanner):
         super().set_up_planner({"foo_" + k: v for k, v in state_dict.items()}, storage_meta, is_coordinator)
 
 
-def test_pattern_rename_on_save(store: Store) -> None:
+def test_a_planner_can_rename_on_save(store: Store) -> None:
     save({"a": {"w": torch.ones(2)}, "n": 3}, StorageWriter(store, step=1), planner=RenamingSave())
     assert identical(store.read("default@1"), {"foo_a": {"w": torch.ones(2)}, "foo_n": 3})
 
@@ -149,7 +149,7 @@ class PickledExtra(ExtraData):
     data = Colour.RED
 
 
-def test_pattern_extra_planner_data(store: Store) -> None:
+def test_a_planner_can_save_extra_planner_data(store: Store) -> None:
     state = {"a": torch.ones(2), "b": 1}
     save(state, StorageWriter(store, step=1), planner=ExtraData(flatten_state_dict=False))
     assert StorageReader(store, "default@1").read_metadata().planner_data == ["per-rank-custom-data"]

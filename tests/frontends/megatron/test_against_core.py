@@ -42,24 +42,24 @@ def is_even(value: Any) -> bool:
 
 
 @given(x=TOP, as_dicts=st.booleans())
-def test_extract_matching_values_behaves_as_in_core(dicts: Any, x: Any, as_dicts: bool) -> None:
+def test_extract_matching_values_behaves_as_in_megatron_core(dicts: Any, x: Any, as_dicts: bool) -> None:
     assert megatron.extract_matching_values(x, is_even, as_dicts) == dicts.extract_matching_values(x, is_even, as_dicts)
 
 
 @given(x=TOP, y=TOP)
-def test_merge_behaves_as_in_core(dicts: Any, x: Any, y: Any) -> None:
+def test_merge_behaves_as_in_megatron_core(dicts: Any, x: Any, y: Any) -> None:
     assert outcome(megatron.merge, x, y) == outcome(dicts.merge, x, y)
 
 
 @given(x=TOP, y=TOP)
-def test_diff_behaves_as_in_core(dicts: Any, x: Any, y: Any) -> None:
+def test_diff_behaves_as_in_megatron_core(dicts: Any, x: Any, y: Any) -> None:
     theirs = outcome(dicts.diff, x, y)
     if theirs is not ValueError:  # Megatron-core asserts that a list is not merged with a tuple
         assert [sorted(map(repr, part)) for part in megatron.diff(x, y)] == [sorted(map(repr, p)) for p in theirs]
 
 
 @given(x=TOP)
-def test_maps_and_iterators_behave_as_in_core(dicts: Any, x: Any) -> None:
+def test_maps_and_iterators_behave_as_in_megatron_core(dicts: Any, x: Any) -> None:
     for name in ("dict_list_map_inplace", "dict_list_map_outplace"):
         assert outcome(getattr(megatron, name), repr, x) == outcome(getattr(dicts, name), repr, x)
     assert list(megatron.nested_items_iter(x)) == list(dicts.nested_items_iter(x))
@@ -70,7 +70,7 @@ offsets = st.lists(st.tuples(st.integers(-1, 3), st.integers(-1, 2), st.integers
 
 
 @given(shape=st.lists(st.integers(0, 3), max_size=3), offsets=offsets, prepend=st.integers(0, 2))
-def test_from_rank_offsets_behaves_as_in_core(
+def test_from_rank_offsets_behaves_as_in_megatron_core(
     shape: list[int], offsets: list[tuple[int, int, int]], prepend: int
 ) -> None:
     mapping = core(".mapping")
@@ -106,7 +106,7 @@ def test_narrow_selects_the_correct_elements(data: st.DataObject) -> None:
 
 
 @given(key=st.text("ab.", min_size=1, max_size=3), shape=st.lists(st.integers(0, 12), max_size=3))
-def test_unique_keys_are_the_same_as_in_core(key: str, shape: list[int]) -> None:
+def test_unique_keys_are_the_same_as_in_megatron_core(key: str, shape: list[int]) -> None:
     arguments = (key, None, tuple(shape), tuple(shape))
     one, other = megatron.ShardedObject(*arguments), core(".mapping").ShardedObject(*arguments)
     assert one.unique_key == other.unique_key
@@ -114,7 +114,7 @@ def test_unique_keys_are_the_same_as_in_core(key: str, shape: list[int]) -> None
 
 
 @pytest.mark.parametrize("name", ["add_prefix_for_sharding", "replace_prefix_for_sharding", "apply_prefix_mapping"])
-def test_prefixes_apply_to_objects_of_core(name: str) -> None:
+def test_prefixes_apply_to_objects_of_megatron_core(name: str) -> None:
     arguments: dict[str, tuple[Any, ...]] = {
         "add_prefix_for_sharding": ("p.",),
         "replace_prefix_for_sharding": ("a.", "b."),

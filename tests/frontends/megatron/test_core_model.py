@@ -126,7 +126,7 @@ def with_steps(optimizer: Any) -> Any:
 @pytest.mark.parametrize(
     "distributed", [pytest.param(False, marks=pytest.mark.soak), True], ids=["optimizer", "distributed optimizer"]
 )
-def test_a_core_model_is_unchanged_by_resharding(tmp_path: Path, ranks: Pool, distributed: bool) -> None:
+def test_a_megatron_core_model_is_unchanged_by_resharding(tmp_path: Path, ranks: Pool, distributed: bool) -> None:
     ranks.run(2, saved, tmp_path, tp=2, distributed=distributed, step=1)
     ranks.run(2, resumed, tmp_path, tp=1, distributed=distributed, step=1)
     ranks.run(1, resumed, tmp_path, tp=1, distributed=distributed, step=2)

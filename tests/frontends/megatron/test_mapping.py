@@ -207,7 +207,7 @@ def test_an_object_has_the_fields_that_megatron_defines() -> None:
 
 
 @pytest.mark.parametrize("text", ["a", "a/shard_1", "a/shard_x_1", "a/shard_1_2_3"])
-def test_strings_of_a_different_form_are_rejected_as_unique_keys(text: str) -> None:
+def test_strings_in_a_different_format_are_rejected_as_unique_keys(text: str) -> None:
     with pytest.raises(CheckpointingException, match="does not name a shard"):
         ShardedObject.empty_from_unique_key(text)
 

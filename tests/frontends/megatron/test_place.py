@@ -25,7 +25,7 @@ def state() -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("form", ["text", "path", "at a store", "at a path", "memory"])
-def test_a_location_has_several_forms(tmp_path: Path, form: str) -> None:
+def test_a_location_can_be_written_in_several_ways(tmp_path: Path, form: str) -> None:
     store = casckpt.open(tmp_path)
     where: Any = {
         "text": f"{tmp_path}#a/b@3",

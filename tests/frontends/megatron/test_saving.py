@@ -160,7 +160,7 @@ def both_wrapped(rank: int, size: int, path: Path) -> list[Any]:
     return [*files(path), *differences(found, gpt.expected(state))]
 
 
-def test_core_wrappers_work_with_both_strategies(tmp_path: Path, ranks: Pool) -> None:
+def test_megatron_core_wrappers_work_with_both_strategies(tmp_path: Path, ranks: Pool) -> None:
     assert ranks.run(2, both_wrapped, tmp_path) == [OURS, OURS]
 
 
@@ -193,7 +193,7 @@ def nvrx(_: str) -> Any:
     return queues
 
 
-def test_the_queue_of_core_does_not_wait_for_a_running_save(tmp_path: Path, ranks: Pool) -> None:
+def test_the_queue_of_megatron_core_does_not_wait_for_a_running_save(tmp_path: Path, ranks: Pool) -> None:
     assert ranks.run(2, queued, tmp_path, "mcore") == [[[[], [0]], OURS, []]] * 2
 
 

@@ -58,11 +58,11 @@ def path(tmp_path_factory: pytest.TempPathFactory, ranks: Pool) -> Path:
 
 
 @pytest.mark.parametrize("topology", [Topology(pp=2), Topology(dp=2), Topology()], ids=str)
-def test_core_loads_in_a_different_parallel_configuration(path: Path, topology: Topology, ranks: Pool) -> None:
+def test_megatron_core_loads_in_a_new_parallel_configuration(path: Path, topology: Topology, ranks: Pool) -> None:
     assert ranks.run(topology.size, loaded_by_core, path, topology) == [[]] * topology.size
 
 
-def test_core_finds_the_registered_strategy(path: Path, ranks: Pool) -> None:
+def test_megatron_core_finds_the_registered_strategy(path: Path, ranks: Pool) -> None:
     assert ranks.run(2, loaded_by_core, path, Topology(pp=2), registered=True) == [[], []]
 
 
@@ -74,7 +74,7 @@ def test_the_folder_records_which_checkpoint_it_belongs_to(path: Path) -> None:
     assert found == megatron.maybe_load_config(f"{path}/store#gpt@12")
 
 
-def test_a_save_by_core_also_stores_the_common_part(path: Path) -> None:
+def test_a_save_by_megatron_core_also_stores_the_common_part(path: Path) -> None:
     where, topology = f"{path}/store#gpt@12", Topology()
     found = megatron.load(gpt.emptied(own_state(0, topology)), where)
     assert found.pop("content_metadata") == megatron.load_content_metadata(where) == {"form": "gpt"}
@@ -90,7 +90,7 @@ def objects_of_core_in_our_functions(rank: int, size: int, where: str) -> list[A
     return differences(found, gpt.expected(own_state(rank, topology)))
 
 
-def test_casckpt_functions_accept_core_objects(tmp_path: Path, ranks: Pool) -> None:
+def test_casckpt_functions_accept_megatron_core_objects(tmp_path: Path, ranks: Pool) -> None:
     assert ranks.run(2, objects_of_core_in_our_functions, f"{tmp_path}#a@1") == [[], []]
 
 
@@ -101,7 +101,7 @@ def mixed_state(rank: int, topology: Topology) -> dict[str, Any]:
     return state
 
 
-def test_casckpt_functions_accept_core_config_and_strictness(tmp_path: Path) -> None:
+def test_casckpt_functions_accept_megatron_core_config_and_strictness(tmp_path: Path) -> None:
     config = core(".core").CheckpointingConfig("casckpt", 3)
     megatron.save_config(config, f"{tmp_path}#a@1")
     megatron.save_config(config, f"{tmp_path}#a@1")
@@ -119,7 +119,7 @@ def our_objects_in_functions_of_core(rank: int, size: int, path: Path) -> list[A
     return differences(found, gpt.expected(own_state(rank, topology)))
 
 
-def test_core_accepts_casckpt_objects(tmp_path: Path, ranks: Pool) -> None:
+def test_megatron_core_accepts_casckpt_objects(tmp_path: Path, ranks: Pool) -> None:
     assert ranks.run(2, our_objects_in_functions_of_core, tmp_path) == [[], []]
 
 
@@ -144,7 +144,7 @@ def other_entry_points(rank: int, size: int, path: Path) -> dict[str, Any]:
     }
 
 
-def test_other_entry_points_of_core_work(path: Path, ranks: Pool) -> None:
+def test_other_entry_points_of_megatron_core_work(path: Path, ranks: Pool) -> None:
     (found,) = ranks.run(1, strings, path)
     assert found["metadata"] == (4, 8)
     assert found["plain"] == (4, 8)
@@ -204,7 +204,7 @@ def in_the_background(rank: int, size: int, path: Path) -> list[Any]:
     return [before, *differences(found, gpt.expected(own_state(rank, topology)))]
 
 
-def test_the_wrapper_of_core_saves_in_the_background(tmp_path: Path, ranks: Pool) -> None:
+def test_the_wrapper_of_megatron_core_saves_in_the_background(tmp_path: Path, ranks: Pool) -> None:
     assert ranks.run(2, in_the_background, tmp_path) == [[False], [False]]
     assert "gpt@5" in casckpt.open(tmp_path / "store")
 

@@ -122,9 +122,9 @@ extract_sharded_base                        test_kinds.test_extract_functions_se
 extract_sharded_tensors                     test_kinds.test_extract_functions_select_parts_by_kind
 extract_sharded_tensors_and_factories       test_kinds.test_extract_functions_select_parts_by_kind
 extract_sharded_tensors_or_nonpersistent    test_kinds.test_extract_functions_select_parts_by_kind
-CasSaveShardedStrategy                      test_strategies.test_core_loads_in_a_different_parallel_configuration
-CasLoadShardedStrategy                      test_strategies.test_core_loads_in_a_different_parallel_configuration
-register_strategies                         test_strategies.test_core_finds_the_registered_strategy
+CasSaveShardedStrategy                      test_strategies.test_megatron_core_loads_in_a_new_parallel_configuration
+CasLoadShardedStrategy                      test_strategies.test_megatron_core_loads_in_a_new_parallel_configuration
+register_strategies                         test_strategies.test_megatron_core_finds_the_registered_strategy
 remove_sharded_tensors                      test_dropping.test_keys_with_a_prefix_are_removed
 forget_removed                              test_folders_removing.test_checkpoints_of_removed_folders_are_forgotten
 install                                     test_training_loop.test_the_loop_saves_into_the_store_and_resumes

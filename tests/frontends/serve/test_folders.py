@@ -187,7 +187,7 @@ VIEW = (
         (b'{"keys": "a"}', "keys is"),
         (b'{"keys": [1]}', "keys is"),
         (b'{"model": 1}', "model is"),
-        (b'{"rename": {"a": 1}}', "both strings"),
+        (b'{"rename": {"a": 1}}', "all of them strings"),
         (b"[" * 100_000, "not JSON"),
         (b'{"rename": {"(": "a"}}', "not a regular expression"),
         (b'{"concat": {"*": ["a"]}}', "not a regular expression"),

@@ -52,7 +52,7 @@ def trained(factory: Factory, seed: int, *, steps: int = 1) -> tuple[nn.Linear, 
 
 @pytest.mark.parametrize("stepped", [0, 1], ids=["fresh", "stepped"])
 @pytest.mark.parametrize("factory", [optim.AdamW, optim.SGD, optim.Adafactor])
-def test_user_entries_are_restored(store: casckpt.Store, factory: Factory, stepped: int) -> None:
+def test_state_added_by_the_user_is_restored(store: casckpt.Store, factory: Factory, stepped: int) -> None:
     model, optimizer = trained(factory, 1)
     optimizer.state[model.weight].update(ADDED)
     # SGD does not keep one
@@ -66,7 +66,7 @@ def test_user_entries_are_restored(store: casckpt.Store, factory: Factory, stepp
     assert identical(store.read("a@2"), store.read("a@1"))
 
 
-def test_pickled_entries_are_restored_if_pickles_are_allowed(store: casckpt.Store) -> None:
+def test_pickled_state_added_by_the_user_is_restored_if_pickles_are_allowed(store: casckpt.Store) -> None:
     model, optimizer = trained(optim.AdamW, 1)
     optimizer.state[model.weight]["projector"] = Projector()
     with Checkpointer(store, run="a", allow_pickle=True) as checkpointer:

@@ -119,7 +119,7 @@ def test_a_processor_adds_its_files() -> None:
     assert {"config.json", "generation_config.json"} <= files.keys()
 
 
-def test_models_whose_names_stay_have_no_names_file() -> None:
+def test_models_whose_names_do_not_change_have_no_names_file() -> None:
     assert HUB_FILE not in hub_files(llama()).keys() | hub_files({"model": gpt2()}).keys()
     assert hub_files(torch.nn.Linear(2, 2)) == {}
     assert hub_files([llama(), llama()]) == {}
@@ -146,7 +146,7 @@ def test_selected_keys_and_other_names_apply_to_fused_experts(tmp_path: Path, st
     assert "model.layers.0.mlp.experts.down_proj" in load_file(tmp_path / "own" / "model.safetensors")
 
 
-def test_names_that_are_not_slices_stay_and_are_noted(tmp_path: Path, store: Store) -> None:
+def test_names_of_tensors_that_are_not_slices_are_unchanged_and_reported(tmp_path: Path, store: Store) -> None:
     config = hub.NomicBertConfig(
         hidden_size=16, intermediate_size=24, num_attention_heads=2, num_hidden_layers=1, vocab_size=32
     )
@@ -193,7 +193,7 @@ def check_adapter(folder: Path, model: Any) -> None:
         assert torch.equal(found(input_ids=words).logits, expected)
 
 
-def test_several_adapters_have_their_folders(tmp_path: Path, store: Store) -> None:
+def test_several_adapters_have_their_own_folders(tmp_path: Path, store: Store) -> None:
     model = lora(llama().float())
     model.add_adapter("other", type(model.peft_config["default"])(r=3, target_modules=["o_proj"]))
     model.save_pretrained(tmp_path / "expected")
@@ -239,14 +239,14 @@ def test_a_base_model_that_has_moved_is_ignored(store: Store, base: str) -> None
     assert store.attachments("a@1").keys() == {"adapter_config.json", HUB_FILE}
 
 
-def test_an_adapter_whose_name_is_not_a_folders_is_saved_without_its_config(
+def test_an_adapter_whose_name_cannot_be_a_folder_name_is_saved_without_its_config(
     store: Store, caplog: pytest.LogCaptureFixture
 ) -> None:
     peft = pytest.importorskip("peft", reason="needs peft")
     config = peft.LoraConfig(r=2, target_modules=["q_proj"])
     save_model_and_optim_state(store, peft.get_peft_model(llama().float(), config, "/abs"), run="a", step=1)
     assert not store.attachments("a@1")
-    assert "cannot be that of a folder" in caplog.text
+    assert "cannot be the name of a folder" in caplog.text
 
 
 def test_a_computed_adapter_is_saved_without_its_config(store: Store, caplog: pytest.LogCaptureFixture) -> None:
@@ -271,7 +271,7 @@ def test_a_diffusers_model_is_exported_under_its_names(tmp_path: Path, store: St
     assert identical(dict(found.state_dict()), dict(model.state_dict()))
 
 
-def test_an_untied_head_is_noted_and_loads(tmp_path: Path, store: Store) -> None:
+def test_an_export_reports_a_head_only_if_it_is_untied(tmp_path: Path, store: Store) -> None:
     model = gpt2()
     model.lm_head.weight = torch.nn.Parameter(model.lm_head.weight.detach() + 1)
     save_model_and_optim_state(store, model, run="a", step=1)

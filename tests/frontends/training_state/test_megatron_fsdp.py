@@ -132,7 +132,7 @@ def loaded(rank: int, size: int, path: Path, ways: Sequence[tuple[str, bool]]) -
 @pytest.mark.parametrize(
     ("size", "ways"), [(2, WAYS), pytest.param(4, [(one, False) for one in STRATEGIES], marks=pytest.mark.soak)]
 )
-def test_every_strategy_loads_and_saves_an_unsharded_training(
+def test_every_strategy_loads_and_saves_an_unsharded_training_state(
     tmp_path: Path, ranks: Pool, size: int, ways: Sequence[tuple[str, bool]]
 ) -> None:
     train_unsharded(tmp_path)

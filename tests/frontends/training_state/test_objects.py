@@ -142,7 +142,7 @@ def shared_out() -> dict[str, Any]:
 @pytest.mark.parametrize(
     ("state", "says"),
     [
-        (lambda: {"optim": made()[1]}, "no module in the state has all parameters of the optimizer 'optim'"),
+        (lambda: {"optim": made()[1]}, "no module in the state has all of the parameters of the optimizer 'optim'"),
         (lambda: {"model": made()[0], "optim": made(1)[1]}, 'as in {"model": model, "optim": optim}'),
         (shared_out, "'a', 'b' have some of them: put these into one torch.nn.ModuleDict"),
         (lambda: {"model": casckpt.PerRank(made()[0])}, "'model' is in a PerRank"),

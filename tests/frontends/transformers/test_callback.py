@@ -234,7 +234,7 @@ class Projecting(hub.TrainerCallback):  # type: ignore[misc] # transformers has 
             entries |= {"seen": torch.tensor([number]), "projector": Projector(number)}
 
 
-def test_user_entries_of_an_optimizer_are_restored(tmp_path: Path, store: Store) -> None:
+def test_optimizer_state_added_by_the_user_is_restored(tmp_path: Path, store: Store) -> None:
     saving = CasCheckpointCallback(store, run="sft", allow_pickle=True)
     trainer(tmp_path / "out", tiny(), Projecting(), saving, most=1).train()
     with pytest.raises(InvalidInput, match="pass allow_pickle=True"):
@@ -291,7 +291,7 @@ def test_training_on_several_ranks_resumes_bit_for_bit(tmp_path: Path, ranks: Po
     assert opened.get("whole@4").stats.bytes_written < 1 << 20  # the encoder is stored once
 
 
-def test_from_pretrained_loads_the_export_of_a_training(tmp_path: Path, store: Store) -> None:
+def test_from_pretrained_loads_the_export_of_a_training_run(tmp_path: Path, store: Store) -> None:
     learner = tiny()
     trainer(tmp_path / "out", learner, CasCheckpointCallback(store, run="sft"), most=1).train()
     found = export(store.url, "sft@1", tmp_path / "model")
@@ -314,7 +314,9 @@ def sharded_on_two_ranks(rank: int, size: int, folder: Path) -> None:
     save_model_and_optim_state(folder, model, trained(model), run="a", step=1)
 
 
-def test_from_pretrained_loads_the_export_of_a_sharded_training(store_path: Path, tmp_path: Path, ranks: Pool) -> None:
+def test_from_pretrained_loads_the_export_of_a_sharded_training_run(
+    store_path: Path, tmp_path: Path, ranks: Pool
+) -> None:
     ranks.run(2, sharded_on_two_ranks, store_path)
     model = gpt2(seed=9)
     load_model_and_optim_state(store_path, "a@1", model)

@@ -454,7 +454,7 @@ def sharded_by_accelerate(rank: int, size: int, folder: Path, *callbacks: Any) -
         return losses.found, before[0], full(training.model)
 
 
-def test_a_training_that_accelerate_shards_resumes(tmp_path: Path, ranks: Pool) -> None:
+def test_a_training_run_that_accelerate_shards_resumes(tmp_path: Path, ranks: Pool) -> None:
     losses, _, end = ranks.run(2, sharded_by_accelerate, tmp_path / "whole")[0]
     first, *_ = ranks.run(2, sharded_by_accelerate, tmp_path, Stops(5, crash))[0]
     shutil.copytree(tmp_path / "store", tmp_path / "again" / "store")

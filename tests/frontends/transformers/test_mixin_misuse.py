@@ -57,7 +57,7 @@ class Rising(MyTrainer):
         return found
 
 
-def test_a_training_without_saves_does_not_touch_the_store(tmp_path: Path) -> None:
+def test_a_training_run_without_saves_does_not_touch_the_store(tmp_path: Path) -> None:
     training = trainer(tmp_path / "store", tmp_path / "out")
     assert training.evaluate()["eval_loss"] > 0
     training.predict(examples(2))
@@ -76,7 +76,9 @@ def test_a_training_without_saves_does_not_touch_the_store(tmp_path: Path) -> No
         ({"signal_every": 0}, "every=0 is not valid"),
     ],
 )
-def test_wrong_arguments_raise_before_the_training(tmp_path: Path, store: Store, options: Any, message: str) -> None:
+def test_wrong_arguments_raise_before_the_training_starts(
+    tmp_path: Path, store: Store, options: Any, message: str
+) -> None:
     mixin = {"store": store, "run": "sft"} | options
     arguments = hub.TrainingArguments(tmp_path / "out", report_to="none", use_cpu=True)
     with pytest.raises((InvalidInput, TypeError), match=message):
@@ -144,7 +146,7 @@ def test_one_trainer_trains_several_times(tmp_path: Path, store: Store) -> None:
     assert (tmp_path / "saved" / "model.safetensors").is_file()
 
 
-def test_a_finished_training_resumes_without_a_step(tmp_path: Path, store: Store) -> None:
+def test_a_finished_training_run_resumes_without_a_step(tmp_path: Path, store: Store) -> None:
     done = trainer(store, tmp_path / "out", **BEST)
     done.train()
     losses = Losses()
@@ -155,7 +157,7 @@ def test_a_finished_training_resumes_without_a_step(tmp_path: Path, store: Store
     assert identical(dict(again.model.state_dict()), dict(done.model.state_dict()))
 
 
-def test_a_training_of_no_epochs_saves_nothing(tmp_path: Path, store: Store) -> None:
+def test_a_training_run_of_zero_epochs_writes_nothing(tmp_path: Path, store: Store) -> None:
     trainer(store, tmp_path / "out", max_steps=-1, num_train_epochs=0).train(resume_from_checkpoint=True)
     assert not store.exists()
 
@@ -170,7 +172,7 @@ def test_two_trainers_of_one_run_replace_each_others_steps(tmp_path: Path, store
     assert identical(found["model"], dict(second.model.state_dict()))
 
 
-def test_a_training_that_finds_its_batch_size_resumes_bit_for_bit(
+def test_a_training_run_that_finds_its_batch_size_resumes_bit_for_bit(
     tmp_path: Path, store: Store, caplog: pytest.LogCaptureFixture
 ) -> None:
     class Full(MyTrainer):
@@ -309,7 +311,7 @@ def test_a_path_that_cannot_be_a_store_raises_before_the_first_step(tmp_path: Pa
 
 
 @pytest.mark.parametrize("resume", [True, None])
-def test_a_link_to_nowhere_raises_at_the_first_save(tmp_path: Path, resume: bool | None) -> None:
+def test_a_dangling_link_raises_at_the_first_save(tmp_path: Path, resume: bool | None) -> None:
     (tmp_path / "store").symlink_to(tmp_path / "gone")
     training = trainer(tmp_path / "store", tmp_path / "out")
     with pytest.raises(InvalidInput, match="which does not exist: create that folder first"):

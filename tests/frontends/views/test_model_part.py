@@ -36,7 +36,7 @@ LAYOUTS: dict[str, Any] = {
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_the_model_is_found_in_saved_trainings(store: Store, layout: str) -> None:
+def test_the_model_is_found_in_saved_training_states(store: Store, layout: str) -> None:
     found = view(store, LAYOUTS[layout], model=True)
     assert [one.name.removeprefix("model.") for one in found.tensors] == [
         n.removeprefix("model.") for n in sorted(LLAMA)

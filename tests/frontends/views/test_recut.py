@@ -96,5 +96,5 @@ def test_indices_outside_a_tensor_are_rejected(parts: dict[str, Any]) -> None:
         recut([tensor("x", 4, 2)], {"x": parts}, {})
 
 
-def test_parts_with_equal_names_stay_apart() -> None:
+def test_parts_with_equal_names_are_not_joined() -> None:
     assert [one.name for one in recut([tensor("x", 4)], {"x": ["a", "a"]}, {})] == ["a", "a"]

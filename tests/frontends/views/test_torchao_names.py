@@ -155,7 +155,7 @@ NAMES = {"_tensor_data_names": ["qdata", "scale"]}
     ],
     ids=str,
 )
-def test_invalid_descriptions_of_weights_leave_their_parts(tmp_path: Path, described: Any) -> None:
+def test_weights_with_invalid_descriptions_remain_in_parts(tmp_path: Path, described: Any) -> None:
     parts = {"a._w_qdata": torch.ones(2, 2, dtype=torch.int8), "a._w_scale": torch.ones(2)}
     (tmp_path / "in").mkdir()
     (tmp_path / "in" / "config.json").write_text("{}")

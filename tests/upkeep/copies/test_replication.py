@@ -108,7 +108,7 @@ def test_a_transaction_id_of_a_different_run_or_from_the_future_is_rejected(
     assert not list_commits(target).commits
 
 
-def test_unknown_forms_are_copied_and_prevent_only_loads(source: Repository, target: Repository) -> None:
+def test_unknown_encodings_are_copied_and_prevent_only_loads(source: Repository, target: Repository) -> None:
     """The extents are invalid, or have a form that a later version introduced. Loads from any store reject them."""
     manifest = manifests.get(source, resolve(source, "run@0"))
     parts = taken_apart(manifest)

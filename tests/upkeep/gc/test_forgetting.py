@@ -32,7 +32,7 @@ def test_forget_changes_nothing_if_one_of_the_named_checkpoints_is_tagged(tmp_pa
     assert plan_forget(repo, ["a@1..3"]) == made
 
 
-def test_forget_uses_the_current_state_of_a_commit(tmp_path: Path) -> None:
+def test_forget_uses_the_current_status_of_a_commit(tmp_path: Path) -> None:
     repo = repository(tmp_path)
     old = commit_bare(repo, "a", 1)
     now = forget(repo, old)

@@ -112,9 +112,9 @@ def file_type(key: str, dtype: str, shape: Shape) -> tuple[str, list[int]]:
 
 
 def rank_of(dtype: str) -> int:
-    """Return the rank that the safetensors library assigns to a dtype, given torch's name for it.
+    """Return the priority that the safetensors library assigns to a dtype, given torch's name for it.
 
-    The library orders a file's tensors by rank, highest first, and then by name, so that all tensors are aligned.
+    The library orders a file's tensors by priority, highest first, and then by name, so that all tensors are aligned.
     """
     return _ORDER.index(NAMES[dtype])
 
@@ -199,7 +199,7 @@ def _numbers(key: str, given: Any) -> list[int]:
 
 
 def check_safetensors(path: Path) -> None:
-    """Check the first bytes. Raises NotFound, InvalidInput, or Unsupported, naming the actual format."""
+    """Check the first bytes of a file. Raises NotFound, InvalidInput, or Unsupported, naming the actual format."""
     if not path.is_file():
         raise NotFound(f"there is no file {path}; pass the path of a safetensors file, or of a folder with such files")
     with path.open("rb") as file:

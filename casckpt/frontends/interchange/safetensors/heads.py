@@ -40,7 +40,7 @@ def stem_of(name: str) -> str:
 class ImportedModel:
     """The files of one model in an imported folder, by name, without their tensors' data.
 
-    ``stem``: see `stem_of`. The stem of an index takes precedence. ``indexes``: each with the file of each key.
+    ``stem``: see `stem_of`. The stem of an index takes precedence. ``indexes``: for each index, the file of each key.
     """
 
     stem: str
@@ -82,7 +82,7 @@ class ImportedModel:
 
 
 def imported_models(store: Store, checkpoint: Checkpoint) -> tuple[dict[str, ImportedModel], list[str]]:
-    """Return the imported models by the name of their folder ("" for the root), and notes on what is not valid."""
+    """Return the imported models by the name of their folder ("" for the root), and notes on invalid files."""
     sizes = {name: size for name, size in store.attachments(checkpoint).items() if name.startswith(HEADS)}
     if sum(sizes.values()) > MAX_HEADS_BYTES:
         return {}, [f"the attachments {HEADS}* are larger than {MAX_HEADS_BYTES} bytes"]

@@ -1,4 +1,4 @@
-"""Imports safetensors files and Hugging Face folders. It memory-maps tensors, and never copies a whole tensor."""
+"""Imports safetensors files and Hugging Face folders. Tensors are memory-mapped, and never copied as a whole."""
 
 from __future__ import annotations
 
@@ -122,7 +122,7 @@ def _tensor(folder: Path, key: str, parts: Sequence[Part]) -> list[Shard]:
         why = f"no file holds {holes[0]}" if holes else f"two files hold {regions[overlaps[0][0]]}"
         raise InvalidInput(
             f"{key!r:.200} of shape {list(shape)} is incomplete in {folder}: {why}; get all files from a single "
-            "save, and remove all others",
+            "save, and remove any others",
             key=key,
         )
     return shards
@@ -280,7 +280,7 @@ def _heads(model: ModelFiles, headers: Mapping[Path, Header]) -> dict[str, bytes
 
 
 def _exported_name(name: str) -> str:
-    """Return the name of the safetensors file that an export writes for a file of torch.save, or its index."""
+    """Return the name of the safetensors file that an export writes for a torch.save file; likewise for an index."""
     if name.endswith((_TORCH, _TORCH_INDEX)):
         stem, _, rest = name.rpartition(_TORCH)
         return f"{re.sub('^pytorch_model', STEM, stem)}{SUFFIX}{rest}"
@@ -342,7 +342,7 @@ def _components(folder: Path) -> list[Path]:
 
 
 def _is_adapter(subfolder: Path) -> bool:
-    """Return whether PEFT saved one of several adapters in a subfolder. A model or a trainer's folder is different."""
+    """Return whether PEFT saved one of several adapters in a subfolder. Folders of models and trainers do not count."""
     is_named = not (subfolder.parent / "config.json").exists() and not _OF_TRAINER.fullmatch(subfolder.name)
     return is_named and (subfolder / "adapter_config.json").is_file()
 
@@ -459,7 +459,7 @@ class Maps:
         )
 
     def _read_torch(self, path: Path) -> tuple[Header, Iterable[tuple[str, torch.Tensor]]]:
-        """Return the header that a torch.save file has as a safetensors file, and its tensors by key.
+        """Return the header that a torch.save file would have as a safetensors file, and its tensors by key.
 
         The head is empty if a safetensors file cannot hold the tensors.
         """

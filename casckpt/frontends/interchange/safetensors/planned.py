@@ -44,7 +44,7 @@ _OF_TRAINING = re.compile(r"optimizer\.(pt|bin)|scheduler\.pt|scaler\.pt|trainin
 class FolderPlan:
     """The plan for one checkpoint under the given rules. Raises the errors of `Contents.open` and `view_of`.
 
-    An imported folder is restored with its own files. ``notes``: if it is not, the reasons.
+    An imported folder is restored with its own files. ``notes``: the reasons, if this is not possible.
     """
 
     def __init__(self, store: Store, checkpoint: Checkpoint, rules: Rules) -> None:
@@ -86,7 +86,7 @@ class FolderPlan:
         )
 
     def _see_all(self, roots: Sequence[HubView]) -> None:
-        """Set the view to those of all ``roots``. Tensors of different roots may have the same name."""
+        """Set the view to the combined views of all ``roots``. Tensors of different roots may have the same name."""
         views = [view_of(self.contents, root.rules) for root in roots]
         left = set.intersection(*(set(view.left_out) for view in views))
         tensors = tuple(tensor for view in views for tensor in view.tensors)
@@ -126,10 +126,10 @@ class FolderPlan:
         )
 
     def lay_out(self, most: int | None) -> list[FileLayout]:
-        """Return the files with tensors, and then their indexes. Imported files come back unless they have changed.
+        """Return the files with tensors, and then their indexes. Imported files are restored unless they have changed.
 
-        ``most``: the maximum number of data bytes in a file. By default, imported files have any size, and other files
-        `MAX_SHARD_BYTES`. Raises InvalidInput if safetensors cannot hold a tensor.
+        ``most``: the maximum number of data bytes in a file. By default, it is unlimited for imported files, and
+        `MAX_SHARD_BYTES` for other files. Raises InvalidInput if safetensors cannot hold a tensor.
         """
         files = [
             replace(file, name=f"{folder}/{file.name}" if folder else file.name)
@@ -184,7 +184,7 @@ class FolderPlan:
 
     @cached_property
     def is_no_model(self) -> bool:
-        """Whether `from_pretrained` would load a folder with these names and a config.json with random weights."""
+        """Whether `from_pretrained` would load random weights from a folder with these names and a config.json."""
         rules, whole = self.rules, Rules(model=True)
         if self.is_as_imported:
             return False
@@ -201,7 +201,7 @@ class FolderPlan:
 
 
 def is_model(attachments: Collection[str]) -> bool:
-    """Return whether a checkpoint with these attachments is a model, or an adapter of one, by default."""
+    """Return whether a checkpoint with these attachments is exported as a model, or as adapters, by default."""
     return CONFIG in attachments or HUB_FILE in attachments
 
 

@@ -52,7 +52,7 @@ def sharded(folder: Path, stem: str = "model") -> Path:
 
 
 @pytest.mark.parametrize("kind", ["odd", "shards", "adapter", "variant", "another name"])
-def test_an_import_comes_back_through_every_export(store: casckpt.Store, tmp_path: Path, kind: str) -> None:
+def test_an_imported_folder_is_restored_by_every_export(store: casckpt.Store, tmp_path: Path, kind: str) -> None:
     folder = tmp_path / "in"
     if kind == "shards":
         sharded(folder)
@@ -160,7 +160,9 @@ def test_a_changed_model_gets_new_files(
     assert "adapter_model.safetensors.index.json" in contents(tmp_path / "shards")
 
 
-def test_an_adapter_of_an_imported_model_has_an_adapters_name(store: casckpt.Store, tmp_path: Path) -> None:
+def test_an_adapter_of_an_imported_model_is_exported_under_an_adapters_file_name(
+    store: casckpt.Store, tmp_path: Path
+) -> None:
     made = import_safetensors(store, sharded(tmp_path / "in"), step=1)
     files = {name: store.read_attachment(made, name) for name in store.attachments(made)}
     view = {"strip_prefix": "model", "keys": ["model.lora_A"]}

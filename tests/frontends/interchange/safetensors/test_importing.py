@@ -81,7 +81,7 @@ def test_an_index_cannot_name_files_outside_its_folder(store: casckpt.Store, tmp
 @pytest.mark.parametrize(
     "make", [os.mkfifo, os.mkdir, partial(os.symlink, "missing")], ids=["pipe", "folder", "dangling link"]
 )
-def test_json_that_is_not_a_file_is_never_read(
+def test_a_json_path_that_is_not_a_file_is_never_read(
     store: casckpt.Store, tmp_path: Path, name: str, make: Callable[[Path], None]
 ) -> None:
     path = file_of(tmp_path, {"a": torch.ones(2)}, "model.safetensors").with_name(name)
@@ -171,7 +171,7 @@ def made_of(store: casckpt.Store, folder: Path, out: Path) -> tuple[dict[str, by
     return contents(out), made.notes
 
 
-def test_an_index_decides_and_other_weights_are_named(store: casckpt.Store, tmp_path: Path) -> None:
+def test_an_index_determines_the_imported_files_and_others_are_logged(store: casckpt.Store, tmp_path: Path) -> None:
     folder = hugging_face(tmp_path / "in", {"a": torch.ones(2), "b": torch.zeros(2)})
     expected = contents(folder)
     others = ("model-00003-of-00003", "model", "model.fp16", "consolidated", "consolidated.00", "adapter_model")
@@ -302,7 +302,7 @@ def components(folder: Path) -> Path:
     return folder
 
 
-def test_a_torch_file_may_hold_what_safetensors_cannot(store: casckpt.Store, tmp_path: Path) -> None:
+def test_a_torch_file_may_hold_values_that_safetensors_cannot(store: casckpt.Store, tmp_path: Path) -> None:
     torch.save({"a": torch.ones(2, dtype=torch.complex128)}, tmp_path / "pytorch_model.bin")
     made = import_safetensors(store, tmp_path, step=1)
     assert not store.attachments(made)
@@ -345,7 +345,9 @@ def test_a_changed_component_gets_a_new_file(store: casckpt.Store, tmp_path: Pat
 
 
 @pytest.mark.parametrize("key", ["unet", "unet.w", "unet.other"])
-def test_a_component_whose_name_begins_a_key_is_rejected(store: casckpt.Store, tmp_path: Path, key: str) -> None:
+def test_a_component_whose_name_is_the_prefix_of_a_key_is_rejected(
+    store: casckpt.Store, tmp_path: Path, key: str
+) -> None:
     folder = components(tmp_path / "in")
     file_of(folder, {key: torch.ones(1)}, "model.safetensors")
     with pytest.raises(InvalidInput, match="begins with the name of the subfolder 'unet'"):
@@ -568,7 +570,7 @@ def test_an_incomplete_folder_is_rejected(
         ("model-rank-0-part-0.safetensors", "model-rank-1-part-0.safetensors"),  # vLLM's
     ],
 )
-def test_a_part_that_is_recognized_by_its_name_is_rejected_next_to_others(
+def test_one_ranks_file_is_rejected_alone_if_files_of_other_ranks_are_beside_it(
     store: casckpt.Store, tmp_path: Path, name: str, beside: str
 ) -> None:
     save_file({"w": torch.ones(3)}, tmp_path / name)
