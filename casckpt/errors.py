@@ -121,7 +121,7 @@ class Unsupported(InvalidInput):
 
 
 class Refused(InvalidInput):
-    """An error for stored data that breaks the rules of the format because it is hostile or has a later version."""
+    """An error for stored data that breaks the rules of the format because it is hostile or from a later version."""
 
     kind = "refused"
 

@@ -66,7 +66,7 @@ def _put(repo: Repository, id: ManifestId, key: Ed25519PrivateKey) -> str:
 def check_trusted(repo: Repository, id: ManifestId, named: str) -> None:
     """Raise `Unsigned` if ``repo`` requires a signature and this checkpoint has none. Checks each id only once.
 
-    ``named``: the checkpoint's name in the message. Raises `StorageError`, `Unsupported`.
+    ``named``: the checkpoint's name in the message. Raises `StorageError` and `Unsupported`.
     """
     if repo.trusted is None or id in repo.found_signed:
         return
@@ -80,7 +80,10 @@ def check_trusted(repo: Repository, id: ManifestId, named: str) -> None:
 
 
 def is_trusted(repo: Repository, id: ManifestId) -> bool:
-    """Return whether the signatures in the store allow a load of a checkpoint. Raises `StorageError`, `Unsupported`."""
+    """Return whether the signatures in the store allow a load of a checkpoint.
+
+    Raises `StorageError` and `Unsupported`.
+    """
     return repo.trusted is None or any(_is_signed(repo, id, key) for key in repo.trusted)
 
 

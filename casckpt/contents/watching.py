@@ -142,7 +142,7 @@ class Watcher:
 
     ``after``: None for commits from now on, `START`, or a checkpoint or reference. The checkpoint may be purged.
     ``latest_only``: return only the latest save at each call. The store need not exist yet. Raises `NotFound` for a
-    reference to a missing checkpoint. Raises `InvalidInput`, `StorageError`.
+    reference to a missing checkpoint. Raises `InvalidInput` and `StorageError`.
     """
 
     def __init__(self, repo: Repository, run: str, after: str | Commit | None = None, *, latest_only: bool) -> None:

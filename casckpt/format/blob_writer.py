@@ -72,7 +72,7 @@ class BlobWriter:
         self._extend(dtype, at, nbytes)
 
     def add_small(self, dtype: str, sizes: Ints) -> None:
-        """Add small cells whose bytes follow each other from `end`. All have the same ``dtype`` as stored."""
+        """Add small cells whose bytes follow each other from `end`. All are stored with the same ``dtype``."""
         ends = self.end + np.cumsum(sizes)
         self._extend(dtype, self.end, 0)
         while (row := int(np.searchsorted(ends, self._joined + LEAF_BYTES))) < len(ends):
@@ -108,7 +108,7 @@ class BlobWriter:
             self._join(self.end)
 
     def _join(self, stop: int) -> None:
-        """Combine the bytes before ``stop`` that are not in a leaf yet into a leaf."""
+        """Add a leaf that consists of the bytes before ``stop`` that are not yet in a leaf."""
         if stop > self._joined:
             self._leaves.append((stop - self._joined, cell_digest(self._buffer[self._joined : stop])))
             self._joined = stop

@@ -223,7 +223,7 @@ class Manifest:
 
     @cached_property
     def outer(self) -> dict[str, str]:
-        """The key of its wrapper for each tensor in a wrapper, by key."""
+        """For each tensor in a wrapper, the key of that wrapper, by the tensor's key."""
         return outer_keys(self.wrappers)
 
     def matches(self, key: str, patterns: Iterable[str] | None) -> bool:
@@ -274,7 +274,7 @@ class Manifest:
             self._objects.ready(range(len(self._objects)) if objects is None else objects)
 
     def extents(self, entry: Entry) -> ExtentTable:
-        """Decode and check the extents of an entry. Raises Refused, Damaged and read errors.
+        """Decode and check the extents of an entry. Raises Refused, Damaged, and the errors of reading.
 
         Raises MissingKey, with the reason, for an entry that a thinned checkpoint lacks.
         """
@@ -290,9 +290,10 @@ class Manifest:
             raise _unfit(self.id, error, entry.key) from error
 
     def whole_cells(self, numbers: Ints) -> WholeCells:
-        """Decode the extents of all entries with these numbers that are a single cell. Raises Refused and read errors.
+        """Decode the extents of those entries with these numbers that consist of a single cell.
 
-        An entry with invalid or damaged extents does not count as one. `extents` reports what is wrong with them.
+        Raises Refused and read errors. An entry with invalid or damaged extents is skipped. `extents` reports what is
+        wrong with them.
         """
         self.check_entries()
         has_cells, cells = self._cells.rows(numbers, CELL_BYTES)
@@ -306,7 +307,7 @@ class Manifest:
     def cells(self, entry: Entry) -> ExtentTable:
         """Decode the cells of an entry, even if a thinned checkpoint lacks their bytes.
 
-        Their locations are meaningless. Raises Refused, Damaged and read errors.
+        Their locations are meaningless. Raises Refused, Damaged, and the errors of reading.
         """
         try:
             cell = self.body.cell_bytes // entry.itemsize
@@ -328,7 +329,7 @@ class Manifest:
     def health(self) -> dict[int, Rows] | None:
         """The health of its tensors' cells, by entry number, or None if the save did not scan them.
 
-        Raises Damaged, Refused and read errors.
+        Raises Damaged, Refused, and the errors of reading.
         """
         if HEALTH not in self.head:
             return None
@@ -379,7 +380,7 @@ class Manifest:
         return messages
 
     def section(self, name: str) -> Buffer:
-        """Read a whole section, and verify it and its pieces. Raises Damaged, Refused and read errors."""
+        """Read a whole section, and verify it and its pieces. Raises Damaged, Refused, and the errors of reading."""
         section = self.head[name]
         data = self._front.get(name) or self.read([(section.offset, section.length)])[0]
         try:
@@ -554,7 +555,7 @@ def placed(manifest: Manifest, blobs: Buffer, moved: Mapping[int, ExtentTable] |
 def thinned(manifest: Manifest, drop: Container[int]) -> Encoded:
     """Encode the same checkpoint without the entries numbered ``drop`` and the blobs that only they use.
 
-    Raises Damaged, Refused and read errors.
+    Raises Damaged, Refused, and the errors of reading.
     """
     tables = {entry.number: manifest.extents(entry) for entry in manifest.held}
     kept = [table for number, table in tables.items() if number not in drop]

@@ -1,4 +1,6 @@
-"""The proof of a blob: the lengths and digests of its leaves. The leaves are all other bytes of the file, in order.
+"""The proof of a blob: the lengths and digests of its leaves.
+
+Together, the leaves are all other bytes of the file, in order.
 
 ::
 
@@ -71,7 +73,8 @@ def as_leaves(data: Buffer) -> list[Leaf]:
 def find_proof(tail: Buffer, size: int) -> bytes | None:
     """Find the proof in ``tail``, the last bytes of a file of ``size`` bytes. Return None if it is not complete.
 
-    The file size determines the number of records, because the leaves of at most one such number add up to it.
+    The file size determines the number of records, because the sizes of the leaves and of the proof add up to the file
+    size for only one number.
     """
     count = min(len(tail) // RECORD_BYTES, MAX_LEAVES)
     if not count:

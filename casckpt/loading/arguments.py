@@ -69,7 +69,10 @@ def check_used(patterns: Sequence[str] | None, names: Collection[str], where: st
 
 
 def renamer(rename: Any, fullmatch: FullMatch = re.Pattern.fullmatch) -> Callable[[str], str]:
-    """Return a function that maps template keys to checkpoint keys. This call and the function raise InvalidInput."""
+    """Return a function that maps template keys to checkpoint keys.
+
+    Both this call and the returned function can raise InvalidInput.
+    """
     if rename is None:
         return lambda key: key
     if callable(rename):

@@ -56,7 +56,7 @@ class BlobReader:
         self._opened = ExitStack()
 
     def reader(self) -> Reader:
-        """Return the open reader. Open it first if necessary. Raises NotFound, StorageError."""
+        """Return the open reader. Open it first if necessary. Raises NotFound and StorageError."""
         with self._lock:
             if self._current is None:
                 self._current = self._open()
@@ -100,7 +100,7 @@ class BlobReader:
             return True
 
     def done(self) -> None:
-        """End one batch. The last batch closes the blob."""
+        """Record that one batch is done. After the last batch, close the blob."""
         with self._lock:
             self.left -= 1
             if not self.left:

@@ -85,7 +85,7 @@ class Lot:
                 self._decoded[next(links(cell))] = bytes(frame)
 
     def done(self) -> None:
-        """End one batch. The last batch frees the memory."""
+        """Record that one batch is done. After the last batch, free the memory."""
         if not self._has_frames:
             return
         with self._changed:

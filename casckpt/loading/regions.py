@@ -104,7 +104,7 @@ def _request(part: EntrySlice, view: memoryview, tables: Mapping[int, ExtentTabl
 class RegionReader:
     """Reads slices of entries of one checkpoint into one buffer, window by window, and verifies them.
 
-    ``nbytes``: the total size of all slices, for ``progress``. Raises Damaged, MissingKey, Gone, StorageError.
+    ``nbytes``: the total size of all slices, for ``progress``. Raises Damaged, MissingKey, Gone, and StorageError.
     """
 
     def __init__(self, repo: Repository, manifest: Manifest, nbytes: int, progress: Progress) -> None:

@@ -41,7 +41,7 @@ def plain(ref: str | Checkpoint) -> str | Commit:
 
 
 def resolve(repo: Repository, ref: str | Checkpoint) -> Commit:
-    """Return the commit that ``ref`` names. Raises NotFound, InvalidInput, Gone, StorageError."""
+    """Return the commit that ``ref`` names. Raises NotFound, InvalidInput, Gone, and StorageError."""
     return refs.resolve(repo, plain(ref))
 
 

@@ -99,7 +99,7 @@ class Recoding:
     def run(self) -> Encoded:
         """Store the cells durably, and return the manifest with their new locations. The caller must put the manifest.
 
-        Raises `BlobDamaged` if bytes of the source are wrong, `Refused` for an unknown format, `Revoked`,
+        Raises `BlobDamaged` if bytes of the source are wrong, `Refused` for an unknown format, `Revoked`, and
         `StorageError`.
         """
         cells, known, places = cells_of(self.manifest, self.moving), self._known(), dict[CellDigest, CellPlace]()
@@ -188,7 +188,7 @@ class Recoding:
         return {digest: CellPlace(ref, offset) for digest, offset in offsets.items()}
 
     def _put_smaller(self, parts: Sequence[_Part], buffer: memoryview) -> dict[CellDigest, CellPlace]:
-        """Put cells as frames if that saves bytes, and all other cells without encoding."""
+        """Store cells as frames if that saves bytes, and all other cells without encoding."""
         tried = [(cell, data, _frame_of(cell, data)) for cell, data in parts]
         frames = [(cell, frame) for cell, _, frame in tried if frame is not None]
         rest = [(cell, data) for cell, data, frame in tried if frame is None]

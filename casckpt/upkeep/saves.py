@@ -106,7 +106,10 @@ def _alive(process: Process) -> bool | None:
 
 
 def revoke_save(repo: Repository, txid: TxId) -> None:
-    """Revoke a save in progress, so that it never becomes visible. Raises `Conflict` if it has ended, `NotFound`."""
+    """Revoke a save in progress, so that it never becomes visible.
+
+    Raises `Conflict` if it has ended, and `NotFound`.
+    """
     closed = list_names(repo)
     if txid not in closed and txid not in {one.txid for one in open_transactions(repo, closed)}:
         raise NotFound(f"there is no save {txid} in progress; `casckpt transactions STORE` lists the saves in progress")

@@ -60,7 +60,7 @@ class StoreUsage:
 
 @dataclass(frozen=True, slots=True)
 class Freed:
-    """The bytes that a gc without rules frees ``now``, and ``later``, after all forgotten checkpoints were purged."""
+    """The bytes that a gc without rules frees ``now``, and ``later``, once all forgotten checkpoints are purged."""
 
     now: int
     later: int
@@ -103,7 +103,7 @@ class StoreStats:
 def usage(repo: Repository) -> StoreUsage:
     """Return how much space each run uses. Reads the manifests that the catalogue lacks.
 
-    Raises NotFound, StorageError.
+    Raises NotFound and StorageError.
     """
     commits = list_commits(repo)
     live = commits.live()

@@ -33,7 +33,7 @@ def command(session: Session, refs: tuple[str, ...], quick: bool, sample: float,
 
     Reads all data of all checkpoints, or of those that you name. Marks damaged blobs, so that saves do not use them.
     `casckpt repair` repairs them if possible. The exit status is 4 if anything is damaged. With --require-signature,
-    it is 1 if a checkpoint has no signature by these keys.
+    it is 1 if a checkpoint has no signature from any of these keys.
     """
     with progress_bar("verifying") as done:
         mode: Mode = "exists" if quick else "full"

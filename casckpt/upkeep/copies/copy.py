@@ -125,7 +125,7 @@ def plan_copy(
 
     ``blob_bytes``: repack the cells into blobs of this size. ``target`` may then be ``source``. ``compress``: "always"
     encodes the cells of floats, except in checkpoints that already have encoded cells. Writes nothing. Raises
-    `NotFound`, `InvalidInput`, `StorageError`.
+    `NotFound`, `InvalidInput`, and `StorageError`.
     """
     if compress not in {None, "off", "always"}:
         raise InvalidInput(f"compress={compress!r} is not valid for a copy: pass 'always' or 'off'")

@@ -66,7 +66,7 @@ def mirror_to_wait_for(repo: Repository) -> str | None:
 def made_at(storage: ObjectStore) -> float:
     """Return the creation time of the store in ``storage``, in microseconds. Older notes refer to a different store.
 
-    Returns `NO_STORE` if there is none. Raises `Damaged`, `Refused`, `StorageError`.
+    Returns `NO_STORE` if there is none. Raises `Damaged`, `Refused`, and `StorageError`.
     """
     try:
         return decode_marker(storage.get(MARKER, limit=MAX_RECORD_BYTES)).created_at
@@ -142,7 +142,7 @@ def lag_of(repo: Repository, commits: Iterable[Commit], error: str = "") -> Mirr
 
 
 def note(repo: Repository, commit: Commit, mirror: str) -> None:
-    """Note that ``commit`` is safe in the store at ``mirror``. The caller must read ``commit`` before it checks this.
+    """Note that ``commit`` is safe in the store at ``mirror``. The caller must read ``commit`` before checking that.
 
     Raises `StorageError`.
     """

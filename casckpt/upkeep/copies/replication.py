@@ -4,7 +4,7 @@ A copy follows the save protocol in docs/format.md. Its transaction has the id o
 next free id. Therefore, all processes that copy the same checkpoint use the same transaction, and share the work
 without exchanging messages. Each process begins with its own part, continues with blobs that no process has uploaded
 yet, and commits when all blobs have been uploaded. Another process can continue a killed copy, unless gc has revoked
-its transaction. It also copies signatures.
+its transaction. A copy includes the signatures of the checkpoint.
 """
 
 from __future__ import annotations
@@ -143,7 +143,10 @@ def _repacks(work: Work) -> bool:
 
 
 def _check(target: Repository, commit: Commit) -> None:
-    """Check that a commit matches its transaction id. Otherwise, a hostile store could imitate or block a run."""
+    """Check that a commit matches its transaction id.
+
+    Without this check, a hostile store could imitate or block a run.
+    """
     name = parse_txid(commit.txid)
     if (name.run_hash, name.step) != (run_hash(commit.run), commit.step):
         raise Refused(f"{commit} was not copied: its transaction belongs to a different run or step")
@@ -155,7 +158,10 @@ def _check(target: Repository, commit: Commit) -> None:
 
 
 def _join(target: Repository, commit: Commit, attempt: int) -> tuple[Transaction, int]:
-    """Begin or join this copy's transaction. Return it and the number of its transactions that had already ended."""
+    """Begin or join this copy's transaction.
+
+    Return the transaction, and the number of this copy's transactions that had already ended.
+    """
     while True:
         txid = copied_txid(commit.txid, attempt)
         began = Began(
@@ -435,7 +441,7 @@ def taken(target: Repository, commit: Commit, other: Commit) -> Conflict:
 
 
 def copy_signatures(source: Repository, target: Repository, ids: Container[ManifestId]) -> None:
-    """Upload the missing signatures of ``ids`` to ``target``. Makes one LIST if there are none.
+    """Upload the missing signatures of ``ids`` to ``target``. Makes one LIST if the source has none.
 
     Logs and skips a signature that cannot be read. Raises `StorageError`.
     """

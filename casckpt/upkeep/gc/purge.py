@@ -145,7 +145,7 @@ def plan_of(repo: Repository, commits: CommitList, policy: Policy, run: str | No
 def plan_retiring(repo: Repository, commits: CommitList, policy: Policy, min_age: MinAge, run: str | None) -> GcPlan:
     """Plan step 1 for ``commits``. Writes nothing.
 
-    Raises `Damaged` or `Refused` if a tag cannot be read, `StorageError`.
+    Raises `Damaged` or `Refused` if a tag cannot be read, and `StorageError`.
     """
     named = tags(repo, anew=not repo.storage.traits.remote, slack=FOREIGN_CLOCKS)
     now = repo.clock()
@@ -264,7 +264,7 @@ def _without_end(named: Mapping[str, Tag]) -> dict[str, Tag]:
 def bring_back(repo: Repository, plan: GcPlan, done: RetireProgress) -> None:
     """Restore the checkpoints of ``plan``. Skip commits that have since lost their tag or changed.
 
-    Raises `Damaged` or `Refused` if a tag cannot be read, `StorageError`.
+    Raises `Damaged` or `Refused` if a tag cannot be read, and `StorageError`.
     """
     tagged = tagged_txids(_without_end(_tags_now(repo)), plan.restore) if plan.restore else set()
     wanted = [commit for commit in plan.restore if commit.txid in tagged]
@@ -275,7 +275,7 @@ def thinned_though_claimed(repo: Repository, listed: CommitList, since: int) -> 
     """Return the commits that were thinned before ``since`` despite a tag: the most complete commit for each id.
 
     At its end, thinning relists the tags and restores checkpoints that have new tags. If it was killed before that,
-    such commits remain. Raises `Damaged` or `Refused` if a tag cannot be read, `StorageError`.
+    such commits remain. Raises `Damaged` or `Refused` if a tag cannot be read, and `StorageError`.
     """
     seen = {commit.id for commit in listed.visible()}
     old = (commit for commit in listed.standing() if commit.last == "replaced" and commit.changed_at <= since)

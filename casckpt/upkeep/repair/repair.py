@@ -145,10 +145,11 @@ class Rewritten:
 
 @dataclass(frozen=True)
 class RepairResult:
-    """The result of a repair. ``blobs``, ``manifests``: what was repaired, by hash and id. ``lost``: what was not.
+    """The result of a repair.
 
-    ``records``: records that are unreadable or missing. Only a copy of the store's files can have these records.
-    Repair cannot know whether that copy is current, so a user must restore them.
+    ``blobs``, ``manifests``: what was repaired, by hash and id. ``lost``: what could not be repaired. ``records``:
+    records that are unreadable or missing. Only a copy of the store's files can have these records. Repair cannot know
+    whether that copy is current, so a user must restore them.
     """
 
     blobs: tuple[str, ...] = ()
@@ -209,7 +210,7 @@ class _Repair:
 def repair(repo: Repository, *, sources: Sequence[Repository] = (), progress: Progress = silent) -> RepairResult:
     """Repair ``repo``. ``sources``: other stores that may hold missing bytes. Repair only reads them.
 
-    ``progress``: called with the bytes just put back. Raises `NotFound`, also for a missing source, `StorageError`.
+    ``progress``: called with the bytes just put back. Raises `NotFound` (also for a missing source) and `StorageError`.
     Damage that cannot be repaired is reported, not raised.
     """
     for source in sources:

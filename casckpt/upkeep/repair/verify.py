@@ -176,7 +176,7 @@ def verify(
     read.
 
     No save reuses a marked blob. If the store is not writable, the old marks remain and verify logs a warning. Raises
-    `NotFound`, `InvalidInput`, `StorageError`. Damage does not raise an error; it is reported in the result.
+    `NotFound`, `InvalidInput`, and `StorageError`. Damage does not raise an error; it is reported in the result.
     """
     _check_arguments(mode, sample, decode)
     listed = list_commits(repo, anew=mode == "full")
@@ -241,8 +241,8 @@ def _check_arguments(mode: Any, sample: Any, decode: bool) -> None:
         )
     if mode not in ("full", "exists") or not isinstance(sample, int | float) or not 0 < sample <= 1:
         raise InvalidInput(
-            f"mode={mode!r}, sample={sample!r} is not valid: pass the mode 'full' or 'exists', and a sample "
-            "above 0 and up to 1"
+            f"mode={mode!r}, sample={sample!r} is not valid: mode must be 'full' or 'exists', and sample "
+            "must be above 0 and at most 1"
         )
 
 
@@ -271,7 +271,7 @@ def survey(repo: Repository, commits: Iterable[Commit], *, with_extents: bool = 
 
 
 def _check_manifest(manifest: Manifest, commit: Commit, with_extents: bool) -> Damaged | None:
-    """Read a whole manifest, and return the damage in its parts. Raises `Refused`, `Gone`, `StorageError`."""
+    """Read a whole manifest, and return the damage in its parts. Raises `Refused`, `Gone`, and `StorageError`."""
     faults = manifest.faults()
     if faults:
         return Damaged(f"the manifest of {commit} is damaged: {'; '.join(faults)}", checkpoints=(commit.id,))
