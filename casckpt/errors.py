@@ -139,7 +139,7 @@ class StorageError(CasckptError, OSError):
 
 
 class RankFailed(CasckptError, RuntimeError):
-    """An error for another rank of the process group that failed or died.
+    """An error for the failure or death of another rank of the process group.
 
     ``rank``: the failed rank. ``lost``: "died", "late" or None.
     """

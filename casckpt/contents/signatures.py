@@ -96,7 +96,7 @@ def get_trusted(repo: Repository, commit: Commit) -> Manifest:
 def check_verified(repo: Repository, *, verify: bool) -> None:
     """Raise `InvalidInput` if a signature is required but the bytes are not verified."""
     if repo.trusted is not None and not verify:
-        raise InvalidInput("verify=False reads unsigned bytes, but this store was opened with require_signature")
+        raise InvalidInput("verify=False reads unverified bytes, but this store was opened with require_signature")
 
 
 def _is_signed(repo: Repository, id: ManifestId, key: PublicKey) -> bool:

@@ -80,7 +80,10 @@ class StoredCell(NamedTuple):
 
 
 class Coding(msgspec.Struct, frozen=True, gc=False):
-    """How the cells of an extent are coded. ``frames``: the size of each frame, as 4 bytes. ``base``: their bases."""
+    """How the cells of an extent are coded. ``frames``: the size of each frame, as 4 bytes.
+
+    ``base``: the bases of the cells.
+    """
 
     frames: bytes
     base: Extent | None = None

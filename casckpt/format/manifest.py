@@ -254,7 +254,7 @@ class Manifest:
             raise _unfit(self.id, error) from error
 
     def read(self, ranges: Sequence[tuple[int, int]]) -> Sequence[Buffer]:
-        """Read ranges (offset, length) of the manifest. Raises read errors."""
+        """Read ranges (offset, length) of the manifest. Raises the errors of reading."""
         if self._data is not None:
             view = memoryview(self._data)
             return [view[offset : offset + length] for offset, length in ranges]
@@ -265,7 +265,7 @@ class Manifest:
     def ready(self, entries: Iterable[int] | None = None, objects: Iterable[int] | None = None) -> None:
         """Fetch, in few reads, what `extents` and `data` need for these numbers. None means all numbers.
 
-        Raises read errors. `extents` and `data` report damage.
+        Raises the errors of reading. `extents` and `data` report damage.
         """
         if self._data is None:
             numbers = range(len(self._cells)) if entries is None else list(entries)
@@ -292,8 +292,8 @@ class Manifest:
     def whole_cells(self, numbers: Ints) -> WholeCells:
         """Decode the extents of those entries with these numbers that consist of a single cell.
 
-        Raises Refused and read errors. An entry with invalid or damaged extents is skipped. `extents` reports what is
-        wrong with them.
+        Raises Refused and the errors of reading. An entry with invalid or damaged extents is skipped. `extents` reports
+        what is wrong with them.
         """
         self.check_entries()
         has_cells, cells = self._cells.rows(numbers, CELL_BYTES)
@@ -318,7 +318,7 @@ class Manifest:
     def raw_cells(self, entry: Entry) -> memoryview:
         """Return the stored table of an entry's cells. It contains their digests, but not their locations.
 
-        Raises Damaged and read errors.
+        Raises Damaged and the errors of reading.
         """
         try:
             return self._cells.get(entry.number)
@@ -339,7 +339,7 @@ class Manifest:
             raise _unfit(self.id, error) from error
 
     def raw_rows(self) -> list[memoryview]:
-        """Return the stored rows of all entries. Raises Damaged and read errors."""
+        """Return the stored rows of all entries. Raises Damaged and the errors of reading."""
         self.ready()
         return [self._rows.get(number) for number in range(len(self._rows))]
 
@@ -350,7 +350,7 @@ class Manifest:
         return any(reader is not None and reader.is_damaged for reader in readers)
 
     def data(self, stored: StoredObject) -> bytes:
-        """Return the data of an object or attachment. Raises Damaged and read errors."""
+        """Return the data of an object or attachment. Raises Damaged and the errors of reading."""
         try:
             return bytes(self._objects.get(stored.number))
         except Damaged as error:
@@ -361,7 +361,7 @@ class Manifest:
         return self._objects.length(stored.number)
 
     def faults(self) -> list[str]:
-        """Return a message for each part that does not match its hash. Raises Refused and read errors."""
+        """Return a message for each part that does not match its hash. Raises Refused and the errors of reading."""
         self.ready()
         keys = [entry.key for entry in self.entries]
         others = [*(stored.key for stored in self.objects), *self.body.attachment_names]
@@ -399,7 +399,7 @@ class Manifest:
         return all(cell_digest(data) == section.digest for section, data in zip(sections, parts, strict=True))
 
     def encoded(self) -> bytes:
-        """Return all of its bytes, verified. Raises Damaged and read errors."""
+        """Return all of its bytes, verified. Raises Damaged and the errors of reading."""
         return b"".join((self.head.data, *(self.section(section.name) for section in self.head.sections)))
 
     @property
@@ -541,7 +541,7 @@ def placed(manifest: Manifest, blobs: Buffer, moved: Mapping[int, ExtentTable] |
     """Encode the same checkpoint with a new ``blobs`` section, in which the blobs have the same order.
 
     ``moved``: the new extents of entries whose cells moved inside the blobs, by entry number. All sections that
-    describe what was saved keep their bytes. Raises Damaged and read errors.
+    describe what was saved keep their bytes. Raises Damaged and the errors of reading.
     """
     parts = {name: manifest.section(name) for name in (INDEX, PLACES, OBJECTS, CELLS, ROWS)} | {BLOBS: blobs}
     if moved:

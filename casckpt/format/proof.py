@@ -6,9 +6,9 @@ Together, the leaves are all other bytes of the file, in order.
 
     n records of 36 bytes: length of the leaf (4 bytes, little-endian), its BLAKE3
 
-It follows the data and extends to the end of the file. Its hash is the blob's name (`digest.proof_name`). Therefore, a
-reader that knows the name can verify each leaf individually, without a manifest. Leaf 0 is the header. The writer
-(`casckpt.format.blob_writer`) chooses how to split the rest, and readers accept any split.
+The proof follows the data and extends to the end of the file. Its hash is the blob's name (`digest.proof_name`).
+Therefore, a reader that knows the name can verify each leaf individually, without a manifest. Leaf 0 is the header. The
+writer (`casckpt.format.blob_writer`) chooses how to split the rest, and readers accept any split.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Reads the logs in commits/, and appends to them. No other module does either."""
+"""Reads the logs in commits/, and appends to them. No other module does so."""
 
 from __future__ import annotations
 

@@ -28,8 +28,8 @@ class Lot:
     """The frames of cells that are decoded together. They remain in memory until the last of these cells is decoded.
 
     The first threads that need the frames read them, so no thread waits for a read that has not begun. ``frames``: the
-    reads of the frames. ``users``: the number of batches that need them. ``decoded``: if it is set, it receives the
-    frames that were used.
+    reads of the frames. ``users``: the number of batches that need these frames. ``decoded``: if it is set, it receives
+    the frames that were used.
     """
 
     def __init__(

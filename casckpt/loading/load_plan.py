@@ -342,7 +342,7 @@ class LoadPlan:
         return values
 
     def _inflated(self, node: Node, name: str) -> Any:
-        """Return the container at ``name``. This plan has all its leaves."""
+        """Return the container at ``name``, all of whose leaves are in this plan."""
         values = self._built()
         return inflate(node, lambda path, _: values[f"{name}.{path}"], lambda _: True)
 

@@ -102,7 +102,7 @@ class RunCache:
 
 
 class RunCaches(dict[str, RunCache]):
-    """Run caches by run hash. Concurrent threads get the same cache."""
+    """The caches of runs, by run hash. Concurrent threads get the same cache."""
 
     def __missing__(self, run: str) -> RunCache:
         return self.setdefault(run, RunCache())

@@ -200,7 +200,7 @@ class Repository:
     def _check_creates(self, *, new: bool) -> bool:
         """Refuse a storage that cannot create keys exclusively. Check once per process.
 
-        Return whether this call probed it. ``new``: the settings do not yet contain the result of an earlier probe.
+        Return whether this call probed it. ``new``: whether the settings lack the result of an earlier probe.
         """
         in_doubt = self.storage.traits.exclusive is None and not self.single_writer
         known = self.settings.exclusive_create if in_doubt and not new else None

@@ -46,7 +46,10 @@ def resolve(repo: Repository, ref: str | Checkpoint) -> Commit:
 
 
 def resolve_to_load(repo: Repository, ref: str | Checkpoint) -> Commit:
-    """Return the commit that ``ref`` names, and log a warning if it is forgotten. Also raises Unsigned."""
+    """Return the commit that ``ref`` names, and log a warning if it is forgotten.
+
+    Raises Unsigned, and the errors of `resolve`.
+    """
     commit = resolve(repo, ref)
     warn_if_forgotten(commit)
     return _trusted(repo, commit)

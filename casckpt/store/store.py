@@ -521,7 +521,7 @@ class Store:
     def rotate(self, run: str, rotation: Rotation) -> list[Checkpoint]:
         """Forget and purge the checkpoints of ``run`` that ``rotation`` does not keep, as `forget_now` does.
 
-        Only one process must call this. Raises StorageError, and Damaged or Refused if a tag cannot be read.
+        Exactly one process must call this. Raises StorageError, and Damaged or Refused if a tag cannot be read.
         """
         from casckpt.upkeep.gc.rotation import rotate
 
@@ -605,7 +605,7 @@ class Store:
         """Forget checkpoints according to a policy, purge forgotten ones, and delete unneeded files.
 
         Safe to run at any time. The policy: ``keep_last``, ``keep_every`` (step % N == 0), ``keep_within``,
-        ``keep_daily``, ``keep_weekly``, ``keep_monthly``, ``keep_best`` ("loss:3", "acc:max:1"). In each run, it keeps
+        ``keep_daily``, ``keep_weekly``, ``keep_monthly``, ``keep_best`` ("loss:3", "acc:max:1"). In each run, gc keeps
         every checkpoint that any rule keeps (see `Policy`). Without a rule, gc does not forget any checkpoint. gc
         always keeps the newest checkpoint of a run, the newest one that is not unhealthy, and tagged ones. ``thin``:
         tensors to drop from the other checkpoints, such as ``{"drop": ["optim.*"], "keep_last": 2}``. ``run``: only
@@ -699,8 +699,8 @@ class Store:
 
         ``mode``: "full" reads every blob and checks its hash, and "exists" checks presence and size. ``sample``: the
         fraction of the blobs to check, chosen at random. ``decode``: also decode encoded cells and check their
-        digests. ``progress``: called with the bytes read so far and the total. The result lists the damage. Raises
-        NotFound, InvalidInput, and StorageError.
+        digests. ``progress``: called with the number of bytes read so far and the total. The result lists the damage.
+        Raises NotFound, InvalidInput, and StorageError.
         """
         from casckpt.upkeep.repair.verify import verify
 
@@ -743,9 +743,9 @@ class Store:
         be this store itself, whose small and worn blobs are packed together. ``compress``: "always" encodes floats,
         except in checkpoints that already have encoded cells; "off" and None leave encodings unchanged. ``check``:
         raise the errors after all other checkpoints are copied. Without ``check``, the result lists them as
-        ``failed``. ``progress``: called with the bytes that ``target`` has so far. Raises NotFound, StorageError,
-        Damaged (with blob and keys), Gone, Refused, or Conflict if ``target`` has a different checkpoint with the same
-        run and step. A checkpoint with an error does not become visible in ``target``.
+        ``failed``. ``progress``: called with the number of bytes that ``target`` has so far. Raises NotFound,
+        StorageError, Damaged (with blob and keys), Gone, Refused, or Conflict if ``target`` has a different checkpoint
+        with the same run and step. A checkpoint with an error does not become visible in ``target``.
         """
         from casckpt.upkeep.copies import copy as copying
 

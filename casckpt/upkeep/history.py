@@ -100,7 +100,8 @@ class History:
 class Heat:
     """The share of each layer's bytes that changed at each step of a run.
 
-    ``shares[row][column]``: a share from 0 to 1, or None if unknown. Rows are ``layers``, columns are ``steps``.
+    ``shares[row][column]``: a share from 0 to 1, or None if unknown. The rows are ``layers``, and the columns are
+    ``steps``.
     """
 
     layers: Sequence[str]

@@ -30,7 +30,7 @@ _TRIED = 3  # users of a folder to compare, newest first; older users rarely nam
 
 @dataclass(frozen=True, slots=True)
 class Sums:
-    """Counts and bytes of objects."""
+    """The counts and sizes of objects."""
 
     blobs: int = 0
     blob_bytes: int = 0
@@ -48,8 +48,9 @@ class Sums:
 
 @dataclass(frozen=True)
 class Inventory:
-    """All objects. ``sizes``: bytes by key of the objects without a guard. gc can delete only these objects.
+    """All objects.
 
+    ``sizes``: the sizes in bytes, by key, of the objects without a guard. gc can delete only these objects.
     ``guarded``: sums of the other objects, by uploader. ``loose``: uploaders of the listed folders without a guard,
     including empty folders. ``foreign``: keys that casckpt did not create. gc ignores them.
     """

@@ -81,8 +81,8 @@ class Recoding:
 
     ``listed``: the commits of the target, listed after that transaction began. ``moving``: numbers of the blobs whose
     cells move: all blobs, unless the source is the target. ``blob_bytes``: data bytes per new blob (None: the target's
-    blob size). ``jobs``: number of concurrent blobs, each with a buffer. ``progress``: called with the bytes of each
-    moved blob. ``compress``: encode floats where that saves bytes.
+    blob size). ``jobs``: number of concurrent blobs, each with a buffer. ``progress``: called with the number of bytes
+    of each moved blob. ``compress``: encode floats where that saves bytes.
     """
 
     source: Repository

@@ -44,7 +44,7 @@ def lost_records(repo: Repository, keys: Iterable[str], ended: Container[TxId] =
 def check_recorded(repo: Repository, keys: Iterable[str], ended: Container[TxId]) -> None:
     """Raise `Damaged` if gc would delete a manifest whose record is lost.
 
-    Accepts the arguments of `lost_records`.
+    Takes the same arguments as `lost_records`.
     """
     lost = lost_records(repo, keys, ended)
     if lost:

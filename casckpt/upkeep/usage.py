@@ -68,7 +68,7 @@ class Freed:
 
 @dataclass(frozen=True, slots=True)
 class StoreStats:
-    """Counts and bytes of a store.
+    """The counts and sizes of a store's contents.
 
     ``bytes_stored``: all objects. ``bytes_logical``: the tensors of all visible checkpoints. Shared tensors count once
     for each checkpoint, and dropped tensors do not count. ``bytes_coded``: the part of ``bytes_logical`` that is

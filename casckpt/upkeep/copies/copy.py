@@ -263,8 +263,8 @@ def execute(
 
     ``with_tags``: set the source's tags on the copied and present checkpoints. ``jobs``: number of concurrent
     transfers. ``part``: (number, count) of this process among the processes that make the same copy. ``progress``:
-    called with the bytes of finished blobs, `CopyPlan.total` in all. If the target is the source's mirror, the copies
-    are noted in the source.
+    called with the number of bytes of finished blobs, `CopyPlan.total` in all. If the target is the source's mirror,
+    the copies are noted in the source.
 
     The result lists the checkpoints that cannot be copied. Raises `Unsupported` if this version does not know one of a
     store's requirements for writers. Raises `StorageError`; the next copy continues from there.

@@ -36,8 +36,8 @@ log = logging.getLogger(__name__)
 class MirrorLag:
     """The lag of a mirror. ``checkpoints``: the number of checkpoints that are not yet safe in the mirror.
 
-    ``bytes``: the size of the blobs that their saves wrote. ``seconds``: the time since the oldest of these commits.
-    ``error``: the error of this process's last attempt, or "" if there was none.
+    ``bytes``: the size of the blobs that the saves of these checkpoints wrote. ``seconds``: the time since the oldest
+    of these commits. ``error``: the error of this process's last attempt, or "" if there was none.
     """
 
     checkpoints: int

@@ -86,11 +86,11 @@ Part = tuple[int, int]
 class Work:
     """The options of a copy. ``jobs``: number of concurrent transfers, each with a buffer.
 
-    ``progress``: called with the bytes of finished blobs. ``twins``: copy a checkpoint even if a different checkpoint
-    in the target has its run and step. Otherwise, that raises Conflict. ``blob_bytes``: repack the cells into blobs
-    with this many data bytes. None copies whole blobs. Checkpoints with encoded cells are never repacked.
-    ``compress``: encode the cells of other checkpoints. ``places``: locations of blobs in the target that earlier
-    copies found. ``damaged``: damaged blobs of the source that earlier copies found.
+    ``progress``: called with the number of bytes of finished blobs. ``twins``: copy a checkpoint even if a different
+    checkpoint in the target has its run and step. Without it, such a checkpoint raises Conflict. ``blob_bytes``: repack
+    the cells into blobs with this many data bytes. None copies whole blobs. Checkpoints with encoded cells are never
+    repacked. ``compress``: encode the cells of other checkpoints. ``places``: locations of blobs in the target that
+    earlier copies found. ``damaged``: damaged blobs of the source that earlier copies found.
     """
 
     jobs: int = 4

@@ -153,7 +153,10 @@ def restore(repo: Repository, plan: RestorePlan) -> RestoreResult:
 def restore_chosen(
     repo: Repository, refs: Iterable[str | Commit], *, whole: bool, dry_run: bool, check: bool
 ) -> RestoreResult:
-    """Restore the checkpoints in ``refs`` or, with ``dry_run``, only plan to do so. ``check``: raise the errors."""
+    """Restore the checkpoints in ``refs`` or, with ``dry_run``, only plan to do so.
+
+    ``check``: raise the errors of single checkpoints.
+    """
     plan = plan_restore(repo, refs, whole=whole)
     if dry_run:
         return RestoreResult(plan.chosen, dry_run=True)

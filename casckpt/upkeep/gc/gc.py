@@ -392,7 +392,7 @@ def execute(
 
 
 def _check_first(repo: Repository, plan: GcPlan) -> None:
-    """Find errors that would prevent deletion before gc forgets or purges a checkpoint."""
+    """Before gc forgets or purges a checkpoint, find errors that would prevent deletion."""
     stock = list_unguarded(repo, plan.listed)
     # if records are lost, the listing for the policy is incomplete
     check_recorded(repo, stock.sizes, plan.listed.commits)

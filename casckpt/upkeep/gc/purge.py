@@ -83,9 +83,9 @@ class GcPlan:
 
     ``purge``: commits that have reached their minimum age. ``purge`` may include commits in ``forget``. ``waiting``:
     checkpoints that are kept for now, with reasons. ``young``: those of them that have not reached their minimum age.
-    ``restore``: forgotten commits that have a tag without an expiration time. All are oldest first. ``mirror``: URL of
-    the mirror whose notes the plan relies on. ``listed``: the listing that the plan is based on. Checks use it to find
-    guards, but no step of the protocol uses it.
+    ``restore``: forgotten commits that have a tag without an expiration time. All of these are oldest first.
+    ``mirror``: URL of the mirror whose notes the plan relies on. ``listed``: the listing that the plan is based on.
+    Checks use it to find guards, but no step of the protocol uses it.
     """
 
     forget: tuple[Commit, ...]
@@ -179,7 +179,7 @@ def plan_retiring(repo: Repository, commits: CommitList, policy: Policy, min_age
 def unless_mirror_is_gone(repo: Repository, plan: GcPlan, *, near: bool = False) -> GcPlan:
     """Return ``plan`` without checkpoints that were safe in a store that is no longer at the mirror's URL.
 
-    The store being collected may have their only copy. ``near``: see `mirror_made_at`.
+    The store on which gc runs may have their only copy. ``near``: see `mirror_made_at`.
     """
     relied = {commit.txid: commit for commit in (*plan.purge, *plan.forget)}
     made = mirror_made_at(repo, plan.mirror, near=near) if plan.mirror and relied else None
@@ -224,7 +224,7 @@ def kept_of(commit: Commit) -> SavedCheckpoint:
 
 
 def check_metrics(repo: Repository, policy: Policy, run: str | None) -> None:
-    """Raise InvalidInput if no visible checkpoint has the ``keep_best`` metric. Warn about runs without it.
+    """Raise InvalidInput if no visible checkpoint has the ``keep_best`` metric. Warn about runs without this metric.
 
     Call this only for a user's rules. A training run may set its rule before the first checkpoint has the metric.
     """

@@ -172,8 +172,8 @@ def verify(
     Skips commits that were rewritten without a loss. ``refs``: check only these checkpoints (None: all). ``mode``:
     "full" reads and verifies every blob once, and compares the manifests with the proofs. "exists" compares presence
     and size, and trusts the marks. ``sample``: the fraction of the blobs to check, chosen at random, in addition to
-    marked blobs. ``decode``: also decode encoded cells and compare them. ``progress``: called with the bytes just
-    read.
+    marked blobs. ``decode``: also decode encoded cells and compare them. ``progress``: called with the number of bytes
+    just read.
 
     No save reuses a marked blob. If the store is not writable, the old marks remain and verify logs a warning. Raises
     `NotFound`, `InvalidInput`, and `StorageError`. Damage does not raise an error; it is reported in the result.
