@@ -1,4 +1,4 @@
-"""Text output: tables that fit the terminal, sizes and times. Control characters from a store are escaped."""
+"""Text output: sizes, times, and tables that fit the terminal. Control characters from a store are escaped."""
 
 from __future__ import annotations
 

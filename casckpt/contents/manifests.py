@@ -301,8 +301,8 @@ def _named(repo: Repository, commit: Commit, heads: npt.NDArray[np.uint64]) -> I
 def reindex(repo: Repository) -> int:
     """Rebuild the catalogue from the store. Return the number of live checkpoints in it.
 
-    Checkpoints with an unreadable manifest are omitted. gc and verify report them. Raises `StorageError`, including if
-    the catalogue cannot be written.
+    Checkpoints with an unreadable manifest are omitted. gc and verify report them. Raises `StorageError`, for example
+    if the catalogue cannot be written.
     """
     repo.catalogue.reindex()
     known = learn(repo, list_commits(repo).live())

@@ -28,7 +28,7 @@ Stored: TypeAlias = int | float | str
 
 
 def stored_metrics(given: Mapping[str, Any] | None) -> dict[str, Stored]:
-    """Convert a caller's metrics: names with real numbers, numpy scalars or 0-d tensors.
+    """Convert a caller's metrics, which map names to real numbers, numpy scalars or 0-d tensors.
 
     Raises an `InvalidInput` that names the metric.
     """

@@ -90,7 +90,7 @@ def decode(
 ) -> Any:
     """Decode the output of `encode`. Raises Refused for any other bytes, and any error that ``load`` raises.
 
-    A value with an unknown tag becomes a `Tagged`, or with ``strict``, raises Refused.
+    A value with an unknown tag becomes a `Tagged` or, with ``strict``, raises Refused.
     """
     try:
         return _Decoder(_by_tag(extensions), load, strict).unpack(msgspec.msgpack.decode(data), 0)

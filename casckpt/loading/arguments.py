@@ -21,7 +21,7 @@ FullMatch: TypeAlias = "Callable[[re.Pattern[str], str], re.Match[str] | None]"
 
 @dataclass(frozen=True)
 class Renaming:
-    """A function of a key that a front end passes as ``rename``.
+    """A function of a key, which a front end passes as ``rename``.
 
     ``given``: the argument that the user passed to the front end, for messages.
     """

@@ -156,7 +156,7 @@ class RegionReader:
     def _planned(
         self, windows: Iterable[Sequence[EntrySlice]], align: int = 1
     ) -> Iterator[tuple[list[RegionRequest], memoryview, Sequence[EntrySlice]]]:
-        """Yield for each window its requests, and the part of the buffer that they fill."""
+        """For each window, yield its requests, and the part of the buffer that they fill."""
         for window in windows:
             total = sum(-(-part.nbytes // align) * align for part in window)
             if self._buffer.nbytes < total:

@@ -1,4 +1,4 @@
-"""Updates: loads into memory that holds a different version, which read only the differences.
+"""Updates: loads that read only the differences from the version that the memory holds.
 
 A tensor that is equal in both manifests is not touched. If a cell changed, the update computes it from the held cell
 with frames, if this reads less. Each computed cell is hashed. A cell that is wrong is loaded as usual.

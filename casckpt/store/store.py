@@ -269,11 +269,10 @@ class Store:
     ) -> int:
         """Fetch a checkpoint into this host's cache for later loads. Return the number of fetched bytes.
 
-        ``state``: fetch only the bytes that a load into it needs, which is this rank's share. ``state`` does not
-        change. ``rename``, ``strict``, ``ignore_mismatched``: as for `load`. Each rank makes its own call. If several
-        ranks on a host need the same bytes, only one of them fetches these bytes. Each blob is verified. ``progress``
-        counts cached bytes. Raises NotFound, Damaged (with the blob), StorageError, or InvalidInput if the cache is
-        too small.
+        ``state``: fetch only this rank's share, the bytes that a load into ``state`` needs. ``state`` does not change.
+        ``rename``, ``strict``, ``ignore_mismatched``: as for `load`. Each rank makes its own call. If several ranks on
+        a host need the same bytes, only one of them fetches these bytes. Each blob is verified. ``progress`` counts
+        cached bytes. Raises NotFound, Damaged (with the blob), StorageError, or InvalidInput if the cache is too small.
         """
         check_keywords("Store.pre_download", match, MatchArguments)
         shown = Progress(progress)

@@ -1,9 +1,9 @@
 """An inventory of objects/. A listing covers only the folders that may have changed since this host's last listing.
 
 Only one save puts objects into a folder: the save whose transaction id names the folder. Only gc deletes objects from
-the folder, and it never deletes an object that a live commit names. Suppose that a commit was listed before a folder,
-and that it names exactly the objects in that folder. The folder then cannot change while this commit is live. Such a
-commit is the **guard** of the folder. The catalogue stores the guard of each folder and the sums of the guarded
+the folder, and it never deletes an object that a live commit names. Suppose that a commit was read before a folder was
+listed, and that it names exactly the objects in that folder. The folder then cannot change while this commit is live.
+Such a commit is the **guard** of the folder. The catalogue stores the guard of each folder and the sums of the guarded
 objects.
 """
 
@@ -142,7 +142,7 @@ class _Guards:
         self._own = {commit.txid: commit for commit in self._readable}
 
     def of(self, uploader: TxId, contents: Mapping[str, int]) -> TxId | None:
-        """Return the guard of the ``uploader``'s folder, which holds ``contents`` (bytes by key), or None."""
+        """Return the guard of the ``uploader``'s folder, which holds ``contents`` (sizes by key), or None."""
         own = [self._own[uploader]] if uploader in self._own else []
         users = (commit for some in (own, self._users.get(uploader, ())) for commit in some) if contents else ()
         return next((commit.txid for commit in users if self._names_exactly(commit, uploader, contents)), None)

@@ -83,7 +83,7 @@ def text(result: dict[str, Any]) -> None:
 def say_damage(
     what: str, blobs: list[dict[str, Any]], manifests: list[dict[str, Any]], records: list[dict[str, Any]]
 ) -> None:
-    """Print a line with the reason for each damaged file. Each line begins with ``what``."""
+    """For each damaged file, print a line with the reason. Each line begins with ``what``."""
     for one in blobs:
         say(f"{what} blob {one['blob']}: {printable(one['why'])}")
         say(f"  {needed(one)}")

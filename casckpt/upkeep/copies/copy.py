@@ -79,7 +79,7 @@ class CopyPlan:
 
 @dataclass(frozen=True)
 class CopyResult:
-    """The result of a copy, or with ``dry_run`` the expected result. ``copied``: the new commits in the target.
+    """The result of a copy or, with ``dry_run``, the expected result. ``copied``: the new commits in the target.
 
     ``blobs``, ``nbytes``: number and size of the blobs that all processes that share the work uploaded for ``copied``.
     ``made_store``: whether the target was created. ``tags``: names of the tags that were set in the target.

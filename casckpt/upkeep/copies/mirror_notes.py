@@ -105,7 +105,7 @@ def needed_in_mirror(repo: Repository) -> list[Commit]:
 
 
 def unmirrored(repo: Repository, commits: Iterable[Commit], mirror: str | None, made: float = 0) -> list[Commit]:
-    """Return the ``commits`` that no note marks as safe in ``mirror``. Return none of them if ``mirror`` is None.
+    """Return the ``commits`` that no note marks as safe in ``mirror``. Return no commits if ``mirror`` is None.
 
     Notes from before ``made`` do not count. Makes one LIST, and a small read for each note that is new to this host.
     Raises `StorageError`.

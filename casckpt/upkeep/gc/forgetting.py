@@ -77,7 +77,7 @@ class RestorePlan:
 
 @dataclass(frozen=True)
 class RestoreResult:
-    """The result of a restore, or with ``dry_run`` the expected result.
+    """The result of a restore or, with ``dry_run``, the expected result.
 
     ``left``: commits that were not attempted because the storage failed.
     """

@@ -118,7 +118,7 @@ class Relocation:
         return made
 
     def _upload(self, txid: TxId, ref: BlobRef) -> dict[int, RelocatedCell]:
-        """Upload the live cells of a damaged blob that a source has."""
+        """Upload those live cells of a damaged blob that a source has."""
         rebuilt, lost = self.source.rebuild(self.repo, ref, self.live[ref]), self.missing[ref]
         right = (cell for cell in rebuilt.cells if cell not in rebuilt.missing)
         cells = {cell.offset: cell for cell in right}  # of several cells at one offset, keep the longest, which is last

@@ -71,7 +71,7 @@ def _compare(repo: Repository, manifest: Manifest, proofs: Mapping[tuple[TxId, B
 
 
 def _leaves(refs: Sequence[BlobRef], proofs: Mapping[tuple[TxId, BlobHash], bytes], number: int) -> dict[int, Leaf]:
-    """Return a blob's leaves by offset. Return none if the blob was not checked or is damaged."""
+    """Return a blob's leaves by offset. Return no leaves if the blob was not checked or is damaged."""
     return {leaf.offset: leaf for leaf in as_leaves(proofs.get((refs[number].uploader, refs[number].hash), b""))}
 
 
