@@ -9,7 +9,6 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
-from socket import gethostname
 from typing import Any
 
 import torch
@@ -156,7 +155,7 @@ def _resolved(
     def hello() -> tuple[LoadOptions, _ResolveRequest]:
         checked = options.checked()
         check_verified(repo, verify=options.verify)
-        return checked, _ResolveRequest(named(ref), gethostname(), repo.manifests.names())
+        return checked, _ResolveRequest(named(ref), repo.host, repo.manifests.names())
 
     def find(_: LoadOptions, requests: Sequence[_ResolveRequest]) -> list[_ResolveAnswer]:
         check_same([request.ref for request in requests])

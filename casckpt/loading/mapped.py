@@ -72,12 +72,12 @@ class MappedTensors:
     def new(self, entry: Entry) -> torch.Tensor | None:
         """Return a tensor for a whole entry, or None if it cannot be mapped. Raises as `Contents.extents` does."""
         table = self._contents.extents(entry) if entry.nbytes >= LEAF_BYTES else None
-        if table is None or len(table.boxes) > 1 or all(extent.coding is not None for extent in table.extents):
+        memory = None
+        if table is not None and len(table.boxes) == 1 and any(extent.coding is None for extent in table.extents):
+            with suppress(OSError):  # too little memory, or too many maps
+                memory = self._reserve(entry.nbytes, table.extents[0].offset)
+        if table is None or memory is None:
             self._nbytes_read += entry.nbytes
-            return None
-        try:
-            memory = self._reserve(entry.nbytes, table.extents[0].offset)
-        except OSError:  # too little memory, or too many maps
             return None
         dtype, size = torch_dtype(entry.dtype), table.itemsize
         data = tensor_over(memory, dtype, entry.shape)
@@ -116,10 +116,13 @@ class MappedTensors:
         key = blob_key(ref.uploader, ref.hash)
         with suppress(NotFound), reader.repo.storage.open(key, shared=True) as blob:  # the ordinary read explains it
             if isinstance(blob, LocalReader) and blob.size == ref.size:
-                for part in parts:
-                    blob.map_over(part.memory, part.extent.offset)
                 name = f"{key} {blob.version}"
-                wrong = [part for part in parts if reader.verify and not _is_right(reader, blob, name, part)]
+                wrong = []
+                for part in parts:
+                    if reader.verify and not _is_right(reader, blob, name, part):
+                        wrong.append(part)
+                    else:
+                        blob.map_over(part.memory, part.extent.offset)
                 reader.progress(_nbytes(parts) - _nbytes(wrong))
                 return wrong
         return parts

@@ -125,8 +125,6 @@ class BlobCache:
         """Add a blob that this process has just stored, if it fits."""
         try:
             if not self.is_off and not self.touch(ref):
-                if self._in_memory:
-                    self.check_private()
                 self._put(ref, data)
         except Unusable as error:
             self.give_up(error)
@@ -218,8 +216,7 @@ class BlobCache:
 
         All processes pick the same blobs.
         """
-        with usable(self.root):
-            held = sorted(self._scan(), key=lambda file: (file.used, file.path))
+        held = sorted(self._held(), key=lambda file: (file.used, file.path))
         total = sum(file.nbytes for file in held)
         most = self._most(total)
         if size > most:
@@ -234,8 +231,19 @@ class BlobCache:
 
     def room(self) -> int:
         """Return the maximum size of the cache in bytes."""
+        held = sum(file.nbytes for file in self._held())
         with usable(self.root):
-            return self._most(sum(file.nbytes for file in self._scan()))
+            return self._most(held)
+
+    def _held(self) -> list[_Held]:
+        """Return the files to which more can be added. Raises Unusable if other users may access a cache in memory."""
+        with usable(self.root):
+            if self._in_memory:
+                with suppress(FileExistsError):
+                    self.root.mkdir(0o700)
+                if not self._is_private:
+                    raise Unusable(f"{self.root} is not a folder that only this user can access")
+            return list(self._scan())
 
     def _most(self, held: int) -> int:
         """Return the maximum size of the cache in bytes, given that it currently holds ``held`` bytes."""
@@ -247,17 +255,12 @@ class BlobCache:
         return most if self._limit is None else min(most, self._limit)
 
     def _scan(self) -> Iterator[_Held]:
+        if self._in_memory and not self._is_private:  # it may be a link to this user's other files
+            return
         yield from _files(self.root / FOLDER)
         if self._in_memory:
             for folder in _folders(self.root / PARTS):
                 yield from _files(folder)
-
-    def check_private(self) -> None:
-        """Create a folder in memory, for this user only. Raises Unusable if other users may have files in it."""
-        with usable(self.root), suppress(FileExistsError):
-            self.root.mkdir(0o700)
-        if not self._is_private:
-            raise Unusable(f"{self.root} is not a folder that only this user can access")
 
     @property
     def _is_private(self) -> bool:

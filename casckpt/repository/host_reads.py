@@ -5,8 +5,8 @@ offsets. They are followed by one state byte for each block, which is 1 if the b
 needs unwritten blocks locks them, reads them from the store into its own tensors, writes them to the file, and then
 sets their state bytes. If a process dies, the kernel releases its locks.
 
-Each rank also writes a file with the ranges that it needs. If no other rank of this host needs a range, a rank reads
-it directly and does not write it to memory.
+Each rank also writes a file with the ranges that it needs, which is empty for a rank that reads alone. If no other
+rank of this host needs a range, a rank reads it directly and does not write it to memory.
 
 If a shared file cannot be used, the process reads from the store, and the load does not fail. A load verifies the
 cells that it reads here.
@@ -62,25 +62,37 @@ class HostReads:
 
     def begin(self, ranges: Sequence[tuple[int, int, int]]) -> bool:
         """Announce the ranges that this rank needs: (blob number, offset, bytes). Return whether to share reads."""
-        if not _SET_LOCK or self.cache.is_off:
+        if not _SET_LOCK:
             return False
         try:
-            self.cache.check_private()
-            need = sum(nbytes for _, _, nbytes in ranges)
-            if self.cache.room() < min(need, LEAST_ROOM):
-                raise Unusable(f"{self.cache.root} has room for only {self.cache.room()} bytes")
+            room = self.cache.room()
+            fits = room >= min(sum(nbytes for _, _, nbytes in ranges), LEAST_ROOM)
+            shares = fits and not self.cache.is_off
             with usable(self.cache.root):
-                self._folder.mkdir(parents=True, exist_ok=True)
-                _write(self._wants, _merged(ranges))
+                self._announce(_merged(ranges if shares else ()))  # the other ranks must know that it reads alone
                 self._remove_stale()
+            self._is_on = True
+            if not fits:
+                raise Unusable(f"{self.cache.root} has room for only {room} bytes")
         except Unusable as error:
             self.cache.give_up(error)
             return False
-        self._is_on = True
-        return True
+        return shares
+
+    def _announce(self, ranges: Ints, *, retry: bool = True) -> None:
+        """Write the ranges that this rank needs. Another job that loads this checkpoint may remove the folder."""
+        try:
+            self._folder.mkdir(parents=True, exist_ok=True)
+            _write(self._wants, ranges)
+        except (FileExistsError, FileNotFoundError):
+            if not retry:
+                raise
+            self._announce(ranges, retry=False)
 
     def end(self) -> None:
         """Record that this rank has read everything. The last rank of this host removes the folder."""
+        if not self._is_on:  # this rank does not need any bytes, or has failed
+            self.begin(())
         if self._is_on:
             self._is_on = False
             with suppress(OSError):
@@ -124,7 +136,7 @@ class HostReads:
 
     def _remove_stale(self) -> None:
         """Remove the folders of killed jobs."""
-        now = self._folder.stat().st_mtime
+        now = time.time()
         for folder in self._folder.parent.iterdir():
             with suppress(FileNotFoundError):
                 if now - folder.stat().st_mtime > _STALE:

@@ -10,6 +10,7 @@ from collections.abc import Callable, Hashable, Iterable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from socket import gethostname
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
 import platformdirs
@@ -297,6 +298,15 @@ class Repository:
         if self._memory is None:
             self._memory = in_memory(self.cache_bytes)
         return self._memory
+
+    @property
+    def host(self) -> str:
+        """A name that is the same for all ranks that share this host's memory. Containers may share only its name."""
+        name = gethostname()
+        with suppress(OSError):
+            memory = self.memory.root.parent.stat()
+            name += f" {memory.st_dev} {memory.st_ino}"
+        return name
 
     def host_reads(self, manifest: str, load_id: str, rank: int, ranks_here: int) -> HostReads | None:
         """Return the reads that this rank shares with the other ranks on this host, or None if it reads alone.

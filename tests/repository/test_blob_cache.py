@@ -109,6 +109,26 @@ def test_saves_add_blobs_and_keep_those_that_they_reuse(repo: Repository, root: 
     assert names(root) == set()
 
 
+def test_a_download_into_memory_creates_a_folder_for_this_user_only(
+    repo: Repository, storage: FarStore, root: Path
+) -> None:
+    cache, ref = BlobCache(root, in_memory=True), put(repo, 1)
+    assert cache.fill(storage, [ref], 1, silent) == SIZE
+    assert cache.open(ref) is not None
+    assert root.stat().st_mode & 0o777 == 0o700
+
+
+def test_clear_does_not_follow_a_link_that_another_user_created(root: Path, tmp_path: Path) -> None:
+    mine, theirs = tmp_path / "mine", tmp_path / "theirs"
+    for folder in (mine, theirs):
+        folder.mkdir()
+    (mine / "file").write_text("mine")
+    (theirs / FOLDER).symlink_to(mine)
+    root.symlink_to(theirs)
+    assert BlobCache(root, in_memory=True).clear() == (0, 0)
+    assert (mine / "file").exists()
+
+
 def test_a_cache_that_cannot_be_written_never_fails_a_save(
     repo: Repository, unusable: BlobCache, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -20,7 +20,7 @@ from casckpt.errors import NotFound, StorageError
 from casckpt.format.names import BlobHash, TxId
 from casckpt.format.sections.blobs import BlobRef
 from casckpt.repository import host_reads as module
-from casckpt.repository.blob_cache import PARTS, BlobCache
+from casckpt.repository.blob_cache import PARTS, BlobCache, Unusable
 from casckpt.repository.host_reads import HostReads
 from casckpt.storage.base import BLOCK, Reader
 from tests.support.forks import forked
@@ -118,6 +118,52 @@ def test_the_last_rank_removes_the_shared_bytes(begin: Begin, root: Path) -> Non
     assert part(root).exists()
     ranks[1].end()
     assert list((root / PARTS).iterdir()) == []
+
+
+def give_up(reads: HostReads) -> None:
+    reads.cache.give_up(Unusable("a test"))
+
+
+def shrink(reads: HostReads) -> None:
+    reads.cache = BlobCache(reads.cache.root, SIZE - 1, in_memory=True)
+
+
+@pytest.mark.parametrize("harm", [give_up, shrink])
+def test_ranks_do_not_keep_bytes_in_memory_for_a_rank_that_reads_alone(
+    begin: Begin, root: Path, harm: Callable[[HostReads], object]
+) -> None:
+    first, second = begin(0), HostReads(BlobCache(root, in_memory=True), "load", "load-1", 2)
+    harm(second)
+    assert not second.begin(EVERYTHING)
+    assert read(first.reader(0, REF, Source())) == DATA
+    assert not part(root).exists()
+    first.end()
+    second.end()
+    assert list((root / PARTS).iterdir()) == []
+
+
+def test_the_shared_bytes_are_removed_if_a_rank_needs_none(begin: Begin, root: Path) -> None:
+    first, second = begin(0), HostReads(BlobCache(root, in_memory=True), "load", "load-1", 2)
+    read(first.reader(0, REF, Source()))
+    first.end()
+    second.end()
+    assert list((root / PARTS).iterdir()) == []
+
+
+def test_a_rank_begins_while_another_job_removes_the_folder(
+    begin: Begin, root: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write, removals = module._write, iter([True])
+
+    def remove_first(path: Path, ranges: Any) -> None:
+        if next(removals, False):
+            shutil.rmtree(path.parent)
+        write(path, ranges)
+
+    monkeypatch.setattr(module, "_write", remove_first)
+    reads = begin(0)
+    assert read(reads.reader(0, REF, Source())) == DATA
+    assert part(root).exists()
 
 
 def test_threads_of_several_ranks_read_each_block_once(begin: Begin) -> None:

@@ -267,6 +267,17 @@ def test_ranks_read_alone_if_the_memory_is_too_small(ranks: Pool, folder: Path, 
     assert nbytes(found) == 2 * union(found)
 
 
+def in_container(rank: int, size: int, folder: Path, memory: Path) -> Any:
+    (memory / str(rank)).mkdir()
+    return load(rank, size, folder, memory / str(rank), "replicas")
+
+
+def test_containers_with_the_same_host_name_do_not_share_reads(ranks: Pool, folder: Path, memory: Path) -> None:
+    found = every(ranks.run(2, in_container, folder, memory))
+    assert nbytes(found) == 2 * union(found)
+    assert [path.name for path in memory.rglob("*")] == ["0", "1"]
+
+
 # saves
 
 

@@ -8,7 +8,6 @@ import os
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from socket import gethostname
 from typing import Any
 from uuid import uuid4
 
@@ -173,7 +172,8 @@ class StorageReader(Protocol):
     @hook
     def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
         """Add the checkpoint that this rank found to the plan."""
-        return replace(plan, storage_data=_Seen("" if self._alone else self._now.checkpoint.id, gethostname()))
+        found = "" if self._alone else self._now.checkpoint.id
+        return replace(plan, storage_data=_Seen(found, self._store.repository.host))
 
     @hook
     def prepare_global_plan(self, plans: list[LoadPlan]) -> list[LoadPlan]:
