@@ -169,7 +169,7 @@ def _bound(known: RunCache, low: int) -> TxId | None:
 
 
 def hidden_from(repo: Repository, run: str, known: RunCache, low: int) -> set[TxId]:
-    """Return the run's transactions with a record, all of which unreadable announcements from ``low`` on may name.
+    """Return what unreadable announcements from ``low`` on may name: all transactions of the run that have a record.
 
     ``run``: the hash of the run. Makes a listing if there is such an announcement. Raises `StorageError`.
     """

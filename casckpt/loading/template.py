@@ -121,7 +121,7 @@ class Template:
         return matches(key, self._plan.options.ignore_mismatched or ())
 
     def _add(self) -> tuple[list[Mismatch], list[LeafValue]]:
-        """Add all values of the state. Return errors for those that do not fit, and those that are not saved."""
+        """Add all values of the state. Return errors for values that do not fit, and for values that are not saved."""
         errors, lacking, left, done = [], [], [], set(self._flat.whole)
         for key, leaf in self._flat.leaves.items():
             if done and leaf.unit.key in done:

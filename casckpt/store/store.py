@@ -759,7 +759,7 @@ class Store:
         return result
 
     def mirror_lag(self) -> MirrorLag:
-        """Return the mirror's lag: the pending checkpoints and bytes, and the age of the oldest one.
+        """Return the mirror's lag: the number of pending checkpoints and bytes, and the age of the oldest checkpoint.
 
         Raises StorageError, and InvalidInput if the store was opened without a mirror.
         """

@@ -60,7 +60,7 @@ class StoreUsage:
 
 @dataclass(frozen=True, slots=True)
 class Freed:
-    """The bytes that a gc without rules frees ``now``, and ``later``, once all forgotten checkpoints are purged."""
+    """How many bytes a gc without rules frees ``now``, and ``later``, once all forgotten checkpoints are purged."""
 
     now: int
     later: int
@@ -160,7 +160,7 @@ def measure(repo: Repository) -> StoreStats:
 
 
 def freed_by_gc(repo: Repository, commits: CommitList, stock: Inventory | None = None, *, purges: bool = True) -> Freed:
-    """Return the bytes that gc without rules would free. Without ``stock``, leftovers of failed saves do not count.
+    """Return how many bytes gc without rules would free. Without ``stock``, leftovers of failed saves do not count.
 
     ``purges``: False if the mirror is gone, because gc then does not purge anything. Reads manifests only if there are
     forgotten checkpoints or blobs without a guard. Raises `StorageError`.

@@ -206,8 +206,8 @@ def unless_mirror_is_gone(repo: Repository, plan: GcPlan, *, near: bool = False)
 def _gone_since(commit: Commit, now: int) -> int:
     """Return the time at which a commit was forgotten or replaced, or ``now`` if it is still visible.
 
-    The time comes from the clock of the host that forgot or replaced it. If it is before the save, that clock was
-    slow, and the save time counts instead. A save time in the future does not count, because the saver's clock was
+    The time comes from the clock of the host that forgot or replaced it. If this time is before the save, that clock
+    was slow, and the save time counts instead. A save time in the future does not count, because the saver's clock was
     fast.
     """
     saved = commit.committed.time

@@ -109,7 +109,7 @@ class Relocation:
     def _replacement(self, txid: TxId, listed: CommitList, ref: BlobRef) -> dict[int, RelocatedCell]:
         """Return the new locations of the available cells of ``ref``, keyed by old offset.
 
-        Uses the blobs of another rewrite if it is live. Otherwise uploads new blobs.
+        Uses the blobs of another rewrite if that rewrite is live. Otherwise uploads new blobs.
         """
         made = self._made.get(ref)
         user = listed.commits.get(next(iter(made.values())).ref.uploader) if made else None
