@@ -241,8 +241,8 @@ def _check_arguments(mode: Any, sample: Any, decode: bool) -> None:
         )
     if mode not in ("full", "exists") or not isinstance(sample, int | float) or not 0 < sample <= 1:
         raise InvalidInput(
-            f"mode={mode!r}, sample={sample!r} is not valid: mode must be 'full' or 'exists', and sample "
-            "must be above 0 and at most 1"
+            f"mode={mode!r}, sample={sample!r} are not valid: pass the mode 'full' or 'exists', and a "
+            "sample above 0 and at most 1"
         )
 
 
