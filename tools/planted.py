@@ -765,7 +765,7 @@ PLANTED = (
     Planted(
         "reads that overlap are merged without limit",
         "EntryReader._reads",
-        "if _overlap(items):",
+        "if overlap:",
         "if not items:",
         "tests/loading/test_transfer.py",
     ),
@@ -2542,8 +2542,8 @@ PLANTED = (
     Planted(
         "earlier versions load a tensor of a wrapper alone",
         "entry_columns",
-        'f"{_INNER}{form[0]}" if name[1] in inner',
-        'f"{_INNER}{form[0]}" if not names and name[1] in inner',
+        'f"{_INNER}{dtype}" if name[1] in inner',
+        'f"{_INNER}{dtype}" if not streams and name[1] in inner',
         "tests/loading/test_wrapped.py",
     ),
     Planted(

@@ -44,31 +44,25 @@ class Contents:
         """The ranks that saved their own value, by key."""
         self._parts: dict[tuple[str, int], Entry] = {}
         self._single = bytearray(len(manifest.entries))
-        self._add_entries(rank)
+        for entry in manifest.entries:
+            self._add(entry, is_own=entry.rank == rank)
         for stored in manifest.objects:
             if stored.rank is not None:
                 self.per_rank.setdefault(stored.key, []).append(stored.rank)
             if stored.key not in self.objects or stored.rank == rank:
                 self.objects[stored.key] = stored
 
-    def _add_entries(self, rank: int) -> None:
-        entries, columns = self.manifest.entries, self.manifest.body.entry_columns
-        if columns.kinds == [TENSOR] and not any(columns.rank[1:]):  # a fast path for most checkpoints
-            self.tensors = {entry.key: entry for entry in entries}
-            if len(self.tensors) == len(entries):
-                return
-            self.tensors = {}
-        for entry in entries:
-            key, is_own = entry.key, entry.rank == rank
-            if entry.kind == TENSOR:
-                if key not in self.tensors or is_own:
-                    self.tensors[key] = entry
-                if entry.rank is not None:
-                    self.per_rank.setdefault(key, []).append(entry.rank)
-            elif entry.kind == ATTACHMENT:
-                self.attachments.setdefault(key, entry)
-            elif entry.kind == PART and ((key, entry.index) not in self._parts or is_own):
-                self._parts[key, entry.index] = entry
+    def _add(self, entry: Entry, *, is_own: bool) -> None:
+        key = entry.key
+        if entry.kind == TENSOR:
+            if key not in self.tensors or is_own:
+                self.tensors[key] = entry
+            if entry.rank is not None:
+                self.per_rank.setdefault(key, []).append(entry.rank)
+        elif entry.kind == ATTACHMENT:
+            self.attachments.setdefault(key, entry)
+        elif entry.kind == PART and ((key, entry.index) not in self._parts or is_own):
+            self._parts[key, entry.index] = entry
 
     @classmethod
     def open(cls, repo: Repository, commit: Commit, rank: int = 0, extensions: Sequence[Extension] = ()) -> Self:

@@ -8,10 +8,7 @@ that is stored.
 
 from __future__ import annotations
 
-import numpy as np
-
 from casckpt.format.blob import DATA_OFFSET, RECORD_BYTES, encode_header
-from casckpt.format.columns import Ints
 from casckpt.format.digest import cell_digest, proof_name
 from casckpt.format.names import BlobHash, CellDigest
 from casckpt.format.proof import encode_proof
@@ -70,14 +67,6 @@ class BlobWriter:
             self._leaves.append((nbytes, digest))
             self._joined = at + nbytes
         self._extend(dtype, at, nbytes)
-
-    def add_small(self, dtype: str, sizes: Ints) -> None:
-        """Add small cells whose bytes follow each other from `end`. All are stored with the same ``dtype``."""
-        ends = self.end + np.cumsum(sizes)
-        self._extend(dtype, self.end, 0)
-        while (row := int(np.searchsorted(ends, self._joined + LEAF_BYTES))) < len(ends):
-            self._extend(dtype, int(ends[row]), 0)
-        self._extend(dtype, int(ends[-1]), 0)
 
     def add_frame(self, nbytes: int) -> None:
         """Add the frame of a coded cell, whose bytes are at `end`. Only other frames may follow."""

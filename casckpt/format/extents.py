@@ -138,16 +138,6 @@ class ExtentTable(msgspec.Struct, frozen=True, gc=False):
         (only,) = self.extents
         return not only.box and not only.lo and only.hi == self.boxes[0].numel
 
-    @property
-    def only_cell(self) -> StoredCell | None:
-        """The cell that holds the whole tensor, or None if there are several cells, no cells, or a coded cell."""
-        if not self.is_whole:
-            return None
-        (only,), full = self.extents, self.boxes[0]
-        if len(only.digests) != DIGEST_BYTES or only.coding is not None:
-            return None
-        return StoredCell(only.blob, only.offset, only.hi * self.itemsize, full, 0, only.hi, CellDigest(only.digests))
-
     def region(self, extent: Extent) -> Region:
         """Return an extent's elements as a region."""
         return Region(self.boxes[extent.box], extent.lo, extent.hi)
@@ -228,8 +218,6 @@ def _end(extent: Extent) -> tuple[int, int]:
 def build(shape: Shape, itemsize: int, cell: int, cells: Sequence[StoredCell]) -> ExtentTable:
     """Build a table from cells in any order. Cells that follow each other are joined into one extent."""
     full = full_box(shape)
-    if len(cells) == 1 and cells[0].box is full:  # a fast path for most tensors
-        return ExtentTable(shape, itemsize, cell, (full,), (_extent(0, cells[0].lo, cells[0].hi, cells),))
     others = {stored.box for stored in cells if stored.box is not full} - {full}
     boxes = _boxes(full, others)
     numbers = {box: number for number, box in enumerate(boxes)} if others else {}

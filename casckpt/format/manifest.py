@@ -298,10 +298,7 @@ class Manifest:
         self.check_entries()
         has_cells, cells = self._cells.rows(numbers, CELL_BYTES)
         has_rows, rows = self._rows.rows(numbers, ROW_BYTES)
-        numel, itemsize = self.body.numels[numbers], self.body.itemsizes[numbers]
-        found = decode_whole_cells(
-            cells, rows, self.blob_sizes, numel=numel, itemsize=itemsize, cell_bytes=self.body.cell_bytes
-        )
+        found = decode_whole_cells(cells, rows, self.blob_sizes, self.body.sizes[numbers], self.body.cell_bytes)
         return found._replace(is_whole=found.is_whole & has_cells & has_rows)
 
     def cells(self, entry: Entry) -> ExtentTable:
@@ -481,7 +478,7 @@ class Draft(Description, frozen=True, kw_only=True):
     """
 
     blobs: Sequence[BlobRef]
-    streams: Mapping[Name, tuple[str, ExtentTable]]
+    streams: Extents
     unhashed: Collection[Name] = ()
     objects: Sequence[ObjectEntry] = ()
     attachments: Sequence[Attachment] = ()
@@ -511,13 +508,12 @@ class Encoded(NamedTuple):
 
 def encode(draft: Draft) -> Encoded:
     """Encode a manifest. Raises InvalidInput or Refused for contents that readers would not accept."""
-    streams = Extents.of(draft.streams)
-    every_cells, every_rows = streams.encoded()
+    every_cells, every_rows = draft.streams.encoded()
     (cells, cell_bytes), (rows, row_bytes) = cut(every_cells), cut(every_rows)
     data, data_bytes = cut([*(stored.data for stored in draft.objects), *(item.data for item in draft.attachments)])
     body = ManifestBody(
         **{name: getattr(draft, name) for name in Description.__struct_fields__},
-        entry_columns=entry_columns(streams.names, streams.forms, draft.unhashed, outer_keys(wrappers_in(draft.tree))),
+        entry_columns=entry_columns(draft.streams.streams, draft.unhashed, outer_keys(wrappers_in(draft.tree))),
         object_columns=ObjectColumns(
             keys=[stored.key for stored in draft.objects],
             rank=pack_ranks(stored.rank for stored in draft.objects),

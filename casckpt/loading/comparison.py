@@ -31,7 +31,7 @@ from casckpt.history.commits import Commit
 from casckpt.loading.arguments import check_used, usable_patterns
 from casckpt.loading.regions import WINDOW_BYTES, EntrySlice, RegionReader
 from casckpt.loading.wrapped import forms_differ
-from casckpt.plan.reuse import ManifestCells, ReusableCells
+from casckpt.plan.reuse import CellSource, ReusableCells
 from casckpt.ranks.agreement import StoreIdentity, check_same, named
 from casckpt.ranks.ranks import Ranks, everyone, telling
 from casckpt.repository.repository import Repository
@@ -121,7 +121,8 @@ def _compare(
         else:
             sources.append(changed(source, rank=entry.rank))
     wait_for_gpus(piece.data for source in sources for piece in source.pieces)
-    known = ReusableCells(ManifestCells(manifest), [], lambda ref: False)
+    held = CellSource.of(manifest, [contents.tensors[source.key] for source in sources])
+    known = ReusableCells(held, [], lambda ref: False)
     work = plan_work(sources, manifest.body.cell_bytes, known)
     cells = [cell for group in work for cell in group if isinstance(cell, Cell)]
     unequal = _unequal(repo, contents, sources, _doubtful(cells, progress), progress)

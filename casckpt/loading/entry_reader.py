@@ -232,7 +232,8 @@ class EntryReader:
         """Plan all reads."""
         small, others = self._small_cells(wants) if not done else (None, wants)
         items = self._items(others, done, long=not done)
-        if _overlap(items):  # otherwise, a chain of reads that overlap would become one large read
+        overlap = _overlap(items) or (small is not None and small.overlap(items))
+        if overlap:  # otherwise, a chain of reads that overlap would become one large read
             items = self._items(others, done, long=False)
         scratch = _BATCH_BYTES if any(want.sink.on_gpu for want in others) else _SCRATCH_BYTES
         return plan_lots(items, small, self.repo.storage.traits, most=_BATCH_BYTES, scratch=scratch)
@@ -250,7 +251,7 @@ class EntryReader:
             return None, wants
         entries = self.manifest.entries
         targets = [(entries[want.entry], want.sink) for want in wants]
-        small = SmallCells(targets, np.arange(len(wants)), cells, addresses).take(rows).in_order()
+        small = SmallCells(targets, np.arange(len(wants)), cells, addresses).take(rows)
         return small, [wants[row] for row in others.tolist()]
 
     def _items(self, wants: Sequence[RegionRequest], done: Set[FilledRange], *, long: bool) -> list[PlannedRead]:

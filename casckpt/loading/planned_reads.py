@@ -13,7 +13,6 @@ from casckpt.base.lazy import cached_property
 from casckpt.format.columns import Ints
 from casckpt.format.digest import cell_digests
 from casckpt.format.extents import StoredCell
-from casckpt.format.names import CellDigest
 from casckpt.format.regions import Box, Region, full_box
 from casckpt.format.sections.index import Entry
 from casckpt.format.sections.tables import WholeCells
@@ -159,18 +158,21 @@ class SmallCells:
         """Return these rows."""
         return type(self)(self._targets, self._number[rows], self._cells.take(rows), self._address[rows])
 
-    def in_order(self) -> Self:
-        """Sort the rows by the positions of their cells."""
-        return self.take(np.lexsort((self._cells.nbytes, self._start)))
-
     def split(self, *, gap: int, most: int) -> Iterator[Self]:
-        """Yield parts of about ``most`` bytes. They may include gaps of up to ``gap`` bytes."""
-        reach = np.maximum.accumulate(self._end)
+        """Yield parts of about ``most`` bytes, in the order of the cells. They may include gaps of ``gap`` bytes."""
+        order = np.lexsort((self._cells.nbytes, self._start))
+        start, reach = self._start[order], np.maximum.accumulate(self._end[order])
         first = 0
-        for stop in [*(np.flatnonzero(self._start[1:] - reach[:-1] > gap) + 1).tolist(), len(reach)]:
+        for stop in [*(np.flatnonzero(start[1:] - reach[:-1] > gap) + 1).tolist(), len(reach)]:
             while first < stop:
-                fits = int(np.searchsorted(reach[first:stop], self._start[first] + most, side="right"))
-                yield self.take(np.arange(first, first := first + max(1, fits)))
+                fits = int(np.searchsorted(reach[first:stop], start[first] + most, side="right"))
+                yield self.take(order[first : (first := first + max(1, fits))])
+
+    def overlap(self, items: Iterable[PlannedRead]) -> bool:
+        """Return whether any of the cells overlaps any of these reads. The rows are in order."""
+        blob, offset, nbytes = np.array([item.row[:3] for item in items], np.int64).reshape(-1, 3).T
+        start, reach = blob * _BLOB_SPAN + offset, np.append(0, np.maximum.accumulate(self._end))
+        return bool((reach[np.searchsorted(self._start, start + nbytes)] > start).any())
 
     @property
     def places(self) -> list[tuple[int, int, int]]:
@@ -212,10 +214,8 @@ class SmallCells:
 
     def _read(self, row: int) -> PlannedRead:
         """Return the read of a single cell."""
-        (entry, _), cells = self._targets[self._number[row]], self._cells
-        blob, offset, nbytes = int(cells.blob[row]), int(cells.offset[row]), int(cells.nbytes[row])
-        digest = CellDigest(cells.digest[row].tobytes())
-        cell = StoredCell(blob, offset, nbytes, full_box(entry.shape), 0, entry.numel, digest)
+        entry, _ = self._targets[self._number[row]]
+        cell = self._cells.cell(row, entry.shape)
         return PlannedRead(cell, entry.key, [], cell)
 
     @property

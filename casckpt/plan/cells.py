@@ -7,7 +7,7 @@ topology. All functions are pure. All units are elements.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from math import prod
 from threading import Lock
@@ -18,7 +18,7 @@ import numpy as np
 from casckpt.base.groups import in_batches
 from casckpt.format.blob_writer import place_behind
 from casckpt.format.extents import ExtentTable, StoredCell
-from casckpt.format.regions import Box, Region, Shape, cut, normalise, whole
+from casckpt.format.regions import Box, Region, Shape, cut, normalise
 from casckpt.format.sections.index import ATTACHMENT
 
 _MAX_REST = 64  # the maximum number of remaining boxes of a shard; with more, fragments cost more than reuse saves
@@ -56,16 +56,10 @@ def plan_cells(region: Region, shape: Shape, cell: int, parent: ExtentTable | No
 
     ``parent``: the extents with the same key, dtype and shape in the parent checkpoint.
     """
-    if region is whole(shape) and 0 < region.hi <= cell:  # a fast path for most small tensors
-        only = NewCell(0, region.hi) if parent is None or parent.cell != cell else parent.only_cell
-        if only is not None:
-            return [Group(region.box, 0, region.hi, None, [only])]
     if not region.numel:
         return []
     if parent is not None and parent.cell != cell:
         parent = None  # a store with a different cell size
-    if parent is not None and parent.is_whole and region == whole(shape):
-        return [Group(region.box, 0, region.hi, None, list(parent.cells_in(0, 0, region.hi)))]
     if region.is_whole:
         parts = _parts(region.box, shape, cell, parent)
         if parts is not None:
@@ -79,11 +73,7 @@ def _group(region: Region, part: Box | None, cell: int, parent: ExtentTable | No
 
 
 def _plain_cuts(lo: int, hi: int, cell: int) -> list[NewCell]:
-    return (
-        [NewCell(lo, hi)]
-        if hi - lo <= cell and lo // cell == (hi - 1) // cell
-        else [NewCell(a, b) for a, b in cut(lo, hi, cell)]
-    )
+    return [NewCell(a, b) for a, b in cut(lo, hi, cell)]
 
 
 def _cuts_along(region: Region, cell: int, parent: ExtentTable) -> list[Cut]:
@@ -177,41 +167,36 @@ def branch_of(kind: str, key: str) -> str:
     return "" if kind == ATTACHMENT else key.partition(".")[0]
 
 
-def branches_of(branches: Iterable[str]) -> frozenset[str]:
-    """Return all branches of a state. If there are more than 16, they count as a single branch."""
-    names: set[str] = set()
-    for branch in branches:
-        names.add(branch)
-        if len(names) > _MAX_BRANCHES:
-            return frozenset({""})
-    return frozenset(names)
+def branch_numbers(branches: Iterable[str]) -> list[int]:
+    """Return the number of each of these branches. If a state has more than 16, they count as a single branch."""
+    numbers: dict[str, int] = {}
+    found = [numbers.setdefault(branch, len(numbers)) for branch in branches]
+    return found if len(numbers) <= _MAX_BRANCHES else [0] * len(found)
 
 
-def by_branch(cells: Sequence[C], branch: Callable[[C], str], branches: Collection[str]) -> list[Sequence[C]]:
+def by_branch(cells: Iterable[C], branch: Callable[[C], int]) -> list[list[C]]:
     """Separate the branches of the state, so that reading one branch needs few blobs.
 
-    Small branches are kept together.
+    Small branches are kept together. ``branch``: returns the number of a cell's branch.
     """
-    if not cells or len(branches) == 1:
-        return [cells] if cells else []
-    nbytes: dict[str, int] = defaultdict(int)
+    nbytes: dict[int, int] = defaultdict(int)
     for cell in cells:
         nbytes[branch(cell)] += cell.nbytes
     parts: list[list[C]] = []
-    part_of: dict[str, list[C]] = {}
-    for names in in_batches(sorted(nbytes, key=nbytes.__getitem__), nbytes.__getitem__, _MIXED):
+    part_of: dict[int, list[C]] = {}
+    for numbers in in_batches(sorted(nbytes, key=nbytes.__getitem__), nbytes.__getitem__, _MIXED):
         parts.append([])
-        part_of.update((name, parts[-1]) for name in names)
+        part_of.update((number, parts[-1]) for number in numbers)
     for cell in cells:
         part_of[branch(cell)].append(cell)
-    return list(parts)
+    return parts
 
 
 class Queue(Generic[C]):
     """A queue that hands out cells in batches that fit into a buffer. Thread-safe."""
 
-    def __init__(self, cells: Sequence[C]) -> None:
-        self._cells = cells
+    def __init__(self, cells: Iterable[C]) -> None:
+        self._cells = list(cells)
         self._next = 0
         self._lock = Lock()
 

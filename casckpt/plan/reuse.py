@@ -6,113 +6,77 @@ import logging
 from array import array
 from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Collection, Iterable, Sequence
+from dataclasses import dataclass
 from functools import partial
 from itertools import accumulate
 from threading import Lock
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
-from casckpt.base.lazy import cached_property
 from casckpt.base.names import run_hash
 from casckpt.errors import Damaged, Refused
 from casckpt.format.blob import most_data
-from casckpt.format.columns import Ints
 from casckpt.format.extents import DIGEST_BYTES, ExtentTable, StoredCell
 from casckpt.format.keys import parse_txid
 from casckpt.format.manifest import Manifest
 from casckpt.format.names import CellDigest, TxId
-from casckpt.format.regions import Shape
 from casckpt.format.sections.blobs import BlobRef
-from casckpt.format.sections.index import Entry, Name
-from casckpt.format.sections.tables import Extents, Streams, WholeCells
+from casckpt.format.sections.index import TENSOR, Entry
+from casckpt.format.sections.tables import Extents, WholeCells
 
 log = logging.getLogger(__name__)
-_NONE = WholeCells.none(0)
 _BLOB_SPAN = 1 << 40
 """A cell starts at this multiple of its blob's number, plus its offset. Blobs are shorter."""
 
 
-class CellSource(Protocol):
-    """A source of stored cells: a manifest, or this rank's last save."""
+@dataclass(frozen=True)
+class CellSource:
+    """A source of stored cells: a manifest, or this rank's last save.
 
-    @property
-    def refs(self) -> Sequence[BlobRef]:
-        """Its blobs. Blob numbers in tables are indices into this list."""
+    ``refs``: its blobs. Blob numbers in ``extents`` are indices into this list.
+    """
 
-    @property
-    def extents(self) -> Extents:
-        """Its streams that are single cells. It may also have others."""
+    extents: Extents
+    refs: Sequence[BlobRef]
 
-    def table(self, name: Name, dtype: str, shape: Shape) -> ExtentTable | None:
-        """Return a stream's extents if the source has the stream with this dtype and shape."""
-
-    def tables(self) -> Iterable[ExtentTable]:
-        """Return the extents of all streams that are not single cells in ``extents``."""
-
-
-class ManifestCells:
-    """The cells of a manifest. Invalid entries are skipped with a warning."""
-
-    def __init__(self, manifest: Manifest) -> None:
-        self._manifest = manifest
-        self._entries = {entry.name: entry for entry in manifest.held}
-        self._tables: dict[Name, ExtentTable | None] = {}
-        self.refs: Sequence[BlobRef] = list(manifest.blobs)
-
-    def table(self, name: Name, dtype: str, shape: Shape) -> ExtentTable | None:
-        """See `CellSource`."""
-        entry = self._entries.get(name)
-        if entry is None or entry.dtype != dtype or entry.shape != shape:
-            return None
-        return self._usable(entry)
-
-    @cached_property
-    def extents(self) -> Extents:
-        """See `CellSource`."""
-        held = list(self._entries.values())
-        cells = self._manifest.whole_cells(np.array([entry.number for entry in held], np.int64))
-        forms = [(entry.dtype, entry.shape) for entry in held]
-        return Extents(list(self._entries), forms, self._manifest.body.cell_bytes, cells, {})
-
-    def tables(self) -> Iterable[ExtentTable]:
-        """See `CellSource`."""
-        others = zip(self._entries.values(), self.extents.cells.is_whole.tolist(), strict=True)
-        return (table for entry, whole in others if not whole and (table := self._usable(entry)) is not None)
-
-    def _usable(self, entry: Entry) -> ExtentTable | None:
-        if entry.name not in self._tables:
-            self._tables[entry.name] = self._decoded(entry)
-        return self._tables[entry.name]
-
-    def _decoded(self, entry: Entry) -> ExtentTable | None:
-        try:
-            return self._manifest.extents(entry)
-        except (Damaged, Refused) as error:
-            log.warning(
-                "this save cannot reuse anything from key %r of %s: %s", entry.key, self._manifest.body.run, error
-            )
-            return None
+    @classmethod
+    def of(cls, manifest: Manifest, entries: Iterable[Entry] | None = None) -> CellSource:
+        """Return the cells of these entries of a manifest. None means all entries. Skip invalid ones with a warning."""
+        every = manifest.entries if entries is None else entries
+        by_name = {entry.name: entry for entry in every if not manifest.lacks(entry)}
+        cells = manifest.whole_cells(np.array([entry.number for entry in by_name.values()], np.int64))
+        others = dict[int, ExtentTable]()
+        for row, (entry, is_whole) in enumerate(zip(by_name.values(), cells.is_whole.tolist(), strict=True)):
+            try:
+                others |= {} if is_whole else {row: manifest.extents(entry)}
+            except (Damaged, Refused) as error:
+                log.warning(
+                    "this save cannot reuse anything from key %r of %s: %s", entry.key, manifest.body.run, error
+                )
+        streams = {name: (entry.dtype, entry.shape) for name, entry in by_name.items()}
+        return cls(Extents(streams, manifest.body.cell_bytes, cells, others), list(manifest.blobs))
 
 
 class ReusableCells:
     """The cells of the parent and of the bases that are in reusable blobs.
 
-    Blobs are numbered across all sources. The parent's blobs come first and keep their numbers. ``excluded``: a
-    function that returns whether a blob must not be reused because it is damaged, worn or missing. ``any``: whether
-    any blob may be reused. ``newest``: the last save that wrote any of the parent's blobs.
+    ``parent``: the parent's extents. Blobs are numbered across all sources. The parent's blobs come first and keep
+    their numbers. ``excluded``: a function that returns whether a blob must not be reused because it is damaged, worn
+    or missing. ``any``: whether any blob may be reused. ``newest``: the last save that wrote any of the parent's blobs.
     """
 
     def __init__(
         self, parent: CellSource | None, bases: Sequence[CellSource], excluded: Callable[[BlobRef], bool]
     ) -> None:
-        self._parent = parent
-        self._sources = [*([] if parent is None else [parent]), *bases]
+        first = parent or CellSource(Extents.of({}), [])
+        self.parent = first.extents
+        self._sources = [first, *bases]
         self.blobs: list[BlobRef] = [ref for source in self._sources for ref in source.refs]
         self._usable = [not excluded(ref) for ref in self.blobs]
         self.any = any(self._usable)
-        self.newest: TxId | None = max((ref.uploader for ref in ([] if parent is None else parent.refs)), default=None)
+        self.newest: TxId | None = max((ref.uploader for ref in first.refs), default=None)
         self._index: _DigestIndex | None = None
         self._lock = Lock()
 
@@ -125,20 +89,10 @@ class ReusableCells:
         self._usable[blob] = False
         self.any = any(self._usable)
 
-    def parent_table(self, name: Name, dtype: str, shape: Shape) -> ExtentTable | None:
-        """Return the parent's extents of a stream, if the stream has this dtype and shape."""
-        return None if self._parent is None else self._parent.table(name, dtype, shape)
-
-    def parent_cells(self, streams: Streams, cell_bytes: int) -> WholeCells:
-        """Return the parent's cell for each of these streams. The row is not whole if it is not a single cell."""
-        parent = None if self._parent is None else self._parent.extents
-        if parent is None or parent.cell_bytes != cell_bytes:
-            return WholeCells.none(len(streams))
-        return parent.find(streams)
-
     def usable_cells(self, cells: WholeCells) -> npt.NDArray[np.bool_]:
         """Return which of the parent's cells may be reused."""
-        return cells.is_whole & np.array([*self._usable, False], np.bool_)[cells.blob]
+        usable = np.array([*self._usable, False], np.bool_)
+        return usable[np.where(cells.is_whole, cells.blob, -1)]
 
     def usable_cell(self, cell: StoredCell) -> bool:
         """Return whether a cell and all its bases may be reused."""
@@ -160,10 +114,10 @@ class _DigestIndex:
         self._parts: list[tuple[int, bytes, Callable[[int], StoredCell]]] = []
         base = 0
         for source in sources:
-            numbers = np.flatnonzero(source.extents.cells.is_whole)
-            digests = source.extents.cells.digest[numbers].tobytes()
-            self._parts.append((base, digests, partial(_numbered, source.extents, numbers)))
-            for table in source.tables():
+            rows = np.flatnonzero(source.extents.cells.is_whole).tolist()
+            digests = source.extents.cells.digest[rows].tobytes()
+            self._parts.append((base, digests, partial(_cell_of, source.extents, rows)))
+            for table in source.extents.others.values():
                 self._parts += [(base, extent.digests, partial(table.cell_at, extent)) for extent in table.extents]
             base += len(source.refs)
         self._digests = b"".join([digests for _, digests, _ in self._parts])
@@ -189,8 +143,9 @@ class _DigestIndex:
         return None
 
 
-def _numbered(extents: Extents, numbers: Ints, row: int) -> StoredCell:
-    return extents.cell(int(numbers[row]))
+def _cell_of(extents: Extents, rows: Sequence[int], number: int) -> StoredCell:
+    row = rows[number]
+    return extents.cells.cell(row, extents.streams[extents.names[row]][1])
 
 
 def _shifted(cell: StoredCell, blobs: int) -> StoredCell:
@@ -198,18 +153,15 @@ def _shifted(cell: StoredCell, blobs: int) -> StoredCell:
     return cell.moved(lambda stored: (stored.blob + blobs, stored.offset)) if blobs else cell
 
 
-def used_bytes(tables: Iterable[ExtentTable], blob_count: int, single: WholeCells = _NONE) -> list[int]:
-    """Count the bytes of each blob that a manifest's extents use. Shared cells are counted once.
-
-    ``single``: the streams that are single cells. They are not in ``tables``.
-    """
+def used_bytes(extents: Extents, blob_count: int) -> list[int]:
+    """Count the bytes of each blob that a manifest's extents use. Shared cells are counted once."""
     places = [
         (link.blob, link.offset, table.stored_bytes(link))
-        for table in tables
+        for table in extents.others.values()
         for extent in table.extents
         for link in ((extent,) if extent.coding is None else extent.chain)
     ]
-    cells = np.column_stack((single.blob, single.offset, single.nbytes))[single.is_whole]
+    cells = np.column_stack((extents.cells.blob, extents.cells.offset, extents.cells.nbytes))[extents.cells.is_whole]
     blob, offset, nbytes = np.concatenate((np.array(places, np.int64).reshape(-1, 3), cells)).T
     order = np.lexsort((offset, blob))
     start = (blob * _BLOB_SPAN + offset)[order]
@@ -237,16 +189,16 @@ def coded_bytes(tables: Iterable[ExtentTable]) -> CodedBytes:
     return CodedBytes(plain, frames, deltas)
 
 
-def bytes_in(tables: Iterable[ExtentTable], blobs: Collection[int], single: WholeCells = _NONE) -> int:
-    """Count the in-memory bytes of the cells in ``blobs``. Each location is counted once. ``single``: as above."""
+def bytes_in(extents: Extents, blobs: Collection[int]) -> int:
+    """Count the in-memory bytes of the tensors' cells in ``blobs``. Each location is counted once."""
     places = {
         (extent.blob, extent.offset): (extent.hi - extent.lo) * table.itemsize
-        for table in tables
+        for number, table in extents.others.items()
+        if extents.names[number][0] == TENSOR
         for extent in table.extents
         if extent.blob in blobs
     }
-    rows = np.flatnonzero(single.is_whole & np.isin(single.blob, list(blobs)))
-    cells = single.take(rows)
+    cells = extents.cells.take(extents.cells.is_whole & np.isin(extents.cells.blob, list(blobs)))
     places |= zip(zip(cells.blob.tolist(), cells.offset.tolist(), strict=True), cells.nbytes.tolist(), strict=True)
     return sum(places.values())
 
@@ -257,22 +209,15 @@ def frames_in(tables: Iterable[ExtentTable]) -> set[int]:
     return {link.blob for extent in coded for link in extent.chain if link.coding}
 
 
-def mark_worn(
-    tables: Iterable[ExtentTable],
-    refs: Sequence[BlobRef],
-    run: str,
-    lives: Callable[[TxId], bool],
-    single: WholeCells = _NONE,
-) -> list[BlobRef]:
-    """Return ``refs``, the blobs of ``tables`` and ``single``, and mark the worn ones.
+def mark_worn(extents: Extents, refs: Sequence[BlobRef], run: str, lives: Callable[[TxId], bool]) -> list[BlobRef]:
+    """Return ``refs``, the blobs of ``extents``, and mark the worn ones.
 
     The run's next save stores the cells of worn blobs again.
 
     A blob is worn if less than half of it is used and it belongs to the run itself or to a checkpoint that no longer
     ``lives``. A blob with frames is never worn, because its cells would have to be stored in full.
     """
-    every = list(tables)
-    used, framed = used_bytes(every, len(refs), single), frames_in(every)
+    used, framed = used_bytes(extents, len(refs)), frames_in(extents.others.values())
     own_hash, is_own = run_hash(run), dict[TxId, bool]()
     marked = []
     for number, (ref, nbytes) in enumerate(zip(refs, used, strict=True)):

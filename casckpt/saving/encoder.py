@@ -339,7 +339,7 @@ class Coder:
 
         All cells of an extent have the same number.
         """
-        table = self.known.parent_table(source.name, source.dtype, source.shape)
+        table = self.known.parent.table(source.name, source.dtype, source.shape)
         if table is None:
             return None
         box = table.boxes.index(cell.box)

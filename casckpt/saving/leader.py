@@ -283,7 +283,7 @@ class Leader:
         self, txid: TxId, whole: Share, parts: Sequence[RankPart], tree: bytes, notes: dict[str, bytes]
     ) -> tuple[Committed, WornBlobs]:
         """Put the manifest. Return the record to commit, and the blobs that are marked as worn in the manifest."""
-        refs = mark_worn(whole.tables(), whole.refs, self.options.run, self._may_live, whole.extents.cells)
+        refs = mark_worn(whole.extents, whole.refs, self.options.run, self._may_live)
         raw, short = encode_metadata(self.options.metadata or {})
         draft = Draft(
             casckpt=__version__,
@@ -334,8 +334,8 @@ class Leader:
             created_at=draft.created_at,
             bytes_total=total,
             bytes_written=sum(new.values()),
-            bytes_reused=total - bytes_in(tables, new, single),
-            **coded_bytes(whole.tables())._asdict(),
+            bytes_reused=total - bytes_in(whole.extents, new),
+            **coded_bytes(others.values())._asdict(),
             blobs_written=len(new),
             blobs_reused=len(draft.blobs) - len(new),
             seconds=round((self.repo.clock() - self._started) / 1e6, 6),

@@ -165,11 +165,11 @@ def _small_cells(
     found = [(number, data.data) for number in order if streams and (data := sources[number].only) is not None]
     held = [(number, address_of(data), data.nbytes) for number, data in found]
     numbers, address, nbytes = np.array(held, np.int64).reshape(-1, 3).T
-    cells = known.parent_cells(streams, cell_bytes).take(numbers)
+    cells = known.parent.find(streams, cell_bytes).take(numbers)
     fits = (address != 0) & (nbytes > 0) & (nbytes < most) & (nbytes <= cell_bytes)
     for number, row in zip(numbers[new := fits & ~cells.is_whole].tolist(), np.flatnonzero(new).tolist(), strict=True):
         source = sources[number]
-        fits[row] = known.parent_table(source.name, source.dtype, source.shape) is None
+        fits[row] = known.parent.table(source.name, source.dtype, source.shape) is None
     placed = WholeCells.none(int(fits.sum()))._replace(nbytes=nbytes[fits])
     return SmallCells(numbers[fits], [data for _, data in found], address[fits], cells.take(fits), placed)
 
@@ -210,7 +210,7 @@ def plan_work(
 def _cells(number: int, source: LocalEntry, cell_bytes: int, known: ReusableCells) -> Iterator[list[Cell]]:
     """Return the groups of cells of the source with this number."""
     size = dtypes.itemsize(source.dtype)
-    parent = known.parent_table(source.name, source.dtype, source.shape)
+    parent = known.parent.table(source.name, source.dtype, source.shape)
     for region, data, base in source.parts():
         for group in plan_cells(region, source.shape, cell_bytes // size, parent):
             memory = _memory(region, data, group)

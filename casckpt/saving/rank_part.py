@@ -5,8 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-import numpy as np
-
 from casckpt.base.parallel import usable_threads
 from casckpt.base.progress import Progress
 from casckpt.contents import blobs
@@ -19,7 +17,7 @@ from casckpt.plan.writers import Words
 from casckpt.repository.repository import Repository
 from casckpt.saving.encoder import coding
 from casckpt.saving.health_scan import HealthScan, ScanReport
-from casckpt.saving.local_entries import Cell, SmallCells, plan_work
+from casckpt.saving.local_entries import SmallCells, plan_work
 from casckpt.saving.options import SaveOptions
 from casckpt.saving.prepare import Prepared, tensors_of
 from casckpt.saving.reuse_offer import LastShare, ReuseOffer, reusable_cells
@@ -66,24 +64,28 @@ def write_part(
         for each in prepared:
             wait_for_gpus(tensors_of(each))
             work = plan_work(each.sources, cell_bytes, known, each.streams, LEAF_BYTES if coder is None else MIN_CELL)
-            progress.expect(sum(cell.nbytes for cells in work for cell in cells))
+            total = sum(cell.nbytes for cells in work for cell in cells)
             upload = Upload(repo, txid, each.sources, known, threads, coder, scan, progress)
             if coder is not None:
                 coder.expect(each.sources, work)
-            places = upload.place(work)
-            while missing := _exclude_missing(upload, places):
-                places = _placed_again(upload, work, places, missing)
+            while True:
+                progress.expect(total)
+                places = upload.place(work)
+                if not _exclude_missing(upload, places):
+                    break
             if any(upload.written):
                 repo.storage.settle(uploader_folder(txid))
-            written = upload.written
-            shares.append(share_of(each, work, places, known=known, written=written, cell_bytes=cell_bytes))
+            shares.append(share_of(each, work, places, known=known, written=upload.written, cell_bytes=cell_bytes))
             objects += each.objects
             attachments += each.attachments
     return RankPart(joined(shares), objects, attachments, {} if scan is None else scan.report)
 
 
-def _exclude_missing(upload: Upload, places: Sequence[Sequence[PlacedCell | SmallCells]]) -> set[int]:
-    """Return the reused blobs that are missing or truncated. Mark them, so that later saves do not reuse them."""
+def _exclude_missing(upload: Upload, places: Sequence[Sequence[PlacedCell | SmallCells]]) -> bool:
+    """Find the reused blobs that are missing or truncated. Mark them, so that no save reuses them from now on.
+
+    Return whether there are any. If so, place the cells again.
+    """
     known = upload.known
     reused = {number for placed in places for place in placed for number in place.needs}
     lost = blobs.check_reused(upload.repo, upload.uploader, [known.blobs[number] for number in sorted(reused)])
@@ -94,28 +96,4 @@ def _exclude_missing(upload: Upload, places: Sequence[Sequence[PlacedCell | Smal
     missing = {number for number in reused if (known.blobs[number].uploader, known.blobs[number].hash) in names}
     for number in missing:
         known.exclude(number)
-    return missing
-
-
-def _placed_again(
-    upload: Upload,
-    work: Sequence[Sequence[Cell | SmallCells]],
-    places: Sequence[Sequence[PlacedCell | SmallCells]],
-    missing: set[int],
-) -> list[list[PlacedCell | SmallCells]]:
-    """Return ``places``, with new locations for the cells that need a missing blob."""
-    lost = [
-        [
-            cell
-            for cell, place in zip(cells, placed, strict=True)
-            if isinstance(cell, Cell) and not missing.isdisjoint(place.needs)
-        ]
-        for cells, placed in zip(work, places, strict=True)
-    ]
-    small = [cell for cells in work for cell in cells if isinstance(cell, SmallCells)]
-    runs = [
-        run for cells in small for run in cells.runs(np.isin(cells.placed.blob, list(missing)) & ~cells.placed.is_whole)
-    ]
-    again = upload.place([*(cells for cells in lost if cells), *([cells] for is_lost, cells in runs if is_lost)])
-    new = iter([place for placed in again for place in placed])
-    return [[place if missing.isdisjoint(place.needs) else next(new) for place in placed] for placed in places]
+    return bool(missing)

@@ -16,7 +16,7 @@ from casckpt.format.sections.index import Name
 from casckpt.format.sections.tables import Streams
 from casckpt.history.commits import Commit
 from casckpt.history.following import is_live, newest_of_runs
-from casckpt.plan.reuse import ManifestCells, ReusableCells
+from casckpt.plan.reuse import CellSource, ReusableCells
 from casckpt.repository.repository import Repository
 from casckpt.saving.options import Compress
 from casckpt.saving.shares import Share
@@ -76,14 +76,13 @@ def make_offer(
     blobs.
     """
     if parent is not None and last is not None and last.txid == parent.txid:
-        share = last.share
-        has_all = dedup != "store" or share.extents.has_only(streams)
-        has_all = has_all or all(share.table(name, *form) for name, form in streams.items())
+        has_all = dedup != "store" or streams.items() <= last.share.extents.streams.items()
         if has_all:
             return ReuseOffer(last=parent.txid, damaged=frozenset(blobs.damaged_marks(repo)))
     manifest = None if parent is None else readable(repo, parent, warn=True)
     commits = [] if parent is None or manifest is None else [parent]
-    if dedup == "store" and _lacks(manifest, streams):
+    held = {} if manifest is None else {entry.name: (entry.dtype, entry.shape) for entry in manifest.held}
+    if dedup == "store" and not streams.items() <= held.items():
         commits += newest_of_runs(repo, is_live, but=run, skip_doubtful=True)[:_MAX_BASES]
     return ReuseOffer(commits, damaged=frozenset(blobs.damaged_marks(repo) if commits else ()))
 
@@ -95,7 +94,7 @@ def reusable_cells(repo: Repository, run: str, offer: ReuseOffer, last: LastShar
     for commit, manifest in offer.manifests:
         manifests.adopt(repo, commit, manifest)
     held = ((commit, readable(repo, commit)) for commit in offer.commits)
-    cells = [(commit.run == run, ManifestCells(manifest)) for commit, manifest in held if manifest is not None]
+    cells = [(commit.run == run, CellSource.of(one)) for commit, one in held if one is not None]
     parent = next((source for is_parent, source in cells if is_parent), None)
     return ReusableCells(parent, [source for _, source in cells if source is not parent], _avoid(offer.damaged))
 
@@ -115,11 +114,3 @@ def readable(repo: Repository, commit: Commit, *, warn: bool = False) -> Manifes
         if warn:
             log.warning("this save reuses nothing from %s@%d: %s", commit.run, commit.step, error)
         return None
-
-
-def _lacks(parent: Manifest | None, streams: Streams) -> bool:
-    """Return whether the parent lacks any of the streams, or has one of them with a different dtype or shape."""
-    if parent is None:
-        return True
-    have = {entry.name: (entry.dtype, entry.shape) for entry in parent.held}
-    return any(have.get(name) != form for name, form in streams.items())

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
 
@@ -17,32 +17,21 @@ from casckpt.format.regions import Region, Shape, holes_and_overlaps, intersect
 from casckpt.format.sections.blobs import BlobRef
 from casckpt.format.sections.index import Name
 from casckpt.format.sections.tables import Extents, Streams, WholeCells
-from casckpt.plan.reuse import ReusableCells
+from casckpt.plan.reuse import CellSource, ReusableCells
 from casckpt.saving.local_entries import Cell, SmallCells
 from casckpt.saving.prepare import Prepared
 from casckpt.saving.upload import PlacedCell
 
 
 @dataclass(frozen=True)
-class Share:
+class Share(CellSource):
     """The extents that one rank, or all ranks together, stored or reused, by stream and in order, with their blobs.
 
     ``unhashed``: the streams with cells that were not hashed because the stream was declared frozen. A rank remembers
-    its share of the last save as a `casckpt.plan.reuse.CellSource`.
+    its share of the last save.
     """
 
-    extents: Extents
-    refs: Sequence[BlobRef]
     unhashed: frozenset[Name] = frozenset()
-
-    def table(self, name: Name, dtype: str, shape: Shape) -> ExtentTable | None:
-        """Return the extents of a stream, or None if the share has no stream with this name, dtype and shape."""
-        found = self.extents.get(name)
-        return found[1] if found is not None and found[0] == dtype and found[1].shape == shape else None
-
-    def tables(self) -> Iterable[ExtentTable]:
-        """Return the extents of all streams that are not single cells in ``extents``."""
-        return self.extents.others.values()
 
 
 @collector_paused()
@@ -80,8 +69,7 @@ def share_of(
     for row in np.flatnonzero(~single.is_whole).tolist():
         size = dtypes.itemsize(sources[row].dtype)
         others[row] = build(sources[row].shape, size, cell_bytes // size, cells[row])
-    names, forms = list(prepared.streams), list(prepared.streams.values())
-    return Share(Extents(names, forms, cell_bytes, single, others), list(numbers), frozenset(unhashed))
+    return Share(Extents(prepared.streams, cell_bytes, single, others), list(numbers), frozenset(unhashed))
 
 
 def _stored(cell: Cell, place: PlacedCell, number: Callable[[int, bool], int]) -> StoredCell:
@@ -100,11 +88,8 @@ def _stored(cell: Cell, place: PlacedCell, number: Callable[[int, bool], int]) -
 def _add_small(single: WholeCells, cells: SmallCells, number: Callable[[int, bool], int]) -> None:
     """Add cells to the columns of all streams. ``number``: returns the number of a blob in the share."""
     placed, at = cells.placed, cells.source
-    found, first, which = np.unique(2 * placed.blob + placed.is_whole, return_index=True, return_inverse=True)
-    numbers = np.zeros(len(found), np.int64)
-    for row in np.argsort(first).tolist():  # in the order of the cells
-        numbers[row] = number(int(found[row]) // 2, bool(found[row] % 2))
-    single.is_whole[at], single.blob[at], single.offset[at] = True, numbers[which], placed.offset
+    numbers = [number(*place) for place in zip(placed.blob.tolist(), placed.is_whole.tolist(), strict=True)]
+    single.is_whole[at], single.blob[at], single.offset[at] = True, numbers, placed.offset
     single.nbytes[at], single.digest[at] = placed.nbytes, placed.digest
 
 
@@ -113,14 +98,12 @@ def joined(shares: Sequence[Share]) -> Share:
     if len(shares) == 1:
         return shares[0]
     numbers: dict[BlobRef, int] = {}
-    held: dict[Name, list[tuple[ExtentTable, Sequence[int]]]] = {}
-    dtype_of: dict[Name, str] = {}
+    held: dict[Name, tuple[str, list[tuple[ExtentTable, Sequence[int]]]]] = {}
     for share in shares:
         blobs = [numbers.setdefault(ref, len(numbers)) for ref in share.refs]
         for name, (dtype, table) in share.extents.items():
-            dtype_of.setdefault(name, dtype)
-            held.setdefault(name, []).append((table, blobs))
-    extents = {name: (dtype_of[name], join(parts)) for name, parts in held.items()}
+            held.setdefault(name, (dtype, []))[1].append((table, blobs))
+    extents = {name: (dtype, join(parts)) for name, (dtype, parts) in held.items()}
     return Share(Extents.of(extents), list(numbers), frozenset[Name]().union(*(share.unhashed for share in shares)))
 
 

@@ -28,7 +28,6 @@ from time import perf_counter
 import numpy as np
 
 from casckpt.base.groups import in_batches
-from casckpt.base.lazy import cached_property
 from casckpt.base.parallel import run_all, usable_cores, useful_threads
 from casckpt.base.progress import Progress, silent
 from casckpt.contents import blobs
@@ -37,7 +36,7 @@ from casckpt.format.digest import cell_digest, cell_digests
 from casckpt.format.extents import DIGEST_BYTES, Frame, StoredCell
 from casckpt.format.names import CellDigest, TxId
 from casckpt.format.sections.blobs import BlobRef
-from casckpt.plan.cells import Queue, branch_of, branches_of, by_branch
+from casckpt.plan.cells import Queue, branch_numbers, branch_of, by_branch
 from casckpt.plan.reuse import ReusableCells
 from casckpt.repository.repository import Repository
 from casckpt.saving.encoder import Coder
@@ -158,11 +157,10 @@ class Upload:
         Their names are durable after a `settle` of the folder. `SmallCells` hold their own locations.
         """
         placed: dict[int, PlacedCell] = {}
-        every = [cell for cells in work for cell in cells]
         large = [[cell for cell in cells if isinstance(cell, Cell)] for cells in work]
         if self.known.any:
             self._compare([cells for cells in large if cells], placed)
-        unknown = [cell for cell in every if id(cell) not in placed]
+        unknown = [cell for cells in work for cell in cells if id(cell) not in placed]
         if unknown:
             self._pack(unknown, placed)
         return [[cell if isinstance(cell, SmallCells) else placed[id(cell)] for cell in cells] for cells in work]
@@ -273,26 +271,19 @@ class Upload:
         Cells in the second kind of queue will probably not change. In a blob with changing cells, they would soon have
         to move again.
         """
-        moved, rest, branch = list[Cell | SmallCells](), list[Cell | SmallCells](), self._branch
+        moved, rest = list[Cell | SmallCells](), list[Cell | SmallCells]()
+        numbers = branch_numbers(branch_of(source.kind, source.key) for source in self.sources)
+        branch = np.array(numbers, np.int64)
         for cell in unknown:
             if isinstance(cell, SmallCells):
-                branches = np.array([branch[number] for number in cell.source.tolist()])
-                for _, part in cell.runs(branches if len(self._branches) > 1 else np.zeros(len(branches))):
-                    for is_moved, cells in part.runs(part.known.is_whole & ~self.known.usable_cells(part.known)):
-                        (moved if is_moved else rest).append(cells)
+                to_move = cell.known.is_whole & ~self.known.usable_cells(cell.known)
+                for label, cells in cell.runs(2 * branch[cell.source] + to_move):
+                    (moved if label % 2 else rest).append(cells)
             else:
-                to_move = cell.known is not None and not self.known.usable_cell(cell.known)
-                (moved if to_move else rest).append(cell)
-        parts = (by_branch(part, lambda cell: branch[_first(cell)], self._branches) for part in (rest, moved))
+                is_moved = cell.known is not None and not self.known.usable_cell(cell.known)
+                (moved if is_moved else rest).append(cell)
+        parts = (by_branch(part, lambda cell: numbers[_first(cell)]) for part in (rest, moved))
         return [_Queue(cells) for part in parts for cells in part]
-
-    @cached_property
-    def _branch(self) -> Sequence[str]:
-        return [branch_of(source.kind, source.key) for source in self.sources]
-
-    @cached_property
-    def _branches(self) -> frozenset[str]:
-        return branches_of(self._branch)
 
     def _empty(self, queue: _Queue, packing: _Packing, buffer: memoryview, copier: Copier) -> None:
         while not packing.stop.is_set() and not queue.is_empty:
@@ -367,22 +358,18 @@ class Upload:
             for source, (lo, hi), digest, same in zip(cells.source, spans, digests, is_same, strict=True):
                 self.scan.scan(self.sources[source], buffer[lo:hi], digest, is_unchanged=same)
         placed.is_whole[:], placed.blob[:], placed.offset[:] = False, known.blob, known.offset
-        at, stored, places = writer.end, list[int](), list[tuple[bool, int, int]]()
+        places, dtype = list[tuple[bool, int, int]](), self.sources[_first(cells)].dtype
         others = np.flatnonzero(~(is_same & self.known.usable_cells(known)))
         for row in others.tolist():
-            place, is_new = self._claim(self._find(None, digests[row]), digests[row], number, at)
+            digest, (lo, hi), at = digests[row], spans[row], writer.end
+            place, is_new = self._claim(self._find(None, digest), digest, number, at)
             if place.frame is not None:  # a frame of a different tensor, which columns cannot describe
-                place, is_new = PlacedCell(digests[row], True, number, at), True
+                place, is_new = PlacedCell(digest, True, number, at), True
             places.append((place.new, place.blob, place.offset))
             if is_new:
-                lo, hi = spans[row]
                 buffer[at : at + hi - lo] = buffer[lo:hi]  # a known cell may have been here
-                at += hi - lo
-                stored.append(row)
-        if places:
-            placed.is_whole[others], placed.blob[others], placed.offset[others] = np.array(places).T
-        if stored:
-            writer.add_small(self.sources[_first(cells)].dtype, sizes[stored])
+                writer.add(dtype, hi - lo, digest)
+        placed.is_whole[others], placed.blob[others], placed.offset[others] = np.array(places).reshape(-1, 3).T
         self.progress(cells.nbytes)
 
     def _scan(self, cell: Cell, data: memoryview, digest: CellDigest) -> None:
@@ -437,19 +424,18 @@ class _Queue(Queue[Cell | SmallCells]):
     """Ordered cells, in lots that fit one buffer. ``frames``: the frames of its cells that are not in a blob yet."""
 
     def __init__(self, cells: Sequence[Cell | SmallCells]) -> None:
-        self._items = list(cells)
-        super().__init__(self._items)
+        super().__init__(cells)
         self.frames = _Frames()
 
     def _place(self, number: int, begin: int, end: int) -> int:
         """Split small cells into lots that stay in the CPU's cache, and at the end of the blob."""
-        cells = self._items[number]
+        cells = self._cells[number]
         if isinstance(cells, Cell):
             return super()._place(number, begin, end)
         ends = np.cumsum(cells.placed.nbytes)
         fits = int(np.searchsorted(ends, min(_SMALL_LOT, end - begin), side="right"))
         if 0 < fits < len(ends):
-            self._items[number : number + 1] = [cells.rows(slice(fits)), cells.rows(slice(fits, None))]
+            self._cells[number : number + 1] = [cells.rows(slice(fits)), cells.rows(slice(fits, None))]
         return begin + int(ends[max(fits, 1) - 1])
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import lru_cache
 from math import prod
 from typing import TYPE_CHECKING, Any
 
@@ -87,14 +86,9 @@ def may_differ(leaf: Any, local: LocalTensor) -> bool:
 def _from_whole(key: str, leaf: torch.Tensor) -> LocalTensor:
     if not _is_usual(leaf):
         check_storable(key, leaf)
-    region = _whole(leaf.shape)
+    region = whole(tuple(leaf.shape))
     is_parameter = type(leaf) is not torch.Tensor and isinstance(leaf, torch.nn.Parameter)
     return LocalTensor(key, leaf.dtype, region.box.shape, (Piece(region, leaf),), is_parameter)
-
-
-@lru_cache(maxsize=4096)
-def _whole(shape: torch.Size) -> Region:
-    return whole(tuple(shape))
 
 
 def _shards(key: str, leaf: Any) -> list[Shard]:
@@ -200,7 +194,6 @@ def _is_usual(data: torch.Tensor) -> bool:
     """Return whether a tensor is like most tensors, whose bytes can be stored directly. This is a fast path."""
     if type(data) not in PLAIN or data.layout is not torch.strided or data.is_nested or data.is_quantized:
         return False
-    dtype_name(data.dtype)
     return not data.storage_offset() and data.data_ptr() != 0 and not hasattr(data, "ds_id")
 
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 import random
 import re
 from collections import Counter, OrderedDict, defaultdict
-from collections.abc import Callable, Collection, Container, Iterable, Iterator, Mapping, MutableMapping, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from types import NoneType
@@ -87,7 +87,6 @@ def flatten(
     _check_state(state)
     flattener = _Flattener(is_whole, apart, objects=objects)
     node = flattener.node(state, (), "", False)
-    _check_keys(flattener.leaves)
     return FlatState(flattener.leaves, node, flattener.unkept, flattener.whole, flattener.wrappers)
 
 
@@ -300,9 +299,7 @@ class _Flattener:
         start = f"{key}." if path else ""
         for element, child in _children(value):
             if type(child) in PLAIN and child.layout is _STRIDED:  # a fast path for most leaves
-                leaf = LeafValue(f"{start}{element}", (*path, element), child, True, per_rank)
-                if not leaf.key or self.leaves.setdefault(leaf.key, leaf) is not leaf:
-                    self._add(leaf)  # raises
+                self._add(LeafValue(check_key(f"{start}{element}"), (*path, element), child, True, per_rank))
                 children[element] = TENSOR
             else:
                 children[element] = self.node(child, (*path, element), f"{start}{element}", per_rank)
@@ -327,7 +324,7 @@ class _Flattener:
                 nodes[name] = self._opened(part, below, outer)
             else:
                 nodes[name] = TENSOR
-                self._add(LeafValue(join(below), below, part, True, outer.per_rank, outer))
+                self._add(LeafValue(check_key(join(below)), below, part, True, outer.per_rank, outer))
         return Wrapper(encode_form(wrapper.form), nodes)
 
     def _add(self, leaf: LeafValue) -> None:
@@ -343,14 +340,6 @@ class _Flattener:
 
 
 _UNFIT = re.compile("[\0\ud800-\udfff]")
-
-
-def _check_keys(keys: Collection[str]) -> None:
-    """Call `check_key` for all keys, but only if one of them may be wrong."""
-    text = "".join(keys)
-    if max(map(len, keys), default=0) > MAX_KEY_CHARACTERS or not text.isascii() or "\0" in text:
-        for key in keys:
-            check_key(key)
 
 
 def check_key(key: str) -> str:

@@ -35,9 +35,10 @@ from casckpt.format.manifest import Encoded, Manifest, placed
 from casckpt.format.names import BlobHash, CellDigest, TxId
 from casckpt.format.sections.blobs import BlobList, BlobRef, encode_blobs
 from casckpt.format.sections.index import Entry
+from casckpt.format.sections.tables import Extents
 from casckpt.history.commits import Commit, CommitList, list_commits
-from casckpt.plan.cells import Queue, branch_of, branches_of, by_branch
-from casckpt.plan.reuse import ManifestCells, ReusableCells, mark_worn
+from casckpt.plan.cells import Queue, branch_numbers, branch_of, by_branch
+from casckpt.plan.reuse import CellSource, ReusableCells, mark_worn
 from casckpt.repository.fetching import BlobDamaged, explain
 from casckpt.repository.repository import Repository
 from casckpt.storage.base import ShortObject
@@ -66,7 +67,7 @@ class _Cell:
     digest: CellDigest
     nbytes: int
     dtype: str
-    branch: str
+    branch: int
     blob: int
     offset: int
 
@@ -134,7 +135,7 @@ class Recoding:
         avoided = blobs.damaged_marks(self.target) if related else set[tuple[TxId, BlobHash]]()
         if self.source is self.target:
             avoided |= {(ref.uploader, ref.hash) for ref in map(self.manifest.blob, self.moving)}
-        bases = [ManifestCells(manifest) for _, manifest in readable(self.target, related)]
+        bases = [CellSource.of(manifest) for _, manifest in readable(self.target, related)]
         return ReusableCells(None, bases, lambda ref: ref.worn or (ref.uploader, ref.hash) in avoided)
 
     def _related(self) -> list[Commit]:
@@ -151,7 +152,7 @@ class Recoding:
 
     def _store(self, cells: Sequence[_Cell], places: dict[CellDigest, CellPlace]) -> None:
         """Put cells into new blobs, and add their locations to ``places``."""
-        lots = packed(self.manifest, cells, self.blob_bytes or self.target.marker.blob_bytes)
+        lots = packed(cells, self.blob_bytes or self.target.marker.blob_bytes)
         size = buffer_bytes(max((padded(sum(cell.nbytes for cell in lot)) for lot in lots), default=1))
         each = 2 if self.compress else 1
         buffers = BufferPool(max(1, min(self.jobs, len(lots), _MEMORY // (each * size))) * each, size)
@@ -252,8 +253,10 @@ class Recoding:
             return build(table.shape, table.itemsize, table.cell, list(cells))
 
         make = coded if self.compress else partial(moved, place=place)
-        tables = {entry.number: make(self.manifest.extents(entry)) for entry in _stored_entries(self.manifest)}
-        refs = mark_worn(tables.values(), list(numbers), self.manifest.body.run, live.__contains__)
+        entries = _stored_entries(self.manifest)
+        tables = {entry.number: make(self.manifest.extents(entry)) for entry in entries}
+        extents = Extents.of({entry.name: (entry.dtype, tables[entry.number]) for entry in entries})
+        refs = mark_worn(extents, list(numbers), self.manifest.body.run, live.__contains__)
         made = placed(self.manifest, encode_blobs(refs), tables)
         again = made.manifest()
         for number in tables:  # a foreign writer may split extents in a way that the new tables cannot express
@@ -272,7 +275,7 @@ def poor_blobs(manifest: Manifest, blob_bytes: int, kept: Container[tuple[TxId, 
     refs = [(number, ref) for number, ref in every if (ref.uploader, ref.hash) not in kept]
     poor = {number: ref for number, ref in refs if ref.worn or 2 * ref.size < blob_bytes}
     is_gain = any(ref.worn for ref in poor.values())
-    is_gain = is_gain or len(packed(manifest, cells_of(manifest, poor), blob_bytes)) < len(poor)
+    is_gain = is_gain or len(packed(cells_of(manifest, poor), blob_bytes)) < len(poor)
     return frozenset(poor if is_gain else ())
 
 
@@ -286,8 +289,9 @@ def blobs_of_chains(manifest: Manifest) -> frozenset[int]:
 def cells_of(manifest: Manifest, wanted: Container[int]) -> list[_Cell]:
     """Return each cell in the blobs ``wanted`` once, in the order in which a save packs cells."""
     ranked: dict[CellDigest, tuple[tuple[object, ...], _Cell]] = {}
+    branches = branch_numbers(branch_of(entry.kind, entry.key) for entry in manifest.entries)
     for entry in _stored_entries(manifest):
-        table, branch = manifest.extents(entry), branch_of(entry.kind, entry.key)
+        table, branch = manifest.extents(entry), branches[entry.number]
         begins_small: dict[int, bool] = {}
         for extent in table.extents:
             cells = list(table.stored_cells([extent]))
@@ -300,12 +304,11 @@ def cells_of(manifest: Manifest, wanted: Container[int]) -> list[_Cell]:
     return [cell for _, cell in sorted(ranked.values(), key=lambda ranked_cell: ranked_cell[0])]
 
 
-def packed(manifest: Manifest, cells: Sequence[_Cell], blob_bytes: int) -> list[Sequence[_Cell]]:
+def packed(cells: Sequence[_Cell], blob_bytes: int) -> list[Sequence[_Cell]]:
     """Split ``cells``, in order, into one lot per blob. A blob never has cells from two branches of the state."""
     end = DATA_OFFSET + max([blob_bytes, *(cell.nbytes for cell in cells)])
-    branches = branches_of(branch_of(entry.kind, entry.key) for entry in manifest.entries)
     lots: list[Sequence[_Cell]] = []
-    for queue in map(Queue, by_branch(cells, lambda cell: cell.branch, branches)):
+    for queue in map(Queue, by_branch(cells, lambda cell: cell.branch)):
         while not queue.is_empty:
             lots.append(queue.take(DATA_OFFSET, end)[1])
     return lots

@@ -4,14 +4,12 @@ from __future__ import annotations
 
 from pathlib import Path
 
-import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors import safe_open
 
 from casckpt.base.digest import Buffer
-from casckpt.base.groups import grouped, in_batches
 from casckpt.errors import InvalidInput
 from casckpt.format import blob_writer
 from casckpt.format.blob import DATA_OFFSET, decode_header, order
@@ -175,16 +173,3 @@ def test_cells_that_are_out_of_order_are_rejected() -> None:
         written([("uint8", b"1"), ("float32", b"1234")])
     with pytest.raises(InvalidInput, match="leaves"):
         BlobWriter(memoryview(bytearray(buffer_bytes(10)))).finish()
-
-
-@given(cells(), st.integers(1, 9))
-def test_small_cells_can_be_added_together(given: list[tuple[str, bytes]], most: int) -> None:
-    small = [(dtype, data) for dtype, data in given if len(data) < LEAF_BYTES] or [("uint8", b"x")]
-    buffer = memoryview(bytearray(buffer_bytes(padded(sum(len(data) for _, data in small)))))
-    writer = BlobWriter(buffer)
-    for same in grouped(small, lambda cell: order(cell[0])).values():
-        for lot in in_batches([data for _, data in same], lambda _: 1, most):
-            buffer[writer.end : writer.end + sum(map(len, lot))] = b"".join(lot)
-            writer.add_small(same[0][0], np.array(list(map(len, lot))))
-    name, size = writer.finish()
-    assert (name, bytes(buffer[:size])) == written(small)[:2]

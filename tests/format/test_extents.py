@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from casckpt.format.extents import DIGEST_BYTES, ExtentTable, StoredCell, build, join, moved
-from casckpt.format.regions import Box, Region, full_box, intersect, whole
+from casckpt.format.regions import Box, Region, full_box, intersect
 from casckpt.format.sections.tables import encode_cells
 from tests.support.geometry import Case, cases, digest, stored_cell
 
@@ -30,13 +30,6 @@ def test_a_table_contains_its_cells(case: Case) -> None:
         assert sum(cell.stored for cell in mine) == table.stored_bytes(one)
     _check_order(table)
     assert table.boxes[0] == full_box(case.shape)
-
-
-@given(cases())
-def test_a_cell_is_the_only_cell_if_it_holds_the_whole_tensor(case: Case) -> None:
-    found = list(case.table.stored_cells())
-    is_one = len(found) == 1 and found[0].frame is None and found[0].region == whole(case.shape)
-    assert case.table.only_cell == (found[0] if is_one else None)
 
 
 @given(cases(), st.data())

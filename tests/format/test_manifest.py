@@ -27,7 +27,7 @@ from casckpt.format.sections.head import COPIED, HEAD_BYTES, INDEX, KNOWN, NEEDE
 from casckpt.format.sections.head import _encode as encode_head
 from casckpt.format.sections.index import MAX_KEY_CHARACTERS, PART, TENSOR
 from casckpt.format.sections.pieces import cut
-from casckpt.format.sections.tables import encode_cells
+from casckpt.format.sections.tables import Extents, encode_cells
 from casckpt.format.tree import decode_tree, encode_tree
 from tests.support.geometry import table_of
 from tests.support.ids import named
@@ -138,7 +138,8 @@ def test_the_id_depends_on_content_and_not_on_locations() -> None:
 
 def draft_with(refs: Sequence[BlobRef], streams: Any) -> Draft:
     return Draft(
-        **{name: getattr(drawn(), name) for name in Draft.__struct_fields__} | {"blobs": refs, "streams": streams}
+        **{name: getattr(drawn(), name) for name in Draft.__struct_fields__}
+        | {"blobs": refs, "streams": Extents.of(streams)}
     )
 
 

@@ -12,6 +12,8 @@ import torch
 import casckpt
 from casckpt.base import parallel
 from casckpt.loading import entry_reader as download
+from casckpt.loading import planned_reads
+from casckpt.plan import reads
 from casckpt.storage.local import reader as localreader
 from casckpt.storage.local import store as localstore
 from casckpt.store.store import Store
@@ -57,6 +59,29 @@ def test_a_few_copied_cells_do_not_cause_small_reads(
         store.load(into, "default@1")
     assert all(torch.equal(into[key], state[key]) for key in state)
     assert io.reads - before.reads == reads
+
+
+def test_small_tensors_that_equal_parts_of_a_large_one_do_not_join_its_reads(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(reads, "_LONG_BYTES", 8 * CELL)
+    monkeypatch.setattr(download, "_SCRATCH_BYTES", 3 * CELL)
+    store = casckpt.open(tmp_path / "store")
+    store.create(cell_bytes=CELL, blob_bytes=1 << 20)
+    state = {"large": cells(100)}
+    state |= {f"row{number}": row for number, row in enumerate(state["large"].view(100, -1)) if number}
+    store.save(state, step=0)
+    planned: list[planned_reads.Reads] = []
+
+    def plan_lots(*given: Any, **options: Any) -> planned_reads.Reads:
+        planned.append(planned_reads.plan_lots(*given, **options))
+        return planned[-1]
+
+    monkeypatch.setattr(download, "plan_lots", plan_lots)
+    into = {key: torch.zeros_like(value) for key, value in state.items()}
+    store.load(into, "latest")
+    assert all(torch.equal(into[key], state[key]) for key in state)
+    assert max(batch.nbytes for one in planned for batch in one.every) <= 6 * CELL
 
 
 @pytest.mark.parametrize(

@@ -54,8 +54,7 @@ def zeros(like: dict[str, Any]) -> dict[str, Any]:
 def place_of(store: Store, key: str) -> tuple[str, str, int]:
     """Return the storage key and the hash of the blob that holds a tensor, and the tensor's offset in it."""
     manifest = manifests.get(store.repository, store.get("default@1").commit)
-    only = manifest.extents(manifest.tensors[key]).only_cell
-    assert only is not None
+    (only,) = manifest.extents(manifest.tensors[key]).stored_cells()
     ref = manifest.blob(only.blob)
     return blob_key(ref.uploader, ref.hash), ref.hash, only.offset
 

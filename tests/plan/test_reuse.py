@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -13,10 +14,10 @@ from casckpt.format.manifest import Manifest
 from casckpt.format.names import BlobHash, CellDigest, TxId
 from casckpt.format.regions import Region, Shape, full_box
 from casckpt.format.sections.blobs import BlobRef
+from casckpt.format.sections.index import Name
 from casckpt.format.sections.tables import Extents, WholeCells
 from casckpt.plan.cells import plan_cells
-from casckpt.plan.reuse import ManifestCells, ReusableCells, bytes_in, coded_bytes, used_bytes
-from casckpt.saving.shares import Share
+from casckpt.plan.reuse import CellSource, ReusableCells, bytes_in, coded_bytes, used_bytes
 from tests.support.geometry import Case, cases, cells_of, full_shapes, partitions, stored_cell, table_of
 from tests.support.manifests import CELL, flat_cells, manifest
 
@@ -34,7 +35,7 @@ def _two_cells(name: str, first: str, second: str, *, worn: bool = False) -> Man
 
 
 def _known(*manifests: Manifest, has_parent: bool = True) -> ReusableCells:
-    sources = [ManifestCells(manifest) for manifest in manifests]
+    sources = [CellSource.of(manifest, manifest.held) for manifest in manifests]
     parent = sources.pop(0) if has_parent else None
     return ReusableCells(parent, sources, lambda ref: ref.worn)
 
@@ -60,22 +61,22 @@ def test_an_empty_index_finds_no_cells() -> None:
     known = _known(has_parent=False)
     assert not known.any
     assert known.find(d("a")) is None
-    assert known.parent_table(("tensor", "w", 0, None), "uint8", (1,)) is None
+    assert known.parent.table(("tensor", "w", 0, None), "uint8", (1,)) is None
 
 
 def test_only_the_parent_is_found_by_key() -> None:
     parent, base = _two_cells("w", "a", "b"), _two_cells("x", "c", "d")
     known, shape = _known(parent, base), (CELL + 10,)
-    found = known.parent_table(("tensor", "w", 0, None), "uint8", shape)
+    found = known.parent.table(("tensor", "w", 0, None), "uint8", shape)
     assert found is not None
     assert [cell.digest for cell in found.stored_cells()] == [d("a"), d("b")]
-    assert known.parent_table(("tensor", "x", 0, None), "uint8", shape) is None
-    assert known.parent_table(("tensor", "w", 0, None), "int8", shape) is None
-    assert known.parent_table(("tensor", "w", 0, None), "uint8", (*shape, 1)) is None
-    assert known.parent_table(("part", "w", 0, None), "uint8", shape) is None
-    assert known.parent_table(("tensor", "w", 0, 1), "uint8", shape) is None
+    assert known.parent.table(("tensor", "x", 0, None), "uint8", shape) is None
+    assert known.parent.table(("tensor", "w", 0, None), "int8", shape) is None
+    assert known.parent.table(("tensor", "w", 0, None), "uint8", (*shape, 1)) is None
+    assert known.parent.table(("part", "w", 0, None), "uint8", shape) is None
+    assert known.parent.table(("tensor", "w", 0, 1), "uint8", shape) is None
     without = _known(parent, base, has_parent=False)
-    assert without.parent_table(("tensor", "w", 0, None), "uint8", shape) is None
+    assert without.parent.table(("tensor", "w", 0, None), "uint8", shape) is None
     assert _place(without, d("a")) == (0, CELL)
 
 
@@ -97,6 +98,12 @@ def test_a_missing_blob_is_removed_from_the_index() -> None:
     assert not known.any
 
 
+def test_an_invalid_blob_number_of_the_parent_is_not_used() -> None:
+    known = _known(_two_cells("w", "a", "b"))
+    cells = WholeCells.none(3)._replace(is_whole=np.array([True, False, False]), blob=np.array([0, 1, 2**32 - 1]))
+    assert known.usable_cells(cells).tolist() == [True, False, False]
+
+
 def test_digests_with_a_common_prefix_are_distinct() -> None:
     shape = (3 * CELL,)
     digests = [CellDigest(bytes(8) + bytes([i]) * 24) for i in (1, 2, 3)]
@@ -115,7 +122,7 @@ def test_cells_are_located(shape: Shape, cell: int, data: st.DataObject) -> None
     table = table_of(shape, cell, cells)
     refs = [BlobRef(BlobHash(f"{n:064x}"), 1 << 20, UPLOADER) for n in range(len(cells))]
     known = ReusableCells(
-        None, [Share(Extents.of({("tensor", "w", 0, None): ("int16", table)}), refs)], lambda _: False
+        None, [CellSource(Extents.of({("tensor", "w", 0, None): ("int16", table)}), refs)], lambda _: False
     )
     for place in table.stored_cells():
         assert _place(known, place.digest) == (place.blob, place.offset)
@@ -128,8 +135,10 @@ def test_encoded_cells_are_found_with_their_bases(case: Case, before: int, data:
     sizes = len(case.blob_sizes)
     refs = [BlobRef(BlobHash(f"{n:064x}"), 1 << 20, UPLOADER) for n in range(before + sizes)]
     worn = data.draw(st.integers(0, before + sizes))
-    share = Share(Extents.of({("tensor", "w", 0, None): ("int16", case.table)}), refs[before:])
-    known = ReusableCells(None, [Share(Extents.of({}), refs[:before]), share], lambda ref: ref in refs[worn : worn + 1])
+    share = CellSource(Extents.of({("tensor", "w", 0, None): ("int16", case.table)}), refs[before:])
+    known = ReusableCells(
+        None, [CellSource(Extents.of({}), refs[:before]), share], lambda ref: ref in refs[worn : worn + 1]
+    )
     for cell in case.cells:
         want = cell.moved(lambda one: (one.blob + before, one.offset))
         assert known.find(cell.digest) == (None if worn in {one.blob for one in want.chain} else want)
@@ -146,9 +155,17 @@ def _table(rows: list[tuple[int, int, int]]) -> ExtentTable:
     return build(shape, 1, 1 << 20, cells)
 
 
+def _name(number: int) -> Name:
+    return "tensor", f"w{number}", 0, None
+
+
+def _extents(tables: list[ExtentTable]) -> Extents:
+    return Extents.of({_name(number): ("uint8", table) for number, table in enumerate(tables)})
+
+
 @given(st.lists(ranges, max_size=3))
 def test_used_bytes_count_each_byte_once(tables: list[list[tuple[int, int, int]]]) -> None:
-    used = used_bytes([_table(rows) for rows in tables], 3)
+    used = used_bytes(_extents([_table(rows) for rows in tables]), 3)
     bytes_ = {(blob, i) for rows in tables for blob, offset, n in rows for i in range(offset, offset + n)}
     assert used == [sum(blob == number for blob, _ in bytes_) for number in range(3)]
 
@@ -157,15 +174,19 @@ def test_used_bytes_count_each_byte_once(tables: list[list[tuple[int, int, int]]
 def test_used_bytes_include_single_cells(
     tables: list[list[tuple[int, int, int]]], rows: list[tuple[int, int, int]]
 ) -> None:
-    columns = WholeCells.none(len(rows) + 1)  # the last row is not a single cell
-    columns.is_whole[:-1] = True
+    count = len(rows)
+    columns = WholeCells.none(count + len(tables))  # the last rows are not single cells
+    columns.is_whole[:count] = True
     for column, values in zip((columns.blob, columns.offset, columns.nbytes), zip(*rows, strict=True), strict=False):
-        column[:-1] = values
-    split = [_table(rows) for rows in tables]
-    assert used_bytes(split, 3, columns) == used_bytes([*split, _table(rows)], 3)
+        column[:count] = values
+    split = [*map(_table, tables)]
+    streams = {_name(number): ("uint8", (1000,)) for number in range(count + len(split))}
+    both = Extents(streams, 1 << 20, columns, {count + number: table for number, table in enumerate(split)})
+    plain = _extents([*split, _table(rows)])
+    assert used_bytes(both, 3) == used_bytes(plain, 3)
     distinct = [*{(blob, offset): (blob, offset, nbytes) for blob, offset, nbytes in rows}.values()]
     if len(distinct) == len(rows):
-        assert bytes_in(split, {0, 2}, columns) == bytes_in([*split, _table(rows)], {0, 2})
+        assert bytes_in(both, {0, 2}) == bytes_in(plain, {0, 2})
 
 
 @given(cases())
@@ -173,7 +194,9 @@ def test_used_bytes_include_bases(case: Case) -> None:
     stored = [one for cell in case.cells for one in cell.chain]
     every = {(one.blob, at) for one in stored for at in range(one.offset, one.offset + one.stored)}
     blobs = len(case.blob_sizes)
-    assert used_bytes([case.table], blobs) == [sum(blob == number for blob, _ in every) for number in range(blobs)]
+    assert used_bytes(_extents([case.table]), blobs) == [
+        sum(blob == number for blob, _ in every) for number in range(blobs)
+    ]
 
 
 @pytest.mark.sweep
@@ -188,8 +211,8 @@ def test_for_encoded_cells_the_bytes_of_frames_are_counted_as_used(case: Case) -
 
 
 def test_used_bytes_are_empty_without_manifests() -> None:
-    assert used_bytes([], 2) == [0, 0]
-    assert used_bytes([], 0) == []
+    assert used_bytes(Extents.of({}), 2) == [0, 0]
+    assert used_bytes(Extents.of({}), 0) == []
 
 
 @pytest.mark.parametrize("has_parent", [True, False])
@@ -201,7 +224,7 @@ def test_excluded_is_called_for_every_blob(has_parent: bool) -> None:
         return True
 
     manifests = [_two_cells("w", "a", "b"), _two_cells("x", "c", "d")]
-    sources = [ManifestCells(manifest) for manifest in manifests]
+    sources = [CellSource.of(manifest, manifest.held) for manifest in manifests]
     known = ReusableCells(sources[0], sources[1:], excluded) if has_parent else ReusableCells(None, sources, excluded)
     assert asked == [manifest.blob(0) for manifest in manifests]
     assert not known.any

@@ -2,13 +2,20 @@
 
 from __future__ import annotations
 
+import tracemalloc
 from dataclasses import dataclass, field
 from random import Random
 from typing import Any
 
 import pytest
+import torch
 
-from casckpt.saving.upload import Copier
+from casckpt.format.names import TxId
+from casckpt.plan.reuse import ReusableCells
+from casckpt.saving.local_entries import plan_work
+from casckpt.saving.prepare import prepare
+from casckpt.saving.upload import Copier, Upload
+from tests.support.saves import CELL, small
 
 
 @dataclass
@@ -89,3 +96,17 @@ def test_tensors_in_host_memory_are_copied_directly() -> None:
     one = Far(100, 1, on_gpu=False)
     copied(Copier(memoryview(bytearray(400))), [Part(one, 0, 10), Part(one, 10, 20)])
     assert one.copied == [(0, 10), (10, 20)]
+
+
+def test_a_long_key_does_not_cost_memory_for_each_small_tensor() -> None:
+    values = {f"w{n}": torch.full((4,), float(n)) for n in range(1000)}
+    prepared = prepare({**values, "k" * 4000: torch.ones(4)}, None, rank=0, allow_pickle=False)
+    known = ReusableCells(None, [], lambda ref: False)
+    work = plan_work(prepared.sources, CELL, known, prepared.streams, CELL)
+    upload = Upload(small().repository, TxId(""), prepared.sources, known, 1)
+    tracemalloc.start()
+    try:
+        upload._queues([cell for cells in work for cell in cells])
+        assert tracemalloc.get_traced_memory()[1] < 1 << 20
+    finally:
+        tracemalloc.stop()

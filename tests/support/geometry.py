@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from casckpt.format.extents import MAX_LINKS, ExtentTable, Frame, StoredCell, build
 from casckpt.format.names import CellDigest
-from casckpt.format.regions import Box, Region, Shape, full_box, normalise
+from casckpt.format.regions import Box, Region, Shape, full_box, normalise, whole
 from casckpt.plan.cells import Group, plan_cells
 
 shapes = st.lists(st.integers(0, 5), max_size=4).map(tuple)
@@ -32,6 +32,13 @@ def elements(region: Region, shape: Shape) -> list[int]:
 def box_elements(boxes: Sequence[Box], shape: Shape) -> list[int]:
     """Return the elements of several boxes in order."""
     return [i for box in boxes for i in elements(Region(box, 0, box.numel), shape)]
+
+
+def only_cell(table: ExtentTable) -> StoredCell | None:
+    """Return the cell that holds the whole tensor, or None if there are several cells, no cells, or a coded cell."""
+    cells = list(table.stored_cells())
+    is_only = len(cells) == 1 and cells[0].frame is None and cells[0].region == whole(table.shape)
+    return cells[0] if is_only else None
 
 
 @st.composite

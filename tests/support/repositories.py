@@ -21,6 +21,7 @@ from casckpt.format.names import BlobHash, ManifestId, TxId
 from casckpt.format.records import Committed, changed
 from casckpt.format.sections.blobs import BlobRef
 from casckpt.format.sections.head import MAX_MANIFEST_BYTES
+from casckpt.format.sections.tables import Extents
 from casckpt.history import commits
 from casckpt.history.commits import Commit, CommitList
 from casckpt.repository.repository import Clock, Entropy, Repository
@@ -172,7 +173,9 @@ def draft(refs: Iterable[BlobRef], run: str = "run", step: int = 0, **fields: An
         "streams": {},
         "tree": b"",
     }
-    return Draft(casckpt="0", torch="0", run=run, step=step, world_size=1, blobs=list(refs), **(values | fields))
+    values |= fields
+    values["streams"] = Extents.of(values["streams"])
+    return Draft(casckpt="0", torch="0", run=run, step=step, world_size=1, blobs=list(refs), **values)
 
 
 def save(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from itertools import accumulate
 from math import prod
 from typing import Any, Final, TypeAlias
@@ -164,18 +164,14 @@ class ManifestBody(Description, frozen=True, kw_only=True, dict=True, rename=_ST
         return _entries(self.entry_columns)
 
     @cached_property
-    def numels(self) -> Ints:
-        """The number of elements of each entry. Call this only after `entries`, which checks the columns."""
+    def sizes(self) -> Ints:
+        """The size of each entry in bytes. It may be less above 2**50. Call this only after `entries`."""
         dimensions = np.array(unpack(self.entry_columns.dimensions), np.int64)
         extents = np.array([*unpack(self.entry_columns.shape), 1], np.int64)
         products = np.multiply.reduceat(extents, np.cumsum(dimensions) - dimensions)
-        return np.where(dimensions > 0, products, 1)
-
-    @cached_property
-    def itemsizes(self) -> Ints:
-        """The bytes per element of each entry. Call this only after `entries`."""
-        sizes = np.array([itemsize for _, itemsize in self.entry_columns.dtypes], np.int64)
-        return sizes[unpack(self.entry_columns.dtype)]
+        itemsizes = np.array([itemsize for _, itemsize in self.entry_columns.dtypes], np.int64)
+        numels = np.minimum(np.where(dimensions > 0, products, 1), 1 << 50)  # so that no product overflows
+        return numels * itemsizes[unpack(self.entry_columns.dtype)]
 
     @cached_property
     def objects(self) -> Sequence[StoredObject]:
@@ -254,17 +250,17 @@ def pack_ranks(ranks: Iterable[int | None]) -> bytes:
 
 
 def entry_columns(
-    names: Sequence[Name], forms: Sequence[tuple[str, Shape]], unhashed: Collection[Name], inner: Collection[str] = ()
+    streams: Mapping[Name, tuple[str, Shape]], unhashed: Collection[Name], inner: Collection[str] = ()
 ) -> EntryColumns:
-    """Return the entry columns for streams.
+    """Return the entry columns for streams, from the dtype and shape of each stream.
 
-    ``forms``: the dtype and shape of each stream. ``inner``: the keys of tensors in wrappers.
+    ``inner``: the keys of tensors in wrappers.
 
     Raises InvalidInput for a key that readers would not accept, and Refused for an unknown dtype.
     """
-    types = [f"{_INNER}{form[0]}" if name[1] in inner else form[0] for name, form in zip(names, forms, strict=True)]
-    shapes = [shape for _, shape in forms]
-    kinds, keys, indices, ranks = map(list, zip(*names, strict=True)) if names else ([], [], [], [])
+    types = [f"{_INNER}{dtype}" if name[1] in inner else dtype for name, (dtype, _) in streams.items()]
+    shapes = [shape for _, shape in streams.values()]
+    kinds, keys, indices, ranks = map(list, zip(*streams, strict=True)) if streams else ([], [], [], [])
     if keys and len(long := max(keys, key=len)) > MAX_KEY_CHARACTERS:
         raise InvalidInput(f"key {long[:80]!r}... has more than {MAX_KEY_CHARACTERS} characters", key=long)
     kind_of = {kind: number for number, kind in enumerate(dict.fromkeys(kinds))}
@@ -279,5 +275,5 @@ def entry_columns(
         dtype=pack([type_of[dtype] for dtype in types]),
         dimensions=pack([len(shape) for shape in shapes]),
         shape=pack([extent for shape in shapes for extent in shape]),
-        unhashed=pack([number for number, name in enumerate(names) if name in unhashed] if unhashed else []),
+        unhashed=pack([number for number, name in enumerate(streams) if name in unhashed] if unhashed else []),
     )

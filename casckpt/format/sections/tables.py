@@ -165,8 +165,6 @@ def encode_cells(table: ExtentTable) -> bytes:
 
     A tensor without elements has no bytes.
     """
-    if table.is_whole:
-        return WHOLE + table.extents[0].digests
     if not table.extents:
         return b""
     digests = b"".join([extent.digests for extent in table.extents])
@@ -184,9 +182,6 @@ def encode_cells(table: ExtentTable) -> bytes:
 
 def encode_rows(table: ExtentTable) -> bytes:
     """Encode the locations of the cells."""
-    if len(table.extents) == 1 and table.extents[0].coding is None:  # a fast path for most tensors
-        (only,) = table.extents
-        return ROWS + ROW.pack(len(only.digests) // DIGEST_BYTES, only.blob, only.offset)
     if any(one.coding for one in table.extents):
         return CODED_ROWS + encode_coded(table.extents)
     rows = [ROW.pack(len(one.digests) // DIGEST_BYTES, one.blob, one.offset) for one in table.extents]
@@ -253,6 +248,11 @@ class WholeCells(NamedTuple):
         """Return these rows."""
         return WholeCells(self.is_whole[rows], self.blob[rows], self.offset[rows], self.nbytes[rows], self.digest[rows])
 
+    def cell(self, row: int, shape: Shape) -> StoredCell:
+        """Return the cell of one of the tensors, which has this shape."""
+        box, place = full_box(shape), (int(self.blob[row]), int(self.offset[row]), int(self.nbytes[row]))
+        return StoredCell(*place, box, 0, box.numel, CellDigest(self.digest[row].tobytes()))
+
     @classmethod
     def none(cls, count: int) -> WholeCells:
         """Return ``count`` rows for tensors that are not single cells."""
@@ -267,69 +267,65 @@ Streams: TypeAlias = Mapping[Name, tuple[str, Shape]]
 class Extents(Mapping[Name, tuple[str, ExtentTable]]):
     """The dtype and extents of each stream, in order. Most streams are single cells, in columns instead of objects.
 
-    ``forms``: the dtype and shape of each stream. ``others``: the tables of all streams that are not in ``cells``, by
-    number.
+    ``others``: the tables of all streams that are not in ``cells``, by number.
     """
 
-    def __init__(
-        self,
-        names: Sequence[Name],
-        forms: Sequence[tuple[str, Shape]],
-        cell_bytes: int,
-        cells: WholeCells,
-        others: Mapping[int, ExtentTable],
-    ) -> None:
-        self.names, self.forms, self.cell_bytes, self.cells, self.others = names, forms, cell_bytes, cells, others
+    def __init__(self, streams: Streams, cell_bytes: int, cells: WholeCells, others: Mapping[int, ExtentTable]) -> None:
+        self.streams, self.cell_bytes, self.cells, self.others = streams, cell_bytes, cells, others
 
     @classmethod
     def of(cls, tables: Mapping[Name, tuple[str, ExtentTable]]) -> Extents:
         """Return these tables, without columns."""
-        if isinstance(tables, Extents):
-            return tables
-        forms = [(dtype, table.shape) for dtype, table in tables.values()]
+        streams = {name: (dtype, table.shape) for name, (dtype, table) in tables.items()}
         others = {number: table for number, (_, table) in enumerate(tables.values())}
-        return cls(list(tables), forms, 0, WholeCells.none(len(forms)), others)
+        return cls(streams, 0, WholeCells.none(len(streams)), others)
+
+    @cached_property
+    def names(self) -> Sequence[Name]:
+        """The name of each stream."""
+        return list(self.streams)
 
     @cached_property
     def _numbers(self) -> Mapping[Name, int]:
-        return {name: number for number, name in enumerate(self.names)}
+        return {name: number for number, name in enumerate(self.streams)}
 
     def __len__(self) -> int:
-        return len(self.names)
+        return len(self.streams)
 
     def __iter__(self) -> Iterator[Name]:
-        return iter(self.names)
+        return iter(self.streams)
 
     def __getitem__(self, name: Name) -> tuple[str, ExtentTable]:
-        number = self._numbers[name]
-        (dtype, shape), table = self.forms[number], self.others.get(number)
+        dtype, shape = self.streams[name]
+        table = self.table(name, dtype, shape)
         if table is None:
-            cell, size = self.cell(number), dtypes.itemsize(dtype)
-            only = Extent(0, 0, cell.hi, cell.blob, cell.offset, cell.digest)
-            table = ExtentTable(shape, size, self.cell_bytes // size, (cell.box,), (only,))
+            raise KeyError(name)
         return dtype, table
 
-    def cell(self, number: int) -> StoredCell:
-        """Return the single cell of the stream with this number."""
-        box, (_, blob, offset, nbytes, digest) = full_box(self.forms[number][1]), self.cells
-        place = int(blob[number]), int(offset[number]), int(nbytes[number])
-        return StoredCell(*place, box, 0, box.numel, CellDigest(digest[number].tobytes()))
+    def table(self, name: Name, dtype: str, shape: Shape) -> ExtentTable | None:
+        """Return a stream's extents, or None if there is no stream with this name, dtype and shape."""
+        if self.streams.get(name) != (dtype, shape):
+            return None
+        number = self._numbers[name]
+        if not self.cells.is_whole[number]:
+            return self.others.get(number)
+        cell, size = self.cells.cell(number, shape), dtypes.itemsize(dtype)
+        only = Extent(0, 0, cell.hi, cell.blob, cell.offset, cell.digest)
+        return ExtentTable(shape, size, self.cell_bytes // size, (cell.box,), (only,))
 
     def has_only(self, streams: Streams) -> bool:
         """Return whether these are the same streams in the same order, which is the case in most saves."""
-        return self.names == list(streams) and self.forms == list(streams.values())
+        return list(self.streams.items()) == list(streams.items())
 
-    def find(self, streams: Streams) -> WholeCells:
+    def find(self, streams: Streams, cell_bytes: int) -> WholeCells:
         """Return a row for each of these streams. It is not whole unless the same stream is a single cell here."""
+        if not self.streams or self.cell_bytes != cell_bytes:
+            return WholeCells.none(len(streams))
         if self.has_only(streams):
             return self.cells
-        if not self.names:
-            return WholeCells.none(len(streams))
-        numbers = [self._numbers.get(name, -1) for name in streams]
-        pairs = zip(numbers, streams.values(), strict=True)
-        same = [number >= 0 and self.forms[number] == form for number, form in pairs]
-        found = self.cells.take(np.array(numbers, np.int64))
-        return found._replace(is_whole=found.is_whole & np.array(same, np.bool_))
+        is_same = [self.streams.get(name) == form for name, form in streams.items()]
+        found = self.cells.take(np.array([self._numbers.get(name, 0) for name in streams], np.int64))
+        return found._replace(is_whole=found.is_whole & np.array(is_same, np.bool_))
 
     def encoded(self) -> tuple[list[bytes], list[bytes]]:
         """Return the encoded cells, and the encoded locations, of each stream."""
@@ -351,20 +347,17 @@ def decode_whole_cells(
     cells: npt.NDArray[np.uint8],
     rows: npt.NDArray[np.uint8],
     blob_sizes: Sequence[int],
-    *,
-    numel: Ints,
-    itemsize: Ints,
+    nbytes: Ints,
     cell_bytes: int,
 ) -> WholeCells:
     """Decode the tables of many tensors at once. See `decode_table` for a single tensor. Invalid ones are not whole.
 
-    ``cells`` and ``rows`` have a row of `CELL_BYTES` or `ROW_BYTES` stored bytes for each tensor. The other columns
-    are its number of elements, and their size.
+    ``cells`` and ``rows`` have a row of `CELL_BYTES` or `ROW_BYTES` stored bytes for each tensor of ``nbytes`` bytes.
     """
     count, blob, offset = np.ascontiguousarray(rows[:, len(ROWS) :]).view("<u4").astype(np.int64).T
-    sizes, nbytes = np.array([*blob_sizes, 0]), numel * itemsize
+    sizes = np.array([*blob_sizes, 0])
     fits = (cells[:, 0] == WHOLE[0]) & (rows[:, 0] == ROWS[0]) & (count == 1)
-    fits &= (numel > 0) & (numel <= cell_bytes // itemsize)
+    fits &= (nbytes > 0) & (nbytes <= cell_bytes)
     fits &= (offset >= DATA_OFFSET) & (offset + nbytes <= sizes[np.minimum(blob, len(blob_sizes))])
     return WholeCells(fits, blob, offset, nbytes, cells[:, len(WHOLE) :])
 

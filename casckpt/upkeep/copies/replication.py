@@ -34,6 +34,7 @@ from casckpt.format.records import MAX_RECORD_BYTES, Began, Committed, changed
 from casckpt.format.sections.blobs import BlobRef, encode_blobs
 from casckpt.format.sections.head import MAX_MANIFEST_BYTES
 from casckpt.format.sections.index import TENSOR
+from casckpt.format.sections.tables import Extents
 from casckpt.history.commits import Commit, CommitList, list_commits, refresh
 from casckpt.history.folding import Holdings
 from casckpt.history.transactions import Transaction, join
@@ -368,7 +369,8 @@ class _Copy:
         new = {number for number, ref in enumerate(manifest.blobs) if ref.uploader == self.transaction.txid}
         with suppress(Refused):
             tensors = [entry for entry in manifest.held if entry.kind == TENSOR]
-            return sum(entry.nbytes for entry in tensors) - bytes_in(map(manifest.extents, tensors), new)
+            extents = Extents.of({entry.name: (entry.dtype, manifest.extents(entry)) for entry in tensors})
+            return sum(entry.nbytes for entry in tensors) - bytes_in(extents, new)
         return 0
 
     def _record(self, started: int, made: Encoded) -> Committed:

@@ -28,7 +28,7 @@ from casckpt.format.sections.tables import (
     encode_rows,
 )
 from tests.support.forging import COLUMNS, Table
-from tests.support.geometry import Case, cases, digest, elements, full_shapes, stored_cell
+from tests.support.geometry import Case, cases, digest, elements, full_shapes, only_cell, stored_cell
 
 
 def decoded(case: Case, cells: bytes, rows: bytes) -> ExtentTable:
@@ -76,15 +76,13 @@ def test_single_cells_decode_together_as_each_does_alone(case: Case, data: st.Da
         changed[data.draw(st.integers(0, len(changed) - 1))] = data.draw(st.integers(0, 255))
     only = None
     with suppress(*DECODE_ERRORS, InvalidInput):
-        only = decoded(case, bytes(stored[0]), bytes(stored[1])).only_cell
+        only = only_cell(decoded(case, bytes(stored[0]), bytes(stored[1])))
     if (len(stored[0]), len(stored[1])) != (CELL_BYTES, ROW_BYTES):
         assert only is None or stored[0][:1] != WHOLE
         return
     cells, rows = (np.frombuffer(bytes(one) * 2, np.uint8).reshape(2, -1) for one in stored)
-    numel, itemsize = np.full(2, full_box(case.shape).numel), np.full(2, case.itemsize)
-    found = decode_whole_cells(
-        cells, rows, case.blob_sizes, numel=numel, itemsize=itemsize, cell_bytes=case.cell * case.itemsize
-    )
+    nbytes = np.full(2, full_box(case.shape).numel * case.itemsize)
+    found = decode_whole_cells(cells, rows, case.blob_sizes, nbytes, case.cell * case.itemsize)
     assert found.is_whole.tolist() == [only is not None] * 2
     if only is not None:
         assert (found.blob[1], found.offset[1], found.nbytes[1]) == only[:3]
@@ -321,7 +319,7 @@ def test_single_cells_in_columns_are_like_tables(shapes: list[Shape], data: st.D
         placed = [stored_cell(one, 2, 4096 + 8 * one.lo, 4 * one.numel, digest(one, version)) for one in cuts]
         tables.append(build(shape, 4, 1 << 10, placed))
     plain = Extents.of({("tensor", f"k{n}", 0, None): ("float32", table) for n, table in enumerate(tables)})
-    only = [table.only_cell for table in tables]
+    only = [only_cell(table) for table in tables]
     cells, others = WholeCells.none(len(tables)), {}
     for number, cell in enumerate(only):
         if cell is None:
@@ -329,20 +327,22 @@ def test_single_cells_in_columns_are_like_tables(shapes: list[Shape], data: st.D
         else:
             cells.is_whole[number], cells.blob[number], cells.offset[number] = True, cell.blob, cell.offset
             cells.nbytes[number], cells.digest[number] = cell.nbytes, np.frombuffer(cell.digest, np.uint8)
-    columns = Extents(plain.names, plain.forms, 4 << 10, cells, others)
+    columns = Extents(plain.streams, 4 << 10, cells, others)
     assert dict(columns) == dict(plain)
     assert columns.encoded() == plain.encoded()
-    assert [columns.cell(number) for number in np.flatnonzero(cells.is_whole).tolist()] == [
-        cell for cell in only if cell
-    ]
-    streams = dict(zip(plain.names, plain.forms, strict=True))
+    rows = np.flatnonzero(cells.is_whole).tolist()
+    assert [cells.cell(row, shapes[row]) for row in rows] == [cell for cell in only if cell]
+    streams = plain.streams
     wanted = {name: streams[name] for name in data.draw(st.permutations(plain.names))} | {
         ("tensor", "x", 0, None): ("int8", (1,))
     }
-    found = columns.find(wanted)
-    assert found.is_whole.tolist() == [name in columns and columns[name][1].only_cell is not None for name in wanted]
-    singles = [columns[name][1].only_cell for name in wanted if name in columns]
+    found = columns.find(wanted, 4 << 10)
+    assert found.is_whole.tolist() == [name in columns and only_cell(columns[name][1]) is not None for name in wanted]
+    singles = [only_cell(columns[name][1]) for name in wanted if name in columns]
     assert found.offset[found.is_whole].tolist() == [cell.offset for cell in singles if cell is not None]
-    assert not columns.find({name: ("float32", (*shape, 1)) for name, (_, shape) in streams.items()}).is_whole.any()
+    assert not columns.find(
+        {name: ("float32", (*shape, 1)) for name, (_, shape) in streams.items()}, 4 << 10
+    ).is_whole.any()
+    assert not columns.find(wanted, 8 << 10).is_whole.any()
     assert columns.has_only(streams)
     assert not columns.has_only(wanted)

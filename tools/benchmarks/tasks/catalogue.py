@@ -68,6 +68,7 @@ def _draft(refs: list[BlobRef], step: int, draw: random.Random) -> Draft:
     from casckpt.format.names import CellDigest
     from casckpt.format.regions import full_box
     from casckpt.format.sections.index import TENSOR
+    from casckpt.format.sections.tables import Extents
 
     shape = (_BLOB // 4,)
     streams: dict[Name, tuple[str, ExtentTable]] = {}
@@ -76,7 +77,7 @@ def _draft(refs: list[BlobRef], step: int, draw: random.Random) -> Draft:
         streams[TENSOR, f"model.{number:05}", 0, None] = ("float32", build(shape, 4, shape[0], [place]))
     return Draft(
         casckpt=__version__, torch="", run=_RUN, step=step, created_at=step, parent=None, world_size=1,
-        cell_bytes=_BLOB, metadata=encode_metadata({})[0], blobs=refs, streams=streams, tree=b"",
+        cell_bytes=_BLOB, metadata=encode_metadata({})[0], blobs=refs, streams=Extents.of(streams), tree=b"",
     )  # fmt: skip
 
 

@@ -11,6 +11,8 @@ from benchmarks.worker import WrongBytes
 
 if TYPE_CHECKING:
     from benchmarks.worker import Here
+    from casckpt.format.extents import ExtentTable
+    from casckpt.format.sections.index import Name
 
 _COLUMNS, _ITEM = 256, 4
 _CELL = 1 << 20
@@ -70,14 +72,19 @@ def encode(here: Here) -> Measured:
     from casckpt.format import manifest
     from casckpt.format.metrics import encode_metadata
     from casckpt.format.sections.index import TENSOR
+    from casckpt.format.sections.tables import Extents
 
     metadata = encode_metadata({})[0]
+    every: list[ExtentTable] = here.kept["tables"]
+    tables: dict[Name, tuple[str, ExtentTable]] = {
+        (TENSOR, _key(n), 0, None): ("float32", table) for n, table in enumerate(every)
+    }
     meter = Meter()
     made = manifest.encode(
         manifest.Draft(
             casckpt=__version__, torch="", run="run", step=0, created_at=0, parent=None, world_size=1,
             cell_bytes=_CELL, metadata=metadata, tree=b"", blobs=here.kept["blobs"], objects=here.kept["objects"],
-            streams={(TENSOR, _key(n), 0, None): ("float32", table) for n, table in enumerate(here.kept["tables"])},
+            streams=Extents.of(tables),
         )
     )  # fmt: skip
     here.kept["id"], here.kept["data"] = made.id, made.data
