@@ -1,3 +1,3 @@
-"""The version, in one place."""
+"""The version of casckpt, which is defined only here."""
 
 __version__ = "0.2.0"

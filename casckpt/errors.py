@@ -121,7 +121,7 @@ class Unsupported(InvalidInput):
 
 
 class Refused(InvalidInput):
-    """An error for stored data that breaks the rules of the format because it is hostile or has a later version."""
+    """An error for stored data that breaks the rules of the format because it is hostile or from a later version."""
 
     kind = "refused"
 
@@ -139,7 +139,7 @@ class StorageError(CasckptError, OSError):
 
 
 class RankFailed(CasckptError, RuntimeError):
-    """An error for another rank of the process group that failed or died.
+    """An error for the failure or death of another rank of the process group.
 
     ``rank``: the failed rank. ``lost``: "died", "late" or None.
     """

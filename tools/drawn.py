@@ -9,8 +9,8 @@ DRAWN: tuple[tuple[str, str, str, str, str], ...] = (
     (
         "a damaged copy is dropped without a lock",
         "BlobReader.distrust",
-        'failed instead.\n        """\n        with self._lock:',
-        'failed instead.\n        """\n        if True:',
+        'failed instead of returning wrong bytes.\n        """\n        with self._lock:',
+        'failed instead of returning wrong bytes.\n        """\n        if True:',
         "tests/loading/test_blob_readers.py",
     ),
     (

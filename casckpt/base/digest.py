@@ -13,5 +13,5 @@ Buffer: TypeAlias = bytes | bytearray | memoryview
 
 
 def hex_digest(data: Buffer) -> str:
-    """Compute the digest of a whole object, as the 64 hex digits that b3sum prints."""
+    """Compute the digest of all of ``data``, as the 64 hex digits that b3sum prints."""
     return blake3(data).hexdigest()

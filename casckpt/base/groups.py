@@ -10,7 +10,10 @@ T = TypeVar("T")
 
 
 def in_batches(items: Iterable[T], size: Callable[[T], int], most: int) -> Iterator[list[T]]:
-    """Split items, in order, into lists whose total ``size`` is at most ``most``. Larger items get their own list."""
+    """Split items, in order, into lists whose total ``size`` is at most ``most``.
+
+    An item that is larger gets a list of its own.
+    """
     batch: list[T] = []
     room = most
     for item in items:
@@ -24,7 +27,7 @@ def in_batches(items: Iterable[T], size: Callable[[T], int], most: int) -> Itera
 
 
 def runs(items: Iterable[T], continues: Callable[[list[T], T], bool]) -> Iterator[list[T]]:
-    """Split items, in order, into runs. ``continues``: whether an item belongs to the run before it."""
+    """Split items, in order, into lists. ``continues``: whether an item belongs to the list that precedes it."""
     run: list[T] = []
     for item in items:
         if run and not continues(run, item):

@@ -33,7 +33,10 @@ def usable_cores(ranks: int = 1) -> int:
 
 
 def usable_threads(threads: int | None) -> int:
-    """Return the number of threads to use. The default is the number of cores, between 2 and 8. Raises InvalidInput."""
+    """Return the number of threads to use. The default is the number of cores, but at least 2 and at most 8.
+
+    Raises InvalidInput.
+    """
     if threads is None:
         return max(2, min(8, usable_cores()))
     if type(threads) is not int or threads < 1:
@@ -92,10 +95,10 @@ def _work(tasks: SimpleQueue[_Task[B, A] | None]) -> None:
 
 
 def run_all(call: Callable[[T], None], tasks: Iterable[T], threads: int) -> None:
-    """Call ``call`` with every task, in threads and in the caller. Once all have finished, raise the first error.
+    """Call ``call`` with every task, in helper threads and in the calling thread.
 
-    If no thread can be started, for example in a save that runs while the interpreter exits, the caller runs all
-    tasks.
+    Once all have finished, raise the first error. If no thread can be started, for example in a save that runs while
+    the interpreter exits, the caller runs all tasks.
     """
     todo = list(tasks)
     if threads == 1 or len(todo) <= 1:

@@ -22,7 +22,7 @@ class Progress:
         self._lock = Lock()
 
     def __call__(self, done: int) -> None:
-        """Add ``done`` finished bytes."""
+        """Record that ``done`` more bytes are finished."""
         if self._also is not None:
             self._also()
         if self._shown is not None:
@@ -38,7 +38,7 @@ class Progress:
                 self._shown(self._done, self._total or None)
 
     def of(self, total: int | None) -> Progress:
-        """Set the total (None if unknown) and return self. Later calls to `expect` do not change it."""
+        """Set the total (None if unknown) and return self. Later calls to `expect` do not change the total."""
         self._is_whole = False
         self.expect(total or 0)
         self._is_whole = True

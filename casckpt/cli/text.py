@@ -1,4 +1,4 @@
-"""Text output: tables that fit the terminal, sizes and times. Control characters from a store are escaped."""
+"""Text output: sizes, times, and tables that fit the terminal. Control characters from a store are escaped."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def bold(text: str) -> str:
 
 
 def freed(now: int, later: int) -> str:
-    """Format the bytes that gc frees now, and the bytes that it frees once forgotten checkpoints are purged."""
+    """Format how many bytes gc frees now, and how many it frees once forgotten checkpoints are purged."""
     return f"{size(now)} now, {size(later)} later" if later else size(now)
 
 
@@ -189,6 +189,6 @@ def unusual(health: Mapping[str, Any] | None) -> list[str]:
 
 
 def coded(stats: Mapping[str, int]) -> list[tuple[str, str]]:
-    """Return a fact with the plain and stored size of the encoded cells, or nothing if there are none."""
+    """Return the plain and stored sizes of the encoded cells as a name-value pair, if there are such cells."""
     plain, frames, deltas = (stats[f"bytes_{name}"] for name in ("coded", "frames", "deltas"))
     return [("smaller", f"{size(plain)} in {size(frames)}, including {size(deltas)} of deltas")] if plain else []

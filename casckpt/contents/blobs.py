@@ -40,9 +40,10 @@ class DamageMark:
 
 
 def put(repo: Repository, uploader: TxId, blob_hash: BlobHash, data: memoryview | bytes) -> None:
-    """Write a blob under ``uploader``. A blob that already exists counts as success. It is durable after ``settle``.
+    """Write a blob under ``uploader``.
 
-    Raises `StorageError`, including if a blob of a different size exists (after a put that failed on the server).
+    A blob that already exists counts as success. The blob is durable after ``settle``. Raises `StorageError`, for
+    example if a blob of a different size exists (after a put that failed on the server).
     """
     key, size = blob_key(uploader, blob_hash), memoryview(data).nbytes
     try:

@@ -173,9 +173,9 @@ class Checkpoint:
 
     @property
     def healthy(self) -> bool | None:
-        """The value that the save declared.
+        """Whether training should continue from this checkpoint, as its save declared.
 
-        If it did not declare a value, this is False if the save found NaN, and otherwise None.
+        If the save declared nothing, this is False if it found NaN, and otherwise None.
         """
         return self._record.healthy
 
@@ -252,7 +252,7 @@ class Checkpoint:
 
     @property
     def stats(self) -> SaveStats:
-        """The figures of its save."""
+        """The statistics of its save."""
         return SaveStats(**{figure.name: getattr(self._record, figure.name) for figure in fields(SaveStats)})
 
     def __repr__(self) -> str:

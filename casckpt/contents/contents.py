@@ -111,7 +111,7 @@ class Contents:
 
     @property
     def outer(self) -> dict[str, str]:
-        """The key of its wrapper for each tensor in a wrapper, by key."""
+        """For each tensor in a wrapper, the key of that wrapper, by the tensor's key."""
         return self.manifest.outer
 
     def is_in_parts(self, key: str) -> bool:
@@ -119,7 +119,7 @@ class Contents:
         return key in self.wrappers and self.wrappers[key].in_parts
 
     def check_no_wrappers(self, program: str) -> None:
-        """Raise InvalidInput if the checkpoint has wrappers, for a ``program`` that cannot hold them."""
+        """Raise InvalidInput if the checkpoint has wrappers, which ``program`` cannot hold."""
         for key in self.wrappers:
             raise InvalidInput(
                 f"{key!r} in {self.where} consists of other tensors, which {program} cannot hold; load it with "
@@ -136,7 +136,7 @@ class Contents:
         return self.tree
 
     def ready(self, keys: Iterable[str]) -> None:
-        """Fetch the manifest's parts for these keys, in few reads. Call this before you use them."""
+        """Fetch the manifest's parts for these keys, in few reads. Call this before you use the keys."""
         numbers, objects = list[int](), list[int]()
         for key in keys:
             if (entry := self.tensors.get(key)) is not None:

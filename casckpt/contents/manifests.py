@@ -49,7 +49,9 @@ def put_encoded(repo: Repository, txid: TxId, made: Encoded) -> Encoded:
     """Write an encoded manifest. An existing one counts as success. Raises the errors of `put`."""
     key = manifest_key(txid, made.id)
     if len(made.data) > MAX_MANIFEST_BYTES:
-        raise InvalidInput(f"a manifest of {len(made.data)} bytes is larger than {MAX_MANIFEST_BYTES} bytes")
+        raise InvalidInput(
+            f"the manifest has {len(made.data)} bytes, which exceeds the limit of {MAX_MANIFEST_BYTES} bytes"
+        )
     try:
         repo.storage.put(key, made.data)
     except AlreadyExists:
@@ -212,7 +214,7 @@ def _shared_fields(of: Committed | ManifestBody) -> tuple[str, int | None, int, 
 def blob_list(repo: Repository, commit: Commit) -> BlobList:
     """Return the blobs of a checkpoint, from the catalogue or the store.
 
-    Raises `Damaged` if the manifest differs from the one that the record names. Raises `Refused`, `StorageError`.
+    Raises `Damaged` if the manifest differs from the one that the record names. Raises `Refused` and `StorageError`.
     Never raises `Gone`.
     """
     head = commit.committed.head
@@ -299,8 +301,8 @@ def _named(repo: Repository, commit: Commit, heads: npt.NDArray[np.uint64]) -> I
 def reindex(repo: Repository) -> int:
     """Rebuild the catalogue from the store. Return the number of live checkpoints in it.
 
-    Checkpoints with an unreadable manifest are omitted. gc and verify report them. Raises `StorageError`, including if
-    the catalogue cannot be written.
+    Checkpoints with an unreadable manifest are omitted. gc and verify report them. Raises `StorageError`, for example
+    if the catalogue cannot be written.
     """
     repo.catalogue.reindex()
     known = learn(repo, list_commits(repo).live())

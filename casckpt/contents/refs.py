@@ -71,7 +71,10 @@ def is_range(ref: object) -> bool:
 
 
 def resolve_many(repo: Repository, refs: Iterable[str | Commit], commits: CommitList | None = None) -> list[Commit]:
-    """Return the commits that ``refs`` name, including ranges. Each commit is returned once, ranges in step order."""
+    """Return the commits that ``refs`` name, including ranges. Each commit is returned once.
+
+    The commits of a range are in step order.
+    """
     listed = list_commits(repo) if commits is None else commits
     named: dict[str, Commit] = {}
     for ref in refs:
@@ -151,7 +154,10 @@ def _followed(repo: Repository, run: str | None, where: str) -> Commit | None:
 
 
 def _by_its_log(repo: Repository, commit: Commit) -> Commit | None:
-    """Return the current state of a commit, with two parallel requests. Return None if its own log is not enough."""
+    """Return the current state of a commit, with two parallel requests.
+
+    Return None if its own log does not show the state.
+    """
     try:
         now = read_log(repo, commit.txid)
     except (Damaged, Refused):

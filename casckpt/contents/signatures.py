@@ -66,7 +66,7 @@ def _put(repo: Repository, id: ManifestId, key: Ed25519PrivateKey) -> str:
 def check_trusted(repo: Repository, id: ManifestId, named: str) -> None:
     """Raise `Unsigned` if ``repo`` requires a signature and this checkpoint has none. Checks each id only once.
 
-    ``named``: the checkpoint's name in the message. Raises `StorageError`, `Unsupported`.
+    ``named``: the checkpoint's name in the message. Raises `StorageError` and `Unsupported`.
     """
     if repo.trusted is None or id in repo.found_signed:
         return
@@ -80,7 +80,10 @@ def check_trusted(repo: Repository, id: ManifestId, named: str) -> None:
 
 
 def is_trusted(repo: Repository, id: ManifestId) -> bool:
-    """Return whether the signatures in the store allow a load of a checkpoint. Raises `StorageError`, `Unsupported`."""
+    """Return whether the signatures in the store allow a load of a checkpoint.
+
+    Raises `StorageError` and `Unsupported`.
+    """
     return repo.trusted is None or any(_is_signed(repo, id, key) for key in repo.trusted)
 
 
@@ -93,7 +96,7 @@ def get_trusted(repo: Repository, commit: Commit) -> Manifest:
 def check_verified(repo: Repository, *, verify: bool) -> None:
     """Raise `InvalidInput` if a signature is required but the bytes are not verified."""
     if repo.trusted is not None and not verify:
-        raise InvalidInput("verify=False reads unsigned bytes, but this store was opened with require_signature")
+        raise InvalidInput("verify=False reads unverified bytes, but this store was opened with require_signature")
 
 
 def _is_signed(repo: Repository, id: ManifestId, key: PublicKey) -> bool:

@@ -44,7 +44,7 @@ class Notice:
 class _Awaited:
     """An announced record that does not exist yet. ``number``: its number in the log.
 
-    ``due``: the poll that reads it.
+    ``due``: the number of the poll that reads it.
     """
 
     number: int
@@ -56,7 +56,7 @@ class Expected:
     """Decides which announced commits are yielded, and when their logs are read. Performs no I/O.
 
     ``newest``: the origin of the latest save that was yielded, or that was visible at the start. ``polls``: the number
-    of polls. It serves as a clock.
+    of polls. This number serves as a clock.
     """
 
     def __init__(self) -> None:
@@ -77,7 +77,7 @@ class Expected:
         self._floor = self.newest
 
     def note(self, txid: TxId, number: int = 0) -> None:
-        """Expect a record of a log. A commit is yielded only if its first record was expected."""
+        """Note that a record of a log is expected. A commit is yielded only if its first record was expected."""
         if number == 0 and (self._floor is None or txid > self._floor):
             self._new.add(txid)
         if txid in self._new:
@@ -142,7 +142,7 @@ class Watcher:
 
     ``after``: None for commits from now on, `START`, or a checkpoint or reference. The checkpoint may be purged.
     ``latest_only``: return only the latest save at each call. The store need not exist yet. Raises `NotFound` for a
-    reference to a missing checkpoint. Raises `InvalidInput`, `StorageError`.
+    reference to a missing checkpoint. Raises `InvalidInput` and `StorageError`.
     """
 
     def __init__(self, repo: Repository, run: str, after: str | Commit | None = None, *, latest_only: bool) -> None:
@@ -164,7 +164,7 @@ class Watcher:
             self._begin_behind(behind)
 
     def _begin_at_head(self, *, with_newest: bool) -> None:
-        """Begin after the current announcements.
+        """Start the watch after the current announcements.
 
         ``with_newest``: whether to also yield the newest visible checkpoint if it is new.
         """

@@ -97,7 +97,7 @@ class BlobWriter:
             self._join(self.end)
 
     def _join(self, stop: int) -> None:
-        """Combine the bytes before ``stop`` that are not in a leaf yet into a leaf."""
+        """Add a leaf that consists of the bytes before ``stop`` that are not yet in a leaf."""
         if stop > self._joined:
             self._leaves.append((stop - self._joined, cell_digest(self._buffer[self._joined : stop])))
             self._joined = stop

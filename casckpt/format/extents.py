@@ -6,7 +6,7 @@ starts a new extent. `casckpt.format.sections.tables` defines the stored form.
 
 A cell is stored in its blob either unchanged or **coded** as a frame (`casckpt.format.encodings`). A frame may contain
 only the differences from a second cell, its base. A base has the same size as the cell, and may itself be coded. It
-belongs to its cell, and is not one of the extents that cover the tensor.
+belongs to its cell, and is not in any of the extents that cover the tensor.
 """
 
 from __future__ import annotations
@@ -80,7 +80,10 @@ class StoredCell(NamedTuple):
 
 
 class Coding(msgspec.Struct, frozen=True, gc=False):
-    """How the cells of an extent are coded. ``frames``: the size of each frame, as 4 bytes. ``base``: their bases."""
+    """How the cells of an extent are coded. ``frames``: the size of each frame, as 4 bytes.
+
+    ``base``: the bases of the cells.
+    """
 
     frames: bytes
     base: Extent | None = None

@@ -191,7 +191,7 @@ def parse_settings(key: str) -> int | None:
 def announcement_key(run: str, number: int) -> str:
     """Return the key of an announcement. ``run`` is the run's hash. The highest number sorts first.
 
-    A folder holds 1,000.
+    A folder holds 1,000 announcements.
     """
     digits = f"{MAX_NUMBER - number:09}"
     return f"{run_folder(run)}/{digits[:6]}/{digits[6:]}"
@@ -209,7 +209,7 @@ def parse_announcement(key: str) -> tuple[str, int] | None:
 
 
 def mirrored_key(txid: TxId, restored: int = 0) -> str:
-    """Return the key of the note that the mirror has had a commit since record ``restored`` of the commit's log."""
+    """Return the key of the note which says that the mirror has a commit as of record ``restored`` of its log."""
     return f"mirrored/{txid}.{restored}" if restored else f"mirrored/{txid}"
 
 

@@ -1,4 +1,4 @@
-"""The base of values that a save or a load creates for every tensor."""
+"""The base class of the values that a save or a load creates for every tensor."""
 
 from __future__ import annotations
 

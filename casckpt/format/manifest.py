@@ -223,7 +223,7 @@ class Manifest:
 
     @cached_property
     def outer(self) -> dict[str, str]:
-        """The key of its wrapper for each tensor in a wrapper, by key."""
+        """For each tensor in a wrapper, the key of that wrapper, by the tensor's key."""
         return outer_keys(self.wrappers)
 
     def matches(self, key: str, patterns: Iterable[str] | None) -> bool:
@@ -254,7 +254,7 @@ class Manifest:
             raise _unfit(self.id, error) from error
 
     def read(self, ranges: Sequence[tuple[int, int]]) -> Sequence[Buffer]:
-        """Read ranges (offset, length) of the manifest. Raises read errors."""
+        """Read ranges (offset, length) of the manifest. Raises the errors of reading."""
         if self._data is not None:
             view = memoryview(self._data)
             return [view[offset : offset + length] for offset, length in ranges]
@@ -265,7 +265,7 @@ class Manifest:
     def ready(self, entries: Iterable[int] | None = None, objects: Iterable[int] | None = None) -> None:
         """Fetch, in few reads, what `extents` and `data` need for these numbers. None means all numbers.
 
-        Raises read errors. `extents` and `data` report damage.
+        Raises the errors of reading. `extents` and `data` report damage.
         """
         if self._data is None:
             numbers = range(len(self._cells)) if entries is None else list(entries)
@@ -274,7 +274,7 @@ class Manifest:
             self._objects.ready(range(len(self._objects)) if objects is None else objects)
 
     def extents(self, entry: Entry) -> ExtentTable:
-        """Decode and check the extents of an entry. Raises Refused, Damaged and read errors.
+        """Decode and check the extents of an entry. Raises Refused, Damaged, and the errors of reading.
 
         Raises MissingKey, with the reason, for an entry that a thinned checkpoint lacks.
         """
@@ -290,9 +290,10 @@ class Manifest:
             raise _unfit(self.id, error, entry.key) from error
 
     def whole_cells(self, numbers: Ints) -> WholeCells:
-        """Decode the extents of all entries with these numbers that are a single cell. Raises Refused and read errors.
+        """Decode the extents of those entries with these numbers that consist of a single cell.
 
-        An entry with invalid or damaged extents does not count as one. `extents` reports what is wrong with them.
+        Raises Refused and the errors of reading. An entry with invalid or damaged extents is skipped. `extents` reports
+        what is wrong with them.
         """
         self.check_entries()
         has_cells, cells = self._cells.rows(numbers, CELL_BYTES)
@@ -303,7 +304,7 @@ class Manifest:
     def cells(self, entry: Entry) -> ExtentTable:
         """Decode the cells of an entry, even if a thinned checkpoint lacks their bytes.
 
-        Their locations are meaningless. Raises Refused, Damaged and read errors.
+        Their locations are meaningless. Raises Refused, Damaged, and the errors of reading.
         """
         try:
             cell = self.body.cell_bytes // entry.itemsize
@@ -314,7 +315,7 @@ class Manifest:
     def raw_cells(self, entry: Entry) -> memoryview:
         """Return the stored table of an entry's cells. It contains their digests, but not their locations.
 
-        Raises Damaged and read errors.
+        Raises Damaged and the errors of reading.
         """
         try:
             return self._cells.get(entry.number)
@@ -325,7 +326,7 @@ class Manifest:
     def health(self) -> dict[int, Rows] | None:
         """The health of its tensors' cells, by entry number, or None if the save did not scan them.
 
-        Raises Damaged, Refused and read errors.
+        Raises Damaged, Refused, and the errors of reading.
         """
         if HEALTH not in self.head:
             return None
@@ -335,7 +336,7 @@ class Manifest:
             raise _unfit(self.id, error) from error
 
     def raw_rows(self) -> list[memoryview]:
-        """Return the stored rows of all entries. Raises Damaged and read errors."""
+        """Return the stored rows of all entries. Raises Damaged and the errors of reading."""
         self.ready()
         return [self._rows.get(number) for number in range(len(self._rows))]
 
@@ -346,7 +347,7 @@ class Manifest:
         return any(reader is not None and reader.is_damaged for reader in readers)
 
     def data(self, stored: StoredObject) -> bytes:
-        """Return the data of an object or attachment. Raises Damaged and read errors."""
+        """Return the data of an object or attachment. Raises Damaged and the errors of reading."""
         try:
             return bytes(self._objects.get(stored.number))
         except Damaged as error:
@@ -357,7 +358,7 @@ class Manifest:
         return self._objects.length(stored.number)
 
     def faults(self) -> list[str]:
-        """Return a message for each part that does not match its hash. Raises Refused and read errors."""
+        """Return a message for each part that does not match its hash. Raises Refused and the errors of reading."""
         self.ready()
         keys = [entry.key for entry in self.entries]
         others = [*(stored.key for stored in self.objects), *self.body.attachment_names]
@@ -376,7 +377,7 @@ class Manifest:
         return messages
 
     def section(self, name: str) -> Buffer:
-        """Read a whole section, and verify it and its pieces. Raises Damaged, Refused and read errors."""
+        """Read a whole section, and verify it and its pieces. Raises Damaged, Refused, and the errors of reading."""
         section = self.head[name]
         data = self._front.get(name) or self.read([(section.offset, section.length)])[0]
         try:
@@ -395,7 +396,7 @@ class Manifest:
         return all(cell_digest(data) == section.digest for section, data in zip(sections, parts, strict=True))
 
     def encoded(self) -> bytes:
-        """Return all of its bytes, verified. Raises Damaged and read errors."""
+        """Return all of its bytes, verified. Raises Damaged and the errors of reading."""
         return b"".join((self.head.data, *(self.section(section.name) for section in self.head.sections)))
 
     @property
@@ -536,7 +537,7 @@ def placed(manifest: Manifest, blobs: Buffer, moved: Mapping[int, ExtentTable] |
     """Encode the same checkpoint with a new ``blobs`` section, in which the blobs have the same order.
 
     ``moved``: the new extents of entries whose cells moved inside the blobs, by entry number. All sections that
-    describe what was saved keep their bytes. Raises Damaged and read errors.
+    describe what was saved keep their bytes. Raises Damaged and the errors of reading.
     """
     parts = {name: manifest.section(name) for name in (INDEX, PLACES, OBJECTS, CELLS, ROWS)} | {BLOBS: blobs}
     if moved:
@@ -550,7 +551,7 @@ def placed(manifest: Manifest, blobs: Buffer, moved: Mapping[int, ExtentTable] |
 def thinned(manifest: Manifest, drop: Container[int]) -> Encoded:
     """Encode the same checkpoint without the entries numbered ``drop`` and the blobs that only they use.
 
-    Raises Damaged, Refused and read errors.
+    Raises Damaged, Refused, and the errors of reading.
     """
     tables = {entry.number: manifest.extents(entry) for entry in manifest.held}
     kept = [table for number, table in tables.items() if number not in drop]

@@ -28,7 +28,7 @@ Stored: TypeAlias = int | float | str
 
 
 def stored_metrics(given: Mapping[str, Any] | None) -> dict[str, Stored]:
-    """Convert a caller's metrics: names with real numbers, numpy scalars or 0-d tensors.
+    """Convert a caller's metrics, which map names to real numbers, numpy scalars or 0-d tensors.
 
     Raises an `InvalidInput` that names the metric.
     """
@@ -100,7 +100,7 @@ def python_value(value: Any, name: str) -> Any:
 def encode_metadata(metadata: Mapping[str, Any]) -> tuple[msgspec.Raw, dict[str, Any] | None]:
     """Encode the user's metadata for the manifest and the commit record (None if the record cannot hold it exactly).
 
-    Raises InvalidInput like `plain_metadata`.
+    Raises InvalidInput in the same cases as `plain_metadata`.
     """
     plain = plain_metadata(metadata)
     text = msgspec.json.encode(plain)

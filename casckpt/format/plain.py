@@ -42,7 +42,7 @@ Load: TypeAlias = Callable[[int], bytes | bytearray | memoryview]
 class Extension:
     """A type that a higher layer adds. ``from_plain`` receives unchecked data.
 
-    It raises ValueError or TypeError if invalid.
+    It raises ValueError or TypeError if this data is invalid.
     """
 
     tag: str
@@ -90,7 +90,7 @@ def decode(
 ) -> Any:
     """Decode the output of `encode`. Raises Refused for any other bytes, and any error that ``load`` raises.
 
-    A value with an unknown tag becomes a `Tagged`, or with ``strict``, raises Refused.
+    A value with an unknown tag becomes a `Tagged` or, with ``strict``, raises Refused.
     """
     try:
         return _Decoder(_by_tag(extensions), load, strict).unpack(msgspec.msgpack.decode(data), 0)
@@ -289,7 +289,7 @@ class _Decoder:
 
     def _unknown(self, tag: str, children: list[Any]) -> Tagged:
         if self.strict:
-            raise Refused(f"this version of casckpt does not know plain data of kind {tag[:40]!r}; upgrade it")
+            raise Refused(f"this version of casckpt does not know plain data of kind {tag[:40]!r}; upgrade casckpt")
         return Tagged(tag, children[0] if len(children) == 1 else tuple(children))
 
 

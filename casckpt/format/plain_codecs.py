@@ -37,7 +37,7 @@ class Unfit(Exception):
 class Buffer:
     """A child that consists of raw bytes, not yet copied. It is decoded as bytes.
 
-    ``view``: contiguous one-byte items.
+    ``view``: a view of contiguous one-byte items.
     """
 
     view: memoryview

@@ -1,4 +1,4 @@
-"""Converts numpy arrays, scalars and random generators to plain data.
+"""Converts numpy arrays, scalars and random number generators to plain data.
 
 Values are preserved exactly, including byte order, NaN payloads, NaT and structured dtypes. Memory order and the
 aliasing of views are not preserved: an array is restored in C order. dtypes that contain object references are
@@ -173,14 +173,14 @@ def _check_state(state: Any, template: Any, name: str = "") -> None:
 
 
 def _check_entropy(entropy: Any) -> None:
-    """Raise ValueError for entropy from which seeding would take long."""
+    """Raise ValueError for entropy from which seeding would take a long time."""
     words = entropy if type(entropy) in (list, tuple) else [entropy]
     if len(words) > 1024 or not all(type(word) is int and 0 <= word < 2**1024 for word in words):
         raise ValueError("the entropy of a generator's seed is outside its range")
 
 
 def _seed_of(generator: Any) -> dict[str, Any] | None:
-    """Return the state from which a generator's `spawn` continues, or None if it is not a numpy SeedSequence."""
+    """Return the state from which a generator's `spawn` continues, or None if no SeedSequence can restore it."""
     seed = generator.seed_seq
     if type(seed) is not np.random.SeedSequence:
         return None

@@ -1,12 +1,14 @@
-"""The proof of a blob: the lengths and digests of its leaves. The leaves are all other bytes of the file, in order.
+"""The proof of a blob: the lengths and digests of its leaves.
+
+Together, the leaves are all other bytes of the file, in order.
 
 ::
 
     n records of 36 bytes: length of the leaf (4 bytes, little-endian), its BLAKE3
 
-It follows the data and extends to the end of the file. Its hash is the blob's name (`digest.proof_name`). Therefore, a
-reader that knows the name can verify each leaf individually, without a manifest. Leaf 0 is the header. The writer
-(`casckpt.format.blob_writer`) chooses how to split the rest, and readers accept any split.
+The proof follows the data and extends to the end of the file. Its hash is the blob's name (`digest.proof_name`).
+Therefore, a reader that knows the name can verify each leaf individually, without a manifest. Leaf 0 is the header. The
+writer (`casckpt.format.blob_writer`) chooses how to split the rest, and readers accept any split.
 """
 
 from __future__ import annotations
@@ -71,7 +73,8 @@ def as_leaves(data: Buffer) -> list[Leaf]:
 def find_proof(tail: Buffer, size: int) -> bytes | None:
     """Find the proof in ``tail``, the last bytes of a file of ``size`` bytes. Return None if it is not complete.
 
-    The file size determines the number of records, because the leaves of at most one such number add up to it.
+    The file size determines the number of records, because the sizes of the leaves and of the proof add up to the file
+    size for only one number.
     """
     count = min(len(tail) // RECORD_BYTES, MAX_LEAVES)
     if not count:

@@ -33,7 +33,7 @@ _YEAR_10000 = 253_402_300_800 * 10**6
 class Record(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """The base class of all records. Readers ignore unknown fields.
 
-    A change that they must not ignore is a marker feature.
+    A change that they must not ignore is declared as a feature in the marker.
 
     Times, and fields that become part of a key, are checked both on creation and on decoding.
     """
@@ -160,11 +160,11 @@ class Committed(Record, tag="committed", frozen=True, kw_only=True):
     """commits/<txid>: the checkpoint ``manifest`` is visible under ``run`` and ``step``.
 
     The manifest is in the folder of ``txid``. It has ``manifest_bytes`` bytes, and begins with a head whose hash is
-    ``head``, which proves the rest of it. ``bytes_total``: the size of all tensors in memory. ``bytes_coded``: the
-    size of those of their cells that are stored as frames. ``bytes_frames``: the size of these frames.
-    ``bytes_deltas``: the size of the frames that have bases. ``metadata`` is None if it is too large for the record.
-    In that case, the manifest contains it. ``healthy``: the value that the user passed. Without one, it is False if
-    the save found NaN, and otherwise None. ``health``: what the save found, or None if it did not scan.
+    ``head``, which proves the rest of it. ``bytes_total``: the size of all tensors in memory. ``bytes_coded``: the size
+    in memory of their cells that are stored as frames. ``bytes_frames``: the size of these frames. ``bytes_deltas``:
+    the size of the frames that have bases. ``metadata`` is None if it is too large for the record. In that case, the
+    manifest contains it. ``healthy``: the value that the user passed. Without one, it is False if the save found NaN,
+    and otherwise None. ``health``: what the save found, or None if it did not scan.
 
     ``replaces``: for a rewrite, the transaction that it replaces and the number of its `replaced` record. ``origin``:
     the transaction of the first save, which defines the order, or None if it is this transaction. ``dropped``: what it
@@ -383,7 +383,7 @@ def decode_marker(data: bytes) -> Marker:
         )
     if "hash" not in named:
         raise Refused(
-            "this store was written before casckpt's current format: read it with the version that wrote it, and "
+            "this store is in an older format: read it with the version of casckpt that wrote it, and "
             "save its checkpoints into a new store"
         )
     if marker.hash != HASH:

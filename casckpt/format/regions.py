@@ -5,7 +5,7 @@ describe a plain tensor (the full box), a shard of a DTensor (a box), a flat sha
 a sub-range) and Megatron's flattened_range (a local box with a sub-range). Everything here is a pure function of
 frozen values.
 
-All units are elements, never bytes.
+All sizes and offsets are in elements, never in bytes.
 """
 
 from __future__ import annotations
@@ -31,7 +31,11 @@ MAX_ELEMENTS = 2**62
 
 @lru_cache(maxsize=4096)
 def check_shape(shape: Shape) -> Shape:
-    """Return ``shape``. Raises InvalidInput if its rank, sizes or product exceed the format's limits."""
+    """Return ``shape``.
+
+    Raises InvalidInput if the number of dimensions, their sizes, or the product of the sizes exceeds the format's
+    limits.
+    """
     if len(shape) > MAX_DIMENSIONS or any(extent < 0 for extent in shape):
         raise InvalidInput(f"shape {list(shape)[:8]} has a negative size or more than {MAX_DIMENSIONS} dimensions")
     if prod(max(extent, 1) for extent in shape) > MAX_ELEMENTS:
@@ -74,7 +78,7 @@ class Box:
         return None if any(extent <= 0 for extent in shape) else Box(low, shape)
 
     def subtract(self, other: Box) -> list[Box]:
-        """Return the rest of this box without ``other``, as at most 2 * rank disjoint boxes."""
+        """Return the rest of this box without ``other``, as at most 2 * dimensions disjoint boxes."""
         common = self.intersect(other)
         if common is None:
             return [self] if self.numel else []
@@ -96,7 +100,10 @@ class Box:
         return Box(tuple(a - b for a, b in zip(self.offset, outer.offset, strict=True)), self.shape)
 
     def within(self, outer: Box) -> tuple[slice | EllipsisType, ...]:
-        """Return the index that selects these elements from an array of ``outer``. It selects a view even if 0-d."""
+        """Return the index that selects these elements from an array of ``outer``.
+
+        It selects a view even if the array is 0-d.
+        """
         starts = (a - b for a, b in zip(self.offset, outer.offset, strict=True))
         return (*(slice(start, start + extent) for start, extent in zip(starts, self.shape, strict=True)), ...)
 
@@ -171,7 +178,7 @@ def normalise(region: Region, shape: Shape) -> Region:
 
 
 def flat_boxes(region: Region) -> Iterator[tuple[Box, int]]:
-    """Split a region into the boxes that make it up, at most ``max(1, 2 * rank - 1)``, in the region's order.
+    """Split a region into the boxes that make it up, at most ``max(1, 2 * dimensions - 1)``, in the region's order.
 
     Yield each box in global coordinates, with the flat position of its first element in the region's box. The elements
     of each box are consecutive in the region's order.

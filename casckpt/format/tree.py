@@ -34,10 +34,11 @@ Node: TypeAlias = "Leaf | dict[Element, Node] | list[Node] | tuple[Node, ...] | 
 
 @dataclass(frozen=True, slots=True)
 class Wrapper:
-    """A tensor that consists of other tensors, or is stored in parts. ``nodes``: the nodes of these, by name.
+    """A tensor that consists of other tensors, or is stored in parts.
 
-    ``form``: see `casckpt.format.forms`. With a "kind", the nodes are the tensors that it consists of. Without one,
-    they are parts of it, each a tensor or a wrapper, and the name of a part is the number of its first element.
+    ``nodes``: the nodes of these tensors or parts, by name. ``form``: see `casckpt.format.forms`. If the form has a
+    "kind", the nodes are the tensors that the wrapper consists of. Otherwise, they are its parts, each a tensor or a
+    wrapper, and the name of a part is the number of its first element.
 
     It is not a dict, so code that looks for containers does not mistake it for one.
     """
@@ -180,7 +181,7 @@ def wrappers_in(data: bytes) -> dict[str, Wrapper]:
 
 
 def outer_keys(wrappers: Mapping[str, Wrapper]) -> dict[str, str]:
-    """Return the key of the outermost wrapper of each tensor in wrappers, by flat key."""
+    """For each tensor in a wrapper, return the key of its outermost wrapper, by the tensor's flat key."""
     return {f"{key}.{join(path)}": key for key, node in wrappers.items() for path, _ in leaves(node)}
 
 
@@ -215,7 +216,7 @@ def _is_element(element: Any) -> bool:
 def merge(trees: Sequence[Node]) -> Node:
     """Merge ``trees`` into one with all children: first the children of the first tree, then each tree's new ones.
 
-    All entries of ``_metadata`` are kept. Other properties of a container come from the first tree. Raises an
+    All items of ``_metadata`` are kept. Other properties of a container come from the first tree. Raises an
     InvalidInput that names the key if nodes with the same path differ in kind, or if two paths have the same flat key.
     """
     if not trees:
@@ -238,7 +239,7 @@ def _merged(nodes: Sequence[Node], path: Path) -> Node:
     forms = {node.form for node in nodes if isinstance(node, Wrapper)}
     if len(forms) > 1:
         key = join(path)
-        raise InvalidInput(f"key {key!r} is a wrapper with different contexts on different ranks", key=key)
+        raise InvalidInput(f"key {key!r} is a wrapper with different forms on different ranks", key=key)
     grouped: dict[Element, list[Node]] = {}
     for node in nodes:
         for element, child in children(node):

@@ -49,7 +49,7 @@ def look(repo: Repository, run: str, *, anew: bool = False) -> RunCache:
 
     ``anew``: ignore the announcements in the host's catalogue, but use those in memory. For a known run, this takes
     two small requests, and one for each new announcement. For any other run, it takes two folder listings. Raises
-    `NotFound` if the store does not exist, `StorageError`.
+    `NotFound` if the store does not exist, and `StorageError`.
     """
     repo.check_exists()
     known = repo.runs[run]

@@ -1,4 +1,4 @@
-"""Reads the logs in commits/, and appends to them. No other module does either."""
+"""Reads the logs in commits/, and appends to them. No other module does so."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ log = logging.getLogger(__name__)
 def list_commits(repo: Repository, *, anew: bool = False) -> CommitList:
     """Return all transactions that have ended. Takes one LIST, and one read for each record that the catalogue lacks.
 
-    ``anew``: read every record, even if it is in the catalogue. Raises `NotFound` if the store does not exist,
+    ``anew``: read every record, even if it is in the catalogue. Raises `NotFound` if the store does not exist, and
     `StorageError`.
     """
     last: Folded | None = None if anew else repo.records.folded
@@ -164,8 +164,8 @@ def follow(repo: Repository, commit: Commit) -> Commit:
 
     Return the last one, or ``commit`` itself.
 
-    If the result is not visible, this call has checked that all logs were unchanged at one moment. Without this check,
-    a checkpoint that was always visible could appear to be gone. Raises the errors of `refresh`.
+    If the result is not visible, this call has checked that all logs had the states that it read at the same moment.
+    Without this check, a checkpoint that was always visible could appear to be gone. Raises the errors of `refresh`.
     """
     chain = [commit]
     while (link := chain[-1].replaced) is not None and (other := read_log(repo, link[1])) is not None:
@@ -178,7 +178,7 @@ def follow(repo: Repository, commit: Commit) -> Commit:
 def commit(repo: Repository, record: Committed, *, seen: int | None = None) -> None:
     """Make a checkpoint visible: announce it, and create commits/<txid>. An equal existing record counts as success.
 
-    This call does not make a rewrite visible. It also announces the record that will make the rewrite visible.
+    This call does not make a rewrite visible, but also announces the record that will do so.
 
     ``seen``: see `casckpt.history.announcements.announce`. Raises `Revoked` if the transaction was revoked, and
     `Conflict` if a different record already has its name. Raises `StorageError` if the storage does not answer. In this
@@ -245,7 +245,7 @@ def append(repo: Repository, commit: Commit, kind: LaterKind) -> Commit:
 def forget(repo: Repository, commit: Commit) -> Commit:
     """Hide a checkpoint until it is restored or purged. Returns a forgotten checkpoint unchanged.
 
-    Raises `Conflict` if it was purged, `StorageError`.
+    Raises `Conflict` if it was purged, and `StorageError`.
     """
     return append(repo, commit, Forgotten)
 
@@ -288,7 +288,10 @@ def purge(repo: Repository, commit: Commit) -> Commit:
 
 
 def announce_all(repo: Repository, commits: Iterable[Commit]) -> None:
-    """Announce the next record of each log in one go, before `append` adds them. Raises `StorageError`."""
+    """Announce the next record of each log, all in one go, before `append` adds these records.
+
+    Raises `StorageError`.
+    """
     announce(repo, [(commit.txid, commit.number + 1) for commit in commits])
 
 
@@ -322,7 +325,7 @@ def _touched(before: Mapping[str, Shown], now: Mapping[str, Shown]) -> set[TxId]
 
 
 def _entries(listed: Mapping[str, Shown], touched: Collection[TxId]) -> dict[ListedObject, tuple[TxId, int]]:
-    """Return all records of ``touched`` transactions, by listing entry. Include lower numbers that were not listed."""
+    """Return all records of ``touched`` transactions, by listed object. Include lower numbers that were not listed."""
     names = {
         ListedObject(key, *found): name
         for key, found in listed.items()
@@ -347,7 +350,7 @@ def _read_logs(
 
 
 def _add_linked(repo: Repository, listed: CommitList, logs: dict[TxId, dict[int, Read]]) -> None:
-    """Add logs that ``logs`` refer to and the listing lacks. They were put during the listing, or deleted."""
+    """Add logs that ``logs`` refer to and the listing lacks. Such logs were created during the listing, or deleted."""
     while True:
         records = [record for log in logs.values() for record in log.values()]
         wanted = {record.by for record in records if isinstance(record, Replaced)}

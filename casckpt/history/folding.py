@@ -105,7 +105,10 @@ class Commit:
 
     @property
     def order(self) -> tuple[TxId, bool, bool, bool, TxId]:
-        """The sort key of commits, oldest first. If a save has several commits, the one that answers comes last."""
+        """The sort key of commits, oldest first.
+
+        If a save has several commits, the one to which its id refers comes last.
+        """
         return self.origin, *self.rank
 
     @property
@@ -193,7 +196,7 @@ class CommitList:
         return sorted({commit.run for commit in self._current})
 
     def of_id(self, id: ManifestId) -> Commit | None:
-        """Return the commit to which an id refers: the visible one, or else the live one that answers, or else None."""
+        """Return the commit to which an id refers: the live commit with the highest `Commit.rank`, or None."""
         return max((commit for commit in self.live() if commit.id == id), key=lambda commit: commit.rank, default=None)
 
     def standin(self, commit: Commit, *, loses: bool = False) -> Commit:

@@ -63,8 +63,8 @@ def newest(repo: Repository, run: str, wanted: Wanted, *, skip_doubtful: bool = 
     """Return the latest ``wanted`` save of ``run``, or None if there is none.
 
     If saves were announced in order, this takes a few requests, whatever the length of the run. ``skip_doubtful``:
-    skip commits whose log cannot be read. Otherwise, such a log raises `Damaged` or `Refused`. Raises `NotFound` if
-    the store does not exist, `StorageError`.
+    skip commits whose log cannot be read. Otherwise, such a log raises `Damaged` or `Refused`. Raises `NotFound` if the
+    store does not exist, and `StorageError`.
     """
     hashed = run_hash(run)
     return _newest(repo, hashed, look(repo, hashed), wanted, skip_doubtful=skip_doubtful)
@@ -169,9 +169,9 @@ def _bound(known: RunCache, low: int) -> TxId | None:
 
 
 def hidden_from(repo: Repository, run: str, known: RunCache, low: int) -> set[TxId]:
-    """Return all transactions that unreadable announcements from ``low`` on may name: those of the run with a record.
+    """Return what unreadable announcements from ``low`` on may name: all transactions of the run that have a record.
 
-    ``run``: the hash of the run. Takes a listing if there is such an announcement. Raises `StorageError`.
+    ``run``: the hash of the run. Makes a listing if there is such an announcement. Raises `StorageError`.
     """
     if max(known.unreadable, default=-1) < low:
         return set()
@@ -179,7 +179,7 @@ def hidden_from(repo: Repository, run: str, known: RunCache, low: int) -> set[Tx
 
 
 def _logs_of(repo: Repository, known: RunCache, txid: TxId, *, skip_doubtful: bool) -> list[Commit]:
-    """Read a log, and the log of the commit that has replaced it. Logs that have ended are not reread.
+    """Read the log of a commit, and the log of the commit that has replaced it. Logs that have ended are not reread.
 
     The logs of a base and its rewrite are read one after the other. Therefore, a rewrite may be unsettled when it is
     read, even though its base is already replaced when the base is read.

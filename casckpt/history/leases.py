@@ -45,7 +45,7 @@ def hold(
 
     Raises `NotFound` if the checkpoint is not visible after the tag is set. In this case, the tag's previous state is
     restored. Raises `Conflict` if another process moved the tag at this moment, or since generation ``behind``. Raises
-    `InvalidInput`, `StorageError`.
+    `InvalidInput` and `StorageError`.
     """
     check_tag(name)
     if not seconds > 0:

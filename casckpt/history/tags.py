@@ -86,7 +86,7 @@ def tags(repo: Repository, *, anew: bool = False, slack: int = 0) -> dict[str, T
 
 
 def get_tag(repo: Repository, name: str) -> Tag | None:
-    """Read a tag. Return None if it does not exist. Raises `InvalidInput`, `Damaged`, `Refused`, `StorageError`."""
+    """Read a tag. Return None if it does not exist. Raises `InvalidInput`, `Damaged`, `Refused`, and `StorageError`."""
     listed = _read(repo, f"{PREFIX}{check_tag(name)}/", repo.clock())
     listed.raise_damage()
     return listed.tags.get(name)

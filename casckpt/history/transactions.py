@@ -173,8 +173,8 @@ class Transaction:
         """Create the `revoked` record. Return True if the transaction is now revoked, by this call or by a gc.
 
         Returns False if it was committed (the answer may have been lost), or if the storage fails. If the storage
-        fails, a later gc ends it. Never raises a storage error, because callers run this while they handle a different
-        error.
+        fails, a later gc revokes the transaction. Never raises a storage error, because callers run this while they
+        handle a different error.
         """
         if self._has_committed:
             return False
@@ -283,9 +283,10 @@ def begin_save(
 
 
 def _restored_announcements(repo: Repository, run: str) -> RunCache | None:
-    """Create or complete a store that does not show any announcement of ``run``. Return them if any were added.
+    """Create or complete a store that does not show any announcement of ``run``.
 
-    If the store's folder was emptied, the marker is missing too. Without it, no reader would find a save there.
+    Return the announcements if any were added. If the store's folder was emptied, the marker is missing too. Without
+    it, no reader would find a save there.
     """
     known = repo.marker
     if repo.create(cell_bytes=known.cell_bytes, blob_bytes=known.blob_bytes):

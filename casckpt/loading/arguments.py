@@ -21,7 +21,7 @@ FullMatch: TypeAlias = "Callable[[re.Pattern[str], str], re.Match[str] | None]"
 
 @dataclass(frozen=True)
 class Renaming:
-    """A function of a key that a front end passes as ``rename``.
+    """A function of a key, which a front end passes as ``rename``.
 
     ``given``: the argument that the user passed to the front end, for messages.
     """
@@ -69,7 +69,10 @@ def check_used(patterns: Sequence[str] | None, names: Collection[str], where: st
 
 
 def renamer(rename: Any, fullmatch: FullMatch = re.Pattern.fullmatch) -> Callable[[str], str]:
-    """Return a function that maps template keys to checkpoint keys. This call and the function raise InvalidInput."""
+    """Return a function that maps template keys to checkpoint keys.
+
+    Both this call and the returned function can raise InvalidInput.
+    """
     if rename is None:
         return lambda key: key
     if callable(rename):

@@ -41,9 +41,10 @@ class BlobReader:
         number: int = 0,
         reads: HostReads | None = None,
     ) -> None:
-        """``keep``: whether to copy the blob into this host's cache. ``cached``: whether it may already be there.
+        """``keep``: whether to copy the blob into this host's cache.
 
-        ``reads``: if it is set, the ranks of this host share their reads. ``number``: the number of the blob.
+        ``cached``: whether the blob may already be in this cache. ``reads``: if it is set, the ranks of this host share
+        their reads. ``number``: the number of the blob.
         """
         self.ref = ref
         self._number, self._reads = number, reads
@@ -56,7 +57,7 @@ class BlobReader:
         self._opened = ExitStack()
 
     def reader(self) -> Reader:
-        """Return the open reader. Open it first if necessary. Raises NotFound, StorageError."""
+        """Return the open reader. Open it first if necessary. Raises NotFound and StorageError."""
         with self._lock:
             if self._current is None:
                 self._current = self._open()
@@ -83,7 +84,7 @@ class BlobReader:
     def distrust(self, reader: Reader | None, *, failed: bool = False) -> bool:
         """Return whether there is another reader to try after ``reader`` returned wrong bytes.
 
-        ``failed``: whether the storage failed instead.
+        ``failed``: whether the storage failed instead of returning wrong bytes.
         """
         with self._lock:
             if reader is not None and reader is not self._current:
@@ -100,7 +101,7 @@ class BlobReader:
             return True
 
     def done(self) -> None:
-        """End one batch. The last batch closes the blob."""
+        """Record that one batch is done. After the last batch, close the blob."""
         with self._lock:
             self.left -= 1
             if not self.left:

@@ -1,8 +1,8 @@
 """Compares a state in memory with a checkpoint. Reports which tensors differ, on which ranks, and where.
 
-Each rank divides its tensors into the cells of the checkpoint, and hashes them. It reads stored bytes only if a digest
-differs, or if it holds only part of a cell. Therefore, a comparison finds corrupted memory without a second copy of
-the state.
+Each rank divides its tensors into the cells of the checkpoint, and hashes these cells. It reads stored bytes only if a
+digest differs, or if it holds only part of a cell. Therefore, a comparison finds corrupted memory without a second copy
+of the state.
 """
 
 from __future__ import annotations
@@ -208,7 +208,7 @@ def tensor_digests(
     """Return the digests of entries, by entry number. Each digest has 64 hex digits.
 
     The catalogue keeps computed digests, which also apply to other checkpoints with the same cells. Entries without
-    such a digest are read and verified. A thinned entry is omitted if its digest is not known. Raises Damaged,
+    such a digest are read and verified. A thinned entry is omitted if its digest is not known. Raises Damaged and
     StorageError.
     """
     manifest.ready([entry.number for entry in entries], ())

@@ -108,7 +108,7 @@ class EntryReader:
 
     @contextmanager
     def sharing(self) -> Iterator[None]:
-        """Read everything within this context. At its end, the ranks of this host drop the bytes that they shared."""
+        """Make all reads inside this context. At its end, the ranks of this host drop the bytes that they shared."""
         try:
             yield
         finally:

@@ -28,8 +28,8 @@ class Lot:
     """The frames of cells that are decoded together. They remain in memory until the last of these cells is decoded.
 
     The first threads that need the frames read them, so no thread waits for a read that has not begun. ``frames``: the
-    reads of the frames. ``users``: the number of batches that need them. ``decoded``: if it is set, it receives the
-    frames that were used.
+    reads of the frames. ``users``: the number of batches that need these frames. ``decoded``: if it is set, it receives
+    the frames that were used.
     """
 
     def __init__(
@@ -85,7 +85,7 @@ class Lot:
                 self._decoded[next(links(cell))] = bytes(frame)
 
     def done(self) -> None:
-        """End one batch. The last batch frees the memory."""
+        """Record that one batch is done. After the last batch, free the memory."""
         if not self._has_frames:
             return
         with self._changed:

@@ -51,7 +51,7 @@ class _ResolveRequest:
 
 @dataclass(frozen=True)
 class _ResolveAnswer:
-    """The answer of rank 0. ``manifest``: None if the receiving rank already holds it.
+    """The answer of rank 0. ``manifest``: None if the receiving rank already holds the manifest.
 
     ``ranks_here``: the number of ranks on the receiver's host. ``load_id``: a unique name of this load.
     """
@@ -213,7 +213,10 @@ def _plan_to_read(
 
 
 def _wanted(tree: Node, patterns: Sequence[str] | None) -> list[str]:
-    """Return the keys of all leaves that match. All tensors of a wrapper match if its key or one of theirs does."""
+    """Return the keys of all leaves that match.
+
+    All tensors of a wrapper match if its key, or the key of one of them, does.
+    """
     wanted = list[str]()
     for above, node in units(tree):
         keys = [join(path) for path, _ in leaves(node, above)]

@@ -61,9 +61,9 @@ class Entries:
     unread: list[str] = field(default_factory=list)
 
     def compare(self, key: str, name: str, target: Any, saved: Any) -> None:
-        """Compare the entries of ``key`` in the template and ``name`` in the checkpoint.
+        """Compare the items of the mapping ``key`` in the template with those of ``name`` in the checkpoint.
 
-        Raises Mismatch, InvalidInput.
+        Raises Mismatch and InvalidInput.
         """
         if not (isinstance(saved, Mapping) and isinstance(target, Mapping)):
             here, there = type(target).__name__, type(saved).__name__
@@ -84,7 +84,7 @@ class Entries:
 
 
 def no_entry(key: str, renamed: str, mapping: str, name: str) -> InvalidInput:
-    """Return the error for a ``rename`` that maps a key in ``mapping`` to an entry of the single object ``name``."""
+    """Return the error for a ``rename`` that maps a key in ``mapping`` to an item of the single object ``name``."""
     return InvalidInput(
         f"rename returns {renamed!r} for {key!r}, but {name!r} is a single object in the checkpoint, and its "
         f"entries keep their names. Map the whole mapping, with rename={{{re.escape(mapping)!r}: {name!r}}}, or read "
@@ -94,7 +94,7 @@ def no_entry(key: str, renamed: str, mapping: str, name: str) -> InvalidInput:
 
 
 def fill_entries(target: Any, saved: Any) -> None:
-    """Set the entries of ``target`` to the values in ``saved``."""
+    """Set the items of ``target`` to the values in ``saved``."""
     nested = {element for element, value in target.items() if _is_filled(value)}
     for element in nested & saved.keys():
         fill_entries(target[element], saved[element])
@@ -284,7 +284,7 @@ class LoadPlan:
         return entries
 
     def first_entry(self, name: str) -> str | None:
-        """Return the key of the first entry of a mapping that was saved as one object.
+        """Return the key of the first item of a mapping that was saved as one object.
 
         Return None for other values.
         """
@@ -342,7 +342,7 @@ class LoadPlan:
         return values
 
     def _inflated(self, node: Node, name: str) -> Any:
-        """Return the container at ``name``. This plan has all its leaves."""
+        """Return the container at ``name``, all of whose leaves are in this plan."""
         values = self._built()
         return inflate(node, lambda path, _: values[f"{name}.{path}"], lambda _: True)
 

@@ -104,7 +104,7 @@ def _request(part: EntrySlice, view: memoryview, tables: Mapping[int, ExtentTabl
 class RegionReader:
     """Reads slices of entries of one checkpoint into one buffer, window by window, and verifies them.
 
-    ``nbytes``: the total size of all slices, for ``progress``. Raises Damaged, MissingKey, Gone, StorageError.
+    ``nbytes``: the total size of all slices, for ``progress``. Raises Damaged, MissingKey, Gone, and StorageError.
     """
 
     def __init__(self, repo: Repository, manifest: Manifest, nbytes: int, progress: Progress) -> None:
@@ -156,7 +156,7 @@ class RegionReader:
     def _planned(
         self, windows: Iterable[Sequence[EntrySlice]], align: int = 1
     ) -> Iterator[tuple[list[RegionRequest], memoryview, Sequence[EntrySlice]]]:
-        """Yield for each window its requests, and the part of the buffer that they fill."""
+        """For each window, yield its requests, and the part of the buffer that they fill."""
         for window in windows:
             total = sum(-(-part.nbytes // align) * align for part in window)
             if self._buffer.nbytes < total:

@@ -56,9 +56,9 @@ class Template:
 
     @collector_paused()
     def plan(self, repo: Repository, state: Any) -> None:
-        """Check the template. Raises MissingKey, Mismatch, InvalidInput.
+        """Check the template. Raises MissingKey, Mismatch, and InvalidInput.
 
-        If it must read, also raises Damaged, StorageError.
+        If it must read, also raises Damaged and StorageError.
         """
         name_of = renamer(self._plan.options.rename)
         contents, objects = self._plan.contents, self._plan.contents.objects
@@ -121,7 +121,7 @@ class Template:
         return matches(key, self._plan.options.ignore_mismatched or ())
 
     def _add(self) -> tuple[list[Mismatch], list[LeafValue]]:
-        """Add all values of the state. Return errors for those that do not fit, and those that are not saved."""
+        """Add all values of the state. Return errors for values that do not fit, and for values that are not saved."""
         errors, lacking, left, done = [], [], [], set(self._flat.whole)
         for key, leaf in self._flat.leaves.items():
             if done and leaf.unit.key in done:
@@ -151,13 +151,16 @@ class Template:
         return self._has[outer.key]
 
     def _check_no_entry(self, key: str, name: str) -> None:
-        """Raise InvalidInput if ``rename`` returns a missing ``name`` that would be an entry of a single object."""
+        """Raise InvalidInput if ``rename`` returns a missing ``name`` that would be an item of a single object."""
         above = next(filter(self._plan.contents.objects.__contains__, prefixes(name)), "") if name != key else ""
         if above and self._plan.first_entry(above) is not None:
             raise no_entry(key, name, key.rpartition(".")[0], above)
 
     def _add_entries(self, lacking: list[LeafValue], name_of: Callable[[str], str]) -> tuple[str, ...]:
-        """Add mappings that the checkpoint stores as one object. Return the entries that only the checkpoint has."""
+        """Add mappings that the checkpoint stores as one object.
+
+        Return the keys of the items that only the checkpoint has.
+        """
         unread: list[str] = []
         for key in self._flat.whole:
             entries = self._plan.add_entries(key, self._names[key], self._flat.leaves[key].value, name_of)
@@ -186,7 +189,10 @@ class Template:
 
     @property
     def per_rank(self) -> dict[str, list[int]]:
-        """The ranks that saved their own value, by key. Random generators are omitted, because they are reseeded."""
+        """The ranks that saved their own value, by key.
+
+        Random number generators are omitted, because they are reseeded.
+        """
         return {key: ranks for key, ranks in self._plan.contents.per_rank.items() if not is_generator(key)}
 
     def _look_below(self, key: str, name: str, *, of_optimizer: bool) -> None:
@@ -266,7 +272,7 @@ class Template:
         return self._plan.reader(repo).blobs(self._plan.wants())
 
     def run(self, repo: Repository, state: Any) -> None:
-        """Read everything, and put the new leaves into ``state``. Raises Damaged, StorageError."""
+        """Read everything, and put the new leaves into ``state``. Raises Damaged and StorageError."""
         replace_leaves(state, self._plan.run(repo))
 
 

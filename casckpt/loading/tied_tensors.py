@@ -97,7 +97,7 @@ class TiedTensors:
         return turns
 
     def _overlapping(self) -> Iterator[tuple[Content, Content]]:
-        """Yield all pairs of different forms that share an element."""
+        """Yield all pairs of tensors that lie differently in memory and share an element."""
         if not self._forms and self._are_apart():
             return
         contents = [*self._held.values(), *self._forms.values()]

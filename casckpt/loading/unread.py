@@ -107,7 +107,10 @@ def warn_moved(run: str, step: int, holders: Mapping[str, Collection[int]], size
 
 
 def warn_unread(run: str, step: int, subtrees: Sequence[str], what_to_say: str) -> None:
-    """Log the subtrees that were not read, once for each run. ``what_to_say``: how to disable the message."""
+    """Log the subtrees that were not read, once for each run.
+
+    ``what_to_say``: the end of the message, which says how to disable it.
+    """
     if subtrees and _is_news(run, tuple(subtrees)):
         named = listed([key for key in subtrees if key != EVERYTHING])
         what = (
@@ -117,7 +120,7 @@ def warn_unread(run: str, step: int, subtrees: Sequence[str], what_to_say: str) 
 
 
 def _is_news(run: str, what: tuple[str, ...]) -> bool:
-    """Return whether this is the first message of this kind for the run. Records it as logged."""
+    """Return whether this is the first message of this kind for the run. Records the message as logged."""
     is_new = (run, what) not in _LOGGED
     _LOGGED.add((run, what))
     return is_new

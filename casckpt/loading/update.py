@@ -1,4 +1,4 @@
-"""Updates: loads into memory that holds a different version, which read only the differences.
+"""Updates: loads that read only the differences from the version that the memory holds.
 
 A tensor that is equal in both manifests is not touched. If a cell changed, the update computes it from the held cell
 with frames, if this reads less. Each computed cell is hashed. A cell that is wrong is loaded as usual.
@@ -61,7 +61,7 @@ Range: TypeAlias = tuple[int, int, int]
 class Move(NamedTuple):
     """One frame of a step, and the range to read it from unless it is ``kept``.
 
-    ``is_undone``: undo it instead of decoding it.
+    ``is_undone``: whether to undo the frame instead of decoding it.
     """
 
     link: Link
@@ -72,7 +72,7 @@ class Move(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """One cell that is computed from a held cell, and its consumers. All of them hold that cell."""
+    """A cell that is computed from a held cell, and its consumers, all of which hold that cell."""
 
     cell: StoredCell
     moves: Sequence[Move]

@@ -31,7 +31,7 @@ MAX_BYTES = 256 << 20
 
 
 def shown(entry: ListedObject) -> Shown:
-    """Return the size and version that a listing shows for an entry."""
+    """Return the size and version that a listing shows for an object."""
     return entry.size, entry.version
 
 
@@ -47,7 +47,7 @@ class RecordCache:
         self.folded: tuple[Mapping[str, Shown], Any] | None = None
 
     def get(self, entry: ListedObject) -> Any | None:
-        """Return the record of a listed entry, or None if the cache does not have it."""
+        """Return the record of a listed object, or None if the cache does not have it."""
         held, record = self._entries.get(entry.key, (None, None))
         return record if held == shown(entry) else None
 
@@ -102,7 +102,7 @@ class RunCache:
 
 
 class RunCaches(dict[str, RunCache]):
-    """Run caches by run hash. Concurrent threads get the same cache."""
+    """The caches of runs, by run hash. Concurrent threads get the same cache."""
 
     def __missing__(self, run: str) -> RunCache:
         return self.setdefault(run, RunCache())

@@ -107,7 +107,7 @@ class Catalogue:
         return self._value("blobs", f"{txid}/{head}")
 
     def add_blobs(self, txid: TxId, head: str, data: bytes) -> None:
-        """Store a blob section."""
+        """Store the blob section of a manifest."""
         self._insert("blobs", {f"{txid}/{head}": data})
 
     def note(self, name: str) -> bytes | None:

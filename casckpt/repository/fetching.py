@@ -52,7 +52,7 @@ class Proved:
 def fetch(storage: ObjectStore, ref: BlobRef, buffer: memoryview) -> memoryview:
     """Read a blob into the start of ``buffer``, verify it, and return that part of the buffer.
 
-    Raises `BlobDamaged`, `StorageError`.
+    Raises `BlobDamaged` and `StorageError`.
     """
     view, why = buffer[: ref.size], ""
     for _ in range(_ATTEMPTS):

@@ -1,4 +1,4 @@
-"""Identifies processes, checks whether a process on this host is dead, and provides a lock across these processes.
+"""Identifies processes, checks whether one on this host is dead, and provides a lock for the processes of this host.
 
 The identity comes from /proc. On a system without /proc, no process counts as dead.
 """

@@ -1,4 +1,7 @@
-"""Cached reads of immutable records: each host reads each record once. Checks what a record requires of readers."""
+"""Cached reads of immutable records: each host reads each record once.
+
+Checks whether this version knows what a record requires of readers.
+"""
 
 from __future__ import annotations
 
@@ -69,8 +72,8 @@ def check_no_file(url: str, entry: ListedObject, known: Known) -> None:
     """Raise `Refused` if ``entry``, which is not a record, is where a folder of records should be."""
     if any(known(entry.key + below) is not None for below in _BELOW):
         raise Refused(
-            f"{url}/{entry.key} is an object where a folder of records should be: restore the folder from a copy of "
-            "the store, or move the object out of the store",
+            f"{url}/{entry.key} is a file where a folder of records should be: restore the folder from a copy of "
+            "the store, or move the file out of the store",
             key=entry.key,
         )
 

@@ -101,7 +101,7 @@ class Repository:
 
     @property
     def marker(self) -> Marker:
-        """The contents of casckpt.json, read once. Raises `NotFound`, `Damaged`, `Refused`, `StorageError`."""
+        """The contents of casckpt.json, read once. Raises `NotFound`, `Damaged`, `Refused`, and `StorageError`."""
         marker = self._marker
         if marker is None:
             marker = self._marker = self._read_marker()
@@ -201,7 +201,7 @@ class Repository:
     def _check_creates(self, *, new: bool) -> bool:
         """Refuse a storage that cannot create keys exclusively. Check once per process.
 
-        Return whether this call probed it. ``new``: the settings do not yet contain the result of an earlier probe.
+        Return whether this call probed it. ``new``: whether the settings lack the result of an earlier probe.
         """
         in_doubt = self.storage.traits.exclusive is None and not self.single_writer
         known = self.settings.exclusive_create if in_doubt and not new else None
@@ -228,7 +228,10 @@ class Repository:
         return self.newest_settings()[1]
 
     def change_settings(self, **fields: Any) -> Settings:  # fields of `Settings`, which is decoded to check them
-        """Write the next generation with ``fields`` changed. Raises `InvalidInput`, `Unsupported`, `StorageError`."""
+        """Write the next generation with ``fields`` changed.
+
+        Raises `InvalidInput`, `Unsupported`, and `StorageError`.
+        """
         unknown = sorted(set(fields) - set(Settings.__struct_fields__) | {"created_at"} & set(fields))
         if unknown:
             raise InvalidInput(f"unknown settings: {', '.join(unknown)}; see `casckpt settings --help`")
@@ -249,7 +252,7 @@ class Repository:
     def newest_settings(self) -> tuple[int, Settings]:
         """Return the number of the newest settings, or -1 if there are none, and the settings.
 
-        Raises `Damaged`, `Refused`, `StorageError`.
+        Raises `Damaged`, `Refused`, and `StorageError`.
         """
         listed = self.storage.list("settings/", known=keys.parse_settings)
         numbers = (keys.parse_settings(entry.key) for entry in listed)
@@ -276,7 +279,7 @@ class Repository:
     def blob_cache(self) -> BlobCache:
         """The cache of whole blobs on this host. Raises `InvalidInput` for an invalid size.
 
-        It is in ``cache_dir``. Saves that fill the cache without ``cache_dir`` use this host's memory.
+        The cache is in ``cache_dir``, or in this host's memory if saves fill it and no ``cache_dir`` was passed.
         """
         if self.cache_saves and self.cache_dir is None:
             return self.memory
@@ -383,7 +386,7 @@ class Repository:
         """Read the record under ``key``.
 
         Its type is ``kind``, a struct from `casckpt.format.records` or a union of them. Raises `NotFound`, `Damaged`,
-        `Refused`, `StorageError`.
+        `Refused`, and `StorageError`.
         """
         return records.decode(self.storage.get(key, limit=records.MAX_RECORD_BYTES), kind, key)
 

@@ -27,7 +27,10 @@ _MAKE = "create one with `openssl genpkey -algorithm ed25519` or `ssh-keygen -t 
 
 
 def public_keys(given: KeyFiles) -> frozenset[PublicKey]:
-    """Read the public keys in ``given``, which must not be empty. Raises `NotFound`, `InvalidInput`, `Unsupported`."""
+    """Read the public keys in ``given``, which must not be empty.
+
+    Raises `NotFound`, `InvalidInput`, and `Unsupported`.
+    """
     named = list(given) if isinstance(given, Sequence) and not isinstance(given, str) else [given]
     if not named:
         raise InvalidInput("no key was passed to verify signatures: pass a public key file")
@@ -40,7 +43,7 @@ def key_name(key: PublicKey) -> str:
 
 
 def private_key(file: KeyFile, password: bytes | None = None) -> Ed25519PrivateKey:
-    """Read a signer's private key. Raises `NotFound`, `InvalidInput`, `Unsupported`."""
+    """Read a signer's private key. Raises `NotFound`, `InvalidInput`, and `Unsupported`."""
     data = _read(file)
     with _key_errors(f"{os.fspath(file)} is not a valid private key"):
         from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
@@ -109,7 +112,7 @@ def _read(file: KeyFile) -> bytes:
 def _key_errors(what: str) -> Iterator[None]:
     """Convert errors of the cryptography package to casckpt errors, with ``what`` in the message.
 
-    Raises `InvalidInput`, `Unsupported`.
+    Raises `InvalidInput` and `Unsupported`.
     """
     try:
         from cryptography.exceptions import UnsupportedAlgorithm

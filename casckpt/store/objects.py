@@ -1,6 +1,7 @@
 """Handles modules, optimizers and other objects with a state_dict as values in the state of a save or load.
 
-A module in a higher layer converts them, because the conversion needs parameter names. `casckpt` sets `home` to it.
+A module in a higher layer converts them, because the conversion needs parameter names. `casckpt` sets `home` to that
+module.
 """
 
 from __future__ import annotations

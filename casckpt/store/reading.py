@@ -41,12 +41,15 @@ def plain(ref: str | Checkpoint) -> str | Commit:
 
 
 def resolve(repo: Repository, ref: str | Checkpoint) -> Commit:
-    """Return the commit that ``ref`` names. Raises NotFound, InvalidInput, Gone, StorageError."""
+    """Return the commit that ``ref`` names. Raises NotFound, InvalidInput, Gone, and StorageError."""
     return refs.resolve(repo, plain(ref))
 
 
 def resolve_to_load(repo: Repository, ref: str | Checkpoint) -> Commit:
-    """Return the commit that ``ref`` names, and log a warning if it is forgotten. Also raises Unsigned."""
+    """Return the commit that ``ref`` names, and log a warning if it is forgotten.
+
+    Raises Unsigned, and the errors of `resolve`.
+    """
     commit = resolve(repo, ref)
     warn_if_forgotten(commit)
     return _trusted(repo, commit)

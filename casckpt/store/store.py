@@ -1,4 +1,7 @@
-"""Defines `Store`, the checkpoints in a folder or bucket. Each method imports what it calls, so this needs no torch."""
+"""Defines `Store`, the checkpoints in a folder or bucket.
+
+Each method imports what it calls, so this module does not need torch.
+"""
 
 from __future__ import annotations
 
@@ -198,10 +201,10 @@ class Store:
         must call this method with its own shards, regardless of the ranks and shards that saved the checkpoint.
         ``no_dist``: this process loads alone.
 
-        Before anything changes, raises Conflict if ranks pass different references or stores, NotFound, MissingKey,
-        Mismatch, or InvalidInput. During the read, raises Damaged (with key, blob and checkpoints), Gone (gc purged
-        the checkpoint, which a lease prevents) or StorageError. After one of these errors, the contents of ``state``
-        are undefined.
+        Before anything changes, raises NotFound, MissingKey, Mismatch, InvalidInput, or Conflict (if ranks pass
+        different references or stores). During the read, raises Damaged (with key, blob and checkpoints), Gone (gc
+        purged the checkpoint, which a lease prevents) or StorageError. After one of these errors, the contents of
+        ``state`` are undefined.
         """
         is_held = sys.getrefcount(state) > objects.UNHELD
         check_keywords("Store.load", options, LoadArguments)
@@ -266,11 +269,10 @@ class Store:
     ) -> int:
         """Fetch a checkpoint into this host's cache for later loads. Return the number of fetched bytes.
 
-        ``state``: fetch only the bytes that a load into it needs, which is this rank's share. ``state`` does not
-        change. ``rename``, ``strict``, ``ignore_mismatched``: as for `load`. Each rank makes its own call. If several
-        ranks on a host need the same bytes, only one of them fetches these bytes. Each blob is verified. ``progress``
-        counts cached bytes. Raises NotFound, Damaged (with the blob), StorageError, or InvalidInput if the cache is
-        too small.
+        ``state``: fetch only this rank's share, the bytes that a load into ``state`` needs. ``state`` does not change.
+        ``rename``, ``strict``, ``ignore_mismatched``: as for `load`. Each rank makes its own call. If several ranks on
+        a host need the same bytes, only one of them fetches these bytes. Each blob is verified. ``progress`` counts
+        cached bytes. Raises NotFound, Damaged (with the blob), StorageError, or InvalidInput if the cache is too small.
         """
         check_keywords("Store.pre_download", match, MatchArguments)
         shown = Progress(progress)
@@ -303,7 +305,7 @@ class Store:
         return list_store(self.repository)
 
     def get(self, ref: str | Checkpoint) -> Checkpoint:
-        """Return the checkpoint that ``ref`` names. Raises NotFound, InvalidInput.
+        """Return the checkpoint that ``ref`` names. Raises NotFound and InvalidInput.
 
         A reference is an id (or its first 6 or more hex digits), RUN@STEP, RUN@latest, latest, or tag:NAME.
         """
@@ -345,7 +347,7 @@ class Store:
         The watch makes one small request per ``poll`` interval (at least 0.1s), and more when there are new
         checkpoints. It ends after ``timeout`` without a new checkpoint. The store and the run do not have to exist
         yet. If the storage fails, the watch logs a warning and retries. A checkpoint may be purged before you load it.
-        Raises InvalidInput, NotFound. The iterator raises Damaged, Refused, and StorageError if the storage still
+        Raises InvalidInput and NotFound. The iterator raises Damaged, Refused, and StorageError if the storage still
         fails when the watch ends.
         """
         return reading.watch(self.repository, run, after, latest_only=latest_only, poll=poll, timeout=timeout)
@@ -362,7 +364,7 @@ class Store:
         The result does not depend on ranks and shards. If each rank has its own value, the lowest rank's value is
         hashed. ``keys``: patterns that match flat keys. casckpt reads and verifies the bytes of tensors whose hashes
         are not in this host's catalogue; ``progress`` counts these bytes. Thinned tensors are omitted. Raises
-        MissingKey for a pattern that matches nothing, Damaged, StorageError.
+        MissingKey for a pattern that matches nothing, Damaged, and StorageError.
         """
         from casckpt.loading.comparison import digests_of
 
@@ -381,7 +383,8 @@ class Store:
         Every rank of ``process_group`` must call this method with its own shards, in any topology. ``no_dist``: this
         process compares alone. Each rank hashes all its values, including replicas, and reads only cells that differ
         or that cross a shard boundary. The state does not change. Non-tensor leaves, and keys that exist only in the
-        checkpoint, are ignored. Raises NotFound, Damaged, MissingKey for thinned tensors, InvalidInput, StorageError.
+        checkpoint, are ignored. Raises NotFound, Damaged, MissingKey for thinned tensors, InvalidInput, and
+        StorageError.
         """
         return reading.compare(self.repository, state, ref, process_group, no_dist=no_dist)
 
@@ -392,7 +395,7 @@ class Store:
         return measure(self.repository)
 
     def report(self) -> StoreUsage:
-        """Return the bytes that each run shares and does not share, and the bytes in blobs that no checkpoint needs."""
+        """Return how many bytes each run shares and does not share, and how many no checkpoint needs."""
         from casckpt.upkeep.usage import usage
 
         return usage(self.repository)
@@ -400,7 +403,7 @@ class Store:
     def history(self, runs: Collection[str]) -> History:
         """Return how many bytes each visible checkpoint added and why, oldest first, and the known damage.
 
-        Compares the newest manifests of ``runs``. Raises NotFound, StorageError.
+        Compares the newest manifests of ``runs``. Raises NotFound and StorageError.
         """
         from casckpt.upkeep.history import history
 
@@ -418,7 +421,8 @@ class Store:
         For forgotten checkpoints, the result has the earliest time at which gc may purge them. ``run``: only this run.
         ``branches``: also group the bytes by the first element of the key, and show how many bytes only deltas need.
         This reads manifests that are new to this host. ``keep_last=2`` and the other rules of `gc`: also return how
-        many bytes each rule would free if it were the only one. Raises InvalidInput, NotFound, Damaged, StorageError.
+        many bytes each rule would free if it were the only one. Raises InvalidInput, NotFound, Damaged, and
+        StorageError.
         """
         from casckpt.upkeep.footprint import footprint
 
@@ -477,10 +481,10 @@ class Store:
         """Sign checkpoints or ranges of steps by storing a signature of each id. Copies include the signatures.
 
         ``key``: a file with an Ed25519 key from OpenSSL or ssh-keygen, or a key object of the cryptography package.
-        ``password``: the file's password. Sign what this process has just saved, because its id was computed from your
-        memory. For any other checkpoint, `verify` proves that the store has the content that the id names, but not
-        where the content came from. Raises NotFound, InvalidInput, Damaged, StorageError, and Unsupported without the
-        cryptography package.
+        ``password``: the file's password. Sign what this process has just saved, because that id was computed from the
+        data in memory. For any other checkpoint, `verify` proves that the store has the content that the id names, but
+        not where the content came from. Raises NotFound, InvalidInput, Damaged, StorageError, and Unsupported without
+        the cryptography package.
         """
         from casckpt.contents.signatures import sign
 
@@ -495,7 +499,7 @@ class Store:
 
         ``tagged``: allow tagged checkpoints, and delete their tags. Expiring tags remain, and gc respects them.
         Without ``tagged``, a tagged checkpoint raises Conflict, and no checkpoint is forgotten. ``dry_run``: only
-        return the checkpoints. Raises NotFound, InvalidInput, Conflict.
+        return the checkpoints. Raises NotFound, InvalidInput, and Conflict.
         """
         from casckpt.upkeep.gc.forgetting import forget_chosen
 
@@ -516,7 +520,7 @@ class Store:
     def rotate(self, run: str, rotation: Rotation) -> list[Checkpoint]:
         """Forget and purge the checkpoints of ``run`` that ``rotation`` does not keep, as `forget_now` does.
 
-        Only one process must call this. Raises StorageError, and Damaged or Refused if a tag cannot be read.
+        Exactly one process must call this. Raises StorageError, and Damaged or Refused if a tag cannot be read.
         """
         from casckpt.upkeep.gc.rotation import rotate
 
@@ -547,7 +551,7 @@ class Store:
         tagged ones unless ``tagged`` is set, and those that ``keep_last=2`` or another `gc` rule keeps whole. Thinning
         does not move tensor bytes. gc later purges the old commits and frees the space. Until then, `restore` can
         bring all tensors back from an old commit (`checkpoints` with ``forgotten`` lists them). Raises InvalidInput,
-        NotFound, MissingKey if no pattern matches, Conflict if one of ``refs`` is tagged, StorageError. If a
+        NotFound, MissingKey if no pattern matches, Conflict if one of ``refs`` is tagged, and StorageError. If a
         checkpoint cannot be thinned because it is damaged, the others are thinned before its error is raised.
         """
         from casckpt.upkeep.thin import thin_chosen
@@ -558,11 +562,12 @@ class Store:
         return thin_chosen(self.repository, chosen, rule, drop=drop, run=run, tagged=tagged, dry_run=dry_run)
 
     def restore(self, ref: str | Checkpoint, *, whole: bool = False) -> Checkpoint:
-        """Make a forgotten checkpoint visible again. Raises Conflict if it was purged or if a twin of it is visible.
+        """Make a forgotten checkpoint visible again.
 
-        ``ref``: an id, a `Checkpoint`, or RUN@STEP if only one checkpoint was forgotten there. A checkpoint that
-        `checkpoints` shows as ``replaced`` takes the place of its rewrite if it has not been purged. ``whole``: bring
-        back the tensors that `thin` dropped. Raises NotFound if gc has purged them.
+        Raises Conflict if it was purged, or if a different checkpoint of its run and step is visible. ``ref``: an id, a
+        `Checkpoint`, or RUN@STEP if only one checkpoint was forgotten there. A checkpoint that `checkpoints` shows as
+        ``replaced`` takes the place of its rewrite if it has not been purged. ``whole``: bring back the tensors that
+        `thin` dropped. Raises NotFound if gc has purged them.
         """
         if refs.is_range(ref):
             raise InvalidInput(f"{ref!r} does not name a single checkpoint: use restore_many for ranges")
@@ -572,12 +577,12 @@ class Store:
     def restore_many(
         self, *named: str | Checkpoint, whole: bool = False, dry_run: bool = False, check: bool = True
     ) -> RestoreResult:
-        """Restore checkpoints, or the forgotten ones of ranges of steps, as `restore` does.
+        """Restore checkpoints, or all forgotten checkpoints in ranges of steps, as `restore` does.
 
         A range skips steps that have a visible checkpoint. If one of the named checkpoints cannot be restored, none
         are. ``whole``: for a range, restore its thinned checkpoints. ``dry_run``: only return the checkpoints.
         ``check``: raise errors of single checkpoints after the others are restored. Without ``check``, the result
-        lists them as ``failed``. Raises NotFound, InvalidInput, Conflict, StorageError.
+        lists them as ``failed``. Raises NotFound, InvalidInput, Conflict, and StorageError.
         """
         from casckpt.upkeep.gc.forgetting import restore_chosen
 
@@ -599,13 +604,13 @@ class Store:
         """Forget checkpoints according to a policy, purge forgotten ones, and delete unneeded files.
 
         Safe to run at any time. The policy: ``keep_last``, ``keep_every`` (step % N == 0), ``keep_within``,
-        ``keep_daily``, ``keep_weekly``, ``keep_monthly``, ``keep_best`` ("loss:3", "acc:max:1"). In each run, it keeps
+        ``keep_daily``, ``keep_weekly``, ``keep_monthly``, ``keep_best`` ("loss:3", "acc:max:1"). In each run, gc keeps
         every checkpoint that any rule keeps (see `Policy`). Without a rule, gc does not forget any checkpoint. gc
         always keeps the newest checkpoint of a run, the newest one that is not unhealthy, and tagged ones. ``thin``:
         tensors to drop from the other checkpoints, such as ``{"drop": ["optim.*"], "keep_last": 2}``. ``run``: only
         this run.
 
-        Durations are a timedelta or a string with a unit ("7d", "90s"); 0 does not need a unit. ``min_age``: time
+        A duration is a timedelta or a string with a unit ("7d", "90s"); 0 does not need a unit. ``min_age``: time
         between forgetting and purging, during which `restore` can bring a checkpoint back (default: the store's
         setting, or else 24 h, and 15 minutes for ephemeral checkpoints). ``wait``: total time to wait for saves in
         progress. The next gc continues where this one stopped. ``revoke_after``: time without a sign of life after
@@ -642,7 +647,7 @@ class Store:
     def change_settings(self, **changes: Unpack[SettingChanges]) -> StoreSettings:
         """Change settings for all later users of the store. None unsets a setting.
 
-        `StoreSettings` lists the names. Durations are a timedelta or a string with a unit ("7d", "90s"). Raises
+        `StoreSettings` lists the names. A duration is a timedelta or a string with a unit ("7d", "90s"). Raises
         InvalidInput with the name of the setting, NotFound if there is no store, and StorageError.
         """
         if (mirror := changes.get("mirror")) is not None:
@@ -662,7 +667,7 @@ class Store:
         revoke_save(self.repository, TxId(txid))
 
     def give_up(self, txid: str) -> None:
-        """End a transaction whose lost or unreadable record blocks every gc. Raises NotFound, Conflict."""
+        """End a transaction whose lost or unreadable record blocks every gc. Raises NotFound and Conflict."""
         from casckpt.upkeep.saves import give_up
 
         give_up(self.repository, TxId(txid))
@@ -693,8 +698,8 @@ class Store:
 
         ``mode``: "full" reads every blob and checks its hash, and "exists" checks presence and size. ``sample``: the
         fraction of the blobs to check, chosen at random. ``decode``: also decode encoded cells and check their
-        digests. ``progress``: called with the bytes read so far and the total. The result lists the damage. Raises
-        NotFound, InvalidInput, StorageError.
+        digests. ``progress``: called with the number of bytes read so far and the total. The result lists the damage.
+        Raises NotFound, InvalidInput, and StorageError.
         """
         from casckpt.upkeep.repair.verify import verify
 
@@ -705,7 +710,7 @@ class Store:
         """Restore missing blobs, and blobs that `verify` or a save found to be damaged.
 
         The bytes come from copies in this store or in ``sources``, which casckpt only reads. ``progress``: called with
-        the number of restored bytes. The result lists what could not be repaired. Raises NotFound, StorageError.
+        the number of restored bytes. The result lists what could not be repaired. Raises NotFound and StorageError.
         """
         from casckpt.upkeep.repair.repair import repair
 
@@ -737,9 +742,9 @@ class Store:
         be this store itself, whose small and worn blobs are packed together. ``compress``: "always" encodes floats,
         except in checkpoints that already have encoded cells; "off" and None leave encodings unchanged. ``check``:
         raise the errors after all other checkpoints are copied. Without ``check``, the result lists them as
-        ``failed``. ``progress``: called with the bytes that ``target`` has so far. Raises NotFound, StorageError,
-        Damaged (with blob and keys), Gone, Refused, or Conflict if ``target`` has a different checkpoint with the same
-        run and step. A checkpoint with an error does not become visible in ``target``.
+        ``failed``. ``progress``: called with the number of bytes that ``target`` has so far. Raises NotFound,
+        StorageError, Damaged (with blob and keys), Gone, Refused, or Conflict if ``target`` has a different checkpoint
+        with the same run and step. A checkpoint with an error does not become visible in ``target``.
         """
         from casckpt.upkeep.copies import copy as copying
 
@@ -754,7 +759,7 @@ class Store:
         return result
 
     def mirror_lag(self) -> MirrorLag:
-        """Return the mirror's lag: the pending checkpoints and bytes, and the age of the oldest one.
+        """Return the mirror's lag: the number of pending checkpoints and bytes, and the age of the oldest checkpoint.
 
         Raises StorageError, and InvalidInput if the store was opened without a mirror.
         """

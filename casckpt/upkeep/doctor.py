@@ -26,7 +26,7 @@ _USE_ANOTHER = "checkpoints are not safe here: use a different storage, or repai
 
 
 def examine(repo: Repository) -> Iterator[Finding]:
-    """Yield the finding of each check as soon as the check ends. A storage error becomes a finding."""
+    """Yield the finding of each check as soon as the check ends. A storage error is reported as a finding."""
     if repo.storage.traits.read_only:
         yield Finding("write", None, "the storage is read-only, so no other check ran", "save to a different store")
         return

@@ -74,7 +74,7 @@ class Added:
     """The growth at one visible checkpoint.
 
     ``bytes_added``: size of the blobs that no earlier live checkpoint names. ``why``: the cause, in words.
-    ``changed``: the bytes that changed since the previous checkpoint of the run, by key. It is None for the first
+    ``changed``: how many bytes changed since the previous checkpoint of the run, by key. It is None for the first
     checkpoint of a run, and for checkpoints that were not compared or cannot be read.
     """
 
@@ -100,7 +100,8 @@ class History:
 class Heat:
     """The share of each layer's bytes that changed at each step of a run.
 
-    ``shares[row][column]``: a share from 0 to 1, or None if unknown. Rows are ``layers``, columns are ``steps``.
+    ``shares[row][column]``: a share from 0 to 1, or None if unknown. The rows are ``layers``, and the columns are
+    ``steps``.
     """
 
     layers: Sequence[str]
@@ -109,7 +110,7 @@ class Heat:
 
 
 def history(repo: Repository, runs: Collection[str], looked_at: int = 48) -> History:
-    """Return the bytes that each visible checkpoint added.
+    """Return how many bytes each visible checkpoint added.
 
     Compares the newest ``looked_at`` checkpoints of each run in ``runs``. Skips checkpoints that cannot be read. Raises
     `StorageError`.

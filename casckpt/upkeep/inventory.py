@@ -1,9 +1,9 @@
 """An inventory of objects/. A listing covers only the folders that may have changed since this host's last listing.
 
 Only one save puts objects into a folder: the save whose transaction id names the folder. Only gc deletes objects from
-the folder, and it never deletes an object that a live commit names. Suppose that a commit was listed before a folder,
-and that it names exactly the objects in that folder. The folder then cannot change while this commit is live. Such a
-commit is the **guard** of the folder. The catalogue stores the guard of each folder and the sums of the guarded
+the folder, and it never deletes an object that a live commit names. Suppose that a commit was read before a folder was
+listed, and that it names exactly the objects in that folder. The folder then cannot change while this commit is live.
+Such a commit is the **guard** of the folder. The catalogue stores the guard of each folder and the sums of the guarded
 objects.
 """
 
@@ -30,7 +30,7 @@ _TRIED = 3  # users of a folder to compare, newest first; older users rarely nam
 
 @dataclass(frozen=True, slots=True)
 class Sums:
-    """Counts and bytes of objects."""
+    """The counts and sizes of objects."""
 
     blobs: int = 0
     blob_bytes: int = 0
@@ -48,8 +48,9 @@ class Sums:
 
 @dataclass(frozen=True)
 class Inventory:
-    """All objects. ``sizes``: bytes by key of the objects without a guard. gc can delete only these objects.
+    """All objects.
 
+    ``sizes``: the sizes in bytes, by key, of the objects without a guard. gc can delete only these objects.
     ``guarded``: sums of the other objects, by uploader. ``loose``: uploaders of the listed folders without a guard,
     including empty folders. ``foreign``: keys that casckpt did not create. gc ignores them.
     """
@@ -141,7 +142,7 @@ class _Guards:
         self._own = {commit.txid: commit for commit in self._readable}
 
     def of(self, uploader: TxId, contents: Mapping[str, int]) -> TxId | None:
-        """Return the guard of the ``uploader``'s folder, which holds ``contents`` (bytes by key), or None."""
+        """Return the guard of the ``uploader``'s folder, which holds ``contents`` (sizes by key), or None."""
         own = [self._own[uploader]] if uploader in self._own else []
         users = (commit for some in (own, self._users.get(uploader, ())) for commit in some) if contents else ()
         return next((commit.txid for commit in users if self._names_exactly(commit, uploader, contents)), None)

@@ -82,8 +82,8 @@ class Recoding:
 
     ``listed``: the commits of the target, listed after that transaction began. ``moving``: numbers of the blobs whose
     cells move: all blobs, unless the source is the target. ``blob_bytes``: data bytes per new blob (None: the target's
-    blob size). ``jobs``: number of concurrent blobs, each with a buffer. ``progress``: called with the bytes of each
-    moved blob. ``compress``: encode floats where that saves bytes.
+    blob size). ``jobs``: number of concurrent blobs, each with a buffer. ``progress``: called with the number of bytes
+    of each moved blob. ``compress``: encode floats where that saves bytes.
     """
 
     source: Repository
@@ -100,7 +100,7 @@ class Recoding:
     def run(self) -> Encoded:
         """Store the cells durably, and return the manifest with their new locations. The caller must put the manifest.
 
-        Raises `BlobDamaged` if bytes of the source are wrong, `Refused` for an unknown format, `Revoked`,
+        Raises `BlobDamaged` if bytes of the source are wrong, `Refused` for an unknown format, `Revoked`, and
         `StorageError`.
         """
         cells, known, places = cells_of(self.manifest, self.moving), self._known(), dict[CellDigest, CellPlace]()
@@ -189,7 +189,7 @@ class Recoding:
         return {digest: CellPlace(ref, offset) for digest, offset in offsets.items()}
 
     def _put_smaller(self, parts: Sequence[_Part], buffer: memoryview) -> dict[CellDigest, CellPlace]:
-        """Put cells as frames if that saves bytes, and all other cells without encoding."""
+        """Store cells as frames if that saves bytes, and all other cells without encoding."""
         tried = [(cell, data, _frame_of(cell, data)) for cell, data in parts]
         frames = [(cell, frame) for cell, _, frame in tried if frame is not None]
         rest = [(cell, data) for cell, data, frame in tried if frame is None]

@@ -61,7 +61,7 @@ def record_of(repo: Repository, txid: TxId, commit: Commit, made: Encoded) -> Co
 
 
 def _replace(repo: Repository, base: Commit, made: Commit) -> Commit:
-    """Create the record that makes ``made`` visible. Raises `Conflict` if its number is taken, `StorageError`."""
+    """Create the record that makes ``made`` visible. Raises `Conflict` if its number is taken, and `StorageError`."""
     number = base.number + 1
     failed: CasckptError = Conflict(f"{base} was not rewritten: another process changed it", checkpoints=(base.id,))
     try:

@@ -44,7 +44,7 @@ def lost_records(repo: Repository, keys: Iterable[str], ended: Container[TxId] =
 def check_recorded(repo: Repository, keys: Iterable[str], ended: Container[TxId]) -> None:
     """Raise `Damaged` if gc would delete a manifest whose record is lost.
 
-    Accepts the arguments of `lost_records`.
+    Takes the same arguments as `lost_records`.
     """
     lost = lost_records(repo, keys, ended)
     if lost:
@@ -106,7 +106,10 @@ def _alive(process: Process) -> bool | None:
 
 
 def revoke_save(repo: Repository, txid: TxId) -> None:
-    """Revoke a save in progress, so that it never becomes visible. Raises `Conflict` if it has ended, `NotFound`."""
+    """Revoke a save in progress, so that it never becomes visible.
+
+    Raises `Conflict` if it has ended, and `NotFound`.
+    """
     closed = list_names(repo)
     if txid not in closed and txid not in {one.txid for one in open_transactions(repo, closed)}:
         raise NotFound(f"there is no save {txid} in progress; `casckpt transactions STORE` lists the saves in progress")

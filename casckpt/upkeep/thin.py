@@ -110,7 +110,7 @@ def plan_thin(
     whole. ``tagged``: also thin checkpoints that have a tag without an expiration time. ``spare``: checkpoints to
     skip. Writes nothing.
 
-    Raises `Conflict` if one of ``refs`` is tagged, and `InvalidInput`, `NotFound` and `StorageError`.
+    Raises `Conflict` if one of ``refs`` is tagged, `InvalidInput`, `NotFound`, and `StorageError`.
     """
     rule, wanted = patterns_of(drop), list(refs)
     if bool(wanted) is not (keep is None or keep.is_empty):
@@ -236,7 +236,7 @@ def execute(repo: Repository, plan: ThinPlan) -> tuple[Commit, ...]:
 
 
 def thin(repo: Repository, plan: ThinPlan, *, dry_run: bool = False) -> ThinResult:
-    """Carry out ``plan``, or only count with ``dry_run``. Raises the errors of `execute`."""
+    """Carry out ``plan`` or, with ``dry_run``, only count. Raises the errors of `execute`."""
     result = preview(repo, plan)
     return result if dry_run else replace(result, thinned=execute(repo, plan), dry_run=False)
 

@@ -60,7 +60,7 @@ class StoreUsage:
 
 @dataclass(frozen=True, slots=True)
 class Freed:
-    """The bytes that a gc without rules frees ``now``, and ``later``, after all forgotten checkpoints were purged."""
+    """How many bytes a gc without rules frees ``now``, and ``later``, once all forgotten checkpoints are purged."""
 
     now: int
     later: int
@@ -68,7 +68,7 @@ class Freed:
 
 @dataclass(frozen=True, slots=True)
 class StoreStats:
-    """Counts and bytes of a store.
+    """The counts and sizes of a store's contents.
 
     ``bytes_stored``: all objects. ``bytes_logical``: the tensors of all visible checkpoints. Shared tensors count once
     for each checkpoint, and dropped tensors do not count. ``bytes_coded``: the part of ``bytes_logical`` that is
@@ -103,7 +103,7 @@ class StoreStats:
 def usage(repo: Repository) -> StoreUsage:
     """Return how much space each run uses. Reads the manifests that the catalogue lacks.
 
-    Raises NotFound, StorageError.
+    Raises NotFound and StorageError.
     """
     commits = list_commits(repo)
     live = commits.live()
@@ -160,7 +160,7 @@ def measure(repo: Repository) -> StoreStats:
 
 
 def freed_by_gc(repo: Repository, commits: CommitList, stock: Inventory | None = None, *, purges: bool = True) -> Freed:
-    """Return the bytes that gc without rules would free. Without ``stock``, leftovers of failed saves do not count.
+    """Return how many bytes gc without rules would free. Without ``stock``, leftovers of failed saves do not count.
 
     ``purges``: False if the mirror is gone, because gc then does not purge anything. Reads manifests only if there are
     forgotten checkpoints or blobs without a guard. Raises `StorageError`.

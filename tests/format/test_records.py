@@ -205,7 +205,7 @@ def test_a_marker_outside_the_limits_is_rejected(change: dict[str, Any], error: 
 def test_the_error_for_an_older_format_explains_how_to_read_it() -> None:
     before = msgspec.json.decode(encode_marker(Marker(format=1, store_id="abc", created_at=5)))
     del before["hash"]
-    with pytest.raises(Refused, match="read it with the version that wrote it"):
+    with pytest.raises(Refused, match="read it with the version of casckpt that wrote it"):
         decode_marker(msgspec.json.encode(before))
 
 

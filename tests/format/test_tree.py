@@ -325,7 +325,7 @@ def test_parts_of_a_wrapper_are_merged_and_different_forms_are_refused() -> None
     parts = [Wrapper(PARTS, {str(first): T}) for first in (0, 4)]
     tree: Any = merge([{"w": part} for part in parts])
     assert tree == {"w": Wrapper(PARTS, {"0": T, "4": T})}
-    with pytest.raises(InvalidInput, match="key 'w' is a wrapper with different contexts on different ranks"):
+    with pytest.raises(InvalidInput, match="key 'w' is a wrapper with different forms on different ranks"):
         merge([{"w": parts[0]}, {"w": Wrapper(FORM, {"0": T})}])
     with pytest.raises(InvalidInput, match="is of kind wrapper on one rank, but of kind tensor"):
         merge([{"w": parts[0]}, {"w": T}])

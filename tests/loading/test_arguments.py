@@ -88,7 +88,7 @@ def test_invalid_gc_durations_are_rejected(saved: casckpt.Store, name: str, dura
 
 @pytest.mark.parametrize("sample", ["1", None, 0, 1.5])
 def test_invalid_samples_are_rejected(saved: casckpt.Store, sample: Any) -> None:
-    with pytest.raises(InvalidInput, match="a sample above 0 and up to 1"):
+    with pytest.raises(InvalidInput, match="a sample above 0 and at most 1"):
         saved.verify(sample=sample)
 
 

@@ -132,7 +132,7 @@ def serve(
     session: Session, *, host: str, port: int, token_file: Path | None, no_token: bool, view: Path | None,
     max_shard_size: int | None,
 ) -> None:  # fmt: skip
-    """Serve the store like a Hugging Face Hub.
+    """Serve the store in the same way as the Hugging Face Hub.
 
     Set HF_ENDPOINT to the printed address. Then from_pretrained, hf download, HfFileSystem and engines that load from
     a hub can load any checkpoint. The repository is the run. The revision is a step, a tag, latest, main or an id. The

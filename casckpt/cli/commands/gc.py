@@ -55,7 +55,7 @@ def thin(
 
 
 def thinned_text(result: dict[str, Any], *, with_space: bool = True) -> None:
-    """Print the thinned checkpoints, and the bytes that a gc will free."""
+    """Print the thinned checkpoints, and how many bytes a gc will free."""
     done = "would thin" if result["dry_run"] else "thinned"
     say_some([f"{done} {name(one)}" for one in result["thinned"]])
     left = f"{count(result['entries'], 'tensor')} of {size(result['nbytes'])} dropped from "
@@ -167,7 +167,7 @@ def _known(one: Deferred) -> dict[str, Any]:
 
 
 class _WaitReport:
-    """Prints each transaction that gc waits for once."""
+    """Prints each transaction that gc waits for, but only once."""
 
     def __init__(self) -> None:
         self.reported: set[str | None] = set()
@@ -202,7 +202,7 @@ def text(result: dict[str, Any]) -> None:
 
 
 def _say_space(delete: str, result: dict[str, Any]) -> None:
-    """Print the bytes that gc frees now and later."""
+    """Print how many bytes gc frees now, and how many it frees later."""
     say(
         f"{delete} {count(result['deleted_blobs'], 'blob')}, {size(result['deleted_bytes'])}; "
         f"{count(result['kept_blobs'], 'blob')}, {size(result['kept_bytes'])} remain"

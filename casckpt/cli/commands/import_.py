@@ -31,11 +31,11 @@ def command(
 
     Detects the format: a safetensors file, a Hugging Face folder, a torch.save file, a torch.distributed.checkpoint
     folder (including Megatron's torch_dist), or an OLMo-core folder. PATH may be a URL. Small files next to the
-    weights become attachments, and an export of a Hugging Face folder restores its files. The command creates the
-    store if necessary.
+    weights become attachments, and an export restores the files of an imported Hugging Face folder. The command creates
+    the store if necessary.
 
     If a torch.save file holds a model and its optimizer, casckpt stores the optimizer by parameter name, and the rest
-    as train state, so that a training can resume from it. --as-is keeps the file's own structure.
+    as train state, so that training can resume from it. --as-is keeps the file's own structure.
     """
     from casckpt.frontends.convert import import_any, looked_at
     from casckpt.frontends.interchange.new_files import file_attachments

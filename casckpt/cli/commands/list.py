@@ -98,7 +98,10 @@ _KEYS = {
 
 
 def _sorted(rows: list[dict[str, Any]], by: str) -> list[dict[str, Any]]:
-    """Sort by a column, or by a number in the metrics or metadata. Rows without it come last. Raises InvalidInput."""
+    """Sort by a column, or by a number in the metrics or metadata. Rows without this value come last.
+
+    Raises InvalidInput.
+    """
     name, backwards = by.removeprefix("-"), by.startswith("-")
     if name in _KEYS:
         return sorted(rows, key=_KEYS[name], reverse=backwards)

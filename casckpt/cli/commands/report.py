@@ -129,7 +129,7 @@ def stats(session: Session, *, by: tuple[str, ...], run: str | None, **rules: An
 
 
 def text(result: dict[str, Any]) -> None:
-    """Print the table, and the bytes that are shared by several runs."""
+    """Print the table, and the number of bytes that several runs share."""
     if result["runs"]:
         table(_COLUMNS, map(_cells, result["runs"]))
         say()

@@ -150,12 +150,12 @@ def _thinned(dropped: dict[str, Any] | None) -> str:
 
 
 def _few(keys: list[str]) -> str:
-    """Return all keys if there are only a few. Otherwise, return the number of keys for each first part."""
+    """Return all keys if there are only a few. Otherwise, return the number of keys with each first element."""
     return ", ".join(shortened(keys if len(keys) <= _FEW_VALUES else list(summed(keys))))
 
 
 def _health(health: dict[str, Any] | None, tensors: list[dict[str, Any]]) -> str:
-    """Format the health of all tensors, and the number of unchecked ones. Return "" if the save recorded none."""
+    """Format the health of all tensors, and the number of unchecked ones. Return "" if the save did not check them."""
     if health is None:
         return ""
     unknown = sum(one["health"] is None and one["dtype"] != "bool" for one in tensors)

@@ -51,7 +51,7 @@ def command(session: Session, tag: str | None, ref: str | None, delete: str | No
 
 @store_command("tags")
 def tags(session: Session) -> None:
-    """List the tags, with their ends and holders.
+    """List the tags, with their expiration times and holders.
 
     The list includes readers' leases. It may be empty. The exit status is 3 if there is no store.
     """

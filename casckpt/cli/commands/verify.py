@@ -33,7 +33,7 @@ def command(session: Session, refs: tuple[str, ...], quick: bool, sample: float,
 
     Reads all data of all checkpoints, or of those that you name. Marks damaged blobs, so that saves do not use them.
     `casckpt repair` repairs them if possible. The exit status is 4 if anything is damaged. With --require-signature,
-    it is 1 if a checkpoint has no signature by these keys.
+    it is 1 if a checkpoint has no signature from any of these keys.
     """
     with progress_bar("verifying") as done:
         mode: Mode = "exists" if quick else "full"
@@ -83,7 +83,7 @@ def text(result: dict[str, Any]) -> None:
 def say_damage(
     what: str, blobs: list[dict[str, Any]], manifests: list[dict[str, Any]], records: list[dict[str, Any]]
 ) -> None:
-    """Print a line with the reason for each damaged file. Each line begins with ``what``."""
+    """For each damaged file, print a line with the reason. Each line begins with ``what``."""
     for one in blobs:
         say(f"{what} blob {one['blob']}: {printable(one['why'])}")
         say(f"  {needed(one)}")

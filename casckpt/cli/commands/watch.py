@@ -64,14 +64,14 @@ def _line(row: dict[str, Any]) -> str:
 def follow(
     session: Session, *, run: str, folder: Path, once: bool, poll: timedelta, **options: object
 ) -> int | None:  # fmt: skip
-    """Keep a folder at the newest checkpoint of a run.
+    """Update a folder to the newest checkpoint of a run.
 
     The folder is for from_pretrained and for engines that map files. The link "current" in it points to a folder like
     those that export writes. Each version is a new folder, and the link is switched atomically. CMD receives
-    CASCKPT_FOLDER, CASCKPT_RUN, CASCKPT_STEP and CASCKPT_ID in its environment. After a kill, it may run twice. Once
-    CMD has returned 0, follow removes older versions, except for the number that --keep sets. If the store fails,
-    follow retries. With --once, the exit status is 1 if CMD failed, and 3 if there is no store or no checkpoint of the
-    run. Without --once, follow waits for the first checkpoint.
+    CASCKPT_FOLDER, CASCKPT_RUN, CASCKPT_STEP and CASCKPT_ID in its environment. If follow is killed, CMD may run twice
+    for a version. Once CMD has returned 0, follow removes older versions, but keeps as many of them as --keep sets. If
+    the store fails, follow retries. With --once, the exit status is 1 if CMD failed, and 3 if there is no store or no
+    checkpoint of the run. Without --once, follow waits for the first checkpoint.
     """
     from casckpt.frontends.follow import Follower
 

@@ -197,7 +197,7 @@ def needs_base(form: Form) -> bool:
 def encode_planes(plain: memoryview, width: int) -> bytes | None:
     """Encode a cell of elements of ``width`` bytes, without a base. Return None if the frame would be too large.
 
-    A frame is too large above the share `WORTH` of the cell's size. A cell is not encoded if it is smaller than
+    A frame is too large if it exceeds the share `WORTH` of the cell's size. A cell is not encoded if it is smaller than
     `MIN_CELL`, or if its size is not a multiple of ``width``.
     """
     if not _is_fit(plain, width):

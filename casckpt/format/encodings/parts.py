@@ -92,7 +92,7 @@ def compress(data: Buffer) -> bytes:
 def decompress(data: Buffer, nbytes: int) -> bytes:
     """Decompress a single zstd frame of exactly ``nbytes`` bytes without using more memory than that.
 
-    Raises Refused for any other.
+    Raises Refused for any other bytes.
     """
     decoder = zstd.ZstdDecompressor(options=_LIMITS)
     try:
@@ -176,7 +176,10 @@ NOISE = 7.75
 
 
 def split(elements: Unsigned, *, rotated: bool) -> Bytes:
-    """Split into planes, lowest first. Returns a scratch array of the shape (bytes per element, elements)."""
+    """Split the elements into byte planes, lowest byte first.
+
+    Returns a scratch array of the shape (bytes per element, elements).
+    """
     width, count = elements.itemsize, elements.size
     planes = scratch("planes", elements.nbytes).reshape(width, count)
     for begin in range(0, count, BLOCK):

@@ -73,8 +73,8 @@ class FileMaker:
             except syscalls.Lacking as lacking:
                 if way is Naming.RENAME:
                     raise Unsupported(
-                        "this file system can neither link files nor rename without replacing, so two writers could "
-                        "destroy each other's objects: put the store on a different file system"
+                        "this file system supports neither hard links nor renames that never replace a file, so two "
+                        "writers could destroy each other's files: put the store on a different file system"
                     ) from lacking
                 self.way = max(self.way, Naming(way + 1))
 

@@ -79,7 +79,8 @@ class LocalReader(Reader, AbstractContextManager["LocalReader"]):
     def map_over(self, memory: memoryview, offset: int) -> None:
         """Map the bytes from ``offset`` over ``memory``. Writes to this memory do not change the file.
 
-        Both begin at a page boundary, and all of the last page must belong to the caller. The map survives `close`.
+        ``offset`` and ``memory`` must begin at page boundaries, and all of the last page must belong to the caller. The
+        map survives `close`.
         """
         start, nbytes = ctypes.c_void_p(address(memory)), ctypes.c_size_t(memory.nbytes)
         access, kind = mmap.PROT_READ | mmap.PROT_WRITE, mmap.MAP_PRIVATE | _MAP_FIXED

@@ -82,7 +82,7 @@ class Calls:
         """Find all files in a folder and its subfolders, each with its properties."""
         files = self("find", folder, detail=True)
         if files and not isinstance(files, dict):  # adlfs: an object with that name hides the objects below it
-            raise Refused(f"{folder} is an object where a folder of the store belongs: move it out of the store")
+            raise Refused(f"{folder} is a file where a folder of the store belongs: move it out of the store")
         return files or {}
 
 

@@ -31,7 +31,7 @@ class Ranged(Protocol):
 
 
 class Page(NamedTuple):
-    """Part of a listing. ``folders``: their keys.
+    """Part of a listing. ``folders``: the keys of the listed folders.
 
     ``after``: the argument for the next page, or None after the last one.
     """

@@ -91,7 +91,10 @@ class RemoteFiles:
             raise Conflict(f"{self.url} already exists: pass a different URL, or --force to overwrite it")
 
     def put(self, source: Path, *, is_last: Callable[[str], bool] = lambda name: False) -> None:
-        """Upload a file, or all files in a folder, to the URL, with those last for which ``is_last`` returns True."""
+        """Upload a file, or all files in a folder, to the URL.
+
+        Files for which ``is_last`` returns True are uploaded last.
+        """
         if source.is_file():
             self._put_file(source, self._root)
             return

@@ -155,7 +155,7 @@ class FsspecClient:
     def delete(self, key: str) -> None:
         """See `casckpt.storage.remote.client.Client`."""
         if self.read_only:
-            raise Unsupported(f"{self._scheme}:// storages are read-only: casckpt cannot delete anything there")
+            raise Unsupported(f"{self._scheme}:// storage is read-only: casckpt cannot delete anything there")
         try:
             self._ask("rm_file", self._path(key))
         except (FileNotFoundError, NotADirectoryError):

@@ -1,8 +1,8 @@
 """Time limits for servers: one for each request, and one for each storage call including its retries.
 
-Only time without progress counts. The limit is a leaky bucket. Waiting fills it, and each transferred byte removes the
-time that the byte would take at the speed `SLOWEST`. As a result, a server that sends one byte per second times out
-about as soon as a silent one, and a server faster than `SLOWEST` never times out.
+Only time without progress counts. The limit works like a leaky bucket. Waiting fills it, and each transferred byte
+removes the time that the byte would take at the speed `SLOWEST`. As a result, a server that sends one byte per second
+times out about as soon as a silent one, and a server faster than `SLOWEST` never times out.
 """
 
 from __future__ import annotations

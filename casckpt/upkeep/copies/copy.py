@@ -79,7 +79,7 @@ class CopyPlan:
 
 @dataclass(frozen=True)
 class CopyResult:
-    """The result of a copy, or with ``dry_run`` the expected result. ``copied``: the new commits in the target.
+    """The result of a copy or, with ``dry_run``, the expected result. ``copied``: the new commits in the target.
 
     ``blobs``, ``nbytes``: number and size of the blobs that all processes that share the work uploaded for ``copied``.
     ``made_store``: whether the target was created. ``tags``: names of the tags that were set in the target.
@@ -125,7 +125,7 @@ def plan_copy(
 
     ``blob_bytes``: repack the cells into blobs of this size. ``target`` may then be ``source``. ``compress``: "always"
     encodes the cells of floats, except in checkpoints that already have encoded cells. Writes nothing. Raises
-    `NotFound`, `InvalidInput`, `StorageError`.
+    `NotFound`, `InvalidInput`, and `StorageError`.
     """
     if compress not in {None, "off", "always"}:
         raise InvalidInput(f"compress={compress!r} is not valid for a copy: pass 'always' or 'off'")
@@ -263,8 +263,8 @@ def execute(
 
     ``with_tags``: set the source's tags on the copied and present checkpoints. ``jobs``: number of concurrent
     transfers. ``part``: (number, count) of this process among the processes that make the same copy. ``progress``:
-    called with the bytes of finished blobs, `CopyPlan.total` in all. If the target is the source's mirror, the copies
-    are noted in the source.
+    called with the number of bytes of finished blobs, `CopyPlan.total` in all. If the target is the source's mirror,
+    the copies are noted in the source.
 
     The result lists the checkpoints that cannot be copied. Raises `Unsupported` if this version does not know one of a
     store's requirements for writers. Raises `StorageError`; the next copy continues from there.

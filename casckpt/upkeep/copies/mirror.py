@@ -178,7 +178,10 @@ class Mirror:
             thin_alike(self.target, thin)
 
     def _copy(self, commit: Commit, *, is_there: bool) -> None:
-        """Copy a commit if it is missing, then note it. After that, only the mirror's retention applies to the copy."""
+        """Copy a commit that the mirror lacks, and note that it is safe there.
+
+        After that, only the mirror's retention applies to the copy.
+        """
         if not is_there:
             made = replicate(self._repo, self.target, commit, Work(jobs=JOBS, twins=True))
             if commit.is_forgotten:

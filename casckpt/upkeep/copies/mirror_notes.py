@@ -36,8 +36,8 @@ log = logging.getLogger(__name__)
 class MirrorLag:
     """The lag of a mirror. ``checkpoints``: the number of checkpoints that are not yet safe in the mirror.
 
-    ``bytes``: the size of the blobs that their saves wrote. ``seconds``: the time since the oldest of these commits.
-    ``error``: the error of this process's last attempt, or "" if there was none.
+    ``bytes``: the size of the blobs that the saves of these checkpoints wrote. ``seconds``: the time since the oldest
+    of these commits. ``error``: the error of this process's last attempt, or "" if there was none.
     """
 
     checkpoints: int
@@ -66,7 +66,7 @@ def mirror_to_wait_for(repo: Repository) -> str | None:
 def made_at(storage: ObjectStore) -> float:
     """Return the creation time of the store in ``storage``, in microseconds. Older notes refer to a different store.
 
-    Returns `NO_STORE` if there is none. Raises `Damaged`, `Refused`, `StorageError`.
+    Returns `NO_STORE` if there is none. Raises `Damaged`, `Refused`, and `StorageError`.
     """
     try:
         return decode_marker(storage.get(MARKER, limit=MAX_RECORD_BYTES)).created_at
@@ -105,7 +105,7 @@ def needed_in_mirror(repo: Repository) -> list[Commit]:
 
 
 def unmirrored(repo: Repository, commits: Iterable[Commit], mirror: str | None, made: float = 0) -> list[Commit]:
-    """Return the ``commits`` that no note marks as safe in ``mirror``. Return none of them if ``mirror`` is None.
+    """Return the ``commits`` that no note marks as safe in ``mirror``. Return no commits if ``mirror`` is None.
 
     Notes from before ``made`` do not count. Makes one LIST, and a small read for each note that is new to this host.
     Raises `StorageError`.
@@ -142,7 +142,7 @@ def lag_of(repo: Repository, commits: Iterable[Commit], error: str = "") -> Mirr
 
 
 def note(repo: Repository, commit: Commit, mirror: str) -> None:
-    """Note that ``commit`` is safe in the store at ``mirror``. The caller must read ``commit`` before it checks this.
+    """Note that ``commit`` is safe in the store at ``mirror``. The caller must read ``commit`` before checking that.
 
     Raises `StorageError`.
     """

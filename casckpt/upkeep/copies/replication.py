@@ -4,7 +4,7 @@ A copy follows the save protocol in docs/format.md. Its transaction has the id o
 next free id. Therefore, all processes that copy the same checkpoint use the same transaction, and share the work
 without exchanging messages. Each process begins with its own part, continues with blobs that no process has uploaded
 yet, and commits when all blobs have been uploaded. Another process can continue a killed copy, unless gc has revoked
-its transaction. It also copies signatures.
+its transaction. A copy includes the signatures of the checkpoint.
 """
 
 from __future__ import annotations
@@ -87,11 +87,11 @@ Part = tuple[int, int]
 class Work:
     """The options of a copy. ``jobs``: number of concurrent transfers, each with a buffer.
 
-    ``progress``: called with the bytes of finished blobs. ``twins``: copy a checkpoint even if a different checkpoint
-    in the target has its run and step. Otherwise, that raises Conflict. ``blob_bytes``: repack the cells into blobs
-    with this many data bytes. None copies whole blobs. Checkpoints with encoded cells are never repacked.
-    ``compress``: encode the cells of other checkpoints. ``places``: locations of blobs in the target that earlier
-    copies found. ``damaged``: damaged blobs of the source that earlier copies found.
+    ``progress``: called with the number of bytes of finished blobs. ``twins``: copy a checkpoint even if a different
+    checkpoint in the target has its run and step. Without it, such a checkpoint raises Conflict. ``blob_bytes``: repack
+    the cells into blobs with this many data bytes. None copies whole blobs. Checkpoints with encoded cells are never
+    repacked. ``compress``: encode the cells of other checkpoints. ``places``: locations of blobs in the target that
+    earlier copies found. ``damaged``: damaged blobs of the source that earlier copies found.
     """
 
     jobs: int = 4
@@ -144,7 +144,10 @@ def _repacks(work: Work) -> bool:
 
 
 def _check(target: Repository, commit: Commit) -> None:
-    """Check that a commit matches its transaction id. Otherwise, a hostile store could imitate or block a run."""
+    """Check that a commit matches its transaction id.
+
+    Without this check, a hostile store could imitate or block a run.
+    """
     name = parse_txid(commit.txid)
     if (name.run_hash, name.step) != (run_hash(commit.run), commit.step):
         raise Refused(f"{commit} was not copied: its transaction belongs to a different run or step")
@@ -156,7 +159,10 @@ def _check(target: Repository, commit: Commit) -> None:
 
 
 def _join(target: Repository, commit: Commit, attempt: int) -> tuple[Transaction, int]:
-    """Begin or join this copy's transaction. Return it and the number of its transactions that had already ended."""
+    """Begin or join this copy's transaction.
+
+    Return the transaction, and the number of this copy's transactions that had already ended.
+    """
     while True:
         txid = copied_txid(commit.txid, attempt)
         began = Began(
@@ -437,7 +443,7 @@ def taken(target: Repository, commit: Commit, other: Commit) -> Conflict:
 
 
 def copy_signatures(source: Repository, target: Repository, ids: Container[ManifestId]) -> None:
-    """Upload the missing signatures of ``ids`` to ``target``. Makes one LIST if there are none.
+    """Upload the missing signatures of ``ids`` to ``target``. Makes one LIST if the source has none.
 
     Logs and skips a signature that cannot be read. Raises `StorageError`.
     """

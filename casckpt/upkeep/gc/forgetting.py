@@ -31,8 +31,8 @@ def plan_forget(repo: Repository, refs: Iterable[str | Commit], *, tagged: bool 
     if protected and not tagged:
         shown = "; ".join(f"{commit} by {', '.join(names)}" for commit, names in protected[:5])
         raise Conflict(
-            f"{len(protected)} of them tagged: {shown}. Nothing was forgotten; delete the tags, or pass --tagged "
-            "(tagged=True)",
+            f"tags protect {len(protected)} of the checkpoints: {shown}. Nothing was forgotten; delete the "
+            "tags, or pass --tagged (tagged=True)",
             checkpoints=tuple(commit.id for commit, _ in protected),
         )
     return chosen
@@ -54,7 +54,7 @@ def forget(repo: Repository, chosen: Iterable[Commit]) -> list[Commit]:
 
 
 def forget_chosen(repo: Repository, refs: Iterable[str | Commit], *, tagged: bool, dry_run: bool) -> list[Commit]:
-    """Forget the checkpoints in ``refs``, or only plan to with ``dry_run``."""
+    """Forget the checkpoints in ``refs`` or, with ``dry_run``, only plan to do so."""
     chosen = plan_forget(repo, refs, tagged=tagged)
     return chosen if dry_run else forget(repo, chosen)
 
@@ -77,7 +77,7 @@ class RestorePlan:
 
 @dataclass(frozen=True)
 class RestoreResult:
-    """The result of a restore, or with ``dry_run`` the expected result.
+    """The result of a restore or, with ``dry_run``, the expected result.
 
     ``left``: commits that were not attempted because the storage failed.
     """
@@ -153,7 +153,10 @@ def restore(repo: Repository, plan: RestorePlan) -> RestoreResult:
 def restore_chosen(
     repo: Repository, refs: Iterable[str | Commit], *, whole: bool, dry_run: bool, check: bool
 ) -> RestoreResult:
-    """Restore the checkpoints in ``refs``, or only plan to with ``dry_run``. ``check``: raise the errors."""
+    """Restore the checkpoints in ``refs`` or, with ``dry_run``, only plan to do so.
+
+    ``check``: raise the errors of single checkpoints.
+    """
     plan = plan_restore(repo, refs, whole=whole)
     if dry_run:
         return RestoreResult(plan.chosen, dry_run=True)

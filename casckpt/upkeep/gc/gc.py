@@ -224,7 +224,7 @@ class GcOptions(TypedDict, total=False):
 
 @dataclass(frozen=True)
 class GcResult:
-    """The result of a gc, or with ``dry_run`` the expected result. Counts and sizes of blobs do not include manifests.
+    """The result of a gc or, with ``dry_run``, the expected result. Counts and sizes of blobs do not include manifests.
 
     ``later_blobs``, ``later_bytes``: number and size of the kept blobs that gc can delete once recently forgotten
     checkpoints are purged. ``waiting``: the work that remains for a later gc, with reasons. ``revoked``: transactions
@@ -392,7 +392,7 @@ def execute(
 
 
 def _check_first(repo: Repository, plan: GcPlan) -> None:
-    """Find errors that would prevent deletion before gc forgets or purges a checkpoint."""
+    """Before gc forgets or purges a checkpoint, find errors that would prevent deletion."""
     stock = list_unguarded(repo, plan.listed)
     # if records are lost, the listing for the policy is incomplete
     check_recorded(repo, stock.sizes, plan.listed.commits)

@@ -83,9 +83,9 @@ class GcPlan:
 
     ``purge``: commits that have reached their minimum age. ``purge`` may include commits in ``forget``. ``waiting``:
     checkpoints that are kept for now, with reasons. ``young``: those of them that have not reached their minimum age.
-    ``restore``: forgotten commits that have a tag without an expiration time. All are oldest first. ``mirror``: URL of
-    the mirror whose notes the plan relies on. ``listed``: the listing that the plan is based on. Checks use it to find
-    guards, but no step of the protocol uses it.
+    ``restore``: forgotten commits that have a tag without an expiration time. All of these are oldest first.
+    ``mirror``: URL of the mirror whose notes the plan relies on. ``listed``: the listing that the plan is based on.
+    Checks use it to find guards, but no step of the protocol uses it.
     """
 
     forget: tuple[Commit, ...]
@@ -145,7 +145,7 @@ def plan_of(repo: Repository, commits: CommitList, policy: Policy, run: str | No
 def plan_retiring(repo: Repository, commits: CommitList, policy: Policy, min_age: MinAge, run: str | None) -> GcPlan:
     """Plan step 1 for ``commits``. Writes nothing.
 
-    Raises `Damaged` or `Refused` if a tag cannot be read, `StorageError`.
+    Raises `Damaged` or `Refused` if a tag cannot be read, and `StorageError`.
     """
     named = tags(repo, anew=not repo.storage.traits.remote, slack=FOREIGN_CLOCKS)
     now = repo.clock()
@@ -179,7 +179,7 @@ def plan_retiring(repo: Repository, commits: CommitList, policy: Policy, min_age
 def unless_mirror_is_gone(repo: Repository, plan: GcPlan, *, near: bool = False) -> GcPlan:
     """Return ``plan`` without checkpoints that were safe in a store that is no longer at the mirror's URL.
 
-    The store being collected may have their only copy. ``near``: see `mirror_made_at`.
+    The store on which gc runs may have their only copy. ``near``: see `mirror_made_at`.
     """
     relied = {commit.txid: commit for commit in (*plan.purge, *plan.forget)}
     made = mirror_made_at(repo, plan.mirror, near=near) if plan.mirror and relied else None
@@ -206,8 +206,8 @@ def unless_mirror_is_gone(repo: Repository, plan: GcPlan, *, near: bool = False)
 def _gone_since(commit: Commit, now: int) -> int:
     """Return the time at which a commit was forgotten or replaced, or ``now`` if it is still visible.
 
-    The time comes from the clock of the host that forgot or replaced it. If it is before the save, that clock was
-    slow, and the save time counts instead. A save time in the future does not count, because the saver's clock was
+    The time comes from the clock of the host that forgot or replaced it. If this time is before the save, that clock
+    was slow, and the save time counts instead. A save time in the future does not count, because the saver's clock was
     fast.
     """
     saved = commit.committed.time
@@ -224,7 +224,7 @@ def kept_of(commit: Commit) -> SavedCheckpoint:
 
 
 def check_metrics(repo: Repository, policy: Policy, run: str | None) -> None:
-    """Raise InvalidInput if no visible checkpoint has the ``keep_best`` metric. Warn about runs without it.
+    """Raise InvalidInput if no visible checkpoint has the ``keep_best`` metric. Warn about runs without this metric.
 
     Call this only for a user's rules. A training run may set its rule before the first checkpoint has the metric.
     """
@@ -264,7 +264,7 @@ def _without_end(named: Mapping[str, Tag]) -> dict[str, Tag]:
 def bring_back(repo: Repository, plan: GcPlan, done: RetireProgress) -> None:
     """Restore the checkpoints of ``plan``. Skip commits that have since lost their tag or changed.
 
-    Raises `Damaged` or `Refused` if a tag cannot be read, `StorageError`.
+    Raises `Damaged` or `Refused` if a tag cannot be read, and `StorageError`.
     """
     tagged = tagged_txids(_without_end(_tags_now(repo)), plan.restore) if plan.restore else set()
     wanted = [commit for commit in plan.restore if commit.txid in tagged]
@@ -275,7 +275,7 @@ def thinned_though_claimed(repo: Repository, listed: CommitList, since: int) -> 
     """Return the commits that were thinned before ``since`` despite a tag: the most complete commit for each id.
 
     At its end, thinning relists the tags and restores checkpoints that have new tags. If it was killed before that,
-    such commits remain. Raises `Damaged` or `Refused` if a tag cannot be read, `StorageError`.
+    such commits remain. Raises `Damaged` or `Refused` if a tag cannot be read, and `StorageError`.
     """
     seen = {commit.id for commit in listed.visible()}
     old = (commit for commit in listed.standing() if commit.last == "replaced" and commit.changed_at <= since)

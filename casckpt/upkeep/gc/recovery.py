@@ -33,12 +33,12 @@ log = logging.getLogger(__name__)
 
 
 def settle(repo: Repository, seconds: float) -> CommitList:
-    """Fill each number that was announced ``seconds`` ago and has no record. Announce records without an announcement.
+    """Fill each number that was announced at least ``seconds`` ago and has no record.
 
-    Also restores checkpoints that were thinned ``seconds`` ago although a tag protects them. This is safe at any time:
-    a late process finds that its number is taken, and announces the next number. Each host reads each announcement
-    only once. Returns the first listing that it makes; the same commits are live afterwards. Raises `Damaged` or
-    `Refused` if a tag cannot be read, and `StorageError`.
+    Announce records without an announcement. Also restores checkpoints that were thinned at least ``seconds`` ago
+    although a tag protects them. This is safe at any time: a late process finds that its number is taken, and announces
+    the next number. Each host reads each announcement only once. Returns the first listing that it makes; the same
+    commits are live afterwards. Raises `Damaged` or `Refused` if a tag cannot be read, and `StorageError`.
     """
     listed = list_commits(repo)  # list commits first: each listed record was already announced
     since = repo.clock() - round(1e6 * seconds)

@@ -22,10 +22,10 @@ _WARN_EVERY = 10  # checkpoints
 
 
 def plan_rotation(visible: Sequence[Commit], rotation: Rotation, tagged: Container[TxId], now: int) -> list[Commit]:
-    """Return which of the ``visible`` checkpoints of one run to forget, oldest first. ``now``: in microseconds.
+    """Return which of the ``visible`` checkpoints of one run to forget, oldest first.
 
-    The newest checkpoint is the one that was saved last, even if the run was rolled back. If two checkpoints have the
-    same step, the one saved last is kept.
+    ``now``: the current time in microseconds. The newest checkpoint is the one that was saved last, even if the run was
+    rolled back. If two checkpoints have the same step, the one saved last is kept.
     """
     if rotation.is_empty or not visible:
         return []
@@ -45,8 +45,8 @@ def plan_rotation(visible: Sequence[Commit], rotation: Rotation, tagged: Contain
 def rotate(repo: Repository, run: str, rotation: Rotation) -> list[Commit]:
     """Forget and purge the checkpoints of ``run`` that ``rotation`` does not keep, and return them.
 
-    Only one process must call this. The next gc frees the space. If the store's settings have a minimum age, gc purges
-    the checkpoints instead. Checkpoints that are not yet safe in the mirror are kept. A tag that is set in the
+    Exactly one process must call this. The next gc frees the space. If the store's settings have a minimum age, gc
+    purges the checkpoints instead. Checkpoints that are not yet safe in the mirror are kept. A tag that is set in the
     meantime counts. Raises Damaged or Refused if a tag cannot be read, and StorageError.
     """
     if rotation.is_empty:

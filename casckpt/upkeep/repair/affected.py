@@ -101,7 +101,10 @@ def keys_of(manifest: Manifest, wanted: Iterable[int]) -> list[str]:
 
 
 def _collect(repo: Repository, manifest: Manifest, uses: Mapping[int, _Uses]) -> None:
-    """Note the cells of a manifest in wrong bytes. A wrong base counts for each cell that is decoded against it."""
+    """Note which cells of a manifest are in wrong bytes.
+
+    A wrong base counts for each cell that is decoded against it.
+    """
     for entry in manifest.held:
         try:
             table = manifest.extents(entry)

@@ -42,7 +42,10 @@ class Checked:
 
 
 def check_blobs(repo: Repository, refs: Iterable[BlobRef], progress: Callable[[int], None]) -> Iterator[Checked]:
-    """Check each of ``refs``, and yield the results in order. ``progress``: called with the bytes just read."""
+    """Check each of ``refs``, and yield the results in order.
+
+    ``progress``: called with the number of bytes just read.
+    """
     threads = threads_for(repo)
     buffers = BufferPool(threads, PIECE)
     try:

@@ -43,9 +43,10 @@ class EncodedSource:
 
 @dataclass(frozen=True, slots=True)
 class LiveCell:
-    """One cell that a live checkpoint has in a blob. ``offset``, ``nbytes``, ``dtype``: of the stored bytes.
+    """One cell that a live checkpoint has in a blob. ``offset``, ``nbytes``, ``dtype``: those of the stored bytes.
 
-    ``digest``: of the plain cell, even if it is encoded. ``coded``: None for a cell that is not encoded.
+    ``digest``: the digest of the plain cell, even if the cell is stored encoded. ``coded``: None for a cell that is not
+    encoded.
     """
 
     offset: int

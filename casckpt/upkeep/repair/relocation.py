@@ -109,7 +109,7 @@ class Relocation:
     def _replacement(self, txid: TxId, listed: CommitList, ref: BlobRef) -> dict[int, RelocatedCell]:
         """Return the new locations of the available cells of ``ref``, keyed by old offset.
 
-        Uses the blobs of another rewrite if it is live. Otherwise uploads new blobs.
+        Uses the blobs of another rewrite if that rewrite is live. Otherwise uploads new blobs.
         """
         made = self._made.get(ref)
         user = listed.commits.get(next(iter(made.values())).ref.uploader) if made else None
@@ -118,7 +118,7 @@ class Relocation:
         return made
 
     def _upload(self, txid: TxId, ref: BlobRef) -> dict[int, RelocatedCell]:
-        """Upload the live cells of a damaged blob that a source has."""
+        """Upload those live cells of a damaged blob that a source has."""
         rebuilt, lost = self.source.rebuild(self.repo, ref, self.live[ref]), self.missing[ref]
         right = (cell for cell in rebuilt.cells if cell not in rebuilt.missing)
         cells = {cell.offset: cell for cell in right}  # of several cells at one offset, keep the longest, which is last

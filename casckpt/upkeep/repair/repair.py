@@ -2,7 +2,7 @@
 
 1. Manifests are restored from another store that holds the same checkpoint.
 2. Blobs are rebuilt leaf by leaf, from their remains and from copies: under another uploader, in the cache of this
-   host, or in another store. Damaged copies complete each other.
+   host, or in another store. Copies that are damaged in different places complete each other.
 3. Blobs are rebuilt cell by cell, from equal cells of other blobs. Repair reencodes encoded cells, and creates a new
    header, padding and proof.
 4. If a blob cannot be rebuilt, repair rewrites the checkpoint with the live cells in new blobs. This happens if the
@@ -145,10 +145,11 @@ class Rewritten:
 
 @dataclass(frozen=True)
 class RepairResult:
-    """The result of a repair. ``blobs``, ``manifests``: what was repaired, by hash and id. ``lost``: what was not.
+    """The result of a repair.
 
-    ``records``: records that are unreadable or missing. Only a copy of the store's files can have these records.
-    Repair cannot know whether that copy is current, so a user must restore them.
+    ``blobs``, ``manifests``: what was repaired, by hash and id. ``lost``: what could not be repaired. ``records``:
+    records that are unreadable or missing. Only a copy of the store's files can have these records. Repair cannot know
+    whether that copy is current, so a user must restore them.
     """
 
     blobs: tuple[str, ...] = ()
@@ -209,8 +210,8 @@ class _Repair:
 def repair(repo: Repository, *, sources: Sequence[Repository] = (), progress: Progress = silent) -> RepairResult:
     """Repair ``repo``. ``sources``: other stores that may hold missing bytes. Repair only reads them.
 
-    ``progress``: called with the bytes just put back. Raises `NotFound`, also for a missing source, `StorageError`.
-    Damage that cannot be repaired is reported, not raised.
+    ``progress``: called with the number of bytes just restored. Raises `NotFound` (also for a missing source) and
+    `StorageError`. Damage that cannot be repaired is reported, not raised.
     """
     for source in sources:
         source.check_exists()

@@ -71,7 +71,7 @@ def _compare(repo: Repository, manifest: Manifest, proofs: Mapping[tuple[TxId, B
 
 
 def _leaves(refs: Sequence[BlobRef], proofs: Mapping[tuple[TxId, BlobHash], bytes], number: int) -> dict[int, Leaf]:
-    """Return a blob's leaves by offset. Return none if the blob was not checked or is damaged."""
+    """Return a blob's leaves by offset. Return no leaves if the blob was not checked or is damaged."""
     return {leaf.offset: leaf for leaf in as_leaves(proofs.get((refs[number].uploader, refs[number].hash), b""))}
 
 
@@ -172,11 +172,11 @@ def verify(
     Skips commits that were rewritten without a loss. ``refs``: check only these checkpoints (None: all). ``mode``:
     "full" reads and verifies every blob once, and compares the manifests with the proofs. "exists" compares presence
     and size, and trusts the marks. ``sample``: the fraction of the blobs to check, chosen at random, in addition to
-    marked blobs. ``decode``: also decode encoded cells and compare them. ``progress``: called with the bytes just
-    read.
+    marked blobs. ``decode``: also decode encoded cells and compare them. ``progress``: called with the number of bytes
+    just read.
 
     No save reuses a marked blob. If the store is not writable, the old marks remain and verify logs a warning. Raises
-    `NotFound`, `InvalidInput`, `StorageError`. Damage does not raise an error; it is reported in the result.
+    `NotFound`, `InvalidInput`, and `StorageError`. Damage does not raise an error; it is reported in the result.
     """
     _check_arguments(mode, sample, decode)
     listed = list_commits(repo, anew=mode == "full")
@@ -241,8 +241,8 @@ def _check_arguments(mode: Any, sample: Any, decode: bool) -> None:
         )
     if mode not in ("full", "exists") or not isinstance(sample, int | float) or not 0 < sample <= 1:
         raise InvalidInput(
-            f"mode={mode!r}, sample={sample!r} is not valid: pass the mode 'full' or 'exists', and a sample "
-            "above 0 and up to 1"
+            f"mode={mode!r}, sample={sample!r} are not valid: pass the mode 'full' or 'exists', and a "
+            "sample above 0 and at most 1"
         )
 
 
@@ -271,7 +271,7 @@ def survey(repo: Repository, commits: Iterable[Commit], *, with_extents: bool = 
 
 
 def _check_manifest(manifest: Manifest, commit: Commit, with_extents: bool) -> Damaged | None:
-    """Read a whole manifest, and return the damage in its parts. Raises `Refused`, `Gone`, `StorageError`."""
+    """Read a whole manifest, and return the damage in its parts. Raises `Refused`, `Gone`, and `StorageError`."""
     faults = manifest.faults()
     if faults:
         return Damaged(f"the manifest of {commit} is damaged: {'; '.join(faults)}", checkpoints=(commit.id,))

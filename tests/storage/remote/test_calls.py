@@ -50,7 +50,7 @@ def test_an_object_in_place_of_a_folder_is_rejected_and_a_missing_folder_is_empt
     nothing: list[Any] = [{}, [], None]
     for found in nothing:
         assert Calls(Plain(found), Patience()).find("x") == {}
-    with pytest.raises(Refused, match="x is an object where a folder of the store belongs"):
+    with pytest.raises(Refused, match="x is a file where a folder of the store belongs"):
         Calls(Plain(["x"]), Patience()).find("x")
 
 
