@@ -162,7 +162,8 @@ def _small_cells(
     most: int,
 ) -> SmallCells:
     """Return the tensors below ``most`` bytes that can be in columns, in blob order."""
-    found = [(number, data.data) for number in order if streams and (data := sources[number].only) is not None]
+    usable = len(streams) == len(sources)  # two sources with the same name are rejected later, by name
+    found = [(number, data.data) for number in order if usable and (data := sources[number].only) is not None]
     held = [(number, address_of(data), data.nbytes) for number, data in found]
     numbers, address, nbytes = np.array(held, np.int64).reshape(-1, 3).T
     cells = known.parent.find(streams, cell_bytes).take(numbers)
