@@ -778,7 +778,7 @@ PLANTED = (
     ),
     Planted(
         "a wrong cell among small tensors is reported as the first one",
-        "SmallCells.wrong",
+        "SmallReads.wrong",
         "return self._read(int(rows[differ.any(axis=1).argmax()]))",
         "return self._read(int(rows[differ.any(axis=1).argmin()]))",
         "tests/loading/test_small_cells.py",

@@ -39,7 +39,7 @@ from casckpt.loading.planned_reads import (
     Item,
     PlannedRead,
     Reads,
-    SmallCells,
+    SmallReads,
     new_item,
     part,
     place,
@@ -238,7 +238,7 @@ class EntryReader:
         scratch = _BATCH_BYTES if any(want.sink.on_gpu for want in others) else _SCRATCH_BYTES
         return plan_lots(items, small, self.repo.storage.traits, most=_BATCH_BYTES, scratch=scratch)
 
-    def _small_cells(self, wants: Sequence[RegionRequest]) -> tuple[SmallCells | None, Sequence[RegionRequest]]:
+    def _small_cells(self, wants: Sequence[RegionRequest]) -> tuple[SmallReads | None, Sequence[RegionRequest]]:
         """Return the requests for small tensors that are read together, if there are many, and all other requests."""
         nbytes = np.array([want.sink.nbytes for want in wants])
         if np.count_nonzero(nbytes <= _SMALL_BYTES) < _MANY:
@@ -251,7 +251,7 @@ class EntryReader:
             return None, wants
         entries = self.manifest.entries
         targets = [(entries[want.entry], want.sink) for want in wants]
-        small = SmallCells(targets, np.arange(len(wants)), cells, addresses).take(rows)
+        small = SmallReads(targets, np.arange(len(wants)), cells, addresses).take(rows)
         return small, [wants[row] for row in others.tolist()]
 
     def _items(self, wants: Sequence[RegionRequest], done: Set[FilledRange], *, long: bool) -> list[PlannedRead]:

@@ -10,6 +10,7 @@ import numpy as np
 
 from casckpt.base.groups import in_batches
 from casckpt.base.lazy import cached_property
+from casckpt.format.blob import SPAN
 from casckpt.format.columns import Ints
 from casckpt.format.digest import cell_digests
 from casckpt.format.extents import StoredCell
@@ -26,8 +27,6 @@ _FEW = 8  # if at most 1/8 of the bytes must be copied, reads are as large as if
 # unneeded bytes that network reads may include: 4 MiB or 1/25, whichever is more
 _SPARE_BYTES, _SPARE_SHARE = 4 << 20, 25
 
-_BLOB_SPAN = 1 << 34
-"""A cell starts at this multiple of its blob's number, plus its offset. Blobs are shorter."""
 
 FilledRange: TypeAlias = tuple[int, Box, int, int]
 """The elements [lo, hi) of a box that are in a destination, which is identified by its `id`."""
@@ -135,7 +134,7 @@ class PlannedRead(NamedTuple):
         return (part(taker.sink, one) for taker in self.takers for one in steps(taker.unit))
 
 
-class SmallCells:
+class SmallReads:
     """Many small tensors, each of which is a single cell that is not coded, in columns with a row for each destination.
 
     Several destinations may receive the same cell. Each of them is contiguous in host memory, at ``address``. `split`
@@ -151,7 +150,7 @@ class SmallCells:
     ) -> None:
         """``number``: the position of each row's entry and destination in ``targets``."""
         self._targets, self._number, self._cells, self._address = targets, number, cells, address
-        self._start = cells.blob * _BLOB_SPAN + cells.offset
+        self._start = cells.blob * SPAN + cells.offset
         self._end = self._start + cells.nbytes
 
     def take(self, rows: Ints) -> Self:
@@ -171,7 +170,7 @@ class SmallCells:
     def overlap(self, items: Iterable[PlannedRead]) -> bool:
         """Return whether any of the cells overlaps any of these reads. The rows are in order."""
         blob, offset, nbytes = np.array([item.row[:3] for item in items], np.int64).reshape(-1, 3).T
-        start, reach = blob * _BLOB_SPAN + offset, np.append(0, np.maximum.accumulate(self._end))
+        start, reach = blob * SPAN + offset, np.append(0, np.maximum.accumulate(self._end))
         return bool((reach[np.searchsorted(self._start, start + nbytes)] > start).any())
 
     @property
@@ -238,7 +237,7 @@ class SmallCells:
         copy_addresses(self._address, self._start - self._start[0] + address(data), self._cells.nbytes)
 
 
-Item: TypeAlias = PlannedRead | SmallCells
+Item: TypeAlias = PlannedRead | SmallReads
 """One item of a read."""
 
 
@@ -284,7 +283,7 @@ def place_of(unit: Unit) -> Hashable:
 
 
 def plan_lots(
-    planned: Sequence[PlannedRead], small: SmallCells | None, traits: Traits, *, most: int, scratch: int
+    planned: Sequence[PlannedRead], small: SmallReads | None, traits: Traits, *, most: int, scratch: int
 ) -> Reads:
     """Plan reads of ``most`` bytes if nearly everything is read in place.
 
@@ -320,7 +319,7 @@ def _range(unit: Unit) -> tuple[int, int, int]:
     return unit[:3] if unit.frame is None else (unit.blob, unit.offset, unit.frame.nbytes)
 
 
-def _gap(traits: Traits, items: Sequence[PlannedRead], small: SmallCells | None) -> int:
+def _gap(traits: Traits, items: Sequence[PlannedRead], small: SmallReads | None) -> int:
     """Return the largest gap between reads that are merged. Over a network, the total of all gaps remains small."""
     if not traits.remote:
         return traits.read_gap

@@ -22,7 +22,7 @@ from casckpt.format.extents import DIGEST_BYTES, StoredCell
 from casckpt.format.manifest import Manifest
 from casckpt.loading.blob_readers import BlobReader, BlobReaders, Lost
 from casckpt.loading.frames import Lot, decode_again
-from casckpt.loading.planned_reads import Item, PlannedRead, Runs, SmallCells
+from casckpt.loading.planned_reads import Item, PlannedRead, Runs, SmallReads
 from casckpt.plan.reads import Batch, Unit, steps
 from casckpt.repository.fetching import explain, holds_cell
 from casckpt.repository.repository import Repository
@@ -146,7 +146,7 @@ class Transfer:
     def _deliver_all(self, target: _Target, lot: Lot, room: memoryview) -> None:
         runs = Runs(target.view)
         for start, item in target.items:
-            if isinstance(item, SmallCells):
+            if isinstance(item, SmallReads):
                 self._deliver_small(item, target.view[start : start + item.nbytes])
                 continue
             in_place, unit = target.direct, item.unit
@@ -168,7 +168,7 @@ class Transfer:
                     taker.take(data)
         runs.deliver()
 
-    def _deliver_small(self, cells: SmallCells, data: memoryview) -> None:
+    def _deliver_small(self, cells: SmallReads, data: memoryview) -> None:
         wrong = cells.wrong(data) if self.verify else None
         if wrong is not None:
             raise _WrongCell(wrong)
@@ -238,7 +238,7 @@ def _targets(batch: Batch[Item], scratch: memoryview) -> list[_Target]:
     start, used = begin, 0
     for offset, nbytes, item in batch.items:
         place = item.place
-        if place is None or isinstance(item, SmallCells):
+        if place is None or isinstance(item, SmallReads):
             loose.append((offset - start, item))
             continue
         if offset > start:

@@ -17,7 +17,7 @@ import numpy.typing as npt
 
 from casckpt.base.names import run_hash
 from casckpt.errors import Damaged, Refused
-from casckpt.format.blob import most_data
+from casckpt.format.blob import SPAN, most_data
 from casckpt.format.extents import DIGEST_BYTES, ExtentTable, StoredCell
 from casckpt.format.keys import parse_txid
 from casckpt.format.manifest import Manifest
@@ -27,8 +27,6 @@ from casckpt.format.sections.index import TENSOR, Entry
 from casckpt.format.sections.tables import Extents, WholeCells
 
 log = logging.getLogger(__name__)
-_BLOB_SPAN = 1 << 40
-"""A cell starts at this multiple of its blob's number, plus its offset. Blobs are shorter."""
 
 
 @dataclass(frozen=True)
@@ -46,11 +44,13 @@ class CellSource:
         """Return the cells of these entries of a manifest. None means all entries. Skip invalid ones with a warning."""
         every = manifest.entries if entries is None else entries
         by_name = {entry.name: entry for entry in every if not manifest.lacks(entry)}
-        cells = manifest.whole_cells(np.array([entry.number for entry in by_name.values()], np.int64))
+        entries = list(by_name.values())
+        cells = manifest.whole_cells(np.array([entry.number for entry in entries], np.int64))
         others = dict[int, ExtentTable]()
-        for row, (entry, is_whole) in enumerate(zip(by_name.values(), cells.is_whole.tolist(), strict=True)):
+        for row in np.flatnonzero(~cells.is_whole).tolist():
+            entry = entries[row]
             try:
-                others |= {} if is_whole else {row: manifest.extents(entry)}
+                others[row] = manifest.extents(entry)
             except (Damaged, Refused) as error:
                 log.warning(
                     "this save cannot reuse anything from key %r of %s: %s", entry.key, manifest.body.run, error
@@ -164,7 +164,7 @@ def used_bytes(extents: Extents, blob_count: int) -> list[int]:
     cells = np.column_stack((extents.cells.blob, extents.cells.offset, extents.cells.nbytes))[extents.cells.is_whole]
     blob, offset, nbytes = np.concatenate((np.array(places, np.int64).reshape(-1, 3), cells)).T
     order = np.lexsort((offset, blob))
-    start = (blob * _BLOB_SPAN + offset)[order]
+    start = (blob * SPAN + offset)[order]
     end = start + nbytes[order]
     reached = np.maximum.accumulate(np.append(0, end))[:-1]
     more = np.maximum(end - np.maximum(start, reached), 0)

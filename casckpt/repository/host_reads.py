@@ -29,6 +29,7 @@ import numpy as np
 from typing_extensions import override
 
 from casckpt.errors import CasckptError
+from casckpt.format.blob import SPAN
 from casckpt.format.columns import Ints
 from casckpt.format.sections.blobs import BlobRef
 from casckpt.repository.blob_cache import PARTS, BlobCache, Unusable, usable
@@ -40,7 +41,6 @@ LEAST_ROOM = 512 << 20  # bytes; in less memory, ranks would evict what others h
 PATIENCE = 180.0  # seconds to wait for a process that reads the same bytes, as for a silent server
 _PAUSES = (0.001, 0.05)  # the first and the longest pause between two attempts to lock, in seconds
 _STALE = 3600  # seconds without a new file after which a killed job's files are removed
-_SPAN = 1 << 34  # a range starts at this multiple of its blob's number, plus its offset; blobs are shorter
 _THERE = b"\1"
 _SET_LOCK: int = getattr(fcntl, "F_OFD_SETLK", 0)  # locks of an open file, which also exclude threads. Linux only
 
@@ -117,7 +117,7 @@ class HostReads:
         """Return whether another rank of this host needs any of these bytes, or may need them."""
         if self._others is None:
             self._others = self._read_others()
-        lo, hi = number * _SPAN + start, number * _SPAN + stop
+        lo, hi = number * SPAN + start, number * SPAN + stop
         return self._others is None or any(_overlaps(ranges, lo, hi) for ranges in self._others)
 
     def _read_others(self) -> Sequence[Ints] | None:
@@ -311,7 +311,7 @@ def _write(path: Path, ranges: Ints) -> None:
 def _merged(ranges: Sequence[tuple[int, int, int]]) -> Ints:
     """Return the starts and the ends of ranges of (blob number, offset, bytes), sorted, with neighbors merged."""
     columns = np.array(sorted(ranges), np.int64).reshape(-1, 3)
-    starts = columns[:, 0] * _SPAN + columns[:, 1]
+    starts = columns[:, 0] * SPAN + columns[:, 1]
     ends = np.maximum.accumulate(starts + columns[:, 2])
     apart = np.flatnonzero(starts[1:] > ends[:-1])
     return np.stack((starts[np.append(0, apart + 1)], ends[np.append(apart, -1)])) if len(starts) else columns.T[:2]

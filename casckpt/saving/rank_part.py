@@ -84,7 +84,7 @@ def write_part(
 def _exclude_missing(upload: Upload, places: Sequence[Sequence[PlacedCell | SmallCells]]) -> bool:
     """Find the reused blobs that are missing or truncated. Mark them, so that no save reuses them from now on.
 
-    Return whether there are any. If so, place the cells again.
+    Return whether there are any. If so, the caller must place the cells again.
     """
     known = upload.known
     reused = {number for placed in places for place in placed for number in place.needs}

@@ -13,7 +13,7 @@ from casckpt.contents import manifests
 from casckpt.errors import Damaged
 from casckpt.format.keys import blob_key, manifest_key
 from casckpt.format.sections.head import decode_head
-from casckpt.loading.planned_reads import SmallCells
+from casckpt.loading.planned_reads import SmallReads
 from casckpt.store.store import Store
 from tests.support.progress_calls import ProgressCalls
 from tests.support.rewrites import move
@@ -31,13 +31,13 @@ def store(request: pytest.FixtureRequest, tmp_path: Path) -> Store:
 def together(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int]]:
     """Collect the number of cells of each group that a load delivers."""
     sizes: list[int] = []
-    deliver = SmallCells.deliver
+    deliver = SmallReads.deliver
 
-    def counted_deliver(self: SmallCells, data: memoryview) -> None:
+    def counted_deliver(self: SmallReads, data: memoryview) -> None:
         sizes.append(self.cells)
         deliver(self, data)
 
-    monkeypatch.setattr(SmallCells, "deliver", counted_deliver)
+    monkeypatch.setattr(SmallReads, "deliver", counted_deliver)
     yield sizes
     assert sizes, "no cells were read together"
 
