@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import errno
 import logging
-import os
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -255,10 +254,8 @@ class Saver:
 
     def _claim(self, tensors: Sequence[torch.Tensor], ranks: Ranks) -> Shortage | None:
         """Claim memory for a copy of ``tensors``, unless the present memory is enough."""
-        staging, ranks_here = self.background.staging, os.environ.get("LOCAL_WORLD_SIZE", "")
-        need = staging.lacks(tensors)
-        here = int(ranks_here) if ranks_here.isdecimal() else ranks.size
-        return self._budget.claim(need, staging.nbytes, here) if need else None
+        need = self.background.staging.lacks(tensors)
+        return self._budget.claim(need, self.background.staging.nbytes, ranks.size) if need else None
 
     def _warn(self, options: SaveOptions, shortage: Shortage, rank: int) -> None:
         """Log, once, that a save runs in the foreground."""

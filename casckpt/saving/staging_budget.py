@@ -5,7 +5,8 @@ file holds the size of the copy. A process that needs memory first writes the ne
 locked files. If the sum is too large, the save runs in the foreground, without a copy. No process waits for another
 one. If several processes write at the same time, the last one sees all sizes, so the sum never exceeds the limit.
 
-If a process dies, the kernel releases its lock, and the next process removes the file.
+If a process dies, the kernel releases its lock, and the next process removes the file. Forked children do not keep the
+lock.
 """
 
 from __future__ import annotations
@@ -51,11 +52,11 @@ class StagingBudget:
         self._fd = -1
         _budgets.add(self)
 
-    def claim(self, nbytes: int, held: int, ranks_here: int) -> Shortage | None:
+    def claim(self, nbytes: int, held: int, ranks: int) -> Shortage | None:
         """Claim ``nbytes`` for a copy that replaces one of ``held`` bytes. Return a Shortage if they do not fit.
 
         Call `settle` afterwards in both cases. If the processes of this host have no common folder, this assumes that
-        each of ``ranks_here`` ranks needs as much.
+        each of ``ranks`` processes on this host needs as much.
         """
         try:
             with usable(self._folder):
@@ -63,7 +64,7 @@ class StagingBudget:
                 others = list(self._others())
         except Unusable as error:
             log.debug("the processes of this host cannot see the sizes of each other's copies: %s", error)
-            others = [(nbytes, 0)] * (ranks_here - 1)
+            others = [(nbytes, 0)] * (ranks - 1)
         total, free = nbytes + sum(size for size, _ in others), headroom()  # after the sizes, which may change
         if self._limit is not None:
             most = self._limit

@@ -2,23 +2,35 @@
 
 from __future__ import annotations
 
+import logging
+import signal
 import threading
 import weakref
 from collections import OrderedDict
 from concurrent.futures import Future
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pytest
 import torch
 
 import casckpt
-from casckpt.errors import Conflict, InvalidInput, StorageError
+from casckpt.errors import Conflict, InvalidInput, RankFailed, StorageError
+from casckpt.repository import blob_cache
+from casckpt.repository.repository import Repository
+from casckpt.storage.local.store import LocalStore
+from casckpt.store.store import Store
+from tests.saving.test_replicas import Heard
 from tests.support.faulty import Call, FaultyStore, call_first, fail_before
+from tests.support.ranks import die, outcome_of
 from tests.support.repositories import memory
 from tests.support.saves import cells, same_state, small, steps
 from tests.support.tensors import LAYOUTS, NAMES
+from tests.support.together import impatient
+
+if TYPE_CHECKING:
+    from tests.support.ranks import Pool
 
 SECONDS = 60  # a hung save fails the test
 
@@ -293,3 +305,164 @@ def test_a_background_save_raises_immediately_if_its_path_can_never_be_a_store(t
         store.save_async({"w": torch.ones(3)}, step=1)
     with pytest.raises(StorageError, match="cannot look at"):
         store.check({"w": torch.ones(3)})
+
+
+# the memory for copies
+
+
+@pytest.fixture
+def shared_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """This host's memory, with no copies of other tests."""
+    monkeypatch.setattr(blob_cache, "MEMORY", tmp_path)
+    return tmp_path
+
+
+def limited(nbytes: int, storage: FaultyStore | None = None) -> Store:
+    store = small(storage)
+    store.repository.staging_bytes = nbytes
+    return store
+
+
+def staged(store: Store) -> int:
+    return store._saver.get().background.staging.nbytes
+
+
+def test_a_state_whose_copy_does_not_fit_is_saved_before_the_call_returns(
+    shared_memory: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO, "casckpt")
+    store, weight = limited(cells(4).nbytes - 1), cells(4)  # one tensor that is larger than the limit
+    for step in (1, 2):
+        weight += 1
+        future = store.save_async({"w": weight}, step=step)
+        assert future.done()
+        assert torch.equal(store.read(f"default@{step}")["w"], weight)
+    assert staged(store) == 0
+    [warning] = [record.message for record in caplog.records if record.levelno == logging.WARNING]
+    assert f"staging_bytes={weight.nbytes} or more" in warning
+    assert len([record for record in caplog.records if "ran in the foreground for" in record.message]) == 2
+
+
+def test_tensors_that_share_memory_need_room_for_one_copy(shared_memory: Path) -> None:
+    weight, storage = cells(4), FaultyStore(memory())
+    store, go = limited(weight.nbytes, storage), threading.Event()
+    storage.inject(call_first("put", lambda _: go.wait(SECONDS), key="objects/*"))
+    future = store.save_async({"w": weight, "v": weight}, step=1)
+    assert not future.done()
+    go.set()
+    assert future.result(SECONDS).step == 1
+    assert staged(store) == weight.nbytes
+
+
+def test_the_memory_is_freed_if_the_next_copy_does_not_fit(shared_memory: Path) -> None:
+    store, other = limited(cells(4).nbytes), limited(cells(4).nbytes)
+    store.save_async({"w": cells(3)}, step=1).result(SECONDS)
+    assert other.save_async({"w": cells(2)}, step=1).done()
+    assert store.save_async({"w": cells(5)}, step=2).done()
+    assert staged(store) == 0
+    other.save_async({"w": cells(4)}, step=2).result(SECONDS)
+    assert staged(other) == cells(4).nbytes
+
+
+def test_warm_up_does_not_exceed_the_limit(shared_memory: Path) -> None:
+    store, other = limited(cells(4).nbytes), limited(cells(4).nbytes)
+    store.warm_up({"w": cells(5)})
+    assert staged(store) == 0
+    other.warm_up({"w": cells(4)})
+    store.warm_up({"w": cells(1)})
+    assert (staged(store), staged(other)) == (0, cells(4).nbytes)
+
+
+def test_ctrl_c_ends_a_save_in_the_foreground(shared_memory: Path) -> None:
+    def interrupt(_: Call) -> None:
+        raise KeyboardInterrupt
+
+    storage = FaultyStore(memory())
+    store = limited(0, storage)
+    storage.inject(call_first("put", interrupt, key="objects/*.manifest"))
+    with pytest.raises(KeyboardInterrupt):
+        store.save_async({"w": cells(1)}, step=1)
+    assert steps(store) == []
+    assert store.save_async({"w": cells(1)}, step=1).result(SECONDS).step == 1
+
+
+def save_with_limits(
+    rank: int, size: int, folder: Path, limits: list[int], *, fits: bool, dies: int | None = None
+) -> Any:
+    """Save with the rank's limit, and check whether the call returns before the save ends. Return what was logged."""
+    blob_cache.MEMORY = folder
+    storage, go, heard = FaultyStore(LocalStore(folder / "store")), threading.Event(), Heard()
+    store, state = Store(Repository(storage, staging_bytes=limits[rank])), {f"w{rank}": cells(4, seed=rank)}
+    impatient()
+    if rank == dies:
+        storage.inject(call_first("put", lambda _: die(), key="objects/*"))
+    elif fits:
+        storage.inject(call_first("put", lambda _: go.wait(SECONDS), key="objects/*"))
+    future = store.save_async(state, step=1)
+    assert future.done() is not fits
+    assert staged(store) == (COPY if fits else 0)
+    go.set()
+    if dies is not None:
+        return type(future.exception(SECONDS))
+    assert future.result(SECONDS).step == 1
+    assert torch.equal(store.read("latest")[f"w{rank}"], state[f"w{rank}"])
+    return heard.taken()
+
+
+COPY = cells(4).nbytes
+
+
+@pytest.mark.parametrize(
+    ("limits", "fits", "warning"),
+    [
+        ([3 * COPY] * 3, True, None),
+        ([3 * COPY - 1] * 3, False, f"staging_bytes={3 * COPY} or more"),
+        ([3 * COPY, COPY - 1, 3 * COPY], False, "on the host of rank 1 would take"),
+    ],
+    ids=["enough", "too little", "too little on one rank"],
+)
+def test_all_ranks_save_in_the_foreground_if_the_copy_of_one_does_not_fit(
+    limits: list[int], fits: bool, warning: str | None, tmp_path: Path, ranks: Pool
+) -> None:
+    first, *others = ranks.run(3, save_with_limits, tmp_path, limits, fits=fits)
+    assert others == [[], []]
+    assert len(first) == (warning is not None)
+    assert warning is None or warning in first[0]
+
+
+def test_a_rank_that_dies_in_the_foreground_fails_the_save_on_all_ranks(tmp_path: Path, ranks: Pool) -> None:
+    limits = [2 * COPY, 0]
+    found = ranks.outcomes(2, save_with_limits, tmp_path, limits, fits=False, dies=1)
+    assert (found[0].value, found[1].died) == (RankFailed, -signal.SIGKILL)
+
+
+def die_with_a_copy(rank: int, size: int, folder: Path) -> None:
+    """Save in the background until rank 1 dies, while the others hold their copies."""
+    blob_cache.MEMORY = folder
+    impatient()
+    storage = FaultyStore(LocalStore(folder / "store"))
+    store = Store(Repository(storage, staging_bytes=2 * COPY))
+    if rank == 1:
+        storage.inject(call_first("put", lambda _: die(), key="objects/*"))
+    future = store.save_async({f"w{rank}": cells(4, seed=rank)}, step=1)
+    assert isinstance(future.exception(SECONDS), RankFailed)
+    other = Store(Repository(LocalStore(folder / "other"), staging_bytes=2 * COPY))
+    other.save_async({"w": cells(4)}, step=1, no_dist=True).result(SECONDS)
+    assert (staged(store), staged(other)) == (COPY, COPY)
+
+
+def test_other_processes_of_the_host_get_the_memory_of_a_killed_rank(tmp_path: Path, ranks: Pool) -> None:
+    found = ranks.outcomes(2, die_with_a_copy, tmp_path)
+    assert (found[0].ok, found[1].died) == (True, -signal.SIGKILL), found[0].text
+
+
+def fail_on_one(rank: int, size: int, folder: Path) -> Any:
+    blob_cache.MEMORY = folder
+    stores = [Store(Repository(LocalStore(folder / name), staging_bytes=2 * COPY)) for name in ("one", "other")]
+    error = outcome_of(lambda: stores[0].save_async({f"w{rank}": cells(4) if rank == 0 else object()}, step=1))
+    stores[1].save_async({f"w{rank}": cells(4)}, step=1).result(SECONDS)
+    return type(error), staged(stores[0]), staged(stores[1])
+
+
+def test_a_save_that_is_rejected_on_one_rank_keeps_no_memory(tmp_path: Path, ranks: Pool) -> None:
+    assert ranks.run(2, fail_on_one, tmp_path) == [(InvalidInput, 0, COPY)] * 2

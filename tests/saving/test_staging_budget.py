@@ -59,9 +59,7 @@ def test_of_processes_that_claim_at_the_same_time_the_last_one_sees_all_claims(m
     assert [budget.claim(30, 0, 1) for budget in budgets] == [None, None, None, Shortage(120, 100)]
 
 
-def test_by_default_copies_leave_a_fifth_of_the_free_memory(
-    make: Make, free: Callable[[int | None], None]
-) -> None:
+def test_by_default_copies_leave_a_fifth_of_the_free_memory(make: Make, free: Callable[[int | None], None]) -> None:
     one, two = make(None), make(None)
     free(100)
     assert one.claim(81, 0, 1) == Shortage(81, 80)
