@@ -7,6 +7,7 @@ import signal
 import threading
 import weakref
 from collections import OrderedDict
+from collections.abc import Callable
 from concurrent.futures import Future
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -323,6 +324,13 @@ def limited(nbytes: int, storage: FaultyStore | None = None) -> Store:
     return store
 
 
+def waiting(go: threading.Event) -> Callable[[Call], None]:
+    def wait(_: Call) -> None:
+        assert go.wait(SECONDS)
+
+    return wait
+
+
 def staged(store: Store) -> int:
     return store._saver.get().background.staging.nbytes
 
@@ -346,7 +354,7 @@ def test_a_state_whose_copy_does_not_fit_is_saved_before_the_call_returns(
 def test_tensors_that_share_memory_need_room_for_one_copy(shared_memory: Path) -> None:
     weight, storage = cells(4), FaultyStore(memory())
     store, go = limited(weight.nbytes, storage), threading.Event()
-    storage.inject(call_first("put", lambda _: go.wait(SECONDS), key="objects/*"))
+    storage.inject(call_first("put", waiting(go), key="objects/*"))
     future = store.save_async({"w": weight, "v": weight}, step=1)
     assert not future.done()
     go.set()
@@ -397,7 +405,7 @@ def save_with_limits(
     if rank == dies:
         storage.inject(call_first("put", lambda _: die(), key="objects/*"))
     elif fits:
-        storage.inject(call_first("put", lambda _: go.wait(SECONDS), key="objects/*"))
+        storage.inject(call_first("put", waiting(go), key="objects/*"))
     future = store.save_async(state, step=1)
     assert future.done() is not fits
     assert staged(store) == (COPY if fits else 0)
