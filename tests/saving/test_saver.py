@@ -3,35 +3,26 @@
 from __future__ import annotations
 
 import logging
-import signal
 import threading
 import weakref
 from collections import OrderedDict
 from collections.abc import Callable
 from concurrent.futures import Future
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 
 import casckpt
-from casckpt.errors import Conflict, InvalidInput, RankFailed, StorageError
+from casckpt.errors import Conflict, InvalidInput, StorageError
 from casckpt.repository import blob_cache
-from casckpt.repository.repository import Repository
-from casckpt.storage.local.store import LocalStore
 from casckpt.store.store import Store
-from tests.saving.test_replicas import Heard
 from tests.support.faulty import Call, FaultyStore, call_first, fail_before
-from tests.support.ranks import die, outcome_of
 from tests.support.repositories import memory
 from tests.support.saves import cells, same_state, small, steps
 from tests.support.tensors import LAYOUTS, NAMES
-from tests.support.together import impatient
-
-if TYPE_CHECKING:
-    from tests.support.ranks import Pool
 
 SECONDS = 60  # a hung save fails the test
 
@@ -392,85 +383,3 @@ def test_ctrl_c_ends_a_save_in_the_foreground(shared_memory: Path) -> None:
         store.save_async({"w": cells(1)}, step=1)
     assert steps(store) == []
     assert store.save_async({"w": cells(1)}, step=1).result(SECONDS).step == 1
-
-
-def save_with_limits(
-    rank: int, size: int, folder: Path, limits: list[int], *, fits: bool, dies: int | None = None
-) -> Any:
-    """Save with the rank's limit, and check whether the call returns before the save ends. Return what was logged."""
-    blob_cache.MEMORY = folder
-    storage, go, heard = FaultyStore(LocalStore(folder / "store")), threading.Event(), Heard()
-    store, state = Store(Repository(storage, staging_bytes=limits[rank])), {f"w{rank}": cells(4, seed=rank)}
-    impatient()
-    if rank == dies:
-        storage.inject(call_first("put", lambda _: die(), key="objects/*"))
-    elif fits:
-        storage.inject(call_first("put", waiting(go), key="objects/*"))
-    future = store.save_async(state, step=1)
-    assert future.done() is not fits
-    assert staged(store) == (COPY if fits else 0)
-    go.set()
-    if dies is not None:
-        return type(future.exception(SECONDS))
-    assert future.result(SECONDS).step == 1
-    assert torch.equal(store.read("latest")[f"w{rank}"], state[f"w{rank}"])
-    return heard.taken()
-
-
-COPY = cells(4).nbytes
-
-
-@pytest.mark.parametrize(
-    ("limits", "fits", "warning"),
-    [
-        ([3 * COPY] * 3, True, None),
-        ([3 * COPY - 1] * 3, False, f"staging_bytes={3 * COPY} or more"),
-        ([3 * COPY, COPY - 1, 3 * COPY], False, "on the host of rank 1 would take"),
-    ],
-    ids=["enough", "too little", "too little on one rank"],
-)
-def test_all_ranks_save_in_the_foreground_if_the_copy_of_one_does_not_fit(
-    limits: list[int], fits: bool, warning: str | None, tmp_path: Path, ranks: Pool
-) -> None:
-    first, *others = ranks.run(3, save_with_limits, tmp_path, limits, fits=fits)
-    assert others == [[], []]
-    assert len(first) == (warning is not None)
-    assert warning is None or warning in first[0]
-
-
-def test_a_rank_that_dies_in_the_foreground_fails_the_save_on_all_ranks(tmp_path: Path, ranks: Pool) -> None:
-    limits = [2 * COPY, 0]
-    found = ranks.outcomes(2, save_with_limits, tmp_path, limits, fits=False, dies=1)
-    assert (found[0].value, found[1].died) == (RankFailed, -signal.SIGKILL)
-
-
-def die_with_a_copy(rank: int, size: int, folder: Path) -> None:
-    """Save in the background until rank 1 dies, while the others hold their copies."""
-    blob_cache.MEMORY = folder
-    impatient()
-    storage = FaultyStore(LocalStore(folder / "store"))
-    store = Store(Repository(storage, staging_bytes=2 * COPY))
-    if rank == 1:
-        storage.inject(call_first("put", lambda _: die(), key="objects/*"))
-    future = store.save_async({f"w{rank}": cells(4, seed=rank)}, step=1)
-    assert isinstance(future.exception(SECONDS), RankFailed)
-    other = Store(Repository(LocalStore(folder / "other"), staging_bytes=2 * COPY))
-    other.save_async({"w": cells(4)}, step=1, no_dist=True).result(SECONDS)
-    assert (staged(store), staged(other)) == (COPY, COPY)
-
-
-def test_other_processes_of_the_host_get_the_memory_of_a_killed_rank(tmp_path: Path, ranks: Pool) -> None:
-    found = ranks.outcomes(2, die_with_a_copy, tmp_path)
-    assert (found[0].ok, found[1].died) == (True, -signal.SIGKILL), found[0].text
-
-
-def fail_on_one(rank: int, size: int, folder: Path) -> Any:
-    blob_cache.MEMORY = folder
-    stores = [Store(Repository(LocalStore(folder / name), staging_bytes=2 * COPY)) for name in ("one", "other")]
-    error = outcome_of(lambda: stores[0].save_async({f"w{rank}": cells(4) if rank == 0 else object()}, step=1))
-    stores[1].save_async({f"w{rank}": cells(4)}, step=1).result(SECONDS)
-    return type(error), staged(stores[0]), staged(stores[1])
-
-
-def test_a_save_that_is_rejected_on_one_rank_keeps_no_memory(tmp_path: Path, ranks: Pool) -> None:
-    assert ranks.run(2, fail_on_one, tmp_path) == [(InvalidInput, 0, COPY)] * 2

@@ -54,9 +54,20 @@ def test_the_copies_of_several_processes_share_the_limit(make: Make, root: Path)
     assert root.stat().st_mode & 0o777 == 0o700
 
 
-def test_of_processes_that_claim_at_the_same_time_the_last_one_sees_all_claims(make: Make) -> None:
-    budgets = [make() for _ in range(4)]
-    assert [budget.claim(30, 0, 1) for budget in budgets] == [None, None, None, Shortage(120, 100)]
+def test_of_two_processes_that_claim_at_the_same_time_one_sees_the_claim_of_the_other(
+    make: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    one, two = make(), make()
+    inside: list[Shortage | None] = []
+    others = one._others
+
+    def meanwhile() -> Iterator[tuple[int, int]]:
+        found = list(others())
+        inside.append(two.claim(60, 0, 1))
+        return iter(found)
+
+    monkeypatch.setattr(one, "_others", meanwhile)
+    assert (one.claim(60, 0, 1), inside) == (None, [Shortage(120, 100)])
 
 
 def test_by_default_copies_leave_a_fifth_of_the_free_memory(make: Make, free: Callable[[int | None], None]) -> None:
