@@ -78,7 +78,7 @@ def load_model_and_optim_state(
     optim: AnyOptimizer | None = None,
     **options: Unpack[LoadArguments],
 ) -> Checkpoint:
-    """Load into the tensors of ``model`` and ``optim``. The optimizer takes no step.
+    """Load into the tensors of ``model`` and ``optim``, without running an optimizer step.
 
     If the optimizer lacks state for a parameter, the load creates it with the saved dtype on the parameter's device.
     Parameters are matched by name. The number and order of groups do not matter. If several saved groups correspond to

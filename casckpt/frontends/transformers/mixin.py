@@ -5,7 +5,7 @@
     class MyTrainer(CasTrainerMixin, SFTTrainer): ...
 
     trainer = MyTrainer(..., store="/data/checkpoints", run="sft")
-    trainer.train(resume_from_checkpoint=True)  # begins if the run has no checkpoint
+    trainer.train(resume_from_checkpoint=True)  # starts a new training run if the run has no checkpoint
 
 The trainer works as usual, except that its checkpoint folder is replaced by a temporary folder of this process, into
 which trainers write small files such as trainer_state.json. These files become attachments. The mixin saves and loads
@@ -127,7 +127,8 @@ class CasTrainerMixin(Trainer):
                 )
 
     def create_accelerator_and_postprocess(self) -> None:
-        """Make `Trainer` accept a model that is sharded when loaded, although it cannot save that model's optimizer."""
+        """Make `Trainer` accept a model that is sharded when loaded. `Trainer` itself cannot save its optimizer.
+"""
         super().create_accelerator_and_postprocess()
         self._changed.append((self.args, self.args.save_only_model))
         self.args.save_only_model = True
