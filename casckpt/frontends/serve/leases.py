@@ -1,4 +1,4 @@
-"""Leases on checkpoints that are being sent. Each checkpoint has one lease, which ends some time after the last file."""
+"""Leases on checkpoints that are being sent. Each of these has one lease, which ends some time after its last file."""
 
 from __future__ import annotations
 

@@ -127,8 +127,7 @@ class CasTrainerMixin(Trainer):
                 )
 
     def create_accelerator_and_postprocess(self) -> None:
-        """Make `Trainer` accept a model that is sharded when loaded. `Trainer` itself cannot save its optimizer.
-"""
+        """Make `Trainer` accept a model that is sharded when loaded. `Trainer` itself cannot save its optimizer."""
         super().create_accelerator_and_postprocess()
         self._changed.append((self.args, self.args.save_only_model))
         self.args.save_only_model = True
