@@ -76,9 +76,8 @@ class SaveOnSignal:
     ) -> None:
         """If any rank received a signal, save ``step`` unless it is already saved.
 
-        Then raise SystemExit on every rank.
-        Call this method between two steps, on every rank. ``options``: the options of `Checkpointer.save`. Further
-        signals have no effect. Raises the errors of the save.
+        Then raise SystemExit on every rank. Call this method between two steps, on every rank. ``options``: the options
+        of `Checkpointer.save`. Further signals have no effect. Raises the errors of the save.
         """
         number = self.received(step)
         if not number:

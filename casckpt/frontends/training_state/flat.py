@@ -58,9 +58,9 @@ class FlatPart:
 def flat_parts(model: nn.Module) -> dict[int, FlatPart]:
     """Return the part of each sharded parameter.
 
-    The keys are the id() of the parameter and of its current replacement.
-    Raises InvalidInput if use_orig_params is False, or while FSDP uses the parameters. Raises Unsupported for
-    parameters that are DTensors or are not in row-major order, because their parts are not flat ranges.
+    The keys are the id() of the parameter and of its current replacement. Raises InvalidInput if use_orig_params is
+    False, or while FSDP uses the parameters. Raises Unsupported for parameters that are DTensors or are not in
+    row-major order, because their parts are not flat ranges.
     """
     parts: dict[int, FlatPart] = {}
     for handle in [one._handle for one in _fsdp_modules(model) if one._handle is not None]:

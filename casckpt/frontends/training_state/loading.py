@@ -151,10 +151,9 @@ class TrainingStateLoad:
     def prepare(self, ranks: Ranks, make: Callable[[], nn.Module], optims: Mapping[str, Sequence[Optimizer]]) -> None:
         """Find the model's tensors in the checkpoint, and run all checks before the first read.
 
-        Every rank makes the call.
-        ``make``: a function that returns the model. ``optims``: the optimizers by key. Raises MissingKey, Mismatch or
-        InvalidInput, the errors of ``make``, and the errors of `check_fit` unless ``unread`` is "ignore". All errors
-        are raised on all ranks.
+        Every rank makes the call. ``make``: a function that returns the model. ``optims``: the optimizers by key.
+        Raises MissingKey, Mismatch or InvalidInput, the errors of ``make``, and the errors of `check_fit` unless
+        ``unread`` is "ignore". All errors are raised on all ranks.
         """
         self._choose(ranks, make)
         ranks.exchange(lambda: self._plan(optims), self.check_unused)
