@@ -139,7 +139,7 @@ class CasTrainerMixin(Trainer):
             "XLA": self.is_fsdp_xla_enabled,
             "hub_strategy other than 'end'": args.push_to_hub and args.hub_strategy != "end",
             "save_on_each_node": args.save_on_each_node,
-            "enable_jit_checkpoint (the mixin itself saves at a SIGTERM)": args.enable_jit_checkpoint,
+            "enable_jit_checkpoint (the mixin itself saves on SIGTERM)": args.enable_jit_checkpoint,
             "CasCheckpointCallback": any(
                 isinstance(one, CasCheckpointCallback) for one in self.callback_handler.callbacks
             ),

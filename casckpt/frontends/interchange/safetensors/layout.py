@@ -28,7 +28,7 @@ MAX_SHARD_BYTES: Final = 5_000_000_000
 class FileLayout:
     """A file: the bytes ``head``, followed by the data of ``tensors`` in order, without holes.
 
-    An index, or any other file without tensors, is all head.
+    An index, or any other file without tensors, consists only of ``head``.
     """
 
     name: str
