@@ -189,17 +189,17 @@ class Store:
         ``ignore_mismatched``: fnmatch patterns on keys of ``state``. Matching keys keep their values if the checkpoint
         lacks them or has a different shape, dtype or kind; the result lists them in ``mismatched_keys``.
 
-        If no tensor would be filled, or if more than a tenth of the tensors have different names in the checkpoint,
-        the load raises MissingKey with the ``rename`` that would fill them, even without ``strict``. If fewer tensors
-        have different names, casckpt logs how many. ``unread_subtrees`` lists the whole containers that no rank read.
+        If no tensor would be filled, or if more than a tenth of the tensors have different names in the checkpoint, the
+        load raises MissingKey with the ``rename`` that would fill them, even without ``strict``. If fewer tensors have
+        different names, casckpt logs how many. ``unread_subtrees`` lists the whole containers that no rank read.
         casckpt logs them once per run, along with single unread keys and other ranks' values that no rank read.
         ``unread``: "ignore" disables this log message. ``rename``: maps a key of ``state`` to a key of the checkpoint.
         It is either a function, or a dict from regular expressions, which must match the whole key, to replacements.
-        An optimizer object's state follows its module's names. ``cast``: convert dtypes. ``verify`` (default): compare
-        every cell with its digest. ``allow_pickle``: unpickle values that were stored as pickles. ``threads``,
-        ``progress``: as for `save`. ``lease``: rank 0 holds a lease during the load. Every rank of ``process_group``
-        must call this method with its own shards, regardless of the ranks and shards that saved the checkpoint.
-        ``no_dist``: this process loads alone.
+        The state of an optimizer object is renamed along with its module. ``cast``: convert dtypes. ``verify``
+        (default): compare every cell with its digest. ``allow_pickle``: unpickle values that were stored as pickles.
+        ``threads``, ``progress``: as for `save`. ``lease``: rank 0 holds a lease during the load. Every rank of
+        ``process_group`` must call this method with its own shards, regardless of the ranks and shards that saved the
+        checkpoint. ``no_dist``: this process loads alone.
 
         Before anything changes, raises NotFound, MissingKey, Mismatch, InvalidInput, or Conflict (if ranks pass
         different references or stores). During the read, raises Damaged (with key, blob and checkpoints), Gone (gc

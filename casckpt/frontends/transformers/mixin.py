@@ -274,7 +274,7 @@ class CasTrainerMixin(Trainer):
             raise Unsupported("CasTrainerMixin does not search hyperparameters; train each trial in a separate run")
         signals = self._signals
         if signals and threading.current_thread() is not threading.main_thread():
-            log.warning("signals do not save a checkpoint, because the training does not run in the main thread")
+            log.warning("a signal does not trigger a save, because the training does not run in the main thread")
             signals = ()
         with self.checkpointer, SaveOnSignal(self.checkpointer, signals, every=self._signal_every) as self._received:
             self._signal = 0
