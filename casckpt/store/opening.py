@@ -43,7 +43,7 @@ def open(
     the store is remote. ``cache_saves``: whether saves also put their blobs into the cache, so that a restart on the
     same host finds them there. Without ``cache_dir``, they are kept in the host's memory. ``mirror``: a second store to
     which casckpt copies commits in the background. See `Store.wait_for_mirror`. ``single_writer``: your promise that no
-    other process writes to the store at the same time. This allows storages that cannot create keys exclusively.
+    other process writes to the store at the same time. This allows storage that cannot create keys exclusively.
     ``page_cache``: for a store in a folder, True leaves saved and loaded bytes in the page cache for the next load, and
     False does not. By default, a load leaves them there if that costs nothing, which means that there is enough memory
     and the file system fills its cache in large pieces. ``sign_with``: a file with a private key (Ed25519, without a

@@ -164,7 +164,7 @@ class Store:
     def check(self, state: State, *, run: str = "default", **options: Unpack[SaveArguments]) -> None:
         """Raise, on every rank, the InvalidInput that `save` would raise. Writes nothing. Every rank must call this.
 
-        Also checks whether the store can be at its path, as far as this is possible without a write.
+        Also checks, as far as possible without writing, whether a store can exist at the path.
         """
         check_keywords("Store.check", options, SaveArguments)
         self._saver.get().check(state, SaveOptions(run=run, step=0, **options))
@@ -251,8 +251,8 @@ class Store:
 
         ``mapped``: map the files of a store in a folder into memory, so that the processes of a host share one copy in
         the page cache. Changes to these tensors do not reach the store. This open store verifies each byte when it
-        first maps it. Tensors below 64 KiB and encoded cells are read into memory, and so are all bytes of other
-        storages. If another program truncates a mapped file, the kernel ends the process. ``verify``,
+        first maps it. Tensors below 64 KiB and encoded cells are read into memory, and so is everything in a store that
+        is not in a folder. If another program truncates a mapped file, the kernel ends the process. ``verify``,
         ``allow_pickle``, ``threads``, ``progress``: as for `load`.
         """
         check_keywords("Store.read", options, ReadArguments)
@@ -581,8 +581,8 @@ class Store:
 
         A range skips steps that have a visible checkpoint. If one of the named checkpoints cannot be restored, none
         are. ``whole``: for a range, restore its thinned checkpoints. ``dry_run``: only return the checkpoints.
-        ``check``: raise errors of single checkpoints after the others are restored. Without ``check``, the result
-        lists them as ``failed``. Raises NotFound, InvalidInput, Conflict, and StorageError.
+        ``check``: raise the errors of individual checkpoints after the others are restored. Without ``check``, the
+        result lists them as ``failed``. Raises NotFound, InvalidInput, Conflict, and StorageError.
         """
         from casckpt.upkeep.gc.forgetting import restore_chosen
 

@@ -302,8 +302,8 @@ class Saving:
             return
         if left or right or mismatch:
             log.warning(
-                "the common state on rank %d differs from rank 0's, which is saved: only on rank 0 %s, only here %s, "
-                "different %s",
+                "the common state on rank %d differs from rank 0's, which is saved. Only on rank 0: %s; only here: %s; "
+                "different: %s",
                 self.rank, left, right, mismatch,
             )  # fmt: skip
 
