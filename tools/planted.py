@@ -1962,9 +1962,9 @@ PLANTED = (
     ),
     Planted(
         "a killed process keeps its claim on memory",
-        "_read",
-        "        except BlockingIOError:\n",
-        "        except BlockingIOError:\n            pass\n        if True:\n",
+        "StagingBudget._others",
+        "                except BlockingIOError:\n",
+        "                except BlockingIOError:\n                    pass\n                if True:\n",
         "tests/saving/test_staging_budget.py",
     ),
     Planted(

@@ -9,7 +9,6 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, wait
 from contextlib import suppress
-from threading import current_thread
 from typing import Any, NoReturn, TypeAlias, get_args
 
 import torch
@@ -96,15 +95,16 @@ class Background:
     def submit(self, call: Callable[[], Checkpoint], *, here: bool = False) -> SaveFuture:
         """Run ``call`` in a new thread. Call `wait` first.
 
-        ``here``: run it in the caller's thread, as if no thread can start. The call then raises KeyboardInterrupt.
+        ``here``: run it in the caller's thread, as if no thread can start. Ctrl-C then interrupts it.
         """
-        future = self._last = SaveFuture()
+        future, caller = SaveFuture(), threading.current_thread()
+        self._last = future
 
         def run() -> None:
             try:
                 checkpoint = call()
             except BaseException as error:
-                if not isinstance(error, Exception) and current_thread() is caller:
+                if threading.current_thread() is caller and not isinstance(error, Exception):
                     future.set_exception(error)
                     raise
                 unreported[future.name] = str(error)
@@ -112,13 +112,10 @@ class Background:
             else:
                 future.set_result(checkpoint)
 
-        caller = current_thread()
-        try:
+        with suppress(RuntimeError):
             if not here:
                 _Saving(target=run, name="casckpt-async").start()
                 return future
-        except RuntimeError:
-            pass
         run()
         return future
 
@@ -245,8 +242,14 @@ class Saver:
 
         def compare_sizes(_: object, found: Sequence[Shortage | None]) -> Sequence[bool]:
             lacking = [(shortage, rank) for rank, shortage in enumerate(found) if shortage is not None]
-            if lacking:
-                self._warn(options, *max(lacking))
+            if lacking and not self._has_warned:
+                self._has_warned = True
+                (total, most), rank = max(lacking)
+                log.warning(
+                    "the save of %s@%d runs in the foreground, because the copies on the host of rank %d would take "
+                    "%s, and may take %s: free memory there, or open the store with staging_bytes=%d or more. This is "
+                    "logged once", options.run, options.step, rank, format_size(total), format_size(most), total,
+                )  # fmt: skip
             return everyone(not lacking, ranks.size)
 
         (checked, prepared), fits = exchange_keeping(ranks, check, compare_sizes)
@@ -256,18 +259,6 @@ class Saver:
         """Claim memory for a copy of ``tensors``, unless the present memory is enough."""
         need = self.background.staging.lacks(tensors)
         return self._budget.claim(need, self.background.staging.nbytes, ranks.size) if need else None
-
-    def _warn(self, options: SaveOptions, shortage: Shortage, rank: int) -> None:
-        """Log, once, that a save runs in the foreground."""
-        if not self._has_warned:
-            self._has_warned = True
-            log.warning(
-                "the save of %s@%d runs in the foreground, because the copies on the host of rank %d would take %s, "
-                "and may take %s: free memory there, or open the store with staging_bytes=%d or more. This is logged "
-                "once",
-                options.run, options.step, rank, format_size(shortage.total), format_size(shortage.most),
-                shortage.total,
-            )  # fmt: skip
 
     def _check_path(self, *, create: bool) -> None:
         """Raise the error if the store cannot be at its path. Skip errors that may be temporary: a save raises them."""

@@ -12,7 +12,6 @@ lock.
 from __future__ import annotations
 
 import fcntl
-import logging
 import os
 import struct
 import weakref
@@ -27,8 +26,6 @@ from casckpt.storage.local.reader import headroom
 FOLDER = "copies"
 _MOST = 0.8  # of the free memory; the rest is for the buffers of the save, and for what the program still allocates
 _SIZES = struct.Struct("=qq")  # the size of a copy, and how much of it already takes memory
-
-log = logging.getLogger(__name__)
 
 
 class Shortage(NamedTuple):
@@ -62,8 +59,7 @@ class StagingBudget:
             with usable(self._folder):
                 self._write(nbytes, 0)
                 others = list(self._others())
-        except Unusable as error:
-            log.debug("the processes of this host cannot see the sizes of each other's copies: %s", error)
+        except Unusable:
             others = [(nbytes, 0)] * (ranks - 1)
         total, free = nbytes + sum(size for size, _ in others), headroom()  # after the sizes, which may change
         if self._limit is not None:
@@ -100,26 +96,19 @@ class StagingBudget:
     def _others(self) -> Iterator[tuple[int, int]]:
         """Yield the sizes of all other copies of living processes."""
         for path in self._folder.iterdir():
-            if path != self._path:
-                with suppress(FileNotFoundError):
-                    yield from _read(path)
-
-
-def _read(path: Path) -> Iterator[tuple[int, int]]:
-    fd = os.open(path, os.O_RDONLY | os.O_NOFOLLOW)
-    try:
-        data = os.pread(fd, _SIZES.size, 0)
-        if len(data) < _SIZES.size:  # its process is about to lock it
-            return
-        try:
-            fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
-        except BlockingIOError:
-            size, filled = _SIZES.unpack(data)
-            yield size, filled
-        else:
-            path.unlink()
-    finally:
-        os.close(fd)
+            if path == self._path:
+                continue
+            with suppress(FileNotFoundError), path.open("rb") as file:
+                data = file.read()
+                if len(data) != _SIZES.size:  # its process is about to lock it
+                    continue
+                try:
+                    fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+                except BlockingIOError:
+                    size, filled = _SIZES.unpack(data)
+                    yield size, filled
+                else:
+                    path.unlink()
 
 
 _budgets = weakref.WeakSet[StagingBudget]()

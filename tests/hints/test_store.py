@@ -337,7 +337,7 @@ def test_a_checkpoint_without_a_signature_is_signed(
 # caches
 
 
-@follows("saving/saver.py:Saver._warn", "or open the store with staging_bytes=%d or more")
+@follows("saving/saver.py:Saver._checked.compare_sizes", "or open the store with staging_bytes=%d or more")
 def test_a_larger_budget_allows_saves_in_the_background(
     tmp_path: Path, messages: Messages, monkeypatch: pytest.MonkeyPatch
 ) -> None:
