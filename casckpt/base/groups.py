@@ -27,7 +27,7 @@ def in_batches(items: Iterable[T], size: Callable[[T], int], most: int) -> Itera
 
 
 def runs(items: Iterable[T], continues: Callable[[list[T], T], bool]) -> Iterator[list[T]]:
-    """Split items, in order, into lists. ``continues``: whether an item belongs to the list that precedes it."""
+    """Split items, in order, into lists. ``continues``: returns whether an item belongs to the preceding list."""
     run: list[T] = []
     for item in items:
         if run and not continues(run, item):

@@ -291,7 +291,7 @@ def locate(repo: Repository, commits: Iterable[Commit], wanted: Mapping[BlobHash
 
 
 def _named(repo: Repository, commit: Commit, heads: npt.NDArray[np.uint64]) -> Iterator[BlobRef]:
-    """Yield the blobs of a checkpoint whose hash begins with one of ``heads``. Skipped blobs cost almost nothing."""
+    """Yield the blobs of a checkpoint whose hash begins with one of ``heads``. Skipping a blob costs almost nothing."""
     known = blob_list(repo, commit)
     column = np.frombuffer(known.hashes, dtype="<u8").reshape(-1, 4)[:, 0]
     for number in np.flatnonzero(np.isin(column, heads)).tolist():

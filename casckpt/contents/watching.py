@@ -140,9 +140,10 @@ class Expected:
 class Watcher:
     """Reads the announcements of a run and the logs of new transactions. A failed call can be retried at any time.
 
-    ``after``: None for commits from now on, `START`, or a checkpoint or reference. The checkpoint may be purged.
-    ``latest_only``: return only the latest save at each call. The store need not exist yet. Raises `NotFound` for a
-    reference to a missing checkpoint. Raises `InvalidInput` and `StorageError`.
+    ``after``: None to begin with the next commit, `START` to begin with the first commit, or a checkpoint or reference
+    to begin after it. This checkpoint may have been purged. ``latest_only``: return only the latest save at each call.
+    The store need not exist yet. Raises `NotFound` for a reference to a missing checkpoint. Raises `InvalidInput` and
+    `StorageError`.
     """
 
     def __init__(self, repo: Repository, run: str, after: str | Commit | None = None, *, latest_only: bool) -> None:

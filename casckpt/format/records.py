@@ -122,7 +122,7 @@ class Process(Record, frozen=True, kw_only=True):
 
 
 class Began(Record, tag="began", frozen=True, kw_only=True):
-    """transactions/<txid>: a save in progress. ``manifest``: if it copies from a second store, the checkpoint's id."""
+    """transactions/<txid>: a save in progress. ``manifest``: for a copy from another store, the checkpoint's id."""
 
     txid: TxId
     run: str
@@ -235,7 +235,7 @@ class Restored(Record, tag="restored", frozen=True, kw_only=True):
 
 
 class Purged(Record, tag="purged", frozen=True, kw_only=True):
-    """commits/<txid>.<N>: the checkpoint is final. gc may delete its bytes."""
+    """commits/<txid>.<N>: the checkpoint is permanently removed. gc may delete its bytes."""
 
     txid: TxId
     time: int
@@ -300,7 +300,7 @@ class TagRecord(Record, tag="tag", frozen=True, kw_only=True):
 
 
 class DamageRecord(Record, tag="damage", frozen=True, kw_only=True):
-    """damaged/<uploader>/<blob>/<N>: ``state`` is "damaged" or "repaired"."""
+    """damaged/<uploader>/<blob>/<N>: ``state`` is "damaged", "frames" or "repaired"."""
 
     uploader: TxId
     blob: BlobHash

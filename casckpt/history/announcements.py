@@ -45,7 +45,7 @@ Announcement: TypeAlias = tuple[TxId, int]
 
 
 def look(repo: Repository, run: str, *, anew: bool = False) -> RunCache:
-    """Return a run's announcements, at least up to the highest number at the start of this call. ``run``: its hash.
+    """Return a run's announcements, at least up to the highest one that exists when the call starts. ``run``: its hash.
 
     ``anew``: ignore the announcements in the host's catalogue, but use those in memory. For a known run, this takes
     two small requests, and one for each new announcement. For any other run, it takes two folder listings. Raises
@@ -81,8 +81,8 @@ def read_back(repo: Repository, run: str, low: int = 0) -> RunCache:
 def announce(repo: Repository, announced: Iterable[Announcement], *, seen: int | None = None) -> None:
     """Announce records before they are created. Skip those that this process knows to be announced.
 
-    ``seen``: the highest number that the save had read when it began. Its txid is later than everything that it read.
-    Raises `StorageError`.
+    ``seen``: the highest number that the save had read when it began. The save's txid is later than every transaction
+    that it had read. Raises `StorageError`.
     """
     for run, of_run in grouped(announced, lambda one: parse_txid(one[0]).run_hash).items():
         for first in range(0, len(of_run), _AT_ONCE):

@@ -178,11 +178,11 @@ def follow(repo: Repository, commit: Commit) -> Commit:
 def commit(repo: Repository, record: Committed, *, seen: int | None = None) -> None:
     """Make a checkpoint visible: announce it, and create commits/<txid>. An equal existing record counts as success.
 
-    This call does not make a rewrite visible, but also announces the record that will do so.
+    A rewrite does not become visible yet. This call also announces the record that will make it visible.
 
     ``seen``: see `casckpt.history.announcements.announce`. Raises `Revoked` if the transaction was revoked, and
     `Conflict` if a different record already has its name. Raises `StorageError` if the storage does not answer. In this
-    case, the commit may still happen, unless `casckpt.history.transactions.revoke` wins.
+    case, the commit may still happen, unless `casckpt.history.transactions.revoke` creates its record first.
     """
     key = commit_key(record.txid)
     replaced = [] if record.replaces is None else [record.replaces]

@@ -277,7 +277,7 @@ def all_judged(commits: dict[TxId, Commit], doubts: Mapping[TxId, CasckptError])
 
 
 def judged(commit: Commit, base: Commit | None) -> tuple[Commit, CasckptError | None]:
-    """Return a rewrite with the standing that follows from its base, and the error that leaves it in doubt."""
+    """Return a rewrite with the standing that follows from its base, and an error if the standing is in doubt."""
     standing, doubt = _standing(commit, base)
     return (commit if standing == commit.standing else replace(commit, standing=standing)), doubt
 

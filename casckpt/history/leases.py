@@ -115,10 +115,10 @@ def _held(repo: Repository, commit: Commit, seconds: float) -> tuple[Tag, Commit
 
 
 class Lease:
-    """Holds a checkpoint. Even if it is forgotten, gc keeps its bytes until the block ends or this process dies.
+    """Holds a checkpoint until the ``with`` block ends. Until then, gc keeps its bytes, even if it is forgotten.
 
-    ``seconds``: the time after which the lease expires if it is not renewed. A thread renews it three times in this
-    period, and logs errors. A forked child neither renews nor ends it.
+    ``seconds``: the time after which the lease expires if it is not renewed, for example because this process has died.
+    A thread renews it three times in this period, and logs errors. A forked child neither renews nor ends it.
     """
 
     def __init__(self, repo: Repository, commit: Commit, seconds: float) -> None:

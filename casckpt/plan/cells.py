@@ -21,7 +21,7 @@ from casckpt.format.extents import ExtentTable, StoredCell
 from casckpt.format.regions import Box, Region, Shape, cut, normalise
 from casckpt.format.sections.index import ATTACHMENT
 
-_MAX_REST = 64  # the maximum number of remaining boxes of a shard; with more, fragments cost more than reuse saves
+_MAX_REST = 64  # the maximum number of remaining boxes of a shard; more fragments would cost more than reuse saves
 _LONG_RUN = 4  # cells: a run this long in a non-contiguous shard is split like a flat range of the whole tensor
 
 
@@ -40,8 +40,8 @@ Cut: TypeAlias = StoredCell | NewCell
 class Group:
     """Consecutive cells in the row-major order of ``box``, from ``lo`` to ``hi``.
 
-    ``part``: the box of the tensor whose local data, in row-major order, is split, or None for all of the shard's
-    data. Element ``lo`` of the group is element 0 of that data.
+    ``part``: the box of the tensor whose local data is split, or None for all of the shard's data. In row-major order,
+    element ``lo`` of the group is element 0 of that data.
     """
 
     box: Box
@@ -163,7 +163,7 @@ C = TypeVar("C", bound=_Sized)
 
 
 def branch_of(kind: str, key: str) -> str:
-    """Return a stream's branch: its key up to the first dot. All attachments form one branch."""
+    """Return the branch of an entry: its key up to the first dot. All attachments form one branch."""
     return "" if kind == ATTACHMENT else key.partition(".")[0]
 
 
@@ -208,7 +208,7 @@ class Queue(Generic[C]):
     def take(self, begin: int, end: int) -> tuple[int, Sequence[C]]:
         """Take the next cells that fit between bytes ``begin`` and ``end`` of a blob.
 
-        Returns (index of the first, cells).
+        Returns (index of the first cell, cells).
         """
         with self._lock:
             first = last = self._next
@@ -218,6 +218,6 @@ class Queue(Generic[C]):
             return first, self._cells[first:last]
 
     def _place(self, number: int, begin: int, end: int) -> int:
-        """Return where a cell ends in a blob whose last cell ends at byte ``begin``. It must end by byte ``end``."""
+        """Return the byte at which a cell ends if the previous cell in the blob ends at byte ``begin``."""
         nbytes = self._cells[number].nbytes
         return place_behind(begin, nbytes) + nbytes

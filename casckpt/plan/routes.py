@@ -164,7 +164,7 @@ def _cost(extent: Extent, span: Span, kept: Container[Link]) -> int:
 MAX_DELTAS = 4
 """The maximum number of deltas between a key and a version.
 
-The format allows more, but each delta costs loads a pass over the cell.
+The format allows more, but a load needs one pass over the cell for each delta.
 """
 
 _SHARE = 1 / 6  # limit on the total size of all deltas, as a fraction of the plain bytes

@@ -236,7 +236,7 @@ class BlobCache:
             return self._most(held)
 
     def _held(self) -> list[_Held]:
-        """Return the files to which more can be added. Raises Unusable if other users may access a cache in memory."""
+        """Return the cached files. Raises Unusable if other users may access a cache in memory."""
         with usable(self.root):
             if self._in_memory:
                 with suppress(FileExistsError):
@@ -279,7 +279,7 @@ def in_memory(limit: int | None = None) -> BlobCache:
 def _files(folder: Path) -> Iterator[_Held]:
     with suppress(FileNotFoundError), os.scandir(folder) as entries:
         for entry in entries:
-            if "-" in entry.name:  # what a rank needs; it is small, and other ranks must find it
+            if "-" in entry.name:  # the ranges that a rank needs; other ranks must find this small file
                 continue
             with suppress(FileNotFoundError):
                 status = entry.stat(follow_symlinks=False)

@@ -22,7 +22,7 @@ from casckpt.format.digest import cell_digest
 from casckpt.format.names import TxId
 
 SCHEMA = 2
-"""The file's user_version. casckpt drops and rebuilds a file with a different one."""
+"""The file's user_version. casckpt drops and rebuilds a file with a different version."""
 BUSY_SECONDS = 10.0
 
 _TABLES = ("records", "blobs", "notes")

@@ -1,4 +1,4 @@
-"""Defines `Repository`, a store without support for tensors: its marker, settings, records and caches. Opens it."""
+"""Defines `Repository`, a store without support for tensors: its marker, settings, records and caches."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ Clock: TypeAlias = Callable[[], int]
 Entropy: TypeAlias = Callable[[int], bytes]
 """A function that returns the given number of random bytes."""
 ShareReads: TypeAlias = Literal["auto", "off"]
-"""Whether the ranks of a host read the same bytes of a store once. "auto": if the store is remote."""
+"""Whether the ranks of a host read bytes that several of them need only once. "auto": if the store is remote."""
 
 _STORE_ID = re.compile(r"[0-9A-Za-z-]{1,64}")  # because a cache folder is named after it
 
@@ -184,7 +184,7 @@ class Repository:
         self._marker = marker
 
     def forget_all(self, *, keep_marker: bool) -> None:
-        """Drop all caches of the store in this process and on this host: the store was restored or replaced."""
+        """Drop all caches of the store in this process and on this host, because the store was restored or replaced."""
         marker = self.marker
         self.catalogue.reindex()
         self.records, self.manifests = RecordCache(), ManifestCache()

@@ -121,7 +121,7 @@ class ObjectStore(Protocol):
 
     @property
     def traits(self) -> Traits:
-        """Hints for planning."""
+        """The properties that planning and safety checks need."""
 
     def put(self, key: str, data: memoryview | bytes, *, settle: bool = True) -> None:
         """Create the object. Raises `AlreadyExists`, `casckpt.errors.StorageError`, `casckpt.errors.Unsupported`."""

@@ -157,7 +157,7 @@ def write_archive(value: Any) -> bytes:
 
 
 def is_only_torchs(archive: bytes) -> bool:
-    """Return whether all records are ones that some version of torch.save writes, and no bytes follow them."""
+    """Return whether an archive has only records that some version of torch.save writes, and no bytes after them."""
     try:
         with ZipFile(io.BytesIO(archive)) as opened:
             names = opened.namelist()
@@ -187,7 +187,7 @@ def _unpickle(key: str, data: Any, allow_pickle: bool) -> Any:
 
 
 def refuse_pickle(key: str, data: bytes, parts: int) -> None:
-    """Raise InvalidInput for a pickle that requires ``allow_pickle``. A pickle with parts always requires it."""
+    """Raise InvalidInput for a pickle that requires ``allow_pickle``. A pickle in several parts always requires it."""
     if parts:
         raise _not_allowed(key)
     decode_object(key, data, True, allow_pickle=False)

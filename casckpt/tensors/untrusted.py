@@ -64,8 +64,8 @@ class BoundedUnpickler(pickle._Unpickler):
     """An unpickler that resolves only the given names.
 
     If ``anything`` is set, it resolves all names, which can run code. It is based on the Python unpickler, whose memo
-    is a dict. The C unpickler allocates 8 bytes for each number up to the largest one, so nine bytes can cost 32 GiB.
-    A pickle may set attributes only on instances of those names that are dataclasses. (Attributes of a class would
+    is a dict. The C unpickler allocates 8 bytes for each memo index up to the largest one, so nine bytes can cost 32
+    GiB. Of the given names, a pickle may set attributes only on instances of dataclasses. (Attributes of a class would
     apply to all its instances.) Raises one of `MISREAD` for invalid bytes.
     """
 

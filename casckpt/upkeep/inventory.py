@@ -83,7 +83,7 @@ def sums_of(objects: Iterable[tuple[str, int]]) -> Sums:
 
 
 def list_objects(repo: Repository) -> dict[str, int]:
-    """List all objects, with or without a guard, as bytes by key. Makes one LIST. Raises `StorageError`."""
+    """List all objects, with or without a guard. Returns sizes by key. Makes one LIST. Raises `StorageError`."""
     listed = repo.storage.list("objects/", known=parse_object)
     return {entry.key: entry.size for entry in listed if parse_object(entry.key) is not None}
 

@@ -327,7 +327,7 @@ def _move_tags(repo: Repository, thin: Sequence[Commit]) -> None:
 
 
 def thin_alike(repo: Repository, others: Iterable[Commit]) -> list[Commit]:
-    """Thin the checkpoints of ``repo`` in the same way as ``others``, their copies in a different store. Return them.
+    """Thin the checkpoints of ``repo`` like ``others``, their copies in a different store. Return the new commits.
 
     Skips checkpoints of ``repo`` that have a tag or cannot be read. Raises `StorageError`.
     """

@@ -205,7 +205,7 @@ def _narrow(block: Unsigned, place: int, plane: Bytes, *, rotated: bool) -> None
 def join(planes: Sequence[Part], begin: int, out: Unsigned, *, rotated: bool) -> None:
     """Fill ``out`` (at most `BLOCK` elements) with the elements of ``planes``, starting at ``begin``."""
     other = scratch("other", out.nbytes).view(out.dtype)
-    is_zero = True  # above the current plane, as the upper planes of small differences are
+    is_zero = True  # all planes above the current one, as is usual for small differences
     for plane in reversed(planes):
         part = plane if isinstance(plane, int) else plane[begin : begin + out.size]
         if is_zero:

@@ -93,7 +93,7 @@ class PieceReader:
         return True
 
     def ready(self, numbers: Iterable[int]) -> None:
-        """Read the missing ones of these pieces in few reads. Raises read errors. `get` reports damage."""
+        """Of these pieces, read those that are not in memory yet. Raises read errors. `get` reports damage."""
         self._ready({number // self._each for number in numbers})
 
     def _ready(self, groups: Set[int]) -> None:

@@ -155,7 +155,7 @@ class Mirror:
         self.target.create(cell_bytes=sizes.cell_bytes, blob_bytes=sizes.blob_bytes)
         check_requirements(self._repo)
         copy_signatures(self._repo, self.target, {commit.id for commit in needed})
-        there = list_commits(self.target)  # list after the store's commits, so that no commit restored since is noted
+        there = list_commits(self.target)  # listed last, so that no commit that was restored in between is noted
         visible, lives = Holdings(there.visible()), Holdings(there.live())
         failed: CasckptError | None = None
         for commit in behind:
@@ -163,7 +163,7 @@ class Mirror:
                 break
             try:
                 self._copy(commit, is_there=commit in (lives if commit.is_forgotten else visible))
-            except (Conflict, Gone) as error:  # purged meanwhile, or revoked by gc of the mirror
+            except (Conflict, Gone) as error:  # purged meanwhile, or revoked by a gc of the mirror
                 log.info("%s", error)
             except (Damaged, Refused) as error:
                 log.error("%s is not mirrored: %s", commit, error)

@@ -142,7 +142,7 @@ def lag_of(repo: Repository, commits: Iterable[Commit], error: str = "") -> Mirr
 
 
 def note(repo: Repository, commit: Commit, mirror: str) -> None:
-    """Note that ``commit`` is safe in the store at ``mirror``. The caller must read ``commit`` before checking that.
+    """Note that ``commit`` is safe in the store at ``mirror``. The caller must read ``commit`` before it checks this.
 
     Raises `StorageError`.
     """

@@ -29,8 +29,9 @@ class Unreadable(Exception):
 class Candidates:
     """The objects that no live commit named when the commits were listed.
 
-    ``sizes``: their sizes in bytes, by key; gc later removes roots. ``ended``: the commits that were purged or revoked
-    in that listing. All other commits remain roots for this gc, even if they are purged later.
+    ``sizes``: their sizes in bytes, by key; gc later removes the objects of roots from this dict. ``ended``: the
+    commits that were purged or revoked in that listing. All other commits remain roots for this gc, even if they are
+    purged later.
     """
 
     sizes: dict[str, int] = field(repr=False)

@@ -93,7 +93,7 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class DamagedManifest:
-    """A live checkpoint with an unreadable manifest. It cannot be loaded, and gc does not delete anything."""
+    """A live checkpoint with an unreadable manifest. It cannot be loaded. Until it is repaired, gc deletes nothing."""
 
     id: str
     run: str
