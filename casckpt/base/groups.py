@@ -12,7 +12,7 @@ T = TypeVar("T")
 def in_batches(items: Iterable[T], size: Callable[[T], int], most: int) -> Iterator[list[T]]:
     """Split items, in order, into lists whose total ``size`` is at most ``most``.
 
-    An item that is larger gets a list of its own.
+    A larger item gets its own list.
     """
     batch: list[T] = []
     room = most

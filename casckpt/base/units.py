@@ -69,7 +69,7 @@ def _seconds(duration: Any) -> float | None:
 
 
 def _bare(duration: Any) -> str:
-    """Return a number without a unit as a string, or "" for any other value."""
+    """Return the value as a string if it is a number without a unit. Otherwise, return ""."""
     text = str(duration).strip()
     return text if re.fullmatch(r"[0-9]{1,9}(\.[0-9]{1,6})?", text) else ""
 

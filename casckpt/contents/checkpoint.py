@@ -1,4 +1,4 @@
-"""Defines `Checkpoint`, the value that users receive, and the figures in it. Works without torch."""
+"""Defines `Checkpoint`, the value that users receive, and the types of its properties. Works without torch."""
 
 from __future__ import annotations
 
@@ -222,7 +222,7 @@ class Checkpoint:
 
     @cached_property
     def tensors(self) -> Mapping[str, TensorInfo]:
-        """Its tensors, by key, in the order of the save."""
+        """Its tensors by key, in the order in which they were saved."""
         entries = self._manifest.tensors
         return {key: TensorInfo(entry.dtype, entry.shape, entry.nbytes) for key, entry in entries.items()}
 

@@ -187,7 +187,7 @@ class Watcher:
         self._note_open()
 
     def _note_open(self) -> None:
-        """Expect the saves in progress, because they may already be announced."""
+        """Treat the saves in progress as expected, because they may already be announced."""
         names = (parse_log(entry.key) for entry in self._repo.storage.list("transactions/", known=parse_log))
         for txid in sorted({name[0] for name in names if name and parse_txid(name[0]).run_hash == self._hash}):
             if self._repo.storage.size(commit_key(txid)) is None:

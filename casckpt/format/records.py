@@ -112,7 +112,7 @@ class Settings(Record, frozen=True, kw_only=True):
 
 
 class Process(Record, frozen=True, kw_only=True):
-    """The process that runs a transaction, with enough detail to determine on the same host that it is dead."""
+    """The process that runs a transaction, with enough detail to determine on the same host whether it is dead."""
 
     host: str
     boot_id: str
@@ -272,7 +272,7 @@ class Announced(Record, tag="announced", frozen=True, kw_only=True):
 
 
 class Mirrored(Record, tag="mirrored", frozen=True, kw_only=True):
-    """mirrored/<txid>[.N]: the store at ``mirror`` (a URL) has the commit since record N of its log."""
+    """mirrored/<txid>[.N]: as of record N of its log, the commit is safe in the store at ``mirror`` (a URL)."""
 
     txid: TxId
     time: int

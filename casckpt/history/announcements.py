@@ -1,4 +1,4 @@
-"""Announcements: the log of each run, in runs/. It shows changes without a listing of commits/.
+"""Announcements: the log of each run, in runs/. With it, readers find changes without listing commits/.
 
 Before a writer creates a record in commits/, it announces the record at the next free number of its run. A reader that
 knows the run up to N requests N + 1 and so on, until it finds a free number. At this point, it knows every transaction

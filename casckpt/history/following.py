@@ -62,7 +62,7 @@ def announce_lost(repo: Repository) -> bool:
 def newest(repo: Repository, run: str, wanted: Wanted, *, skip_doubtful: bool = False) -> Commit | None:
     """Return the latest ``wanted`` save of ``run``, or None if there is none.
 
-    If saves were announced in order, this takes a few requests, whatever the length of the run. ``skip_doubtful``:
+    If saves were announced in order, this takes a few requests, regardless of the length of the run. ``skip_doubtful``:
     skip commits whose log cannot be read. Otherwise, such a log raises `Damaged` or `Refused`. Raises `NotFound` if the
     store does not exist, and `StorageError`.
     """

@@ -27,7 +27,7 @@ from casckpt.storage.forking import PerProcess
 
 STOP_SECONDS = 30.0
 _KEPT = 256  # the number of names that are kept for each store
-_GENERATIONS = 256  # the maximum per name; then a new name is used, because each lease lists them
+_GENERATIONS = 256  # the maximum per name; after that, leases use a new name, because each lists all generations
 _RENEWALS, _ATTEMPTS = 3, 30  # per lease duration: the renewals, and the attempts after a failure
 
 log = logging.getLogger(__name__)

@@ -117,7 +117,7 @@ class Transaction:
         return self.began.txid
 
     def commit(self, record: Committed) -> Commit:
-        """Make the checkpoint visible, and end the transaction. Put the manifest first.
+        """Make the checkpoint visible, and end the transaction. The caller must put the manifest first.
 
         Returns the commit that is stored. If several processes copy one checkpoint in this transaction, a different
         process may have created it. gc removes files that this call cannot remove. Raises `Revoked` if the transaction

@@ -1,7 +1,7 @@
 """Splits shards into cells: along the parent checkpoint's cells where possible, and otherwise at fixed multiples.
 
 A cell is the unit of comparison. Splitting along the parent's cells lets a save reuse them, even after a change of
-topology. All functions are pure. All units are elements.
+topology. All functions are pure. Sizes and offsets count elements.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class NewCell(NamedTuple):
 
 
 Cut: TypeAlias = StoredCell | NewCell
-"""A cell of a group. It is a cell of the parent if the parent has a cell with exactly these elements."""
+"""A cell of a group: the parent's cell if there is one with exactly these elements, and otherwise a new cell."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,7 +59,7 @@ def plan_cells(region: Region, shape: Shape, cell: int, parent: ExtentTable | No
     if not region.numel:
         return []
     if parent is not None and parent.cell != cell:
-        parent = None  # a store with a different cell size
+        parent = None  # the parent is from a store with a different cell size
     if region.is_whole:
         parts = _parts(region.box, shape, cell, parent)
         if parts is not None:
@@ -168,7 +168,7 @@ def branch_of(kind: str, key: str) -> str:
 
 
 def branch_numbers(branches: Iterable[str]) -> list[int]:
-    """Return the number of each of these branches. If a state has more than 16, they count as a single branch."""
+    """Number the distinct branches, and return the number of each item. More than 16 count as a single branch."""
     numbers: dict[str, int] = {}
     found = [numbers.setdefault(branch, len(numbers)) for branch in branches]
     return found if len(numbers) <= _MAX_BRANCHES else [0] * len(found)

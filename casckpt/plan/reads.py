@@ -1,4 +1,4 @@
-"""Plans the reads of a load: the required ranges of each blob, merged into few requests. Pure, without I/O.
+"""Plans the reads of a load: the required ranges of each blob, merged into few requests. Performs no I/O.
 
 A verified read reads whole cells. An unverified read reads only the wanted bytes, in pieces of a few cells, but reads
 whole cells of a tensor if any of the tensor's cells is coded. A long read joins consecutive cells or pieces.
@@ -28,9 +28,9 @@ _SMALL_GAP = 64 << 10  # bytes; an unverified read merges runs if the gap betwee
 class ReadPiece(NamedTuple):
     """Consecutive elements [lo, hi), in the row-major order of ``box``, stored at ``offset`` in a blob.
 
-    ``nbytes`` = (hi - lo) * itemsize. They are never coded. ``digests``: the digests of the cells that the piece
-    consists of, or empty if it is not verified. ``step``: the size in bytes of each cell or, without digests, of each
-    piece of a read that is not long. The last one may be shorter.
+    ``nbytes`` = (hi - lo) * itemsize. The elements are never coded. ``digests``: the digests of the cells that the
+    piece consists of, or empty if it is not verified. ``step``: the size in bytes of each of these cells or, without
+    digests, of a usual piece. The last one may be shorter.
     """
 
     blob: int
@@ -98,7 +98,7 @@ def _spans(box: Box, wanted: Region, worth: int) -> list[tuple[int, int]]:
 def _runs(local: Box, shape: Shape, worth: int) -> Iterator[tuple[int, int]]:
     """Yield the ranges of ``shape``, in row-major order, that make up ``local``.
 
-    Gaps of less than ``worth`` are included.
+    Gaps of fewer than ``worth`` elements are included.
     """
     steps = strides(shape)
     length, split = 1, len(shape)

@@ -1,4 +1,4 @@
-"""Retention: chooses the checkpoints that a policy forgets. Pure, without storage or a clock.
+"""Retention: chooses the checkpoints that a policy forgets, without access to storage or a clock.
 
 A policy is a union of rules that is applied to each run separately: it keeps every checkpoint that any rule keeps. It
 always keeps the newest checkpoint of a run, the newest checkpoint that is not marked unhealthy, and every tagged
@@ -109,7 +109,7 @@ class Policy:
 
     @property
     def best(self) -> list[Best]:
-        """``keep_best``, parsed. Raises InvalidInput."""
+        """The parsed values of ``keep_best``. Raises InvalidInput."""
         given = self.keep_best if isinstance(self.keep_best, list | tuple) else [self.keep_best]
         return [Best.parse(text) for text in given if text is not None]
 

@@ -1,4 +1,4 @@
-"""Finds cells of live manifests that a save may reuse, by key and region or by digest. Pure."""
+"""Finds cells of live manifests that a save may reuse, by key and region or by digest. Performs no I/O."""
 
 from __future__ import annotations
 

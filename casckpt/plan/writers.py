@@ -1,4 +1,4 @@
-"""Divides the writes of a save among the ranks that hold the same regions, and samples these regions. Pure.
+"""Divides the writes of a save among the ranks that hold the same regions, and samples these regions. Performs no I/O.
 
 If only one rank holds a region, that rank writes it. The ranks that hold a replica, which is identical on all of them,
 share the writing. The division balances the total bytes per rank, and splits only at multiples of the cell size. If
@@ -27,9 +27,9 @@ Words: TypeAlias = npt.NDArray[np.uint64]
 class HeldRegions:
     """The regions that a rank holds, one per row. All columns have the same length.
 
-    ``name``, ``region``: hashes of the stream and the region. Equal streams and regions have equal hashes. ``lo``,
-    ``hi``: the region's elements, in the row-major order of its box. ``cell``: the elements per cell. ``itemsize``:
-    the bytes per element. ``shared``: whether the region is identical on all holders.
+    ``name``, ``region``: hashes of the entry's name and of the region, which are equal for equal names and regions.
+    ``lo``, ``hi``: the region's elements, in the row-major order of its box. ``cell``: the elements per cell.
+    ``itemsize``: the bytes per element. ``shared``: whether the region is identical on all holders.
     """
 
     name: npt.NDArray[np.uint64]
@@ -57,7 +57,7 @@ class WriteRanges:
 
     @property
     def elements(self) -> Ints:
-        """The number of elements of each row."""
+        """How many elements of each row the rank writes."""
         return self.hi - self.lo
 
 
@@ -81,7 +81,7 @@ class Holders:
         """For each region, a number that identifies the set of ranks that hold it."""
         every = np.logical_and.reduceat(shared[self.order], self.starts) if some else shared
         self.pooled = (self.counts > 1) & every
-        """For each region, whether its holders share the writing."""
+        """For each region, whether its holders share the writing. Such a region is called a pool."""
 
     def sets(self) -> list[Words]:
         """Return, for each row of each rank, a number that identifies its set of holders, or 0 for a single holder."""

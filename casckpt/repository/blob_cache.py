@@ -58,8 +58,8 @@ class _Held:
 class BlobCache:
     """The blobs in the folder ``root``.
 
-    ``limit``: the maximum size in bytes. None means half of the disk's free space. ``in_memory``: whether the folder
-    is in this host's memory. The cache then uses at most half of what is free, whatever the limit.
+    ``limit``: the maximum size in bytes. None means half of the disk's free space. ``in_memory``: whether the folder is
+    in this host's memory. The cache then uses at most half of what is free, regardless of the limit.
     """
 
     def __init__(self, root: Path, limit: int | None = None, *, in_memory: bool = False) -> None:
@@ -104,7 +104,7 @@ class BlobCache:
             self._files.delete(_key(ref))
 
     def keep(self, storage: ObjectStore, ref: BlobRef) -> bool:
-        """Fetch the blob if it is not in the cache and fits. Return whether the cache has it.
+        """Fetch the blob if it is not in the cache yet and fits. Return whether the cache has it.
 
         Raises `casckpt.repository.fetching.BlobDamaged`, or `StorageError` if the store fails.
         """
@@ -154,7 +154,7 @@ class BlobCache:
             if need <= room:
                 return sum(in_parallel(threads, fetch_one, wanted, name="cache"))
         except Unusable as error:
-            raise StorageError(f"{error}; or pass a different cache_dir") from error
+            raise StorageError(f"{error}; you can also pass a different cache_dir") from error
         raise InvalidInput(
             f"the blobs need {need} bytes, but the cache {self.root} can hold only {room}: allow more (cache_bytes), "
             "or use a larger disk (cache_dir)"

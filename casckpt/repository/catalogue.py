@@ -103,7 +103,7 @@ class Catalogue:
         self._insert("records", records)
 
     def blobs(self, txid: TxId, head: str) -> bytes | None:
-        """Return the stored blob section of the manifest that a commit identifies by its head."""
+        """Return the cached blob section of a commit's manifest, or None. ``head``: the hash of the manifest's head."""
         return self._value("blobs", f"{txid}/{head}")
 
     def add_blobs(self, txid: TxId, head: str, data: bytes) -> None:

@@ -38,7 +38,7 @@ from casckpt.storage.local.newfile import write_all
 from casckpt.storage.local.reader import LocalReader
 
 LEAST_ROOM = 512 << 20  # bytes; with less memory, ranks would evict bytes that others have not read yet
-PATIENCE = 180.0  # seconds to wait for a process that reads the same bytes, as for a silent server
+PATIENCE = 180.0  # seconds to wait for a process that reads the same bytes: as long as for a silent server
 _PAUSES = (0.001, 0.05)  # the first and the longest pause between two attempts to lock, in seconds
 _STALE = 3600  # seconds without a new file after which a killed job's files are removed
 _THERE = b"\1"
@@ -243,7 +243,7 @@ class _Part:
         return states == _THERE * len(states)
 
     def runs(self, start: int, stop: int) -> Iterator[tuple[bool, int, int]]:
-        """Yield ranges of blocks: whether they are there, start, end."""
+        """Yield ranges of blocks, each as (whether the blocks are there, start, end)."""
         at = start
         for is_there, run in groupby(self._read_states(start, stop), lambda state: state == _THERE[0]):
             end = min(self._size, at + BLOCK * len(list(run)))
@@ -309,7 +309,7 @@ def _write(path: Path, ranges: Ints) -> None:
 
 
 def _merged(ranges: Sequence[tuple[int, int, int]]) -> Ints:
-    """Return the starts and the ends of ranges of (blob number, offset, bytes), sorted, with neighbors merged."""
+    """Return the starts and ends of these ranges (blob number, offset, bytes), sorted and with neighbors merged."""
     columns = np.array(sorted(ranges), np.int64).reshape(-1, 3)
     starts = columns[:, 0] * SPAN + columns[:, 1]
     ends = np.maximum.accumulate(starts + columns[:, 2])

@@ -38,7 +38,7 @@ Clock: TypeAlias = Callable[[], int]
 Entropy: TypeAlias = Callable[[int], bytes]
 """A function that returns the given number of random bytes."""
 ShareReads: TypeAlias = Literal["auto", "off"]
-"""Whether the ranks of a host read bytes that several of them need only once. "auto": if the store is remote."""
+"""Whether bytes that several ranks of a host need are read only once. "auto": if the store is remote."""
 
 _STORE_ID = re.compile(r"[0-9A-Za-z-]{1,64}")  # because a cache folder is named after it
 
@@ -246,7 +246,7 @@ class Repository:
             try:
                 self.put_record(keys.settings_key(number + 1), new)
             except Conflict:
-                continue  # another process has just changed the settings: reread them, and change our fields again
+                continue  # another process has just changed the settings: reread them, and apply this change again
             return new
 
     def newest_settings(self) -> tuple[int, Settings]:
@@ -301,7 +301,7 @@ class Repository:
 
     @property
     def host(self) -> str:
-        """A name that is the same for all ranks that share this host's memory. Containers may share only its name."""
+        """A name that is the same for all ranks that share this host's memory. Containers may share only the host name."""
         name = gethostname()
         with suppress(OSError):
             memory = self.memory.root.parent.stat()
@@ -342,9 +342,9 @@ class Repository:
     def put_record(self, key: str, record: Record) -> None:
         """Create ``key``.
 
-        An existing record with the same bytes counts as success: an earlier put's response was lost. Raises `Conflict`
-        if ``key`` has a different record, `InvalidInput` if the new record is too large, `StorageError`, and
-        `Unsupported` for a storage that cannot create keys exclusively.
+        An existing record with the same bytes counts as success, because the response to an earlier put may have been
+        lost. Raises `Conflict` if ``key`` has a different record, `InvalidInput` if the new record is too large,
+        `StorageError`, and `Unsupported` for a storage that cannot create keys exclusively.
         """
         if not self._creates_checked and self._check_creates(new=False):
             self.change_settings(exclusive_create=True)

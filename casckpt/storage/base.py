@@ -127,7 +127,7 @@ class ObjectStore(Protocol):
         """Create the object. Raises `AlreadyExists`, `casckpt.errors.StorageError`, `casckpt.errors.Unsupported`."""
 
     def settle(self, folder: str) -> None:
-        """Make durable the names put into ``folder`` ("objects/x", no trailing slash) with ``settle=False``."""
+        """Make the names put into ``folder`` ("objects/x", no trailing slash) with ``settle=False`` durable."""
 
     def get(self, key: str, *, limit: int) -> bytes:
         """Read an object. Raises `casckpt.errors.NotFound`, and `Refused` if it is larger than ``limit`` bytes."""
@@ -164,7 +164,7 @@ class ObjectStore(Protocol):
         """Put an object, replacing an existing one. Only `repair` uses this, with bytes whose hash is in the key."""
 
     def sweep(self, folder: str, *, below: bool = False) -> int:
-        """Remove leftovers of crashed puts from ``folder``, and the folder itself if empty. Returns the bytes freed.
+        """Remove leftovers of crashed puts from ``folder``, and the folder if it is then empty. Returns the bytes freed.
 
         A put in progress in that folder has to start over, so call this only for folders with few new puts. ``below``:
         also sweep all subfolders. The storage's root folder ("") is removed only if this instance created it.

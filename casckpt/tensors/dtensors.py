@@ -1,4 +1,4 @@
-"""Computes the regions of the global tensor that a DTensor's local tensor holds, for every mesh and placement.
+"""Computes the regions of the global tensor that a DTensor's local tensor holds, for any mesh and placements.
 
 For each tensor dimension, this module computes the indices that this rank holds: each mesh dimension that shards it
 takes its chunk of what remains. A strided shard (FSDP2 over tensor parallelism) comes after the mesh dimensions to its

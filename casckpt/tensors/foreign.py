@@ -1,10 +1,10 @@
-"""Sharded tensors of other libraries, which are recognized by their attributes, without imports.
+"""The sharded tensors of other libraries. They are recognized by their attributes, without importing the libraries.
 
 - Megatron's ShardedTensor: ``data`` of ``local_shape``, at ``global_offset`` in ``global_shape``. The data lacks the
   first ``prepend_axis_num`` axes, which have size 1. With a ``flattened_range``, ``data`` is that slice of the
   flattened part.
-- torch's ShardedTensor: several boxes of ``size()``. Their data may itself be a ShardedTensor (FSDP over tensor
-  parallel).
+- torch's ShardedTensor: several boxes of a tensor of shape ``size()``. Their data may itself be a ShardedTensor (FSDP
+  over tensor parallel).
 - OLMo-core's ShardedFlatTensor: ``sharded_data`` holds the ranges ``unsharded_flattened_offsets`` of the flattened
   tensor of ``unsharded_shape``, one after the other.
 """

@@ -25,7 +25,7 @@ from casckpt.tensors.values import Shard
 PLAIN = (torch.Tensor, torch.nn.Parameter)
 """Tensor types that are never sharded or lazy, and that are wrappers only if their layout is sparse."""
 _NO_WRAPPERS: Final = frozenset({"AsyncCollectiveTensor", "FakeTensor", "FunctionalTensor", "LocalShardsWrapper"})
-"""torch's own tensors that only stand for another tensor, or have a chunk list."""
+"""torch's own tensor classes that only stand for another tensor, or have a chunk list."""
 
 Inner: TypeAlias = Mapping[str, Any]
 Cut: TypeAlias = Callable[[Any], Mapping[str, int]]
@@ -136,7 +136,7 @@ def holds_wrapper(value: Any) -> bool:
 
 
 def dequantized(value: Any) -> torch.Tensor:
-    """Return the values of a wrapper, or a plain tensor itself."""
+    """Return the values of a wrapper as a plain tensor if its kind supports this, and any other value unchanged."""
     dequantize = kind_of(value).dequantize if is_wrapper(value) else None
     values: torch.Tensor = value if dequantize is None else dequantize(value)
     return values

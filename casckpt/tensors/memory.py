@@ -174,7 +174,7 @@ def as_bits(data: torch.Tensor) -> torch.Tensor:
 
 
 def host_array(data: torch.Tensor) -> npt.NDArray[Any] | None:
-    """View the elements in place, like `as_bits`. Return None if they are not in host memory, conjugated or negated.
+    """View the elements in place, like `as_bits`. Return None if they are conjugated, negated or not in host memory.
 
     numpy copies the array in the calling thread. torch would use additional threads on top of casckpt's own threads.
     """
@@ -205,8 +205,8 @@ def narrow(data: torch.Tensor, box: Box) -> torch.Tensor:
 class Destination(LightStruct, frozen=True, eq=False, gc=True, dict=True):
     """The target of a load: the local data of one region of a tensor.
 
-    ``data``: a tensor with the shape of the region's box, or a flat one if the region is only a part of the box. A
-    load converts its ``stored`` dtype to that of the tensor. ``part_of``: the DTensor whose local data it is.
+    ``data``: a tensor with the shape of the region's box, or a flat one if the region is only a part of the box. A load
+    converts elements from the ``stored`` dtype to that of the tensor. ``part_of``: the DTensor whose local data it is.
     """
 
     region: Region
@@ -239,7 +239,7 @@ class Destination(LightStruct, frozen=True, eq=False, gc=True, dict=True):
         return None if data is None else data[lo * size : hi * size]
 
     def holds(self, region: Region) -> bool:
-        """Return whether the whole region is here in its stored dtype and can be copied out."""
+        """Return whether this destination has the whole region, in its stored dtype, so that it can be copied out."""
         if self.data.dtype != self.stored:
             return False
         here = region.box == self.region.box and self.region.lo <= region.lo and region.hi <= self.region.hi

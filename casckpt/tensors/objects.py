@@ -31,7 +31,7 @@ def _dtype(name: Any) -> torch.dtype:
 
 def _size(numbers: Any) -> torch.Size:
     if type(numbers) is not tuple or not all(type(n) is int and 0 <= n < 2**63 for n in numbers):
-        raise Refused("a torch.Size does not consist of sizes")
+        raise Refused("a torch.Size contains something other than sizes")
     return torch.Size(numbers)
 
 
@@ -92,8 +92,8 @@ class Archived:
 def encode_object(key: str, value: Any, allow_pickle: bool, spill: plain.Spill | None = None) -> tuple[bytes, bool]:
     """Encode the leaf ``key``. Returns (bytes, pickled).
 
-    Plain data is never pickled. Other data is pickled if ``allow_pickle`` is set. Otherwise, an InvalidInput names the
-    position inside the value. Long buffers, including that of a pickle, are passed to ``spill``.
+    Plain data is never pickled. Other data is pickled if ``allow_pickle`` is set. Otherwise, raises an InvalidInput
+    that names the position inside the value. Long buffers, including that of a pickle, are passed to ``spill``.
     """
     if isinstance(value, Archived):
         if not allow_pickle:

@@ -77,12 +77,12 @@ def flatten(
 ) -> FlatState:
     """Flatten ``state``, a mapping (or a `PerRank` of one), into leaves and a tree.
 
-    Tensors are torch.Tensor (including DTensor), `Shard`, lists of `Shard` and Megatron-style sharded tensors, and
-    with ``objects``, also whole objects; in that case, wrappers are not opened. ``is_whole`` chooses, by flat key,
-    mappings without tensors that become a single leaf. ``apart`` chooses, by flat key, sharded tensors that are opened
-    as parts, see `casckpt.tensors.wrappers.opened`. Nothing is copied. Raises an InvalidInput that names the path for a
-    state that is not a mapping, contains itself or is nested too deeply, for keys that cannot be stored, and for two
-    paths with the same flat key.
+    Tensors are torch.Tensor (including DTensor), `Shard`, lists of `Shard` and Megatron-style sharded tensors, and with
+    ``objects``, also whole objects; in that case, wrappers are not opened. ``is_whole`` chooses, by flat key, mappings
+    without tensors that become a single leaf. ``apart`` chooses, by flat key, sharded tensors that are opened as parts
+    (see `casckpt.tensors.wrappers.opened`). Nothing is copied. Raises an InvalidInput that names the path for a state
+    that is not a mapping, contains itself or is nested too deeply, for keys that cannot be stored, and for two paths
+    with the same flat key.
     """
     _check_state(state)
     flattener = _Flattener(is_whole, apart, objects=objects)

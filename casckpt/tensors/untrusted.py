@@ -121,8 +121,8 @@ def check_expansion(value: Any, nbytes: int, where: str) -> None:
     """Raise Refused for a value that would be far larger than its file's ``nbytes`` if it were written out.
 
     A list that contains a second list twice, which contains a third list twice, and so on, is small in memory, but
-    takes very long to walk. The same is true for a list that contains itself, and for a tensor whose elements share
-    memory. Also raises Refused for a mapping or a tensor with attributes that hide its methods.
+    takes a very long time to walk. The same is true for a list that contains itself, and for a tensor whose elements
+    share memory. Also raises Refused for a mapping or a tensor with attributes that hide its methods.
     """
     most, room = min(_MOST_VALUES, _MORE_VALUES + 4 * nbytes), _MORE_BYTES + 16 * nbytes
     waiting, seen = [value], 0

@@ -65,7 +65,7 @@ def opened(key: str, value: Any, *, apart: bool = False) -> Opened | None:
 
 
 def _whole(key: str, value: Any, shape: Shape, dtype: torch.dtype) -> Opened:
-    """Open a wrapper with its own inner tensors. ``shape``, ``dtype``: those in its form."""
+    """Open a wrapper with its own inner tensors. ``shape``, ``dtype``: the values to store in its form."""
     kind = kind_of(value)
     inner, context = (kind.flatten or flattened)(value)
     _check_inner(key, value, inner)
@@ -202,7 +202,7 @@ def _json(value: Any) -> Any:
 class Wrapped:
     """A stored wrapper that cannot be rebuilt here. ``tensors``: its inner tensors or parts, by name.
 
-    ``form``: JSON that describes it. It can be saved again.
+    ``form``: JSON that describes it. A save stores it again unchanged.
     """
 
     form: str

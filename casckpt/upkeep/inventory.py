@@ -1,4 +1,4 @@
-"""An inventory of objects/. A listing covers only the folders that may have changed since this host's last listing.
+"""An inventory of objects/. It lists only the folders that may have changed since this host's last inventory.
 
 Only one save puts objects into a folder: the save whose transaction id names the folder. Only gc deletes objects from
 the folder, and it never deletes an object that a live commit names. Suppose that a commit was read before a folder was

@@ -315,7 +315,7 @@ def packed(cells: Sequence[_Cell], blob_bytes: int) -> list[Sequence[_Cell]]:
 
 
 def _parts(lot: Iterable[_Cell], buffer: memoryview) -> Iterator[_Part]:
-    """Yield each cell with its part of ``buffer``, laid out as a `BlobWriter` does."""
+    """Yield each cell with its part of ``buffer``, in the layout of a `BlobWriter`."""
     end = DATA_OFFSET
     for cell in lot:
         start = place_behind(end, cell.nbytes)

@@ -19,7 +19,7 @@ from casckpt.repository.repository import Repository
 from casckpt.upkeep.inventory import list_objects
 
 ADVICE = (
-    "Restore commits/ from a copy of the store, or mount it. If the store was copied while these saves ran, give "
+    "Restore commits/ from a copy of the store, or mount its disk. If the store was copied while these saves ran, give "
     "up each of them: `casckpt transactions STORE --give-up TXID`"
 )
 _NAMED_AT_MOST = 3

@@ -104,7 +104,7 @@ def plan_thin(
     tagged: bool = False,
     spare: Iterable[Commit] = (),
 ) -> ThinPlan:
-    """Plan to drop the entries that match ``drop`` (fnmatch patterns on keys), from ``refs`` or by a rule.
+    """Plan to drop the entries that match ``drop`` (fnmatch patterns on keys), from ``refs`` or as a rule selects.
 
     ``keep``: a policy that selects the checkpoints to leave whole. The newest checkpoint of each run is always left
     whole. ``tagged``: also thin checkpoints that have a tag without an expiration time. ``spare``: checkpoints to
@@ -206,7 +206,7 @@ def preview(repo: Repository, plan: ThinPlan) -> ThinResult:
 
 
 def _space(repo: Repository, plan: ThinPlan) -> tuple[int, int]:
-    """Return two sizes: blobs that gc can delete after it purges the old commits, and blobs that others still need."""
+    """Return the sizes of the blobs that gc can delete once the old commits are purged, and of those others need."""
     goes: _Sizes = {name: size for one in plan.thin for name, size in one.goes.items()}
     bases = {one.commit.txid for one in plan.thin}
     others = (one for one in list_commits(repo).live() if one.txid not in bases)
@@ -236,7 +236,7 @@ def execute(repo: Repository, plan: ThinPlan) -> tuple[Commit, ...]:
 
 
 def thin(repo: Repository, plan: ThinPlan, *, dry_run: bool = False) -> ThinResult:
-    """Carry out ``plan`` or, with ``dry_run``, only count. Raises the errors of `execute`."""
+    """Carry out ``plan`` or, with ``dry_run``, only return the expected result. Raises the errors of `execute`."""
     result = preview(repo, plan)
     return result if dry_run else replace(result, thinned=execute(repo, plan), dry_run=False)
 

@@ -145,7 +145,7 @@ class PartReader:
         return taken
 
     def unpack(self, struct: Struct) -> tuple[int, ...]:
-        """Read numbers."""
+        """Read the numbers of a struct."""
         return struct.unpack(self.take(struct.size))
 
     def part(self, nbytes: int) -> Part:

@@ -34,7 +34,7 @@ Name: TypeAlias = tuple[str, str, int, int | None]
 
 
 class Entry(msgspec.Struct, frozen=True, gc=False):
-    """A stream of elements that is stored in blobs.
+    """One stored tensor, buffer or attachment: a sequence of elements in blobs.
 
     ``kind``: "tensor"; "part", a large buffer of an object (``key`` is the object's key, and ``index`` the buffer's
     number); or "attachment", an attached file (``key`` is its name). ``rank``: for a value that each rank stores

@@ -99,7 +99,7 @@ def _covering(rows: Sequence[_Row], cells: int) -> int:
 
 
 def _add_bases(extents: list[Extent], rows: Sequence[_Row], digests: bytes) -> dict[int, int]:
-    """Add the extents of all bases, and return each base's row."""
+    """Add the extents of all bases. Return, by row number, the number of the row with the bases of that row."""
     bases, links, at = dict[int, int](), [0] * len(extents), 0
     for number, row in enumerate(rows):
         if number == len(extents):
@@ -350,7 +350,7 @@ def decode_whole_cells(
     nbytes: Ints,
     cell_bytes: int,
 ) -> WholeCells:
-    """Decode the tables of many tensors at once. See `decode_table` for a single tensor. Invalid ones are not whole.
+    """Decode the tables of many tensors at once, as `decode_table` does for one. Invalid tables count as not whole.
 
     ``cells`` and ``rows`` have a row of `CELL_BYTES` or `ROW_BYTES` stored bytes for each tensor of ``nbytes`` bytes.
     """

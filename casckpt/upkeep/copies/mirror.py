@@ -1,8 +1,8 @@
 """The mirror of a store: a thread that copies each commit into another store in the background.
 
-The store itself records the remaining work: the live commits without a record under mirrored/. Therefore, a program
-may end or die at any time, and the next process that opens the store with its mirror continues. On each host, only one
-process copies at a time. Several hosts share the work.
+The store itself records the remaining work: the live commits without a record under mirrored/. Therefore, a program may
+end or die at any time, and the next process that opens the store with its mirror continues the work. On each host, only
+one process copies at a time. Several hosts share the work.
 """
 
 from __future__ import annotations
@@ -74,7 +74,7 @@ class Mirror:
     def wait(self, timeout: float | None = None) -> None:
         """Wait until all current commits are safe in the mirror.
 
-        Makes one more attempt, and then raises the error that prevents the copy. Raises `StorageError` after
+        Makes one more attempt. If it fails, raises the error that prevents the copy. Raises `StorageError` after
         ``timeout`` seconds.
         """
         self.wake()
@@ -91,7 +91,7 @@ class Mirror:
                 raise type(state.error)(str(state.error), **state.error.__dict__) from state.error
 
     def stop(self) -> None:
-        """End the thread after its current checkpoint. The next process that opens the store continues."""
+        """End the thread after its current checkpoint. The next process that opens the store continues the work."""
         state = self._state.get()
         with state.changed:
             state.stopped = True

@@ -116,9 +116,10 @@ class Replica:
 def replicate(source: Repository, target: Repository, commit: Commit, work: Work) -> Replica:
     """Copy one checkpoint into ``target``, which must exist. Return when the copy is durable and visible.
 
-    Raises `Damaged` or `Refused`, with blob and keys, if the source is damaged. Raises `Gone` if the checkpoint was
-    purged there in the meantime, and `Conflict` if a different checkpoint in ``target`` has its run and step. Raises
-    `StorageError`; the next call continues where this one stopped. After an error, the copy is not visible.
+    Raises `Damaged` or `Refused`, which names the blob and the keys, if the source is damaged. Raises `Gone` if the
+    checkpoint was purged there in the meantime, and `Conflict` if a different checkpoint in ``target`` has its run and
+    step. Raises `StorageError`; the next call continues where this one stopped. After an error, the copy is not
+    visible.
     """
     data = manifests.get(source, commit).encoded()  # verify the whole manifest before the first put
     manifest = format_manifest.decode(data, commit.id, commit.committed.head)

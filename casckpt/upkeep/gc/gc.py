@@ -521,7 +521,7 @@ def _candidates(repo: Repository, stock: Inventory, as_purged: set[TxId]) -> tup
 def _settle_records(repo: Repository) -> None:
     """Make other processes' records in commits/ durable, because these processes may have died before doing so.
 
-    Otherwise, a power failure could undo a purge but not the deletes that followed it.
+    Otherwise, a power failure could undo a purge but not the deletions that followed it.
     """
     repo.storage.settle(COMMITS.rstrip("/"))
 

@@ -367,7 +367,7 @@ def _untagged(repo: Repository, commits: Sequence[Commit]) -> list[Commit]:
 
 
 def _tags_now(repo: Repository) -> dict[str, Tag]:
-    """Return the tags that have not expired according to this host's clock."""
+    """Return the tags that count now, including those that expired less than an hour ago."""
     return tags(repo, slack=FOREIGN_CLOCKS)
 
 

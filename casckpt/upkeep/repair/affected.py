@@ -39,7 +39,7 @@ class DamagedBlob:
 
 
 _Cell = tuple[int, int, CellDigest]
-"""A cell's offset and bytes in a blob's file, and its digest. The cell may be encoded there."""
+"""A cell's offset and size in a blob's file, and its digest. The cell may be encoded there."""
 
 
 @dataclass

@@ -266,7 +266,7 @@ def _write_anew(rebuilt: RebuiltBlob) -> None:
 
 
 def place_of(writer: BlobWriter, cell: LiveCell) -> int:
-    """Return the offset of a cell if it is written next."""
+    """Return the offset that a cell gets if it is written next."""
     return writer.end if cell.coded else writer.place(cell.nbytes)
 
 

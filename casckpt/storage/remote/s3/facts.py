@@ -96,7 +96,7 @@ def _lock(call: Call) -> Finding:
     return Finding(
         "lock",
         None,
-        f"new objects are locked for {span}: gc only hides them, and frees no space before that",
+        f"new objects are locked for {span}: until then, gc only hides them and frees no space",
         _EXPIRE_OLD,
     )
 
