@@ -301,7 +301,7 @@ class Repository:
 
     @property
     def host(self) -> str:
-        """A name that is the same for all ranks that share this host's memory. Containers may share only the host name."""
+        """A name that only ranks that share this host's memory have. Containers may have equal host names."""
         name = gethostname()
         with suppress(OSError):
             memory = self.memory.root.parent.stat()

@@ -164,7 +164,7 @@ class ObjectStore(Protocol):
         """Put an object, replacing an existing one. Only `repair` uses this, with bytes whose hash is in the key."""
 
     def sweep(self, folder: str, *, below: bool = False) -> int:
-        """Remove leftovers of crashed puts from ``folder``, and the folder if it is then empty. Returns the bytes freed.
+        """Remove leftovers of crashed puts from ``folder``, and the folder itself if empty. Returns the bytes freed.
 
         A put in progress in that folder has to start over, so call this only for folders with few new puts. ``below``:
         also sweep all subfolders. The storage's root folder ("") is removed only if this instance created it.

@@ -104,7 +104,7 @@ def plan_thin(
     tagged: bool = False,
     spare: Iterable[Commit] = (),
 ) -> ThinPlan:
-    """Plan to drop the entries that match ``drop`` (fnmatch patterns on keys), from ``refs`` or as a rule selects.
+    """Plan to drop the entries that match ``drop`` (fnmatch patterns on keys), from ``refs`` or by a rule.
 
     ``keep``: a policy that selects the checkpoints to leave whole. The newest checkpoint of each run is always left
     whole. ``tagged``: also thin checkpoints that have a tag without an expiration time. ``spare``: checkpoints to
@@ -206,7 +206,7 @@ def preview(repo: Repository, plan: ThinPlan) -> ThinResult:
 
 
 def _space(repo: Repository, plan: ThinPlan) -> tuple[int, int]:
-    """Return the sizes of the blobs that gc can delete once the old commits are purged, and of those others need."""
+    """Return two totals: blobs that gc can delete once the old commits are purged, and blobs that others still need."""
     goes: _Sizes = {name: size for one in plan.thin for name, size in one.goes.items()}
     bases = {one.commit.txid for one in plan.thin}
     others = (one for one in list_commits(repo).live() if one.txid not in bases)
