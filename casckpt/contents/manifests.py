@@ -102,9 +102,10 @@ def others(repo: Repository, id: ManifestId, tried: Container[str]) -> list[Comm
 
 
 def use(repo: Repository, commit: Commit, act: Callable[[Commit, Manifest], T]) -> T:
-    """Call ``act`` with a manifest. If it is missing or damaged, use the manifest of a different commit with the same
-    id. The other commit's record must agree with the record of ``commit``, because a hostile record may name the id of
-    a different checkpoint. ``act`` may be called several times. Raises the errors of `get` and ``act``.
+    """Call ``act`` with a manifest. If it is missing or damaged, use that of a different commit with the same id.
+
+    The other commit's record must agree with the record of ``commit``, because a hostile record may name the id of a
+    different checkpoint. ``act`` may be called several times. Raises the errors of `get` and ``act``.
     """
     tried, shared = set[str](), _shared_fields(commit.committed)
     while True:
