@@ -1,12 +1,14 @@
 """The manifest: the immutable description of a checkpoint, in sections that are read and verified separately.
 
-=======  ========================================================================================================== head
-where the sections are, and their hashes (`casckpt.format.sections`); the commit record names its hash index    what was
-saved (`casckpt.format.sections.index`); its BLAKE3 is the checkpoint's id places   a hash for each entry's rows, or for
-the rows of a few entries blobs    hash, size and uploader of each blob, and which are worn: all that gc, copies and
-statistics read objects  the data of objects and short attachments cells    for each entry, the table of its cells
-(`casckpt.format.sections.tables`) rows     for each entry, the locations of its cells =======
-==========================================================================================================
+=======  ==========================================================================================================
+head     where the sections are, and their hashes (`casckpt.format.sections`); the commit record names its hash
+index    what was saved (`casckpt.format.sections.index`); its BLAKE3 is the checkpoint's id
+places   a hash for each entry's rows, or for the rows of a few entries
+blobs    hash, size and uploader of each blob, and which are worn: all that gc, copies and statistics read
+objects  the data of objects and short attachments
+cells    for each entry, the table of its cells (`casckpt.format.sections.tables`)
+rows     for each entry, the locations of its cells
+=======  ==========================================================================================================
 
 The index, objects and cells are identical in every store that holds the checkpoint. The other sections may differ.
 """

@@ -1,4 +1,4 @@
-"""Defines `Repository`, a store without support for tensors: its marker, settings, records and caches."""
+"""Defines `Repository`, a store without support for tensors: its marker, settings, records and caches. Also opens one."""
 
 from __future__ import annotations
 
@@ -301,7 +301,7 @@ class Repository:
 
     @property
     def host(self) -> str:
-        """A name that only ranks that share this host's memory have. Containers may have equal host names."""
+        """A name that is equal only for ranks that share this host's memory. Containers may have equal host names."""
         name = gethostname()
         with suppress(OSError):
             memory = self.memory.root.parent.stat()
