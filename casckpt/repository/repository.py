@@ -1,4 +1,4 @@
-"""Defines `Repository`, a store without support for tensors: its marker, settings, records and caches. Also opens one."""
+"""Defines `Repository`, a store without support for tensors (marker, settings, records, caches), and opens one."""
 
 from __future__ import annotations
 
