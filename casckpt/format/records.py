@@ -344,7 +344,7 @@ def decode(data: bytes, kind: type[R] | Any, key: str) -> R:
     except (msgspec.DecodeError, ValueError, RecursionError) as error:
         raise Refused(
             f"cannot parse {key}: {error}. A different version of casckpt wrote it. If it was a later version, "
-            f"upgrade. If it was one from before this format, read the store with that version, and save its "
+            f"upgrade. If it was a version from before this format, read the store with that version, and save its "
             f"checkpoints into a new store"
         ) from error
     return record

@@ -200,7 +200,7 @@ def _fetch(repo: Repository, run: str, numbers: Iterable[int]) -> list[Fetched]:
 def _get(repo: Repository, key: str) -> bytes | CasckptError:
     data = fetch_record(repo, key)
     if isinstance(data, Damaged | Refused):
-        repo.storage.size(key)  # raises if a parent folder is a file: then no number is free, and none can be read
+        repo.storage.size(key)  # raises if a parent folder is a file, which makes every number unusable
     return data
 
 

@@ -381,7 +381,7 @@ def _look_again(repo: Repository, listed: CommitList, logs: Collection[TxId]) ->
     """
     while True:
         now = {commit.txid: _again(repo, commit) for commit in _hidden(listed, logs)}
-        # numbers are compared, because a log that is read by key ends early if a record is lost, and then differs
+        # only a higher number is a change: a log that is read by key ends early if a record is lost
         changed = {txid: commit for txid, commit in now.items() if commit.number > listed.commits[txid].number}
         if not changed:
             return listed

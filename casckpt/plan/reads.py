@@ -29,8 +29,8 @@ class ReadPiece(NamedTuple):
     """Consecutive elements [lo, hi), in the row-major order of ``box``, stored at ``offset`` in a blob.
 
     ``nbytes`` = (hi - lo) * itemsize. The elements are never coded. ``digests``: the digests of the cells that the
-    piece consists of, or empty if it is not verified. ``step``: the size in bytes of each of these cells or, without
-    digests, of a usual piece. The last one may be shorter.
+    piece consists of, or empty if it is not verified. ``step``: the size in bytes of the steps into which `steps`
+    splits the piece. The last one may be shorter.
     """
 
     blob: int
@@ -137,7 +137,7 @@ def _pieces(table: ExtentTable, box: int, lo: int, hi: int, most: int = 0) -> It
 def _joined(table: ExtentTable, box: int, lo: int, hi: int, most: int) -> Iterator[Unit]:
     """Yield the cells that hold the elements [lo, hi) of the box with this number.
 
-    Join cells that contain only such elements, and are not coded, into pieces of about ``most`` bytes.
+    Cells that are not coded and contain only such elements are joined into pieces of about ``most`` bytes.
     """
     size, cell = table.itemsize, table.cell
     many = cell * max(1, most // (cell * size))

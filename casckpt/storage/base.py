@@ -40,11 +40,11 @@ class Traits:
 
     ``remote``: whether a request costs a round trip. ``read_gap``: the largest gap of unneeded bytes that is worth
     reading in order to merge two ranges. ``parallel``: how many requests to keep in flight. ``exclusive``: whether the
-    storage refuses to create an existing key (None: unknown, so it must be probed). ``stale``: why its listings may
-    lag behind other hosts' writes, with advice, or "" if they do not. gc must not use stale listings. ``uploads``: how
-    many blob puts to keep in flight, each with its own buffer. ``page_cache``: whether reads go through this host's
-    page cache, so that later readers find the bytes there. None means that they do if there is enough memory, because
-    cached reads are just as fast.
+    storage refuses to create an existing key (None: unknown, so it must be probed). ``stale``: why its listings may lag
+    behind other hosts' writes, with advice, or "" if they do not. gc must not use stale listings. ``uploads``: how many
+    blob puts to keep in flight, each with its own buffer. ``page_cache``: whether reads go through this host's page
+    cache, so that later readers find the bytes there. None: they do if there is enough memory, because cached reads are
+    as fast as direct ones.
     """
 
     remote: bool

@@ -150,8 +150,8 @@ def _check_untagged(named: Mapping[str, Tag], chosen: Iterable[Commit]) -> None:
     for commit in chosen:
         if names := tags_of(named, commit.id):
             raise Conflict(
-                f"{commit} is tagged {', '.join(names)}, so nothing was thinned. Pass --tagged (tagged=True), but "
-                "first wait until every tag that has an expiry date expires",
+                f"{commit} is tagged {', '.join(names)}, so nothing was thinned. Wait until any tags with an "
+                "expiry date have expired, and then pass --tagged (tagged=True)",
                 checkpoints=(commit.id,),
             )
 

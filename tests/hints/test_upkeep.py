@@ -164,7 +164,7 @@ def is_thinned(store: Store) -> bool:
     return torch.equal(store.read("a@1", keys=["model.*"])["model"]["w"], STATE["model"]["w"])
 
 
-@follows("upkeep/thin.py:_check_untagged", "Pass --tagged (tagged=True), but first wait until")
+@follows("upkeep/thin.py:_check_untagged", "and then pass --tagged (tagged=True)")
 @pytest.mark.parametrize("way", ["tagged", "--tagged"])
 def test_a_tagged_checkpoint_is_thinned_on_request(
     trained: Store, store_path: Path, messages: Messages, run: Run, way: str

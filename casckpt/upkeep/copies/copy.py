@@ -267,7 +267,7 @@ def execute(
     the copies are noted in the source.
 
     The result lists the checkpoints that cannot be copied. Raises `Unsupported` if this version does not know one of a
-    store's requirements for writers. Raises `StorageError`; the next copy continues from there.
+    store's requirements for writers. Raises `StorageError`; the next copy then continues the work.
     """
     progress.expect(plan.total)
     blob_bytes = plan.blob_bytes

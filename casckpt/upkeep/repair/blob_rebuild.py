@@ -32,7 +32,7 @@ _PAGE = DATA_OFFSET
 class RebuiltBlob:
     """A partly or fully rebuilt blob ``ref``. ``data``: its bytes.
 
-    ``leaves``: its leaves, which match its name; empty without a proof. ``wrong``: the leaves that ``data`` lacks.
+    ``leaves``: its leaves, which its name proves; empty without a proof. ``wrong``: the leaves that ``data`` lacks.
     ``cells``: the cells of live checkpoints, in order. ``missing``: the cells that ``data`` lacks.
     """
 
