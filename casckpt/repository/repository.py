@@ -54,7 +54,7 @@ class Repository:
 
     ``cache_dir``: the cache folder, or None for the user's cache folder. ``cache_bytes``: see
     `casckpt.repository.blob_cache`. ``share_reads``: see `ShareReads`. ``cache_saves``: whether saves add their blobs
-    to the blob cache. ``single_writer``: the caller promises to be the only writer, which allows storages that do not
+    to the blob cache. ``single_writer``: the caller promises to be the only writer, which allows storage that does not
     refuse to create an existing key. ``mirror``: the mirror's storage, whose URL is written to the settings before the
     first save. ``trusted``: public keys; only checkpoints signed with one of them are loaded (None: all).
     ``found_signed``: ids whose signatures have been verified. ``signer``: the private key that signs each save.
@@ -155,7 +155,7 @@ class Repository:
 
         ``cell_bytes``, ``blob_bytes``: as in `Marker`. This always queries the storage, because the store that this
         process knows may have been deleted. An existing store keeps its sizes. Raises `Damaged` if the store has lost
-        its marker, `InvalidInput`, `StorageError`, the errors of `marker`, and `Unsupported` for a storage that cannot
+        its marker, `InvalidInput`, `StorageError`, the errors of `marker`, and `Unsupported` for storage that cannot
         create keys exclusively.
         """
         marker = Marker(
@@ -199,7 +199,7 @@ class Repository:
         self.runs = RunCaches()
 
     def _check_creates(self, *, new: bool) -> bool:
-        """Refuse a storage that cannot create keys exclusively. Check once per process.
+        """Refuse storage that cannot create keys exclusively. Check once per process.
 
         Return whether this call probed it. ``new``: whether the settings lack the result of an earlier probe.
         """
@@ -344,7 +344,7 @@ class Repository:
 
         An existing record with the same bytes counts as success, because the response to an earlier put may have been
         lost. Raises `Conflict` if ``key`` has a different record, `InvalidInput` if the new record is too large,
-        `StorageError`, and `Unsupported` for a storage that cannot create keys exclusively.
+        `StorageError`, and `Unsupported` for storage that cannot create keys exclusively.
         """
         if not self._creates_checked and self._check_creates(new=False):
             self.change_settings(exclusive_create=True)

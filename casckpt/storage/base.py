@@ -36,7 +36,7 @@ class ListedObject:
 
 @dataclass(frozen=True, slots=True)
 class Traits:
-    """The properties of a storage that planning and safety checks need.
+    """The properties of storage that planning and safety checks need.
 
     ``remote``: whether a request costs a round trip. ``read_gap``: the largest gap of unneeded bytes that is worth
     reading in order to merge two ranges. ``parallel``: how many requests to keep in flight. ``exclusive``: whether the
@@ -64,7 +64,7 @@ class Traits:
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """One fact about a storage. ``ok``: whether it is safe, or None if unknown. ``advice``: what the user should do.
+    """One fact about storage. ``ok``: whether it is safe, or None if unknown. ``advice``: what the user should do.
 
     ``name``: a stable identifier for programs. ``found``: the fact in words.
     """
@@ -77,7 +77,7 @@ class Finding:
 
 @runtime_checkable
 class Examinable(Protocol):
-    """A storage whose settings `casckpt doctor` can check."""
+    """Storage whose settings `casckpt doctor` can check."""
 
     def examine(self) -> Iterator[Finding]:
         """Yield facts about the settings without writing anything. Raises `casckpt.errors.StorageError`."""
@@ -133,7 +133,7 @@ class ObjectStore(Protocol):
         """Read an object. Raises `casckpt.errors.NotFound`, and `Refused` if it is larger than ``limit`` bytes."""
 
     def open(self, key: str, *, shared: bool = False) -> AbstractContextManager[Reader]:
-        """Open for ranged reads. Raises `casckpt.errors.NotFound`; a remote storage may raise it on first read.
+        """Open for ranged reads. Raises `casckpt.errors.NotFound`; remote storage may raise it on first read.
 
         ``shared``: other processes on this host will soon read the same bytes, so they are worth caching.
         """
@@ -195,7 +195,7 @@ os.register_at_fork(before=_LOCK.acquire, after_in_parent=_LOCK.release, after_i
 
 @dataclass(slots=True)
 class IoCounts:
-    """Counters of one storage instance. An unpickled copy of the instance starts at zero.
+    """The counters of one storage instance. An unpickled copy of the instance starts at zero.
 
     ``puts``: objects created or replaced. ``bytes_written``: object bytes that were written, including objects whose
     creation then failed. ``fsyncs``: fsync calls on files and folders. ``reads``: calls to ``get`` and ``read_into``.

@@ -75,7 +75,7 @@ class Turn:
 
 
 class ThrottledStore:
-    """A storage whose puts of blobs and manifests wait for a turn."""
+    """Storage whose puts of blobs and manifests wait for a turn."""
 
     def __init__(self, inner: ObjectStore, turn: Turn) -> None:
         self.inner, self.turn = inner, turn

@@ -66,7 +66,7 @@ def candidates(repo: Repository, stock: Inventory, *, as_purged: Container[TxId]
     live = [commit for commit in commits.live() if commit.txid not in as_purged]
     sizes = dict(stock.sizes)
     broken: list[tuple[Commit, CasckptError]] = []
-    manifests.learn(repo, live if repo.storage.traits.remote else ())  # other storages: read one by one below
+    manifests.learn(repo, live if repo.storage.traits.remote else ())  # other storage: read one by one below
     for commit in live:
         try:
             _remove(sizes, _names_of_live(repo, commit, stock))
