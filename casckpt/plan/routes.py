@@ -85,7 +85,7 @@ class Span(NamedTuple):
         return slice(self.lo // self.cell - first, -(-self.hi // self.cell) - first)
 
     def digests(self, extent: Extent) -> bytes:
-        """Return these cells' digests in an extent, one after the other."""
+        """Return these cells' digests in an extent, concatenated."""
         numbers = self._numbers(extent)
         return extent.digests[numbers.start * DIGEST_BYTES : numbers.stop * DIGEST_BYTES]
 

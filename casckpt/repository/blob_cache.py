@@ -6,7 +6,7 @@ are not cached. A load also verifies the cells that it reads from the cache. If 
 it and reads it from the store. When the cache needs space, it removes the least recently used blobs first. A removed
 file remains readable as long as it is open.
 
-A second cache is in this host's memory. Its folder also contains the bytes that ranks share
+A second cache uses this host's memory. Its folder also contains the bytes that ranks share
 (`casckpt.repository.host_reads`), which count toward its size and are removed in the same order.
 """
 

@@ -172,7 +172,7 @@ class ObjectStore(Protocol):
 
 
 class AlreadyExists(Exception):
-    """The key of a create-only put already exists. Callers handle this."""
+    """The key of a create-only put already exists. Callers must catch this."""
 
     def __init__(self, key: str) -> None:
         super().__init__(key)
@@ -180,7 +180,7 @@ class AlreadyExists(Exception):
 
 
 class ShortObject(Exception):
-    """A ranged read went past the end of a truncated object. Callers handle this."""
+    """A ranged read went past the end of a truncated object. Callers must catch this."""
 
     def __init__(self, key: str, size: int) -> None:
         super().__init__(key, size)

@@ -118,7 +118,7 @@ def flattened(value: Any) -> tuple[Inner, Any]:
 def is_wrapper(value: Any) -> bool:
     """Return whether a value is a tensor that consists of other tensors, without memory of its own.
 
-    DTensors and nested tensors are not.
+    Returns False for DTensors and nested tensors.
     """
     cls = type(value)
     if cls in PLAIN:

@@ -360,7 +360,7 @@ class _Writer:
         self.writes: list[Callable[[], None]] = []
 
     def replaced(self, value: Any, path: Path) -> Any:
-        """Return the value for ``path``: a new one, or the same one after collecting its writes."""
+        """Return the value for ``path``: a new value, or ``value`` itself, with its writes collected."""
         if isinstance(value, PerRank):
             inner = self.replaced(value.value, path)
             return value if inner is value.value else PerRank(inner)

@@ -385,9 +385,9 @@ def _places(frame: ParsedFrame, count: int) -> Iterator[slice | Indices]:
 
 
 def decoded(cell: StoredCell, stored: bytearray, base: bytearray | None) -> bytearray:
-    """Return the bytes of a cell. ``stored`` are its bytes in the blob.
+    """Return the bytes of a cell. ``stored``: its bytes in the blob.
 
-    ``base`` are the bytes of its base, which are overwritten. Raises Refused if the result does not match the cell's
+    ``base``: the bytes of its base, which are overwritten. Raises Refused if the result does not match the cell's
     digest.
     """
     plain = stored if cell.frame is None else bytearray(cell.nbytes) if base is None else base
