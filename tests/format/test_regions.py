@@ -182,6 +182,17 @@ def test_a_range_outside_its_box_is_rejected(lo: int, hi: int) -> None:
         Region(Box((0, 0), (2, 3)), lo, hi)
 
 
+@pytest.mark.parametrize("one", [True, np.int64(1)])
+def test_sizes_that_equal_an_int_do_not_replace_it_in_later_shapes(one: int) -> None:
+    check_shape.cache_clear()
+    assert [type(size) for size in check_shape((one, 3)) + check_shape((1, 3))] == [int] * 4
+
+
+def test_a_shape_with_a_fraction_is_rejected() -> None:
+    with pytest.raises(InvalidInput, match=r"\[2\.5\] has a size that is not an integer"):
+        check_shape((2.5,))  # type: ignore[arg-type]  # a file can claim anything
+
+
 def test_a_shape_outside_the_limits_is_rejected() -> None:
     assert check_shape((2**62,)) == (2**62,)
     assert check_shape((2**62, 0)) == (2**62, 0)
