@@ -81,7 +81,7 @@ def quoted(text: str) -> set[str]:
 
 
 @pytest.mark.parametrize("struct", STRUCTS, ids=lambda struct: struct.__name__)
-def test_every_stored_field_is_documented(struct: type[msgspec.Struct]) -> None:
+def test_every_stored_field_is_described_on_the_format_page(struct: type[msgspec.Struct]) -> None:
     config = struct.__struct_config__
     assert set(struct.__struct_encode_fields__) <= quoted(FORMAT)
     assert not isinstance(config.tag, str) or config.tag in quoted(section("Records"))
@@ -140,7 +140,7 @@ def test_documented_limits_match_the_code() -> None:
 # all pages
 
 
-def test_links_have_targets() -> None:
+def test_every_link_in_the_docs_has_a_target() -> None:
     for page in EVERY_PAGE:
         for target, anchor in re.findall(r"\]\(([^)#:\s]*)(?:#([^)\s]*))?\)", page.read_text()):
             other = page.parent / target if target else page
@@ -175,7 +175,7 @@ def test_heading_levels_have_no_gaps() -> None:
         assert all(after <= before + 1 for before, after in pairwise([0, *levels])), page
 
 
-def test_examples_on_all_pages_are_run() -> None:
+def test_the_examples_on_all_pages_are_run() -> None:
     for page in EVERY_PAGE:
         assert page in (*PAGES, REMOTE, HUB, SERVING) or not blocks(page), f"{page.name} has examples: add it to PAGES"
 

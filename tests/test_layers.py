@@ -217,7 +217,7 @@ def test_modules_import_only_from_lower_layers() -> None:
     assert not found, "\n".join(found)
 
 
-def test_every_exception_is_still_needed() -> None:
+def test_every_listed_exception_to_the_layers_is_still_needed() -> None:
     used = {(path, use.name) for path in modules() for use in uses(path, (PACKAGE / path).read_text())}
     needless = [
         pair for pair in EXCEPTIONS if not any(path == pair[0] and within(name, (pair[1],)) for path, name in used)
@@ -256,7 +256,7 @@ def test_an_import_cycle_is_detected() -> None:
     assert circles({"a": {"b", "c"}, "b": {"c"}, "c": {"b"}, "d": set()}) == {"a", "b", "c"}
 
 
-def test_no_folder_has_too_many_modules() -> None:
+def test_no_folder_of_the_package_has_too_many_modules() -> None:
     beside = Counter(path.rpartition("/")[0] for path in modules() if not path.endswith("__init__.py"))
     assert {folder: count for folder, count in beside.items() if count > MOST} == {}
 
@@ -324,7 +324,7 @@ def test_a_forbidden_import_is_detected(path: str, source: str) -> None:
         ("plan/reads.py", "torch = 1\ntorch.distributed.all_reduce"),
     ],
 )
-def test_a_correct_import_is_accepted(path: str, source: str) -> None:
+def test_an_import_from_a_lower_layer_is_accepted(path: str, source: str) -> None:
     assert violations(path, source) == []
 
 
@@ -370,7 +370,7 @@ def test_an_import_from_below_the_store_is_detected() -> None:
     assert beyond("frontends/dcp/exporting.py", source) == set()
 
 
-def test_every_listed_user_of_the_store_exists() -> None:
+def test_every_module_that_is_listed_as_a_user_of_the_store_exists() -> None:
     assert [place for place in CIRCLE if not any(path.startswith(place) for path in modules())] == []
 
 

@@ -316,7 +316,7 @@ def write_record(path: Path, record: dict[str, Any]) -> None:
     write(path, line + b"\n" + blake3(line).hexdigest().encode() + b"\n")
 
 
-def test_records_that_only_keep_a_number_have_no_effect(reader: Any, saved: Path) -> None:
+def test_records_that_only_keep_a_log_number_have_no_effect(reader: Any, saved: Path) -> None:
     store = casckpt.open(saved)
     first, second = (store.get(f"a@{step}").commit.txid for step in (1, 2))
     store.forget("a@1")
@@ -375,7 +375,7 @@ def test_a_replaced_manifest_is_rejected(reader: Any, saved: Path, told: str) ->
         read_all(reader, saved)
 
 
-def test_a_rewrite_that_lost_the_race_is_void(reader: Any, tmp_path: Path) -> None:
+def test_a_rewrite_that_lost_the_race_has_no_effect(reader: Any, tmp_path: Path) -> None:
     store = small_folder(tmp_path)
     base = store.save({"a": cells(2)}, run="a", step=1).commit
     made = move(store.repository, base)

@@ -51,7 +51,7 @@ def test_each_public_name_has_a_page(stem: str) -> None:
     assert all("```py" in example or "](" in example for example in page.examples.values())
 
 
-def test_method_results_are_documented() -> None:
+def test_the_results_of_methods_are_documented() -> None:
     names = {one.__name__ for one in reference.values()}
     assert {"GcResult", "VerifyResult", "SaveStats", "StoreUsage", "RunUsage", "Difference", "Change"} <= names
     assert not {"Store", "Checkpoint", "Repository"} & names
@@ -63,7 +63,7 @@ def test_each_front_end_has_a_page() -> None:
     }  # fmt: skip
 
 
-def test_all_pages_are_written(tmp_path: Path) -> None:
+def test_every_page_of_the_site_is_written(tmp_path: Path) -> None:
     reference.write(tmp_path / "api", only={"casckpt", "errors"})
     assert ".. autoclass:: casckpt.Store\n   :members:" in (tmp_path / "api/casckpt/Store.md").read_text()
     assert ".. autofunction:: casckpt.open" in (tmp_path / "api/casckpt/open.md").read_text()
@@ -72,7 +72,7 @@ def test_all_pages_are_written(tmp_path: Path) -> None:
     assert "| [Store](casckpt/Store.md) | Checkpoints of any number of runs" in listed
 
 
-def test_keyword_arguments_are_named() -> None:
+def test_the_site_names_keyword_arguments() -> None:
     from casckpt.saving.options import SaveArguments
     from casckpt.store.store import Store
 

@@ -23,7 +23,7 @@ def test_results_are_returned_in_order(threads: int, count: int) -> None:
     assert list(in_parallel(threads, str, range(count))) == [str(n) for n in range(count)]
 
 
-def test_one_item_per_thread_is_in_flight_and_only_a_few_are_waiting() -> None:
+def test_each_thread_processes_one_item_and_only_a_few_items_wait() -> None:
     meeting = threading.Barrier(3, timeout=60)
     taken: list[int] = []
 
@@ -72,7 +72,9 @@ def test_the_requested_number_of_threads_runs_concurrently() -> None:
 
 
 @pytest.mark.parametrize("threads", [2, 3])
-def test_tasks_run_in_the_caller_if_no_thread_can_start(monkeypatch: pytest.MonkeyPatch, threads: int) -> None:
+def test_tasks_run_in_the_calling_thread_if_no_other_thread_can_start(
+    monkeypatch: pytest.MonkeyPatch, threads: int
+) -> None:
     """This happens while the interpreter ends, from Python 3.12 on."""
 
     def refuse(self: threading.Thread) -> None:
@@ -112,7 +114,7 @@ def test_an_interrupt_is_raised_and_no_further_task_starts() -> None:
     assert len(done) < 10_000
 
 
-def test_interrupts_do_not_leave_a_helper_behind(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_interrupt_does_not_leave_a_helper_thread_running(monkeypatch: pytest.MonkeyPatch) -> None:
     """A helper that runs on would write into tensors that the caller of the interrupted load may have filled since."""
     interrupted, helping, ended = threading.Event(), threading.Event(), []
     main, times = threading.current_thread(), iter(range(3))

@@ -50,7 +50,7 @@ def test_an_unknown_view_is_rejected(tmp_path: Path) -> None:
     assert "is not a JSON object" in refused(tmp_path / "store", "--view", tmp_path / "view")
 
 
-def test_a_path_without_a_store_is_not_served(tmp_path: Path) -> None:
+def test_serve_fails_if_there_is_no_store_at_the_path(tmp_path: Path) -> None:
     assert "there is no store at" in refused(tmp_path / "nope", status=3)
     assert not (tmp_path / "nope").exists()
 

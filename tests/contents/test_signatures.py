@@ -46,7 +46,7 @@ def test_gc_keeps_signatures_until_the_purge(repo: Repository, first: Commit) ->
     assert ids(repo) == set()
 
 
-def test_gc_keeps_a_signature_without_known_commits(repo: Repository, first: Commit) -> None:
+def test_gc_keeps_a_signature_of_a_checkpoint_without_known_commits(repo: Repository, first: Commit) -> None:
     """A save or a copy puts the signature before its commit."""
     key = f"signatures/{'a' * 64}/{'b' * 64}"
     repo.storage.put(key, b"x")
@@ -54,7 +54,7 @@ def test_gc_keeps_a_signature_without_known_commits(repo: Repository, first: Com
     assert list_signatures(repo) == {key: "a" * 64}
 
 
-def test_gc_keeps_signatures_of_an_open_copy(tmp_path: Path, repo: Repository, first: Commit) -> None:
+def test_gc_keeps_the_signatures_of_a_copy_in_progress(tmp_path: Path, repo: Repository, first: Commit) -> None:
     """The destination has purged it, and the copy commits it again."""
     target = elsewhere(tmp_path)
     copy(repo, target, first)

@@ -71,14 +71,16 @@ def test_the_bytes_of_a_blob_never_change() -> None:
     )
 
 
-def test_adjacent_cells_of_the_same_stored_dtype_are_one_tensor() -> None:
+def test_adjacent_cells_of_the_same_stored_dtype_form_one_tensor_of_a_blob() -> None:
     assert encode_header([("complex128", 16), ("uint8", 0), ("float8_e8m0fnu", 3)], 5) == encode_header(
         [("uint8", 19)], 5
     )
 
 
 @given(RUNS, st.integers(2, MAX_LEAVES))
-def test_a_header_decodes_to_its_runs(runs: list[tuple[str, int]], leaves: int) -> None:
+def test_a_header_decodes_to_one_tensor_for_each_run_of_cells_of_the_same_dtype(
+    runs: list[tuple[str, int]], leaves: int
+) -> None:
     header = encode_header(runs, leaves)
     decoded = decode_header(header, size_of(runs, leaves))
     assert sum(nbytes for _, nbytes in decoded) == sum(nbytes for _, nbytes in runs)
@@ -122,14 +124,14 @@ def test_a_proof_with_an_invalid_number_of_leaves_is_rejected(leaves: int) -> No
         (b"[4,76]", b"[4,75]"),
     ],
 )
-def test_a_proof_described_differently_in_the_header_is_rejected(before: bytes, after: bytes) -> None:
+def test_a_proof_that_contradicts_the_header_is_rejected(before: bytes, after: bytes) -> None:
     header = encode_header([("int16", 4)], 2)
     assert before in header
     with pytest.raises(Refused):
         decode_header(header.replace(before, after), size_of([("int16", 4)]))
 
 
-def test_the_smallest_proof_limits_the_data() -> None:
+def test_the_size_of_a_blob_limits_the_size_of_its_data() -> None:
     assert most_data(size_of([("int8", 5)])) == 5
 
 
@@ -151,7 +153,7 @@ def test_an_unknown_dtype_is_rejected() -> None:
         encode_header([("float7", 8)], 2)
 
 
-def test_the_maximum_number_of_runs_fits_into_a_header() -> None:
+def test_the_maximum_number_of_tensors_fits_into_the_header_of_a_blob() -> None:
     longest = 1 << 30
     runs = [("float8_e4m3fn" if i % 2 else "float8_e5m2", longest) for i in range(MAX_RUNS)]
     assert len(encode_header(runs, MAX_LEAVES)) == DATA_OFFSET

@@ -49,7 +49,7 @@ def test_times_are_utc() -> None:
 
 
 @given(txids, st.integers(0, 999_999_999))
-def test_keys_parse_as_built(txid: TxId, number: int) -> None:
+def test_keys_are_parsed_into_the_values_that_they_were_built_from(txid: TxId, number: int) -> None:
     assert keys.parse_log(keys.commit_key(txid, number)) == (txid, number)
     assert keys.parse_log(keys.transaction_key(txid, number)) == (txid, number)
     assert keys.parse_tag(keys.tag_key("best", number)) == ("best", number)
@@ -79,7 +79,7 @@ def test_announcement_keys_have_the_documented_format() -> None:
 
 
 @given(st.sampled_from(HOSTILE) | st.text(max_size=30))
-def test_names_in_a_different_format_are_rejected_as_keys(name: str) -> None:
+def test_malformed_names_are_not_parsed_as_keys(name: str) -> None:
     for parse in (keys.parse_log, keys.parse_object, keys.parse_tag, keys.parse_damaged, keys.parse_settings):
         assert parse(name) is None or name.startswith("settings/")
     assert (keys.parse_mirrored(name), keys.parse_signature(name)) == (None, None)
@@ -110,7 +110,7 @@ def test_a_txid_with_an_impossible_date_is_rejected(day: str) -> None:
 
 
 @pytest.mark.parametrize("digits", ["٣" * 64, "A" * 64, "0" * 63, "0" * 65, "0" * 64 + "\n"])
-def test_other_strings_are_rejected_as_a_hash(digits: str) -> None:
+def test_strings_that_are_not_hashes_are_rejected(digits: str) -> None:
     with pytest.raises(Refused):
         keys.check_hash(digits)
 

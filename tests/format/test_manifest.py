@@ -157,7 +157,7 @@ class Ranged:
         return [self.data[offset : offset + length] for offset, length in ranges]
 
 
-def test_a_manifest_read_by_ranges_is_the_same() -> None:
+def test_a_manifest_read_by_ranges_equals_one_read_as_a_whole() -> None:
     made = encode(drawn())
     whole, ranged = decode(made.data, made.id), Ranged(made)
     for entry in whole.entries:
@@ -376,7 +376,7 @@ def _set(*path: str, to: Any) -> Callable[[dict[str, Any]], object]:
     ],
     ids=named,
 )
-def test_fields_outside_the_limits_are_rejected(change: Callable[[dict[str, Any]], object]) -> None:
+def test_manifest_fields_outside_the_limits_are_rejected(change: Callable[[dict[str, Any]], object]) -> None:
     made = changed("index", change)
     with pytest.raises(Refused, match="is invalid"):
         _use(decode(made.data, made.id, made.head))
@@ -396,13 +396,13 @@ def test_fields_outside_the_limits_are_rejected(change: Callable[[dict[str, Any]
     ],
     ids=named,
 )
-def test_blobs_outside_the_store_are_rejected(change: Callable[[dict[str, Any]], object]) -> None:
+def test_manifests_that_name_blobs_outside_the_store_are_rejected(change: Callable[[dict[str, Any]], object]) -> None:
     made = changed("blobs", change)
     with pytest.raises(Refused, match="is invalid"):
         decode(made.data, made.id, made.head)
 
 
-def test_an_unknown_dtype_kind_or_encoding_fails_only_the_loads_that_need_it() -> None:
+def test_an_unknown_dtype_kind_or_encoding_affects_only_the_loads_that_need_it() -> None:
     """A dtype, a kind and a form of later versions stop only their own load."""
     made = changed("index", _set("entries", "dtypes", to=[["float3", 16], ["bfloat16", 2], ["uint8", 1]]))
     found = decode(made.data, made.id, made.head)
@@ -466,7 +466,7 @@ def section(data: bytes, name: str) -> bytes:
     return data[found.offset : found.end]
 
 
-def test_a_copy_has_its_own_locations() -> None:
+def test_the_manifest_of_a_copy_has_its_own_blob_locations() -> None:
     made = encode(drawn())
     refs = [replace(ref, uploader=UPLOADERS[0]) for ref in BLOBS]
     copy = placed(decode(made.data, made.id), encode_blobs(refs))

@@ -143,7 +143,7 @@ def wire_nested(levels: int) -> Any:
     return value
 
 
-def test_stored_depth_is_limited() -> None:
+def test_stored_data_that_is_nested_too_deeply_is_rejected() -> None:
     assert plain.decode(msgspec.msgpack.encode(wire_nested(plain.MAX_DEPTH))) == nested(plain.MAX_DEPTH)
     with pytest.raises(Refused, match="levels deep"):
         plain.decode(msgspec.msgpack.encode(wire_nested(plain.MAX_DEPTH + 1)))

@@ -100,7 +100,7 @@ def changed_state(bits: str, field: str, value: Any, *, legacy: bool = False) ->
         ("SFC64", "more", 1),
     ],
 )
-def test_states_whose_end_numpy_would_read_past_are_rejected(bits: str, field: str, value: Any) -> None:
+def test_generator_states_that_make_numpy_read_out_of_bounds_are_rejected(bits: str, field: str, value: Any) -> None:
     state = changed_state(bits, field, value)
     wire = msgspec.msgpack.decode(plain.encode(state))
     for tag, children in (("numpy.Generator", [wire, None]), ("numpy.BitGenerator", [wire, None])):
@@ -123,7 +123,7 @@ def test_states_whose_end_numpy_would_read_past_are_rejected(bits: str, field: s
     ],
     ids=named,
 )
-def test_seeds_that_would_take_long_to_apply_are_rejected(change: dict[str, Any]) -> None:
+def test_seeds_that_numpy_would_take_long_to_process_are_rejected(change: dict[str, Any]) -> None:
     seed = {**np.random.SeedSequence(1).state, **change}
     wire = [msgspec.msgpack.decode(plain.encode(item)) for item in (np.random.PCG64(1).state, seed)]
     with pytest.raises(Refused):

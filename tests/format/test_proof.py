@@ -57,7 +57,7 @@ def test_a_proof_decodes_for_any_split_into_leaves(lengths: list[int]) -> None:
 
 
 @given(CUTS, st.integers(0, 3000))
-def test_a_proof_is_found_from_its_lengths_alone(lengths: list[int], less: int) -> None:
+def test_a_proof_is_found_at_the_end_of_a_file_of_known_size(lengths: list[int], less: int) -> None:
     proof = proof_of(lengths)
     file = bytes(DATA_OFFSET + sum(lengths)) + proof
     assert find_proof(file, len(file)) == proof
@@ -115,7 +115,7 @@ def test_the_first_leaf_is_the_header() -> None:
         decode_proof(encode_proof([(4095, CellDigest(bytes(32))), (1, CellDigest(bytes(32)))]))
 
 
-def test_lengths_are_added_in_64_bits() -> None:
+def test_the_lengths_of_leaves_may_add_up_to_more_than_32_bits() -> None:
     proof = proof_of([MAX_LEAF_BYTES] * 5)
     size = DATA_OFFSET + 5 * MAX_LEAF_BYTES + len(proof)
     assert find_proof(proof, size) == proof
@@ -124,7 +124,7 @@ def test_lengths_are_added_in_64_bits() -> None:
 
 
 @given(CUTS, st.integers(1, 9000), st.data())
-def test_leaves_are_compared_in_pieces_of_any_size(lengths: list[int], piece: int, data: st.DataObject) -> None:
+def test_leaves_can_be_verified_in_pieces_of_any_size(lengths: list[int], piece: int, data: st.DataObject) -> None:
     file = bytearray((17 * i) % 251 for i in range(DATA_OFFSET + sum(lengths)))
     leaves, start = [], 0
     for nbytes in (DATA_OFFSET, *lengths):

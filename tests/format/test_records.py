@@ -99,7 +99,7 @@ def test_log_records_are_decoded_by_type(record: Record) -> None:
 
 
 @given(st.data())
-def test_any_change_to_a_record_is_reported_as_damage(data: st.DataObject) -> None:
+def test_any_changed_byte_in_a_record_is_reported_as_damage(data: st.DataObject) -> None:
     good = encode(COMMITTED)
     raw = bytearray(good)
     if data.draw(st.booleans()):
@@ -171,7 +171,7 @@ def test_a_deeply_nested_record_is_rejected() -> None:
         decode_marker(b'{"x":' * 100_000)
 
 
-def test_an_invalid_name_is_rejected_at_construction() -> None:
+def test_a_record_with_an_invalid_name_cannot_be_created() -> None:
     with pytest.raises(CasckptError):
         Forgotten(txid=TxId("../x"), time=1)
 
@@ -210,7 +210,7 @@ def test_the_error_for_an_older_format_explains_how_to_read_it() -> None:
 
 
 @given(st.binary(max_size=60))
-def test_other_bytes_are_rejected_as_a_marker(data: bytes) -> None:
+def test_bytes_that_are_not_a_valid_marker_are_rejected(data: bytes) -> None:
     with pytest.raises((Damaged, Refused)):
         decode_marker(data)
 

@@ -127,7 +127,7 @@ def test_a_region_is_split_at_the_grid(lo: int, length: int, cell: int) -> None:
 
 
 @given(st.lists(st.tuples(st.integers(0, 30), st.integers(1, 10)), max_size=8), st.integers(0, 40))
-def test_holes_between_regions_are_found(pairs: list[tuple[int, int]], end: int) -> None:
+def test_the_holes_between_regions_are_found(pairs: list[tuple[int, int]], end: int) -> None:
     ranges = [(lo, lo + n) for lo, n in pairs]
     held = {i for lo, hi in ranges for i in range(lo, hi)}
     found = [i for lo, hi in holes(ranges, end) for i in range(lo, hi) if i < end]
@@ -192,7 +192,7 @@ def test_a_shape_outside_the_limits_is_rejected() -> None:
 
 
 @given(full_shapes, st.data())
-def test_a_partition_covers_everything_exactly_once(shape: Shape, data: st.DataObject) -> None:
+def test_a_partition_covers_each_element_exactly_once(shape: Shape, data: st.DataObject) -> None:
     assert holes_and_overlaps(shape, data.draw(partitions(shape))) == ([], [])
 
 
@@ -216,13 +216,13 @@ def _check(shape: Shape, parts: list[Region]) -> None:
 
 
 @given(full_shapes, st.data())
-def test_an_incomplete_partition_has_holes(shape: Shape, data: st.DataObject) -> None:
+def test_the_holes_of_an_incomplete_partition_are_found(shape: Shape, data: st.DataObject) -> None:
     parts = data.draw(partitions(shape))
     _check(shape, data.draw(st.lists(st.sampled_from(parts))) if parts else [])
 
 
 @given(full_shapes, st.data())
-def test_a_partition_with_an_extra_region_overlaps(shape: Shape, data: st.DataObject) -> None:
+def test_the_overlap_of_a_partition_with_an_extra_region_is_found(shape: Shape, data: st.DataObject) -> None:
     parts = [*data.draw(partitions(shape)), data.draw(regions(shape))]
     _check(shape, data.draw(st.permutations(parts)))
 
@@ -266,13 +266,13 @@ def test_empty_tensors_and_scalars_are_covered() -> None:
     assert holes_and_overlaps((), [whole(()), whole(())])[1] == [(0, 1)]
 
 
-def test_many_columns_are_not_compared_pairwise() -> None:
+def test_coverage_is_computed_without_comparing_many_columns_pairwise() -> None:
     shape = (4, 512)
     parts = [Region(Box((0, i), (4, 1)), 0, 4) for i in range(512)]
     assert holes_and_overlaps(shape, parts) == ([], [])
 
 
-def test_simultaneously_open_boxes_are_not_compared_pairwise() -> None:
+def test_coverage_is_computed_without_comparing_all_boxes_pairwise() -> None:
     """A hostile manifest can hold upright and level strips, which overlap in half of all pairs in either dimension."""
     count = 5000
     upright = [Region(Box((0, i), (count, 1)), 0, count) for i in range(count)]

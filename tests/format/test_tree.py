@@ -130,7 +130,7 @@ def chain(levels: int) -> Node:
     return node
 
 
-def test_depth_is_limited() -> None:
+def test_data_that_is_nested_too_deeply_is_rejected() -> None:
     assert list(leaves(decode_tree(encode_tree(chain(plain.MAX_DEPTH))))) == [(("a",) * plain.MAX_DEPTH, T)]
     with pytest.raises(InvalidInput, match="levels deep"):
         encode_tree(chain(plain.MAX_DEPTH + 1))
@@ -258,7 +258,7 @@ def test_metadata_of_a_rebuilt_value_can_be_changed() -> None:
     assert vars(rebuild(node, named, everything))["_metadata"] == {"": {"version": 1}}
 
 
-def test_rebuild_drops_leaves_that_are_not_kept() -> None:
+def test_rebuild_omits_leaves_that_were_not_selected() -> None:
     node: Node = {"model": {"a": T, "b": T}, "optim": {"state": {}, "groups": [T, T]}, "none": {}}
     assert rebuild(node, named, lambda key: key.startswith("model.a")) == {"model": {"a": "tensor:model.a"}}
     assert rebuild(node, named, lambda key: key.startswith("optim.s")) == {"optim": {"state": {}}}
@@ -321,7 +321,7 @@ def test_an_earlier_version_refuses_a_tree_with_a_wrapper() -> None:
     assert tagged.tag == "wrapper"
 
 
-def test_parts_of_a_wrapper_are_merged_and_different_forms_are_refused() -> None:
+def test_trees_with_parts_of_the_same_wrapper_are_merged_unless_their_forms_differ() -> None:
     parts = [Wrapper(PARTS, {str(first): T}) for first in (0, 4)]
     tree: Any = merge([{"w": part} for part in parts])
     assert tree == {"w": Wrapper(PARTS, {"0": T, "4": T})}
@@ -359,7 +359,7 @@ def test_an_invalid_wrapper_is_refused(payload: Any) -> None:
         decode_tree(data)
 
 
-def test_a_later_value_in_metadata_is_refused_with_extensions() -> None:
+def test_metadata_with_a_value_of_a_later_version_is_refused_even_if_extensions_exist() -> None:
     """It could not be encoded again, and a module would load it."""
     data = msgspec.msgpack.encode(["OrderedDict", ["dict", "x", ["later"]], "a", 0])
     assert list(leaves(decode_tree(data))) == [(("a",), T)]

@@ -149,7 +149,7 @@ def test_dcp_stores_a_cycle_as_a_pickle(store: casckpt.Store) -> None:
     assert into["t"].tolist() == [1, 1]
 
 
-def test_the_planner_without_pickles_rejects_a_cycle(store: casckpt.Store) -> None:
+def test_the_planner_that_does_not_pickle_rejects_a_cycle(store: casckpt.Store) -> None:
     error = dcp.failure(
         lambda: dcp.save({"x": (a_list(),)}, StorageWriter(store, run="r", step=1), planner=PickleFreeSavePlanner())
     )

@@ -178,5 +178,5 @@ def with_optimizer(rank: int, size: int, path: Path) -> None:
 
 
 @pytest.mark.parametrize("size", [2, 4])
-def test_optimizer_state_has_the_layout_of_its_parameter(ranks: Pool, store_path: Path, size: int) -> None:
+def test_optimizer_state_is_described_by_the_layout_of_its_parameter(ranks: Pool, store_path: Path, size: int) -> None:
     ranks.run(size, with_optimizer, store_path)

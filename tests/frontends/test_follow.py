@@ -107,7 +107,9 @@ def once(store: Store, folder: Path, **options: Any) -> list[int]:
     return [one.checkpoint.step for one in Follower(store, "run", folder, **options).follow(once=True)]
 
 
-def test_the_newest_checkpoint_becomes_current_and_old_folders_are_kept(store: Store, tmp_path: Path) -> None:
+def test_the_newest_checkpoint_becomes_the_current_folder_and_old_folders_are_kept(
+    store: Store, tmp_path: Path
+) -> None:
     folder = tmp_path / "to"
     assert once(store, folder) == [0]
     assert once(store, folder) == []
@@ -128,7 +130,7 @@ def test_the_newest_checkpoint_becomes_current_and_old_folders_are_kept(store: S
     assert len(leases) == 1, "each version was held by one lease, and the leases leave one record behind"
 
 
-def test_follow_once_raises_an_error_if_there_is_no_checkpoint(store: Store, tmp_path: Path) -> None:
+def test_following_once_raises_an_error_if_there_is_no_checkpoint(store: Store, tmp_path: Path) -> None:
     folder = tmp_path / "to"
     for of, run, match in (
         (casckpt.open(tmp_path / "none"), "run", "there is no store at"),
@@ -252,7 +254,7 @@ def fail(number: int) -> None:
     raise OSError(number, os.strerror(number))
 
 
-def test_a_changed_layout_or_damaged_file_is_rewritten(tmp_path: Path) -> None:
+def test_files_with_a_changed_layout_or_damage_are_rewritten(tmp_path: Path) -> None:
     store, folder = small_folder(tmp_path / "store"), tmp_path / "to"
     shapes = [(64, 64), (64, 64), (65, 64), (65, 64)]
     for step, shape in enumerate(shapes):
@@ -383,7 +385,9 @@ def test_a_damaged_checkpoint_is_skipped(store: Store, tmp_path: Path, caplog: p
     assert len(list(folder.iterdir())) == 4
 
 
-def test_a_follower_detects_a_replaced_store(store: Store, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_follower_detects_that_its_store_was_replaced(
+    store: Store, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     folder = tmp_path / "to"
     once(store, folder)
     other = small_folder(tmp_path / "other")

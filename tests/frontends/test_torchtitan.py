@@ -185,7 +185,7 @@ def loads(rank: int, size: int, path: Path) -> Any:
     return found, loop.step
 
 
-def test_a_run_can_start_from_a_model_or_a_checkpoint(store_path: Path, ranks: Pool) -> None:
+def test_a_new_run_can_start_from_a_model_or_a_checkpoint(store_path: Path, ranks: Pool) -> None:
     ranks.run(2, whole, store_path)
     found = ranks.run(3, loads, store_path)  # on more ranks
     assert found == [([(0, False, 0), (8, True, 8), (0, False, 8)], 8)] * 3
@@ -262,7 +262,7 @@ def hears(rank: int, size: int, path: Path) -> Any:
 
 
 @pytest.mark.parametrize("size", [2, pytest.param(4, marks=pytest.mark.soak)])
-def test_an_invalid_state_is_reported_by_the_first_step(store_path: Path, ranks: Pool, size: int) -> None:
+def test_an_invalid_state_is_reported_at_the_first_step(store_path: Path, ranks: Pool, size: int) -> None:
     expected = [(0, "InvalidInput"), (1, "InvalidInput"), (1, "dict")]
     assert ranks.run(size, hears, store_path) == [expected] * size
 

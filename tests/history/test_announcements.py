@@ -72,7 +72,7 @@ def test_announcements_of_different_runs_are_separate(tmp_path: Path) -> None:
     assert [number for number, _ in told(repo, run_hash("b"))] == [0]
 
 
-def test_a_number_whose_response_was_lost_is_not_skipped(tmp_path: Path) -> None:
+def test_a_failed_announcement_does_not_leave_a_gap_in_the_numbers(tmp_path: Path) -> None:
     repo, storage = faulty(tmp_path)
     commit_bare(repo)
     storage.inject(fail_before("put", key="runs/*"))
@@ -83,7 +83,7 @@ def test_a_number_whose_response_was_lost_is_not_skipped(tmp_path: Path) -> None
     assert [number for number, _ in told(repo)] == [0, 1]
 
 
-def test_a_put_whose_response_was_lost_is_recognized(tmp_path: Path) -> None:
+def test_a_process_recognizes_its_own_announcement_if_the_response_was_lost(tmp_path: Path) -> None:
     repo, storage = faulty(tmp_path)
     storage.inject(fail_after("put", key="runs/*"))
     commit_bare(repo)
@@ -147,7 +147,7 @@ def test_a_process_that_finds_a_log_number_in_use_announces_the_next(tmp_path: P
     assert commits.list_commits(repo).commits[one.txid] == now
 
 
-def test_a_number_that_is_only_kept_announces_nothing(tmp_path: Path) -> None:
+def test_a_kept_log_number_is_not_announced(tmp_path: Path) -> None:
     repo, _ = faulty(tmp_path)
     one = commit_bare(repo)
     assert commits.keep(repo, one.txid, 1)
@@ -287,7 +287,7 @@ def test_a_restored_and_changed_backup_is_reread(tmp_path: Path) -> None:
     assert look_at(repo).announced == {two.txid: 0}
 
 
-def test_an_unreadable_announcement_uses_up_its_number(tmp_path: Path) -> None:
+def test_the_number_of_an_unreadable_announcement_is_not_used_again(tmp_path: Path) -> None:
     repo, storage = faulty(tmp_path)
     one = commit_bare(repo)
     storage.inner.put(announcement_key(RUN, 1), b"torn")

@@ -55,7 +55,7 @@ def test_a_commit_is_listed_as_it_was_written(repo: Repository) -> None:
     assert str(found) == f"sft/a@12 ({record.manifest[:12]})"
 
 
-def test_a_commit_passes_through_its_states(repo: Repository) -> None:
+def test_a_commit_can_be_forgotten_restored_and_purged(repo: Repository) -> None:
     first = commit_bare(repo)
     forgotten = forget(repo, first)
     assert (forgotten.live, forgotten.visible, forgotten.number) == (True, False, 1)
@@ -67,7 +67,7 @@ def test_a_commit_passes_through_its_states(repo: Repository) -> None:
     assert list_commits(repo).live() == []
 
 
-def test_a_change_to_the_current_state_returns_the_commit_unchanged(repo: Repository) -> None:
+def test_changing_a_commit_to_its_current_state_returns_it_unchanged(repo: Repository) -> None:
     first = commit_bare(repo)
     assert restore(repo, first) == first
     forgotten = forget(repo, first)
@@ -118,7 +118,7 @@ def test_a_purge_based_on_an_old_listing_fails_regardless_of_the_clocks(tmp_path
     assert purge(repo, now).number == 5
 
 
-def test_an_old_handle_that_is_in_the_requested_state_is_returned(repo: Repository) -> None:
+def test_a_change_returns_an_old_handle_that_is_already_in_the_requested_state(repo: Repository) -> None:
     old = commit_bare(repo)
     now = forget(repo, old)
     assert forget(repo, old) == now
@@ -259,7 +259,7 @@ def test_one_of_eight_simultaneous_commits_wins(tmp_path: Path) -> None:
     assert len(winners) == 1
 
 
-def test_foreign_keys_are_ignored(repo: Repository) -> None:
+def test_files_with_other_names_are_ignored(repo: Repository) -> None:
     first = commit_bare(repo)
     for key in ("commits/README", f"commits/{first.txid}.01", f"commits/{first.txid}.x", "commits/x.1", "commits/a/b"):
         repo.storage.put(key, b"hello")
@@ -269,7 +269,7 @@ def test_foreign_keys_are_ignored(repo: Repository) -> None:
     assert list_names(repo) == {first.txid}
 
 
-def test_numbers_are_compared_as_numbers(repo: Repository) -> None:
+def test_log_numbers_are_compared_numerically(repo: Repository) -> None:
     now = commit_bare(repo)
     for _ in range(6):
         now = restore(repo, forget(repo, now))

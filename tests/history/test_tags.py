@@ -54,7 +54,7 @@ def test_a_tag_is_moved_and_deleted(repo: Repository) -> None:
     assert tags(repo)["best"].generation == 3
 
 
-def test_generations_are_compared_as_numbers(repo: Repository) -> None:
+def test_generations_are_compared_numerically(repo: Repository) -> None:
     commits = [commit_bare(repo, "a", step) for step in range(12)]
     for commit in commits:
         set_tag(repo, "best", commit)
@@ -259,7 +259,7 @@ def cleaned(repo: Repository) -> set[str]:
     return keys(repo, "tags/")
 
 
-def test_only_the_newest_generation_is_kept_after_a_tag_expires(repo: Repository) -> None:
+def test_only_the_newest_generation_of_an_expired_tag_is_kept(repo: Repository) -> None:
     commit = commit_bare(repo)
     for name in ("ends", "lasts", "deleted"):
         hold(repo, name, commit, 3600)
@@ -278,7 +278,7 @@ def test_only_the_newest_generation_is_kept_after_a_tag_expires(repo: Repository
     assert set_tag(repo, "deleted", commit).generation == 3
 
 
-def test_a_number_is_never_reused_despite_a_delayed_cleanup(
+def test_a_delayed_cleanup_does_not_lead_to_the_reuse_of_a_generation_number(
     tmp_path: Path, repo: Repository, faults: FaultyStore
 ) -> None:
     """The cleanup has chosen what to delete, and then sleeps.
@@ -300,7 +300,9 @@ def test_a_number_is_never_reused_despite_a_delayed_cleanup(
     assert named(repo) == {"eval": commit.txid}
 
 
-def test_a_listed_tag_that_disappeared_had_expired(tmp_path: Path, repo: Repository, faults: FaultyStore) -> None:
+def test_a_tag_that_disappears_after_it_was_listed_counts_as_expired(
+    tmp_path: Path, repo: Repository, faults: FaultyStore
+) -> None:
     commit = commit_bare(repo)
     hold(repo, "eval", commit, 1)
     set_tag(repo, "best", commit)

@@ -212,7 +212,7 @@ def in_batches(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float64", "complex128", "uint8", "float8_e5m2", "bool"])
-def test_a_digest_is_the_hash_of_the_bytes(dtype: str) -> None:
+def test_a_digest_of_a_tensor_is_the_hash_of_its_bytes(dtype: str) -> None:
     store, state = small(), {"a": raw(dtype, (37, 300), 1).clone(), "b": raw(dtype, (5,), 2).clone()}
     store.save(state | {"t": state["a"].t()}, step=1)
     found = store.digests("default@1")

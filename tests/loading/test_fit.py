@@ -71,13 +71,13 @@ def test_names_that_merely_look_similar_are_not_a_pair(mine: str, its: str) -> N
     assert missed_pairs({mine: W}, {its: W}) == {}
 
 
-def test_each_key_is_in_one_pair() -> None:
+def test_each_key_is_part_of_at_most_one_pair() -> None:
     assert missed_pairs({"a.w": W, "b.w": W}, {"w": W}) == {"a.w": "w"}
     assert missed_pairs({"w": W}, {"a.w": W, "b.w": W}) == {"w": "a.w"}
     assert missed_pairs({"x.a.w": W, "a.w": W}, {"a.w": W, "y.a.w": W}) == {"x.a.w": "a.w", "a.w": "y.a.w"}
 
 
-def test_an_unfilled_model_matches_one_of_two_equal_models() -> None:
+def test_a_model_is_filled_from_only_one_of_two_models_with_equal_names() -> None:
     missed = {"model.a.w": W, "model.b.w": W}
     saved = {"g.a.w": W, "d.b.w": W, "d.a.w": W, "g.b.w": W}
     assert missed_pairs(missed, saved) == {"model.a.w": "d.a.w", "model.b.w": "d.b.w"}
@@ -177,7 +177,7 @@ def test_a_key_filled_by_any_rank_counts_as_filled() -> None:
     assert (found.filled, found.unfilled, found.count) == ({"a": "a", "b": "b"}, {"c": W}, 3)
 
 
-def test_the_interpretation_that_fills_more_keys_is_used_and_a_tie_is_an_error() -> None:
+def test_of_two_interpretations_of_names_the_one_that_fills_more_keys_is_used() -> None:
     two, one = {"model.a": "model.a", "model.b": "model.b"}, {"model.a": "a"}
     assert chosen("a@1", Fit(two), Fit(one)) is False
     assert chosen("a@1", Fit(one), Fit(two)) is True

@@ -143,7 +143,7 @@ def test_a_cell_that_two_keys_share_is_decoded_once(monkeypatch: pytest.MonkeyPa
     assert len(decoded) == len(set(decoded)) >= 90 * 1024 // CELL
 
 
-def test_a_base_that_is_also_requested_loads_together_with_its_frames(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_base_is_loaded_together_with_the_frames_that_need_it(monkeypatch: pytest.MonkeyPatch) -> None:
     """Two tensors that used to be equal share a base. A third tensor still equals this base."""
     before = smooth((32, 256))
     states = [{"a": before, "b": before.clone(), "c": before.clone()}]
@@ -195,7 +195,9 @@ def test_a_prefetch_fetches_everything_that_a_load_needs(tmp_path: Path) -> None
 
 @pytest.mark.parametrize("most", [0, 3000, 8 << 20])
 @pytest.mark.parametrize("threads", [1, 4])
-def test_only_frames_of_the_current_batch_are_held(monkeypatch: pytest.MonkeyPatch, most: int, threads: int) -> None:
+def test_only_the_frames_of_the_current_batch_are_in_memory(
+    monkeypatch: pytest.MonkeyPatch, most: int, threads: int
+) -> None:
     store = saved(small(), states())
     monkeypatch.setattr(items, "_FRAME_BYTES", most)
     made: list[coded.Lot] = []
@@ -304,7 +306,7 @@ def test_a_damage_error_names_the_blob_and_all_its_checkpoints(
     assert same_state(reopened(store).read("latest", keys=["same"]), {"same": states()[0]["same"]})
 
 
-def test_a_load_without_verification_raises_an_error_for_an_undecodable_frame(store: Store, threads: int) -> None:
+def test_an_unverified_load_raises_an_error_for_a_frame_that_cannot_be_decoded(store: Store, threads: int) -> None:
     cell = links(store, "latest", "m.odd")[1]
     flip(store, key_of(store, "latest", cell), cell.offset + 3)  # a byte that must be 0
     with pytest.raises(Damaged, match="a base of a cell"):
@@ -330,7 +332,7 @@ def test_a_misread_cell_is_reread(store: Store, faults: FaultyStore, threads: in
     assert same_state(store.read("latest", threads=threads), states()[-1])
 
 
-def test_an_error_suspects_a_second_writer_if_a_reread_is_correct(
+def test_the_error_mentions_a_second_writer_if_a_reread_returns_correct_bytes(
     store: Store, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(transfer, "cell_digest", lambda data: bytes(32))
@@ -386,7 +388,7 @@ LONG = bytes(range(256)) * 1000
 LAST = {f"model.{key}": value for key, value in states()[-1]["m"].items()}
 
 
-def test_a_long_attachment_is_unchanged(exported: Store) -> None:
+def test_a_long_attachment_is_read_back_unchanged(exported: Store) -> None:
     assert exported.read_attachment("latest", "a.bin") == LONG
 
 

@@ -23,7 +23,7 @@ def tied(shape: tuple[int, ...], **options: Any) -> dict[str, torch.Tensor]:
 
 
 @pytest.mark.parametrize("same", [True, False], ids=["one tensor", "equal tensors"])
-def test_tied_or_equal_tensors_load_into_tied_memory(same: bool) -> None:
+def test_tied_tensors_load_values_that_are_tied_or_equal(same: bool) -> None:
     store, weight = small(), cells(5, seed=1)
     store.save({EMBED: weight, HEAD: weight if same else weight.clone()}, step=1)
     template = tied(tuple(weight.shape))
@@ -32,7 +32,7 @@ def test_tied_or_equal_tensors_load_into_tied_memory(same: bool) -> None:
 
 
 @pytest.mark.parametrize("count", [1, 5])
-def test_tied_memory_with_different_values_is_rejected_before_any_change(count: int) -> None:
+def test_tied_tensors_with_different_values_are_rejected_before_any_change(count: int) -> None:
     """Otherwise, one load would overwrite the other while both are being verified."""
     store = small()
     store.save({EMBED: cells(count, seed=1), HEAD: cells(count, seed=2)}, step=1)
@@ -45,7 +45,7 @@ def test_tied_memory_with_different_values_is_rejected_before_any_change(count: 
     assert torch.equal(template[HEAD], cells(count, seed=2))
 
 
-def test_a_single_differing_cell_is_enough_to_reject_tied_memory() -> None:
+def test_tied_tensors_are_rejected_if_a_single_cell_differs() -> None:
     store, weight = small(), cells(6, seed=1)
     store.save({EMBED: weight}, step=1)
     other = weight.clone()

@@ -126,7 +126,7 @@ def test_tied_weights_are_updated_once() -> None:
         assert sum(read) <= frames(store, before, step, "m.w") + CELL // 2  # one tensor is too small for a frame
 
 
-def test_an_update_handles_added_removed_and_reshaped_keys() -> None:
+def test_an_update_handles_keys_that_were_added_removed_or_reshaped() -> None:
     store = small()
     old = {"a": smooth((30, 256)), "shape": smooth((64, 64)), "dtype": smooth((64, 64)), "gone": smooth((9, 256))}
     new = {"a": changed(old["a"], 1), "shape": smooth((64, 65)), "dtype": smooth((64, 64)).view(torch.float32)}
@@ -213,7 +213,7 @@ def test_an_update_with_check_repairs_changed_memory(step: int) -> None:
             assert torch.equal(state["m"]["w"], found[step]["m"]["w"])
 
 
-def test_an_update_with_check_hashes_held_memory_instead_of_reading() -> None:
+def test_an_update_with_check_hashes_the_held_memory_instead_of_reading_cells() -> None:
     store = saved(small(), states())
     state, held = held_at(store, 1)
     del state["o"]

@@ -108,7 +108,7 @@ def test_an_update_without_kept_tables_also_reads_undone_frames(folder: Path) ->
     assert max(more) > 1.5, "no save has gone back for its bases"
 
 
-def test_kept_tables_follow_each_update() -> None:
+def test_only_the_newest_version_keeps_its_tables_after_an_update() -> None:
     store = run(small(), 6)
     found = emptied(state(0))
     held = [store.load(found, ref(0))]

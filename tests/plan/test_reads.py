@@ -122,7 +122,7 @@ def test_reading_a_column_of_wide_rows_skips_the_bytes_in_between() -> None:
     assert [unit.nbytes for unit in units] == [10 * ITEM] * 10
 
 
-def test_many_short_runs_are_read_together() -> None:
+def test_many_short_ranges_are_read_together() -> None:
     shape = (100_000, 8)
     table = table_of(shape, 1 << 20, cells_of(plan_cells(whole(shape), shape, 1 << 20, None)))
     wanted = Region(Box((0, 2), (100_000, 3)), 0, 300_000)
@@ -130,7 +130,7 @@ def test_many_short_runs_are_read_together() -> None:
     assert (unit.lo, unit.hi) == (2, 800_000 - 3)
 
 
-def test_nothing_is_read_without_wanted_elements() -> None:
+def test_nothing_is_read_if_no_elements_are_wanted() -> None:
     table = table_of((10,), 4, cells_of(plan_cells(whole((10,)), (10,), 4, None)))
     assert not list(plan_units(table, Region(full_box((10,)), 3, 3), verify=True))
     none = table_of((0,), 4, [])
@@ -138,7 +138,7 @@ def test_nothing_is_read_without_wanted_elements() -> None:
 
 
 @given(full_shapes, st.data())
-def test_covers_returns_whether_a_read_contains_a_region(shape: Shape, data: st.DataObject) -> None:
+def test_covers_reports_whether_a_table_contains_a_region(shape: Shape, data: st.DataObject) -> None:
     cells = [one for region in data.draw(partitions(shape)) for one in cells_of(plan_cells(region, shape, 8, None))]
     kept = data.draw(st.lists(st.sampled_from(cells), unique=True)) if cells else []
     wanted = data.draw(regions(shape))
@@ -180,14 +180,14 @@ def _check_batch(
 
 
 @given(items)
-def test_batches_without_a_gap_read_nothing_else(found: list[tuple[int, int, int]]) -> None:
+def test_batches_without_gaps_read_only_wanted_bytes(found: list[tuple[int, int, int]]) -> None:
     batches = plan_batches([(*row, None) for row in found], gap=0, most=1 << 30)
     wanted = {(blob, byte) for blob, offset, nbytes in found for byte in range(offset, offset + nbytes)}
     assert sum(batch.nbytes for batch in batches) == len(wanted)
 
 
 @given(items, st.integers(0, 40), st.integers(0, 200))
-def test_gaps_are_bridged_up_to_the_limit_of_wasted_bytes(
+def test_batches_span_gaps_up_to_the_limit_of_wasted_bytes(
     found: list[tuple[int, int, int]], most: int, spare: int
 ) -> None:
     def in_vain(gap: int) -> int:

@@ -245,11 +245,11 @@ def test_a_base_is_chosen_from_the_chain_so_that_few_links_remain(deltas: list[i
 
 
 @given(st.lists(st.integers(1, PLAIN // 200), max_size=MAX_DELTAS - 1))
-def test_the_parent_is_the_base_while_links_are_left(deltas: list[int]) -> None:
+def test_the_parent_is_the_base_as_long_as_links_are_left(deltas: list[int]) -> None:
     assert choose_base(deltas, PLAIN, "any") == 0
 
 
-def test_cells_changed_in_small_steps_get_a_new_base_together() -> None:
+def test_cells_that_change_in_small_steps_get_a_new_base_together() -> None:
     assert choose_base([100, 100, 100, 9000], PLAIN, "any") == 3
     assert choose_base([100, 5000, 7000, 9000], PLAIN, "any") == 1
     assert choose_base([9000, 100, 100, 100], PLAIN, "any") == 4  # all of it: a delta to the full cell
@@ -259,7 +259,7 @@ def test_an_overlong_chain_from_a_different_writer_is_shortened() -> None:
     assert choose_base([1000 * 2**i for i in range(7)], PLAIN, "any") == 4
 
 
-def test_a_delta_hardly_smaller_than_a_full_cell_does_not_become_a_base() -> None:
+def test_a_delta_that_is_hardly_smaller_than_a_full_cell_does_not_become_a_base() -> None:
     assert Run(lambda _: PLAIN // 2).after(9).own() == [0, 2, 4, 6, 8]
 
 
@@ -295,5 +295,5 @@ def test_rows_with_similar_changes_are_stored_in_full_by_different_saves() -> No
     assert max(renewed.values()) <= len(rows) / 4
 
 
-def test_every_rank_and_run_makes_the_same_decision() -> None:
+def test_all_ranks_and_runs_make_the_same_decision() -> None:
     assert Run().after(300).versions == Run().after(300).versions

@@ -96,7 +96,7 @@ def test_every_element_of_every_region_is_written_once(world: tuple[list[Row], i
 
 
 @given(worlds())
-def test_regions_that_may_differ_are_written_by_the_lowest_rank(world: tuple[list[Row], int]) -> None:
+def test_regions_that_may_differ_between_ranks_are_written_by_the_lowest_rank(world: tuple[list[Row], int]) -> None:
     rows, ranks = world
     found = duties(rows, ranks)
     for row in rows:
@@ -151,7 +151,7 @@ def test_a_single_huge_replica_is_split_evenly(ranks: int) -> None:
     assert max(sizes) - min(sizes) <= 256 + 3
 
 
-def test_a_rank_with_many_own_bytes_writes_fewer_replicas() -> None:
+def test_a_rank_that_has_many_bytes_of_its_own_writes_fewer_replicas() -> None:
     own = Row(0, 0, 0, 3000, 10, 1, {0: True})
     shared = Row(1, 0, 0, 3000, 10, 1, {0: True, 1: True, 2: True})
     parts = duties([own, shared], 3)[1, 0]
@@ -159,13 +159,13 @@ def test_a_rank_with_many_own_bytes_writes_fewer_replicas() -> None:
 
 
 @pytest.mark.parametrize("much", [0, 1])
-def test_a_rank_with_enough_bytes_is_not_assigned_part_of_a_cell(much: int) -> None:
+def test_a_rank_that_has_enough_bytes_is_not_assigned_a_part_of_a_cell(much: int) -> None:
     own, shared = Row(0, 0, 0, 3000, 10, 1, {much: True}), Row(1, 0, 9, 26, 10, 1, {0: True, 1: True})
     parts = duties([own, shared], 2)[1, 0]
     assert [len(parts[rank]) for rank in (much, 1 - much)] == [0, 17]
 
 
-def test_small_sets_of_holders_are_assigned_first() -> None:
+def test_rows_with_few_holders_are_assigned_first() -> None:
     """Only ranks 0 and 1 hold much, so ranks 2 and 3 write the rows that all four hold."""
     pair = Row(0, 0, 0, 4000, 10, 1, {0: True, 1: True})
     four = Row(1, 0, 0, 4000, 10, 1, dict.fromkeys(range(4), True))
@@ -174,7 +174,7 @@ def test_small_sets_of_holders_are_assigned_first() -> None:
     assert [len(found[1, 0][rank]) for rank in range(4)] == [0, 0, 2000, 2000]
 
 
-def test_halves_of_a_hybrid_mesh_balance_independently() -> None:
+def test_the_halves_of_a_hybrid_mesh_are_balanced_independently() -> None:
     """2 x 2: ranks 0 and 2 hold one half of each tensor, 1 and 3 the other."""
     rows = [Row(name, half, 0, 1000, 10, 4, {half: True, half + 2: True}) for name in range(10) for half in range(2)]
     found = duties(rows, 4)

@@ -61,7 +61,9 @@ def test_the_manifest_cache_is_bounded(tmp_path: Path, repo: Repository, monkeyp
     assert other.manifests.get(one.txid, one.committed.head) is None
 
 
-def test_records_that_do_not_fit_in_memory_are_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_records_that_do_not_fit_into_the_memory_cache_are_read_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(caches, "MAX_RECORDS", 3)
     repo = repository(tmp_path)
     made = [commit_bare(repo, step=step) for step in range(8)]

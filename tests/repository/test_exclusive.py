@@ -78,7 +78,7 @@ def counter() -> Callable[[int], bytes]:
     return lambda size: next(count).to_bytes(size, "big")
 
 
-def test_storage_with_exclusive_creates_passes_and_is_left_clean() -> None:
+def test_storage_with_exclusive_creates_passes_the_probe_and_is_left_clean() -> None:
     store = Unknown()
     assert probe(store, counter()) == ""
     assert list(store.list("")) == []
@@ -183,6 +183,6 @@ class Losing(Unknown):
         raise AlreadyExists(key)
 
 
-def test_lost_responses_are_inconclusive(tmp_path: Path) -> None:
+def test_a_probe_whose_responses_are_lost_is_inconclusive(tmp_path: Path) -> None:
     assert probe(Losing(), counter()) == ""
     assert all(found.ok is not False for found in examine(Repository(Losing(), tmp_path)))

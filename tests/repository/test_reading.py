@@ -76,7 +76,7 @@ def test_a_different_process_reads_the_catalogue_and_then_only_new_records(
     assert seen == [commit_key(made.txid)]
 
 
-def test_additions_to_a_log_are_detected(tmp_path: Path) -> None:
+def test_records_that_were_added_to_a_log_are_detected(tmp_path: Path) -> None:
     repo, other = repository(tmp_path, storage := memory()), repository(tmp_path, storage, seed=2)
     made = commit_bare(repo)
     assert [commit.last for commit in list_commits(repo).live()] == ["committed"]
@@ -93,7 +93,7 @@ def test_a_record_with_a_different_size_is_reread(tmp_path: Path) -> None:
     assert isinstance(list_commits(repo).damaged[made.txid], Damaged)  # a damaged record is never cached
 
 
-def test_a_fresh_read_detects_a_corrupted_known_record(tmp_path: Path) -> None:
+def test_a_fresh_read_detects_that_a_known_record_was_corrupted(tmp_path: Path) -> None:
     class Silent(MemoryStore):
         """Its listings do not show that content has changed, as in a folder on a disk with a flipped bit."""
 
@@ -132,7 +132,7 @@ WRITES: dict[str, Callable[[Repository], object]] = {
 
 
 @pytest.mark.parametrize("write", WRITES.values(), ids=WRITES.keys())
-def test_a_version_that_does_not_know_a_requirement_does_not_write(
+def test_a_version_that_does_not_know_a_requirement_does_not_write_to_the_store(
     repo: Repository, write: Callable[[Repository], object]
 ) -> None:
     tags.set_tag(repo, "best", commit_bare(repo))
@@ -172,7 +172,7 @@ def test_unreadable_settings_are_treated_as_an_unknown_requirement(repo: Reposit
         check_requirements(repo)
 
 
-def test_other_settings_changes_keep_requirements(repo: Repository, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_changes_of_other_settings_keep_the_requirements(repo: Repository, monkeypatch: pytest.MonkeyPatch) -> None:
     demand(repo)
     monkeypatch.setattr(records, "KNOWN_REQUIREMENTS", frozenset({"rewrites"}))
     repo.change_settings(min_age_seconds=5)

@@ -70,7 +70,7 @@ def test_reads_can_be_corrupted() -> None:
         assert buffer == b"abcd"
 
 
-def test_hooks_run_first() -> None:
+def test_a_hook_runs_before_the_call_that_it_was_added_to() -> None:
     store = faulty()
     seen: list[tuple[Call, int | None]] = []
     store.inject(call_first("put", lambda call: seen.append((call, store.inner.size("a")))))

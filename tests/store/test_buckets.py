@@ -290,7 +290,7 @@ def test_a_save_survives_a_restart_of_the_server(mortal: Server, tmp_path: Path,
 
 
 @pytest.mark.parametrize("verify", [True, False])
-def test_loading_an_eighth_of_a_checkpoint_reads_an_eighth(
+def test_loading_an_eighth_of_a_checkpoint_reads_an_eighth_of_its_bytes(
     verify: bool, request: pytest.FixtureRequest, tmp_path: Path, full: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """This test counts bytes and requests. With --full, it loads 1 GiB from a real server."""

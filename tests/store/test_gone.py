@@ -145,7 +145,7 @@ def test_a_leased_checkpoint_is_kept(store: Store, faults: FaultyStore) -> None:
     assert same_state(state, second())
 
 
-def test_http_reports_a_purged_checkpoint_as_gone(store: Store, faults: FaultyStore) -> None:
+def test_a_server_answers_requests_for_a_purged_checkpoint_with_404(store: Store, faults: FaultyStore) -> None:
     pytest.importorskip("uvicorn", reason="needs casckpt[serve]")
     from tests.support.serving import serving
 
@@ -157,6 +157,6 @@ def test_http_reports_a_purged_checkpoint_as_gone(store: Store, faults: FaultySt
     assert "was purged while it was read" in said.headers["X-Error-Message"]
 
 
-def test_gone_is_a_kind_of_not_found() -> None:
+def test_the_error_gone_is_a_kind_of_not_found() -> None:
     assert issubclass(casckpt.errors.Gone, FileNotFoundError)
     assert (Gone.kind, Gone.exit_status) == ("gone", 3)

@@ -251,7 +251,7 @@ def test_a_relative_or_home_cache_folder_is_made_absolute(tmp_path: Path, monkey
     assert not list((tmp_path / "elsewhere").iterdir())
 
 
-def test_the_cache_folder_can_come_from_the_environment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_environment_variable_can_name_the_cache_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """This works for programs and for the command line.
 
     An explicit argument wins, and an empty variable has no effect.
@@ -268,7 +268,7 @@ def test_the_cache_folder_can_come_from_the_environment(tmp_path: Path, monkeypa
     assert casckpt.open(tmp_path / "store").repository.cache_dir is None
 
 
-def test_swapped_arguments_of_tag_are_reported(tmp_path: Path) -> None:
+def test_an_error_for_tag_reports_swapped_arguments(tmp_path: Path) -> None:
     store = casckpt.open(tmp_path)
     saved = store.save({"w": torch.ones(2)}, run="sft", step=1)
     for name in ("sft@1", saved.id, "latest"):

@@ -262,7 +262,7 @@ def test_a_killed_rank_is_named_and_its_files_serve_the_next_load(ranks: Pool, f
     assert shared(memory) == []
 
 
-def test_ranks_read_alone_if_the_memory_is_too_small(ranks: Pool, folder: Path, memory: Path) -> None:
+def test_ranks_do_not_share_reads_if_the_memory_is_too_small(ranks: Pool, folder: Path, memory: Path) -> None:
     found = every(ranks.run(2, load, folder, memory, "replicas", cache_bytes=1 << 19))
     assert nbytes(found) == 2 * union(found)
 
@@ -297,7 +297,7 @@ def save_and_load(rank: int, size: int, folder: Path, memory: Path, *, cache_dir
 
 
 @pytest.mark.parametrize("on_disk", [False, True])
-def test_after_a_restart_a_host_reads_only_manifests_from_the_store(
+def test_after_a_restart_a_host_does_not_read_the_blobs_that_it_saved_from_the_store(
     ranks: Pool, tmp_path: Path, memory: Path, on_disk: bool
 ) -> None:
     cache_dir = tmp_path / "disk" if on_disk else None

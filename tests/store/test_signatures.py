@@ -146,12 +146,12 @@ def outcome(rank: int, size: int, url: str, key: Path, ref: str) -> str | bool:
     return same_state(loaded, state(1))
 
 
-def test_all_ranks_load_a_signed_checkpoint_or_none_do(ranks: Pool, store: Store, alice: Pair) -> None:
+def test_either_all_ranks_load_a_signed_checkpoint_or_none_does(ranks: Pool, store: Store, alice: Pair) -> None:
     assert ranks.run(2, outcome, store.url, alice.public, "run@1") == [True, True]
     assert ranks.run(2, outcome, store.url, alice.public, "run@3") == ["unsigned", "unsigned"]
 
 
-def test_verify_false_is_rejected_with_required_signatures(trusting: Callable[[], Store]) -> None:
+def test_verify_false_is_rejected_if_signatures_are_required(trusting: Callable[[], Store]) -> None:
     loaded = state(0)
     with pytest.raises(InvalidInput, match="verify=False"):
         trusting().load(loaded, "run@1", verify=False)

@@ -61,7 +61,7 @@ def check_here(drawn: dict[str, Layout], rank: int, mesh: DeviceMesh, store: cas
 
 
 @pytest.mark.parametrize("size", [1, 2, 3, 4])
-def test_every_layout_that_can_be_described_is_saved(size: int, full: bool, seed: int) -> None:
+def test_every_layout_that_can_be_described_is_saved_exactly(size: int, full: bool, seed: int) -> None:
     drawn = layouts(seed, 500 if full else 20, size)
     store = small()
     store.save({key: torch.from_numpy(layout.whole) for key, layout in drawn.items()}, run="a", step=1)
@@ -208,7 +208,7 @@ def test_a_custom_mesh_order_is_respected(order: tuple[int, ...]) -> None:
             assert sum(piece.data.numel() for piece in pieces) == local.numel()
 
 
-def test_a_mesh_of_megatron_fsdp_does_not_say_which_elements_a_rank_holds() -> None:
+def test_a_mesh_of_megatron_fsdp_does_not_determine_which_elements_a_rank_holds() -> None:
     """It cuts the inner dimension first, unevenly, with any placements, so a tensor must describe itself."""
     with pretending((2, 2)) as ranks:
         mesh = next(ranks)

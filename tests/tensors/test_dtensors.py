@@ -204,7 +204,7 @@ def test_a_stride_that_does_not_match_the_mesh_is_rejected() -> None:
             local_boxes("key", tensor)
 
 
-def test_runs_of_indices_become_boxes() -> None:
+def test_consecutive_indices_become_boxes() -> None:
     indices = [torch.tensor(held).numpy() for held in ([0, 1, 4, 5], [2])]
     assert boxes_of(indices) == [(Box((0, 2), (2, 1)), Box((0, 0), (2, 1))), (Box((4, 2), (2, 1)), Box((2, 0), (2, 1)))]
     assert boxes_of([]) == [(Box((), ()), Box((), ()))]
@@ -289,6 +289,6 @@ def mixture(rank: int, size: int) -> Any:
     ]
 
 
-def test_redistributed_tensors_are_saved(ranks: Pool) -> None:
+def test_tensors_that_were_redistributed_are_saved(ranks: Pool) -> None:
     for found in zip(*ranks.run(4, mixture), strict=True):
         assert {element for one in found for element in one} == set(range(42))

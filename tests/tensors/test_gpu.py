@@ -193,7 +193,7 @@ def test_equal_bytes_are_stored_once_regardless_of_their_device(store: casckpt.S
 
 
 @pytest.mark.parametrize("fused", [False, True])
-def test_training_continues_as_if_uninterrupted(store: casckpt.Store, device: str, fused: bool) -> None:
+def test_training_continues_after_a_load_as_if_uninterrupted(store: casckpt.Store, device: str, fused: bool) -> None:
     def made(seed: int) -> tuple[nn.Module, torch.optim.Optimizer]:
         model = nn.Sequential(Network(seed), nn.Dropout(0.5)).to(device)
         return model, torch.optim.AdamW(model.parameters(), lr=0.01, fused=fused)

@@ -181,7 +181,7 @@ def test_a_gathered_model_is_saved(store: casckpt.Store) -> None:
 
 
 @pytest.mark.parametrize(("empty", "warned"), [(1, False), (2, False), (3, True)])
-def test_a_state_with_mostly_empty_tensors_causes_one_warning(
+def test_a_state_whose_tensors_are_mostly_empty_causes_one_warning(
     store: casckpt.Store, caplog: pytest.LogCaptureFixture, *, empty: int, warned: bool
 ) -> None:
     floats = [torch.empty(0)] * empty + [torch.ones(2)] * (4 - empty)

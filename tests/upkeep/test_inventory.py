@@ -144,7 +144,7 @@ def test_folders_with_missing_objects_are_listed_every_time(tmp_path: Path) -> N
     assert taken(repo).total().blobs == 2
 
 
-def test_commits_about_to_be_purged_are_not_guards(tmp_path: Path) -> None:
+def test_commits_that_are_about_to_be_purged_are_not_guards(tmp_path: Path) -> None:
     repo = repository(tmp_path)
     first, second = save(repo, texts=["a"]), save(repo, step=1, texts=["b"])
     assert taken(repo).sizes == {}

@@ -25,7 +25,7 @@ def test_gc_restores_tagged_checkpoints(saved: Path, store: casckpt.Store, as_js
     assert "a@2" in run("show", saved, "tag:best").stdout
 
 
-def test_gc_does_what_its_dry_run_announces(saved: Path, as_json: AsJson, run: Run) -> None:
+def test_gc_does_what_its_dry_run_reported(saved: Path, as_json: AsJson, run: Run) -> None:
     planned = as_json("gc", saved, "--keep-last", 1, "--min-age", 0, "--dry-run")
     before = set(saved.rglob("*"))
     assert planned["dry_run"] is True
@@ -54,7 +54,7 @@ def test_gc_forgets_nothing_without_a_rule(saved: Path, as_json: AsJson, run: Ru
     as_json("gc", saved, "--keep-last", 0, status=1)
 
 
-def test_gc_reports_deferred_checkpoints_and_their_times(saved: Path, as_json: AsJson, run: Run) -> None:
+def test_gc_reports_deferred_checkpoints_and_when_it_will_purge_them(saved: Path, as_json: AsJson, run: Run) -> None:
     done = as_json("gc", saved, "--keep-last", 1, "--min-age", "1h")
     assert (len(done["forgotten"]), done["purged"]) == (2, [])
     assert [(one["reason"], *named([one])) for one in done["waiting"]] == [("young", "a@1"), ("young", "a@2")]

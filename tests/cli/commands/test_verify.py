@@ -72,7 +72,7 @@ def test_doctor_accepts_safe_storage(safe: Server, run: Run) -> None:
     assert safe.client.list_objects_v2(Bucket=bucket).get("Contents", []) == []
 
 
-def test_doctor_and_init_reject_a_server_that_ignores_the_condition(
+def test_doctor_and_init_reject_a_server_that_ignores_conditional_puts(
     rclone_server: Server, run: Run, as_json: AsJson
 ) -> None:
     bucket = rclone_server.new_bucket()

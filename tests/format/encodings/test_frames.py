@@ -112,7 +112,7 @@ def delta(cell: bytes, width: int, base: bytes) -> bytes | None:
 
 
 @given(versions())
-def test_deltas_are_decoded_and_undone_in_place_and_into_new_memory(given: tuple[list[bytes], int]) -> None:
+def test_deltas_are_applied_and_undone_in_place_and_into_new_memory(given: tuple[list[bytes], int]) -> None:
     (base, plain), width = given
     frame = delta(plain, width, base)
     if frame is None:
@@ -128,7 +128,7 @@ def test_deltas_are_decoded_and_undone_in_place_and_into_new_memory(given: tuple
 
 
 @given(versions(most=4))
-def test_a_chain_is_applied_and_undone(given: tuple[list[bytes], int]) -> None:
+def test_a_chain_of_deltas_is_applied_and_undone(given: tuple[list[bytes], int]) -> None:
     chain, width = given
     frames = [delta(new, width, old) for old, new in pairwise(chain)]
     usable = frames[: frames.index(None)] if None in frames else frames
@@ -154,7 +154,7 @@ def test_encoded_cells_decode_to_the_same_bytes(given: tuple[list[bytes], int]) 
 @pytest.mark.parametrize(
     ("share", "form"), [(0, Form.SPARSE), (0.01, Form.SPARSE), (0.3, Form.SPARSE), (0.5, Form.DIFF)]
 )
-def test_the_fraction_of_changed_elements_determines_the_encoding(share: float, form: Form) -> None:
+def test_the_encoding_of_a_cell_depends_on_the_fraction_of_changed_elements(share: float, form: Form) -> None:
     base = elements(2, 1 << 16, "normal", 1)
     plain = base + (np.random.default_rng(2).random(base.size) < share).astype(base.dtype)
     frame = encode(memoryview(plain.tobytes()), 2, memoryview(base.tobytes()))
@@ -319,7 +319,7 @@ def test_malformed_frames_are_rejected(what: str) -> None:
     assert into == b"\xaa" * PLAIN
 
 
-def test_the_last_element_can_be_a_changed_one() -> None:
+def test_a_delta_can_change_the_last_element() -> None:
     last = frame_of(2, 1, PLAIN, (0, b"\xff\xff\1"), (1, b"\2"), sparse=(1, 3))
     assert decoded(last, PLAIN, bytes(PLAIN)) == bytes(PLAIN - 1) + b"\1"
     every = frame_of(2, 1, PLAIN, ZEROS, (1, b"\1"), sparse=(PLAIN, PLAIN))
@@ -362,7 +362,7 @@ def test_arbitrary_bytes_decode_or_are_rejected(data: bytes, form: int, width: i
 
 
 @given(st.data())
-def test_a_changed_frame_decodes_or_is_rejected(data: st.DataObject) -> None:
+def test_a_frame_with_changed_bytes_decodes_or_is_rejected(data: st.DataObject) -> None:
     (base, plain), width = data.draw(versions())
     frame = bytearray(
         data.draw(st.sampled_from([encode_planes(memoryview(plain), width), delta(plain, width, base)])) or b""
@@ -408,7 +408,9 @@ def test_a_chain_of_frames_is_decoded_through_all_links(links: int, coded_key: b
 
 
 @given(st.data(), st.integers(0, 5), st.booleans())
-def test_an_incorrect_byte_anywhere_is_rejected_or_harmless(data: st.DataObject, links: int, coded_key: bool) -> None:
+def test_an_incorrect_byte_anywhere_in_a_chain_is_rejected_or_harmless(
+    data: st.DataObject, links: int, coded_key: bool
+) -> None:
     cell, stored = chain(links, coded_key=coded_key)
     number = data.draw(st.integers(0, links))
     wrong = bytearray(stored[number])

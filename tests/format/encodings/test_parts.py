@@ -72,7 +72,7 @@ def by_hand(frame: bytes, plain: bytes, base: bytes = b"") -> bytes:
 
 
 @given(cells())
-def test_planes_decode_to_the_same_elements(cell: tuple[bytes, int]) -> None:
+def test_elements_encoded_in_planes_decode_to_the_same_elements(cell: tuple[bytes, int]) -> None:
     plain, width = cell
     frame = encode(memoryview(plain), width, None)
     assert frame == encode_planes(memoryview(plain), width)

@@ -110,7 +110,7 @@ HOSTILE = {
 
 
 @pytest.mark.parametrize("name", HOSTILE)
-def test_sections_that_do_not_fit_are_rejected(name: str) -> None:
+def test_a_head_with_inconsistent_sections_is_rejected(name: str) -> None:
     with pytest.raises(Refused):
         decode_head(forged(HOSTILE[name]))
 

@@ -68,7 +68,7 @@ def test_a_tensor_without_elements_has_no_tables() -> None:
 
 
 @given(cases(), st.data())
-def test_single_cells_decode_together_as_each_does_alone(case: Case, data: st.DataObject) -> None:
+def test_single_cells_decode_to_the_same_values_together_and_one_by_one(case: Case, data: st.DataObject) -> None:
     """Changed bytes make a table invalid, or change what both functions return."""
     stored = bytearray(encode_cells(case.table)), bytearray(encode_rows(case.table))
     changed = data.draw(st.sampled_from(stored))
@@ -286,7 +286,7 @@ def test_an_extent_beyond_the_end_of_its_blob_is_rejected(missing: int) -> None:
     ("blob", "offset", "digests"),
     [(1, 4096, 2), (0, 4095, 2), (0, 4097, 2), (2**32 - 1, 4096, 2), (0, 2**32 - 1, 2), (0, 4096, 1), (0, 4096, 0)],
 )
-def test_a_short_encoding_that_does_not_fit_is_rejected(blob: int, offset: int, digests: int) -> None:
+def test_a_short_encoding_that_does_not_match_its_tensor_is_rejected(blob: int, offset: int, digests: int) -> None:
     case = whole()
     rows = b"\0" + b"".join(number.to_bytes(4, "little") for number in (2, blob, offset))
     with pytest.raises(Refused):
@@ -308,7 +308,7 @@ def test_unknown_or_incomplete_encodings_are_rejected(cells: bytes | None, rows:
 
 
 @given(st.lists(full_shapes, max_size=6), st.data())
-def test_single_cells_in_columns_are_like_tables(shapes: list[Shape], data: st.DataObject) -> None:
+def test_single_cells_stored_in_columns_decode_to_the_same_tables(shapes: list[Shape], data: st.DataObject) -> None:
     tables = []
     for shape in shapes:
         numel = full_box(shape).numel

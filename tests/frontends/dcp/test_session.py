@@ -171,7 +171,7 @@ def replicas(rank: int, size: int, path: Path) -> None:
         assert load({"mine": torch.zeros(2)}, StorageReader(path, "alone@1"), no_dist=True)["mine"].sum() == 2
 
 
-def test_replicated_rank_local_and_single_process_states_are_saved(ranks: Pool, store_path: Path) -> None:
+def test_states_that_are_replicated_local_to_a_rank_or_of_one_process_are_saved(ranks: Pool, store_path: Path) -> None:
     ranks.run(3, replicas, store_path)
     store = casckpt.open(store_path)
     for step in (0, 1):

@@ -137,7 +137,7 @@ def test_each_step_contains_the_state_at_the_time_of_its_save(
 
 @pytest.mark.filterwarnings("ignore:torch.distributed is")
 @pytest.mark.filterwarnings("ignore::FutureWarning")
-def test_a_user_defined_stager_is_used(store: casckpt.Store) -> None:
+def test_a_save_uses_the_stager_that_the_user_passed(store: casckpt.Store) -> None:
     state = {"a": torch.ones(4)}
     future: Any = async_save(state, storage_writer=StorageWriter(store, step=1), async_stager=BlockingAsyncStager())
     future.result()

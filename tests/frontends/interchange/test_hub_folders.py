@@ -71,7 +71,7 @@ def test_an_imported_hub_folder_is_exported_unchanged(folder: HubFolder, tmp_pat
     assert came_back(folder, tmp_path) == json.loads(TABLE.read_text())[folder.name]
 
 
-def test_the_table_lists_thirty_folders_in_twelve_layouts() -> None:
+def test_the_table_of_hub_folders_lists_thirty_folders_in_twelve_layouts() -> None:
     rows = json.loads(TABLE.read_text())
     assert list(rows) == [folder.name for folder in FOLDERS]
     assert len(rows) >= 30

@@ -61,7 +61,7 @@ def test_tensors_are_filled_in_place_and_plain_values_are_ignored(where: str) ->
     assert asked == {"x": [w], "args": "mine", "more": 1}
 
 
-def test_a_part_without_data_loads_into_a_new_tensor_of_its_dtype(where: str) -> None:
+def test_a_part_without_data_is_loaded_into_a_new_tensor_of_its_dtype(where: str) -> None:
     asked = {
         "w": ShardedTensor.from_rank_offsets("w", torch.ones(2, 3, dtype=torch.bfloat16), (0, 1, 2)).without_data()
     }
@@ -219,7 +219,9 @@ def test_a_process_group_saves_independently(tmp_path: Path, ranks: Pool) -> Non
     assert ranks.run(3, in_a_group, f"{tmp_path}#a@1") == [None, [1, 1], [2, 2]]
 
 
-def test_each_strictness_handles_missing_and_unexpected_keys(where: str, caplog: pytest.LogCaptureFixture) -> None:
+def test_each_strictness_handles_missing_and_unexpected_keys_as_documented(
+    where: str, caplog: pytest.LogCaptureFixture
+) -> None:
     def asked() -> dict[str, Any]:
         return {"w": tensor("w", 4, 3), "x": tensor("x", 1), "y": obj("y")}
 
@@ -279,7 +281,7 @@ def test_missing_keys_are_logged_on_every_rank(where: str, ranks: Pool) -> None:
 
 
 @pytest.mark.parametrize("value", [one.value for one in megatron.StrictHandling])
-def test_each_strictness_declares_its_requirements(value: str) -> None:
+def test_each_strictness_requires_the_same_as_in_megatron_core(value: str) -> None:
     validation, ours = core(".validation"), megatron.parse_strict_flag(value)
     one = validation.parse_strict_flag(value)
     assert megatron.parse_strict_flag(one) is ours

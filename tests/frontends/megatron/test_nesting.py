@@ -50,7 +50,7 @@ def test_maps_work_in_place_and_into_new_containers() -> None:
     assert dict_list_map_inplace(str, 5) == dict_list_map_outplace(str, 5) == "5"
 
 
-def test_dict_map_descends_into_lists_and_passes_the_innermost_key() -> None:
+def test_dict_map_enters_lists_and_passes_the_innermost_key() -> None:
     x = nested()
     assert dict_map(str, x) is None  # type: ignore[func-returns-value] # that is what is tested
     assert x["b"] == ["2", {"c": "3"}]

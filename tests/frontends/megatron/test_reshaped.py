@@ -30,7 +30,7 @@ counter = iter(range(10**9))
         ((0, 6), (0, 1, 0), None),
     ],
 )
-def test_a_reshaped_part_has_its_documented_shape(
+def test_a_reshaped_part_has_the_documented_shape(
     shape: tuple[int, ...], stored: tuple[int, ...], part: tuple[int, ...] | None
 ) -> None:
     assert part_shape(shape, stored) == part

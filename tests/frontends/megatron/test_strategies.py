@@ -62,7 +62,7 @@ def test_megatron_core_loads_in_a_new_parallel_configuration(path: Path, topolog
     assert ranks.run(topology.size, loaded_by_core, path, topology) == [[]] * topology.size
 
 
-def test_megatron_core_finds_the_registered_strategy(path: Path, ranks: Pool) -> None:
+def test_megatron_core_finds_the_strategy_that_casckpt_registers(path: Path, ranks: Pool) -> None:
     assert ranks.run(2, loaded_by_core, path, Topology(pp=2), registered=True) == [[], []]
 
 
@@ -177,7 +177,7 @@ def under_each_strictness(rank: int, size: int, path: Path) -> dict[str, Any]:
     return {name: "raises" if isinstance(one, Exception) else one for name, one in found.items()}
 
 
-def test_each_strictness_handles_missing_and_unexpected_keys(path: Path, ranks: Pool) -> None:
+def test_each_strictness_handles_missing_and_unexpected_keys_as_documented(path: Path, ranks: Pool) -> None:
     left_out = (["layers.norm"], None, None)
     (found,) = ranks.run(1, under_each_strictness, path)
     assert found == {

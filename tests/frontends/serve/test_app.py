@@ -142,7 +142,7 @@ def test_the_chart_page_does_not_run_scripts(served: Served) -> None:
     assert b"exp/a/b@1" in page.body  # type: ignore[attr-defined]
 
 
-def test_charts_are_drawn_once_and_do_not_block_other_requests(
+def test_a_chart_is_drawn_once_and_does_not_block_other_requests(
     small_store: Store, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     report: Any = pytest.importorskip("casckpt.frontends.report", reason="needs casckpt[report]")
@@ -165,7 +165,7 @@ def test_charts_are_drawn_once_and_do_not_block_other_requests(
     assert len(drawn) == 1
 
 
-def test_failed_charts_are_redrawn(small_store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_chart_that_could_not_be_drawn_is_drawn_again(small_store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
     report: Any = pytest.importorskip("casckpt.frontends.report", reason="needs casckpt[report]")
     answers: Iterator[object] = iter([StorageError("no network"), "charts"])
 

@@ -17,7 +17,7 @@ from tests.support.saves import small
 from tests.support.training import made
 
 
-def test_a_step_is_due_at_its_intervals() -> None:
+def test_a_step_is_due_at_multiples_of_the_intervals() -> None:
     settings = TrainerSettings(
         save_interval=100, fixed_steps=[1, 250], ephemeral_save_interval=25, ephemeral_cooldown=30
     )

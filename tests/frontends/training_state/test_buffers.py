@@ -98,7 +98,7 @@ def stages(rank: int, size: int, path: Path) -> list[str]:
     return heard.texts
 
 
-def test_buffers_of_a_single_rank_do_not_warn(tmp_path: Path, ranks: Pool) -> None:
+def test_buffers_that_only_one_rank_has_do_not_cause_a_warning(tmp_path: Path, ranks: Pool) -> None:
     assert ranks.run(2, stages, tmp_path / "s") == [[], []]
 
 

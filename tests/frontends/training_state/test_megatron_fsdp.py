@@ -132,7 +132,7 @@ def loaded(rank: int, size: int, path: Path, ways: Sequence[tuple[str, bool]]) -
 @pytest.mark.parametrize(
     ("size", "ways"), [(2, WAYS), pytest.param(4, [(one, False) for one in STRATEGIES], marks=pytest.mark.soak)]
 )
-def test_every_strategy_loads_and_saves_an_unsharded_training_state(
+def test_every_strategy_loads_and_saves_the_state_of_an_unsharded_training_run(
     tmp_path: Path, ranks: Pool, size: int, ways: Sequence[tuple[str, bool]]
 ) -> None:
     train_unsharded(tmp_path)
@@ -244,7 +244,9 @@ def in_low_precision(rank: int, size: int, path: Path, ways: Sequence[tuple[str,
             assert identical(before, after)
 
 
-def test_a_model_in_low_precision_computes_the_same_after_a_load(tmp_path: Path, ranks: Pool, full: bool) -> None:
+def test_a_model_in_low_precision_computes_the_same_values_after_a_load(
+    tmp_path: Path, ranks: Pool, full: bool
+) -> None:
     ranks.run(2, in_low_precision, tmp_path, WAYS if full else WAYS[::4] + WAYS[3::4])
 
 

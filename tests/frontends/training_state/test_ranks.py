@@ -219,7 +219,7 @@ def stale_steps(rank: int, size: int, path: Path, factory: Factory) -> list[floa
 
 
 @pytest.mark.parametrize("factory", [adamw, optim.Adagrad])  # Adagrad has state before the first step
-def test_step_counts_are_saved_by_ranks_that_perform_the_steps(store_path: Path, ranks: Pool, factory: Factory) -> None:
+def test_only_ranks_that_perform_steps_save_step_counts(store_path: Path, ranks: Pool, factory: Factory) -> None:
     assert ranks.run(4, stale_steps, store_path, factory) == [[5.0]] * 4
 
 

@@ -156,7 +156,7 @@ class Module:
         self.loaded = state
 
 
-def test_a_train_module_is_renamed(store: casckpt.Store) -> None:
+def test_a_rename_applies_to_a_train_module(store: casckpt.Store) -> None:
     store.save({"model": {"old": torch.ones(3)}, "train": {0: {"epoch": 3}}}, run="a", step=1)
     module = Module()
     train = Checkpointer(store, run="a").load("a@1", module, rename=lambda key: key.replace("w", "old"))
@@ -187,5 +187,5 @@ def on_ranks(rank: int, size: int, path: Path) -> list[bool]:
     return results
 
 
-def test_shards_are_renamed(ranks: Pool, tmp_path: Path) -> None:
+def test_a_rename_applies_to_sharded_parameters(ranks: Pool, tmp_path: Path) -> None:
     assert ranks.run(2, on_ranks, tmp_path / "s") == [[True, True]] * 2

@@ -202,7 +202,7 @@ def test_loading_a_checkpoint_without_state_empties_the_optimizer(store: casckpt
     assert len(trained.state) == 0
 
 
-def test_loading_fills_existing_tensors(store: casckpt.Store) -> None:
+def test_loading_fills_the_existing_tensors(store: casckpt.Store) -> None:
     model = Network(1)
     trained = optim.AdamW(model.parameters(), lr=torch.tensor(0.1), foreach=False)
     train(model, trained, range(2))
@@ -254,7 +254,7 @@ def test_state_is_loaded_in_the_memory_layout_of_its_parameter(store: casckpt.St
 # options of groups
 
 
-def test_options_are_restored_including_tensors(store: casckpt.Store) -> None:
+def test_all_optimizer_options_are_restored_including_tensors(store: casckpt.Store) -> None:
     def make(model: nn.Module, lr: Any, beta: float) -> Optimizer:
         betas = (torch.tensor(beta), torch.tensor(0.9))
         return optim.AdamW(model.parameters(), lr=lr, betas=betas, foreach=False, weight_decay=beta)
@@ -273,7 +273,7 @@ def test_options_are_restored_including_tensors(store: casckpt.Store) -> None:
     assert identical(unshard_optim_state(store, "a@2"), trained.state_dict())
 
 
-def test_a_scheduler_resumes(store: casckpt.Store) -> None:
+def test_a_scheduler_resumes_with_its_saved_state(store: casckpt.Store) -> None:
     def make(seed: int) -> tuple[Network, Optimizer, Any]:
         model = Network(seed)
         trained = optim.SGD(model.parameters(), lr=0.1, momentum=0.9)

@@ -136,7 +136,9 @@ def test_patterns_select_the_keys_to_unshard(store: casckpt.Store, saved: tuple[
             unshard(store, "a@2", keys=5)  # type: ignore[arg-type]  # the invalid value
 
 
-def test_a_single_process_acts_as_rank_0(store: casckpt.Store, saved: tuple[Network, optim.Optimizer]) -> None:
+def test_options_for_ranks_do_not_affect_unshard_in_a_single_process(
+    store: casckpt.Store, saved: tuple[Network, optim.Optimizer]
+) -> None:
     choices: list[dict[str, Any]] = [{"rank0_only": True}, {"no_dist": True}, {"rank0_only": True, "no_dist": True}]
     for flags in choices:
         assert identical(unshard_model_state(store, "a@2", **flags), saved[0].state_dict())

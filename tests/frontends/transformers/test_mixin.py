@@ -181,7 +181,7 @@ def test_the_best_model_is_kept_and_loaded_at_the_end(tmp_path: Path, store: Sto
     assert store.get("sft@4").metrics["eval_loss"] == 1.0
 
 
-def test_a_limit_without_evaluations_keeps_the_newest_checkpoints(tmp_path: Path, store: Store) -> None:
+def test_a_save_limit_without_evaluations_keeps_the_newest_checkpoints(tmp_path: Path, store: Store) -> None:
     trainer(store, tmp_path / "out", save_total_limit=1).train()
     assert [step for _, step in steps(store)] == [6]
 
@@ -209,7 +209,7 @@ def test_training_in_a_different_thread_ignores_signals(
     assert "does not run in the main thread" in caplog.text
 
 
-def test_rejected_arguments_are_left_unchanged(tmp_path: Path, store: Store) -> None:
+def test_arguments_that_are_rejected_are_not_changed(tmp_path: Path, store: Store) -> None:
     arguments = hub.TrainingArguments(
         output_dir=tmp_path / "out", report_to="none", use_cpu=True, eval_strategy="steps", eval_steps=1
     )
@@ -218,7 +218,7 @@ def test_rejected_arguments_are_left_unchanged(tmp_path: Path, store: Store) -> 
     assert arguments.save_only_model is False
 
 
-def test_files_that_a_trainer_writes_and_reads_are_preserved(tmp_path: Path, store: Store) -> None:
+def test_files_that_a_trainer_writes_and_reads_are_saved_and_restored(tmp_path: Path, store: Store) -> None:
     class Writes(hub.Trainer):  # type: ignore[misc] # transformers has no types
         read: list[str]
 

@@ -55,7 +55,7 @@ def trainer(store: Any, folder: Path, *callbacks: Any, adapters: bool) -> Any:
 
 
 @pytest.mark.parametrize("adapters", [False, True])
-def test_a_crashed_sft_training_run_resumes_with_identical_losses(tmp_path: Path, store: Store, adapters: bool) -> None:
+def test_a_crashed_fine_tuning_run_resumes_with_identical_losses(tmp_path: Path, store: Store, adapters: bool) -> None:
     losses, again = Losses(), Losses()
     whole = trainer(tmp_path / "whole", tmp_path / "out", losses, adapters=adapters)
     whole.train()

@@ -12,7 +12,7 @@ from casckpt.store.store import Store
 from tests.support.views import LLAMA, OPTIMIZER, W, flat, names, view
 
 
-def test_rules_select_keys_then_strip_and_then_rename_them(store: Store) -> None:
+def test_rules_select_keys_and_then_remove_their_prefix_and_rename_them(store: Store) -> None:
     state = {"model": flat("h.0.w", "h.1.w", "head.w"), "optim": OPTIMIZER}
     assert names(store, state, keys=["model.h.*"], strip_prefix="model") == {
         "h.0.w": "model.h.0.w",

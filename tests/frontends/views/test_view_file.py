@@ -26,7 +26,7 @@ from casckpt.frontends.views.view_file import BoundedMatch, read_hub_names, ways
         (r"a|b(c|d|e)", 0, 6),
     ],
 )
-def test_the_attempts_that_a_pattern_can_need_are_counted(pattern: str, repeats: int, choices: int) -> None:
+def test_the_number_of_attempts_that_a_pattern_may_need_is_computed(pattern: str, repeats: int, choices: int) -> None:
     assert ways(pattern) == (repeats, choices)
 
 
@@ -65,7 +65,7 @@ def splits(left: int, repeats: int) -> Iterator[tuple[int, ...]]:
             yield (taken, *rest)
 
 
-def test_patterns_match_like_re() -> None:
+def test_the_patterns_of_a_names_file_match_as_in_re() -> None:
     pattern = re.compile(r"(.*)\.layers\.(\d+)\.(?:self_attn|mlp)\.(.*)")
     match = BoundedMatch("the view", {pattern.pattern}, [r"\1.\2"])
     name = "model.language_model.layers.17.self_attn.q_proj.weight"

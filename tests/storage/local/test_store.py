@@ -115,7 +115,7 @@ ODD: dict[str, Callable[[Path], object]] = {
 
 
 @pytest.mark.parametrize("odd", ODD)
-def test_anything_other_than_a_file_in_its_place_is_rejected(store: LocalStore, odd: str) -> None:
+def test_anything_other_than_a_file_in_the_place_of_an_object_is_rejected(store: LocalStore, odd: str) -> None:
     """If it were ignored, the object would appear never to have existed, and gc would act accordingly."""
     store.put("commits/a", b"1")
     ODD[odd](store.path / "commits/b")
@@ -131,7 +131,7 @@ def test_anything_other_than_a_file_in_its_place_is_rejected(store: LocalStore, 
 
 
 @pytest.mark.parametrize("odd", ["file", "pipe"])
-def test_anything_other_than_a_folder_in_its_place_is_rejected(store: LocalStore, odd: str) -> None:
+def test_a_file_or_pipe_in_the_place_of_a_folder_is_rejected(store: LocalStore, odd: str) -> None:
     store.put("casckpt.json", b"1")
     (Path.touch if odd == "file" else os.mkfifo)(store.path / "commits")
     acts: list[Callable[[], object]] = [

@@ -72,7 +72,7 @@ def test_a_put_succeeds_despite_network_faults(
 
 
 @pytest.mark.parametrize("trouble", [Trouble.LOST, Trouble.BROKEN, Trouble.BUSY])
-def test_a_put_with_network_faults_is_a_conflict_if_the_key_exists(
+def test_a_put_with_network_faults_raises_conflict_if_the_key_exists(
     trouble: Trouble, storage: RemoteStore, proxy: Proxy
 ) -> None:
     storage.put("commits/1", b"first")
@@ -102,7 +102,7 @@ def test_every_request_is_retried(trouble: Trouble, storage: RemoteStore, proxy:
 
 
 @pytest.mark.parametrize("trouble", [Trouble.LOST, Trouble.BUSY, Trouble.HALF])
-def test_endless_faults_raise_an_error_that_names_them(
+def test_faults_that_do_not_end_raise_an_error_that_names_them(
     trouble: Trouble, storage: RemoteStore, proxy: Proxy, naps: Naps
 ) -> None:
     proxy.plan(trouble, times=1000)
@@ -217,7 +217,7 @@ def test_exactly_one_concurrent_put_wins_despite_faults(
     assert moto_server.look(bucket, "store/commits/1") == noise(1000, won.index(True))
 
 
-def test_casckpt_metadata_and_user_metadata_coexist(moto_server: Server, bucket: str) -> None:
+def test_objects_have_both_casckpt_metadata_and_user_metadata(moto_server: Server, bucket: str) -> None:
     extra = {"s3_additional_kwargs": {"Metadata": {"team": "a"}, "StorageClass": "STANDARD_IA"}}
     RemoteStore(RemoteLocation("s3", f"{bucket}/store", moto_server.options | extra)).put("a", b"1")
     found = moto_server.client.head_object(Bucket=bucket, Key="store/a")
@@ -306,7 +306,7 @@ def test_calls_and_bytes_are_counted(storage: RemoteStore) -> None:
     assert counts.requests == 3
 
 
-def test_a_call_from_the_event_loop_of_the_client_is_an_error(storage: RemoteStore) -> None:
+def test_a_call_from_the_event_loop_of_the_client_raises_an_error(storage: RemoteStore) -> None:
     storage.size("a")
     loop = storage._clients.get()._fs.loop  # type: ignore[attr-defined]  # of S3
 
@@ -318,7 +318,7 @@ def test_a_call_from_the_event_loop_of_the_client_is_an_error(storage: RemoteSto
 
 
 @pytest.mark.parametrize("nbytes", [1, 64 * MIB])
-def test_a_server_that_does_not_accept_bytes_is_an_error(nbytes: int, naps: Naps) -> None:
+def test_a_server_that_does_not_accept_bytes_raises_an_error(nbytes: int, naps: Naps) -> None:
     """The server accepts connections but is silent, so the client would wait forever for permission to continue."""
     with socket.create_server(("127.0.0.1", 0)) as silent:
         options = {"key": "k", "secret": "s", "endpoint_url": f"http://127.0.0.1:{silent.getsockname()[1]}"}
@@ -330,7 +330,7 @@ def test_a_server_that_does_not_accept_bytes_is_an_error(nbytes: int, naps: Naps
             storage.size("a")
 
 
-def test_a_refused_delete_is_an_error(moto_server: Server, naps: Naps, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_refused_delete_raises_an_error(moto_server: Server, naps: Naps, monkeypatch: pytest.MonkeyPatch) -> None:
     place = RemoteLocation("s3", f"{moto_server.new_place()}/store", moto_server.options)
     storage, call = RemoteStore(place, backoff=Backoff(sleep=naps)), S3Client.call
     storage.put("a", b"1")

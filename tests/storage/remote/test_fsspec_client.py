@@ -106,7 +106,7 @@ def test_missing_objects_on_a_web_server_are_not_found(web: Server) -> None:
         storage.get("casckpt.json", limit=100)
 
 
-def test_a_pause_longer_than_the_remaining_time_is_skipped(tmp_path: Path) -> None:
+def test_a_retry_is_skipped_if_its_pause_exceeds_the_remaining_time(tmp_path: Path) -> None:
     class Odd(Exception):
         """An error of a cloud client."""
 

@@ -34,7 +34,7 @@ def test_a_note_is_valid_until_the_next_restore(repo: Repository) -> None:
     assert [one.restored for one in (commit, gone, back, again, purge(repo, again))] == [0, 0, 2, 2, 2]
 
 
-def test_a_note_read_before_a_restore_does_not_cover_it(repo: Repository) -> None:
+def test_a_note_about_a_checkpoint_from_before_its_restore_is_not_valid(repo: Repository) -> None:
     """The copying process has read the log, listed the mirror, and pauses before it writes the note."""
     gone = forget(repo, commit_bare(repo))
     back = restore(repo, gone)

@@ -136,7 +136,7 @@ def test_a_note_implies_a_complete_checkpoint_in_the_mirror(
     assert noted
 
 
-def test_a_copied_rewrite_replaces_nothing_and_keeps_its_order(tmp_path: Path) -> None:
+def test_a_copied_rewrite_replaces_nothing_in_the_mirror_and_keeps_its_order(tmp_path: Path) -> None:
     play = MirrorPlay(tmp_path, 1)
     rewrite_some(play, play.watcher)
     (made,) = (one for one in list_commits(play.watcher).visible() if one.replaces)

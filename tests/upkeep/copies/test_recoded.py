@@ -114,7 +114,7 @@ def test_repacking_in_place_starts_with_the_newest_checkpoint_and_shares_its_blo
     assert contents(source) == before
 
 
-def test_small_blobs_used_by_a_newer_checkpoint_remain_shared(source: Repository) -> None:
+def test_small_blobs_that_a_newer_checkpoint_uses_remain_shared(source: Repository) -> None:
     save_arrays(source, {"t0": array(0), "own": array(9)}, step=4, reuse=resolve(source, "run@0"))
     recode(source, source)
     found = snapshot(source)
@@ -289,7 +289,7 @@ CHANGES: dict[str, Callable[[Repository], object]] = {
 
 @pytest.mark.parametrize("change", CHANGES)
 @pytest.mark.parametrize("where", ["objects/*", "commits/*", "commits/*.1"])
-def test_an_earlier_change_to_a_checkpoint_wins_over_repacking(tmp_path: Path, change: str, where: str) -> None:
+def test_a_change_to_a_checkpoint_made_during_repacking_wins(tmp_path: Path, change: str, where: str) -> None:
     inner = memory()
     arrays = contents(chain(repository(tmp_path / "other", inner, seed=5)))
     other = repository(tmp_path / "other", inner, seed=6)

@@ -107,7 +107,7 @@ def test_header_padding_and_proof_are_reconstructed_together(repo: Repository) -
 
 
 @pytest.mark.parametrize("position", [4, 100, PADDING, -1, -36, -35, -72, -6 * 36, -6 * 36 + 3, -6 * 36 + 4])
-def test_header_padding_and_proof_are_reconstructed_beside_dead_cells(repo: Repository, position: int) -> None:
+def test_header_padding_and_proof_are_reconstructed_next_to_dead_cells(repo: Repository, position: int) -> None:
     """The bytes between live cells are intact, but it is unknown what they are."""
     older = save_arrays(repo, LARGE, cell=LEAF)
     kept = {name: LARGE[name] for name in "abd"}
@@ -124,7 +124,7 @@ def test_header_padding_and_proof_are_reconstructed_beside_dead_cells(repo: Repo
     assert read_arrays(repo, newer) == content(kept)
 
 
-def test_a_torn_proof_beside_a_damaged_dead_cell_is_lost(repo: Repository) -> None:
+def test_a_damaged_proof_beside_a_damaged_dead_cell_is_lost(repo: Repository) -> None:
     """The rebuilt bytes do not match the hash of the blob, so they are rejected."""
     older = save_arrays(repo, LARGE, cell=LEAF)
     kept = {name: LARGE[name] for name in "abd"}

@@ -90,7 +90,7 @@ def test_a_damaged_source_does_not_change_correct_bytes(repo: Repository) -> Non
     assert read_arrays(repo, resolve(repo, "run@1")) == content({"a": a})
 
 
-def test_a_missing_source_raises_even_if_nothing_is_damaged(repo: Repository, tmp_path: Path) -> None:
+def test_a_repair_source_that_is_missing_raises_an_error_even_without_damage(repo: Repository, tmp_path: Path) -> None:
     save_arrays(repo, STATE)
     with pytest.raises(NotFound, match="there is no store at"):
         repair(repo, sources=[Repository(LocalStore(tmp_path / "nope"), tmp_path)])

@@ -190,7 +190,7 @@ def test_an_incorrect_frame_is_rebuilt_from_an_equal_cell(at: int, has: tuple[in
     assert store.verify(decode=True).is_damaged == (len(right) < len(STEPS))
 
 
-def test_a_mark_on_correct_frames_is_removed() -> None:
+def test_a_mark_on_a_blob_with_correct_frames_is_removed() -> None:
     store = misframed()
     store.verify(decode=True)
     store.forget("r@3")
@@ -298,7 +298,7 @@ def test_a_base_computed_from_an_incorrect_frame_is_not_used() -> None:
         reopened(store).read("r@1")
 
 
-def test_a_search_through_cyclic_versions_terminates() -> None:
+def test_a_search_through_versions_in_a_cycle_terminates() -> None:
     store = small()
     for step, like in enumerate((1, 2, 1, 2, 3)):
         store.save(state(like), run="r", step=step, compress="auto", dedup="run")
@@ -346,7 +346,7 @@ def test_copying_a_damaged_checkpoint_names_the_affected_keys() -> None:
         store.copy_to(small(), "r@3")
 
 
-def test_copies_and_diffs_of_encoded_checkpoints_match_their_cells() -> None:
+def test_encoded_checkpoints_are_copied_and_compared_by_their_decoded_cells() -> None:
     store, other = saved(), small()
     store.copy_to(other, tags=True)
     assert not other.verify(decode=True).is_damaged
@@ -361,7 +361,7 @@ def test_copies_and_diffs_of_encoded_checkpoints_match_their_cells() -> None:
     assert [plain(forgetful, step) for step in (2, 3)] == [content(step) for step in (2, 3)]
 
 
-def test_a_mirror_supplies_a_cell_of_a_checkpoint_forgotten_there(tmp_path: Path) -> None:
+def test_a_mirror_supplies_a_cell_of_a_checkpoint_that_is_forgotten_in_the_mirror(tmp_path: Path) -> None:
     local = opened(tmp_path / "local", mirror=tmp_path / "mirror")
     local.create(cell_bytes=CELL, blob_bytes=BLOB)
     for step in STEPS:

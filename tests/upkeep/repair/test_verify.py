@@ -218,7 +218,7 @@ def test_manifests_and_records_that_cannot_be_read_are_reported(repo: Repository
     assert found.damaged == ()
 
 
-def test_extents_that_point_outside_their_blob_are_reported(repo: Repository) -> None:
+def test_extents_that_lie_outside_their_blob_are_reported(repo: Repository) -> None:
     from tests.support import checkpoints
 
     txid = repo.new_txid("run", 0)
@@ -268,7 +268,7 @@ def test_a_store_with_unknown_requirements_is_verified_and_not_marked(
     assert marks(repo) == set()
 
 
-def test_a_lying_disk_is_detected(repo: Repository, faults: FaultyStore) -> None:
+def test_a_disk_that_returns_wrong_bytes_is_detected(repo: Repository, faults: FaultyStore) -> None:
     save_arrays(repo, {"a": array(1)})
     faults.inject(corrupt("read_into"))
     assert len(verify(repo).damaged) == 1
