@@ -1,4 +1,4 @@
-"""Items in groups of limited size."""
+"""Items are divided into groups of limited size."""
 
 from __future__ import annotations
 

@@ -1,5 +1,4 @@
-"""Several threads: each item or task runs once, results keep their order, errors are as documented, and no thread is
-required."""
+"""Work on several threads: each item or task is run once, results keep their order, and errors are as documented."""
 
 from __future__ import annotations
 
@@ -75,7 +74,7 @@ def test_the_requested_number_of_threads_runs_concurrently() -> None:
 def test_tasks_run_in_the_calling_thread_if_no_other_thread_can_start(
     monkeypatch: pytest.MonkeyPatch, threads: int
 ) -> None:
-    """This happens while the interpreter ends, from Python 3.12 on."""
+    """From Python 3.12 on, no thread can start while the interpreter shuts down."""
 
     def refuse(self: threading.Thread) -> None:
         raise RuntimeError("can't create new thread at interpreter shutdown")
@@ -115,7 +114,7 @@ def test_an_interrupt_is_raised_and_no_further_task_starts() -> None:
 
 
 def test_an_interrupt_does_not_leave_a_helper_thread_running(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A helper that runs on would write into tensors that the caller of the interrupted load may have filled since."""
+    """Such a thread would write into tensors that the caller may have filled after the interrupted load."""
     interrupted, helping, ended = threading.Event(), threading.Event(), []
     main, times = threading.current_thread(), iter(range(3))
 

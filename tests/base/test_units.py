@@ -1,4 +1,4 @@
-"""Durations: a single parser, and no number without a unit."""
+"""Durations have a single parser, and every number needs a unit."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The command line, called in this process."""
+"""Fixtures that run the command line in this process."""
 
 from __future__ import annotations
 
@@ -55,6 +55,6 @@ def saved(store: casckpt.Store, store_path: Path) -> Path:
 
 @pytest.fixture(params=[pytest.param("moto_server", marks=pytest.mark.soak), "seaweed_server"])
 def safe(request: pytest.FixtureRequest) -> Server:
-    """A server that keeps all promises."""
+    """A server that gives all guarantees that casckpt needs."""
     server: Server = request.getfixturevalue(request.param)
     return server

@@ -1,4 +1,4 @@
-"""The command line on buckets: doctor and init on safe and unsafe servers, and no secret in any output."""
+"""The command line with buckets: doctor and init on safe and unsafe servers, and secrets, which are never printed."""
 
 from __future__ import annotations
 

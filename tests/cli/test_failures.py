@@ -1,4 +1,4 @@
-"""Errors print one message, set an exit status, and show a traceback only on request."""
+"""An error prints one message, sets the exit status, and shows a traceback only on request."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""``casckpt serve`` as a process: refusals, start and end."""
+"""``casckpt serve`` as a process: its start, its end, and the arguments that it rejects."""
 
 from __future__ import annotations
 

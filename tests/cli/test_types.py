@@ -76,7 +76,7 @@ def test_a_metric_that_no_checkpoint_has_does_not_forget_or_thin_anything(
 
 
 def offered(*words: object, **environment: str) -> list[str]:
-    """The completions of the last of ``words``, which may be a prefix."""
+    """Return the completions of the last word, which may be a prefix."""
     line = ["casckpt", *map(str, words)]
     asked = {"_CASCKPT_COMPLETE": "bash_complete", "COMP_WORDS": " ".join(line), "COMP_CWORD": str(len(line) - 1)}
     result = CliRunner().invoke(cli, [], env=asked | environment)

@@ -1,4 +1,4 @@
-"""Blobs as objects, and the marks for damaged blobs."""
+"""Blobs as objects in a store, and the marks for damaged blobs."""
 
 from __future__ import annotations
 

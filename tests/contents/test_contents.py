@@ -1,4 +1,4 @@
-"""The contents of a checkpoint, by key, as one rank sees them."""
+"""The contents of a checkpoint by key, as one rank sees them."""
 
 from __future__ import annotations
 

@@ -204,7 +204,7 @@ def test_a_not_found_error_mentions_unreadable_records(repo: Repository) -> None
 
 
 def test_an_error_for_records_of_a_different_version_suggests_an_upgrade(repo: Repository) -> None:
-    """A store from before the format was settled has records without heads. This is not damage."""
+    """In a store from before the format was final, records have no heads. This is not damage."""
     key = commit_key(commit_bare(repo, "a", 1).txid)
     line = repo.storage.get(key, limit=1 << 20).partition(b"\n")[0].replace(b'"head"', b'"foot"')
     repo.storage.replace(key, line + b"\n" + hex_digest(line).encode() + b"\n")

@@ -1,4 +1,4 @@
-"""Signatures in a store: the ones that gc deletes, and the ones that it keeps."""
+"""Signatures in a store: which ones gc deletes, and which ones it keeps."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def test_gc_keeps_signatures_until_the_purge(repo: Repository, first: Commit) ->
 
 
 def test_gc_keeps_a_signature_of_a_checkpoint_without_known_commits(repo: Repository, first: Commit) -> None:
-    """A save or a copy puts the signature before its commit."""
+    """A save or a copy stores the signature before it commits."""
     key = f"signatures/{'a' * 64}/{'b' * 64}"
     repo.storage.put(key, b"x")
     run_gc(repo)
@@ -55,7 +55,7 @@ def test_gc_keeps_a_signature_of_a_checkpoint_without_known_commits(repo: Reposi
 
 
 def test_gc_keeps_the_signatures_of_a_copy_in_progress(tmp_path: Path, repo: Repository, first: Commit) -> None:
-    """The destination has purged it, and the copy commits it again."""
+    """The destination has purged the checkpoint, and the copy commits it again."""
     target = elsewhere(tmp_path)
     copy(repo, target, first)
     forget(target, list_commits(target).live()[0])

@@ -1,4 +1,4 @@
-"""Watching a run: each checkpoint is yielded once, after it exists, and requests cover only new data."""
+"""Watching a run: each checkpoint is yielded once, after it is complete, and requests read only new data."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ def on_time(*steps: int) -> list[tuple[int, bool]]:
 
 
 def begun(repo: Repository, step: int) -> Any:
-    """A save that was announced, but has no record."""
+    """A save that was announced, but has no record yet."""
     save = saved(repo, "run", step)
     announce(repo, [(save.txid, 0)])
     return save

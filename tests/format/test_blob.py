@@ -1,4 +1,4 @@
-"""The header of a blob: any safetensors reader opens it, it is canonical, and other bytes are refused."""
+"""The header of a blob: any safetensors reader accepts it, it is canonical, and all other bytes are refused."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The writer of blobs: the name verifies each blob, and no large cell is hashed twice."""
+"""The blob writer: each blob can be verified against its name, and no large cell is hashed twice."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ LENGTHS = st.one_of(
 
 @st.composite
 def cells(draw: st.DrawFn) -> list[tuple[str, bytes]]:
-    """Cells in the order of a blob: by dtype, with large and small ones in any order."""
+    """Cells in the order of a blob: by dtype, with large and small cells in any order."""
     found = []
     for number in range(draw(st.integers(1, 25))):
         dtype = draw(st.sampled_from(DTYPES))
@@ -37,7 +37,7 @@ def cells(draw: st.DrawFn) -> list[tuple[str, bytes]]:
 
 
 def written(given: list[tuple[str, bytes]]) -> tuple[BlobHash, bytes, list[int]]:
-    """Return the name, the bytes, and the place of each cell. The buffer is a used one."""
+    """Return the name, the bytes, and the offset of each cell. The buffer contains bytes of an earlier blob."""
     total = sum(len(data) for _, data in given)
     buffer = memoryview(bytearray(b"\xaa" * buffer_bytes(padded(total))))
     writer, places = BlobWriter(buffer), []

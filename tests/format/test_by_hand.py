@@ -1,4 +1,4 @@
-"""The check of a blob by hand runs the commands of docs/format.md, with a substitute if b3sum is missing."""
+"""A blob is verified with the shell commands of docs/format.md, with a substitute if b3sum is missing."""
 
 from __future__ import annotations
 

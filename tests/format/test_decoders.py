@@ -19,7 +19,7 @@ FORMAT = Path(casckpt.format.__file__).parent
 
 
 def late_types(source: str) -> Iterator[str]:
-    """Calls by which msgspec would inspect a type for the first time while a thread decodes."""
+    """Yield the calls in which msgspec would inspect a type for the first time while a thread decodes."""
     tree = ast.parse(source)
     for node in ast.walk(tree):
         if isinstance(node, ast.Call) and any(given.arg == "type" for given in node.keywords):

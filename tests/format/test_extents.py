@@ -1,4 +1,4 @@
-"""Extent tables return the cells that they were made of, and joining them loses nothing."""
+"""Extent tables return the cells that they were built from, and nothing is lost when tables are joined."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def test_a_search_by_range_finds_the_cells_that_overlap_the_range(case: Case, da
 
 @given(cases(), st.data())
 def test_tables_of_moved_cells_compare_equal(case: Case, data: st.DataObject) -> None:
-    """The first part of a table does not depend on the places of its cells."""
+    """The first part of a table does not depend on the locations of its cells."""
     places, end = {}, 4096
     every = [one for cell in case.table.stored_cells() for one in cell.chain]
     for cell in data.draw(st.permutations(every)):

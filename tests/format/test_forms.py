@@ -1,4 +1,4 @@
-"""Forms have one spelling, are bounded, and are refused if hostile."""
+"""Each form has exactly one encoding and a limited size, and hostile forms are refused."""
 
 from __future__ import annotations
 

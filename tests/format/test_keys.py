@@ -1,4 +1,4 @@
-"""Keys are built and parsed in one place, and foreign keys are refused."""
+"""Keys are built and parsed in one module, and other keys are refused."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Manifests decode as encoded. For other bytes, decoding raises only Damaged or Refused."""
+"""Manifests are decoded as they were encoded. For all other bytes, decoding raises Damaged or Refused."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ BLOBS = [BlobRef(BlobHash(f"{n:064x}"), 4096 + 5000 * n, UPLOADERS[n % 2], worn=
 
 
 def drawn(**fields: Any) -> Draft:
-    """A manifest of one tensor of two cells, a small one, a part, an object and an attachment."""
+    """A manifest with a tensor of two cells, a small tensor, a part, an object and an attachment."""
     shape = (300,)
     cells = [Region(full_box(shape), 0, 256), Region(full_box(shape), 256, 300)]
     one = table_of((5,), 2048, [Region(full_box((5,)), 0, 5)])
@@ -71,7 +71,7 @@ def data() -> tuple[ManifestId, bytes]:
 
 
 def _use(manifest: Manifest) -> None:
-    """Read all of it, as load, diff and show do. This raises only Refused or Damaged."""
+    """Read the whole manifest, as load, diff and show do. This raises only Refused or Damaged."""
     for entry in manifest.entries:
         table = manifest.extents(entry)
         places = list(table.stored_cells())
@@ -403,7 +403,7 @@ def test_manifests_that_name_blobs_outside_the_store_are_rejected(change: Callab
 
 
 def test_an_unknown_dtype_kind_or_encoding_affects_only_the_loads_that_need_it() -> None:
-    """A dtype, a kind and a form of later versions stop only their own load."""
+    """A dtype, a kind or a form of a later version prevents only loads of its own entry."""
     made = changed("index", _set("entries", "dtypes", to=[["float3", 16], ["bfloat16", 2], ["uint8", 1]]))
     found = decode(made.data, made.id, made.head)
     assert (found.entries[0].dtype, found.entries[0].nbytes) == ("float3", 4800)

@@ -1,4 +1,4 @@
-"""Metrics decode from a record as the same numbers, and errors name the other values."""
+"""Metrics are decoded from a record as the same numbers, and errors name values that are not numbers."""
 
 from __future__ import annotations
 

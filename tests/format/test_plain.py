@@ -1,4 +1,4 @@
-"""Plain data decodes exactly, or casckpt refuses it with a clear error."""
+"""Plain data is decoded exactly, or refused with a clear error."""
 
 from __future__ import annotations
 

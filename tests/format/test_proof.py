@@ -1,4 +1,5 @@
-"""The proof of a blob: any cut can be read, the name verifies the proof, and other bytes are refused."""
+"""The proof of a blob: it supports any division into leaves, is verified against the name, and is refused if
+changed."""
 
 from __future__ import annotations
 

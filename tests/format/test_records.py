@@ -1,4 +1,5 @@
-"""Records decode as encoded. A torn one raises Damaged, one with invalid content Refused."""
+"""Records are decoded as they were encoded. A torn record raises Damaged, and one with invalid content raises
+Refused."""
 
 from __future__ import annotations
 

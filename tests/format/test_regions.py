@@ -273,7 +273,7 @@ def test_coverage_is_computed_without_comparing_many_columns_pairwise() -> None:
 
 
 def test_coverage_is_computed_without_comparing_all_boxes_pairwise() -> None:
-    """A hostile manifest can hold upright and level strips, which overlap in half of all pairs in either dimension."""
+    """A hostile manifest can contain horizontal and vertical strips, half of whose pairs overlap in each dimension."""
     count = 5000
     upright = [Region(Box((0, i), (count, 1)), 0, count) for i in range(count)]
     level = [Region(Box((i, count), (1, count)), 0, count) for i in range(count)]

@@ -1,4 +1,5 @@
-"""The tree keeps structure beyond flat keys, merges over ranks, and is refused if hostile."""
+"""The tree describes structure that flat keys lose. Trees of several ranks are merged, and hostile trees are
+refused."""
 
 from __future__ import annotations
 
@@ -252,7 +253,7 @@ def test_rebuild_returns_the_nested_value() -> None:
 
 
 def test_metadata_of_a_rebuilt_value_can_be_changed() -> None:
-    """torch does that when it loads with assign=True."""
+    """torch changes it when it loads with assign=True."""
     node = ordered({"": {"version": 1}}, x=T)
     vars(rebuild(node, named, everything))["_metadata"][""]["assign"] = True
     assert vars(rebuild(node, named, everything))["_metadata"] == {"": {"version": 1}}
@@ -360,7 +361,7 @@ def test_an_invalid_wrapper_is_refused(payload: Any) -> None:
 
 
 def test_metadata_with_a_value_of_a_later_version_is_refused_even_if_extensions_exist() -> None:
-    """It could not be encoded again, and a module would load it."""
+    """The value could not be encoded again, and a module would load it."""
     data = msgspec.msgpack.encode(["OrderedDict", ["dict", "x", ["later"]], "a", 0])
     assert list(leaves(decode_tree(data))) == [(("a",), T)]
     with pytest.raises(Refused, match="the tree of a checkpoint is invalid: this version"):

@@ -1,4 +1,4 @@
-"""Accelerate: real trainings whose complete state is in a store, on one rank and on several ranks."""
+"""Real Accelerate training runs whose complete state is in a store, on one rank and on several ranks."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""With the setting `compress`, each front end saves deltas, and all of them load exactly."""
+"""With the setting `compress`, each front end saves deltas, and every front end loads them exactly."""
 
 from __future__ import annotations
 
@@ -140,7 +140,8 @@ def rounds(store: Store, made: Callable[[int], dict[str, Any]], **options: Any) 
 
 
 def test_cells_that_equal_those_of_another_dtype_and_key_are_encoded(store: Store) -> None:
-    """Zeros of any dtype are one cell. A later version is a delta against it, or equals an earlier version."""
+    """Zeros of all dtypes share one cell. A later version is a delta against this cell, or equals an earlier
+    version."""
 
     def made(step: int) -> dict[str, Any]:
         w = trained(8, step)

@@ -1,4 +1,4 @@
-"""Values that contain themselves are refused with their key, or stored as DCP stores them. No call loops forever."""
+"""Values that contain themselves are refused by key, or stored as DCP stores them. No call runs forever."""
 
 from __future__ import annotations
 

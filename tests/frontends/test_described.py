@@ -1,4 +1,4 @@
-"""DTensors that describe themselves, in torch's checkpoints and in models and optimizers."""
+"""DTensors that describe their own parts, in torch's checkpoints and in models and optimizers."""
 
 from __future__ import annotations
 
@@ -105,7 +105,7 @@ def test_only_folders_whose_chunks_are_described_by_tuples_are_imported(tmp_path
 
 
 def misplanned(rank: int, size: int, path: Path) -> list[dict[int, tuple[str, str]]]:
-    """torch's plan, which has the wrong offset."""
+    """Save tensors for which torch plans the wrong offset."""
     mesh = init_device_mesh("cpu", (2, 2))
     rows = FULL[:4]
     at = (rank % 2) * 2 + rank // 2  # the inner dimension first
@@ -147,7 +147,7 @@ class Model(nn.Module):
 
 
 def trained(full: torch.Tensor, rank: int, size: int) -> tuple[Model, torch.optim.Optimizer]:
-    """torch creates the optimizer state like the parameter, so the state does not describe itself."""
+    """torch creates the optimizer state like the parameter, but without the parameter's description."""
     model = Model(full, rank, size)
     optim = torch.optim.AdamW(model.parameters(), foreach=False)
     state: Any = torch.zeros_like(model.w)

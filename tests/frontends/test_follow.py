@@ -1,4 +1,4 @@
-"""Followers: after any kill, the folder is one complete version, and the command runs at each switch."""
+"""Followers: after a kill at any time, the folder contains one complete version. The command runs at each switch."""
 
 from __future__ import annotations
 
@@ -297,7 +297,7 @@ def test_a_mapped_folder_remains_readable(store: Store, tmp_path: Path) -> None:
 
 
 class Slept(Exception):
-    """There were too many retries."""
+    """Raised after too many retries."""
 
 
 @pytest.fixture
@@ -456,7 +456,8 @@ def test_a_follower_killed_at_any_point_leaves_a_complete_folder(
 
 @pytest.mark.filterwarnings("ignore")  # Transformers warns about devices
 def test_two_followers_survive_repeated_kills(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, full: bool) -> None:
-    """A training saves, and gc keeps only the newest checkpoint. Each folder always holds one version that loads."""
+    """A training run saves, and gc keeps only the newest checkpoint. Each folder always contains a version that
+    loads."""
     pytest.importorskip("transformers", reason="needs casckpt[transformers]")
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     store, model, draw = small_folder(tmp_path / "store"), llama(), random.Random(22)

@@ -1,4 +1,4 @@
-"""Saved trainings become folders that ``from_pretrained`` loads with equal weights, and vice versa."""
+"""Saved training runs are exported to folders that ``from_pretrained`` loads with equal weights, and vice versa."""
 
 # ruff: noqa: E402 - skip before importing optional packages
 

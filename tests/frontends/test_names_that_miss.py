@@ -1,4 +1,4 @@
-"""A load fills everything, logs how much it did not fill, or raises an error.
+"""A load fills everything, logs how much is not filled, or raises an error.
 
 This holds for each front end, with the names of real models.
 """

@@ -1,4 +1,4 @@
-"""torchtitan: its optimizer and scheduler containers train across ranks, and its manager saves to a store."""
+"""torchtitan: its optimizers and schedulers train on several ranks, and its checkpoint manager saves to a store."""
 
 from __future__ import annotations
 
@@ -237,7 +237,7 @@ def test_settings_that_do_not_apply_to_a_store_are_rejected(store_path: Path, ra
 
 
 class Refused:
-    """The last part of the train state. From a given step on, it cannot be saved on the last rank."""
+    """A part of the train state that, from a given step on, cannot be saved on the last rank."""
 
     def __init__(self, loop: Loop, step: int, name: str, rank: int, size: int) -> None:
         self.loop, self.step, self.place = loop, step, (name, rank, size, size - 1)

@@ -47,7 +47,7 @@ def threads() -> list[str]:
 
 
 def test_heartbeats_are_not_sent_if_no_thread_can_start(repo: Repository, monkeypatch: pytest.MonkeyPatch) -> None:
-    """This is the case during interpreter shutdown, from Python 3.12 on."""
+    """From Python 3.12 on, no thread can start while the interpreter shuts down."""
 
     def refuse(self: threading.Thread) -> None:
         raise RuntimeError("can't create new thread at interpreter shutdown")

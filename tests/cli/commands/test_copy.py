@@ -159,7 +159,7 @@ def test_an_invalid_environment_variable_is_a_usage_error(
 
 @pytest.fixture
 def many(tmp_path: Path) -> casckpt.Store:
-    """A checkpoint of many blobs."""
+    """A checkpoint with many blobs."""
     store = small_folder(tmp_path / "many")
     store.save({"w": cells(300, seed=3)}, step=1)
     assert len(blob_keys(store)) > 15

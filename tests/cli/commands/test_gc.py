@@ -63,7 +63,7 @@ def test_gc_reports_deferred_checkpoints_and_when_it_will_purge_them(saved: Path
 
 
 def test_a_checkpoint_forgotten_by_a_rule_can_be_restored_for_a_day(saved: Path, as_json: AsJson, run: Run) -> None:
-    """The plan, the list and the sums give the time limit and the bytes that gc frees then."""
+    """The plan, the list and the totals show when gc purges it and how many bytes it then frees."""
     planned = as_json("gc", saved, "--keep-last", 1, "--dry-run")
     told = run("gc", saved, "--keep-last", 1).stdout
     assert told.count("forgot a@") == told.count(", can be restored until ") == 2

@@ -1,4 +1,4 @@
-"""Frames: every cell decodes exactly, deltas compose and can be undone, and other bytes are refused."""
+"""Frames: every cell is decoded exactly, deltas can be chained and undone, and invalid bytes are refused."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ MATTER = ["zeros", "constant", "random", "ramp", "normal", "positive", "special"
 
 
 def special(width: int) -> list[int]:
-    """Zeros and infinities of both signs, NaNs of all kinds, subnormals, the largest: of bf16, f16, f32, f64, fp8."""
+    """Special values of bf16, f16, f32, f64 and fp8: zeros, infinities, NaNs, subnormals, and the largest number."""
     ones, top = (1 << 8 * width) - 1, 1 << (8 * width - 1)
     floats = [np.array(x, f"<f{width}").tobytes() for x in (np.inf, np.nan, 1, 5e-8)] if width > 1 else []
     numbers = [int.from_bytes(number, "little") for number in floats]
@@ -83,7 +83,8 @@ def cells(draw: st.DrawFn) -> tuple[bytes, int]:
 
 @st.composite
 def versions(draw: st.DrawFn, most: int = 2) -> tuple[list[bytes], int]:
-    """(versions of a cell, width). From one to the next, a share of the elements changes, mostly by little."""
+    """(versions of a cell, width). From each version to the next, some of the elements change, most of them by
+    little."""
     cell, width = draw(cells())
     found = [cell]
     for _ in range(draw(st.integers(1, most - 1))):
@@ -103,7 +104,7 @@ def decoded(frame: bytes, nbytes: int, base: bytes | None = None) -> bytes:
 
 
 def by_hand(frame: bytes, plain: bytes, base: bytes = b"") -> bytes:
-    """Decode a frame with the reader of docs/format.md, for a cell of the length of ``plain``."""
+    """Decode a frame of a cell as long as ``plain`` with the reader of docs/format.md."""
     return plain_reader.decoded(frame, len(plain), base)
 
 

@@ -67,7 +67,7 @@ MATTER = ["zeros", "constant", "random", "ramp", "normal", "positive", "special"
 
 
 def by_hand(frame: bytes, plain: bytes, base: bytes = b"") -> bytes:
-    """Decode a frame with the reader of docs/format.md, for a cell of the length of ``plain``."""
+    """Decode a frame of a cell as long as ``plain`` with the reader of docs/format.md."""
     return plain_reader.decoded(frame, len(plain), base)
 
 

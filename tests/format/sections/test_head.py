@@ -1,4 +1,4 @@
-"""The head decodes as encoded, any flipped byte is noticed, and inconsistent content is refused."""
+"""A head is decoded as it was encoded, any flipped byte is detected, and inconsistent content is refused."""
 
 from __future__ import annotations
 

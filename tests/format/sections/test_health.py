@@ -1,4 +1,4 @@
-"""The section of health decodes as encoded, and hostile content is refused."""
+"""The health section is decoded as it was encoded, and hostile content is refused."""
 
 from __future__ import annotations
 

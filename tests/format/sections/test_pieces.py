@@ -1,4 +1,4 @@
-"""Pieces decode one by one; a flipped byte damages only its group; a false table is refused."""
+"""Pieces are decoded one by one, a flipped byte damages only its group, and an incorrect table is refused."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Tables decode as encoded, in two parts, and no stored table can name a missing place."""
+"""Tables are decoded as they were encoded, in two parts. No stored table can name a location that does not exist."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ def test_a_tensor_without_elements_has_no_tables() -> None:
 
 @given(cases(), st.data())
 def test_single_cells_decode_to_the_same_values_together_and_one_by_one(case: Case, data: st.DataObject) -> None:
-    """Changed bytes make a table invalid, or change what both functions return."""
+    """If bytes are changed, either the table is invalid, or both functions return the same changed result."""
     stored = bytearray(encode_cells(case.table)), bytearray(encode_rows(case.table))
     changed = data.draw(st.sampled_from(stored))
     if changed and data.draw(st.booleans()):
@@ -262,7 +262,7 @@ def test_overlapping_spans_in_the_same_box_are_rejected() -> None:
 
 @pytest.mark.parametrize("rows", [[2], [2, 1], [0, 1, 1], [1], [1, 1, 1], [1, 0, 1], []])
 def test_rows_that_do_not_match_their_cells_are_rejected(rows: list[int]) -> None:
-    """Rows with two spans, with no cells or too few or too many, and the matching number of digests."""
+    """There are two spans and a matching number of digests, but a row has no cells, too few, or too many."""
     _refuse(_table([(0, 0, 5), (0, 5, 10)], [(cells, 0, 4096) for cells in rows], sum(rows)), (10,))
 
 

@@ -1,4 +1,4 @@
-"""Ids and paths name the checkpoint to save or load. A writer may be set up in a different thread."""
+"""IDs and paths name the checkpoint to save or load. A different thread may have set up the writer."""
 
 from __future__ import annotations
 

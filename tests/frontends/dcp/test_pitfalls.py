@@ -1,4 +1,4 @@
-"""The eighteen pitfalls of torch.distributed.checkpoint: each test fails without its countermeasure."""
+"""Eighteen pitfalls of torch.distributed.checkpoint: each test fails if casckpt lacks the countermeasure."""
 
 from __future__ import annotations
 

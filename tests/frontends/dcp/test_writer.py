@@ -210,7 +210,7 @@ def test_a_repeated_save_writes_only_changed_cells(store: Store) -> None:
 
 
 def strided(rows: int) -> tuple[torch.Tensor, DTensor]:
-    """Return a weight, and its part on this rank: ranks hold different numbers of rows."""
+    """Return a weight and this rank's part of it. Ranks hold different numbers of rows."""
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("data", "tensor"))
     torch.manual_seed(0)
     model = torch.nn.Sequential(torch.nn.Linear(3, rows, bias=False))

@@ -1,4 +1,4 @@
-"""Folders that the real libraries write come back from a store, and these libraries load them.
+"""Folders that real libraries write are imported and exported, and these libraries load the result.
 
 The site shows the table of these folders (tests/data/hub_folders.json). After a change, this program writes it:
 ``python -m tests.frontends.interchange.test_hub_folders``.

@@ -64,7 +64,7 @@ def test_background_removals_run_in_order(tmp_path: Path) -> None:
 
 
 class Death(BaseException):
-    """The death of the process."""
+    """The process died."""
 
 
 @pytest.mark.parametrize("key", ["commits/*", "tags/*"])

@@ -177,7 +177,7 @@ class Odd(Model):
 
 
 class Projecting(torch.optim.SGD):
-    """Its first step creates state that is not plain data."""
+    """An optimizer whose first step creates state that is not plain data."""
 
     def step(self, closure: Any = None) -> Any:
         super().step(closure)

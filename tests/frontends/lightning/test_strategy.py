@@ -202,7 +202,7 @@ def test_an_averaged_model_is_saved_and_loaded_with_the_model(tmp_path: Path, ra
 
 
 class Projecting(torch.optim.AdamW):
-    """Its first step creates state that is not plain data."""
+    """An optimizer whose first step creates state that is not plain data."""
 
     def step(self, closure: Any = None) -> Any:
         loss = super().step(closure)

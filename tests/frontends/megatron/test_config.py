@@ -1,4 +1,4 @@
-"""The config of a checkpoint: written, read, and refused."""
+"""The config of a checkpoint is written and read, and an invalid one is refused."""
 
 from __future__ import annotations
 

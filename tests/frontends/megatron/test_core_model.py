@@ -26,7 +26,7 @@ METADATA = {"distrib_optim_sharding_type": "fully_reshardable", "distrib_optim_f
 
 
 class OnTheCPU(TorchFunctionMode):
-    """Megatron's optimizers create tensors on "cuda" and accept only parameters there.
+    """Megatron's optimizers create tensors on "cuda", and accept only parameters on "cuda".
 
     This mode uses the CPU instead.
     """

@@ -1,4 +1,4 @@
-"""Removal of some of a checkpoint's sharded tensors."""
+"""Some of a checkpoint's sharded tensors are removed."""
 
 from __future__ import annotations
 

@@ -57,7 +57,7 @@ def loaded(rank: int, size: int, path: Path, strategy: Any = None) -> dict[str, 
 
 
 def said(rank: int, size: int, call: Callable[..., Any], *arguments: Any, **named: Any) -> tuple[str, bool]:
-    """Return the message of the call's error, and whether it belongs to Megatron's classes and to casckpt's."""
+    """Return the message of the call's error, and whether it is an instance of Megatron's and of casckpt's class."""
     error = outcome_of(lambda: call(rank, size, *arguments, **named))
     both = isinstance(error, core(".mapping").CheckpointingException) and isinstance(error, CasckptError)
     return str(error), both

@@ -1,4 +1,4 @@
-"""Loads into a sharded state dict: different shapes, objects, factories, and errors on all ranks."""
+"""Loads into a sharded state dict: different shapes, objects, factories, and errors that all ranks raise."""
 
 from __future__ import annotations
 
@@ -219,9 +219,7 @@ def test_a_process_group_saves_independently(tmp_path: Path, ranks: Pool) -> Non
     assert ranks.run(3, in_a_group, f"{tmp_path}#a@1") == [None, [1, 1], [2, 2]]
 
 
-def test_each_strictness_handles_missing_and_unexpected_keys_as_documented(
-    where: str, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_each_strictness_handles_missing_and_unexpected_keys(where: str, caplog: pytest.LogCaptureFixture) -> None:
     def asked() -> dict[str, Any]:
         return {"w": tensor("w", 4, 3), "x": tensor("x", 1), "y": obj("y")}
 
@@ -281,7 +279,7 @@ def test_missing_keys_are_logged_on_every_rank(where: str, ranks: Pool) -> None:
 
 
 @pytest.mark.parametrize("value", [one.value for one in megatron.StrictHandling])
-def test_each_strictness_requires_the_same_as_in_megatron_core(value: str) -> None:
+def test_each_strictness_agrees_with_megatron_core(value: str) -> None:
     validation, ours = core(".validation"), megatron.parse_strict_flag(value)
     one = validation.parse_strict_flag(value)
     assert megatron.parse_strict_flag(one) is ours

@@ -177,7 +177,7 @@ def under_each_strictness(rank: int, size: int, path: Path) -> dict[str, Any]:
     return {name: "raises" if isinstance(one, Exception) else one for name, one in found.items()}
 
 
-def test_each_strictness_handles_missing_and_unexpected_keys_as_documented(path: Path, ranks: Pool) -> None:
+def test_each_strictness_handles_missing_and_unexpected_keys(path: Path, ranks: Pool) -> None:
     left_out = (["layers.norm"], None, None)
     (found,) = ranks.run(1, under_each_strictness, path)
     assert found == {

@@ -84,11 +84,11 @@ load_sharded_objects                        test_loading.test_objects_are_replac
 load_sharded_metadata                       test_stored.test_parts_of_a_checkpoint_can_be_loaded
 load_content_metadata                       test_stored.test_parts_of_a_checkpoint_can_be_loaded
 validate_sharding_integrity                 test_integrity.test_validation_gathers_metadata_if_none_is_passed
-StrictHandling                              test_loading.test_each_strictness_handles_missing_and_unexpected_keys_as_documented
-StrictHandling.requires_explicit_ckpt_mismatch_check test_loading.test_each_strictness_requires_the_same_as_in_megatron_core
-StrictHandling.requires_global_app_metadata test_loading.test_each_strictness_requires_the_same_as_in_megatron_core
-StrictHandling.requires_returning_mismatch_keys test_loading.test_each_strictness_requires_the_same_as_in_megatron_core
-parse_strict_flag                           test_loading.test_each_strictness_requires_the_same_as_in_megatron_core
+StrictHandling                              test_loading.test_each_strictness_handles_missing_and_unexpected_keys
+StrictHandling.requires_explicit_ckpt_mismatch_check test_loading.test_each_strictness_agrees_with_megatron_core
+StrictHandling.requires_global_app_metadata test_loading.test_each_strictness_agrees_with_megatron_core
+StrictHandling.requires_returning_mismatch_keys test_loading.test_each_strictness_agrees_with_megatron_core
+parse_strict_flag                           test_loading.test_each_strictness_agrees_with_megatron_core
 AsyncRequest                                test_saving.test_a_background_save_stores_the_same_values
 get_optim_param_to_id_map                   test_mapping.test_parameters_are_numbered_and_tied_ones_share_a_number
 get_param_id_to_sharded_param_map           test_mapping.test_parameters_are_found_by_identity

@@ -1,4 +1,4 @@
-"""Equal stores have equal charts, which show the first and the last checkpoint."""
+"""The charts of equal stores are equal, and show the first and the last checkpoint."""
 
 from __future__ import annotations
 

@@ -26,7 +26,7 @@ EMPTY = {"meta", "link", "br", "path", "use", "image", "rect", "circle"}
 
 
 class Checker(HTMLParser):
-    """Checks that every tag is closed, and that the page does not fetch or run anything."""
+    """Checks that every HTML tag is closed, and that the page does not fetch or run anything."""
 
     def __init__(self, text: str) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""Repositories and revisions in the lists of a hub."""
+"""The repositories and revisions that a hub lists."""
 
 from __future__ import annotations
 

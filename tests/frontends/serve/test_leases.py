@@ -1,4 +1,4 @@
-"""Leases of a server: how many remain when no file is being sent, and how many at shutdown."""
+"""Leases of a server: how many remain when no file is being sent, and that none remain after shutdown."""
 
 from __future__ import annotations
 

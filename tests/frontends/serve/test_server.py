@@ -1,4 +1,4 @@
-"""Connections of a server: idle, silent, and interrupted."""
+"""Idle, silent, and interrupted connections of a server."""
 
 from __future__ import annotations
 

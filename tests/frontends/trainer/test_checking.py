@@ -1,4 +1,4 @@
-"""Invalid state is reported before the training or at its first step, before anything is written."""
+"""Invalid state is reported before the training starts or at its first step, before anything is written."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class Phase(enum.Enum):
 
 
 class Phased(optim.AdamW):
-    """Its first step creates state that is not plain data."""
+    """An optimizer whose first step creates state that is not plain data."""
 
     def step(self, closure: Any = None) -> Any:
         super().step(closure)

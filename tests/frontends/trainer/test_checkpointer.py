@@ -1,4 +1,4 @@
-"""The checkpointer of one process: checkpoint contents, restores, failures and log messages."""
+"""The checkpointer of a single process: contents of checkpoints, restores, failures and log messages."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A last save on all ranks after a signal."""
+"""After a signal, all ranks save once more."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A resume on different ranks reports per-rank parts that have moved, except random generators."""
+"""A resume on different ranks reports per-rank parts that were saved by a different rank, except random generators."""
 
 from __future__ import annotations
 

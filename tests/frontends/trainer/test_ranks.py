@@ -71,7 +71,7 @@ def test_a_save_that_fails_on_one_rank_fails_on_all_and_can_be_retried(store_pat
 
 
 def fails_again_and_again(rank: int, size: int, path: Path, *, repeats: bool) -> tuple[type, int]:
-    """Let only rank 1 fail, and only its clock advance. Return each error with its step."""
+    """Let only rank 1 fail, and advance only its clock. Return each error with its step."""
     storage, clock = FaultyStore(LocalStore(path)), Ticks()
     checkpointer = Checkpointer(Store(Repository(storage, clock=clock)), run="sft", save_interval=2)
     if rank == 1:

@@ -1,4 +1,4 @@
-"""A resume restores or reports everything that it receives. No training loses its optimizer silently."""
+"""A resume restores or reports everything that it receives. No optimizer state is lost silently."""
 
 from __future__ import annotations
 

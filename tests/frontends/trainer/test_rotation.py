@@ -1,4 +1,4 @@
-"""The checkpoints that a rotation keeps, for any history and wherever the process dies."""
+"""Rotation keeps the right checkpoints for any history, even if the process dies at any point."""
 
 from __future__ import annotations
 
@@ -124,7 +124,7 @@ def checkpointer_of(store: Store) -> Checkpointer:
 
 
 def history_of_a_run(store: Store, model: nn.Linear, *, gc: bool) -> Iterator[None]:
-    """Make a history of saves, a tag and gcs. Yield after each."""
+    """Save, tag and run gc several times. Yield after each action."""
     checkpointer = checkpointer_of(store)
     for step in range(10, 90, 10):
         model.weight.data.fill_(step)
@@ -148,7 +148,7 @@ def test_a_run_keeps_the_checkpoints_that_its_rotation_selects() -> None:
 
 
 class Death(BaseException):
-    """The death of the process."""
+    """The process died."""
 
 
 @pytest.mark.sweep

@@ -1,4 +1,4 @@
-"""The checkpoints of a run, from one listing, and missing runs."""
+"""The checkpoints of a run, which need one listing, and missing runs."""
 
 from __future__ import annotations
 

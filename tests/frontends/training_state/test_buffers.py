@@ -1,4 +1,4 @@
-"""Buffers on several ranks. A save warns once about buffers that differ."""
+"""Buffers on several ranks: a save warns once if they differ."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The files and names with which the libraries of a model load its exports."""
+"""The files and names that a model's library needs to load its exports."""
 
 # ruff: noqa: E402 - skip before importing optional packages
 

@@ -1,4 +1,4 @@
-"""The names that Transformers gives to the parts of fused tensors, and loads of these parts."""
+"""The names that Transformers gives to the parts of fused tensors, and loads of parts with these names."""
 
 # ruff: noqa: E402 - skip before importing optional packages
 
@@ -147,7 +147,7 @@ MORE: dict[str, dict[str, Any]] = {
 
 
 def small(config: Any) -> dict[str, Any]:
-    """Return arguments with which a config, and the configs in it, describe a small model."""
+    """Return arguments for a config, and for the configs in it, that describe a small model."""
     given = {name: getattr(config, name, None) for name in SIZES}
     found = {name: SIZES[name] for name, value in given.items() if type(value) in (int, list)}
     if getattr(config, "layer_types", None) and "num_hidden_layers" in found:

@@ -1,4 +1,4 @@
-"""Loads into a model with a different dtype: state follows its parameter or keeps its dtype, and training
+"""Loads into a model with a different dtype: state gets the dtype of its parameter or keeps its own, and training
 continues."""
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Keys that a model saves but does not read are refused. Extra state and hooks work."""
+"""Keys that a model saves but does not read are refused. Extra state is saved and loaded, and hooks are called."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from tests.support.training import everything, identical
 
 
 class Scaled(nn.Linear):
-    """Saves a scale along with its weight, but does not read it."""
+    """A layer that saves a scale along with its weight, but does not read the scale."""
 
     def __init__(self, scale: float) -> None:
         super().__init__(3, 3)

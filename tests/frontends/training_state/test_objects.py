@@ -1,4 +1,4 @@
-"""Whole objects in a state: how `Store.save` stores them, and the order in which `Store.load` fills them."""
+"""Models, optimizers and other objects in a state: how `Store.save` stores them and how `Store.load` fills them."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def contents(model: nn.Module, optimizer: optim.Optimizer | None = None) -> Any:
 
 
 class Counter:
-    """An object with a state_dict. ``log``: the names of the objects, in call order."""
+    """An object with a state_dict. ``log``: the names of the objects in the order of calls."""
 
     def __init__(self, name: str, log: list[str], value: int = 0) -> None:
         self.name, self.log, self.value = name, log, value

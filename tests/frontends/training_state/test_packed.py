@@ -1,4 +1,4 @@
-"""Quantized layers of bitsandbytes resume exactly. Those that do not fit are refused before anything changes."""
+"""Quantized layers of bitsandbytes resume exactly. Layers that do not match are refused before anything changes."""
 
 from __future__ import annotations
 

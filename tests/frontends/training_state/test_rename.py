@@ -1,4 +1,4 @@
-"""Parameters whose saved names were different: ``rename`` applies to the model, its optimizer, and the checks."""
+"""Parameters that were saved under different names: ``rename`` applies to the model, its optimizer, and the checks."""
 
 from __future__ import annotations
 

@@ -106,7 +106,7 @@ class Quantized(Optimizer):
         super().__init__(params, {"lr": lr})
 
     def step(self, closure: Any = None) -> Any:
-        """Take a step that has no useful effect."""
+        """Take a step without a useful effect."""
         loss = closure()
         for group in self.param_groups:
             for parameter in group["params"]:
@@ -132,7 +132,7 @@ class Quantized(Optimizer):
 
 
 class Picky(Quantized):
-    """An optimizer with its own load_state_dict, which reads state by number, as in some packages."""
+    """An optimizer whose own load_state_dict reads state by number, as those of some packages do."""
 
     def load_state_dict(self, state_dict: Any) -> None:
         assert all(isinstance(key, int) for key in state_dict["state"])

@@ -1,4 +1,4 @@
-"""Several ranks save and load together: replicas, errors that all ranks raise, and ranks with parts of a model."""
+"""Several ranks save and load together: they share replicas, raise the same errors, and may have parts of a model."""
 
 from __future__ import annotations
 
@@ -246,7 +246,7 @@ def test_all_ranks_reject_a_save_that_one_rank_rejects(store_path: Path, ranks: 
 
 
 def of_two_kinds(rank: int, size: int, path: Path) -> Any:
-    """Save with a different kind of optimizer on each rank: first for the whole model, then for a part of it per
+    """Save with a different kind of optimizer on each rank, first for the whole model, then for a part of it on each
     rank."""
     torch.manual_seed(1)
     model, kind = nn.ModuleList([nn.Linear(2, 2), nn.Linear(2, 2)]), (optim.AdamW, optim.SGD)[rank]

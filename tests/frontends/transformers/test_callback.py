@@ -45,7 +45,7 @@ pytestmark = pytest.mark.filterwarnings("ignore")  # Transformers and Accelerate
 
 
 def model() -> Any:
-    """Return MiniLM with its real weights. Only the head is trained."""
+    """Return MiniLM with its real weights, of which only the head is trained."""
     hub.set_seed(3)
     found = hub.AutoModelForSequenceClassification.from_pretrained(MODEL, num_labels=3)
     found.bert.requires_grad_(False)
@@ -426,7 +426,7 @@ def test_a_job_without_checkpoints_starts_from_the_beginning(tmp_path: Path, cap
 
 
 class WithProjector(torch.optim.SGD):
-    """Its first step creates state that is not plain data."""
+    """An optimizer whose first step creates state that is not plain data."""
 
     def step(self, closure: Any = None) -> Any:
         super().step(closure)

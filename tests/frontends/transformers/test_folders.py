@@ -1,4 +1,4 @@
-"""Any step of a training is loaded by `from_pretrained`, through an export, a server and a follower."""
+"""`from_pretrained` loads any step of a training run from an export, a server and a follower."""
 
 # ruff: noqa: E402 - skip before importing optional packages
 

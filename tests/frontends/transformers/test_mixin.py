@@ -1,4 +1,4 @@
-"""`CasTrainerMixin`: trainings of tiny models that are killed, resumed, sharded and exported."""
+"""`CasTrainerMixin`: training runs of tiny models that are killed, resumed, sharded and exported."""
 
 # ruff: noqa: E402 - skip before importing optional packages
 
@@ -115,7 +115,7 @@ BEST: dict[str, Any] = {"load_best_model_at_end": True, "eval_strategy": "steps"
 
 
 def whole(folder: Path) -> tuple[dict[int, float], Any]:
-    """Return the losses and the model of a training without a break."""
+    """Return the losses and the model of an uninterrupted training run."""
     losses = Losses()
     training = trainer(folder / "whole", folder / "out", losses)
     training.train()

@@ -1,4 +1,4 @@
-"""`CasTrainerMixin` with wrong arguments, odd trainings, and processes that die."""
+"""`CasTrainerMixin` with wrong arguments, unusual training runs, and processes that die."""
 
 # ruff: noqa: E402 - skip before importing optional packages
 
@@ -49,7 +49,7 @@ pytestmark = [
 
 
 class Rising(MyTrainer):
-    """Its evaluation loss is the step, so the first step is the best."""
+    """A trainer whose evaluation loss is the step, so that the first step is the best."""
 
     def evaluate(self, *args: Any, **kwargs: Any) -> dict[str, float]:
         found: dict[str, float] = super().evaluate(*args, **kwargs)
@@ -340,7 +340,7 @@ def test_a_store_that_the_user_may_not_create_raises_an_error_at_the_first_save(
 def test_a_store_that_refuses_writes_raises_an_error_at_the_end(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """As when a folder is read-only. Other errors of a storage may be temporary, so the training continues."""
+    """An example is a read-only folder. Other storage errors may be temporary, so the training continues."""
     storage = FaultyStore(memory())
     store = small(storage)
     trainer(store, tmp_path / "out", max_steps=2).train()

@@ -32,7 +32,7 @@ class MyTrainer(CasTrainerMixin, trl.SFTTrainer):  # type: ignore[misc] # trl ha
 
 @pytest.fixture(autouse=True)
 def _own_fingerprints(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let datasets not hash the trainer's functions, of which it pickles everything that they reach."""
+    """Keep datasets from hashing the trainer's functions, because it would pickle everything that they refer to."""
     monkeypatch.setattr(datasets.fingerprint.Hasher, "hash", classmethod(lambda cls, value: os.urandom(8).hex()))
 
 

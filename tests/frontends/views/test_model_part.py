@@ -1,4 +1,4 @@
-"""The model is found in every layout that trainings save."""
+"""The model is found in every layout in which training code saves it."""
 
 from __future__ import annotations
 

@@ -56,7 +56,7 @@ def test_a_match_does_not_exceed_the_computed_attempts() -> None:
 
 
 def splits(left: int, repeats: int) -> Iterator[tuple[int, ...]]:
-    """Yield all ways to give ``repeats`` some of ``left`` letters, but not all."""
+    """Yield all ways to divide up to ``left`` letters among ``repeats``."""
     if not repeats:
         yield ()
         return

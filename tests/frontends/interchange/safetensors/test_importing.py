@@ -431,7 +431,7 @@ def two_ranks(rank: int, size: int, folder: Path, more: dict[str, Any]) -> None:
 
 
 def whole(store: casckpt.Store, ref: str) -> bool:
-    """Return whether the checkpoint holds the example, in any order."""
+    """Return whether the checkpoint contains the example, in any order."""
     found = store.read(ref)
     return identical(dict(sorted(found.items())), dict(sorted(example().items())))
 
