@@ -28,13 +28,13 @@ MAX_PUBLISHED = 500_000  # bytes
 
 
 def bench(*arguments: str | Path) -> Done:
-    """tools/bench, for environments that exist."""
+    """Return tools/bench as a module, with the environments that exist."""
     return run_script("benchmarks", *arguments, environment={"PYTHONPATH": str(ROOT / "tools")})
 
 
 @pytest.fixture(scope="module")
 def smoke(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest) -> Path:
-    """The results of a smoke run, which leaves no other files. With --full it includes an earlier tree."""
+    """The results of a smoke run, which leaves no other files. With --full, it includes an earlier tree."""
     before = ("--before", ROOT) if request.config.getoption("--full") else ()
 
     def run(folder: Path) -> None:
@@ -197,7 +197,7 @@ def test_a_bucket_is_measured_together_with_a_raw_client(tmp_path: Path) -> None
 
 @pytest.mark.soak
 def test_training_states_are_encoded_and_decoded(tmp_path: Path) -> None:
-    """The first scenario makes the trace, and the second finds it."""
+    """The first scenario creates the trace, and the second one finds it."""
     results, traces = tmp_path / "deltas.json", tmp_path / "traces"
     done = bench("deltas", "coding", "coded", "--quick", "--dir", tmp_path, "--json", results, "--traces", traces)
     assert done.status == 0, done.told
@@ -250,7 +250,7 @@ def test_a_replayed_trace_has_the_states_of_its_training_run(tmp_path: Path) -> 
 
 @pytest.mark.soak
 def test_the_requests_of_a_save_do_not_depend_on_the_length_of_the_history(tmp_path: Path) -> None:
-    """The requests, exactly, after 100 saves of the run and after 300. The names in listings count."""
+    """The numbers of requests after 100 and after 300 saves of the run are equal, including the names in listings."""
     results = tmp_path / "history.json"
     done = bench("history", "--quick", "--dir", tmp_path, "--json", results)
     assert done.status == 0, done.told

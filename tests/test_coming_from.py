@@ -1,4 +1,4 @@
-"""docs/coming_from.md: before and after, each library in a separate process.
+"""The examples in docs/coming_from.md, before and after. Each library runs in a separate process.
 
 tests/test_docs.py runs the examples that need no other library, or DCP on two ranks.
 """

@@ -1,4 +1,5 @@
-"""Imports only go down, and only some modules import each library (docs/design.md). The tests read the source."""
+"""Modules import only from lower layers, and only some modules import each library (docs/design.md). The tests read
+the source."""
 
 from __future__ import annotations
 
@@ -46,7 +47,7 @@ FREE = {"__init__.py": "the public names", "_version.py": "imports nothing", "__
 
 @dataclass(frozen=True)
 class Fence:
-    """Only ``places`` (folders or files of the package) name ``modules`` and their contents."""
+    """Only ``places`` (folders or files of the package) may use ``modules`` and their contents."""
 
     modules: tuple[str, ...]
     places: tuple[str, ...]
@@ -170,7 +171,7 @@ def within(name: str, modules: tuple[str, ...]) -> bool:
 
 
 def violations(path: str, source: str) -> list[str]:
-    """The forbidden names in the source of ``path``, relative to the package."""
+    """Return the forbidden names in the source of ``path``, which is relative to the package."""
     if path in FREE:
         return []
     layer = path.partition("/")[0].removesuffix(".py")
@@ -240,7 +241,7 @@ def imports() -> dict[str, set[str]]:
 
 
 def circles(imported: dict[str, set[str]]) -> set[str]:
-    """Modules that import each other in a cycle."""
+    """Return the modules that import each other in a cycle."""
     left = dict(imported)
     while ends := [module for module, others in left.items() if not others & left.keys()]:
         for module in ends:

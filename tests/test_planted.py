@@ -1,4 +1,4 @@
-"""Each bug in tools/mutants has one place in the code, and tests that detect it."""
+"""Each planted bug has exactly one location in the code, and tests that detect it."""
 
 from __future__ import annotations
 

@@ -58,7 +58,7 @@ def tensors_in(value: Any, *path: str) -> Iterator[tuple[str, torch.Tensor]]:
 
 
 def assert_read(checkpoint: Any, state: Any) -> None:
-    """Check that it reads all tensors of a state, bit for bit."""
+    """Check that the reader reads all tensors of a state, bit for bit."""
     saved = dict(tensors_in(state))
     assert set(checkpoint.tensors) == set(saved)
     for key, tensor in saved.items():
@@ -70,7 +70,7 @@ def assert_read(checkpoint: Any, state: Any) -> None:
 
 
 def assert_as_casckpt(reader: Any, folder: Path) -> None:
-    """Check that it finds casckpt's visible checkpoints by id, with equal tensors, and the newest of each run."""
+    """Check that the reader finds the visible checkpoints with equal IDs and tensors, and the newest of each run."""
     mine, theirs = reader.Store(folder), casckpt.open(folder)
     told = [(one["run"], one["step"], one["manifest"]) for one in mine.checkpoints()]
     assert sorted(told) == sorted((one.run, one.step, one.id) for one in theirs.checkpoints())
@@ -242,7 +242,7 @@ def read_all(reader: Any, folder: Path, ref: str = "a@2") -> dict[str, bytes]:
 
 
 def places(data: bytes, kind: str) -> list[int]:
-    """Offsets to flip in a blob: between the header and the proof, because reads do not need the proof."""
+    """Offsets of bytes to flip in a blob: between the header and the proof, because reads do not need the proof."""
     if kind == "blob":
         return [4096, 4097, 8191, 8192, 4096 + 12_287]
     if kind == "manifest":

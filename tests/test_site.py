@@ -1,4 +1,4 @@
-"""The site: each public name has its page, each picture matches its source, and the table of contents lists each page.
+"""The site: each public name has a page, each picture matches its source, and the table of contents lists each page.
 
 `tools/docs` builds the site itself with separate tools.
 """

@@ -1,4 +1,4 @@
-"""The workers of ``--workers``: every test runs once, and every problem is reported."""
+"""The workers of ``--workers`` run every test once, and report every problem."""
 
 from __future__ import annotations
 

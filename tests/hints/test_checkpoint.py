@@ -1,4 +1,4 @@
-"""Advice of saves and loads."""
+"""The advice in errors and log messages of saves and loads."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Advice of the command line."""
+"""The advice that the command line gives."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Advice of the front end for torch.distributed.checkpoint, and of imports of its folders."""
+"""The advice of the front end for torch.distributed.checkpoint, and of imports of its folders."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Advice about exports and imports: safetensors, torch.save, folders of other programs, views, serving."""
+"""Advice about exports and imports: safetensors, torch.save, folders of other programs, views and serving."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Advice of the front end for Megatron-core, and of its strategies."""
+"""The advice of the front end for Megatron-core, and of its strategies."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Advice of the plug-ins of Lightning, torchtitan and Transformers."""
+"""The advice of the plug-ins for Lightning, torchtitan and Transformers."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ def test_storage_options_can_be_passed_when_a_store_is_opened(
 
 
 class Begins(LightningModule):
-    """Trains one batch, with a hyperparameter that is not plain data."""
+    """A module that trains one batch and has a hyperparameter that is not plain data."""
 
     def __init__(self, act: Any) -> None:
         super().__init__()

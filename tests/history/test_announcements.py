@@ -1,4 +1,4 @@
-"""Announcements: a run announces each record before it exists. Numbers are dense, and followers miss no record."""
+"""Announcements: each record is announced before it exists, numbers have no gaps, and followers miss no record."""
 
 from __future__ import annotations
 
@@ -103,7 +103,7 @@ def test_a_late_put_and_its_retry_have_different_numbers(tmp_path: Path) -> None
 @pytest.mark.parametrize("folder", ["runs", f"runs/{RUN}", announcement_key(RUN, 0).rpartition("/")[0]])
 @pytest.mark.parametrize("is_known", [True, False])
 def test_a_file_in_place_of_an_announcement_folder_is_an_error(tmp_path: Path, folder: str, is_known: bool) -> None:
-    """Otherwise, every number after the head would seem to be in use, without end, and none would be readable."""
+    """Otherwise, every number after the head would seem to be in use, and none of them could be read."""
     storage = LocalStore(tmp_path / "store")
     repo = repository(tmp_path / "host", storage)
     commit_bare(repo)
@@ -134,7 +134,7 @@ def test_several_processes_share_one_announcement_of_a_record(tmp_path: Path) ->
 
 
 def test_a_process_that_finds_a_log_number_in_use_announces_the_next(tmp_path: Path) -> None:
-    """A gc has taken the number because it believed the process dead."""
+    """A gc has used the number because it considered the process dead."""
     repo, storage = faulty(tmp_path)
     one = commit_bare(repo)
     storage.inject(

@@ -1,4 +1,4 @@
-"""Commits: the meaning of a log, competing changes, and damage."""
+"""Commits: how a log is interpreted, competing changes, and damage."""
 
 from __future__ import annotations
 
@@ -104,9 +104,9 @@ def test_an_old_listing_never_overrides_a_later_change(repo: Repository) -> None
 
 
 def test_a_purge_based_on_an_old_listing_fails_regardless_of_the_clocks(tmp_path: Path) -> None:
-    """It was restored, tagged and forgotten again within one tick.
+    """The commit was restored, tagged and forgotten again within one clock tick.
 
-    Thus, this is not the `forgotten` record that the gc read.
+    Therefore, its `forgotten` record is not the one that gc read.
     """
     repo = repository(tmp_path, clock=Ticks(step=0))
     old = forget(repo, commit_bare(repo))

@@ -1,4 +1,4 @@
-"""Following runs returns the same as a listing of commits/, for any order of announcements and events."""
+"""Following a run returns the same commits as a listing of commits/, for any order of announcements and events."""
 
 from __future__ import annotations
 
@@ -139,7 +139,7 @@ def test_latest_follows_each_run_unless_there_are_many_runs_and_then_makes_a_lis
 
 @pytest.mark.parametrize("count", [2, MANY_RUNS + 1])
 def test_a_save_reuses_nothing_from_a_run_whose_newest_checkpoint_is_uncertain(tmp_path: Path, count: int) -> None:
-    """Its checkpoint may have been purged, because the record that would say so is not readable."""
+    """The checkpoint may have been purged, but the record that would show this cannot be read."""
     storage = memory()
     repo = repository(tmp_path, storage)
     one, *others = (commit_bare(repo, f"run-{number}") for number in range(count))

@@ -1,4 +1,4 @@
-"""Expiring tags are granted only on checkpoints that are visible afterwards, renewed in time, and ended."""
+"""Expiring tags are granted only if their checkpoint is visible afterward. They are renewed in time, and end."""
 
 from __future__ import annotations
 

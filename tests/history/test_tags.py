@@ -281,9 +281,9 @@ def test_only_the_newest_generation_of_an_expired_tag_is_kept(repo: Repository) 
 def test_a_delayed_cleanup_does_not_lead_to_the_reuse_of_a_generation_number(
     tmp_path: Path, repo: Repository, faults: FaultyStore
 ) -> None:
-    """The cleanup has chosen what to delete, and then sleeps.
+    """The cleanup chooses what to delete, and then pauses.
 
-    Meanwhile, the tag is set again, and another process cleans up.
+    Meanwhile, the tag is set again, and a different process cleans up.
     """
     commit = commit_bare(repo)
     hold(repo, "eval", commit, 1)

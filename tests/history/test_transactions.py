@@ -1,4 +1,4 @@
-"""Saves in progress: their files and their signs of life."""
+"""Saves in progress: their files and their heartbeats."""
 
 from __future__ import annotations
 

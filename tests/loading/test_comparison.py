@@ -1,4 +1,4 @@
-"""Compares a live state with a checkpoint. Differences are reported by rank and location, under any topology."""
+"""A state in memory is compared with a checkpoint. Differences are reported by rank and position, for any topology."""
 
 from __future__ import annotations
 
@@ -207,7 +207,7 @@ def expected(state: dict[str, torch.Tensor]) -> dict[str, str]:
 
 @pytest.fixture(autouse=True)
 def in_batches(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Use lots of a few cells."""
+    """Compare only a few cells at a time."""
     monkeypatch.setattr(regions, "WINDOW_BYTES", 5 * 4096)
 
 

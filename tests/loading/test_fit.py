@@ -1,4 +1,4 @@
-"""Names that do not match: which pairs are found, and the suggested rename that loads them."""
+"""Names that do not match: which names are paired, and the suggested rename that loads them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Loads of cells that are stored as frames: from and into any layout, and with damage."""
+"""Loads of cells that are stored as frames, from and into any layout, and from damaged stores."""
 
 from __future__ import annotations
 
@@ -165,7 +165,7 @@ def test_a_template_with_tied_memory_loads_from_frames() -> None:
 
 
 def test_a_remote_load_of_frames_needs_few_requests() -> None:
-    """There is one read for each run of adjacent cells, frames or bases, and no byte is read twice."""
+    """Adjacent cells, frames and bases are read together, and no byte is read twice."""
     storage = far()
     store = saved(small(storage), states())
     cells = [cell for (name, _), cell in Stored(store, "latest").cells().items() if name[1].startswith("m.")]

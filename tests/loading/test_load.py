@@ -1,4 +1,4 @@
-"""Loads into a template: checks before any change, replaced values, and values that are not touched."""
+"""Loads into a template: checks before any change, values that are replaced, and values that do not change."""
 
 from __future__ import annotations
 
@@ -382,7 +382,7 @@ def test_state_dict_metadata_survives_a_load(store: Store) -> None:
 
 @given(st.data())
 def test_any_part_of_a_state_loads_into_any_layout(data: st.DataObject) -> None:
-    """A template with some keys, permuted and sliced out of larger tensors, for a state of several cells."""
+    """The template has some of the keys. Its tensors are permuted, and are slices of larger tensors."""
     store = small()
     shapes = data.draw(st.lists(st.lists(st.integers(1, 40), min_size=1, max_size=3), min_size=1, max_size=4))
     whole = {str(i): raw("int32", (*shape,), i) for i, shape in enumerate(shapes)}

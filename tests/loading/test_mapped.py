@@ -1,4 +1,5 @@
-"""Mapped reads: tensors over the page cache, which are verified once and read into memory where a map is impossible."""
+"""Mapped reads return tensors in the page cache, which are verified once. What cannot be mapped is read into
+memory."""
 
 from __future__ import annotations
 

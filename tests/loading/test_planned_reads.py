@@ -1,4 +1,4 @@
-"""Copies from one buffer to GPU tensors. Ranges that are adjacent in both are copied in one go."""
+"""Copies from one buffer to GPU tensors: ranges that are adjacent in both are copied together."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A load reads the requested bytes once, rounded to cells if it verifies them. The storage counts the bytes."""
+"""A load reads the requested bytes once, and whole cells if it verifies them. The storage counts the bytes."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ PER = CELL // 4  # the number of float32 elements in a cell
 
 
 def warmed(state: Any) -> Store:
-    """A store that has read its commit and manifest. From now on, it reads only tensors."""
+    """A store that has already read its commit and manifest, so that it reads only tensors."""
     store = small()
     store.save(state, step=1)
     store.read("default@1", keys=[])

@@ -1,4 +1,4 @@
-"""Running loads continue at the new locations of a checkpoint that is rewritten in the meantime."""
+"""A running load continues at the new locations if its checkpoint is rewritten."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def rewritten(repo: Repository) -> None:
 
 
 def rewritten_twice(repo: Repository) -> None:
-    """It is rewritten a second time, and the blobs of the first rewrite are deleted."""
+    """The checkpoint is rewritten a second time, and the blobs of the first rewrite are deleted."""
     rewritten(repo)
     rewritten(repo)
 

@@ -1,4 +1,4 @@
-"""Many small tensors are read together, with the same results, errors and counts as one by one."""
+"""Many small tensors are read together, with the same results, errors and counts as if read one by one."""
 
 from __future__ import annotations
 

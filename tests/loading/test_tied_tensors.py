@@ -100,7 +100,7 @@ def of_two(view: View, whole: torch.Tensor) -> dict[str, torch.Tensor]:
 @pytest.mark.parametrize(("view", "dtype"), CASES, ids=NAMES)
 @pytest.mark.parametrize("extent", [120, 300], ids=["one cell", "several"])
 def test_views_of_shared_memory_load_their_saved_values(view: View, dtype: torch.dtype, extent: int) -> None:
-    """An update also takes them from one version to the next, whether they are stored raw or encoded."""
+    """An update also loads them from one version to the next, whether they are stored raw or encoded."""
     store = small()
     held = store.save(of_two(view, torch.randn(extent, extent, dtype=dtype)), step=1)
     second = torch.randn(extent, extent, dtype=dtype)
@@ -117,7 +117,7 @@ def test_views_of_shared_memory_load_their_saved_values(view: View, dtype: torch
 def test_views_of_shared_memory_with_different_stored_values_are_rejected(
     view: View, dtype: torch.dtype, extent: int
 ) -> None:
-    """load and update refuse this before any change, even for a single element."""
+    """Loads and updates refuse these views before any change, even if a single element differs."""
     store, whole = small(), torch.randn(extent, extent, dtype=dtype)
     held = store.save(of_two(view, whole), step=1)
     other = view(whole).clone(memory_format=torch.contiguous_format).resolve_conj().resolve_neg()

@@ -1,4 +1,4 @@
-"""Updates from any held version to any other version. The state equals that of a load, and few bytes are read."""
+"""Updates from any loaded version to any other version have the same result as a load, and read few bytes."""
 
 from __future__ import annotations
 
@@ -200,7 +200,7 @@ def test_an_update_does_not_read_equal_tensors() -> None:
 
 @pytest.mark.parametrize("step", [0, 1, 3])
 def test_an_update_with_check_repairs_changed_memory(step: int) -> None:
-    """If check is off, changed cells are correct. If it is on, all cells are."""
+    """Without check, only the cells that differ between the versions are correct. With check, all cells are."""
     found = states()
     store = saved(small(), found)
     for check in (False, True):

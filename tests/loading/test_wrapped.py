@@ -1,4 +1,4 @@
-"""Wrappers are saved by their inner tensors, filled in place, and refused if the template's wrapper differs."""
+"""Wrappers are saved as their inner tensors, filled in place, and refused if the template's wrapper differs."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def test_a_background_save_is_filled_in_place_without_an_operation_on_the_wrappe
 
 
 def test_the_index_has_dtypes_that_earlier_versions_do_not_know() -> None:
-    """So they neither load nor export an inner tensor, even by its own key, for which they do not decode the tree."""
+    """Therefore, earlier versions neither load nor export an inner tensor, even by its own key."""
     store = small()
     checkpoint = store.save(state(1), run="r", step=1)
     manifest = manifests.get(store.repository, checkpoint.commit)

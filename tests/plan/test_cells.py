@@ -1,4 +1,4 @@
-"""Cuts tile a shard exactly, and a cut that names a cell of the parent names only that cell."""
+"""The cells of a shard tile it exactly, and a cell that is found in the parent is exactly that cell."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def _check_known(groups: Sequence[Group], parent: ExtentTable) -> None:
 
 @st.composite
 def parents(draw: st.DrawFn, shape: Shape, cell: int) -> ExtentTable:
-    """The cells that a save from any topology leaves."""
+    """The cells of a save from any topology."""
     cells = [one for region in draw(partitions(shape)) for one in cells_of(plan_cells(region, shape, cell, None))]
     return table_of(shape, cell, cells, per_blob=draw(st.integers(1, 9)))
 
@@ -190,7 +190,7 @@ def test_cells_remain_whole_across_many_topologies() -> None:
 
 
 def test_a_parent_may_have_overlapping_boxes() -> None:
-    """Flat parts of overlapping boxes leave such boxes, although the parts are disjoint."""
+    """Boxes can overlap even if their flat parts are disjoint."""
     shape = (4, 4)
     parts = [
         Region(Box((0, 0), (4, 2)), 0, 4),

@@ -1,4 +1,4 @@
-"""A comparison of two checkpoints is by key, dtype, shape and cells."""
+"""Two checkpoints are compared by key, dtype, shape and cells."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Planned reads cover exactly the requested elements, rounded to cells when verified, and read each byte once."""
+"""Planned reads cover exactly the requested elements, or their whole cells if verified, and read each byte once."""
 
 from __future__ import annotations
 

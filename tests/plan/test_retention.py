@@ -1,4 +1,4 @@
-"""Retention: a policy is the union of its rules per run, and some checkpoints are never forgotten."""
+"""Retention: in each run, a policy keeps what any of its rules keeps. Some checkpoints are never forgotten."""
 
 from __future__ import annotations
 

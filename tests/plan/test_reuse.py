@@ -130,8 +130,8 @@ def test_the_blob_and_offset_of_each_cell_are_found(shape: Shape, cell: int, dat
 
 @given(cases(), st.integers(0, 2), st.data())
 def test_an_encoded_cell_is_found_together_with_its_bases(case: Case, before: int, data: st.DataObject) -> None:
-    """The cells come after another source with its own blobs. They are not found if a blob of a base must not be
-    reused."""
+    """Another source, with its own blobs, precedes the cells. A cell is not found if a blob of one of its bases is
+    excluded."""
     sizes = len(case.blob_sizes)
     refs = [BlobRef(BlobHash(f"{n:064x}"), 1 << 20, UPLOADER) for n in range(before + sizes)]
     worn = data.draw(st.integers(0, before + sizes))

@@ -1,4 +1,4 @@
-"""Routes between versions of a cell reach their end, and none reads more than necessary."""
+"""Routes between versions of a cell lead to the target version, and read no more than necessary."""
 
 from __future__ import annotations
 
@@ -96,8 +96,8 @@ CELL, SIZE = 100, 2  # elements, and bytes of one
 
 @st.composite
 def tables(draw: st.DrawFn) -> list[ExtentTable]:
-    """Versions of a tensor. In each, some cells are new, in full or as a delta to an earlier version, and the others
-    stay."""
+    """Versions of a tensor. In each version, some cells are new (in full or as deltas to an earlier version), and the
+    others do not change."""
     numel = draw(st.integers(1, 8)) * CELL - draw(st.sampled_from([0, 1]))
     cut = draw(st.sets(st.integers(1, numel), max_size=2)) - {numel}
     versions: list[list[StoredCell]] = []
@@ -158,7 +158,7 @@ Cells: TypeAlias = Mapping[tuple[int, int], StoredCell]
 
 
 def check_way(way: ExtentRoute | None, span: Span, mine: Cells, theirs: Cells, kept: set[Link]) -> None:
-    """Check that it leads each cell to its end, and that each cell takes the route with the fewest bytes."""
+    """Check that each cell reaches its target version by the route with the fewest bytes."""
     routes = [find_route(mine[place], theirs[place], kept) for place in span.bounds]
     if way is None:
         assert span.size > 1 or routes == [None]

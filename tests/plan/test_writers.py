@@ -128,7 +128,7 @@ def test_the_order_of_rows_does_not_matter(world: tuple[list[Row], int], random:
 def test_replicas_balance_the_load_of_ranks_as_far_as_possible(world: tuple[list[Row], int]) -> None:
     """If all replicas are on the same ranks, a rank with replicas to write has at most two cells more than any other.
 
-    Each cut is at most half a cell from the even split, so a load differs from that by at most one cell. A rank that
+    Each boundary is at most half a cell from an even split, so that loads differ by at most one cell. A rank that
     already has more gets nothing.
     """
     rows, ranks = world
@@ -166,7 +166,7 @@ def test_a_rank_that_has_enough_bytes_is_not_assigned_a_part_of_a_cell(much: int
 
 
 def test_rows_with_few_holders_are_assigned_first() -> None:
-    """Only ranks 0 and 1 hold much, so ranks 2 and 3 write the rows that all four hold."""
+    """Ranks 0 and 1 also have other rows, so ranks 2 and 3 write the rows that all four ranks have."""
     pair = Row(0, 0, 0, 4000, 10, 1, {0: True, 1: True})
     four = Row(1, 0, 0, 4000, 10, 1, dict.fromkeys(range(4), True))
     found = duties([four, pair], 4)
@@ -175,7 +175,7 @@ def test_rows_with_few_holders_are_assigned_first() -> None:
 
 
 def test_the_halves_of_a_hybrid_mesh_are_balanced_independently() -> None:
-    """2 x 2: ranks 0 and 2 hold one half of each tensor, 1 and 3 the other."""
+    """The mesh is 2 x 2: ranks 0 and 2 have one half of each tensor, and ranks 1 and 3 the other."""
     rows = [Row(name, half, 0, 1000, 10, 4, {half: True, half + 2: True}) for name in range(10) for half in range(2)]
     found = duties(rows, 4)
     for rank in range(4):

@@ -1,4 +1,4 @@
-"""The ranks that hold each row, the places that each save samples, and the cells that a rank reads again."""
+"""The ranks that have each row, the positions that each save samples, and the cells that a rank reads again."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from casckpt.plan.writers import RUNS, SLICES, HeldRegions, Holders, places, pla
 
 
 def held(names: list[int], *, length: int = 100, cell: int = 10, shared: bool = True) -> HeldRegions:
-    """The rows of one rank: one of each name, all of the same length."""
+    """The rows of one rank: one for each name, all of the same length."""
     count = len(names)
     full = np.full(count, length)
     return HeldRegions(

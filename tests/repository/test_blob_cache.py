@@ -1,4 +1,5 @@
-"""The blob cache is bounded, never returns wrong bytes, allows concurrent users, and never makes a load fail."""
+"""The blob cache has a limited size, never returns wrong bytes, supports concurrent users, and never makes a load
+fail."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a process remembers about a store is bounded, and separate for each store."""
+"""A process remembers only a limited amount about each store, and does not mix up stores."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ STATE = {"w": torch.arange(6.0), "x": [1]}
 def test_a_save_does_not_claim_announcements_that_another_thread_read_later(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    """The clock of another host is ahead, so its save remains the newest."""
+    """The clock of a different host is ahead, so the save of that host remains the newest."""
     store = small()
     store.save(STATE, run="a", step=1)
     ahead = repository(tmp_path, store.repository.storage, clock=Ticks(store.repository.clock() + 10**9))

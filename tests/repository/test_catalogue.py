@@ -272,7 +272,7 @@ def test_threads_share_a_catalogue(path: Path, caplog: pytest.LogCaptureFixture)
 
 
 def write_many(path: Path, index: int, start: Barrier) -> None:
-    """Runs in several processes, which create the file at the same time."""
+    """Run in several processes, which create the file at the same time."""
     start.wait(60)
     catalogue = Catalogue(path)
     for number in range(20):

@@ -1,4 +1,4 @@
-"""Damaged commit records are reported, never misread, and do not affect other commits."""
+"""Damaged commit records are reported and never misread, and do not affect other commits."""
 
 from __future__ import annotations
 
@@ -117,8 +117,8 @@ def test_kept_numbers_do_not_affect_an_old_commit(repo: Repository) -> None:
 
 
 def test_a_kept_number_does_not_hide_a_restore_that_the_listing_missed(tmp_path: Path) -> None:
-    """Both records appear during the listing, which shows the later one. Otherwise the next gc would purge a visible
-    checkpoint."""
+    """Both records are written during the listing, which contains only the later one. If gc ignored the other, it
+    would later purge a visible checkpoint."""
 
     class Late(MemoryStore):
         def list(self, prefix: str, **known):  # type: ignore[no-untyped-def]  # as its base

@@ -1,4 +1,5 @@
-"""Ranks of a host read shared bytes once. Nothing that happens to the shared files makes a read fail or wrong."""
+"""The ranks of a host read shared bytes once. No damage to the shared files makes a read fail or return wrong
+bytes."""
 
 from __future__ import annotations
 
@@ -333,7 +334,7 @@ CALLS = ("open", "close", "mkdir", "pwrite", "pread", "preadv", "ftruncate", "fs
 
 
 def run_and_die(step: int, job: Callable[[], object]) -> int:
-    """Fork a child that runs ``job`` and kills itself before its system call number ``step``. Return its status."""
+    """Fork a child that runs ``job`` and kills itself before system call number ``step``. Return its status."""
     child = os.fork()
     if not child:
         steps = itertools.count(1)

@@ -156,7 +156,7 @@ def test_a_lock_is_held_and_released(tmp_path: Path) -> None:
 
 
 def test_a_forked_child_does_not_keep_the_lock(tmp_path: Path) -> None:
-    """A data loader worker lives as long as the training, and a mirror would wait for it to end."""
+    """A data loader's worker lives as long as the training run, and a mirror would wait for it to end."""
     path = tmp_path / "lock"
     held = alone_on_this_host(path)
     with held:

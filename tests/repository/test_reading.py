@@ -1,4 +1,4 @@
-"""A host reads each record from the store once, a process decodes it once, and listings stay exact."""
+"""A host reads each record from the store once, a process decodes it once, and listings remain correct."""
 
 from __future__ import annotations
 
@@ -95,7 +95,7 @@ def test_a_record_with_a_different_size_is_reread(tmp_path: Path) -> None:
 
 def test_a_fresh_read_detects_that_a_known_record_was_corrupted(tmp_path: Path) -> None:
     class Silent(MemoryStore):
-        """Its listings do not show that content has changed, as in a folder on a disk with a flipped bit."""
+        """Storage whose listings do not show that content has changed, as on a disk with a flipped bit."""
 
         def list(self, prefix: str, **known: Any) -> Iterator[ListedObject]:
             return (ListedObject(entry.key, entry.size) for entry in super().list(prefix, **known))
@@ -148,7 +148,8 @@ def test_a_version_that_does_not_know_a_requirement_does_not_write_to_the_store(
 
 
 def test_a_transaction_begun_while_a_requirement_is_set_is_rejected(repo: Repository, faults: FaultyStore) -> None:
-    """The transaction checks once it is open. A writer of the requirement waits for open transactions."""
+    """The transaction checks requirements after it is open. A process that sets a requirement waits for open
+    transactions."""
     faults.inject(call_first("put", meanwhile(lambda: demand(repo)), key="transactions/*"))
     with pytest.raises(Unsupported):
         transactions.begin(repo, "run", 1)

@@ -1,4 +1,4 @@
-"""The marker, the settings, transaction ids, and record puts whose response is lost."""
+"""The marker, the settings, transaction IDs, and puts of records whose response is lost."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def test_a_store_without_its_marker_is_not_recreated(tmp_path: Path) -> None:
 
 
 def test_a_process_that_loses_the_race_to_create_a_store_uses_the_existing_one(tmp_path: Path) -> None:
-    """Between its search for a marker and for records, another process creates the store and saves."""
+    """A different process creates the store and saves between this process's search for a marker and for records."""
     storage = FaultyStore(memory())
     other = Repository(storage.inner, tmp_path / "other")
 

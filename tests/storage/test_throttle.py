@@ -1,4 +1,4 @@
-"""Tests of the throttle: only a limited number of ranks on a node upload at the same time."""
+"""The throttle limits how many ranks on a node upload at the same time."""
 
 from __future__ import annotations
 

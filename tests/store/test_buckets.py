@@ -46,7 +46,7 @@ MIB = 1 << 20
 
 @pytest.fixture(params=[pytest.param("straight", marks=pytest.mark.soak), "in trouble"])
 def endpoint(request: pytest.FixtureRequest, seaweed_server: Server) -> Iterator[str]:
-    """The address of a real server, both directly and through a network that loses one in ten requests."""
+    """The address of a real server, either direct or through a network that loses one in ten requests."""
     if request.param == "straight":
         yield seaweed_server.endpoint
         return
@@ -136,7 +136,7 @@ def training(rank: int, step: int) -> dict[str, Any]:
 
 
 def save_or_collect(rank: int, size: int, place: RemoteLocation, folder: Path) -> int:
-    """Save, or on the last rank, collect garbage until the other ranks have saved all their steps."""
+    """Save all steps. On the last rank, collect garbage until the other ranks are done."""
     store = opened(place, folder / str(rank))
     done = [folder / f"done-{number}" for number in range(size - 1)]
     if rank < size - 1:

@@ -1,4 +1,4 @@
-"""Loads with a host cache: cached blobs are not reread, and damaged blobs are not used."""
+"""Loads with a host cache: cached blobs are not read from the store again, and damaged ones are not used."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Exact costs of a save and a load: requests, fsyncs, bytes hashed, copied, written and read."""
+"""Exact costs of a save and a load: requests, fsyncs, and the bytes that are hashed, copied, written and read."""
 
 from __future__ import annotations
 
@@ -151,7 +151,7 @@ def test_a_second_read_makes_only_one_listing(meter: Meter) -> None:
 
 @pytest.mark.parametrize("ref", ["default@latest", "default@0"])
 def test_finding_a_checkpoint_needs_four_small_reads(meter: Meter, ref: str) -> None:
-    """These are the last announcement and the next free number, and the commit record and the next free number."""
+    """It reads the last announcement, the commit record, and the next free number of each of their logs."""
     meter.store.save(state(), step=0)
     cost = meter.of(lambda: meter.store.get(ref))
     assert part(cost, "requests", "reads") == (4, 4)

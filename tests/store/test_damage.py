@@ -223,7 +223,7 @@ SECTIONS = ("index", "places", "blobs", "cells", "rows")
 
 @pytest.mark.parametrize("section", SECTIONS)
 def test_a_flipped_byte_in_a_manifest_section_is_detected(store: Store, section: str) -> None:
-    """The error names the damage, unaffected entries load, and gc stops only if it cannot determine what to keep."""
+    """The error names the damage, other entries load, and gc stops only if it cannot determine what to keep."""
     ckpt = store.get("a@2")
     key = manifest_key(ckpt.commit.txid, ckpt.commit.id)
     found = decode_head(content(store, key))[section]
@@ -394,7 +394,7 @@ def _overlapping(table: Table) -> None:
 
 
 def test_extents_that_overlap_across_boxes_do_not_expose_other_memory() -> None:
-    """If overlaps made up for holes, a new tensor would contain foreign memory."""
+    """If overlaps could make up for holes, a new tensor would contain uninitialized memory."""
     from casckpt.tensors.values import Shard
 
     store, w = small(), torch.ones(4, 4)

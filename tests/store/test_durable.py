@@ -1,4 +1,4 @@
-"""If file names in a folder do not become durable, a save that a power loss could remove does not succeed."""
+"""A save raises an error if its file names do not become durable, because a power loss could then remove it."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""Every storage call of a save fails once, before and after its effect.
+"""Each storage call of a save fails once, before or after it takes effect.
 
-The save fails or succeeds, but never partially.
+The save succeeds or fails completely.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""A checkpoint that is purged during a read raises Gone in every front end, and never Damaged."""
+"""If a checkpoint is purged during a read, every front end raises Gone, and never Damaged."""
 
 from __future__ import annotations
 
@@ -90,7 +90,7 @@ def faults() -> FaultyStore:
 
 @pytest.fixture
 def store(faults: FaultyStore, tmp_path: Path) -> Store:
-    """A store with run@0 and run@1, which has deltas to it, on a host without a cache."""
+    """A store with run@0 and run@1, whose cells are deltas against those of run@0, on a host without a cache."""
     made = small(faults)
     made.save(first(), run="run", step=0)
     made.save(second(), run="run", step=1, compress="always")

@@ -1,4 +1,4 @@
-"""A store object after pickling, in forked processes, and at the end of a process."""
+"""A store object that is pickled, used in forked processes, or still in use at the end of a process."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def test_a_forked_child_can_save_in_the_background(store: casckpt.Store) -> None
 
 
 def test_a_save_to_a_bucket_is_finished_when_the_interpreter_ends(moto_server: Server, tmp_path: Path) -> None:
-    """This includes a save that has only just begun, even if nothing refers to the store.
+    """This includes a save that has only just begun, even if no variable refers to the store.
 
     The S3 client uses thread pools, which Python shuts down before it waits for casckpt's thread.
     """

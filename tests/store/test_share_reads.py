@@ -1,4 +1,5 @@
-"""The ranks of a host read each byte of a remote store once. After a restart, the host may have what it saved."""
+"""The ranks of a host read each byte of a remote store once. After a restart, the host may still have what it
+saved."""
 
 from __future__ import annotations
 
@@ -209,7 +210,7 @@ def test_folders_and_single_processes_do_not_share_reads(
 
 
 def harmed(rank: int, size: int, folder: Path, memory: Path, harm: Callable[[Path], object]) -> Any:
-    """Load replicas. Rank 1 begins when rank 0 has read everything, and harms each shared file before it reads it."""
+    """Load replicas. Rank 1 begins when rank 0 has read everything, and damages each shared file before reading it."""
     begun, ended = HostReads.reader, HostReads.end
 
     def reader(reads: HostReads, number: int, *args: Any) -> Reader:

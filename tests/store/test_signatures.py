@@ -1,4 +1,4 @@
-"""Signed checkpoints can be loaded from anywhere, and all others are rejected."""
+"""Signed checkpoints can be loaded from any store, and all others are rejected."""
 
 from __future__ import annotations
 
@@ -131,7 +131,7 @@ def test_every_loading_front_end_requires_signatures(trusting: Callable[[], Stor
 
 
 def test_front_ends_read_manifests_through_the_signature_check() -> None:
-    """Data that was not checked may be hostile: for example, notes may contain pickles."""
+    """Data that was not checked may be hostile. For example, notes may contain pickles."""
     named = [path for path in (PACKAGE / "frontends").rglob("*.py") if "manifests.get(" in path.read_text()]
     assert named == []
 

@@ -105,7 +105,7 @@ def save_models(rank: int, size: int, path: Path, seed: int) -> None:
 
 
 def load_models(rank: int, size: int, path: Path, seed: int, count: int) -> list[tuple[str, str]]:
-    """Return the pairs with an incorrect result.
+    """Return the pairs of names with an incorrect result.
 
     ``count``: how many others each one loads (those that follow in the list).
     """

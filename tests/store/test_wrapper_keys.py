@@ -1,4 +1,4 @@
-"""Wherever users name keys, the key of a wrapper stands for all tensors in it."""
+"""Wherever users name keys, the key of a wrapper stands for all tensors that it contains."""
 
 from __future__ import annotations
 

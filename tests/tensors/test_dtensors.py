@@ -1,4 +1,5 @@
-"""An arange is distributed over meshes. `local_boxes` returns the place of each element for any placement."""
+"""The values of an arange are distributed over meshes. `local_boxes` returns the position of each for any
+placement."""
 
 from __future__ import annotations
 
@@ -34,7 +35,7 @@ SHAPES: list[Shape] = [(8, 6), (7, 5), (3, 9), (16,), (5,), (1,), (4, 3, 5), (2,
 
 @contextmanager
 def pretending(mesh: Shape) -> Iterator[Iterator[DeviceMesh]]:
-    """The mesh as each of its ranks sees it in turn, in a group without communication."""
+    """Yield the mesh as each of its ranks in turn sees it, in a group without communication."""
 
     def ranks() -> Iterator[DeviceMesh]:
         for rank in range(prod(mesh)):
@@ -51,7 +52,7 @@ def pretending(mesh: Shape) -> Iterator[Iterator[DeviceMesh]]:
 
 
 def held(tensor: DTensor, full: torch.Tensor) -> list[int]:
-    """The elements of this rank, each of them checked."""
+    """Return the elements of this rank, after a check of each."""
     local, found = tensor.to_local(), []
     for outer, inner in local_boxes("key", tensor):
         assert outer.shape == inner.shape
@@ -70,7 +71,7 @@ Where = tuple[Shape, tuple[Placement, ...]]
 
 
 def scatter(mesh: Shape, shapes: Sequence[Shape], cuts: Callable[[int], Cuts]) -> dict[Where, list[int] | None]:
-    """The elements of all ranks for each shape and cut, or None if a rank refuses."""
+    """Return the elements of all ranks for each shape and division, or None if a rank refuses it."""
     said: dict[Where, list[list[int] | Exception]] = {}
     with pretending(mesh) as ranks:
         for here in ranks:
@@ -108,7 +109,7 @@ def whole(mesh: Shape, where: Where) -> list[int]:
 
 
 def even(mesh: Shape, where: Where) -> bool:
-    """Report whether each mesh dimension makes equal parts."""
+    """Report whether each mesh dimension divides the tensor into equal parts."""
     shape, placements = where
     left = list(shape)
     for size, one in zip(mesh, placements, strict=True):
@@ -158,7 +159,8 @@ STRIDED: dict[Shape, Callable[[int], Cuts]] = {
 @pytest.mark.skipif(TALKS, reason="a torch before 2.7 cuts nothing in strides")
 @pytest.mark.parametrize("mesh", STRIDED, ids=named)
 def test_strided_shards_map_each_element_to_its_position(mesh: Shape) -> None:
-    """torch cuts uneven ones in two ways. casckpt supports FSDP2's, and refuses the other, which its sizes reveal."""
+    """torch divides uneven shards in two ways. casckpt supports that of FSDP2, and refuses the other, as the sizes
+    show."""
     shapes = [*SHAPES, (16, 8), (24, 12), (48,)]
     for where, found in scatter(mesh, shapes, STRIDED[mesh]).items():
         if found is None:
@@ -185,7 +187,7 @@ def test_unreduced_sums_are_rejected() -> None:
 
 
 def test_a_local_tensor_of_the_wrong_size_is_rejected() -> None:
-    """As after an uneven cut, which a DTensor cannot describe."""
+    """An example is an uneven division, which a DTensor cannot describe."""
     with pretending((2,)) as ranks:
         for rank, here in enumerate(ranks):
             local = torch.zeros(1 + 4 * rank)
@@ -221,7 +223,7 @@ Held = dict[tuple[int, str], tuple[list[int], int]]
 
 
 def wrap(here: DeviceMesh, names: tuple[str, ...], model: torch.nn.Module) -> None:
-    """FSDP2 over all dimensions of the mesh except "tp", separate or ("flat") merged into one."""
+    """Apply FSDP2 over all dimensions of the mesh except "tp", either separately or ("flat") merged into one."""
     from torch.distributed.fsdp import fully_shard
     from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
@@ -236,7 +238,7 @@ def wrap(here: DeviceMesh, names: tuple[str, ...], model: torch.nn.Module) -> No
 
 
 def wrapped(rank: int, size: int, mesh: Shape, names: tuple[str, ...]) -> Held:
-    """The elements of this rank, of two layers of all sizes."""
+    """Return this rank's elements of two layers, for all sizes."""
     here = init_device_mesh("cpu", mesh, mesh_dim_names=names)
     found = {}
     for number, (inner, outer) in enumerate(SIZES):
@@ -279,7 +281,7 @@ def test_torch_wrappers_are_sharded_as_described(ranks: Pool, mesh: Shape, names
 
 
 def mixture(rank: int, size: int) -> Any:
-    """Placements that need communication: redistributed ones."""
+    """Return this rank's elements of tensors that were redistributed, which needs communication."""
     here = init_device_mesh("cpu", (2, 2))
     full = arange((7, 6))
     tensor = distribute_tensor(full, here, [Shard(0), Shard(1)])

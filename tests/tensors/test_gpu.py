@@ -1,6 +1,6 @@
-"""Tensors in GPU memory are saved and loaded like those in host memory. The tests use both if there is a GPU.
+"""Tensors in GPU memory are saved and loaded like tensors in host memory. The tests use both if there is a GPU.
 
-Otherwise they use tensors in host memory that look like a GPU's, so that casckpt must not access their bytes.
+Otherwise, they use tensors in host memory that look like GPU tensors, whose bytes casckpt must not access directly.
 """
 
 from __future__ import annotations
@@ -74,7 +74,7 @@ def on_host(state: Any) -> Any:
 
 @contextmanager
 def busy(device: str) -> Iterator[None]:
-    """Use a stream that is not the default, and whose work begins late."""
+    """Use a stream that is not the default one, and delay its work."""
     if device == "cpu":
         yield
         return

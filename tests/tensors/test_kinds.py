@@ -1,4 +1,4 @@
-"""torchao's weights are saved in the background and loaded, with equal bytes and an equal forward.
+"""torchao's weights are saved in the background and loaded with the same bytes, and compute the same outputs.
 
 These kinds run on CPUs: Float8Tensor, Int8Tensor, IntxUnpackedToInt8Tensor, NF4Tensor, NVFP4Tensor, MXTensor (compared
 by its values, because its linear is refused here) and Int8QuantizedTrainingLinearWeight. The kinds that need a GPU

@@ -49,7 +49,7 @@ def test_bytes_are_read_from_conjugated_and_negated_views(name: str) -> None:
 
 @pytest.mark.parametrize("name", NAMES)
 def test_a_buffer_can_begin_at_any_address(name: str) -> None:
-    """Values stored as bytes may begin at any byte of a blob, and torch's 16-byte copies would crash there."""
+    """Values that are stored as bytes may begin at any byte of a blob, where torch's 16-byte copies would crash."""
     source, target = raw(name, (9, 8)).t(), raw(name, (9, 8), 2).t()
     nbytes = len(bytes_of(source))
     buffer = memoryview(bytearray(nbytes + 1))[1:]

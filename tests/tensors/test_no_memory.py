@@ -1,4 +1,4 @@
-"""Tensors without memory of their own, or with shared memory, are refused by name everywhere."""
+"""Tensors without memory of their own, or with shared memory, are refused everywhere, and errors name them."""
 
 from __future__ import annotations
 
@@ -52,7 +52,8 @@ def beside(device: str) -> torch.Tensor:
 
 
 def freed(_: str) -> torch.Tensor:
-    """A parameter after FSDP freed it: an address computed from its offset, with no memory there."""
+    """A parameter that FSDP has freed: its address is computed from its offset, but there is no memory at this
+    address."""
     whole = torch.ones(16)
     part = whole[8:]
     whole.untyped_storage().resize_(0)
@@ -136,7 +137,7 @@ def test_dcp_rejects_a_tensor_without_memory(store: casckpt.Store, make: Callabl
 
 
 def test_state_without_memory_does_not_replace_a_parameter_without_memory(store: casckpt.Store) -> None:
-    """Both have the address 0. A load replaces tied tensors, but refuses these."""
+    """Both tensors have the address 0. A load would replace tied tensors, but refuses these."""
     model = nn.ParameterDict({"w": nn.Parameter(torch.ones(8)), "none": nn.Parameter(torch.empty(0))})
     optim = torch.optim.SGD(model.parameters(), momentum=0.9)
     optim.state[model["w"]] = {"momentum_buffer": torch.ones(8)}

@@ -95,7 +95,7 @@ def test_data_of_a_later_version_is_rejected() -> None:
 
 
 def test_any_changed_byte_of_an_archive_is_accepted_or_rejected_without_an_error() -> None:
-    """For example, Python's zipfile raises no BadZipFile if the directory requires a later version of zip."""
+    """For example, zipfile does not raise BadZipFile if the archive requires a later version of zip."""
     archive = write_archive([1])
     assert is_only_torchs(archive)
     found = {is_only_torchs(archive[:at] + b"\xff" + archive[at + 1 :]) for at in range(len(archive))}
@@ -103,7 +103,7 @@ def test_any_changed_byte_of_an_archive_is_accepted_or_rejected_without_an_error
 
 
 def test_a_pickle_with_external_bytes_is_rejected_without_reading_it() -> None:
-    """Only readers that may unpickle fetch it. torch's restricted unpickler does not use it."""
+    """Only a reader that may unpickle reads these bytes. torch's restricted unpickler does not use them."""
     harmless = plain.encode(write_archive({"x": torch.ones(2)}))
     refuse_pickle("a", harmless, 0)
     for data, parts in ((harmless, 1), (plain.encode(b"\x80\x02N."), 0)):

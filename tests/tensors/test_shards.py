@@ -1,4 +1,4 @@
-"""Leaves become chunks without a copy, and the error for a leaf without bytes names it."""
+"""Leaves are divided into chunks without a copy, and the error for a leaf without bytes names it."""
 
 from __future__ import annotations
 

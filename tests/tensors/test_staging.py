@@ -1,4 +1,4 @@
-"""Copies for saves in the background hold every bit, and reuse memory."""
+"""Copies for background saves are exact, and reuse memory."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Any nested state becomes flat leaves and comes back equal."""
+"""Any nested state is flattened to leaves, and rebuilt exactly."""
 
 from __future__ import annotations
 
@@ -250,7 +250,7 @@ STATES = st.dictionaries(
 
 
 def equal(one: Any, other: Any) -> bool:
-    """Compare exactly, and tensors by identity."""
+    """Compare values exactly, and tensors by identity."""
     if isinstance(one, torch.Tensor):
         return one is other
     if type(one) is dict and type(other) is dict:

@@ -1,4 +1,4 @@
-"""A Shard refuses inconsistent numbers, and its regions are those of its data."""
+"""A Shard refuses inconsistent numbers, and describes the regions of its data."""
 
 from __future__ import annotations
 

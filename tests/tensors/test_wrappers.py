@@ -1,4 +1,4 @@
-"""Wrappers are opened and rebuilt. Hostile forms and inner tensors are refused, and nothing else is raised."""
+"""Wrappers are flattened and rebuilt. Hostile forms and inner tensors are refused, and no other error is raised."""
 
 from __future__ import annotations
 

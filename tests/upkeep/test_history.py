@@ -1,4 +1,4 @@
-"""The bytes that each checkpoint added, and the reason for them; damage does not hide other checkpoints."""
+"""The bytes that each checkpoint added, and why it added them. Damage does not hide other checkpoints."""
 
 from __future__ import annotations
 

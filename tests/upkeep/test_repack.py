@@ -1,4 +1,4 @@
-"""Repacked cells are stored in different blobs, and the checkpoint stays identical to the byte."""
+"""Repacked cells are stored in different blobs, and the checkpoint remains identical, byte for byte."""
 
 from __future__ import annotations
 
@@ -219,7 +219,8 @@ def test_unknown_encodings_are_not_repacked(source: Repository, target: Reposito
 def test_spans_with_different_cell_sizes_are_rejected_before_they_are_laid_out(
     source: Repository, target: Repository
 ) -> None:
-    """A row must be in one span. A hostile writer may have split a span, so that adjacent cells cannot form one row."""
+    """A row must be in one span. A hostile writer may have divided a span, so that adjacent cells cannot form one
+    row."""
     manifest = manifests.get(source, resolve(source, "run@0"))
     parts, half = taken_apart(manifest), CELL // 4
     digests = parts.pieces["cells"][0][1:]

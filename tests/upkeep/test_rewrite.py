@@ -1,4 +1,5 @@
-"""Rewrites: a single record hides the old commit and shows the new one. One of several competing processes wins."""
+"""Rewrites: a single record hides the old commit and shows the new one, and one of several competing processes
+wins."""
 
 from __future__ import annotations
 
@@ -323,7 +324,7 @@ def test_reading_a_run_follows_checkpoints_that_are_replaced_meanwhile(
 
 
 def test_a_lost_record_after_a_rewrite_does_not_prevent_listings(tmp_path: Path) -> None:
-    """If the base's log is read by keys, it ends before the gap, and the rewrite seems valid.
+    """If the log of the base is read by keys, it ends before the gap, and the rewrite seems valid.
 
     The listing shows that it is not.
     """

@@ -1,4 +1,4 @@
-"""Tests of which file systems have reliable listings and a cheap page cache."""
+"""Which file systems have reliable listings, and which have a cheap page cache."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Reads of files in a local store, with and without the page cache."""
+"""Reads of files in a local store, through the page cache or around it."""
 
 from __future__ import annotations
 

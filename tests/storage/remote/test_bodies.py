@@ -1,4 +1,4 @@
-"""A put sends the caller's memory, which is never copied in full, and sends it again in each attempt."""
+"""A put sends the caller's memory without copying all of it, and sends it again in each attempt."""
 
 from __future__ import annotations
 

@@ -226,7 +226,7 @@ def test_objects_have_both_casckpt_metadata_and_user_metadata(moto_server: Serve
 
 
 def test_a_large_object_is_put_in_one_request(storage: RemoteStore, proxy: Proxy) -> None:
-    """s3fs alone would upload this in parts, several of which can win a race."""
+    """s3fs alone would upload the object in parts, and several such uploads can succeed in a race."""
     storage.put("objects/x/a", bytes(101 * MIB))
     puts = [one for one in proxy.seen if one.method != "HEAD"]
     assert [(one.method, one.query) for one in puts] == [("PUT", "")]

@@ -147,7 +147,7 @@ def test_permanent_errors_are_not_retried(
 
 
 class Unwell(BaseHTTPRequestHandler):
-    """Answers every request with 503, and those below /none/ with 404."""
+    """A server that answers every request with 503, and those below /none/ with 404."""
 
     def do_GET(self) -> None:
         self.send_error(404 if self.path.startswith("/none/") else 503)

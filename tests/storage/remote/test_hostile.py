@@ -1,4 +1,4 @@
-"""Servers that never respond or never finish: every call to them ends with an error, and does not exhaust memory."""
+"""Servers that never respond or never finish: every call to them ends with an error without exhausting memory."""
 
 from __future__ import annotations
 
@@ -135,7 +135,7 @@ def test_every_call_to_a_hostile_server_of_a_different_cloud_ends(
 def test_bytes_beyond_the_expected_size_are_not_accepted(
     kind: Callable[..., ObjectStore], hostility: Hostility
 ) -> None:
-    """This holds even with unlimited timeouts."""
+    """This is so even with unlimited timeouts."""
     with hostile(hostility, "206 Partial Content") as server:
         storage = kind(server, {})
         for name, act in (READS if kind is web else {**READS, **WRITES}).items():

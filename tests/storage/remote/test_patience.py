@@ -1,4 +1,4 @@
-"""Timeouts include silence and slow trickles, but not the time in which bytes arrive fast enough."""
+"""Time limits include silence and slow transfers, but not the time in which bytes arrive fast enough."""
 
 from __future__ import annotations
 
@@ -108,7 +108,7 @@ def test_casckpt_options_and_client_options_are_separated() -> None:
 
 
 class Held(Future[None]):
-    """A call that its client does not end, and the seconds for which it waited."""
+    """A call that its client does not end, and the seconds that casckpt waited for it."""
 
     def __init__(self) -> None:
         super().__init__()

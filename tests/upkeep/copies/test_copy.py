@@ -359,7 +359,8 @@ def test_a_copy_that_fails_with_a_storage_error_reports_its_progress(tmp_path: P
 
 
 def test_a_damaged_blob_is_read_once_for_all_checkpoints_that_share_it(tmp_path: Path, source: Repository) -> None:
-    """Otherwise, each of possibly thousands of checkpoints would leave a revoked transaction in the target."""
+    """Otherwise, each checkpoint that shares the blob, possibly thousands, would leave a revoked transaction in the
+    target."""
     flip(source, only_blob(source, resolve(source, "run@1")), DATA_OFFSET)
     target = elsewhere(tmp_path, storage := FaultyStore(memory()))
     result = copy(source, target)

@@ -1,4 +1,4 @@
-"""Tests of the mirror: saves never wait for it, no crash loses anything, and gc waits for it."""
+"""The mirror: saves never wait for it, no crash loses data, and gc waits for it."""
 
 from __future__ import annotations
 
@@ -144,7 +144,8 @@ def test_references_to_overwritten_steps_resolve_to_the_same_id_in_the_mirror(
 
 
 def test_a_repaired_checkpoint_is_safe_once_its_rewrite_is_in_the_mirror(store_path: Path, away: Path) -> None:
-    """The first commit can never be copied because its blob is gone. gc does not wait for it, and reports omit it."""
+    """The original commit can never be copied, because its blob is gone. gc does not wait for it, and reports omit
+    it."""
     store = small_folder(store_path)
     store.save({"a": cells(3, seed=1), "b": cells(1, seed=2)}, step=1)
     ckpt = store.save({"a": cells(3, seed=1)}, step=2)
@@ -230,7 +231,7 @@ def test_a_checkpoint_restored_after_its_note_is_not_safe(
 ) -> None:
     """It was forgotten, noted as safe, restored, purged in the mirror, and forgotten again.
 
-    In this case, gc once lost it in both stores.
+    Regression: gc once deleted such a checkpoint in both stores.
     """
     cron = casckpt.open(
         store_path
@@ -479,7 +480,7 @@ def test_known_mirror_records_are_not_reread(store: Store, store_path: Path, awa
 def test_gc_keeps_everything_if_the_mirror_is_missing(
     how: str, is_open: bool, store_path: Path, away: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """The mirror may have lost the checkpoints that gc would purge: its folder was deleted, or a disk is not
+    """The mirror may have lost the checkpoints that gc would purge. Its folder may be deleted, or its disk not
     mounted."""
     small_folder(store_path)
     store = casckpt.open(store_path, mirror=away)

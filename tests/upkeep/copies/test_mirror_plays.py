@@ -1,6 +1,6 @@
-"""A mirror with concurrent rewrites, forgets and gcs in both stores, in any order of calls and with kills at any call.
+"""A mirror, with concurrent rewrites, forgets and gcs in both stores. Calls run in any order, with kills at any call.
 
-A live checkpoint may be noted as safe, or purged, only if the mirror held it completely after its last save or restore
+A live checkpoint may be noted as safe, or purged, only if it was complete in the mirror after its last save or restore
 in the store. A note may outlive the purge of its checkpoint.
 """
 

@@ -1,4 +1,5 @@
-"""How one checkpoint is copied into another store: from damaged sources, by failing, killed, and concurrent copies."""
+"""How one checkpoint is copied into a different store: from damaged sources, and by failing, killed and concurrent
+copies."""
 
 from __future__ import annotations
 
@@ -339,7 +340,7 @@ def test_a_joined_transaction_outlives_the_process_that_began_it(tmp_path: Path,
 
 
 def test_a_copy_does_not_change_a_save_with_the_same_txid(tmp_path: Path, source: Repository) -> None:
-    """This happens if a folder is copied while jobs save into it."""
+    """Such a save exists if a folder is copied while jobs save into it."""
     target = elsewhere(tmp_path)
     target.create()
     commit = resolve(source, "run@3")

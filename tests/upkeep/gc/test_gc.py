@@ -1,4 +1,4 @@
-"""gc as its callers see it: what it deletes, keeps, defers and reports."""
+"""What gc deletes, keeps, defers and reports."""
 
 from __future__ import annotations
 
@@ -164,7 +164,7 @@ def test_the_progress_of_gc_counts_every_deleted_object(repo: Repository) -> Non
 
 @pytest.mark.parametrize("where", ["repo", "remote"])
 def test_forgotten_checkpoints_are_kept_for_a_day(where: str, request: pytest.FixtureRequest) -> None:
-    """Test a folder and a bucket. Until then, gc reports how many bytes it will free, and when."""
+    """During the day, gc reports how many bytes it will free, and when. The test uses a folder and a bucket."""
     repo: Repository = request.getfixturevalue(where)
     old = save(repo, step=0, texts=["shared", "alone"])
     shared = next(ref for ref in manifests.get(repo, old).blobs if ref.size == len("shared"))

@@ -1,4 +1,4 @@
-"""Expiring tags and requirements for writers prevent gc from forgetting and purging."""
+"""Expiring tags, and requirements for writers, prevent gc from forgetting and purging."""
 
 from __future__ import annotations
 
@@ -182,7 +182,7 @@ def test_replaced_commits_are_purged_after_the_minimum_age(repo: Repository) -> 
 
 
 def test_replaced_commits_that_cannot_be_read_are_purged_immediately(repo: Repository) -> None:
-    """Such a commit is useless, and gc could not delete anything while it is live."""
+    """Such a commit is useless, and gc could not delete anything while the commit is live."""
     commit = first(repo)
     move(repo, commit)
     repo.storage.delete(f"objects/{commit.txid}/{commit.id}.manifest")
@@ -469,7 +469,7 @@ def test_nothing_is_restored_if_a_different_checkpoint_is_visible_at_the_step(
 
 
 def test_an_overwritten_checkpoint_remains_forgotten_if_its_successor_is_forgotten(repo: Repository) -> None:
-    """An overwrite does not remove tags. The overwritten checkpoint must not become the newest of the run later."""
+    """An overwrite does not remove tags. The overwritten checkpoint must not later become the newest of the run."""
     commit = first(repo)
     tags.set_tag(repo, "best", commit)
     other = in_its_place(repo)

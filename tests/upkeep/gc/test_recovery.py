@@ -1,4 +1,4 @@
-"""How gc helps processes that follow runs: it completes announcements of dead processes, and announces all records."""
+"""gc helps processes that follow runs: it completes the announcements of dead processes, and announces all records."""
 
 from __future__ import annotations
 

@@ -63,7 +63,7 @@ def test_blobs_that_an_open_save_may_reuse_are_kept_even_if_purged(repo: Reposit
 
 
 def test_blobs_committed_and_purged_during_the_wait_are_kept_by_this_gc(repo: Repository) -> None:
-    """A process that this gc does not wait for may have started to reuse them."""
+    """A process that this gc does not wait for may have begun to reuse these blobs."""
     first = begin_elsewhere(repo)
     put_blob(repo, first, "shared")
 

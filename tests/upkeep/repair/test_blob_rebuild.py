@@ -64,7 +64,7 @@ def flip_each(repo: Repository, commit: Commit, *positions: int) -> None:
 
 
 def test_damaged_copies_repair_each_other(repo: Repository, other: Repository) -> None:
-    """Each copy is damaged in different places: in its header, a large cell, padding, small cells, or its proof."""
+    """Each copy is damaged in a different part: in its header, a large cell, padding, small cells, or its proof."""
     one, two = (save_arrays(repo, LARGE, step=step, cell=LEAF) for step in range(2))
     three = save_arrays(other, LARGE, cell=LEAF)
     flip_each(repo, one, 100, A1, -3)
@@ -108,7 +108,7 @@ def test_header_padding_and_proof_are_reconstructed_together(repo: Repository) -
 
 @pytest.mark.parametrize("position", [4, 100, PADDING, -1, -36, -35, -72, -6 * 36, -6 * 36 + 3, -6 * 36 + 4])
 def test_header_padding_and_proof_are_reconstructed_next_to_dead_cells(repo: Repository, position: int) -> None:
-    """The bytes between live cells are intact, but it is unknown what they are."""
+    """The bytes between live cells are intact, but their meaning is unknown."""
     older = save_arrays(repo, LARGE, cell=LEAF)
     kept = {name: LARGE[name] for name in "abd"}
     newer = save_arrays(repo, kept, step=1, reuse=older, cell=LEAF)

@@ -74,7 +74,7 @@ def test_cells_are_recovered_from_the_host_cache(repo: Repository) -> None:
 def test_a_damaged_source_does_not_change_correct_bytes(repo: Repository) -> None:
     """A leaf holds a live cell and a damaged dead cell.
 
-    In a blob with the same live bytes, the live cell is damaged instead.
+    A different blob has the same live bytes, but its live cell is damaged.
     """
     a, b = array(1, 0.25), array(2, 0.25)
     older = save_arrays(repo, {"a": a, "b": b})

@@ -171,7 +171,7 @@ def test_an_incorrect_frame_is_not_reused_once_detected() -> None:
 @pytest.mark.parametrize("has", [(1, 2, 3), (3,), (2,), ()])
 @pytest.mark.parametrize("at", [2, 3])
 def test_an_incorrect_frame_is_rebuilt_from_an_equal_cell(at: int, has: tuple[int, ...]) -> None:
-    """It can also be rebuilt by undoing the frame of a cell encoded against it.
+    """It can also be rebuilt by undoing the frame of a cell that is encoded against it.
 
     A copy has the same incorrect frame, so it does not help.
     """

@@ -1,4 +1,4 @@
-"""A flipped byte at any position is reported with the kind of damage, and affects only its own part."""
+"""A flipped byte at any position is reported with the kind of damage, and affects only the part that contains it."""
 
 from __future__ import annotations
 

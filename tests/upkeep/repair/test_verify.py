@@ -98,7 +98,7 @@ def test_extent_rows_are_compared_with_blobs_that_have_different_leaves(
 
 
 def test_a_blob_with_a_wrong_header_is_reported_as_damaged_but_loads(repo: Repository) -> None:
-    """All hashes are correct, but no writer creates such a header."""
+    """All hashes are correct, but no writer produces such a header."""
     commit = save_arrays(repo, {"a": array(1)})
     (ref,) = manifests.get(repo, commit).blobs
     data = bytearray(repo.storage.get(blob_key(ref.uploader, ref.hash), limit=1 << 20))

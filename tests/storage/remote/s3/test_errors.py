@@ -1,4 +1,4 @@
-"""Rejected requests: credentials are looked up again, and errors name the setting that helps."""
+"""Rejected requests: credentials are looked up again, and errors name the setting to change."""
 
 from __future__ import annotations
 
