@@ -1,5 +1,4 @@
-"""See tools/move. Paths and dotted names are found by text search. ty finds modules that are imported by their last
-name."""
+"""See tools/move. Text search finds paths and dotted names. ty finds modules that are imported by their last name."""
 
 from __future__ import annotations
 

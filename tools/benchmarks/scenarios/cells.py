@@ -1,5 +1,4 @@
-"""The cost of a cell in addition to that of its bytes, and the resulting limit for a process with any number of
-cores."""
+"""The cost of a cell in addition to that of its bytes, and the resulting limit for a process."""
 
 from __future__ import annotations
 

@@ -21,8 +21,7 @@ _OBJECT = 5000  # bytes of random state per rank
 
 
 def make(here: Here, tensors: int, shards: int, ranks: int) -> int:
-    """Create the tables of ``tensors`` tensors. The rows of each were written by ``shards`` ranks, into separate
-    blobs.
+    """Create the tables of ``tensors`` tensors. Each has rows from ``shards`` ranks, in separate blobs.
 
     No two cells of a tensor are adjacent in a blob, so each cell is an extent. ``ranks``: the number of ranks that
     have an object. Returns the number of extents.
