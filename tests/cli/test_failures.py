@@ -83,7 +83,7 @@ def test_an_interrupt_has_its_own_exit_status(failing: Any, run: Run) -> None:
     assert run("fail", "s", status=130).stderr.strip() == "casckpt: interrupted"
 
 
-def test_a_closed_pipe_is_not_reported(failing: Any, run: Run) -> None:
+def test_a_closed_pipe_does_not_cause_an_error_message(failing: Any, run: Run) -> None:
     failing(BrokenPipeError(32, "Broken pipe"))
     assert run("fail", "s", status=1).output == ""
 

@@ -135,7 +135,7 @@ def test_the_size_of_a_blob_limits_the_size_of_its_data() -> None:
     assert most_data(size_of([("int8", 5)])) == 5
 
 
-def test_holes_and_overlaps_are_rejected() -> None:
+def test_a_header_with_holes_or_overlaps_is_rejected() -> None:
     header = encode_header([("int16", 4), ("int8", 4)], 2)
     for offsets in (b"[5,9]", b"[3,7]"):
         with pytest.raises(Refused):
@@ -143,7 +143,7 @@ def test_holes_and_overlaps_are_rejected() -> None:
 
 
 @pytest.mark.parametrize("runs", [[("float32", 6)], [("int8", 1), ("int16", 2)], [("int8", -1)]])
-def test_an_impossible_layout_is_rejected(runs: list[tuple[str, int]]) -> None:
+def test_a_header_with_an_impossible_layout_is_rejected(runs: list[tuple[str, int]]) -> None:
     with pytest.raises(InvalidInput):
         encode_header(runs, 2)
 

@@ -69,7 +69,7 @@ for thread in threads: thread.join()
 """
 
 
-def test_threads_may_be_the_first_to_decode() -> None:
+def test_threads_can_be_the_first_to_decode_a_type() -> None:
     """No process dies when sixteen threads decode its first record, blob and manifest."""
     record = encode(Forgotten(txid=UPLOADERS[0], time=1))
     name, written = data()

@@ -214,7 +214,7 @@ def test_a_different_manifest_under_the_same_name_is_reported_as_damage() -> Non
 
 
 @given(st.data())
-def test_any_change_is_detected(data_: st.DataObject) -> None:
+def test_any_change_to_a_manifest_is_detected(data_: st.DataObject) -> None:
     made = encode(drawn())
     raw = bytearray(made.data)
     kind = data_.draw(st.sampled_from(["flip", "cut", "grow", "other"]))
@@ -454,7 +454,7 @@ def test_malformed_metadata_is_rejected() -> None:
         _ = decode(made.data, made.id).metadata
 
 
-def test_deep_nesting_is_rejected() -> None:
+def test_deeply_nested_fields_of_a_manifest_are_rejected() -> None:
     deep = b"\x91" * 100_000 + b"\xc0"
     index = part("index")
     for bad in (index.replace(b"\xa4loss", b"\xa4loss" + deep), index[:-1] + deep):

@@ -161,7 +161,7 @@ class Parts:
     [b"x" * 100, bytearray(b"y" * 100), np.arange(100.0), np.arange(200.0)[::2], np.array(["ab"] * 50), 7**300],
     ids=lambda value: type(value).__name__,
 )
-def test_long_buffers_become_parts(value: Any) -> None:
+def test_long_buffers_are_stored_as_separate_parts(value: Any) -> None:
     parts = Parts()
     data = plain.encode({"a": value, "b": b"short"}, spill=parts.spill, spill_from=100)
     assert len(parts.parts) == 1

@@ -200,5 +200,5 @@ WIRE = st.recursive(
 
 @settings(max_examples=600, deadline=None)
 @given(WIRE)
-def test_well_formed_nonsense_is_decoded_or_rejected(wire: Any) -> None:
+def test_random_well_formed_data_is_decoded_or_rejected(wire: Any) -> None:
     decoded_or_refused(msgspec.msgpack.encode(wire))

@@ -88,14 +88,14 @@ def test_a_region_of_consecutive_elements_becomes_a_range_of_the_whole(case: tup
 
 
 @given(_two())
-def test_regions_intersect(case: tuple[Shape, Region, Region]) -> None:
+def test_the_intersection_of_two_regions_has_their_common_elements(case: tuple[Shape, Region, Region]) -> None:
     shape, one, other = case
     found = box_elements(intersect(one, other), shape)
     assert sorted(found) == sorted(set(elements(one, shape)) & set(elements(other, shape)))
 
 
 @given(st.data())
-def test_boxes_subtract_and_intersect(data: st.DataObject) -> None:
+def test_boxes_can_be_subtracted_and_intersected(data: st.DataObject) -> None:
     shape = data.draw(shapes)
     one, other = data.draw(boxes(shape)), data.draw(boxes(shape))
     mine, theirs = (set(box_elements([box], shape)) for box in (one, other))
@@ -113,7 +113,7 @@ def test_a_box_is_shifted_relative_to_a_second_box() -> None:
 
 
 @given(shapes)
-def test_strides_match_numpy(shape: Shape) -> None:
+def test_the_strides_of_a_shape_equal_those_of_numpy(shape: Shape) -> None:
     if 0 not in shape:
         assert strides(shape) == tuple(n // 8 for n in np.zeros(shape).strides)
 

@@ -175,7 +175,7 @@ def test_merge_keeps_the_order_of_the_first_tree_and_appends_new_keys() -> None:
     assert merge([one]) is one
 
 
-def test_lists_are_merged_by_index() -> None:
+def test_merge_combines_lists_by_index() -> None:
     assert merge([{"a": [P, {"x": T}]}, {"a": [P, {"y": T}, T]}]) == {"a": [P, {"x": T, "y": T}, T]}
     assert merge([(T,), (T, P)]) == (T, P)
 

@@ -200,7 +200,7 @@ def test_a_failed_commit_leaves_nothing_behind(tmp_path: Path) -> None:
     assert list_names(repo) == set()
 
 
-def test_either_a_commit_or_a_revocation_wins(tmp_path: Path) -> None:
+def test_a_commit_fails_if_its_transaction_is_revoked_first(tmp_path: Path) -> None:
     storage = memory()
     gc = repository(tmp_path, storage)
     repo = repository(tmp_path, FaultyStore(storage), seed=2)
@@ -232,7 +232,7 @@ def at_once(storage: ObjectStore, tmp_path: Path, actions: Sequence[Callable[[Re
 
 
 @pytest.mark.parametrize("where", ["memory", "folder"])
-def test_one_of_eight_simultaneous_appends_wins(tmp_path: Path, where: str) -> None:
+def test_exactly_one_of_eight_simultaneous_appends_succeeds(tmp_path: Path, where: str) -> None:
     storage: ObjectStore = memory() if where == "memory" else LocalStore(tmp_path / "store")
     repo = repository(tmp_path, storage)
     forgotten = forget(repo, commit_bare(repo))
@@ -247,7 +247,7 @@ def test_one_of_eight_simultaneous_appends_wins(tmp_path: Path, where: str) -> N
             assert isinstance(result, Conflict)
 
 
-def test_one_of_eight_simultaneous_commits_wins(tmp_path: Path) -> None:
+def test_exactly_one_of_eight_simultaneous_commits_succeeds(tmp_path: Path) -> None:
     storage = memory()
     repo = repository(tmp_path, storage)
     mine = [committed(repo) for _ in range(8)]

@@ -36,7 +36,7 @@ def generations(repo: Repository, name: str) -> int:
     return len(list(repo.storage.list(f"tags/{name}/")))
 
 
-def test_a_tag_expires(repo: Repository) -> None:
+def test_a_tag_with_a_duration_expires(repo: Repository) -> None:
     commit = commit_bare(repo)
     tag, held = hold(repo, "eval", commit, HOUR)
     assert held == commit

@@ -150,7 +150,7 @@ def test_a_tag_whose_response_was_lost_is_set(repo: Repository, faults: FaultySt
 
 
 @pytest.mark.parametrize("where", ["memory", "folder"])
-def test_one_of_eight_simultaneous_moves_of_a_tag_wins(tmp_path: Path, where: str) -> None:
+def test_exactly_one_of_eight_simultaneous_moves_of_a_tag_succeeds(tmp_path: Path, where: str) -> None:
     storage = memory() if where == "memory" else LocalStore(tmp_path / "store")
     repo = repository(tmp_path, storage)
     set_tag(repo, "best", commit_bare(repo, "a", 99))
@@ -178,7 +178,7 @@ def test_one_of_eight_simultaneous_moves_of_a_tag_wins(tmp_path: Path, where: st
     assert tags(repo)["best"].generation == 1
 
 
-def test_only_one_of_two_processes_that_set_a_tag_simultaneously_wins(tmp_path: Path) -> None:
+def test_only_one_of_two_processes_that_set_a_tag_simultaneously_succeeds(tmp_path: Path) -> None:
     storage = memory()
     commit = commit_bare(repository(tmp_path, storage))
     other = repository(tmp_path, storage, seed=2, clock=lambda: 5)

@@ -39,7 +39,7 @@ W = (2, 3)
         ("model.module", "module"),
     ],
 )
-def test_names_are_compared_without_wrappers(name: str, without: str) -> None:
+def test_names_are_compared_without_the_prefixes_of_wrappers(name: str, without: str) -> None:
     assert plain(name) == without
 
 

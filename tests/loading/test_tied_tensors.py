@@ -63,7 +63,7 @@ def test_one_stored_key_can_fill_both_tied_tensors() -> None:
     assert torch.equal(template[HEAD], weight)
 
 
-def test_adjacent_views_do_not_share_memory() -> None:
+def test_adjacent_views_do_not_count_as_sharing_memory() -> None:
     store = small()
     store.save({"q": torch.ones(4, 3), "k": torch.full((4, 3), 2.0)}, step=1)
     both = torch.zeros(4, 6)
@@ -194,7 +194,7 @@ def test_columns_of_one_matrix_are_not_read_to_compare_them(monkeypatch: pytest.
     assert whole[7].tolist() == [i for i in range(30) for _ in range(2)]
 
 
-def test_empty_tensors_do_not_share_memory() -> None:
+def test_empty_tensors_do_not_count_as_sharing_memory() -> None:
     store, empty = small(), torch.empty(0, 3)
     store.save({"a": empty, "b": empty.clone()}, step=1)
     store.load({"a": empty, "b": empty}, "default@1")

@@ -333,7 +333,7 @@ def _updated_together(rank: int, size: int, path: str, check: bool) -> list[bool
 
 @pytest.mark.parametrize("size", [1, 3])
 @pytest.mark.parametrize("check", [False, True])
-def test_ranks_update_together(ranks: Pool, tmp_path: Path, size: int, check: bool) -> None:
+def test_several_ranks_can_update_together(ranks: Pool, tmp_path: Path, size: int, check: bool) -> None:
     saved(small_folder(tmp_path), states(6))
     assert all(map(all, ranks.run(size, _updated_together, str(tmp_path), check)))
 

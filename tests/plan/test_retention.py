@@ -57,7 +57,7 @@ def test_an_invalid_policy_is_rejected(rules: dict[str, Any]) -> None:
         Policy(**rules)
 
 
-def test_a_duration_can_be_a_string() -> None:
+def test_a_policy_accepts_a_duration_as_a_string() -> None:
     store = [*TEN, kept(11, 50)]
     by_text, by_timedelta = Policy(keep_within="2d"), Policy(keep_within=timedelta(days=2))
     assert plan_forget(store, by_text, 9 * DAY) == plan_forget(store, by_timedelta, 9 * DAY) != []

@@ -164,7 +164,7 @@ def _extents(tables: list[ExtentTable]) -> Extents:
 
 
 @given(st.lists(ranges, max_size=3))
-def test_used_bytes_count_each_byte_once(tables: list[list[tuple[int, int, int]]]) -> None:
+def test_used_bytes_include_each_byte_once(tables: list[list[tuple[int, int, int]]]) -> None:
     used = used_bytes(_extents([_table(rows) for rows in tables]), 3)
     bytes_ = {(blob, i) for rows in tables for blob, offset, n in rows for i in range(offset, offset + n)}
     assert used == [sum(blob == number for blob, _ in bytes_) for number in range(3)]

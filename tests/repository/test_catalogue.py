@@ -252,7 +252,7 @@ def test_a_corrupted_note_in_the_catalogue_is_ignored(path: Path) -> None:
     assert Catalogue(path).note("gc") is None
 
 
-def test_threads_share_a_catalogue(path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_threads_can_share_a_catalogue(path: Path, caplog: pytest.LogCaptureFixture) -> None:
     catalogue = Catalogue(path)
     start = threading.Barrier(8, timeout=60)
 
@@ -281,7 +281,7 @@ def write_many(path: Path, index: int, start: Barrier) -> None:
         raise SystemExit(3)
 
 
-def test_processes_share_a_catalogue_from_its_creation(path: Path) -> None:
+def test_processes_that_create_a_catalogue_at_the_same_time_can_share_it(path: Path) -> None:
     context = afresh()
     start = context.Barrier(4)
     running = [context.Process(target=write_many, args=(path, index, start)) for index in range(4)]

@@ -398,7 +398,7 @@ def holder(begin: Begin) -> Iterator[int]:
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
-def test_a_killed_process_does_not_block_others(begin: Begin, holder: int) -> None:
+def test_a_killed_process_does_not_block_other_ranks(begin: Begin, holder: int) -> None:
     source = Source()
     with ThreadPoolExecutor(1) as pool:
         waits = pool.submit(read, begin(1).reader(0, REF, source))

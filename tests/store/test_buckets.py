@@ -96,7 +96,9 @@ def race(rank: int, _: int, place: RemoteLocation, cache: Path, txid: TxId) -> l
     return won
 
 
-def test_exactly_one_of_several_creators_of_a_record_wins(ranks: Pool, place: RemoteLocation, tmp_path: Path) -> None:
+def test_exactly_one_of_several_creators_of_a_record_succeeds(
+    ranks: Pool, place: RemoteLocation, tmp_path: Path
+) -> None:
     repo = opened(place, tmp_path / "mine").repository
     txid = repo.new_txid("r", 1)
     found = ranks.run(RACERS, race, place, tmp_path, txid)

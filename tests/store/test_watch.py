@@ -58,7 +58,7 @@ def test_a_watch_continues_after_any_reference() -> None:
     assert [one.checkpoint for one in store.watch("run", after="latest", timeout=0)] == []
 
 
-def test_a_store_created_later_is_watched(store: casckpt.Store, store_path: Path) -> None:
+def test_a_watch_waits_for_a_store_that_is_created_later(store: casckpt.Store, store_path: Path) -> None:
     told = casckpt.open(store_path).watch("run", timeout="60s", poll="0.1s")
     made = store.save(state(1), run="run", step=1)
     assert next(told).checkpoint == made

@@ -15,7 +15,7 @@ from casckpt.tensors.shards import check_destination, check_in_place, local_tens
 from tests.support.tensors import WRONG, wrong
 
 
-def test_a_tensor_is_a_single_chunk() -> None:
+def test_a_plain_tensor_becomes_a_single_chunk() -> None:
     tensor = torch.randn(3, 4)
     local = local_tensor("w", tensor)
     assert (local.key, local.dtype, local.shape) == ("w", torch.float32, (3, 4))

@@ -154,7 +154,7 @@ def other(tmp_path: Path, repo: Repository, seed: int = 7) -> Repository:
     return repository(tmp_path / f"other {seed}", storage.inner, seed=seed, clock=repo.clock)
 
 
-def test_a_forget_during_a_rewrite_wins(tmp_path: Path, repo: Repository, faults: FaultyStore) -> None:
+def test_a_forget_during_a_rewrite_takes_precedence(tmp_path: Path, repo: Repository, faults: FaultyStore) -> None:
     base = commit_bare(repo)
     in_between(faults, base, lambda: forget(other(tmp_path, repo), base))
     with pytest.raises(Conflict, match="not rewritten"):
@@ -166,7 +166,7 @@ def test_a_forget_during_a_rewrite_wins(tmp_path: Path, repo: Repository, faults
     assert visible(repo) == [base.txid]
 
 
-def test_one_of_two_rewriters_wins(tmp_path: Path, repo: Repository, faults: FaultyStore) -> None:
+def test_exactly_one_of_two_rewriters_succeeds(tmp_path: Path, repo: Repository, faults: FaultyStore) -> None:
     base = commit_bare(repo)
     won = []
     in_between(faults, base, lambda: won.append(rewrite_bare(other(tmp_path, repo), base)))
@@ -191,7 +191,7 @@ def test_a_rewrite_that_writes_nothing_leaves_nothing_behind(repo: Repository) -
     assert (visible(repo), len(list_commits(repo).live())) == ([base.txid], 1)
 
 
-def test_a_rewriter_whose_response_was_lost_finds_that_it_won(repo: Repository, faults: FaultyStore) -> None:
+def test_a_rewriter_whose_response_was_lost_finds_that_it_succeeded(repo: Repository, faults: FaultyStore) -> None:
     base = commit_bare(repo)
     faults.inject(
         fail_after("put", key=f"{commit_key(base.txid)}.1"), fail_before("get", key=f"{commit_key(base.txid)}.1")
@@ -358,7 +358,7 @@ def test_a_rewrite_undone_while_a_run_is_read_is_not_lost(
 # tags
 
 
-def test_tags_and_leases_follow_the_id(repo: Repository) -> None:
+def test_tags_and_leases_apply_to_the_current_commit_of_an_id(repo: Repository) -> None:
     base = commit_bare(repo)
     set_tag(repo, "best", base)
     tag, _ = hold(repo, "lease-1", base, 60)

@@ -97,7 +97,7 @@ def test_a_target_with_a_different_checkpoint_at_a_step_is_a_conflict(
         casckpt.open(saved).copy_to(there, "a@2")
 
 
-def test_a_damaged_blob_is_rejected(as_json: AsJson, saved: Path, there: Path) -> None:
+def test_copy_rejects_a_damaged_blob(as_json: AsJson, saved: Path, there: Path) -> None:
     store = casckpt.open(saved)
     blob = max(blob_keys(store), key=lambda key: (saved / key).stat().st_size)
     flip(store, blob, 5000)

@@ -44,7 +44,7 @@ def test_list_prints_checkpoints_oldest_first(saved: Path, store: casckpt.Store,
     assert named(as_json("list", saved, "--run", "b")) == ["b@1"]
 
 
-def test_list_shows_forgotten_checkpoints_only_with_all(
+def test_list_shows_forgotten_checkpoints_only_with_the_option_all(
     saved: Path, store: casckpt.Store, as_json: AsJson, run: Run
 ) -> None:
     store.forget("a@2")
@@ -54,7 +54,7 @@ def test_list_shows_forgotten_checkpoints_only_with_all(
     assert "forgotten" in run("list", saved, "--all").stdout
 
 
-def test_list_with_all_shows_replaced_commits_until_gc_removes_them(
+def test_with_the_option_all_list_shows_replaced_commits_until_gc_removes_them(
     saved: Path, store: casckpt.Store, as_json: AsJson, run: Run
 ) -> None:
     old = store.get("a@2")
@@ -210,7 +210,9 @@ def test_nan_metrics_are_sorted_last(saved: Path, store: casckpt.Store, as_json:
     assert "'note'" not in told
 
 
-def test_transactions_are_listed_and_revoked(saved: Path, store: casckpt.Store, as_json: AsJson, run: Run) -> None:
+def test_the_transactions_command_lists_and_revokes_transactions(
+    saved: Path, store: casckpt.Store, as_json: AsJson, run: Run
+) -> None:
     assert as_json("transactions", saved) == []
     transaction = begin(store.repository, "a", 4)
     (row,) = as_json("transactions", saved)
@@ -226,7 +228,7 @@ def test_transactions_are_listed_and_revoked(saved: Path, store: casckpt.Store, 
     assert transaction.abort("test")
 
 
-def test_saves_with_lost_records_are_listed_and_revoked(saved: Path, as_json: AsJson, run: Run) -> None:
+def test_saves_whose_records_were_lost_are_listed_and_revoked(saved: Path, as_json: AsJson, run: Run) -> None:
     (saved / "commits").rename(saved / "away")
     lost = sorted(path.name for path in (saved / "away").iterdir())
     assert "records are missing" in run("gc", saved, "--keep-last", 1, status=4).output

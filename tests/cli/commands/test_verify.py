@@ -13,7 +13,7 @@ from tests.support.commands import damage
 from tests.support.servers import Server
 
 
-def test_verify_counts_and_finds_damage(saved: Path, store: casckpt.Store, as_json: AsJson, run: Run) -> None:
+def test_verify_finds_and_counts_damage(saved: Path, store: casckpt.Store, as_json: AsJson, run: Run) -> None:
     sound = as_json("verify", saved)
     assert sound["damaged"] == []
     assert sound["checked_blobs"] == as_json("stats", saved)["blobs"]

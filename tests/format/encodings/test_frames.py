@@ -211,7 +211,7 @@ def test_unaligned_memory_is_encoded_and_decoded(count: int) -> None:
     assert into == plain
 
 
-def test_many_gaps_are_decoded_in_pieces() -> None:
+def test_a_frame_with_many_gaps_is_decoded_in_pieces() -> None:
     base, where = np.zeros(400_000, np.uint8), np.random.default_rng(1).random(400_000) < 0.3
     plain = (base + where).tobytes()
     frame = delta(plain, 1, base.tobytes())

@@ -277,7 +277,9 @@ def test_a_checkpoint_of_the_callback_is_rejected_with_advice(tmp_path: Path, st
         trainer(store, tmp_path / "other").train(resume_from_checkpoint=True)
 
 
-def test_a_different_batch_size_is_logged(tmp_path: Path, store: Store, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_resume_with_a_different_batch_size_is_logged(
+    tmp_path: Path, store: Store, caplog: pytest.LogCaptureFixture
+) -> None:
     trainer(store, tmp_path / "out", max_steps=2).train()
     trainer(store, tmp_path / "out", max_steps=3, per_device_train_batch_size=2).train(resume_from_checkpoint=True)
     assert "sft@2 was saved with 4 examples in each step, but this run uses 2" in caplog.text

@@ -239,7 +239,7 @@ def test_frozen_parameters_are_written_once(tmp_path: Path, store: Store) -> Non
     assert identical(dict(fresh.state_dict()), dict(learner.state_dict()))
 
 
-def test_an_early_stop_and_its_count_survive_a_crash(tmp_path: Path, store: Store) -> None:
+def test_early_stopping_continues_with_its_count_after_a_crash(tmp_path: Path, store: Store) -> None:
     options = BEST | {
         "kind": Rising, "max_steps": 20, "restore_callback_states_from_checkpoint": True, "save_total_limit": 1
     }  # fmt: skip
@@ -268,7 +268,7 @@ def test_a_metric_that_is_not_a_number_is_saved(tmp_path: Path, store: Store) ->
     assert steps(store)[-1] == ("sft", 6)
 
 
-def test_a_best_checkpoint_that_is_gone_is_logged(
+def test_a_training_run_logs_that_its_best_checkpoint_is_gone(
     tmp_path: Path, store: Store, caplog: pytest.LogCaptureFixture
 ) -> None:
     training = trainer(store, tmp_path / "out", Stops(6, lambda: store.forget("sft@2")), kind=Rising, **BEST)

@@ -44,7 +44,7 @@ class TestContractOfPoorerFileSystems(LocalFixtures, StorageContract):
         monkeypatch.setattr(syscalls, "set_direct", lambda fd, on: not on)
 
 
-def test_calls_and_bytes_are_counted(store: LocalStore) -> None:
+def test_the_storage_counts_calls_and_bytes(store: LocalStore) -> None:
     store.path.mkdir(parents=True)
     fsyncs = [0]
 

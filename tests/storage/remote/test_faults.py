@@ -197,7 +197,7 @@ def test_unknown_client_options_are_reported(options: dict[str, Any]) -> None:
 
 
 @pytest.mark.parametrize("seed", range(3))
-def test_exactly_one_concurrent_put_wins_despite_faults(
+def test_exactly_one_concurrent_put_succeeds_despite_faults(
     seed: int, storage: RemoteStore, proxy: Proxy, moto_server: Server, bucket: str
 ) -> None:
     proxy.chaos(seed, share=0.4)
@@ -296,7 +296,7 @@ def test_a_reader_never_mixes_two_objects(storage: RemoteStore) -> None:
             reader.read_into(5, [buffer])
 
 
-def test_calls_and_bytes_are_counted(storage: RemoteStore) -> None:
+def test_the_storage_counts_calls_and_bytes(storage: RemoteStore) -> None:
     storage.put("a", bytes(10))
     storage.get("a", limit=10)
     with storage.open("a") as reader:

@@ -46,7 +46,7 @@ def test_a_note_about_a_checkpoint_from_before_its_restore_is_not_valid(repo: Re
 
 
 @pytest.mark.parametrize("restored", [False, True])
-def test_notes_are_withdrawn(repo: Repository, restored: bool) -> None:
+def test_a_note_about_a_mirror_can_be_withdrawn(repo: Repository, restored: bool) -> None:
     commit = commit_bare(repo)
     note(repo, commit, URL)
     if restored:

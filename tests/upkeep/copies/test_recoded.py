@@ -289,7 +289,9 @@ CHANGES: dict[str, Callable[[Repository], object]] = {
 
 @pytest.mark.parametrize("change", CHANGES)
 @pytest.mark.parametrize("where", ["objects/*", "commits/*", "commits/*.1"])
-def test_a_change_to_a_checkpoint_made_during_repacking_wins(tmp_path: Path, change: str, where: str) -> None:
+def test_a_change_to_a_checkpoint_made_during_repacking_takes_precedence(
+    tmp_path: Path, change: str, where: str
+) -> None:
     inner = memory()
     arrays = contents(chain(repository(tmp_path / "other", inner, seed=5)))
     other = repository(tmp_path / "other", inner, seed=6)

@@ -230,7 +230,7 @@ def test_a_void_rewrite_is_purged_even_if_its_base_is_forgotten_and_leased(repo:
     assert not list_commits(repo).commits[made.txid].live
 
 
-def test_either_a_purge_or_a_restore_of_a_replaced_commit_wins(repo: Repository, faults: FaultyStore) -> None:
+def test_gc_does_not_purge_a_replaced_commit_that_is_restored_first(repo: Repository, faults: FaultyStore) -> None:
     commit = first(repo)
     made, plan = move(repo, commit), plan_gc(repo, min_age=0.0)
     assert [one.txid for one in plan.purge] == [commit.txid]
@@ -332,7 +332,7 @@ def test_a_tag_set_while_gc_lists_tags_is_not_granted(repo: Repository, faults: 
     assert len(refused) == 1
 
 
-def test_a_purge_succeeds_only_with_the_next_log_number(repo: Repository, faults: FaultyStore) -> None:
+def test_a_purge_takes_effect_only_if_it_gets_the_next_log_number(repo: Repository, faults: FaultyStore) -> None:
     """The checkpoint was restored, leased and forgotten again after the tags were listed.
 
     The next number in its log is already taken, so gc purges nothing.
@@ -425,7 +425,9 @@ def test_gc_does_not_restore_a_checkpoint_if_its_tag_was_deleted_since_the_plan(
     assert not first(repo).visible
 
 
-def test_a_restore_by_gc_succeeds_only_with_the_next_log_number(repo: Repository, faults: FaultyStore) -> None:
+def test_a_restore_by_gc_takes_effect_only_if_it_gets_the_next_log_number(
+    repo: Repository, faults: FaultyStore
+) -> None:
     """A user restores, untags and forgets the checkpoint after gc has listed the tags. It remains forgotten."""
     left_forgotten(repo, faults)
     plan = plan_gc(repo, min_age=0.0)
