@@ -18,7 +18,7 @@ T = TypeVar("T")
 
 @pytest.mark.parametrize("threads", [0, 1, 3, 50])
 @pytest.mark.parametrize("count", [0, 1, 2, 200])
-def test_results_are_returned_in_order(threads: int, count: int) -> None:
+def test_results_of_parallel_work_are_returned_in_order(threads: int, count: int) -> None:
     assert list(in_parallel(threads, str, range(count))) == [str(n) for n in range(count)]
 
 
@@ -55,7 +55,7 @@ def test_the_first_error_is_raised_and_no_further_task_starts(threads: int) -> N
 
 @pytest.mark.parametrize("threads", [1, 2, 3, 50])
 @pytest.mark.parametrize("count", [0, 1, 2, 200])
-def test_every_task_runs_once(threads: int, count: int) -> None:
+def test_every_parallel_task_runs_once(threads: int, count: int) -> None:
     done: list[int] = []
     run_all(done.append, range(count), threads)
     assert sorted(done) == list(range(count))

@@ -134,7 +134,7 @@ def test_no_line_is_longer_than_a_terminal_is_wide(rows: list[tuple[str, str, st
 
 @given(_ROWS)
 @example([("", "0\x1f\U00018d09\U0001b2fc", "\U00018d09\U0002ebe1", 30 * "\U00018d09")])  # escapes in older Pythons
-def test_text_that_fits_is_not_truncated(rows: list[tuple[str, str, str, str]]) -> None:
+def test_text_that_fits_its_column_is_not_truncated(rows: list[tuple[str, str, str, str]]) -> None:
     wanted = [[column.title for column in _COLUMNS], *([printable(cell) for cell in row] for row in rows)]
     shown = on_a_terminal_of(_ALL_FIT, rows)
     assert "".join(shown.split()) == "".join("".join(cell.split()) for row in wanted for cell in row)

@@ -49,7 +49,7 @@ def test_a_blob_that_a_gc_deletes_between_two_calls_is_put_again(
     assert repo.storage.get(key, limit=10) == b"data"
 
 
-def test_sizes_are_counted_in_bytes(repo: Repository, txid: TxId) -> None:
+def test_the_sizes_of_blobs_are_counted_in_bytes(repo: Repository, txid: TxId) -> None:
     wide = memoryview(bytes(8)).cast("d")
     blobs.put(repo, txid, HASH, wide.cast("B"))
     blobs.put(repo, txid, HASH, bytes(8))
@@ -150,7 +150,7 @@ def test_files_with_other_names_are_ignored(repo: Repository, txid: TxId) -> Non
     assert blobs.damaged_marks(repo) == set()
 
 
-def test_long_reasons_are_truncated(repo: Repository, txid: TxId) -> None:
+def test_the_reason_in_a_mark_of_damage_is_truncated_if_it_is_long(repo: Repository, txid: TxId) -> None:
     blobs.mark_damaged(repo, txid, HASH, "x" * 10_000_000)
     (mark,) = blobs.marks(repo)
     assert len(mark.why) == 500

@@ -89,7 +89,7 @@ def test_an_entry_with_holes_is_reported_before_memory_is_allocated_for_it(store
         contents.check_whole([entry])
 
 
-def test_contents_work_without_torch(store: casckpt.Store, tmp_path: Path) -> None:
+def test_the_contents_of_a_checkpoint_can_be_read_without_torch(store: casckpt.Store, tmp_path: Path) -> None:
     state: OrderedDict[str, Any] = OrderedDict(w=torch.ones(3))
     vars(state)["_metadata"] = {"kind": torch.float16}
     contents = saved(store, {"model": state})

@@ -213,7 +213,7 @@ def test_an_error_for_records_of_a_different_version_suggests_an_upgrade(repo: R
             resolve(repo, ref)
 
 
-def test_lists_and_step_ranges_are_resolved(repo: Repository) -> None:
+def test_lists_of_references_and_ranges_of_steps_are_resolved(repo: Repository) -> None:
     made = {(run, step): commit_bare(repo, run, step) for run in ("a", "b/c") for step in (30, 10, 20)}
     forget(repo, commit_bare(repo, "a", 15))
     assert steps(resolve_many(repo, ["a@10..20"])) == [("a", 10), ("a", 20)]

@@ -62,7 +62,7 @@ def test_safetensors_reads_the_data_from_byte_4096(tmp_path: Path) -> None:
         assert torch.equal(file.get_tensor("1"), second)
 
 
-def test_the_bytes_of_a_blob_never_change() -> None:
+def test_the_header_of_a_blob_always_has_the_same_bytes() -> None:
     header = encode_header([("bfloat16", 4), ("uint8", 3)], 2)
     assert header[:8] == (4088).to_bytes(8, "little")
     assert header[8:].rstrip(b" ") == (

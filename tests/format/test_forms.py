@@ -54,7 +54,7 @@ def nested(levels: int) -> str:
     ],
     ids=lambda text: repr(text)[:20],
 )  # fmt: skip
-def test_hostile_forms_are_refused(text: Any) -> None:
+def test_hostile_forms_of_wrappers_are_refused(text: Any) -> None:
     with pytest.raises(Refused):
         decode_form(text)
 

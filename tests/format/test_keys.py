@@ -29,7 +29,7 @@ HOSTILE = [
 
 
 @given(times, st.binary(min_size=8, max_size=8), st.integers(0, MAX_STEP))
-def test_a_txid_contains_time_run_and_step(time: datetime, entropy: bytes, step: int) -> None:
+def test_a_transaction_id_contains_its_time_run_and_step(time: datetime, entropy: bytes, step: int) -> None:
     txid = keys.make_txid(time, entropy, "sft/lora", step)
     assert keys.parse_txid(txid) == keys.TxName(time, run_hash("sft/lora"), step)
     assert entropy.hex() in txid
@@ -37,12 +37,12 @@ def test_a_txid_contains_time_run_and_step(time: datetime, entropy: bytes, step:
 
 
 @given(st.lists(txids, min_size=1, max_size=5), times)
-def test_later_txids_sort_later(others: list[TxId], time: datetime) -> None:
+def test_a_new_transaction_id_sorts_after_all_earlier_ones(others: list[TxId], time: datetime) -> None:
     txid = keys.make_txid(keys.later_than(time, others), bytes(8), "x", 0)
     assert all(txid > other for other in others)
 
 
-def test_times_are_utc() -> None:
+def test_the_time_in_a_transaction_id_is_in_utc() -> None:
     here = datetime(2026, 1, 1, 2, tzinfo=timezone(timedelta(hours=2)))
     assert keys.make_txid(here, bytes(8), "x", 0).startswith("20260101T000000000000Z-")
     assert keys.later_than(here, []) == here
@@ -86,7 +86,7 @@ def test_malformed_names_are_not_parsed_as_keys(name: str) -> None:
 
 
 @given(txids, st.sampled_from(["\n", " ", "/", "/..", ".x", ".01", "\u0660"]))
-def test_a_key_with_a_suffix_is_rejected(txid: TxId, tail: str) -> None:
+def test_a_key_with_an_additional_suffix_is_rejected(txid: TxId, tail: str) -> None:
     assert keys.parse_log(keys.commit_key(txid) + tail) is None
     assert keys.parse_object(keys.blob_key(txid, BlobHash(HASH)) + tail) is None
     assert keys.parse_mirrored(keys.mirrored_key(txid) + tail) is None
@@ -122,7 +122,7 @@ def test_invalid_tag_names_are_rejected(name: str) -> None:
     assert keys.check_tag("best-2.0_x") == "best-2.0_x"
 
 
-def test_other_folders_have_documented_keys() -> None:
+def test_the_keys_of_all_other_folders_are_as_documented() -> None:
     assert keys.mirrored_key(TxId("t")) == "mirrored/t"
     assert keys.mirrored_key(TxId("t"), 2) == "mirrored/t.2"
     assert keys.commit_key(TxId("t")) == "commits/t"

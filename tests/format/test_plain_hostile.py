@@ -131,7 +131,7 @@ def test_hostile_trees_are_rejected(wire: Any) -> None:
     ],
     ids=lambda data: repr(data[:12]),
 )
-def test_hostile_bytes_are_rejected(data: bytes) -> None:
+def test_hostile_bytes_in_place_of_plain_data_are_rejected(data: bytes) -> None:
     with pytest.raises(Refused):
         plain.decode(data)
 
@@ -158,7 +158,7 @@ def decoded_or_refused(data: bytes) -> None:
 
 @settings(max_examples=300, deadline=None)
 @given(st.binary(max_size=80))
-def test_random_bytes_are_decoded_or_rejected(data: bytes) -> None:
+def test_random_bytes_in_place_of_plain_data_are_decoded_or_rejected(data: bytes) -> None:
     decoded_or_refused(data)
 
 

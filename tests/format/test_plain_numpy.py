@@ -23,7 +23,7 @@ def test_arrays_in_fortran_order_decode_with_their_values() -> None:
     assert same(back(array), np.ascontiguousarray(array))
 
 
-def test_decoded_arrays_are_writable() -> None:
+def test_decoded_numpy_arrays_are_writable() -> None:
     array = back(np.arange(3))
     array[0] = 9
     assert array.tolist() == [9, 1, 2]
@@ -70,7 +70,7 @@ STRUCTURED = hnp.array_dtypes(subtype_strategy=hnp.scalar_dtypes(), allow_subarr
 
 @settings(max_examples=60, deadline=None)
 @given(hnp.arrays(STRUCTURED.filter(lambda dtype: not titled(dtype)), hnp.array_shapes(max_dims=2, max_side=2)))
-def test_any_structured_array_decodes_exactly(array: np.ndarray[Any, Any]) -> None:
+def test_any_structured_numpy_array_decodes_exactly(array: np.ndarray[Any, Any]) -> None:
     assert same(back(array), array)
 
 

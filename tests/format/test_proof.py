@@ -41,7 +41,7 @@ def reader(file: bytes, seen: list[tuple[int, int]] | None = None):  # type: ign
     return read
 
 
-def test_the_bytes_of_a_proof_never_change() -> None:
+def test_the_proof_of_a_blob_always_has_the_same_bytes() -> None:
     digests = [cell_digest(b"a"), cell_digest(b"b")]
     made = encode_proof([(DATA_OFFSET, digests[0]), (7, digests[1])])
     assert made == struct.pack("<I", 4096) + digests[0] + struct.pack("<I", 7) + digests[1]
@@ -111,7 +111,7 @@ def test_a_proof_with_an_incomplete_record_is_rejected(cut: int) -> None:
         decode_proof(proof_of([5, 5])[:-cut])
 
 
-def test_the_first_leaf_is_the_header() -> None:
+def test_the_first_leaf_of_a_blob_is_its_header() -> None:
     with pytest.raises(Refused, match="header"):
         decode_proof(encode_proof([(4095, CellDigest(bytes(32))), (1, CellDigest(bytes(32)))]))
 

@@ -159,7 +159,7 @@ def test_fields_that_become_parts_of_keys_are_validated(change: dict[str, Any]) 
         decode(forged(msgspec.json.encode(fields)), FirstRecord, "key")
 
 
-def test_unknown_fields_are_ignored() -> None:
+def test_unknown_fields_of_a_record_are_ignored() -> None:
     fields = msgspec.json.decode(msgspec.json.encode(COMMITTED)) | {"new": [1, 2]}
     assert decode(forged(msgspec.json.encode(fields)), FirstRecord, "key") == COMMITTED
 

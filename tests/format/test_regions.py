@@ -228,7 +228,7 @@ def test_the_overlap_of_a_partition_with_an_extra_region_is_found(shape: Shape, 
 
 
 @given(shapes, st.data())
-def test_coverage_of_any_regions_is_correct(shape: Shape, data: st.DataObject) -> None:
+def test_the_coverage_of_any_set_of_regions_is_computed_correctly(shape: Shape, data: st.DataObject) -> None:
     _check(shape, data.draw(st.lists(regions(shape), max_size=5)))
 
 
@@ -258,7 +258,7 @@ def test_the_overlaps_caused_by_a_repeated_rank_are_found() -> None:
         assert overlaps == [(2, 4)]
 
 
-def test_empty_tensors_and_scalars_are_covered() -> None:
+def test_the_coverage_of_empty_tensors_and_scalars_is_complete() -> None:
     assert holes_and_overlaps((0, 3), []) == ([], [])
     assert holes_and_overlaps((0, 3), [whole((0, 3))]) == ([], [])
     assert holes_and_overlaps((), [whole(())]) == ([], [])

@@ -175,12 +175,12 @@ def test_merge_keeps_the_order_of_the_first_tree_and_appends_new_keys() -> None:
     assert merge([one]) is one
 
 
-def test_merge_combines_lists_by_index() -> None:
+def test_merging_trees_combines_lists_by_index() -> None:
     assert merge([{"a": [P, {"x": T}]}, {"a": [P, {"y": T}, T]}]) == {"a": [P, {"x": T, "y": T}, T]}
     assert merge([(T,), (T, P)]) == (T, P)
 
 
-def test_merge_fills_an_empty_container() -> None:
+def test_merging_trees_fills_an_empty_container() -> None:
     assert merge([{"a": {}}, {"a": {"x": T}}]) == {"a": {"x": T}}
 
 
@@ -206,7 +206,7 @@ def test_an_empty_list_of_trees_cannot_be_merged() -> None:
         merge([])
 
 
-def test_merge_combines_metadata() -> None:
+def test_merging_trees_combines_their_metadata() -> None:
     one = ordered(OrderedDict({"": {"version": 1}, "a": {"version": 2}}), x=T)
     two = ordered({"a": {"version": 3}, "b": {"version": 4}}, x=T)
     merged = merge([one, ordered(x=T), two])
@@ -233,7 +233,7 @@ def named(key: str, leaf: Leaf) -> str:
     return f"{'object' if leaf else 'tensor'}:{key}"
 
 
-def test_rebuild_returns_the_nested_value() -> None:
+def test_rebuilding_a_tree_returns_the_nested_value() -> None:
     metadata = OrderedDict({"": {"version": 1}})
     node: Node = {
         "o": ordered(metadata, z=T, a=P),
@@ -274,7 +274,7 @@ def test_a_sequence_with_missing_items_is_rebuilt_by_index(kind: Any) -> None:
     assert rebuild(node, named, lambda key: key != "a.2") == {"a": {0: "tensor:a.0", 1: "tensor:a.1"}}
 
 
-def test_rebuild_returns_a_single_leaf() -> None:
+def test_rebuilding_a_tree_of_one_leaf_returns_that_leaf() -> None:
     assert rebuild(T, named, everything) == "tensor:"
 
 

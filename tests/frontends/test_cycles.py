@@ -158,7 +158,7 @@ def test_the_planner_that_does_not_pickle_rejects_a_cycle(store: casckpt.Store) 
     assert transactions(store) == []
 
 
-def test_a_repeated_value_is_not_a_cycle(store: casckpt.Store) -> None:
+def test_a_value_that_occurs_repeatedly_is_not_a_cycle(store: casckpt.Store) -> None:
     once = [1, {"a": (2,)}]
     value = {"one": once, "other": [once, once]}
     megatron.save({"k": value, "w": sharded()}, casckpt.at(store, run="r", step=1))

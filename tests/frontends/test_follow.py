@@ -166,7 +166,9 @@ def test_a_failed_command_keeps_the_previous_folder(store: Store, tmp_path: Path
 
 
 @pytest.mark.process
-def test_the_command_receives_an_absolute_path(store: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_command_of_a_follower_receives_an_absolute_path(
+    store: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The server that reads the path runs in a different folder."""
     monkeypatch.chdir(tmp_path)
     once(store, Path("to"), command="echo $CASCKPT_FOLDER > told")
@@ -280,7 +282,7 @@ def test_the_previous_checkpoint_can_be_purged_or_missing(store: Store, tmp_path
     assert is_at(folder, 1)
 
 
-def test_a_mapped_folder_remains_readable(store: Store, tmp_path: Path) -> None:
+def test_a_file_that_a_reader_has_mapped_remains_readable(store: Store, tmp_path: Path) -> None:
     folder = tmp_path / "to"
     once(store, folder)
     with (folder / CURRENT / "model.safetensors").open("rb") as file:
@@ -370,7 +372,7 @@ def test_a_follower_retries_when_the_disk_is_full(
     assert is_at(tmp_path / "to", 0)
 
 
-def test_a_damaged_checkpoint_is_skipped(store: Store, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_follower_skips_a_damaged_checkpoint(store: Store, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     folder = tmp_path / "to"
     once(store, folder)
     there = set(blob_keys(store))

@@ -118,7 +118,7 @@ def folder(tmp_path: Path) -> Path:
     return tmp_path / "in"
 
 
-def test_a_damaged_value_is_not_committed(store: casckpt.Store, folder: Path) -> None:
+def test_an_import_does_not_commit_a_damaged_value(store: casckpt.Store, folder: Path) -> None:
     """If an import kept the damaged bytes, reads could not decode them."""
     found = pickle.loads((folder / ".metadata").read_bytes())
     place = found.storage_data[MetadataIndex("b.c")]
@@ -150,7 +150,9 @@ def test_an_import_of_a_folder_with_a_pipe_fails_immediately(store: casckpt.Stor
         '{"tensors": {"layer.0": {"shape": [2, 3], "flattened_offsets_per_file": {"rank_0.safetensors": 7}}}}',
     ],
 )  # fmt: skip
-def test_invalid_descriptions_raise_an_error(store: casckpt.Store, tmp_path: Path, text: str) -> None:
+def test_imports_of_files_with_invalid_descriptions_raise_an_error(
+    store: casckpt.Store, tmp_path: Path, text: str
+) -> None:
     (tmp_path / "in").mkdir()
     folder = KINDS["olmo"](tmp_path / "in", None)
     (folder / "model/metadata.json").write_text(text)

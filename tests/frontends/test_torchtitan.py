@@ -279,5 +279,5 @@ def keeps(rank: int, size: int, path: Path) -> Any:
     return loop.step, {group["lr"] for optimizer in loop.optimizers for group in optimizer.param_groups}
 
 
-def test_a_new_learning_rate_is_preserved(store_path: Path, ranks: Pool) -> None:
+def test_torchtitan_preserves_a_new_learning_rate_on_a_resume(store_path: Path, ranks: Pool) -> None:
     assert ranks.run(2, keeps, store_path) == [(2, {0.125})] * 2

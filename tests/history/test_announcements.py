@@ -159,7 +159,7 @@ def test_a_kept_log_number_is_not_announced(tmp_path: Path) -> None:
     assert (gone.last, gone.number) == ("purged", 3)
 
 
-def test_partly_cached_announcements_are_reread(tmp_path: Path) -> None:
+def test_announcements_that_are_only_partly_cached_are_read_again(tmp_path: Path) -> None:
     """A fork or an interrupt may happen in the middle of a read."""
     repo, _ = faulty(tmp_path)
     one = commit_bare(repo)
@@ -185,7 +185,7 @@ def test_threads_that_read_a_run_concurrently_get_the_same_result(tmp_path: Path
             assert len({id(one) for one in pool.map(lambda _, run=run: repo.runs[str(run)], range(4))}) == 1
 
 
-def test_many_records_share_an_announcement(tmp_path: Path) -> None:
+def test_many_records_can_share_an_announcement(tmp_path: Path) -> None:
     repo, _ = faulty(tmp_path)
     txids = [repo.new_txid("run", step) for step in range(2500)]
     announce(repo, [(txid, 0) for txid in txids])
@@ -263,7 +263,7 @@ def test_announced_records_that_do_not_exist_yet_are_read_later(tmp_path: Path) 
         assert found.txid == late.txid
 
 
-def test_a_restored_backup_is_reread(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_run_is_read_again_after_its_backup_was_restored(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     """This ensures that no number is put after a gap."""
     repo, storage = faulty(tmp_path)
     for step in range(3):

@@ -35,7 +35,7 @@ def named(repo: Repository) -> dict[str, str]:
     return {name: tag.txid for name, tag in tags(repo).items()}
 
 
-def test_a_tag_is_moved_and_deleted(repo: Repository) -> None:
+def test_a_tag_can_be_moved_and_deleted(repo: Repository) -> None:
     one, two = commit_bare(repo, "a", 1), commit_bare(repo, "a", 2)
     assert tags(repo) == {}
     first = set_tag(repo, "best", one)
@@ -223,7 +223,7 @@ def test_a_record_of_a_different_tag_is_rejected(repo: Repository) -> None:
         get_tag(repo, "two")
 
 
-def test_tag_records_are_read_once(tmp_path: Path, repo: Repository, faults: FaultyStore) -> None:
+def test_each_tag_record_is_read_only_once(tmp_path: Path, repo: Repository, faults: FaultyStore) -> None:
     set_tag(repo, "one", commit_bare(repo))
     tags(repo)
     reads = faults.count("get", "tags/*")

@@ -308,7 +308,7 @@ def test_a_transaction_of_which_only_heartbeats_exist_counts_as_open(repo: Repos
     assert (found.txid, found.began, found.signs) == (txid, None, 10)
 
 
-def test_a_long_reason_is_truncated(repo: Repository) -> None:
+def test_the_reason_of_a_revocation_is_truncated_if_it_is_long(repo: Repository) -> None:
     txid = repo.new_txid("a", 1)
     assert revoke(repo, txid, "x" * 10_000_000)
     assert repo.storage.size(commit_key(txid)) is not None

@@ -40,7 +40,7 @@ def test_invalid_renames_are_rejected(saved: casckpt.Store, rename: Any, names: 
 
 
 @pytest.mark.parametrize("keys", [5, [5], [b"w"]])
-def test_invalid_patterns_are_rejected(saved: casckpt.Store, keys: Any) -> None:
+def test_invalid_patterns_of_keys_are_rejected(saved: casckpt.Store, keys: Any) -> None:
     with pytest.raises(InvalidInput, match="pass a list of patterns"):
         saved.read("default@1", keys=keys)
 
@@ -52,7 +52,7 @@ def test_invalid_values_of_frozen_are_rejected(saved: casckpt.Store, frozen: Any
 
 
 @pytest.mark.parametrize("device", ["nonsense", None])
-def test_unknown_devices_are_rejected(saved: casckpt.Store, device: Any) -> None:
+def test_the_names_of_unknown_devices_are_rejected(saved: casckpt.Store, device: Any) -> None:
     with pytest.raises(InvalidInput, match="is not valid: pass a device such as"):
         saved.read("default@1", device=device)
 
@@ -87,7 +87,7 @@ def test_invalid_gc_durations_are_rejected(saved: casckpt.Store, name: str, dura
 
 
 @pytest.mark.parametrize("sample", ["1", None, 0, 1.5])
-def test_invalid_samples_are_rejected(saved: casckpt.Store, sample: Any) -> None:
+def test_invalid_sample_fractions_are_rejected(saved: casckpt.Store, sample: Any) -> None:
     with pytest.raises(InvalidInput, match="a sample above 0 and at most 1"):
         saved.verify(sample=sample)
 

@@ -121,7 +121,9 @@ def test_the_rename_maps_every_pair_and_leaves_filled_keys_unchanged(
 
 
 @given(unfilled=NAMES, unread=NAMES)
-def test_every_pair_is_found(unfilled: dict[str, tuple[int, ...]], unread: dict[str, tuple[int, ...]]) -> None:
+def test_every_pair_of_matching_names_is_found(
+    unfilled: dict[str, tuple[int, ...]], unread: dict[str, tuple[int, ...]]
+) -> None:
     pairs = missed_pairs(unfilled, unread)
     for key in unfilled.keys() - pairs.keys():
         for name in unread.keys() - set(pairs.values()):

@@ -91,7 +91,7 @@ def test_checkpoints_with_deltas_load_from_a_bucket(moto_server: Server, tmp_pat
 
 @pytest.mark.filterwarnings("ignore:ComplexHalf")
 @pytest.mark.parametrize("name", NAMES)
-def test_frames_of_every_dtype_load(name: str) -> None:
+def test_frames_of_every_dtype_are_loaded_exactly(name: str) -> None:
     found = versions(smooth((7, 1111), name), 3)
     store = saved(small(), [{"w": one} for one in found], planes=True)
     for verify in (True, False):
@@ -122,7 +122,7 @@ def test_any_part_of_a_delta_checkpoint_loads(
     assert same(turned, found[-1])
 
 
-def test_the_longest_chain_loads() -> None:
+def test_the_longest_allowed_chain_is_loaded_exactly() -> None:
     found = [{"w": one} for one in versions(smooth((10, 1024)), MAX_LINKS + 1)]
     store = saved(small(), found)
     assert len(links(store, "latest", "w")) == MAX_LINKS + 1

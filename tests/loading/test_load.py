@@ -161,7 +161,7 @@ def test_a_template_tensor_with_a_different_dtype_is_a_mismatch_unless_it_is_cas
 
 @pytest.mark.parametrize("layout", ["contiguous", "transposed", "strided"])
 @pytest.mark.parametrize("verify", [True, False])
-def test_a_cast_writes_into_any_layout(store: Store, layout: str, verify: bool) -> None:
+def test_a_load_with_cast_writes_into_any_layout(store: Store, layout: str, verify: bool) -> None:
     target = {
         "contiguous": torch.zeros(64, 32, dtype=torch.float64),
         "transposed": torch.zeros(32, 64, dtype=torch.float64).t(),

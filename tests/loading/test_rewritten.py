@@ -73,7 +73,9 @@ def test_a_load_continues_from_the_new_location_of_a_rewritten_checkpoint(
 
 
 @pytest.mark.parametrize("threads", [1, 4])
-def test_values_read_before_a_rewrite_are_kept(remote_store: Store, faults: FaultyStore, threads: int) -> None:
+def test_values_that_were_read_before_a_rewrite_are_kept(
+    remote_store: Store, faults: FaultyStore, threads: int
+) -> None:
     reads = 2 * BLOB // CELL
     faults.inject(call_first("read_into", meanwhile(lambda: rewritten(elsewhere(remote_store))), at=4))
     before = remote_store.get("default@1")

@@ -36,7 +36,7 @@ def test_nearby_ranges_of_a_blob_are_read_with_one_request(tmp_path: Path) -> No
     assert io.reads - around.reads == 1
 
 
-def test_each_blob_is_opened_once() -> None:
+def test_a_load_opens_each_blob_once() -> None:
     faulty = FaultyStore(memory())
     store = small(faulty)
     state = {"w": cells(100), "v": cells(60).view(64, -1).t()}

@@ -92,7 +92,7 @@ def destinations(draw: st.DrawFn) -> tuple[tuple[int, int], list[tuple[slice, sl
 
 
 @given(destinations(), st.tuples(*[st.integers(0, STEPS - 1)] * 2), st.tuples(*[st.booleans()] * 3))
-def test_any_part_in_any_memory_can_be_updated(
+def test_an_update_fills_any_part_of_a_tensor_in_any_memory_layout(
     box: tuple[tuple[int, int], list[tuple[slice, slice]]], order: tuple[int, ...], flags: tuple[bool, ...]
 ) -> None:
     (before, after), (planes, check, cast) = order, flags
@@ -114,7 +114,7 @@ def test_any_part_in_any_memory_can_be_updated(
         assert same(one["w"], found[after].to(dtype))
 
 
-def test_tied_weights_are_updated_once() -> None:
+def test_an_update_changes_tied_weights_only_once() -> None:
     store, found = saved(small(), states()), states()
     shared = torch.zeros(90, 256, dtype=torch.int32)
     state = {"m": {"w": shared, "tied": shared}}

@@ -213,7 +213,7 @@ def test_a_parent_with_a_different_cell_size_is_ignored() -> None:
     assert all(isinstance(cut, NewCell) for group in groups for cut in group.cuts)
 
 
-def test_small_and_empty_tensors_are_split() -> None:
+def test_small_and_empty_tensors_are_divided_into_cells() -> None:
     assert plan_cells(whole((3, 0)), (3, 0), 16, None) == []
     (group,) = plan_cells(whole(()), (), 16, None)
     assert [(cut.lo, cut.hi) for cut in group.cuts] == [(0, 1)]
@@ -261,7 +261,7 @@ def test_a_queue_returns_items_in_order_as_long_as_they_fit(cells: list[Cell], r
     assert found == cells
 
 
-def test_branches_are_derived_from_keys() -> None:
+def test_the_branch_of_an_entry_is_derived_from_its_key() -> None:
     assert [branch_of("tensor", "model.w.0"), branch_of("part", "x"), branch_of("attachment", "a.b")] == [
         "model",
         "x",

@@ -78,7 +78,7 @@ def test_cells_that_were_split_again_count_as_unchanged_where_boundaries_match()
     assert difference(old, new).bytes_changed == CELL
 
 
-def test_empty_tensors_are_compared() -> None:
+def test_a_comparison_includes_empty_tensors() -> None:
     one = manifest({"e": ("float32", 4, (0, 3), [])})
     assert difference(one, one).unchanged == ("e",)
     other = manifest({"e": ("float32", 4, (0, 4), [])})

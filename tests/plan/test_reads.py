@@ -203,7 +203,7 @@ def test_batches_span_gaps_up_to_the_limit_of_wasted_bytes(
 @pytest.mark.parametrize("verify", [True, False])
 @pytest.mark.parametrize("saved", [1, 3, 4])
 @pytest.mark.parametrize("loaded", [1, 2, 5])
-def test_all_ranks_together_read_everything(verify: bool, saved: int, loaded: int) -> None:
+def test_the_reads_of_all_ranks_together_cover_the_whole_tensor(verify: bool, saved: int, loaded: int) -> None:
     shape, cell = (60, 7), 16
     table = table_of(
         shape, cell, [c for part in rows(shape, saved) for c in cells_of(plan_cells(part, shape, cell, None))]
@@ -216,7 +216,7 @@ def test_all_ranks_together_read_everything(verify: bool, saved: int, loaded: in
 
 
 @given(full_shapes, st.data())
-def test_a_single_element_is_read(shape: Shape, data: st.DataObject) -> None:
+def test_a_read_of_a_single_element_needs_one_unit(shape: Shape, data: st.DataObject) -> None:
     table, region = data.draw(tables(shape)), data.draw(regions(shape))
     assume(region.numel)
     one = Region(region.box, region.lo, region.lo + 1)

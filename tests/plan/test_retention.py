@@ -65,11 +65,11 @@ def test_a_policy_accepts_a_duration_as_a_string() -> None:
         Policy(keep_within="7 days")
 
 
-def test_without_a_policy_nothing_is_forgotten() -> None:
+def test_a_plan_without_a_policy_forgets_nothing() -> None:
     assert plan_forget([*TEN, kept(11, 50)], Policy(), 99 * DAY) == []
 
 
-def test_keep_last_keeps_the_newest() -> None:
+def test_keep_last_keeps_the_newest_checkpoints() -> None:
     assert steps(plan_forget(TEN, Policy(keep_last=3), 0)) == [0, 50, 100, 150, 200, 250, 300]
 
 

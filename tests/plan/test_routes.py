@@ -78,7 +78,7 @@ def test_a_route_reaches_its_target_with_the_fewest_bytes_read(found: list[Store
         assert route.cost() == min(costs) < alone
 
 
-def test_full_cells_are_not_read_along_a_chain() -> None:
+def test_a_route_along_a_chain_does_not_read_full_cells() -> None:
     versions = [cell(0, NBYTES, None)]
     for version in range(1, 10):
         versions.append(cell(version, 5, versions[-1]))

@@ -116,7 +116,7 @@ def test_replicas_are_split_between_cells_in_rank_order(world: tuple[list[Row], 
 
 
 @given(worlds(), st.randoms())
-def test_the_order_of_rows_does_not_matter(world: tuple[list[Row], int], random: Random) -> None:
+def test_the_write_plan_does_not_depend_on_the_order_of_rows(world: tuple[list[Row], int], random: Random) -> None:
     rows, ranks = world
     order = list(range(len(rows)))
     random.shuffle(order)

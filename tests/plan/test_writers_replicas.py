@@ -34,7 +34,7 @@ def test_a_region_counts_as_different_if_any_holder_has_a_different_digest() -> 
     assert holders.differing(digests) == [[(0, 1), (1, 0), (2, 0)]]
 
 
-def test_ranks_without_rows_cause_no_difference() -> None:
+def test_ranks_without_rows_do_not_cause_a_difference() -> None:
     assert Holders([held([]), held([])]).differing([np.zeros(0, np.uint64)] * 2) == []
     assert [len(one) for one in Holders([held([]), held([])]).sets()] == [0, 0]
 

@@ -194,7 +194,7 @@ def test_reindex_clears_the_catalogue_for_other_processes_too(path: Path) -> Non
     check_filled(one)
 
 
-def test_a_locked_file_is_not_used(
+def test_a_catalogue_whose_file_is_locked_is_not_used(
     path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(module, "BUSY_SECONDS", 0.0)

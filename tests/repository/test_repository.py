@@ -261,6 +261,6 @@ def test_a_repository_can_be_pickled(tmp_path: Path) -> None:
     assert copy.manifests is not repo.manifests
 
 
-def test_ids_are_derived_from_the_given_entropy(tmp_path: Path) -> None:
+def test_the_store_id_is_derived_from_the_given_entropy(tmp_path: Path) -> None:
     one, two = (repository(tmp_path, entropy=random.Random(7).randbytes) for _ in range(2))
     assert one.marker.store_id == two.marker.store_id

@@ -103,12 +103,12 @@ class StorageContract:
             assert caught.value.key == "tags/t/0"
         assert peek("tags/t/0") == b"first"
 
-    def test_an_empty_object_is_stored(self, storage: ObjectStore) -> None:
+    def test_an_empty_object_can_be_stored(self, storage: ObjectStore) -> None:
         storage.put("a", b"")
         with pytest.raises(AlreadyExists):
             storage.put("a", b"")
 
-    def test_put_succeeds_after_delete(self, storage: ObjectStore, peek: Peek) -> None:
+    def test_an_object_can_be_put_again_after_a_delete(self, storage: ObjectStore, peek: Peek) -> None:
         storage.put("a", b"1")
         storage.delete("a")
         storage.put("a", b"2")

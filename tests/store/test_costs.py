@@ -115,7 +115,7 @@ def test_all_cells_of_a_fully_changed_tensor_except_one_are_hashed_only_once(met
     assert part(cost, "hashed", "copied") == (W + B + CELL, W + B)
 
 
-def test_frozen_tensors_are_sampled(meter: Meter) -> None:
+def test_a_save_hashes_only_samples_of_frozen_tensors(meter: Meter) -> None:
     meter.store.save(state(), step=0)
     cost = meter.of(lambda: meter.store.save(state(), step=1, frozen=["w"]))
     assert part(cost, "hashed", "copied") == (7 * CELL + B, B)

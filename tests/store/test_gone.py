@@ -138,7 +138,7 @@ def test_following_the_advice_in_a_gone_error_helps(store: Store, faults: Faulty
     assert same_state(state, zeros())
 
 
-def test_a_leased_checkpoint_is_kept(store: Store, faults: FaultyStore) -> None:
+def test_a_checkpoint_with_a_lease_is_kept_during_a_read(store: Store, faults: FaultyStore) -> None:
     faults.inject(call_first("open", meanwhile(lambda: purge(faults)), key="*.safetensors"))
     state = zeros()
     store.load(state, REF, lease=True)

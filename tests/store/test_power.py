@@ -162,7 +162,7 @@ BROKEN: dict[str, Callable[[str], bool]] = {
 
 
 @pytest.mark.parametrize("what", BROKEN)
-def test_missing_folder_syncs_are_detected(tmp_path: Path, what: str) -> None:
+def test_the_power_loss_test_detects_missing_syncs_of_folders(tmp_path: Path, what: str) -> None:
     put = LocalStore.put
 
     def unsettled(self: LocalStore, key: str, data: Any, *, settle: bool = True) -> None:

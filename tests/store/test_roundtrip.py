@@ -68,7 +68,7 @@ def test_large_tensors_that_span_many_cells_and_blobs_are_loaded(anywhere: Store
     assert same(target, state)
 
 
-def test_nan_bits_are_preserved() -> None:
+def test_saves_and_loads_preserve_the_bits_of_nans() -> None:
     store = small()
     patterns = torch.tensor([0x7F800001, 0x7FC00123, -0x400000, 0x7FFFFFFF, -1], dtype=torch.int32)
     state = {"f": patterns.view(torch.float32), "t": patterns.view(5, 1).view(torch.float32).expand(5, 3)}

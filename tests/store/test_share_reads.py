@@ -146,7 +146,7 @@ def requested(proxy: Proxy) -> list[ReadRange]:
 
 
 @pytest.mark.parametrize("layout", ["replicas", "columns"])
-def test_a_proxy_sees_each_byte_of_a_bucket_once(
+def test_each_byte_of_a_bucket_is_requested_only_once(
     ranks: Pool, seaweed_server: Server, memory: Path, layout: str
 ) -> None:
     with Proxy(seaweed_server.endpoint) as proxy:
@@ -188,7 +188,7 @@ def save_change(rank: int, size: int, folder: Path) -> None:
     bucket(folder)[0].save(changed(size), step=2)
 
 
-def test_updates_share_their_reads(ranks: Pool, folder: Path, memory: Path) -> None:
+def test_updates_by_several_ranks_share_their_reads(ranks: Pool, folder: Path, memory: Path) -> None:
     ranks.run(2, save_change, folder)
     found = every(ranks.run(2, update, folder, memory))
     assert nbytes(found) == union(found) == 24 * CELL

@@ -84,7 +84,7 @@ def test_containers_with_tensors_are_saved_and_read() -> None:
     }  # fmt: skip
 
 
-def test_key_order_is_preserved() -> None:
+def test_saves_and_loads_preserve_the_order_of_keys() -> None:
     state: dict[str, Any] = {key: torch.ones(1) if i % 2 else i for i, key in enumerate("qwertyuiop")}
     store = small()
     store.save(state, step=1)
@@ -224,7 +224,7 @@ class TestShards:
         ):
             assert same_state(self.saved(shards).read("default@1"), {"m": {"w": w}})
 
-    def test_parts_of_tensors_are_filled(self) -> None:
+    def test_a_load_fills_parts_of_tensors(self) -> None:
         store = self.saved(self.rows(0, 5, 12))
         part = Shard(torch.zeros(4, 7), (12, 20), offset=(3, 9))
         ranges = Shard(torch.zeros(30), (12, 20), flat=[(100, 120), (7, 17)])

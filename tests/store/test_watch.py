@@ -48,7 +48,7 @@ def test_yielded_checkpoints_can_be_loaded() -> None:
     assert list(told) == []
 
 
-def test_a_watch_continues_after_any_reference() -> None:
+def test_a_watch_can_continue_after_any_reference() -> None:
     store = small()
     made = [store.save(state(step), run="run", step=step) for step in range(3)]
     store.tag("seen", made[0])

@@ -190,7 +190,7 @@ def test_any_tensor_class_can_describe_itself() -> None:
 
 
 @pytest.mark.parametrize("order", [(1, 0), (2, 0, 1), (2, 1, 0), (1, 2)], ids=str)
-def test_a_custom_mesh_order_is_respected(order: tuple[int, ...]) -> None:
+def test_the_custom_order_of_a_mesh_is_respected(order: tuple[int, ...]) -> None:
     """torch's strided shards describe the same division. torch's own description of a DTensor ignores the mesh
     order."""
     shape, full = (24, 2), arange((24, 2))

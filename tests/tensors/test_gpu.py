@@ -171,7 +171,7 @@ def test_saves_and_loads_wait_for_queued_work_on_streams(store: casckpt.Store, d
         assert not store.compare(state, "a@1").is_same
 
 
-def test_an_update_applies_changes(store: casckpt.Store, device: str) -> None:
+def test_an_update_changes_tensors_on_a_gpu(store: casckpt.Store, device: str) -> None:
     state = {"w": cells(6).to(device), "frozen": torch.randn(40, 30, device=device).t()}
     target = {key: torch.zeros_like(one) for key, one in state.items()}
     held = None

@@ -174,7 +174,7 @@ def test_a_model_of_placeholders_can_be_neither_saved_nor_loaded(store: casckpt.
     assert [one.step for one in store.checkpoints("z")] == [1]
 
 
-def test_a_gathered_model_is_saved(store: casckpt.Store) -> None:
+def test_a_model_whose_parameters_were_gathered_is_saved(store: casckpt.Store) -> None:
     model = partitioned()
     for parameter in model.parameters():
         parameter.data = torch.ones(parameter.ds_shape)  # type: ignore[attr-defined]

@@ -262,7 +262,7 @@ def equal(one: Any, other: Any) -> bool:
 
 @settings(max_examples=150, deadline=None)
 @given(STATES)
-def test_any_state_is_rebuilt(state: dict[Any, Any]) -> None:
+def test_any_state_is_rebuilt_from_its_leaves(state: dict[Any, Any]) -> None:
     assert equal(through(state), state)
 
 

@@ -31,7 +31,7 @@ def test_each_step_reports_the_bytes_that_only_it_uses() -> None:
     assert freed(store) == steps[1].bytes_alone
 
 
-def test_bytes_that_two_runs_use_count_as_exclusive_to_neither() -> None:
+def test_bytes_that_two_runs_use_are_not_exclusive_to_either_run() -> None:
     store = filled(small())
     store.save(state(3), run="other", step=0)
     (one,) = store.footprint("other").steps

@@ -44,7 +44,7 @@ def test_copy_can_include_tags_and_select_runs(as_json: AsJson, run: Run, saved:
     assert [row["tags"] for row in as_json("list", there)] == [[], ["best"], []]
 
 
-def test_copy_writes_blobs_of_a_different_size(as_json: AsJson, run: Run, saved: Path, there: Path) -> None:
+def test_copy_can_write_blobs_of_a_different_size(as_json: AsJson, run: Run, saved: Path, there: Path) -> None:
     copied = as_json("copy", saved, there, "--blob-size", "4MiB")
     assert (len(copied["copied"]), copied["failed"]) == (4, [])
     assert casckpt.open(there).repository.marker.blob_bytes == 4 << 20

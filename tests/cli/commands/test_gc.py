@@ -17,7 +17,9 @@ def named(rows: list[dict[str, Any]]) -> list[str]:
     return [f"{row['run']}@{row['step']}" for row in rows]
 
 
-def test_gc_restores_tagged_checkpoints(saved: Path, store: casckpt.Store, as_json: AsJson, run: Run) -> None:
+def test_gc_restores_forgotten_checkpoints_that_are_tagged(
+    saved: Path, store: casckpt.Store, as_json: AsJson, run: Run
+) -> None:
     store.tag("best", "a@2")
     forget(store.repository, store.get("a@2").commit)  # as a killed gc leaves it
     assert "would restore a@2" in run("gc", saved, "--dry-run").stdout
@@ -135,7 +137,7 @@ def test_an_interrupted_gc_reports_forgotten_and_purged_checkpoints(
     transaction.abort("test")
 
 
-def test_restore_undoes_thin(saved: Path, store: casckpt.Store, as_json: AsJson, run: Run) -> None:
+def test_restore_undoes_thinning(saved: Path, store: casckpt.Store, as_json: AsJson, run: Run) -> None:
     key = next(iter(store.get("a@1").tensors))
     planned = as_json("thin", saved, "a@1", "--drop", key, "--dry-run")
     assert (planned["dry_run"], planned["entries"], named(planned["thinned"])) == (True, 1, ["a@1"])

@@ -110,7 +110,7 @@ def test_doctor_explains_the_settings_of_a_bucket(moto_server: Server, as_json: 
     assert found["lifecycle"]["ok"]
 
 
-def test_doctor_checks_a_folder(run: Run, tmp_path: Path) -> None:
+def test_doctor_checks_a_folder_without_changing_it(run: Run, tmp_path: Path) -> None:
     """doctor leaves the folder as it was: an absent folder stays absent."""
     (tmp_path / "there").mkdir()
     for name in ("there", "new/folder/store"):

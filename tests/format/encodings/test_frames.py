@@ -192,7 +192,7 @@ def test_incompressible_cells_are_stored_raw(width: int, nbytes: int) -> None:
     assert (encode(plain, width, plain) is not None) == worth
 
 
-def test_noise_is_stored_raw() -> None:
+def test_a_cell_of_random_noise_is_stored_raw() -> None:
     one, other = (np.random.default_rng(seed).bytes(1 << 18) for seed in (1, 2))
     for width in (1, 2, 4, 8):
         assert encode(memoryview(one), width, None) is None
@@ -223,7 +223,7 @@ def test_a_frame_with_many_gaps_is_decoded_in_pieces() -> None:
 RAW2 = bytes.fromhex("01 02 01 00 06000000  00 03000000 02 05 ff  01 01000000 7f")
 
 
-def test_the_bytes_of_a_frame_never_change() -> None:
+def test_frames_of_fixed_bytes_always_decode_to_the_same_values() -> None:
     planes = decoded(RAW2, 6)
     assert planes == pack("<3H", 0x3F81, 0xBF82, 0xBFFF) == by_hand(RAW2, planes)
     gaps = bytes.fromhex("02 01 00 00 00020000  03000000 04000000  00 04000000 00 ff 00 00  00 03000000 01 02 ff")
@@ -327,7 +327,7 @@ def test_a_delta_can_change_the_last_element() -> None:
     assert decoded(every, PLAIN, bytes(PLAIN)) == b"\xff" * PLAIN
 
 
-def test_a_cell_must_contain_whole_elements() -> None:
+def test_a_cell_whose_length_is_not_a_multiple_of_the_element_size_is_rejected() -> None:
     frame = frame_of(1, 2, PLAIN + 1, ZEROS, ZEROS)
     with pytest.raises(Refused):
         decode(memoryview(frame), memoryview(bytearray(PLAIN + 1)), None)

@@ -230,7 +230,7 @@ def _refuse(table: Table, shape: Shape, itemsize: int = 1, cell: int = 256, matc
         decode_table(*table.stored(), [9000, 9000], shape=shape, itemsize=itemsize, cell=cell)
 
 
-def test_huge_numbers_are_rejected() -> None:
+def test_a_table_with_huge_numbers_is_rejected() -> None:
     rows, top = 1024, 2**62
     _refuse(_table([(0, 0, top)] * rows, [(1, 0, 0)] * rows, 0), (top,), 16)
     _refuse(_table([(0, 0, top)], [(1, 0, 4096)], 1), (top,), 4, 2**20)
@@ -249,7 +249,7 @@ def test_a_span_that_is_empty_or_outside_its_box_is_rejected(span: tuple[int, in
     _refuse(_table([span], [(1, 0, 4096)], 1), (8,))
 
 
-def test_a_scalar_has_one_box() -> None:
+def test_a_table_of_a_scalar_has_exactly_one_box() -> None:
     one = _table([(0, 0, 1)], [(1, 0, 4096)], 1)
     assert len(decode_table(*one.stored(), [8192], shape=(), itemsize=4, cell=256).extents) == 1
     _refuse(_table(one.spans, one.rows, 1, ((0,), (1,))), ())

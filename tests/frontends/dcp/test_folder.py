@@ -96,7 +96,7 @@ def folder(*chunks: Chunk) -> Metadata:
     return metadata
 
 
-def test_flat_chunks_are_boxes_of_the_tensor() -> None:
+def test_flat_chunks_are_converted_to_boxes_of_the_tensor() -> None:
     described, cuts = unflatten(folder(((0, 0, 0), (1, 1, 6)), ((1, 0, 0), (1, 1, 6))))
     stored = described.state_dict_metadata["w"]
     assert isinstance(stored, TensorStorageMetadata)

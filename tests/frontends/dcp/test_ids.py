@@ -98,7 +98,7 @@ def existing_loop(rank: int, size: int, path: Path) -> Any:
     return str(again), [load({"x": 0}, reader, checkpoint_id=f"/ckpt/step-{step}")["x"] for step in (5, 10)]
 
 
-def test_a_loop_saves_into_folders_on_all_ranks(ranks: Pool, store_path: Path) -> None:
+def test_a_training_loop_can_save_into_folders_on_all_ranks(ranks: Pool, store_path: Path) -> None:
     for again, found in ranks.run(2, existing_loop, store_path):
         assert "ckpt/step@5 already exists" in again
         assert "overwrite=True" in again
@@ -108,7 +108,7 @@ def test_a_loop_saves_into_folders_on_all_ranks(ranks: Pool, store_path: Path) -
     assert sorted(found[2:]) == [("alone/rank-0", 5), ("alone/rank-1", 5)]
 
 
-def test_a_loop_overwrites_its_last_checkpoint(store: Store) -> None:
+def test_a_training_loop_can_overwrite_its_last_checkpoint(store: Store) -> None:
     big = torch.arange(1 << 16)
     writer = StorageWriter(store, overwrite=True)
     for step in range(3):

@@ -137,7 +137,7 @@ def test_a_lightning_file_with_several_optimizers_is_imported(tmp_path: Path) ->
     assert set(laid_out(file).state) == {"model", "lightning"}
 
 
-def test_names_passed_to_the_optimizer_are_used(tmp_path: Path) -> None:
+def test_an_import_uses_the_names_that_were_passed_to_the_optimizer(tmp_path: Path) -> None:
     class Alike(nn.Module):
         def __init__(self) -> None:
             super().__init__()

@@ -109,7 +109,7 @@ def test_a_different_shape_is_rejected(where: str, more: dict[str, Any]) -> None
 
 
 @pytest.mark.parametrize("notes", [b"{", b"[]", b'{"common_tensors": 5}'])
-def test_invalid_notes_are_rejected(tmp_path: Path, notes: bytes) -> None:
+def test_a_checkpoint_with_invalid_megatron_notes_is_rejected(tmp_path: Path, notes: bytes) -> None:
     casckpt.open(tmp_path).save({"w": torch.ones(1)}, run="a", step=1, attachments={"megatron.json": notes})
     with pytest.raises(CheckpointingException, match=r"megatron.json is invalid"):
         load({}, f"{tmp_path}#a@1")

@@ -141,7 +141,7 @@ def test_a_flat_part_without_dimensions_is_valid() -> None:
     assert (stacked.local_coordinates(), stacked.global_coordinates()) == ((), (2,))
 
 
-def test_coordinates_require_a_flat_part() -> None:
+def test_only_a_flat_part_has_coordinates_of_its_elements() -> None:
     part = ShardedTensor.from_rank_offsets("k", torch.ones(2))
     for call in (part.local_coordinates, part.global_coordinates):
         with pytest.raises(CheckpointingException, match="flattened_range"):

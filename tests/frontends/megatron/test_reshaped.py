@@ -54,7 +54,7 @@ def test_a_reshaped_tensor_loads_into_any_sharding(
         assert torch.equal(found, torch.as_tensor(wanted.data))
 
 
-def test_an_incorrect_shape_is_still_rejected(tmp_path: Path) -> None:
+def test_a_reshaped_part_of_an_incorrect_shape_is_rejected(tmp_path: Path) -> None:
     casckpt.open(tmp_path).save({"w": as_stored((2, 3))}, run="a", step=1)
     asked = ShardedTensor.from_rank_offsets("w", torch.zeros(PREPENDED, SHAPE[0], SHAPE[1] + 1))
     with pytest.raises(Mismatch, match=r"\[2, 4, 7\] here, but \[2, 2, 3, 4\]"):

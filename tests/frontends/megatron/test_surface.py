@@ -102,7 +102,7 @@ CheckpointingConfig.common_backend_version  test_config.test_a_config_has_the_fi
 CheckpointingException                      test_errors.test_errors_are_also_casckpt_errors
 check_is_distributed_checkpoint             test_config.test_an_invalid_config_is_rejected
 maybe_load_config                           test_config.test_an_invalid_config_is_rejected
-save_config                                 test_config.test_a_missing_config_is_written
+save_config                                 test_config.test_a_config_that_was_written_is_read_back
 dict_list_map_inplace                       test_nesting.test_maps_work_in_place_and_into_new_containers
 dict_list_map_outplace                      test_nesting.test_maps_work_in_place_and_into_new_containers
 dict_map                                    test_nesting.test_dict_map_enters_lists_and_passes_the_innermost_key
@@ -110,8 +110,8 @@ dict_map_with_key                           test_nesting.test_dict_map_enters_li
 diff                                        test_nesting.test_diff_returns_paths_and_types
 extract_matching_values                     test_nesting.test_extract_splits_and_closes_the_gaps_of_lists
 inspect_types                               test_nesting.test_inspect_types_prints_a_tree
-map_reduce                                  test_nesting.test_map_reduce_groups_then_reduces
-merge                                       test_nesting.test_merge_writes_the_second_into_the_first
+map_reduce                                  test_nesting.test_map_reduce_groups_values_before_it_reduces_them
+merge                                       test_nesting.test_merge_writes_the_second_dict_into_the_first
 nested_items_iter                           test_nesting.test_leaves_are_in_order_and_tuples_are_leaves
 nested_values                               test_nesting.test_leaves_are_in_order_and_tuples_are_leaves
 add_prefix_for_sharding                     test_kinds.test_a_prefix_is_added_to_every_key

@@ -132,7 +132,7 @@ def test_patches_by_other_code_remain_in_place_and_save_as_before(tmp_path: Path
 
 
 @pytest.mark.parametrize("name", ["release", "iter_0000100/modelopt_state", "iter_x", "runs_2"])
-def test_other_folders_are_saved_as_before(tmp_path: Path, name: str) -> None:
+def test_the_patched_loop_saves_other_folders_as_before(tmp_path: Path, name: str) -> None:
     calls: list[Any] = []
     loop = module("casckpt.frontends.megatron.training_loop")
 

@@ -108,7 +108,7 @@ def test_the_page_of_a_damaged_store_reports_the_damage(store: Store, store_path
     assert "sft@40" in words
 
 
-def test_an_empty_store_has_a_page(store_path: Path) -> None:
+def test_the_report_of_an_empty_store_has_a_page(store_path: Path) -> None:
     store = casckpt.open(store_path)
     store.create()
     assert "There are no checkpoints" in checked(page(store))

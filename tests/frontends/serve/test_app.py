@@ -70,7 +70,7 @@ WEIGHTS = "/sft/resolve/main/model.safetensors"
         ("//evil.example%0a/", 404),
     ],
 )
-def test_request_paths_are_resolved(served: Served, path: str, status: int) -> None:
+def test_requests_for_valid_and_invalid_paths_get_the_correct_status(served: Served, path: str, status: int) -> None:
     assert served.get(path).status == status
 
 
@@ -90,7 +90,9 @@ def test_request_paths_are_resolved(served: Served, path: str, status: int) -> N
         ("chickens=1-2", 200, 0, None),
     ],
 )  # fmt: skip
-def test_range_requests_are_answered(served: Served, asked: str, status: int, start: int, stop: int | None) -> None:
+def test_the_server_answers_range_requests(
+    served: Served, asked: str, status: int, start: int, stop: int | None
+) -> None:
     whole = served.body(WEIGHTS)
     found = served.get(WEIGHTS, Range=asked)
     assert found.status == status
@@ -125,7 +127,7 @@ def test_request_bodies_are_parsed_within_limits(served: Served) -> None:
     assert served.get(path, "POST", bytes(2 << 20)).status == 413
 
 
-def test_pages_have_security_headers(served: Served) -> None:
+def test_pages_of_the_server_have_security_headers(served: Served) -> None:
     page = served.get("/")
     text = page.body.decode()  # type: ignore[attr-defined]
     assert "default-src 'none'" in page.headers["Content-Security-Policy"]

@@ -82,7 +82,7 @@ def test_a_run_named_like_the_alias_of_another_run_keeps_its_name() -> None:
         ("x" * 101, None),
     ],
 )
-def test_revisions_are_resolved(revision: str, ref: str | None) -> None:
+def test_revisions_are_resolved_to_checkpoints(revision: str, ref: str | None) -> None:
     assert reference("r", revision) == ref
 
 

@@ -239,7 +239,7 @@ def test_a_check_that_failed_is_repeated_at_the_next_step() -> None:
     assert run.save_if_due(3, model, optimizer) is None
 
 
-def test_training_with_valid_state_continues() -> None:
+def test_training_continues_if_all_state_is_valid() -> None:
     store, (model, optimizer) = small(), made(1)
     checkpointer = Checkpointer(store, run="sft", save_interval=2)
     checkpointer.resume(model, optimizer)

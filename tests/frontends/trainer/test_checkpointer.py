@@ -47,7 +47,7 @@ def test_model_optimizer_and_train_state_are_restored_bit_for_bit(how: str) -> N
     assert again["drawn"].initial_seed() == 7
 
 
-def test_a_due_step_is_saved_with_its_metadata() -> None:
+def test_a_step_that_is_due_is_saved_with_its_metadata() -> None:
     store, model = small(), nn.Linear(2, 2)
     unknown: dict[str, Any] = {"metric": 1}
     with Checkpointer(store, run="sft", save_interval=2) as checkpointer:

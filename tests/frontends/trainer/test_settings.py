@@ -83,7 +83,7 @@ def test_invalid_settings_are_rejected(settings: dict[str, Any], message: str) -
         CheckpointerConfig().build(small(), **settings)
 
 
-def test_a_configuration_builds_a_checkpointer(store: Store) -> None:
+def test_a_checkpointer_can_be_built_from_its_configuration(store: Store) -> None:
     config = CheckpointerConfig(run="sft", save_interval=10, fixed_steps=(5,), keep={"keep_within": "7d"}, throttle=2)
     checkpointer = config.build(store, max_checkpoints=3)
     assert checkpointer.config == CheckpointerConfig(

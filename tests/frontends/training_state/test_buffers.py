@@ -79,7 +79,7 @@ def test_rank_0_warns_once_about_buffers_that_differ(tmp_path: Path, ranks: Pool
     assert [logged for logged, _ in found[1:]] == [[[]] * SAVES] * 2
 
 
-def test_equal_buffers_do_not_cost_an_exchange(tmp_path: Path, ranks: Pool) -> None:
+def test_a_save_does_not_need_an_exchange_for_equal_buffers(tmp_path: Path, ranks: Pool) -> None:
     differ = ranks.run(2, saves, tmp_path / "differ", "plain", True)
     alike = ranks.run(2, saves, tmp_path / "alike", "plain", False)
     assert [logged for logged, _ in alike] == [[[]] * SAVES] * 2

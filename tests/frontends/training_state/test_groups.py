@@ -104,7 +104,7 @@ def test_the_same_parameters_load_into_different_groups(store: casckpt.Store, gr
     assert all(group["lr"] == 0.1 for group in other.param_groups if group["params"])
 
 
-def test_options_follow_their_parameters(store: casckpt.Store) -> None:
+def test_optimizer_options_follow_their_parameters_to_other_groups(store: casckpt.Store) -> None:
     model, trained = trained_pair(NAMES[:3], NAMES[3:], weight_decay=[0.25, 0.0])
     save_model_and_optim_state(store, model, trained, run="a", step=2)
     fresh = Network(2)
@@ -127,7 +127,7 @@ def test_an_option_that_differs_between_joined_groups_is_kept(
     assert identical(state_by_name(fresh, other), state_by_name(model, trained))
 
 
-def test_an_option_that_the_checkpoint_lacks_is_kept(store: casckpt.Store) -> None:
+def test_an_optimizer_option_that_the_checkpoint_lacks_is_kept(store: casckpt.Store) -> None:
     model, trained = trained_pair(NAMES)
     del trained.param_groups[0]["decoupled_weight_decay"]  # as in earlier versions of torch
     save_model_and_optim_state(store, model, trained, run="a", step=2)

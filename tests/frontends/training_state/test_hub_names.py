@@ -91,7 +91,7 @@ def test_name_rules_have_groups_for_the_numbers_that_vary() -> None:
     }
 
 
-def test_names_without_a_common_rule_are_listed() -> None:
+def test_names_that_no_common_rule_covers_are_listed() -> None:
     parts: Any = {f"a.{n}": {f"b.{2 * n}": ()} for n in range(3)}
     assert rules_of(parts) == {"rename": {rf"a\.{n}": f"b.{2 * n}" for n in range(3)}}
     assert rules_of({"a.1": {"a.1": ()}, "a.2": {"b.2": ()}}) == {"rename": {r"a\.2": "b.2"}}

@@ -84,7 +84,7 @@ def test_a_rename_leaves_no_missing_or_unread_keys(store: casckpt.Store) -> None
 
 
 @LOADS
-def test_names_that_still_differ_are_reported(store: casckpt.Store, load: Load) -> None:
+def test_names_that_still_differ_after_a_rename_are_reported(store: casckpt.Store, load: Load) -> None:
     save_model_and_optim_state(store, *trained("body", 1), run="a", step=1)
     found = made("trunk", 2, "tail")
     before = everything(*found)
@@ -131,7 +131,7 @@ def test_an_invalid_rename_is_rejected(store: casckpt.Store, load: Load, rename:
 
 
 @LOADS
-def test_top_level_weights_are_renamed(store: casckpt.Store, load: Load) -> None:
+def test_a_rename_applies_to_top_level_weights(store: casckpt.Store, load: Load) -> None:
     saved, _ = trained("body", 1)
     store.save(saved.state_dict(), run="a", step=1)
     found, _ = made("trunk", 2)

@@ -362,7 +362,7 @@ def test_pipeline_stages_are_unsharded(store_path: Path, ranks: Pool) -> None:
     assert sum(len(group["params"]) for group in groups) == 8
 
 
-def test_groups_of_several_ranks_are_merged() -> None:
+def test_unshard_merges_the_parameter_groups_of_several_ranks() -> None:
     def group(names: str, **options: Any) -> dict[str, Any]:
         return {"lr": torch.tensor(0.5), "betas": [{"x": 1.0}], **options, "params": names.split()}
 

@@ -61,7 +61,7 @@ UNCLEAR: dict[str, tuple[Any, tuple[str, ...]]] = {
 
 
 @pytest.mark.parametrize("layout", UNCLEAR)
-def test_several_possible_models_are_rejected(store: Store, layout: str) -> None:
+def test_a_checkpoint_with_several_possible_models_is_rejected(store: Store, layout: str) -> None:
     state, choices = UNCLEAR[layout]
     with pytest.raises(InvalidInput, match="several parts of default@0 may be the model") as caught:
         view(store, state, model=True)

@@ -119,7 +119,7 @@ def test_an_invalid_names_file_is_rejected(text: bytes) -> None:
         read_hub_names(text, "the file")
 
 
-def test_a_names_file_is_read() -> None:
+def test_a_valid_names_file_is_read() -> None:
     views = {"other/adapter_model": {"strip_prefix": "model", "keys": ["model.a*"]}, "model": {}}
     found = read_hub_names(json.dumps({"views": views, "notes": ["x"], "tied": {"a": "b"}}).encode(), "the file")
     assert [view.stem for view in found.views] == [*views]

@@ -65,7 +65,7 @@ def test_an_invariant_of_steps_is_told_which_process_made_the_step() -> None:
     assert explore(Model(Store({}), processes, steps=[one_only])).broken == "Only one puts."
 
 
-def test_a_lost_update_is_found() -> None:
+def test_the_explorer_finds_a_lost_update() -> None:
     def adds() -> Program:
         seen = yield look("reads", lambda store: len(store.under("put")))
         yield create(("put", seen), True)

@@ -27,7 +27,7 @@ class TestEachWay:
     def fs(self, way: Naming, monkeypatch: pytest.MonkeyPatch) -> None:
         only(way, monkeypatch)
 
-    def test_only_the_object_remains_after_a_put(self, store: LocalStore, way: Naming) -> None:
+    def test_a_put_leaves_only_the_object_behind(self, store: LocalStore, way: Naming) -> None:
         store.put(KEY, b"1")
         with pytest.raises(AlreadyExists):
             store.put(KEY, b"2")
@@ -58,7 +58,9 @@ class TestEachWay:
         assert store.counts.bytes_written == before + 2 * (2 * MIB + 1)
         assert store.counts.puts == 2
 
-    def test_two_failed_fsyncs_raise_an_error(self, store: LocalStore, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_a_put_raises_an_error_after_two_failed_fsyncs(
+        self, store: LocalStore, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
         store.put("a", b"")
         monkeypatch.setattr(syscalls, "sync", failing(syscalls.sync, errno.EIO, times=2))
         with pytest.raises(StorageError, match=r"objects/x/a.*kernel log"):

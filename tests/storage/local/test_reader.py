@@ -123,7 +123,7 @@ def test_an_unreadable_start_does_not_affect_other_ranges(store: LocalStore, mon
     assert target == data[512 << 10 :][:4096]
 
 
-def test_cachestat_and_mincore_agree(tmp_path: Path) -> None:
+def test_cachestat_and_mincore_report_the_same_cached_pages(tmp_path: Path) -> None:
     path = tmp_path / "file"
     path.write_bytes(bytes(1 << 20))
     with path.open("rb") as file:

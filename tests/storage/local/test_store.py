@@ -95,7 +95,7 @@ def test_sweep_does_not_delete_unknown_files(store: LocalStore) -> None:
     assert files(store) == ["objects/x/.hidden"]
 
 
-def test_reading_does_not_create_anything(store: LocalStore) -> None:
+def test_reading_from_a_local_store_does_not_create_anything(store: LocalStore) -> None:
     assert list(store.list("")) == []
     assert store.size(KEY) is None
     with pytest.raises(NotFound, match=r"objects/x/a is not in /.*store"):
@@ -148,7 +148,7 @@ def test_a_file_or_pipe_in_the_place_of_a_folder_is_rejected(store: LocalStore, 
             act()
 
 
-def test_file_descriptors_do_not_remain_open(store: LocalStore, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_local_store_leaves_no_file_descriptors_open(store: LocalStore, monkeypatch: pytest.MonkeyPatch) -> None:
     def use() -> None:
         put_aligned(store, KEY, noise(MIB + 1))
         store.replace(KEY, b"1")

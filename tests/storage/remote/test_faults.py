@@ -83,7 +83,7 @@ def test_a_put_with_network_faults_raises_conflict_if_the_key_exists(
 
 
 @pytest.mark.parametrize("trouble", TROUBLES)
-def test_every_request_is_retried(trouble: Trouble, storage: RemoteStore, proxy: Proxy) -> None:
+def test_every_kind_of_request_is_retried(trouble: Trouble, storage: RemoteStore, proxy: Proxy) -> None:
     data, buffer = noise(3 * MIB), bytearray(MIB)
     storage.put("objects/x/a", data)
     for method in ("GET", "HEAD"):
@@ -128,7 +128,7 @@ def test_a_conflict_after_faults_remains_a_conflict_if_the_object_is_unreadable(
         storage.put("a", b"1")
 
 
-def test_permanent_errors_are_not_retried(moto_server: Server, proxy: Proxy, naps: Naps) -> None:
+def test_requests_with_permanent_errors_are_not_retried(moto_server: Server, proxy: Proxy, naps: Naps) -> None:
     options = {**moto_server.options, "endpoint_url": proxy.endpoint}
     storage = RemoteStore(RemoteLocation("s3", "no-such-bucket/store", options), backoff=Backoff(sleep=naps))
     for act in (lambda: storage.put("a", b"1"), lambda: list(storage.list(""))):
@@ -232,7 +232,7 @@ def test_a_large_object_is_put_in_one_request(storage: RemoteStore, proxy: Proxy
     assert [(one.method, one.query) for one in puts] == [("PUT", "")]
 
 
-def test_connections_are_reused(storage: RemoteStore, proxy: Proxy) -> None:
+def test_the_s3_client_reuses_connections(storage: RemoteStore, proxy: Proxy) -> None:
     storage.put("a", noise(MIB))
     buffer = memoryview(bytearray(MIB // 2))
     with storage.open("a") as reader:
@@ -243,7 +243,7 @@ def test_connections_are_reused(storage: RemoteStore, proxy: Proxy) -> None:
     assert proxy.count("GET") == 20
 
 
-def test_reads_run_concurrently(storage: RemoteStore, proxy: Proxy) -> None:
+def test_reads_from_a_bucket_run_concurrently(storage: RemoteStore, proxy: Proxy) -> None:
     """There are as many connections as the traits promise, and no connection waits for the response of a
     different one."""
     data = noise(64 * 1000)

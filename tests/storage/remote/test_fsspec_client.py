@@ -127,7 +127,7 @@ def test_a_retry_is_skipped_if_its_pause_exceeds_the_remaining_time(tmp_path: Pa
 
 
 @pytest.mark.parametrize(("status", "says"), [(403, "check the credentials"), (404, "create it first"), (400, "again")])
-def test_permanent_errors_are_not_retried(
+def test_requests_with_permanent_errors_are_not_retried(
     status: int, says: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     class Answer(Exception):

@@ -17,7 +17,7 @@ def safe(repo: Repository, commit: Commit) -> bool:
     return unmirrored(repo, [commit], URL) == []
 
 
-def test_a_note_is_valid_until_the_next_restore(repo: Repository) -> None:
+def test_a_note_about_a_mirrored_checkpoint_is_valid_until_the_next_restore(repo: Repository) -> None:
     commit = commit_bare(repo)
     assert not safe(repo, commit)
     note(repo, commit, URL)

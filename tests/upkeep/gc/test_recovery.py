@@ -162,7 +162,7 @@ def test_purges_of_one_gc_are_announced_together(repo: Repository, tmp_path: Pat
     assert [len(record.announced) for record in records if record is not None] == [4]
 
 
-def test_marks_of_deleted_blobs_are_deleted(repo: Repository) -> None:
+def test_gc_deletes_the_marks_of_blobs_that_it_deletes(repo: Repository) -> None:
     one, two = (save(repo, step=step, texts=[str(step)]) for step in range(2))
     for commit in (one, two):
         for uploader, blob, _ in manifests.blobs_of(repo, commit):

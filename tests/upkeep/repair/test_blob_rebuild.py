@@ -87,7 +87,7 @@ def test_only_cells_damaged_in_all_copies_are_lost(repo: Repository, other: Repo
 
 
 @pytest.mark.parametrize("position", [4, 100, PADDING, -1, -36, -35, -6 * 36, -6 * 36 + 3, -6 * 36 + 4])
-def test_unused_bytes_are_reconstructed(repo: Repository, position: int) -> None:
+def test_unused_bytes_of_a_blob_are_reconstructed(repo: Repository, position: int) -> None:
     """Header, padding and proof are reconstructed from the live cells alone."""
     one = save_arrays(repo, LARGE, cell=LEAF)
     before = repo.storage.get(only_blob(repo, one), limit=1 << 20)

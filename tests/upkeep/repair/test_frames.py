@@ -75,7 +75,7 @@ def test_an_incorrect_frame_is_detected_only_by_decoding(at: int) -> None:
     assert (caught.value.key, caught.value.blob) == ("hit", found.blob)
 
 
-def test_few_cells_are_in_memory_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_check_keeps_only_a_few_cells_in_memory_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
     store = saved()
     whole = store.verify(decode=True)
     monkeypatch.setattr(frames, "_AT_ONCE", 5)

@@ -130,7 +130,7 @@ def test_a_full_check_unmarks_an_undamaged_blob(repo: Repository) -> None:
     assert marks(repo) == set()
 
 
-def test_only_named_checkpoints_are_read(repo: Repository) -> None:
+def test_verify_reads_only_the_named_checkpoints(repo: Repository) -> None:
     saved = [save_arrays(repo, {"a": array(step)}, step=step) for step in range(3)]
     for commit in saved:
         repo.storage.delete(only_blob(repo, commit))
@@ -140,7 +140,7 @@ def test_only_named_checkpoints_are_read(repo: Repository) -> None:
         verify(repo, refs=["run@9"])
 
 
-def test_a_sample_reads_the_given_fraction(repo: Repository) -> None:
+def test_a_sample_verifies_the_given_fraction_of_the_blobs(repo: Repository) -> None:
     for step in range(10):
         save_arrays(repo, {"a": array(step)}, step=step)
     assert verify(repo, sample=0.3).checked_blobs == 3

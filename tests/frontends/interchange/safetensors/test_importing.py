@@ -41,7 +41,7 @@ pytestmark = pytest.mark.usefixtures("temporaries")
 # one file
 
 
-def test_unaligned_data_is_imported(store: casckpt.Store, tmp_path: Path) -> None:
+def test_a_file_with_unaligned_data_is_imported(store: casckpt.Store, tmp_path: Path) -> None:
     source = file_of(tmp_path, {"a": torch.arange(6, dtype=torch.float64)})
     data = source.read_bytes()
     length = int.from_bytes(data[:8], "little")
@@ -93,7 +93,7 @@ def test_a_json_path_that_is_not_a_file_is_never_read(
             import_safetensors(store, tmp_path, step=1)
 
 
-def test_a_missing_shard_is_named(tmp_path: Path) -> None:
+def test_the_error_for_a_missing_shard_names_it(tmp_path: Path) -> None:
     folder = hugging_face(tmp_path / "hf", {"a": torch.ones(2), "b": torch.ones(2)})
     (folder / "model-00002-of-00002.safetensors").unlink()
     with pytest.raises(NotFound, match=r"names model-00002-of-00002\.safetensors, which does not exist"):
@@ -134,7 +134,7 @@ def test_a_snapshot_in_the_hugging_face_cache_is_imported(store: casckpt.Store, 
     assert (list(made.tensors), list(store.attachments(made))) == (["a"], ["config.json"])
 
 
-def test_large_files_are_not_attached(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_import_does_not_attach_large_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(safetensors_import, "MAX_ATTACHMENT_BYTES", 1000)
     folder = hugging_face(tmp_path / "hf", {"a": torch.ones(2)})
     assert "vocab.txt" in find_sources(folder).skipped

@@ -218,7 +218,7 @@ def test_a_response_for_the_wrong_range_is_rejected(
         read(storage, "a", 2, 3)
 
 
-def test_aiobotocore_2_bodies_are_read(moto_server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_response_bodies_of_aiobotocore_2_are_read(moto_server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
     """In that version, entering a body returns the inner response, which has a different ``read``."""
 
     async def inside(_: object) -> object:
@@ -298,7 +298,7 @@ def answer(body: bytes, *, length: int | None = None, more: str = RANGE, status:
 TEN = b"0123456789"
 
 
-def test_a_connection_is_reused(direct: DirectReads) -> None:
+def test_a_connection_is_reused_for_the_next_request(direct: DirectReads) -> None:
     with scripted([answer(TEN)] * 3) as (request, came):
         assert [ask(direct, request) for _ in range(3)] == [TEN] * 3
         assert came == [0, 0, 0]
