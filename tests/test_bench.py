@@ -50,7 +50,7 @@ def smoke(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureReque
 
 
 def rows_of(results: Path, scenario: str) -> dict[tuple[str, str, str], dict[str, Any]]:
-    """Rows by group, participant and settings."""
+    """Return the rows by group, participant and settings."""
     report = json.loads(results.read_bytes())
     found = next(one for one in report["scenarios"] if one["name"] == scenario)
     return {(row["group"], row["who"], row["what"]): row for row in found["rows"]}
@@ -333,7 +333,7 @@ def read_all() -> Iterator[ScenarioResult]:
 
 
 def written(row: Row, metric: str) -> str:
-    """The median as pages show it."""
+    """Return the median as the pages show it."""
     return re.sub(r" \(.*\)", "", cells.seconds(row.summary[metric]))
 
 

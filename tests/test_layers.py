@@ -117,7 +117,7 @@ class Use:
 
 @cache
 def uses(path: str, source: str) -> tuple[Use, ...]:
-    """All dotted names in the source of ``path`` (relative to the package), also from local imports."""
+    """Return all dotted names in the source of ``path`` (relative to the package), also from local imports."""
     tree = ast.parse(source)
     bound: dict[str, str] = {}
     found: list[Use] = []
@@ -135,7 +135,7 @@ def uses(path: str, source: str) -> tuple[Use, ...]:
 
 
 def _imported(path: str, node: ast.AST) -> Iterator[tuple[str, str, int]]:
-    """The (local name or "", dotted name, line) of each import in a node."""
+    """Yield the (local name or "", dotted name, line) of each import in a node."""
     if isinstance(node, ast.Import):
         for alias in node.names:
             yield alias.asname or alias.name.partition(".")[0], alias.name, node.lineno
@@ -150,7 +150,7 @@ def _imported(path: str, node: ast.AST) -> Iterator[tuple[str, str, int]]:
 
 
 def _origin(path: str, node: ast.ImportFrom) -> str:
-    """The absolute name of the module in ``from ... import``."""
+    """Return the absolute name of the module in ``from ... import``."""
     if not node.level:
         return node.module or ""
     folders = ("casckpt", *path.split("/")[:-1])
@@ -158,7 +158,7 @@ def _origin(path: str, node: ast.ImportFrom) -> str:
 
 
 def _dotted(node: ast.expr) -> str:
-    """``a.b.c`` for such an expression, "" for any other."""
+    """Return ``a.b.c`` for such an expression, "" for any other."""
     if isinstance(node, ast.Name):
         return node.id
     inner = _dotted(node.value) if isinstance(node, ast.Attribute) else ""
@@ -205,7 +205,7 @@ def _excepted(path: str, use: Use) -> bool:
 
 
 def modules() -> list[str]:
-    """All modules of the package, as paths relative to it."""
+    """Return all modules of the package, as paths relative to it."""
     return sorted(str(path.relative_to(PACKAGE)) for path in PACKAGE.rglob("*.py"))
 
 
@@ -356,7 +356,7 @@ SEEN = (
 
 
 def beyond(path: str, source: str) -> set[tuple[str, str]]:
-    """The (module, name) pairs with which a user of `Store` reaches beyond its public area."""
+    """Return the (module, name) pairs with which a user of `Store` reaches beyond its public area."""
     names = {use.name for use in uses(path, source) if use.name.startswith("casckpt.")}
     return {(path, name) for name in names if path.startswith(CIRCLE) and not within(name, SEEN)}
 
@@ -390,7 +390,7 @@ They do not see history, upkeep, other parts of contents and repository, or how 
 
 
 def beyond_open(path: str, source: str) -> set[tuple[str, str]]:
-    """The (module, name) pairs with which a front end that handles tensors reaches beyond `OPEN`."""
+    """Return the (module, name) pairs with which a front end that handles tensors reaches beyond `OPEN`."""
     if not path.startswith("frontends/") or path.startswith(CIRCLE):
         return set()
     names = {use.name for use in uses(path, source) if use.name.startswith("casckpt.")}

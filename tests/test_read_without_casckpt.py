@@ -49,7 +49,7 @@ def reader() -> Any:
 
 
 def tensors_in(value: Any, *path: str) -> Iterator[tuple[str, torch.Tensor]]:
-    """The tensors of a nested state, by flat key."""
+    """Yield the tensors of a nested state, by flat key."""
     if isinstance(value, torch.Tensor):
         yield ".".join(path), value
     elif isinstance(value, dict | list | tuple):
@@ -242,7 +242,7 @@ def read_all(reader: Any, folder: Path, ref: str = "a@2") -> dict[str, bytes]:
 
 
 def places(data: bytes, kind: str) -> list[int]:
-    """Offsets of bytes to flip in a blob: between the header and the proof, because reads do not need the proof."""
+    """Return offsets of bytes to flip between the header and the proof of a blob. Reads do not need the proof."""
     if kind == "blob":
         return [4096, 4097, 8191, 8192, 4096 + 12_287]
     if kind == "manifest":

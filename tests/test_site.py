@@ -131,12 +131,12 @@ def test_each_environment_variable_is_documented() -> None:
 
 
 def quoted(text: str) -> list[str]:
-    """The strings in backticks."""
+    """Return the strings in backticks."""
     return re.findall(r"`([^`]+)`", text)
 
 
 def settings(heading: str) -> dict[str, str]:
-    """The names in a table of docs/settings.md, with their defaults."""
+    """Return the names in a table of docs/settings.md, with their defaults."""
     found = re.search(rf"^## {heading}\n(.*?)(?=^## |\Z)", (DOCS / "settings.md").read_text(), re.M | re.S)
     assert found, f"docs/settings.md has no section {heading!r}"
     return dict(re.findall(r"^\| `(\w+)`(?: \(.*?\))? \| ?(?:`(.*?)`)? \|", found[1], re.MULTILINE))
@@ -154,7 +154,7 @@ def test_documented_settings_for_a_new_store_match_the_code() -> None:
 
 
 def as_written(values: dict[str, Any]) -> dict[str, str]:
-    """Defaults as shown on a page. A name without a default has ""."""
+    """Return defaults as shown on a page. A name without a default has ""."""
     return {name: "" if value in NONE else repr(value).replace("'", '"') for name, value in values.items()}
 
 

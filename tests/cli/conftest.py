@@ -34,7 +34,7 @@ def run() -> Run:
 
 @pytest.fixture
 def as_json(run: Run) -> AsJson:
-    """The output of a command with --json."""
+    """Return a function that runs a command with --json and returns the result."""
 
     def call(*args: object, status: int = 0) -> Any:
         return json.loads(run(*args, "--json", status=status).stdout)

@@ -27,7 +27,7 @@ from tests.support.repositories import blob_hash, committed_draft, draft, reposi
 
 
 def fresh(tmp_path: Path, repo: Repository) -> Repository:
-    """A new process, with nothing in memory."""
+    """Return the repository as a new process opens it, with nothing in memory."""
     return repository(tmp_path, repo.storage)
 
 
@@ -184,7 +184,7 @@ def test_two_commits_with_the_same_manifest_id_can_have_different_blob_locations
 
 
 def save_large(repo: Repository, count: int = 30_000) -> Commit:
-    """A manifest of several MiB: many tensors of one cell each, all in one blob."""
+    """Save a manifest of several MiB: many tensors of one cell each, all in one blob."""
     txid = repo.new_txid("a", 1)
     ref = BlobRef(blob_hash("large"), 4096 + 64 * count, txid)
     box = full_box((16,))

@@ -71,7 +71,7 @@ def on_time(*steps: int) -> list[tuple[int, bool]]:
 
 
 def begun(repo: Repository, step: int) -> Any:
-    """A save that was announced, but has no record yet."""
+    """Return a save that was announced, but has no record yet."""
     save = saved(repo, "run", step)
     announce(repo, [(save.txid, 0)])
     return save

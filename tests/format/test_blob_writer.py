@@ -27,7 +27,7 @@ LENGTHS = st.one_of(
 
 @st.composite
 def cells(draw: st.DrawFn) -> list[tuple[str, bytes]]:
-    """Cells in the order of a blob: by dtype, with large and small cells in any order."""
+    """Draw cells in the order of a blob: by dtype, with large and small cells in any order."""
     found = []
     for number in range(draw(st.integers(1, 25))):
         dtype = draw(st.sampled_from(DTYPES))

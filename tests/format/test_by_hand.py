@@ -36,7 +36,7 @@ def path(tmp_path: Path) -> str:
 
 
 def commands() -> list[str]:
-    """The commands of the page, without its comments."""
+    """Return the commands of the page, without its comments."""
     found = re.findall(r"^((?:tail|dd) .*?)(?:   +.*)?$", PAGE.read_text(), re.MULTILINE)
     assert len(found) == 3
     return found

@@ -39,7 +39,7 @@ BLOBS = [BlobRef(BlobHash(f"{n:064x}"), 4096 + 5000 * n, UPLOADERS[n % 2], worn=
 
 
 def drawn(**fields: Any) -> Draft:
-    """A manifest with a tensor of two cells, a small tensor, a part, an object and an attachment."""
+    """Return a manifest with a tensor of two cells, a small tensor, a part, an object and an attachment."""
     shape = (300,)
     cells = [Region(full_box(shape), 0, 256), Region(full_box(shape), 256, 300)]
     one = table_of((5,), 2048, [Region(full_box((5,)), 0, 5)])
@@ -272,7 +272,7 @@ def test_the_error_for_a_flipped_byte_in_the_head_names_its_section(name: str) -
 
 
 def forged(**parts: bytes) -> Encoded:
-    """A forgery with correct hashes."""
+    """Return a forgery with correct hashes."""
     made = encode(drawn())
     head = decode_head(made.data)
     sections = {name: made.data[head[name].offset : head[name].end] for name in KNOWN} | parts

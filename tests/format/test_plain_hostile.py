@@ -16,13 +16,13 @@ from tests.support.plain_examples import EXAMPLES, nested
 
 
 def fields(names: list[Any], formats: list[Any], offsets: list[Any], size: int = 8) -> list[Any]:
-    """A dtype with several fields, as stored."""
+    """Return a dtype with several fields, as stored."""
     columns = ("names", ["list", *names], "formats", ["list", *formats], "offsets", ["list", *offsets])
     return ["dict", *columns, "itemsize", size, "aligned", False]
 
 
 def deep(levels: int) -> Any:
-    """A dtype of nested arrays, as stored."""
+    """Return a dtype of nested arrays, as stored."""
     return ["tuple", deep(levels - 1), ["tuple", 1]] if levels else "<i4"
 
 

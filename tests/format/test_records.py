@@ -80,7 +80,7 @@ EXAMPLES: list[Record] = [
 
 
 def forged(line: bytes) -> bytes:
-    """A line with a correct checksum."""
+    """Return a line with a correct checksum."""
     return line + b"\n" + hex_digest(line).encode() + b"\n"
 
 

@@ -32,13 +32,13 @@ ORDER = {2: [1, 0], 4: [2, 0, 3, 1]}  # row order differs from rank order
 
 
 def part_of(size: int, rank: int) -> ChunkStorageMetadata:
-    """A rank's rows, as Megatron-FSDP writes them."""
+    """Return the chunk of a rank's rows, as Megatron-FSDP writes it."""
     before = ORDER[size][: ORDER[size].index(rank)]
     return ChunkStorageMetadata((sum(ROWS[size][one] for one in before), 0), (ROWS[size][rank], 3))  # type: ignore[arg-type]
 
 
 def described(full: torch.Tensor, rank: int, size: int) -> DTensor:
-    """A parameter as Megatron-FSDP leaves it, including the description for torch's checkpoints."""
+    """Return a parameter as Megatron-FSDP leaves it, including the description for torch's checkpoints."""
     chunk = part_of(size, rank)
     local = full[slices((tuple(chunk.offsets), tuple(chunk.sizes)))].clone()
     tensor = DTensor.from_local(local, line(size), [Shard(0)], run_check=False, shape=full.shape, stride=full.stride())

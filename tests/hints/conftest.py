@@ -64,5 +64,5 @@ def saved(store: casckpt.Store, store_path: Path, weights: dict[str, torch.Tenso
 
 
 def words(text: str) -> list[str]:
-    """The words of a command's output."""
+    """Return the words of a command's output."""
     return text.split()

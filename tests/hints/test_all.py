@@ -105,13 +105,13 @@ FOLLOWED_ELSEWHERE: dict[Case, str] = {
 
 @cache
 def all_hints() -> tuple[Hint, ...]:
-    """All hints of casckpt. They are read on demand, so that workers do not read them during collection."""
+    """Return all hints of casckpt. They are read on demand, so that workers do not read them during collection."""
     return tuple(hints())
 
 
 @cache
 def cases() -> tuple[Case, ...]:
-    """The cases of all tests. The tests are parsed and not imported, because some need packages that may be
+    """Return the cases of all tests. The tests are parsed and not imported, because some need packages that may be
     missing."""
     nodes = [node for path in sorted(HERE.glob("test_*.py")) for node in ast.walk(ast.parse(path.read_text()))]
     marks = [mark for node in nodes if isinstance(node, ast.FunctionDef) for mark in node.decorator_list]

@@ -71,7 +71,7 @@ def test_pickled_values_can_be_imported_with_allow_pickle(
 
 
 def planned_elsewhere(rank: int, size: int, path: str) -> str:
-    """A tensor that describes itself but does not give DCP any write items."""
+    """Save a tensor that describes itself but does not give DCP any write items. Return the error."""
     half = DTensor.from_local(torch.full((1, 3), float(rank)), init_device_mesh("cpu", (size,)), [Shard(0)])
     chunk = ChunkStorageMetadata(torch.Size((1 - rank, 0)), torch.Size((1, 3)))
     half._local_tensor.__create_chunk_list__ = lambda: [chunk]  # type: ignore[attr-defined]

@@ -81,7 +81,7 @@ def test_a_time_zone_can_be_stored_as_its_name(store: Store, messages: Messages)
 
 
 def zone_file() -> Path:
-    """The time zone file of this machine, or of the package tzdata."""
+    """Return the time zone file of this machine, or of the package tzdata."""
     for folder in TZPATH:
         if Path(folder, "UTC").is_file():
             return Path(folder, "UTC")

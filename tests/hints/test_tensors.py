@@ -234,7 +234,7 @@ def uneven(rank: int, size: int, path: str) -> str:
 
 
 def function_of(module: str, name: str) -> Any:
-    """A function of a module, without the imports of its package, which take 5 seconds per rank."""
+    """Return a function of a module, without the imports of its package, which take 5 seconds per rank."""
     place = Path(next(iter(find_spec("megatron").submodule_search_locations or ()))).parent  # type: ignore[union-attr]
     path = place.joinpath(*module.split(".")).with_suffix(".py")
     package = ModuleType("alone")

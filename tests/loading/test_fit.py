@@ -133,7 +133,7 @@ def test_every_pair_of_matching_names_is_found(
 
 
 def part_of(count: int, total: int) -> tuple[Fit, dict[str, tuple[int, ...]]]:
-    """A model with ``count`` filled tensors. The checkpoint has the rest of its tensors below "net"."""
+    """Return a model with ``count`` filled tensors. The checkpoint has the rest of its tensors below "net"."""
     keys = [f"model.layers.{n}.w" for n in range(total)]
     filled = {key: key for key in keys[:count]}
     others = {f"model.net.{key.removeprefix('model.')}": W for key in keys[count:]}

@@ -49,7 +49,7 @@ def reopened(store: Store) -> Store:
 
 
 def links(store: Store, ref: str, key: str) -> list[StoredCell]:
-    """The first cell of a tensor, and its bases."""
+    """Return the first cell of a tensor, and its bases."""
     cells = Stored(store, ref).cells()
     return list(next(cell for (name, region), cell in cells.items() if name[1] == key and not region.lo).chain)
 
@@ -100,7 +100,7 @@ def test_frames_of_every_dtype_are_loaded_exactly(name: str) -> None:
 
 @st.composite
 def boxes(draw: st.DrawFn) -> tuple[tuple[int, int], tuple[slice, slice]]:
-    """A shape, and a part of it."""
+    """Draw a shape, and a part of it."""
     shape = draw(st.integers(1, 60)), draw(st.integers(1, 300))
     starts = [draw(st.integers(0, size - 1)) for size in shape]
     ends = [draw(st.integers(start + 1, size)) for start, size in zip(starts, shape, strict=True)]

@@ -66,7 +66,7 @@ def digest_of_another(cell: StoredCell, other: StoredCell) -> StoredCell:
 
 
 def another(cell: StoredCell, other: StoredCell) -> StoredCell:
-    """A link with the correct location, and with the digest and bases of a different cell."""
+    """Return a link with the correct location, and with the digest and bases of a different cell."""
     return other._replace(box=cell.box, lo=cell.lo, hi=cell.hi)
 
 

@@ -45,7 +45,7 @@ def store() -> Store:
 
 
 def zeros(value: Any) -> Any:
-    """A template with the same tensors, filled with zeros, and with different plain data."""
+    """Return a template with the same tensors, filled with zeros, and with different plain data."""
     if isinstance(value, dict):
         return {key: zeros(inner) for key, inner in value.items()}
     if isinstance(value, torch.Tensor):

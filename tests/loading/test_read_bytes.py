@@ -22,7 +22,7 @@ PER = CELL // 4  # the number of float32 elements in a cell
 
 
 def warmed(state: Any) -> Store:
-    """A store that has already read its commit and manifest, so that it reads only tensors."""
+    """Return a store that has already read its commit and manifest, so that it reads only tensors."""
     store = small()
     store.save(state, step=1)
     store.read("default@1", keys=[])

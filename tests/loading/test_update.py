@@ -84,7 +84,7 @@ def test_an_update_follows_a_run_during_saves(compress: Any) -> None:
 
 @st.composite
 def destinations(draw: st.DrawFn) -> tuple[tuple[int, int], list[tuple[slice, slice]]]:
-    """A shape, and disjoint parts of it."""
+    """Draw a shape, and disjoint parts of it."""
     rows, columns = draw(st.integers(1, 60)), draw(st.integers(1, 300))
     cuts = sorted({0, rows, *draw(st.lists(st.integers(1, max(1, rows - 1)), max_size=2))})
     left = draw(st.integers(0, columns - 1))

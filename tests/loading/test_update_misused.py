@@ -174,7 +174,7 @@ DROP = ["optim*"]
 
 
 def trained_store() -> tuple[Store, list[dict[str, torch.Tensor]]]:
-    """A store in which one cell of the optimizer never changes."""
+    """Return a store in which one cell of the optimizer never changes."""
     store = small()
     found = [
         {"model": trained(6, step), "optim.m": cells(3, seed=8), "optim.v": cells(3, seed=step)} for step in (0, 1)

@@ -59,7 +59,7 @@ def _check_known(groups: Sequence[Group], parent: ExtentTable) -> None:
 
 @st.composite
 def parents(draw: st.DrawFn, shape: Shape, cell: int) -> ExtentTable:
-    """The cells of a save from any topology."""
+    """Draw the cells of a save from any topology."""
     cells = [one for region in draw(partitions(shape)) for one in cells_of(plan_cells(region, shape, cell, None))]
     return table_of(shape, cell, cells, per_blob=draw(st.integers(1, 9)))
 

@@ -32,7 +32,7 @@ ITEM = 2  # bytes of an element
 
 @st.composite
 def tables(draw: st.DrawFn, shape: Shape) -> ExtentTable:
-    """The extents of a whole tensor, saved from any topology."""
+    """Draw the extents of a whole tensor, saved from any topology."""
     cell = draw(st.integers(1, 20))
     cells = [one for region in draw(partitions(shape)) for one in cells_of(plan_cells(region, shape, cell, None))]
     return table_of(shape, cell, cells, itemsize=ITEM, per_blob=draw(st.integers(1, 9)))
@@ -101,7 +101,7 @@ def _steps(units: Iterable[Unit]) -> list[StoredCell]:
 
 
 def _check_places(table: ExtentTable, units: Sequence[Unit]) -> None:
-    """Check that each unit lies inside one extent, at its place."""
+    """Check that each unit lies inside one extent, at the correct offset."""
     for unit in units:
         assert unit.digest is None
         assert unit.nbytes == (unit.hi - unit.lo) * ITEM

@@ -41,7 +41,7 @@ def _known(*manifests: Manifest, has_parent: bool = True) -> ReusableCells:
 
 
 def _place(known: ReusableCells, digest: CellDigest) -> tuple[int, int] | None:
-    """The blob and offset of a known cell."""
+    """Return the blob and offset of a known cell."""
     found = known.find(digest)
     return found and (found.blob, found.offset)
 

@@ -34,14 +34,14 @@ NBYTES = 1000
 
 
 def cell(version: int, stored: int, base: StoredCell | None) -> StoredCell:
-    """A version of the cell. Without a base it is stored in full."""
+    """Return a version of the cell. Without a base it is stored in full."""
     frame = None if base is None else Frame(stored, base)
     return StoredCell(0, NBYTES * version, NBYTES, BOX, 0, 1000, cell_digest(b"%d" % version), frame)
 
 
 @st.composite
 def trees(draw: st.DrawFn) -> list[StoredCell]:
-    """Versions, each stored in full or as a delta to any earlier one."""
+    """Draw versions, each stored in full or as a delta to any earlier one."""
     found: list[StoredCell] = []
     for version in range(draw(st.integers(1, 12))):
         base = draw(st.sampled_from([None, *found]))
@@ -96,8 +96,7 @@ CELL, SIZE = 100, 2  # elements, and bytes of one
 
 @st.composite
 def tables(draw: st.DrawFn) -> list[ExtentTable]:
-    """Versions of a tensor. In each version, some cells are new (in full or as deltas to an earlier version), and the
-    others do not change."""
+    """Draw versions of a tensor. In each, some cells are new, in full or as deltas, and the others do not change."""
     numel = draw(st.integers(1, 8)) * CELL - draw(st.sampled_from([0, 1]))
     cut = draw(st.sets(st.integers(1, numel), max_size=2)) - {numel}
     versions: list[list[StoredCell]] = []
@@ -188,7 +187,7 @@ Size = Callable[[int], int]
 
 
 def one_step_of_rl(distance: int) -> int:
-    """The bytes of a delta between two versions, as measured: 0.57 % of them, 7.7 % for 64 steps."""
+    """Return the bytes of a delta between two versions, as measured: 0.57 % of them, 7.7 % for 64 steps."""
     return round(0.0057 * PLAIN * math.pow(distance, 0.63))
 
 
@@ -201,7 +200,7 @@ class Run:
     versions: list[tuple[int | None, int]] = field(default_factory=lambda: [(None, KEY)])
 
     def chain(self, version: int) -> list[int]:
-        """The versions that a read of this one decodes, without the full cell, newest first."""
+        """Return the versions that a read of this one decodes, without the full cell, newest first."""
         found = []
         while (base := self.versions[version][0]) is not None:
             found.append(version)
@@ -228,7 +227,7 @@ class Run:
         return self
 
     def own(self) -> list[int]:
-        """The versions that are stored in full."""
+        """Return the versions that are stored in full."""
         return [version for version, (base, _) in enumerate(self.versions) if base is None]
 
 

@@ -36,7 +36,7 @@ class Row:
 
 
 def held(rows: list[Row], ranks: int, order: list[int] | None = None) -> list[HeldRegions]:
-    """The rows of each rank, in the order of ``order``."""
+    """Return the rows of each rank, in the order of ``order``."""
     ordered = [rows[i] for i in order] if order else rows
     found = []
     for rank in range(ranks):
@@ -56,7 +56,7 @@ def held(rows: list[Row], ranks: int, order: list[int] | None = None) -> list[He
 
 
 def duties(rows: list[Row], ranks: int, order: list[int] | None = None) -> dict[tuple[int, int], dict[int, range]]:
-    """The elements of each region that each rank writes."""
+    """Return the elements of each region that each rank writes."""
     ordered = [rows[i] for i in order] if order else rows
     found: dict[tuple[int, int], dict[int, range]] = defaultdict(dict)
     plan = plan_writers(held(rows, ranks, order))
@@ -71,7 +71,7 @@ def duties(rows: list[Row], ranks: int, order: list[int] | None = None) -> dict[
 
 @st.composite
 def worlds(draw: st.DrawFn) -> tuple[list[Row], int]:
-    """Tensors of some regions, each held by some ranks."""
+    """Draw tensors of some regions, each held by some ranks."""
     ranks = draw(st.integers(1, 6))
     rows = []
     for name in range(draw(st.integers(0, 6))):

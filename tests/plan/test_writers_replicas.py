@@ -11,7 +11,7 @@ from casckpt.plan.writers import RUNS, SLICES, HeldRegions, Holders, places, pla
 
 
 def held(names: list[int], *, length: int = 100, cell: int = 10, shared: bool = True) -> HeldRegions:
-    """The rows of one rank: one for each name, all of the same length."""
+    """Return the rows of one rank: one for each name, all of the same length."""
     count = len(names)
     full = np.full(count, length)
     return HeldRegions(

@@ -47,7 +47,7 @@ def root(tmp_path: Path) -> Path:
 
 
 def put(repo: Repository, seed: int) -> BlobRef:
-    """A real blob."""
+    """Put a real blob."""
     cell = bytes([seed]) * most_data(SIZE)
     name, data, _ = blob_of({cell_digest(cell): ("uint8", cell)})
     ref = BlobRef(name, SIZE, UPLOADER)

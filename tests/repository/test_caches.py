@@ -43,7 +43,7 @@ def test_a_save_does_not_claim_announcements_that_another_thread_read_later(
 
 
 def fresh(tmp_path: Path, repo: Repository) -> Repository:
-    """A new process, with nothing in memory."""
+    """Return the repository as a new process opens it, with nothing in memory."""
     return repository(tmp_path, repo.storage)
 
 

@@ -61,7 +61,7 @@ def warnings(caplog: pytest.LogCaptureFixture) -> list[str]:
 
 
 def sql(path: Path, *statements: str) -> list[tuple[object, ...]]:
-    """The result of the last statement."""
+    """Return the result of the last statement."""
     with closing(sqlite3.connect(path)) as connection:
         rows: list[tuple[object, ...]] = []
         for statement in statements:

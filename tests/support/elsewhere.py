@@ -47,7 +47,8 @@ class Far(RemoteStore):
 
 
 class Near(RemoteStore):
-    """The same for tests that expect a store nearby, such as those of gc grace periods and polling intervals."""
+    """A store in a bucket that does not report itself as remote, for tests of gc grace periods and polling
+    intervals."""
 
     @property
     def traits(self) -> Traits:

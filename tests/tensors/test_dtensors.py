@@ -102,7 +102,7 @@ def proven(held: list[int] | Exception) -> list[int]:
 
 
 def whole(mesh: Shape, where: Where) -> list[int]:
-    """The expected elements."""
+    """Return the expected elements."""
     shape, placements = where
     times = prod(size for size, one in zip(mesh, placements, strict=True) if one.is_replicate())
     return sorted(list(range(prod(shape))) * times)
@@ -132,7 +132,7 @@ def test_every_placement_maps_each_element_to_its_position(mesh: Shape) -> None:
 
 
 def pairs_of(last: int) -> Callable[[int], Cuts]:
-    """Placements on two mesh dimensions."""
+    """Return placements on two mesh dimensions."""
     return lambda dims: [
         *((_StridedShard(dim, split_factor=last), Shard(dim)) for dim in range(dims)),
         *((_StridedShard(a, split_factor=1), Shard(b)) for a, b in itertools.permutations(range(dims), 2)),
@@ -140,7 +140,7 @@ def pairs_of(last: int) -> Callable[[int], Cuts]:
 
 
 def triples(dims: int) -> Cuts:
-    """Placements on three mesh dimensions of two ranks each."""
+    """Return placements on three mesh dimensions of two ranks each."""
     return [
         *((Replicate(), _StridedShard(dim, split_factor=2), Shard(dim)) for dim in range(dims)),
         *((_StridedShard(dim, split_factor=2), Replicate(), Shard(dim)) for dim in range(dims)),

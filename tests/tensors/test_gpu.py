@@ -55,7 +55,7 @@ def store(tmp_path: Path) -> casckpt.Store:
 
 
 def moved(state: Any, device: str) -> Any:
-    """A state on another device, with the same strides."""
+    """Return a state on another device, with the same strides."""
     if isinstance(state, torch.Tensor):
         if state.is_conj() or state.is_neg() or not state.numel():
             return state.to(device)

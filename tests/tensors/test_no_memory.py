@@ -52,7 +52,7 @@ def beside(device: str) -> torch.Tensor:
 
 
 def freed(_: str) -> torch.Tensor:
-    """A parameter that FSDP has freed: its address is computed from its offset, but there is no memory at this
+    """Return a parameter that FSDP has freed: its address is computed from its offset, but there is no memory at this
     address."""
     whole = torch.ones(16)
     part = whole[8:]
@@ -151,7 +151,7 @@ def test_state_without_memory_does_not_replace_a_parameter_without_memory(store:
 
 
 def partitioned() -> nn.Module:
-    """A model as DeepSpeed leaves it between passes."""
+    """Return a model as DeepSpeed leaves it between passes."""
     model = nn.Sequential(nn.Linear(6, 6), nn.Linear(6, 2))
     for number, parameter in enumerate(model.parameters()):
         parameter.ds_id, parameter.ds_shape = number, parameter.shape  # type: ignore[attr-defined]

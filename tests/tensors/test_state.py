@@ -31,7 +31,7 @@ def kinds(flat: FlatState) -> dict[str, str]:
 
 
 def through(state: Any) -> Any:
-    """The state after a save and a complete read."""
+    """Return the state after a save and a complete read."""
     flat = flatten(state)
 
     def leaf(key: str, node: Leaf) -> Any:

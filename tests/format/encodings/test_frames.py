@@ -46,7 +46,7 @@ MATTER = ["zeros", "constant", "random", "ramp", "normal", "positive", "special"
 
 
 def special(width: int) -> list[int]:
-    """Special values of bf16, f16, f32, f64 and fp8: zeros, infinities, NaNs, subnormals, and the largest number."""
+    """Return special values of bf16, f16, f32, f64 and fp8: zeros, infinities, NaNs, subnormals, and the largest."""
     ones, top = (1 << 8 * width) - 1, 1 << (8 * width - 1)
     floats = [np.array(x, f"<f{width}").tobytes() for x in (np.inf, np.nan, 1, 5e-8)] if width > 1 else []
     numbers = [int.from_bytes(number, "little") for number in floats]
@@ -76,14 +76,14 @@ def elements(width: int, count: int, matter: str, seed: int) -> npt.NDArray[np.u
 
 @st.composite
 def cells(draw: st.DrawFn) -> tuple[bytes, int]:
-    """(bytes, width) of a cell."""
+    """Draw (bytes, width) of a cell."""
     width = draw(WIDTHS)
     return elements(width, draw(COUNTS), draw(st.sampled_from(MATTER)), draw(SEEDS)).tobytes(), width
 
 
 @st.composite
 def versions(draw: st.DrawFn, most: int = 2) -> tuple[list[bytes], int]:
-    """(versions of a cell, width). From each version to the next, some of the elements change, most of them by
+    """Draw (versions of a cell, width). From each version to the next, some of the elements change, most of them by
     little."""
     cell, width = draw(cells())
     found = [cell]
@@ -389,7 +389,7 @@ def version(number: int) -> bytes:
 
 
 def chain(links: int, *, coded_key: bool) -> tuple[StoredCell, list[bytes]]:
-    """A cell with this many bases, and the stored form of each, key first. Its blob number is its place in the list."""
+    """Return a cell with this many bases, and the stored bytes of each, oldest first. Blob numbers are positions."""
     stored, made = list[bytes](), None
     for number in range(links + 1):
         plain, base = memoryview(version(number)), memoryview(version(number - 1)) if number else None

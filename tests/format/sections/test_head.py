@@ -31,7 +31,7 @@ def made() -> tuple[Head, bytes]:
 
 
 def forged(rows: list[tuple[bytes, int, int, int, bytes]], magic: bytes = b"CASCKPT\x01", count: int = -1) -> bytes:
-    """A head with a correct hash."""
+    """Return a head with a correct hash."""
     text = magic + (len(rows) if count < 0 else count).to_bytes(8, "little")
     text = (text + b"".join(struct.pack("<16sQQQ32s", *row) for row in rows)).ljust(HEAD_BYTES - 32, b"\0")
     return text + cell_digest(text)

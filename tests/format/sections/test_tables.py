@@ -90,7 +90,7 @@ def test_single_cells_decode_to_the_same_values_together_and_one_by_one(case: Ca
 
 
 def whole(count: int = 20) -> Case:
-    """Two consecutive cells of a whole tensor."""
+    """Return two consecutive cells of a whole tensor."""
     box = full_box((count,))
     regions = [Region(box, lo, min(lo + 10, count)) for lo in range(0, count, 10)]
     cells = [stored_cell(one, 0, 4096 + one.lo, one.numel, digest(one)) for one in regions]

@@ -33,7 +33,7 @@ def fresh() -> tuple[Network, optim.Optimizer]:
 
 
 def by_torch(path: Path, model: str, optimizer: str) -> tuple[Network, optim.Optimizer]:
-    """The result of loading the file with plain torch."""
+    """Return the result of loading the file with plain torch."""
     saved = torch.load(path)
     made = fresh()
     made[0].load_state_dict(saved[model])

@@ -76,7 +76,7 @@ def test_a_parallel_load_returns_the_same_values_and_reads_less(tmp_path: Path, 
 
 
 def odd_memory(rank: int, size: int, where: str) -> list[Any]:
-    """Tensors that are not contiguous, have 16 bytes per element, have no dimensions, or are duplicates."""
+    """Return tensors that are not contiguous, have 16 bytes per element, have no dimensions, or are duplicates."""
     numbers = torch.arange(12.0)
     tensors = {"c": numbers.to(torch.complex128), "t": numbers.view(3, 4), "s": torch.tensor(3.0)}
     state = {name: ShardedTensor.from_rank_offsets(name, value, replica_id=rank) for name, value in tensors.items()}

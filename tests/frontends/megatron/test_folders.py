@@ -32,7 +32,7 @@ class Phase(enum.Enum):
 
 
 def part(rank: int, size: int, value: float = 0.0, **changes: Any) -> dict[str, Any]:
-    """A state dict with Megatron's own objects."""
+    """Return a state dict with Megatron's own objects."""
     mapping = core(".mapping")
     shard = mapping.ShardedTensor.from_rank_offsets("w", torch.full((2,), value + rank), (0, rank, size))
     return {"w": shard, "iteration": int(value), **changes}

@@ -319,7 +319,7 @@ def merged(parts: dict[int, torch.Tensor]) -> torch.Tensor:
 
 
 def sharded(model: nn.Module) -> dict[str, Any]:
-    """Whole weights, and the bias in two halves."""
+    """Return whole weights, and the bias in two halves."""
     state: dict[str, Any] = {}
     for name, value in model.state_dict(keep_vars=True).items():
         if name.endswith("bias"):

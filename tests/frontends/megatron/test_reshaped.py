@@ -37,7 +37,7 @@ def test_a_reshaped_part_has_the_documented_shape(
 
 
 def as_stored(fragments: tuple[int, int]) -> torch.Tensor:
-    """The parts of a grid, each flattened, in grid order."""
+    """Return the parts of a grid, each flattened, in grid order."""
     flat = [torch.as_tensor(one.data).flatten() for one in parts(WHOLE, fragments, None)]
     return torch.stack(flat).view(PREPENDED, *fragments, -1)
 

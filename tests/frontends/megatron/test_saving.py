@@ -51,7 +51,7 @@ def random(key: str, count: int) -> torch.Tensor:
 
 
 def uneven(rank: int) -> dict[str, ShardedTensor]:
-    """A large tensor and small ones on all ranks, one on two ranks, and one without data on rank 2."""
+    """Return a large tensor and small ones on all ranks, one on two ranks, and one without data on rank 2."""
     state = {"large": tensor("large", random("large", 16 * MIB), replica_id=rank)}
     state |= {f"s{i}": tensor(f"s{i}", random(f"s{i}" * i, 1000 + i), replica_id=(0, rank)) for i in range(20)}
     if rank < 2:

@@ -140,7 +140,7 @@ TESTS = Path(__file__).parents[2]
 
 @cache
 def functions(module: str) -> dict[str, ast.FunctionDef]:
-    """Functions at the top of a test module, and of the modules of tests/support that it imports."""
+    """Return functions at the top of a test module, and of the modules of tests/support that it imports."""
     tree = ast.parse(Path(__file__).with_name(f"{module}.py").read_text())
     imported = [node.module or "" for node in tree.body if isinstance(node, ast.ImportFrom)]
     support = [TESTS.parent / f"{name.replace('.', '/')}.py" for name in imported if name.startswith("tests.support.")]
@@ -149,7 +149,7 @@ def functions(module: str) -> dict[str, ast.FunctionDef]:
 
 
 def words(node: ast.AST) -> Iterator[str]:
-    """The names in a function: variables, attributes, arguments (including fixtures), and strings."""
+    """Yield the names in a function: variables, attributes, arguments (including fixtures), and strings."""
     for part in ast.walk(node):
         for name in ("id", "attr", "arg", "value"):
             word = getattr(part, name, None)
@@ -158,7 +158,7 @@ def words(node: ast.AST) -> Iterator[str]:
 
 
 def reached(module: str, name: str) -> list[ast.FunctionDef]:
-    """A function, and all functions of its module that it uses."""
+    """Return a function, and all functions of its module that it uses."""
     found, queue = {}, [name]
     while queue:
         function = functions(module)[queue.pop()]
@@ -203,7 +203,7 @@ def member(of: Any, name: str) -> Any:
 
 
 def parameters(function: Any) -> dict[str, Any]:
-    """Names and defaults, in order. A default that is a function or an enum appears by its name."""
+    """Return names and defaults, in order. A default that is a function or an enum appears by its name."""
     found = inspect.signature(function).parameters.values()
     return {one.name: getattr(one.default, "name", getattr(one.default, "__name__", one.default)) for one in found}
 

@@ -168,7 +168,7 @@ def test_ephemeral_checkpoints_have_their_own_run(tmp_path: Path, ranks: Pool) -
 
 
 def trusting_loads(rank: int, size: int, path: Path, key: Path) -> list[str]:
-    """The results of loads from folders that spell the store differently, name a copy, or do not name a store."""
+    """Return the results of loads from folders that spell the store differently, or name a copy or no store."""
     core()
     part = megatron.ShardedTensor.from_rank_offsets("w", torch.ones(2))
     folder, store = path / "iter_0000005", path / "store"

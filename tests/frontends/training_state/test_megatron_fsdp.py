@@ -46,7 +46,7 @@ WAYS = [(strategy, overlap) for strategy in STRATEGIES for overlap in (True, Fal
 
 
 def stack(seed: int, dtype: torch.dtype = torch.float32) -> Stack:
-    """A model with odd sizes, tied weights and buffers. All of its parameters are trained."""
+    """Return a model with odd sizes, tied weights and buffers. All of its parameters are trained."""
     model = Stack(seed, 1).to(dtype)
     model.frozen.requires_grad_(True)  # Megatron-FSDP trains frozen parameters under some strategies only
     return model

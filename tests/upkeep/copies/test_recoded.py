@@ -47,7 +47,8 @@ def sizes(repo: Repository) -> dict[int, int]:
 
 
 def odd_state() -> dict[str, Any]:
-    """A nested state: various dtypes and shapes, small and large cells, equal and tied tensors, objects and buffers."""
+    """Return a state with various dtypes and shapes, small and large cells, equal and tied tensors, objects and
+    buffers."""
     raw = cells(40, seed=1)
     tied = cells(2.5, seed=2)
     kinds = (torch.bfloat16, torch.float16, torch.float64, torch.complex64, torch.int64, torch.uint8, torch.bool)
@@ -357,7 +358,7 @@ def test_repacking_frees_the_space_of_worn_blobs(tmp_path: Path) -> None:
 
 
 def floats() -> dict[str, Any]:
-    """Floats that are worth encoding, floats that are not, and other dtypes."""
+    """Return floats that are worth encoding, floats that are not, and other dtypes."""
     raw = cells(40, seed=5)
     noise = torch.randint(0, 255, (8 * 4096,), dtype=torch.uint8, generator=torch.Generator().manual_seed(1))
     kinds = {str(kind): raw[: 12 * 1024].to(kind) for kind in (torch.bfloat16, torch.float16, torch.float64)}

@@ -72,7 +72,7 @@ def test_cells_are_recovered_from_the_host_cache(repo: Repository) -> None:
 
 
 def test_a_damaged_source_does_not_change_correct_bytes(repo: Repository) -> None:
-    """A leaf holds a live cell and a damaged dead cell.
+    """A leaf contains a live cell and a damaged dead cell.
 
     A different blob has the same live bytes, but its live cell is damaged.
     """

@@ -26,7 +26,7 @@ STEPS = (1, 2, 3)
 
 
 def weights(step: int, *, seed: int = 1, count: int = 4) -> torch.Tensor:
-    """A tensor of ``count`` cells, in which each step changes a few elements."""
+    """Return a tensor of ``count`` cells, in which each step changes a few elements."""
     data = cells(2 * count, seed).bfloat16().view(torch.int16)
     for number in range(1, step):
         data[number::97] += number
@@ -34,12 +34,12 @@ def weights(step: int, *, seed: int = 1, count: int = 4) -> torch.Tensor:
 
 
 def state(step: int) -> dict[str, torch.Tensor]:
-    """A state with a tensor that changes, one with different changes, and one that never changes."""
+    """Return a state with a tensor that changes, one with different changes, and one that never changes."""
     return {"hit": weights(step), "other": weights(step, seed=2), "stays": cells(2, 3)}
 
 
 def saved(key: str | None = None) -> Store:
-    """A store with three checkpoints of a run, each encoded against the previous one.
+    """Return a store with three checkpoints of a run, each encoded against the previous one.
 
     ``key``: whether the first one is raw or encoded in planes.
     """
@@ -138,7 +138,7 @@ def test_a_flipped_byte_in_an_extent_row_is_reported_as_manifest_damage(link: in
 
 
 def misframed(at: int = 3) -> Store:
-    """A store in which the frame of a step's second cell matches its leaf hash but decodes to a different cell."""
+    """Return a store in which the frame of a step's second cell has the right hash but decodes to a different cell."""
     store, wrong = small(), content(at)["hit"][CELL : 2 * CELL]
 
     def lying(data: memoryview, width: int, base: memoryview | None) -> bytes | None:
@@ -205,7 +205,7 @@ def test_a_mark_on_a_blob_with_correct_frames_is_removed() -> None:
 
 
 def with_twin(**twin: Encode) -> tuple[Store, Store]:
-    """A store, and a second store with the same checkpoints, either raw or encoded differently."""
+    """Return a store, and a second store with the same checkpoints, either raw or encoded differently."""
     store, other = saved(), small()
     for step in STEPS:
         other.save(state(step), run="twin", step=step)

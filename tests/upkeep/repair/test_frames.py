@@ -20,12 +20,12 @@ STEPS = (1, 2, 3)
 
 
 def state(step: int) -> dict[str, torch.Tensor]:
-    """A state with a tensor that changes, one with different changes, and one that never changes."""
+    """Return a state with a tensor that changes, one with different changes, and one that never changes."""
     return {"hit": weights(step), "other": weights(step, seed=2), "stays": cells(2, 3)}
 
 
 def saved(key: str | None = None) -> Store:
-    """A store with three checkpoints of a run, each encoded against the previous one.
+    """Return a store with three checkpoints of a run, each encoded against the previous one.
 
     ``key``: whether the first one is raw or encoded in planes.
     """

@@ -27,7 +27,7 @@ SHARDS = ("model-00001-of-000002.safetensors", "model-00002-of-000002.safetensor
 
 
 def odd_file(path: Path) -> None:
-    """A valid file that no library writes: unusual key order, an unaligned header, and additional metadata."""
+    """Write a valid file that no library writes: unusual key order, an unaligned header, and additional metadata."""
     path.parent.mkdir(parents=True, exist_ok=True)
     data, described, start = b"", {}, 0
     for name, tensor in STATE.items():
