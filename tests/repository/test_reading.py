@@ -156,7 +156,7 @@ def test_a_transaction_begun_while_a_requirement_is_set_is_rejected(repo: Reposi
     assert keys(repo, "transactions/") == set()
 
 
-def test_a_process_reads_the_settings_only_once(tmp_path: Path, repo: Repository, faults: FaultyStore) -> None:
+def test_a_host_reads_the_settings_only_once(tmp_path: Path, repo: Repository, faults: FaultyStore) -> None:
     repo.change_settings(min_age_seconds=5)
     reads = faults.count("get", "settings/*")
     for _ in range(3):

@@ -49,6 +49,6 @@ def test_invalid_rules_are_rejected(store: Store, rules: Any, kind: type[Casckpt
         view(store, {"model": flat("a.w", "b.w")}, **rules)
 
 
-def test_the_names_of_per_rank_values_contain_the_rank(store: Store) -> None:
+def test_a_view_that_omits_per_rank_values_names_their_rank(store: Store) -> None:
     found = view(store, {"model": LLAMA, "train": {"rng": casckpt.PerRank(W), "lr": 0.1}}, model=True)
     assert found.left_out == ("train.lr", "train.rng (of rank 0)")
