@@ -128,7 +128,7 @@ class Region:
 
     @property
     def numel(self) -> int:
-        """Number of elements."""
+        """The number of elements."""
         return self.hi - self.lo
 
     @property

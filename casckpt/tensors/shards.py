@@ -147,7 +147,7 @@ def check_storable(key: str, data: torch.Tensor) -> None:
 
 
 def inner_names(data: Any) -> list[str]:
-    """Return the names of the tensors inside a wrapper tensor. There are none for nested and all other tensors."""
+    """Return the names of the tensors inside a wrapper tensor. Other tensors, including nested ones, have none."""
     if type(data) in PLAIN or data.is_nested or not hasattr(data, "__tensor_flatten__"):
         return []
     return list(map(str, data.__tensor_flatten__()[0]))
@@ -156,7 +156,7 @@ def inner_names(data: Any) -> list[str]:
 def _problem(data: Any) -> str | None:
     is_plain = type(data) in PLAIN
     if not is_plain and is_lazy(data):
-        return "an uninitialized parameter has no shape yet; run the module once, or fill the parameter, first"
+        return "an uninitialized parameter has no shape yet; first run the module once, or fill the parameter"
     if not is_plain and (inner := inner_names(data)):
         return (
             f"a {type(data).__name__} consists of other tensors ({', '.join(inner)}), and cannot be stored here; store "

@@ -57,7 +57,7 @@ def equal(one: Weights, other: Weights) -> bool:
     return one.keys() == other.keys() and all(torch.equal(one[key], other[key]) for key in one)
 
 
-@follows("contents/checkpoint.py:warn_if_forgotten", "Store.restore keeps it")
+@follows("contents/checkpoint.py:warn_if_forgotten", "call Store.restore to keep it")
 def test_a_checkpoint_that_was_forgotten_before_a_read_can_be_restored_as_advised(
     saved: casckpt.Store, messages: Messages
 ) -> None:

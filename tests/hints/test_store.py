@@ -350,7 +350,7 @@ def test_a_cache_that_is_too_small_can_be_enlarged_as_advised(tmp_path: Path, me
     assert casckpt.open(tmp_path, cache_dir=tmp_path / "more", **more).repository.cache_bytes == 1 << 20
 
 
-@follows("repository/blob_cache.py:BlobCache.fill", "or pass a different cache_dir")
+@follows("repository/blob_cache.py:BlobCache.fill", "you can also pass a different cache_dir")
 def test_a_different_folder_can_be_used_if_the_cache_is_not_writable(tmp_path: Path, messages: Messages) -> None:
     storage = far()
     Store(Repository(storage, tmp_path / "one")).save({"w": torch.arange(2000.0)}, run="a", step=1)

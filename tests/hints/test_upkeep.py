@@ -61,7 +61,7 @@ def test_gc_can_run_after_a_record_is_replaced_or_purged(
     assert [one.step for one in casckpt.open(store_path).checkpoints()] == ([2] if way == "give up" else [1, 2])
 
 
-@follows("upkeep/saves.py:", "Restore commits/ from a copy of the store, or mount it")
+@follows("upkeep/saves.py:", "Restore commits/ from a copy of the store, or mount its disk")
 @pytest.mark.parametrize("way", ["put back", "give up"])
 def test_gc_can_run_after_lost_records_are_replaced_or_revoked(
     trained: Store, store_path: Path, messages: Messages, run: Run, way: str
@@ -164,7 +164,7 @@ def is_thinned(store: Store) -> bool:
     return torch.equal(store.read("a@1", keys=["model.*"])["model"]["w"], STATE["model"]["w"])
 
 
-@follows("upkeep/thin.py:_check_untagged", "Pass --tagged (tagged=True), but first wait until")
+@follows("upkeep/thin.py:_check_untagged", "and then pass --tagged (tagged=True)")
 @pytest.mark.parametrize("way", ["tagged", "--tagged"])
 def test_the_suggested_option_thins_a_tagged_checkpoint(
     trained: Store, store_path: Path, messages: Messages, run: Run, way: str

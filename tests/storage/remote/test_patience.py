@@ -92,8 +92,8 @@ def test_a_failed_request_counts_against_its_call() -> None:
 def test_a_call_after_one_that_timed_out_in_silence_has_less_time() -> None:
     whole = Call(PATIENCE, hopeless=True)
     assert whole.left == 15
-    assert "after an earlier timeout, this call had only 15 s (by request_timeout in storage_options)" in whole.why
-    assert "20 s (by call_timeout in storage_options)" in Call(Patience(600, 20), hopeless=True).why
+    assert "this call had only 15 s (limited by request_timeout in storage_options)" in whole.why
+    assert "20 s (limited by call_timeout in storage_options)" in Call(Patience(600, 20), hopeless=True).why
 
 
 @pytest.mark.parametrize("value", [0, -1, True, "60", float("inf"), float("nan"), None])

@@ -99,11 +99,11 @@ def test_old_versions_are_counted_across_all_pages() -> None:
         (403, None, "unknown: the server answers E403"),
         ({"ObjectLockConfiguration": {"ObjectLockEnabled": "Disabled"}}, True, "objects are not locked"),
         (locked(), True, "objects can be locked, but they are not locked by default"),
-        (locked(Days=3), None, "new objects are locked for 3 days: gc only hides them, and frees no space before that"),
+        (locked(Days=3), None, "new objects are locked for 3 days: until then, gc only hides them and frees no space"),
         (
             locked(Years=2),
             None,
-            "new objects are locked for 2 years: gc only hides them, and frees no space before that",
+            "new objects are locked for 2 years: until then, gc only hides them and frees no space",
         ),
     ],
 )
