@@ -140,7 +140,7 @@ def test_unfinished_uploads_are_reported() -> None:
     assert told("multipart", list_multipart_uploads={})[0] is True
 
 
-def test_matching_and_unknown_clocks_are_not_reported() -> None:
+def test_clocks_that_match_or_are_unknown_are_not_reported() -> None:
     for seconds, ok in ((0, True), (-2 * _SKEW, False)):
         date = format_datetime(datetime.now(UTC) + timedelta(seconds=seconds), usegmt=True)
         meta = {"ResponseMetadata": {"HTTPHeaders": {"date": date}}}
