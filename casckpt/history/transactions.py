@@ -120,8 +120,8 @@ class Transaction:
         """Make the checkpoint visible, and end the transaction. The caller must put the manifest first.
 
         Returns the commit that is stored. If several processes copy one checkpoint in this transaction, a different
-        process may have created this commit. gc removes files that this call cannot remove. Raises `Revoked` if the transaction
-        has ended in a different way, and `StorageError`.
+        process may have created this commit. gc removes files that this call cannot remove. Raises `Revoked` if
+        the transaction has ended in a different way, and `StorageError`.
         """
         try:
             commit(self._repo, record, seen=self._seen)
