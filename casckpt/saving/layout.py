@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
+from math import prod
 
 import numpy as np
 import numpy.typing as npt
@@ -22,6 +23,7 @@ from casckpt.format.sections.index import ATTACHMENT, PART, TENSOR, Name
 from casckpt.format.sections.tables import Streams
 from casckpt.format.tree import merge
 from casckpt.plan.writers import HeldRegions, Holders, Words, WriteRanges, plan_writers
+from casckpt.saving.local_entries import LocalEntry
 from casckpt.saving.prepare import Prepared
 from casckpt.tensors.state import decode_tree, encode_tree
 
@@ -189,10 +191,15 @@ def _check_kinds(streams: dict[Name, tuple[str, Shape]]) -> None:
             )
 
 
+def _limited(source: LocalEntry, limits: Sequence[tuple[int, int]]) -> LocalEntry:
+    is_whole = source.data is not None and limits == [(0, prod(source.shape))]
+    return source if is_whole else changed(source, limits=limits)
+
+
 def assigned(prepared: Prepared, ranges: WriteRanges, rank: int) -> Prepared:
     """Return the part of the entries that a rank must write according to its ``ranges``."""
     rows = iter(zip(ranges.lo.tolist(), ranges.hi.tolist(), strict=True))
-    tensors = [changed(s, limits=[next(rows) for _ in s.pieces]) for s in prepared.sources if s.kind == TENSOR]
+    tensors = [_limited(s, [next(rows) for _ in s.pieces]) for s in prepared.sources if s.kind == TENSOR]
     objects = [entry for entry in prepared.objects if (row := next(rows))[0] < row[1]]
     owned = {(entry.key, entry.rank) for entry in objects}
     buffers = [s for s in prepared.sources if s.kind == PART and (s.key, s.rank) in owned]

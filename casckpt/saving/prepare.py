@@ -18,6 +18,7 @@ from casckpt.errors import InvalidInput
 from casckpt.format.manifest import Attachment, ObjectEntry
 from casckpt.format.plain import Spill
 from casckpt.format.records import changed
+from casckpt.format.regions import check_shape
 from casckpt.format.sections.index import ATTACHMENT, PART, TENSOR
 from casckpt.format.sections.tables import Streams
 from casckpt.format.tree import show
@@ -168,8 +169,9 @@ def tensor_source(
         0,
         rank,
         dtype_name(local.dtype),
-        local.shape,
-        local.pieces,
+        check_shape(local.shape),
+        local.data,
+        local.shards,
         replicated=local.replicated,
         frozen=frozen,
         may_differ=together and may_differ(value, local),
@@ -213,7 +215,9 @@ def snapshot(prepared: Prepared, staging: Staging) -> Prepared:
     """Copy all tensor data into ``staging``. Afterwards, the caller may change the original."""
     copies = iter(staging.copy(tensors_of(prepared)))
     sources = [
-        changed(source, pieces=[Piece(piece.region, next(copies)) for piece in source.pieces])
+        changed(source, data=next(copies))
+        if isinstance(source.data, torch.Tensor)
+        else changed(source, shards=[Piece(piece.region, next(copies)) for piece in source.shards])
         for source in prepared.sources
     ]
     return replace(prepared, sources=sources)
@@ -221,11 +225,11 @@ def snapshot(prepared: Prepared, staging: Staging) -> Prepared:
 
 def tensors_of(prepared: Prepared) -> list[torch.Tensor]:
     """Return the data of all pieces, in order."""
-    return [piece.data for source in prepared.sources for piece in source.pieces]
+    return [data for source in prepared.sources for data in source.tensors]
 
 
 def _stream(kind: str, key: str, index: int, rank: int | None, data: bytes) -> LocalEntry:
-    return LocalEntry(kind, key, index, rank, "uint8", (len(data),), buffer=data)
+    return LocalEntry(kind, key, index, rank, "uint8", (len(data),), data)
 
 
 def _attachments(given: Mapping[str, bytes | bytearray | memoryview]) -> tuple[list[Attachment], list[LocalEntry]]:

@@ -36,16 +36,28 @@ class Piece(LightStruct, frozen=True):
 
 
 class LocalTensor(LightStruct, frozen=True):
-    """The part of a tensor that this process holds. ``shape``: the global tensor's shape. ``pieces`` may be empty.
+    """The part of a tensor that this process holds. ``shape``: the global tensor's shape.
 
+    ``data``: the whole tensor, or None if this process holds only ``shards`` of it, of which there may be none.
     ``replicated``: whether it is expected to be equal on all ranks that hold it. If so, these ranks share the writing.
     """
 
     key: str
     dtype: torch.dtype
     shape: Shape
-    pieces: Sequence[Piece]
+    data: torch.Tensor | None
+    shards: Sequence[Piece] = ()
     replicated: bool = False
+
+    @property
+    def pieces(self) -> Sequence[Piece]:
+        """The pieces that this process holds."""
+        return self.shards if self.data is None else (Piece(whole(self.shape), self.data),)
+
+
+def data_and_shards(shape: Shape, pieces: Sequence[Piece]) -> tuple[torch.Tensor | None, Sequence[Piece]]:
+    """Return pieces as the fields of a `LocalTensor`."""
+    return (pieces[0].data, ()) if len(pieces) == 1 and pieces[0].region == whole(shape) else (None, pieces)
 
 
 def local_tensor(key: str, leaf: Any) -> LocalTensor:
@@ -64,7 +76,7 @@ def local_tensor(key: str, leaf: Any) -> LocalTensor:
         parts = parts_of(key, leaf)
     if parts is None:
         return _from_whole(key, leaf)
-    return _from_shards(key, parts.shards) if parts.shards else LocalTensor(key, parts.dtype, parts.shape, [])
+    return _from_shards(key, parts.shards) if parts.shards else LocalTensor(key, parts.dtype, parts.shape, None)
 
 
 def may_differ(leaf: Any, local: LocalTensor) -> bool:
@@ -86,9 +98,8 @@ def may_differ(leaf: Any, local: LocalTensor) -> bool:
 def _from_whole(key: str, leaf: torch.Tensor) -> LocalTensor:
     if not _is_usual(leaf):
         check_storable(key, leaf)
-    region = whole(tuple(leaf.shape))
     is_parameter = type(leaf) is not torch.Tensor and isinstance(leaf, torch.nn.Parameter)
-    return LocalTensor(key, leaf.dtype, region.box.shape, (Piece(region, leaf),), is_parameter)
+    return LocalTensor(key, leaf.dtype, tuple(leaf.shape), leaf, (), is_parameter)
 
 
 def _shards(key: str, leaf: Any) -> list[Shard]:
@@ -107,7 +118,7 @@ def _from_dtensor(key: str, leaf: DTensor) -> LocalTensor:
     pieces = [
         Piece(Region(box, 0, box.numel), narrow(local, inner)) for box, inner in local_boxes(key, leaf) if box.numel
     ]
-    return LocalTensor(key, leaf.dtype, tuple(leaf.shape), pieces, replicated=True)
+    return LocalTensor(key, leaf.dtype, tuple(leaf.shape), *data_and_shards(tuple(leaf.shape), pieces), replicated=True)
 
 
 def _from_shards(key: str, shards: Sequence[Shard]) -> LocalTensor:
@@ -124,7 +135,8 @@ def _from_shards(key: str, shards: Sequence[Shard]) -> LocalTensor:
         check_storable(key, shard.data)
         pieces += _shard_pieces(shard)
     replicated = all(shard.replicated for shard in shards)
-    return LocalTensor(key, shards[0].data.dtype, shards[0].global_shape, pieces, replicated)
+    shape = shards[0].global_shape
+    return LocalTensor(key, shards[0].data.dtype, shape, *data_and_shards(shape, pieces), replicated)
 
 
 def _shard_pieces(shard: Shard) -> list[Piece]:
