@@ -56,7 +56,7 @@ class Prepared:
     @cached_property
     def streams(self) -> Streams:
         """The dtype and shape of each entry, in order."""
-        return {source.name: (source.dtype, source.shape) for source in self.sources}
+        return {(one.kind, one.key, one.index, one.rank): (one.dtype, one.shape) for one in self.sources}
 
     @property
     def bytes_total(self) -> int:
@@ -92,7 +92,7 @@ def prepare(
             continue
         own = rank if leaf.per_rank else None
         if leaf.is_tensor:
-            marked = is_frozen(key) or (unit is not leaf and is_frozen(unit.key))
+            marked = frozen is not None and any(map(is_frozen, {key, unit.key}))
             source = tensor_source(key, leaf.value, own, frozen=marked, together=size > 1)
             sources.append(source if leaf.outer is None else _inner_source(source, leaf.outer))
         else:
@@ -164,18 +164,9 @@ def tensor_source(
     """
     local = local_tensor(key, value)
     return LocalEntry(
-        TENSOR,
-        key,
-        0,
-        rank,
-        dtype_name(local.dtype),
-        check_shape(local.shape),
-        local.data,
-        local.shards,
-        replicated=local.replicated,
-        frozen=frozen,
-        may_differ=together and may_differ(value, local),
-    )
+        TENSOR, key, 0, rank, dtype_name(local.dtype), check_shape(local.shape), local.data, local.shards,
+        local.replicated, None, frozen, together and may_differ(value, local),
+    )  # fmt: skip
 
 
 def stored_object(

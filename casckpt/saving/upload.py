@@ -352,16 +352,16 @@ class Upload:
         spans = list(zip((ends - sizes).tolist(), ends.tolist(), strict=True))
         hashed = cell_digests(buffer, spans)
         placed.digest[:] = np.frombuffer(hashed, np.uint8).reshape(-1, DIGEST_BYTES)
-        digests = [CellDigest(hashed[at : at + DIGEST_BYTES]) for at in range(0, len(hashed), DIGEST_BYTES)]
         is_same = known.is_whole & (known.digest == placed.digest).all(axis=1)
         if self.scan is not None:
-            for source, (lo, hi), digest, same in zip(cells.source, spans, digests, is_same, strict=True):
-                self.scan.scan(self.sources[source], buffer[lo:hi], digest, is_unchanged=same)
+            for row, ((lo, hi), same) in enumerate(zip(spans, is_same, strict=True)):
+                digest = CellDigest(placed.digest[row].tobytes())
+                self.scan.scan(self.sources[cells.source[row]], buffer[lo:hi], digest, is_unchanged=same)
         placed.is_whole[:], placed.blob[:], placed.offset[:] = False, known.blob, known.offset
         places, dtype = list[tuple[bool, int, int]](), self.sources[_first(cells)].dtype
         others = np.flatnonzero(~(is_same & self.known.usable_cells(known)))
         for row in others.tolist():
-            digest, (lo, hi), at = digests[row], spans[row], writer.end
+            digest, (lo, hi), at = CellDigest(placed.digest[row].tobytes()), spans[row], writer.end
             place, is_new = self._claim(self._find(None, digest), digest, number, at)
             if place.frame is not None:  # a frame of a different tensor, which columns cannot describe
                 place, is_new = PlacedCell(digest, True, number, at), True

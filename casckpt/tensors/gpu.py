@@ -25,7 +25,7 @@ def on_gpu(tensors: Iterable[torch.Tensor]) -> bool:
 
 def wait_for_gpus(tensors: Iterable[torch.Tensor]) -> None:
     """Wait for the work that this thread's streams have queued on the GPUs that hold ``tensors``."""
-    for device in {data.device for data in tensors if data.is_cuda} if torch.cuda.is_initialized() else ():
+    for device in {data.device for data in tensors if data.is_cuda}:
         torch.cuda.current_stream(device).synchronize()
 
 

@@ -62,21 +62,26 @@ def data_and_shards(shape: Shape, pieces: Sequence[Piece]) -> tuple[torch.Tensor
 
 def local_tensor(key: str, leaf: Any) -> LocalTensor:
     """Return a leaf's pieces. Raises an InvalidInput that names the key for a tensor without bytes of its own."""
-    if type(leaf) in PLAIN and not hasattr(leaf, CHUNK_LIST):
-        return _from_whole(key, leaf)
+    is_plain = type(leaf) in PLAIN and not hasattr(leaf, CHUNK_LIST)
+    if not is_plain and (local := _sharded(key, leaf)) is not None:
+        return local
+    if not is_plain or not _is_usual(leaf):
+        check_storable(key, leaf)
+    is_parameter = type(leaf) is not torch.Tensor and isinstance(leaf, torch.nn.Parameter)
+    return LocalTensor(key, leaf.dtype, tuple(leaf.shape), leaf, (), is_parameter)
+
+
+def _sharded(key: str, leaf: Any) -> LocalTensor | None:
+    """Return the pieces of a leaf of which this process may hold only a part. Return None for a whole tensor."""
     if not isinstance(leaf, torch.Tensor):
         return _from_shards(key, _shards(key, leaf))
-    parts: LocalParts | None = None
     described = described_shards(key, leaf)
-    if described is not None:
-        parts = LocalParts(tuple(leaf.shape), leaf.dtype, described)
-    elif is_dtensor(leaf):
+    if described is None and is_dtensor(leaf):
         return _from_dtensor(key, leaf)
-    else:
-        parts = parts_of(key, leaf)
-    if parts is None:
-        return _from_whole(key, leaf)
-    return _from_shards(key, parts.shards) if parts.shards else LocalTensor(key, parts.dtype, parts.shape, None)
+    parts = parts_of(key, leaf) if described is None else LocalParts(tuple(leaf.shape), leaf.dtype, described)
+    if parts is None or parts.shards:
+        return None if parts is None else _from_shards(key, parts.shards)
+    return LocalTensor(key, parts.dtype, parts.shape, None)
 
 
 def may_differ(leaf: Any, local: LocalTensor) -> bool:
@@ -93,13 +98,6 @@ def may_differ(leaf: Any, local: LocalTensor) -> bool:
     is_buffer = isinstance(leaf, torch.nn.Buffer) or last in _STATISTICS or _EXTRA_STATE in names
     is_parameter = local.replicated or local.dtype.is_floating_point or local.dtype.is_complex
     return is_buffer or not is_parameter or prod(local.shape) <= 1
-
-
-def _from_whole(key: str, leaf: torch.Tensor) -> LocalTensor:
-    if not _is_usual(leaf):
-        check_storable(key, leaf)
-    is_parameter = type(leaf) is not torch.Tensor and isinstance(leaf, torch.nn.Parameter)
-    return LocalTensor(key, leaf.dtype, tuple(leaf.shape), leaf, (), is_parameter)
 
 
 def _shards(key: str, leaf: Any) -> list[Shard]:
@@ -203,8 +201,8 @@ def _problem(data: Any) -> str | None:
 
 
 def _is_usual(data: torch.Tensor) -> bool:
-    """Return whether a tensor is like most tensors, whose bytes can be stored directly. This is a fast path."""
-    if type(data) not in PLAIN or data.layout is not torch.strided or data.is_nested or data.is_quantized:
+    """Return whether a plain tensor is like most tensors, whose bytes can be stored directly. This is a fast path."""
+    if data.layout is not torch.strided or data.is_nested or data.is_quantized:
         return False
     return not data.storage_offset() and data.data_ptr() != 0 and not hasattr(data, "ds_id")
 

@@ -315,7 +315,7 @@ class Extents(Mapping[Name, tuple[str, ExtentTable]]):
 
     def has_only(self, streams: Streams) -> bool:
         """Return whether these are the same streams in the same order, which is the case in most saves."""
-        return list(self.streams.items()) == list(streams.items())
+        return self.streams is streams or list(self.streams.items()) == list(streams.items())
 
     def find(self, streams: Streams, cell_bytes: int) -> WholeCells:
         """Return a row for each of these streams. It is not whole unless the same stream is a single cell here."""
