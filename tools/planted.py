@@ -834,9 +834,9 @@ PLANTED = (
     ),
     Planted(
         "a save does not keep the memory of small tensors",
-        "_small_cells",
-        "(number, data.data) for number in order",
-        "(number, data) for number in order",
+        "_plain_data",
+        "return data.data  #",
+        "return data  #",
         "tests/saving/test_local_entries.py",
     ),
     Planted(
@@ -1494,13 +1494,6 @@ PLANTED = (
         "form.encode() + bytes(manifest.raw_cells(entry))",
         "form.encode() + bytes().join(extent.digests for extent in manifest.cells(entry).extents)",
         "tests/loading/test_comparison.py",
-    ),
-    Planted(
-        "a table in one row may lie outside its blob",
-        "_one_row",
-        "    if offset < DATA_OFFSET or offset + numel * itemsize > blob_sizes[blob]:\n        return None\n",
-        "    if offset < DATA_OFFSET:\n        return None\n",
-        "tests/format/sections/test_tables.py",
     ),
     Planted(
         "copies out of one read have one location",

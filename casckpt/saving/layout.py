@@ -86,12 +86,9 @@ def layout_of(prepared: Prepared, cell_bytes: int) -> RankLayout:
         rows.append((_hash(repr(stream)), 0, 0, 1, 1, 1, False, True))
         row_stream.append(len(streams))
         streams.append((stream, "", ()))
-    names = np.array([row[0] for row in rows], dtype=np.uint64)
-    regions = np.array([row[1] for row in rows], dtype=np.uint64)
-    lo, hi, cell, size_column = (np.array([row[i] for row in rows], dtype=np.int64) for i in (2, 3, 4, 5))
-    shared, may_differ = (np.array([row[i] for row in rows], dtype=bool) for i in (6, 7))
-    held = HeldRegions(names, regions, lo, hi, cell, size_column, shared)
-    return RankLayout(streams, row_stream, held, prepared.tree, may_differ, prepared.left)
+    table = np.array(rows, "u8, u8, i8, i8, i8, i8, ?, ?")
+    *held, may_differ = (table[column].copy() for column in table.dtype.names or ())
+    return RankLayout(streams, row_stream, HeldRegions(*held), prepared.tree, may_differ, prepared.left)
 
 
 def region_hash(box: Box, lo: int, hi: int) -> int:

@@ -156,27 +156,21 @@ def _plain_data(source: LocalEntry) -> torch.Tensor | None:
 
 
 def _small_cells(
-    sources: Sequence[LocalEntry],
-    order: Sequence[int],
-    cell_bytes: int,
-    known: ReusableCells,
-    *,
-    streams: Streams,
-    most: int,
+    sources: Sequence[LocalEntry], order: Ints, known: ReusableCells, streams: Streams, *, cell_bytes: int, most: int
 ) -> tuple[SmallCells, npt.NDArray[np.bool_]]:
     """Return all sources as columns, in this order, and which of them are tensors below ``most`` bytes that fit."""
-    numbers, none = np.array(order, np.int64), WholeCells.none(len(order))
+    none = WholeCells.none(len(order))
     if not most or len(streams) != len(sources):  # two sources with the same name are rejected later, by name
-        return SmallCells(numbers, (), none.blob, none, none), none.is_whole
-    data = [_plain_data(sources[number]) for number in order]
+        return SmallCells(order, (), none.blob, none, none), none.is_whole
+    data = [_plain_data(sources[number]) for number in order.tolist()]
     address = np.array([0 if tensor is None else address_of(tensor) for tensor in data], np.int64)
     nbytes = np.array([0 if tensor is None else tensor.nbytes for tensor in data], np.int64)
-    cells = known.parent.find(streams, cell_bytes).take(numbers)
+    cells = known.parent.find(streams, cell_bytes).take(order)
     fits = (address != 0) & (nbytes > 0) & (nbytes < most) & (nbytes <= cell_bytes)
     for row in np.flatnonzero(fits & ~cells.is_whole).tolist():
         source = sources[order[row]]
         fits[row] = known.parent.table(source.name, source.dtype, source.shape) is None
-    return SmallCells(numbers, data, address, cells, none._replace(nbytes=nbytes)), fits
+    return SmallCells(order, data, address, cells, none._replace(nbytes=nbytes)), fits
 
 
 @collector_paused()
@@ -197,12 +191,13 @@ def plan_work(
     orders = {dtype: blob.order(dtype) for dtype in {source.dtype for source in sources}}
     type_of = {dtype: sorted({*orders.values()}).index(order) for dtype, order in orders.items()}
     places = [(type_of[source.dtype], source.key, source.kind, source.index) for source in sources]
-    order = sorted(range(len(sources)), key=places.__getitem__)
-    small_bytes = min(small_bytes, LEAF_BYTES)
-    every, fits = _small_cells(sources, order, cell_bytes, known, streams=streams, most=small_bytes)
+    order = np.array(sorted(range(len(sources)), key=places.__getitem__), np.int64)
+    types = np.array([place[0] for place in places], np.int64)[order]
+    most = min(small_bytes, LEAF_BYTES)
+    every, fits = _small_cells(sources, order, known, streams, cell_bytes=cell_bytes, most=most)
     # for each dtype, the groups that begin with a large cell, and all others
     parts: list[list[list[Cell | SmallCells]]] = [[] for _ in range(2 * len(orders))]
-    for label, some in every.runs(2 * np.array([places[number][0] for number in order], np.int64) + fits):
+    for label, some in every.runs(2 * types + fits):
         if label % 2:
             parts[label].append([some])
             continue

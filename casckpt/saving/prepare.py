@@ -183,7 +183,7 @@ def stored_object(
         return len(parts) - 1
 
     data, pickled = encode(spill)
-    sources = [_stream(PART, key, number, rank, part) for number, part in enumerate(parts)]
+    sources = [LocalEntry(PART, key, number, rank, "uint8", (len(part),), part) for number, part in enumerate(parts)]
     return ObjectEntry(key, rank, data, len(parts), pickled), sources
 
 
@@ -219,10 +219,6 @@ def tensors_of(prepared: Prepared) -> list[torch.Tensor]:
     return [data for source in prepared.sources for data in source.tensors]
 
 
-def _stream(kind: str, key: str, index: int, rank: int | None, data: bytes) -> LocalEntry:
-    return LocalEntry(kind, key, index, rank, "uint8", (len(data),), data)
-
-
 def _attachments(given: Mapping[str, bytes | bytearray | memoryview]) -> tuple[list[Attachment], list[LocalEntry]]:
     if not isinstance(given, Mapping):
         raise InvalidInput(f"attachments is a {type(given).__name__}: pass a dict that maps names to contents as bytes")
@@ -238,5 +234,5 @@ def _attachments(given: Mapping[str, bytes | bytearray | memoryview]) -> tuple[l
         if len(content) < _INLINE_BYTES:
             inline.append(Attachment(name, content))
         else:
-            large.append(_stream(ATTACHMENT, name, 0, None, content))
+            large.append(LocalEntry(ATTACHMENT, name, 0, None, "uint8", (len(content),), content))
     return inline, large

@@ -18,9 +18,10 @@ The workers' buffers limit memory use, whatever the size of the state. The next 
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
+from functools import partial
 from random import Random
 from threading import BoundedSemaphore, Event, Lock
 from time import perf_counter
@@ -172,8 +173,9 @@ class Upload:
             self._trust(work, placed)
             work = [cells for cells in work if id(cells[0]) not in placed]
         probed = [cells for cells in work if self._is_probed(cells)]
-        self._compare_each([cells[0] for cells in probed], placed)
-        self._compare_each([cell for cells in probed if id(cells[0]) in placed for cell in cells[1:]], placed)
+        compare = partial(self._compare_all, placed)
+        self._in_lots([cells[0] for cells in probed], compare)
+        self._in_lots([cell for cells in probed if id(cells[0]) in placed for cell in cells[1:]], compare)
 
     def _is_probed(self, cells: Sequence[Cell]) -> bool:
         """Return whether the first of these cells should be hashed in place."""
@@ -213,15 +215,16 @@ class Upload:
                 id(cell) for cell in lot if cell.known is None or cell_digest(cell.data()) != cell.known.digest
             )
 
-        threads = useful_threads(self.threads, sum(cell.nbytes for cell in cells), len(cells))
-        run_all(compare, _tasks(cells), threads)
+        self._in_lots(cells, compare)
         return changed
 
-    def _compare_each(self, cells: Sequence[Cell], placed: dict[int, PlacedCell]) -> None:
+    def _in_lots(self, cells: Sequence[Cell], call: Callable[[Sequence[Cell]], None]) -> None:
+        """Call ``call`` in parallel, with lots of cells of a size that suits one task."""
         threads = useful_threads(self.threads, sum(cell.nbytes for cell in cells), len(cells))
-        run_all(lambda lot: self._compare_all(lot, placed), _tasks(cells), threads)
+        lots = in_batches(cells, lambda cell: max(cell.nbytes, _TASK_BYTES // _TASK_CELLS), _TASK_BYTES)
+        run_all(call, lots, threads)
 
-    def _compare_all(self, cells: Sequence[Cell], placed: dict[int, PlacedCell]) -> None:
+    def _compare_all(self, placed: dict[int, PlacedCell], cells: Sequence[Cell]) -> None:
         for cell in cells:
             view = cell.memory.view(cell.start, cell.stop)
             if view is None:
@@ -474,8 +477,3 @@ class _Packing:
     capacity: int  # the number of data bytes in a blob
     stop: Event = field(default_factory=Event)
     turns: BoundedSemaphore = field(default_factory=lambda: BoundedSemaphore(usable_cores()))
-
-
-def _tasks(cells: Sequence[Cell]) -> Iterable[Sequence[Cell]]:
-    """Divide cells into lots of a size that suits one task."""
-    return in_batches(cells, lambda cell: max(cell.nbytes, _TASK_BYTES // _TASK_CELLS), _TASK_BYTES)

@@ -26,6 +26,7 @@ if TYPE_CHECKING:
 _STATISTICS = frozenset({"running_mean", "running_var", "num_batches_tracked"})
 """The names of buffers in torch's norm modules."""
 _EXTRA_STATE = "_extra_state"
+_STRIDED = torch.strided
 
 
 class Piece(LightStruct, frozen=True):
@@ -65,8 +66,9 @@ def local_tensor(key: str, leaf: Any) -> LocalTensor:
     is_plain = type(leaf) in PLAIN and not hasattr(leaf, CHUNK_LIST)
     if not is_plain and (local := _sharded(key, leaf)) is not None:
         return local
-    if not is_plain or not _is_usual(leaf):
-        check_storable(key, leaf)
+    is_usual = is_plain and leaf.layout is _STRIDED and not leaf.is_nested and not leaf.is_quantized
+    if not is_usual or leaf.storage_offset() or not leaf.data_ptr() or hasattr(leaf, "ds_id"):
+        check_storable(key, leaf)  # slow, and not necessary for most tensors
     is_parameter = type(leaf) is not torch.Tensor and isinstance(leaf, torch.nn.Parameter)
     return LocalTensor(key, leaf.dtype, tuple(leaf.shape), leaf, (), is_parameter)
 
@@ -198,13 +200,6 @@ def _problem(data: Any) -> str | None:
     is_fine = not data.numel() or has_memory(data)
     advice = "store the tensors that it wraps, or pass a flatten for its class to casckpt.register_wrapper"
     return None if is_fine else f"a {type(data).__name__} has no memory of its own; {advice}"
-
-
-def _is_usual(data: torch.Tensor) -> bool:
-    """Return whether a plain tensor is like most tensors, whose bytes can be stored directly. This is a fast path."""
-    if data.layout is not torch.strided or data.is_nested or data.is_quantized:
-        return False
-    return not data.storage_offset() and data.data_ptr() != 0 and not hasattr(data, "ds_id")
 
 
 def check_in_place(key: str, leaf: Any) -> None:
