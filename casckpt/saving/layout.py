@@ -200,7 +200,5 @@ def assigned(prepared: Prepared, ranges: WriteRanges, rank: int) -> Prepared:
     objects = [entry for entry in prepared.objects if (row := next(rows))[0] < row[1]]
     owned = {(entry.key, entry.rank) for entry in objects}
     buffers = [s for s in prepared.sources if s.kind == PART and (s.key, s.rank) in owned]
-    if rank != 0:  # only rank 0 writes attachments
-        return Prepared([*tensors, *buffers], objects, [], prepared.tree)
-    large = [s for s in prepared.sources if s.kind == ATTACHMENT]
-    return Prepared([*tensors, *buffers, *large], objects, prepared.attachments, prepared.tree)
+    large = [s for s in prepared.sources if s.kind == ATTACHMENT and rank == 0]  # only rank 0 writes attachments
+    return Prepared([*tensors, *buffers, *large], objects, prepared.attachments if rank == 0 else [], prepared.tree)

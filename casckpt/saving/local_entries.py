@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from itertools import pairwise
-from math import prod
 from types import MappingProxyType
 from typing import Any, NamedTuple, TypeAlias
 
@@ -56,11 +55,6 @@ class LocalEntry(LightStruct, frozen=True):
     def name(self) -> Name:
         """The entry's unique name."""
         return self.kind, self.key, self.index, self.rank
-
-    @property
-    def nbytes(self) -> int:
-        """The size of the whole stream in bytes. This rank may hold only a part of it."""
-        return prod(self.shape) * dtypes.itemsize(self.dtype)
 
     @property
     def pieces(self) -> Sequence[Piece]:

@@ -58,11 +58,6 @@ class Prepared:
         """The dtype and shape of each entry, in order."""
         return {(one.kind, one.key, one.index, one.rank): (one.dtype, one.shape) for one in self.sources}
 
-    @property
-    def bytes_total(self) -> int:
-        """The total size of this rank's tensors, in bytes."""
-        return sum(source.nbytes for source in self.sources if source.kind == TENSOR)
-
 
 def prepare(
     state: Mapping[Any, Any],
