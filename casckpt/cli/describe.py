@@ -64,6 +64,6 @@ def _fields(record: Any) -> dict[str, Any] | None:
 
 
 def doubt(store: Store, run: str) -> None:
-    """Warn if ``run`` does not even have forgotten checkpoints, because its name may be mistyped."""
+    """Warn if ``run`` has no checkpoints, not even forgotten ones, because its name may be mistyped."""
     if not store.checkpoints(run, forgotten=True):
         log.warning("%s", store.listing().about_run(run))

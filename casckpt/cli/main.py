@@ -107,7 +107,7 @@ class Commands(click.Group):
 @click.group(cls=Commands, context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100})
 @click.version_option(__version__, message="%(prog)s %(version)s")
 def cli() -> None:
-    """Store PyTorch checkpoints, and store identical bytes only once.
+    """Store PyTorch checkpoints without storing identical bytes twice.
 
     STORE is a folder or a URL. Omit it if you pass -s or set CASCKPT_STORE. REF names a checkpoint: an id (or at least
     its first 6 hex digits), RUN@STEP, RUN@latest, latest, or tag:NAME. Commands that accept several checkpoints also

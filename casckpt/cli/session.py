@@ -90,7 +90,7 @@ ON_STORES: tuple[click.Parameter, ...] = (
         ["--storage-option", "storage_options"],
         type=SETTING,
         multiple=True,
-        help="An option for the remote storage's client. The value is JSON or a string. May be repeated.",
+        help="An option for the client of remote storage. The value is JSON or a string. May be repeated.",
     ),
     click.Option(
         ["--cache-dir"],
@@ -102,7 +102,7 @@ ON_STORES: tuple[click.Parameter, ...] = (
     click.Option(
         ["--single-writer"],
         is_flag=True,
-        help="Promise that no other process writes to the store. Required for a storage without exclusive creates.",
+        help="Promise that no other process writes to the store. Required for storage without exclusive creates.",
     ),
 )
 

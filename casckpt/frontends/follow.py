@@ -77,8 +77,8 @@ class Follower:
 
         After a storage or disk error, it logs the error and retries, with growing pauses. With ``once``, it raises the
         error instead. It skips a checkpoint that is damaged or lacks a required signature. Raises Conflict if another
-        process follows with this folder, InvalidInput if the folder has other contents, NotFound (with ``once``) if no
-        checkpoint is current at the end, and the errors of a watch and an export.
+        process already updates this folder, InvalidInput if the folder has other contents, NotFound (with ``once``) if
+        no checkpoint is current at the end, and the errors of a watch and an export.
         """
         with _alone(self.folder):
             pause = _PAUSE
@@ -270,5 +270,5 @@ def _alone(folder: Path) -> Iterator[None]:
         try:
             held.enter_context(locked(folder.resolve(), fcntl.LOCK_EX | fcntl.LOCK_NB))
         except BlockingIOError as error:
-            raise Conflict(f"another process follows with {folder}; end it, or choose a different folder") from error
+            raise Conflict(f"another process already updates {folder}; end it, or choose a different folder") from error
         yield

@@ -117,7 +117,7 @@ def pre_download(
     repo: Repository, ref: str | Checkpoint, state: Any, *, threads: int | None, progress: Progress,
     match: MatchArguments,
 ) -> int:  # fmt: skip
-    """Fetch the bytes that a load into ``state`` needs, or all bytes if it is None, into this host's cache.
+    """Fetch the bytes that a load into ``state`` needs into this host's cache, or all bytes if ``state`` is None.
 
     Returns the number of fetched bytes. Raises the same errors as `Store.pre_download`.
     """

@@ -164,7 +164,7 @@ class Store:
     def check(self, state: State, *, run: str = "default", **options: Unpack[SaveArguments]) -> None:
         """Raise, on every rank, the InvalidInput that `save` would raise. Writes nothing. Every rank must call this.
 
-        Also checks whether the store can be at its path, as far as this is possible without a write.
+        Also checks, as far as possible without writing, whether a store can exist at the path.
         """
         check_keywords("Store.check", options, SaveArguments)
         self._saver.get().check(state, SaveOptions(run=run, step=0, **options))
@@ -189,17 +189,17 @@ class Store:
         ``ignore_mismatched``: fnmatch patterns on keys of ``state``. Matching keys keep their values if the checkpoint
         lacks them or has a different shape, dtype or kind; the result lists them in ``mismatched_keys``.
 
-        If no tensor would be filled, or if more than a tenth of the tensors have different names in the checkpoint,
-        the load raises MissingKey with the ``rename`` that would fill them, even without ``strict``. If fewer tensors
-        have different names, casckpt logs how many. ``unread_subtrees`` lists the whole containers that no rank read.
+        If no tensor would be filled, or if more than a tenth of the tensors have different names in the checkpoint, the
+        load raises MissingKey with the ``rename`` that would fill them, even without ``strict``. If fewer tensors have
+        different names, casckpt logs how many. ``unread_subtrees`` lists the whole containers that no rank read.
         casckpt logs them once per run, along with single unread keys and other ranks' values that no rank read.
         ``unread``: "ignore" disables this log message. ``rename``: maps a key of ``state`` to a key of the checkpoint.
         It is either a function, or a dict from regular expressions, which must match the whole key, to replacements.
-        An optimizer object's state follows its module's names. ``cast``: convert dtypes. ``verify`` (default): compare
-        every cell with its digest. ``allow_pickle``: unpickle values that were stored as pickles. ``threads``,
-        ``progress``: as for `save`. ``lease``: rank 0 holds a lease during the load. Every rank of ``process_group``
-        must call this method with its own shards, regardless of the ranks and shards that saved the checkpoint.
-        ``no_dist``: this process loads alone.
+        The state of an optimizer object is renamed along with its module. ``cast``: convert dtypes. ``verify``
+        (default): compare every cell with its digest. ``allow_pickle``: unpickle values that were stored as pickles.
+        ``threads``, ``progress``: as for `save`. ``lease``: rank 0 holds a lease during the load. Every rank of
+        ``process_group`` must call this method with its own shards, regardless of the ranks and shards that saved the
+        checkpoint. ``no_dist``: this process loads alone.
 
         Before anything changes, raises NotFound, MissingKey, Mismatch, InvalidInput, or Conflict (if ranks pass
         different references or stores). During the read, raises Damaged (with key, blob and checkpoints), Gone (gc
@@ -251,8 +251,8 @@ class Store:
 
         ``mapped``: map the files of a store in a folder into memory, so that the processes of a host share one copy in
         the page cache. Changes to these tensors do not reach the store. This open store verifies each byte when it
-        first maps it. Tensors below 64 KiB and encoded cells are read into memory, and so are all bytes of other
-        storages. If another program truncates a mapped file, the kernel ends the process. ``verify``,
+        first maps it. Tensors below 64 KiB and encoded cells are read into memory, and so is everything in a store that
+        is not in a folder. If another program truncates a mapped file, the kernel ends the process. ``verify``,
         ``allow_pickle``, ``threads``, ``progress``: as for `load`.
         """
         check_keywords("Store.read", options, ReadArguments)
@@ -581,8 +581,8 @@ class Store:
 
         A range skips steps that have a visible checkpoint. If one of the named checkpoints cannot be restored, none
         are. ``whole``: for a range, restore its thinned checkpoints. ``dry_run``: only return the checkpoints.
-        ``check``: raise errors of single checkpoints after the others are restored. Without ``check``, the result
-        lists them as ``failed``. Raises NotFound, InvalidInput, Conflict, and StorageError.
+        ``check``: raise the errors of individual checkpoints after the others are restored. Without ``check``, the
+        result lists them as ``failed``. Raises NotFound, InvalidInput, Conflict, and StorageError.
         """
         from casckpt.upkeep.gc.forgetting import restore_chosen
 

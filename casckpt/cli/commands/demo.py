@@ -52,7 +52,7 @@ class Tour:
 
     @property
     def holds(self) -> bool:
-        """Return whether every step succeeded."""
+        """Return whether all steps succeeded."""
         return all(step["result"] for step in self.steps if step["command"] is None)
 
     def run(self) -> None:

@@ -134,11 +134,11 @@ def serve(
 ) -> None:  # fmt: skip
     """Serve the store in the same way as the Hugging Face Hub.
 
-    Set HF_ENDPOINT to the printed address. Then from_pretrained, hf download, HfFileSystem and engines that load from
-    a hub can load any checkpoint. The repository is the run. The revision is a step, a tag, latest, main or an id. The
-    server generates files as it sends them, and verifies every byte. The page at / lists the checkpoints. The server
-    writes nothing to the store except leases. Clients on other machines need a token. The exit status is 3 if there is
-    no store.
+    Set HF_ENDPOINT to the printed address. Then from_pretrained, hf download, HfFileSystem and inference engines can
+    load any checkpoint. The repository is the run. The revision is a step, a tag, latest, main or an id. The server
+    generates files as it sends them, and verifies every byte. The page at / lists the checkpoints. The server writes
+    nothing to the store except leases. Clients on other machines need a token. The exit status is 3 if there is no
+    store.
     """
     try:
         from casckpt.frontends.serve.access import is_loopback, tokens_in

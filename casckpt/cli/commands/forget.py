@@ -20,7 +20,7 @@ def command(session: Session, refs: tuple[str, ...], tagged: bool, dry_run: bool
     """Hide checkpoints, so that gc can delete them.
 
     REF may be a range of steps: RUN@100..500, RUN@501.., RUN@..500, or RUN@.. for all steps. `casckpt restore` undoes
-    this until a gc purges the checkpoints. If any of them has a tag, the command does not forget any.
+    this until a gc purges the checkpoints. If one of them has a tag, none are forgotten.
     """
     forgotten = session.store.forget(*refs, tagged=tagged, dry_run=dry_run)
     session.give({"forgotten": list(map(brief, forgotten)), "dry_run": dry_run}, _text)
@@ -38,9 +38,9 @@ def _text(result: dict[str, Any]) -> None:
 def restore(session: Session, refs: tuple[str, ...], *, whole: bool, dry_run: bool) -> int:
     """Make forgotten checkpoints visible again.
 
-    Name them by id (see `casckpt list --all`), by RUN@STEP, or by ranges of steps. Ranges skip visible checkpoints.
-    The exit status is 3 for a purged checkpoint, and 5 if a different checkpoint is visible under the same run and
-    step. If any of them cannot be restored, the command does not restore any.
+    Name them by id (see `casckpt list --all`), by RUN@STEP, or by ranges of steps. Ranges skip visible checkpoints. The
+    exit status is 3 for a purged checkpoint, and 5 if a different checkpoint is visible under the same run and step. If
+    one of them cannot be restored, none are.
     """
     result = session.store.restore_many(*refs, whole=whole, dry_run=dry_run, check=False)
     failed = [brief(one.commit) | {"kind": one.error.kind, "why": str(one.error)} for one in result.failed]

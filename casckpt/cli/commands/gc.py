@@ -126,8 +126,8 @@ def command(
 
     gc can run during saves and loads. It keeps a checkpoint if any --keep rule keeps it. Without a rule, gc forgets
     nothing. It always keeps tagged checkpoints and the newest one of each run. You can restore a forgotten checkpoint
-    for a day, or for --min-age. The first gc after that deletes it. If a save in progress may use a file, that file is
-    left for the next gc.
+    for a day, or for --min-age. The first gc after that deletes it. If a save in progress may use a file, gc leaves the
+    file for the next gc.
     """
     if thin_keep_last is not None and not thin:
         raise click.UsageError("--thin-keep-last requires --thin: also pass --thin PATTERN")

@@ -157,7 +157,7 @@ def _say_forgotten(listing: Listing, *, is_remote: bool, shown: bool) -> None:
     forgotten = len(listing.forgotten)
     if not forgotten:
         return
-    frees = "`casckpt stats` shows what a gc frees"  # reading many sizes from a remote storage may take long
+    frees = "`casckpt stats` shows what a gc frees"  # reading many sizes from remote storage may take long
     if not is_remote:
         freed_by_gc = listing.freed()
         frees = f"a gc frees {freed(freed_by_gc.now, freed_by_gc.later)}"

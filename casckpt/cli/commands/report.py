@@ -106,7 +106,7 @@ def _write(session: Session, output: Path) -> None:
 
 
 @store_command("stats")
-@click.option("--by", multiple=True, type=click.Choice(list(_BY)), help="Group the bytes by this. May be repeated.")
+@click.option("--by", multiple=True, type=click.Choice(list(_BY)), help="What to group the bytes by. May be repeated.")
 @click.option("--run", type=RUN, help="With --by or a rule: include only this run.")
 @keep_options
 def stats(session: Session, *, by: tuple[str, ...], run: str | None, **rules: Any) -> None:

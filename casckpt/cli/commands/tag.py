@@ -32,7 +32,7 @@ log = logging.getLogger(__name__)
 def command(session: Session, tag: str | None, ref: str | None, delete: str | None, expires: timedelta | None) -> None:
     """Tag a checkpoint, or list the tags.
 
-    Rules never forget a tagged checkpoint. In other commands, use tag:NAME as REF. If the tag already exists, the
+    gc never forgets a tagged checkpoint. In other commands, use tag:NAME as REF. If the tag already exists, the
     command moves it.
     """
     if expires is not None and ref is None:

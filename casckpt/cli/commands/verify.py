@@ -128,7 +128,7 @@ _WORDS: Final = {True: "ok", False: "NOT OK", None: "note"}
 
 @store_command("doctor")
 def doctor(session: Session) -> int:
-    """Check whether a storage is safe for a store.
+    """Check whether storage is safe for a store.
 
     Also measures its speed. STORE need not exist. The command writes small objects and a few 8 MiB objects under
     probes/, and then deletes them. The exit status is 1 if a check fails.
@@ -165,8 +165,8 @@ def _summary(result: dict[str, Any]) -> None:
 def repair(session: Session, sources: tuple[str, ...]) -> int:
     """Repair damaged blobs and manifests.
 
-    Takes the bytes from identical blobs and cells in this store and in others. If a blob cannot be rebuilt, repair
-    rewrites the checkpoint without it, under the same id. Damaged records of commits and tags are only reported:
+    Copies the bytes from identical blobs and cells in this store and in other stores. If a blob cannot be rebuilt,
+    repair rewrites the checkpoint without it, under the same id. Damaged records of commits and tags are only reported:
     restore those files from a backup. The exit status is 4 if something cannot be repaired.
     """
     from casckpt.store.opening import open as open_store

@@ -1,4 +1,4 @@
-"""A checkpoint from DCP's view: its metadata, its values as pickles or plain data, and the locations of its tensors."""
+"""A checkpoint as DCP sees it: its metadata, its values as pickles or plain data, and the locations of its tensors."""
 
 from __future__ import annotations
 
@@ -132,7 +132,7 @@ class DcpContents:
         return known | {key: read[value.key] for key, value in values.items() if key not in known}
 
     def archives(self, keys: Sequence[str], *, boxed: bool = False, unpickled: bool = False) -> dict[str, bytes]:
-        """Return each value as bytes that torch.save would write. Bytes from a planner are returned unchanged.
+        """Return each value as the bytes that torch.save would write. Bytes from a planner are returned unchanged.
 
         ``boxed``: whether to wrap each value in a list. ``unpickled``: whether the caller passes the results to
         torch.load. Raises InvalidInput for bytes that would then run code, unless the options allow unpickling.
@@ -179,5 +179,5 @@ def _described(dtype: str, shape: Shape, chunks: Sequence[tuple[Shape, Shape]]) 
 
 
 def _bits(value: Any) -> tuple[type, Any]:
-    """Return a key that is the same for all values with the same archive. 0.0 and -0.0 have different keys."""
+    """Return a key that is equal for values with equal archives. 0.0 and -0.0 have different keys."""
     return type(value), struct.pack("d", value) if isinstance(value, float) else value

@@ -2,7 +2,7 @@
 
 The coordinator begins the transaction before it sends the plans. As a result, every rank chooses reusable cells and
 uploads only after the transaction has begun, as gc requires. The plans carry the reuse offer to the ranks. With DCP's
-cached plans, a rank receives an old plan. The rank detects this by a random number from its own plan, and then
+cached plans, a rank receives an old plan, which lacks the random number from the rank's local plan. The rank then
 computes the offer itself.
 """
 

@@ -216,7 +216,7 @@ def torch_saves() -> Iterator[None]:
 
 
 def file_attachments(store: Store, checkpoint: Checkpoint) -> list[str]:
-    """Return the names of the attachments that are files of an export."""
+    """Return the names of the attachments that become files in an export."""
     return [name for name in store.attachments(checkpoint) if not name.startswith(HEADS) and name != HUB_FILE]
 
 

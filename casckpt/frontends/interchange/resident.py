@@ -8,7 +8,7 @@ from typing import Final
 from casckpt.base.progress import Shown
 
 RESIDENT_BYTES: Final = 256 << 20
-"""The approximate maximum of resident bytes of mapped files."""
+"""The approximate maximum number of resident bytes of mapped files."""
 
 
 def letting_go(shown: Shown | None, let_go: Callable[[], None]) -> Shown:

@@ -211,8 +211,8 @@ def export_torch(
 
     The file holds the whole checkpoint with its original nesting. With ``keys``, ``strip_prefix`` or ``rename`` (see
     `casckpt.frontends.views.view`) it holds a dict of tensors by name. The export skips values that torch's restricted
-    unpickler cannot read, such as numpy arrays. A list or tuple that loses items becomes a dict by index.
-    ``allow_pickle``: do not skip values. Pickles are unpickled and repickled, and loading the file requires
+    unpickler cannot read, such as numpy arrays. A list or tuple that loses items becomes a dict with the indices as
+    keys. ``allow_pickle``: do not skip values. Pickles are unpickled and repickled, and loading the file requires
     ``torch.load(..., weights_only=False)``.
 
     Every byte that is read is verified. ``path``: a file, or a URL to which a temporary file is copied. ``force``:

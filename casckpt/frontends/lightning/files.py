@@ -116,7 +116,7 @@ class RunFiles:
         return f"{self.run}/{pointer.name}", True
 
     def saved(self, pointer: Pointer, before: str | None, saved: Checkpoint) -> None:
-        """Write the file for ``saved``.
+        """Write the file that names ``saved``.
 
         Forget ``before``, the checkpoint that the file named previously, if no other file names it. The tag is set
         before the file is written, so retention keeps every checkpoint that a file names.

@@ -32,10 +32,10 @@ class CasCheckpointIO(CheckpointIO):
     The step is Lightning's global step. If a step has a second file (such as ``last.ckpt`` next to one of the best),
     that file becomes a checkpoint of the run ``<run>/<file name>``, which takes no extra space.
 
-    ``async_save``: save in the background, one at a time. A removal waits for the save, so the limit ``save_top_k``
-    holds. Errors are logged, and raised at the end. Do not wrap this plug-in in Lightning's own AsyncCheckpointIO.
-    ``gc``: run a gc after a removal. ``allow_pickle``: for hyperparameters and callback states that are not plain
-    data. ``compress``, ``health``: as for `Store.save`.
+    ``async_save``: save in the background, one at a time. A removal waits for the save, so that ``save_top_k`` is
+    respected. Errors are logged, and raised at the end. Do not wrap this plug-in in Lightning's own AsyncCheckpointIO.
+    ``gc``: run a gc after a removal. ``allow_pickle``: for hyperparameters and callback states that are not plain data.
+    ``compress``, ``health``: as for `Store.save`.
     """
 
     def __init__(
@@ -172,8 +172,8 @@ class CasCheckpointIO(CheckpointIO):
 class CasCheckpointCheck(Callback):
     """A callback for ``Trainer(callbacks=[...])``. Use it with `CasCheckpointIO`, which Lightning calls only for saves.
 
-    If a value cannot be saved, it raises InvalidInput on every rank before the first batch. For the optimizer's state,
-    it does so after the first step.
+    If a value cannot be saved, the callback raises InvalidInput on every rank: for the optimizer's state after the
+    first step, and for all other values before the first batch.
     """
 
     def on_train_start(self, trainer: Trainer, pl_module: Any) -> None:

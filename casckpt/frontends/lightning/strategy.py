@@ -73,11 +73,11 @@ class CasModelParallelStrategy(ModelParallelStrategy):
         )
 
     def lightning_module_state_dict(self) -> dict[str, Any]:
-        """Return nothing: the live shards are saved."""
+        """Return an empty dict, because the live shards are saved instead."""
         return {}
 
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
-        """Return nothing: the live shards are saved."""
+        """Return an empty dict, because the live shards are saved instead."""
         return {}
 
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: AnyPath, storage_options: Any = None) -> None:

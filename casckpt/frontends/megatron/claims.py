@@ -223,7 +223,7 @@ def plan_sharing(gathered: Sequence[Claims]) -> list[Sharing]:
 
 
 def hand_on(ranks: Ranks, sharing: Sharing, data: Sequence[Any]) -> None:
-    """Send and receive the tensors of ``sharing``. Every rank makes the call after all ranks have finished reading.
+    """Send and receive the tensors in ``sharing``. Every rank makes the call after all ranks have finished reading.
 
     ``data``: the tensor of each sharded value. Raises RankFailed on every rank.
     """

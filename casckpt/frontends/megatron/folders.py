@@ -109,7 +109,7 @@ def forget_removed(
 ) -> list[Checkpoint]:
     """Forget the checkpoints whose folder was removed. One process makes the call.
 
-    They can be restored until the next gc. ``folder``: the parent of a training's folders such as ``iter_0000100``
+    They can be restored until the next gc. ``folder``: the parent of a training run's folders such as ``iter_0000100``
     (``--save``, or ``non_persistent`` inside it). Only checkpoints that a `CasSaveShardedStrategy` saved from a direct
     child of this folder count. Checkpoints with a tag are kept. ``run``: consider only this run. ``dry_run``: return
     the checkpoints without forgetting them.

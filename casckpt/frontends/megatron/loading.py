@@ -48,21 +48,21 @@ _SHOWN = 10
 
 
 class StrictHandling(Enum):
-    """The names and values are those of Megatron-core.
+    """How a load handles keys that differ. The names and values are Megatron-core's.
 
-    Unexpected keys that do not raise are omitted from the result.
+    Unexpected keys that do not raise an error are omitted from the result.
     """
 
     ASSUME_OK_UNEXPECTED = "assume_ok_unexpected"
-    """The caller assumes that there are no unexpected keys, but such keys still raise."""
+    """The caller assumes that there are no unexpected keys. Such keys nevertheless raise an error."""
     LOG_UNEXPECTED = "log_unexpected"
     """Unexpected keys are logged."""
     LOG_ALL = "log_all"
     """Unexpected and missing keys are logged."""
     RAISE_UNEXPECTED = "raise_unexpected"
-    """Unexpected keys raise."""
+    """Unexpected keys raise an error."""
     RAISE_ALL = "raise_all"
-    """Unexpected and missing keys raise."""
+    """Unexpected and missing keys raise an error."""
     RETURN_UNEXPECTED = "return_unexpected"
     """Unexpected keys are returned with the state dict, along with an empty set of missing keys."""
     RETURN_ALL = "return_all"

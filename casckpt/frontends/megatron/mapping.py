@@ -459,19 +459,19 @@ class LocalNonpersistentObject:
 
 
 LocalNonpersitentObject = LocalNonpersistentObject
-"""The old spelling."""
+"""Megatron's former spelling of the name."""
 
 
 def apply_factories(sharded_state_dict: Nested) -> None:
-    """Replace every factory by the state dict that it builds, in place."""
+    """Replace every factory with the state dict that it builds, in place."""
     dict_list_map_inplace(lambda x: x.build() if is_factory(x) else x, sharded_state_dict)
 
 
 def apply_factory_merges(x1: Nested, x2: Nested, key: Path = ()) -> Any:
     """Undo `apply_factories` in ``x1``, in place, with the factories at the same positions in ``x2``. Return ``x1``.
 
-    If ``x1`` has a list, ``x2`` may have a dict by index. Raises CheckpointingException (a ValueError), naming the
-    path, for a position that ``x1`` lacks.
+    Where ``x1`` has a list, ``x2`` may have a dict with the indices as keys. Raises CheckpointingException (a
+    ValueError), naming the path, for a position that ``x1`` lacks.
     """
     if is_factory(x2):
         return x2.merge_fn(x1)

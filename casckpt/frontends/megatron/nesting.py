@@ -113,9 +113,9 @@ def extract_matching_values(
 ) -> tuple[Nested, Nested]:
     """Return (matching leaves, other leaves), each in the hierarchy of ``x``, without containers that lack such leaves.
 
-    If a list loses items, the gaps are closed. With ``return_lists_as_dicts``, it becomes a dict by index instead. An
-    empty container in a dict does not match; for one in a list, the predicate decides. Raises CheckpointingException
-    (a ValueError) if ``x`` is neither a dict nor a list.
+    If a list loses items, the gaps are closed. With ``return_lists_as_dicts``, the list becomes a dict with the indices
+    as keys. An empty container in a dict does not match; for one in a list, the predicate decides. Raises
+    CheckpointingException (a ValueError) if ``x`` is neither a dict nor a list.
     """
     if not isinstance(x, dict | list):
         raise CheckpointingException(f"expected a dict or a list, not {type(x).__name__}")

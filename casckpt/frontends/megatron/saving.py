@@ -77,7 +77,7 @@ class AsyncRequest(NamedTuple):
 
 
 class Ending:
-    """The end of a save, on which other processes can wait.
+    """The end of a save, for which other processes can wait.
 
     It is a file that this process locks until `reached` is called. The system releases the lock if the process dies. A
     forked child does not inherit this kind of lock.
@@ -131,14 +131,13 @@ def save(  # noqa: PLR0917 - the positions of Megatron-core's
     dict.
 
     ``validate_access_integrity``: before anything is written, all ranks check that every element has exactly one main
-    replica, and log differences between their common part and rank 0's. Both are first preprocessed by
-    ``preprocess_common_before_consistancy_check``. ``async_sharded_save``: copy the tensors, save in the background,
-    and return a request whose ``finalize_fns`` wait for the save. ``content_metadata``: see `load_content_metadata`.
-    ``fully_parallel``: all replicas, instead of only the main ones, share the writing, balanced by bytes. They must
-    hold equal values. ``options``: those of `Store.save` (``overwrite``, ``attachments``, ``metadata``,
-    ``allow_pickle``, ``dedup``, ``threads``, ``check_replicas``, ``no_dist``, ...). ``sharded_strategy`` and
-    ``common_strategy`` exist only to match Megatron's signature: pass None or ("casckpt", 1) for the first, and None
-    for the second.
+    replica, and log differences between their common part and rank 0's. ``preprocess_common_before_consistancy_check``
+    is first applied to both. ``async_sharded_save``: copy the tensors, save in the background, and return a request
+    whose ``finalize_fns`` wait for the save. ``content_metadata``: see `load_content_metadata`. ``fully_parallel``: all
+    replicas, instead of only the main ones, share the writing, balanced by bytes. They must hold equal values.
+    ``options``: those of `Store.save` (``overwrite``, ``attachments``, ``metadata``, ``allow_pickle``, ``dedup``,
+    ``threads``, ``check_replicas``, ``no_dist``, ...). ``sharded_strategy`` and ``common_strategy`` exist only to match
+    Megatron's signature: pass None or ("casckpt", 1) for the first, and None for the second.
 
     Raises CheckpointingException on every rank, naming the key, rank and region. It is also a Conflict if the step
     exists and ``overwrite`` is false. Raises StorageError and RankFailed, as `Store.save` does. After an error, no new
@@ -303,8 +302,8 @@ class Saving:
             return
         if left or right or mismatch:
             log.warning(
-                "the common state on rank %d differs from rank 0's, which is saved: only on rank 0 %s, only here %s, "
-                "different %s",
+                "the common state on rank %d differs from rank 0's, which is saved. Only on rank 0: %s; only here: %s; "
+                "different: %s",
                 self.rank, left, right, mismatch,
             )  # fmt: skip
 

@@ -132,7 +132,7 @@ def _closer(content: _Content) -> Iterable[str]:
             steps = [entry.commit.step for entry in of_run]
             sizes = [entry.commit.committed.bytes_total for entry in of_run]
             drawn = charts.run_growth(run.run, steps, sizes, [entry.bytes_added for entry in of_run])
-            yield _card(f"{run.run}: each checkpoint", drawn, "The size of each, and the part that was new in it.")
+            yield _card(f"{run.run}: each checkpoint", drawn, "The size of each, and the part of it that was new.")
         if run.run in content.heats:
             drawn = charts.heat_map(run.run, content.heats[run.run])
             yield _card(

@@ -42,7 +42,7 @@ def tokens_in(text: str, where: str) -> frozenset[str]:
 
 @dataclass(frozen=True)
 class Guard:
-    """Accepts requests with one of ``tokens``; without tokens, requests whose Host header names this machine.
+    """Accepts requests with one of ``tokens`` or, if that is None, requests whose Host header names this machine.
 
     The host check stops web pages whose domain resolves to this machine (DNS rebinding).
     """

@@ -117,7 +117,7 @@ class Hub:
         }  # fmt: skip
 
     def refs(self, repo: str) -> Json:
-        """Return the only branch of a repository, `main`, and its tags: its steps and the store's tags."""
+        """Return a repository's only branch, `main`, and its tags, which are its steps and the store's tags."""
         newest, run = self.checkpoint(repo, MAIN), self.run(repo)
         steps = {str(checkpoint.step): checkpoint for checkpoint in self.store.checkpoints(run)}
         of_store = {name: tagged for name, tagged in self.tags().items() if tagged.run == run and name not in steps}

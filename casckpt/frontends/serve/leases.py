@@ -1,4 +1,4 @@
-"""Leases on checkpoints that are being sent. Each checkpoint has one lease, which ends a while after its last file."""
+"""Leases on checkpoints that are being sent. Each of these has one lease, which ends some time after its last file."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _EXPIRES = "10m"
 _MOST_IDLE = 32
 """The maximum number of idle leases, which is limited because each lease has threads."""
 LINGER_SECONDS = 30.0
-"""How long a lease remains after the last file, in case the client requests another file."""
+"""How long a lease remains after a file was sent, in case the client requests another file."""
 
 log = logging.getLogger("casckpt.frontends.serve")
 

@@ -164,7 +164,7 @@ def _drawn(store: Store) -> str:
 
 
 class _Held:
-    """A window that is in memory or being read. All responses that send it share it, and the last one frees it."""
+    """A window that is in memory or being read. All responses that send it share it, and the last of these frees it."""
 
     def __init__(self, desk: Desk, key: object, reader: RangeReader, window: Window, *, slow: bool) -> None:
         self.data = memoryview(b"")

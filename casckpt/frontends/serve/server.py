@@ -17,7 +17,7 @@ MAX_CONNECTIONS: Final = 512
 REQUEST_SECONDS: Final = 10.0
 """The time limit for a complete request, counted from the connection or from the first byte of the request."""
 STUCK_SECONDS: Final = 30.0
-"""A client that receives nothing for this long is disconnected, after at most twice this time."""
+"""A client that receives nothing for this long is disconnected. This may take twice as long."""
 _BACKLOG = 512
 _KEEP_ALIVE_SECONDS = 30
 _LAST_SECONDS = 3

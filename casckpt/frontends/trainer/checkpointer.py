@@ -179,12 +179,11 @@ class Checkpointer(RunCheckpoints):
     ) -> Future[Checkpoint]:
         """Save like `save`, but return as soon as the state is copied. You may then change it.
 
-        One save runs at a time.
-        The call raises errors of the copy. The future, `wait` and `close` raise later errors. If the next save would
-        fail for the same reason (InvalidInput, or Conflict because the step already exists), it raises the error on
-        every rank, unless all ranks have read the future. Errors that may be temporary, such as StorageError, are
-        logged by the next save or load. After ``max_failures`` such errors, the call waits for its own save and raises
-        its error.
+        One save runs at a time. The call raises errors of the copy. The future, `wait` and `close` raise later errors.
+        If the next save would fail for the same reason (InvalidInput, or Conflict because the step already exists), it
+        raises the error on every rank, unless all ranks have read the future. Errors that may be temporary, such as
+        StorageError, are logged by the next save or load. After ``max_failures`` such errors, the call waits for its
+        own save and raises its error.
         """
         check_keywords("Checkpointer.save_async", options, StepArguments)
         begun = time.monotonic()
@@ -258,8 +257,8 @@ class Checkpointer(RunCheckpoints):
 
         Call this method after each step. ``last``: whether this is the last training step, which is always due. All
         ranks must pass the same value. ``metadata``, ``metrics``, ``healthy``: as for `Store.save`. If
-        ``max_steps_at_risk`` is set, the method raises the background save's error before more than that
-        many steps are at risk.
+        ``max_steps_at_risk`` is set, the method raises the background save's error before more than that many steps are
+        at risk.
         """
         check_keywords("Checkpointer.save_if_due", options, DueArguments)
         kind, saving = self.due(step), None
@@ -353,15 +352,14 @@ class Checkpointer(RunCheckpoints):
     ) -> Checkpoint | None:
         """Load the newest checkpoint of the run and set ``train_state``.
 
-        Return the checkpoint, or None if there is none.
-        All ranks load the same checkpoint. ``healthy``: load the newest checkpoint that was not saved with
-        ``healthy=False``; if all were, raise NotFound. ``missing``: what to do about an argument that cannot be
-        restored. "raise" raises NotFound, MissingKey or Mismatch. "warn" logs a warning and restores the rest. This
-        applies to an optimizer, a train state and its parts. Unless ``strict`` is True, it also applies to layers and
-        optimizer parameters that only one side has, and to tensors with a different shape. ``strict``: None means
-        False if ``missing`` is "warn", else True. ``unread``, ``cast``, ``rename``, ``options``: as for `load`.
-        ``train_state``: a dict is filled in place. The log and ``resumed`` list the restored parts, and the skipped
-        parts with the reasons.
+        Return the checkpoint, or None if there is none. All ranks load the same checkpoint. ``healthy``: load the
+        newest checkpoint that was not saved with ``healthy=False``; if all were, raise NotFound. ``missing``: what to
+        do about an argument that cannot be restored. "raise" raises NotFound, MissingKey or Mismatch. "warn" logs a
+        warning and restores the rest. This applies to an optimizer, a train state and its parts. Unless ``strict`` is
+        True, it also applies to layers and optimizer parameters that only one side has, and to tensors with a different
+        shape. ``strict``: None means False if ``missing`` is "warn", else True. ``unread``, ``cast``, ``rename``,
+        ``options``: as for `load`. ``train_state``: a dict is filled in place. The log and ``resumed`` list the
+        restored parts, and the skipped parts with the reasons.
 
         At the end, `resume` runs `check`, so errors of a later save appear before the training starts. If the run has
         no checkpoint but a run with a similar name exists, a warning is logged. Raises the errors of `load` and

@@ -1,4 +1,4 @@
-"""A last save when the scheduler stops the job. A handler records the signal, and all ranks save between two steps.
+"""Saves once more when the scheduler stops the job. A handler records the signal, and all ranks save between two steps.
 
 A save in the handler itself would run in the middle of a step or of another save, and at a different time on each
 rank.
@@ -76,9 +76,8 @@ class SaveOnSignal:
     ) -> None:
         """If any rank received a signal, save ``step`` unless it is already saved.
 
-        Then raise SystemExit on every rank.
-        Call this method between two steps, on every rank. ``options``: the options of `Checkpointer.save`. Further
-        signals have no effect. Raises the errors of the save.
+        Then raise SystemExit on every rank. Call this method between two steps, on every rank. ``options``: the options
+        of `Checkpointer.save`. Further signals have no effect. Raises the errors of the save.
         """
         number = self.received(step)
         if not number:
@@ -92,7 +91,7 @@ class SaveOnSignal:
         raise SystemExit(128 + number if self._status is None else self._status)
 
     def received(self, step: int) -> int:
-        """Return the number of a signal that any rank got, or 0. Every rank makes the call."""
+        """Return the number of a signal that any rank received, or 0. Every rank makes the call."""
         if step % self._every:
             return 0
         ranks = open_ranks(self._checkpointer.process_group)

@@ -59,8 +59,8 @@ class Resumed:
     def log(self) -> None:
         """Log the result.
 
-        It is a warning if parts were skipped without a request, or if a scheduler began with a different rate.
-        A replaced rate does not cause a warning if there is no scheduler, because some loops set the rate in each
+        The message is a warning if parts were skipped that the caller wanted, or if a scheduler began with a different
+        rate. A replaced rate does not cause a warning if there is no scheduler, because some loops set the rate in each
         step.
         """
         is_odd = {*self.left.values()} - {_KEPT} or any(key.endswith(".initial_lr") for key in self.replaced)
@@ -117,8 +117,8 @@ def outcome_of(
 ) -> Outcome:
     """Set the train state to ``state``, unless it is None. Return the outcome of the load on this rank.
 
-    ``given``: the keys of the template. ``optimized``: the model and the optimizer. ``rates``: their `rates_of` before
-    the load. Raises the errors of the train state's ``load_state_dict``.
+    ``given``: the keys of the template. ``optimized``: the model and the optimizer. ``rates``: the result of `rates_of`
+    for them before the load. Raises the errors of the train state's ``load_state_dict``.
     """
     left = dict.fromkeys(loaded.missing_keys, _NOT_THERE) | dict.fromkeys(loaded.mismatched_keys, _RESIZED)
     absent = [name for name in given if f"{name}.param_groups" in left]

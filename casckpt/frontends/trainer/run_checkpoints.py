@@ -27,7 +27,7 @@ def newest(store: Store, run: str, step: int | None = None) -> Commit | None:
         return store.get(_ref(run, step)).commit
     except NotFound as error:
         if store.exists():  # a missing store is normal when a job first starts
-            log.info("%s", error)  # logged because a typo would start a new training
+            log.info("%s", error)  # logged because a typo would start a new training run
         return None
 
 

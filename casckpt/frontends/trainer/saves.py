@@ -72,9 +72,8 @@ _MIB = 1 << 20
 class SaveSummary:
     """The cost of a save. ``blocked``: how long the training waited, in seconds.
 
-    ``durable``: the seconds until the commit.
-    ``bytes_new``: the bytes that all ranks wrote. ``bytes_reused``: the bytes that the store already held.
-    ``forgotten``: the steps that retention forgot after the save.
+    ``durable``: the seconds until the commit. ``bytes_new``: the bytes that all ranks wrote. ``bytes_reused``: the
+    bytes that the store already held. ``forgotten``: the steps that retention forgot after the save.
     """
 
     checkpoint: Checkpoint

@@ -130,11 +130,10 @@ class TrainerSettings:
     def due(self, step: int, last: int | None) -> Kind | None:
         """Return the kind of checkpoint that is due at ``step``, if any.
 
-        ``last``: the step of the newest checkpoint, or None.
-        A permanent checkpoint is due every ``save_interval`` steps, at ``fixed_steps`` and at ``last_step``. An
-        ephemeral checkpoint is due every ``ephemeral_save_interval`` steps, but not within ``ephemeral_cooldown``
-        steps after the last checkpoint of either kind. Retention forgets an ephemeral checkpoint when a newer
-        checkpoint exists.
+        ``last``: the step of the newest checkpoint, or None. A permanent checkpoint is due every ``save_interval``
+        steps, at ``fixed_steps`` and at ``last_step``. An ephemeral checkpoint is due every ``ephemeral_save_interval``
+        steps, but not within ``ephemeral_cooldown`` steps after the last checkpoint of either kind. Retention forgets
+        an ephemeral checkpoint when a newer checkpoint exists.
         """
         if step == self.last_step or step in (self.fixed_steps or ()) or _is_multiple(step, self.save_interval):
             return "permanent"

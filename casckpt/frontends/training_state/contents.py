@@ -51,7 +51,7 @@ class SavedModule(Protocol):
 
 @runtime_checkable
 class TrainModule(SavedModule, Protocol):
-    """A `SavedModule` that also loads.
+    """A `SavedModule` that can also load its state.
 
     `state_dict_to_load` returns the state that a load fills. The ``state_dict_metadata`` of its argument has the keys
     of the checkpoint. Both methods may accept ``optim``, which says whether to include the optimizer's state.

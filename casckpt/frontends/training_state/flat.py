@@ -30,7 +30,7 @@ _HOME_OF_HOOKS = "torch.distributed.fsdp._state_dict_utils"
 
 @dataclass(frozen=True)
 class FlatPart:
-    """The elements [lo, hi), in row-major order, that this rank holds of a parameter with the shape ``shape``.
+    """This rank's elements [lo, hi), in row-major order, of a parameter with the shape ``shape``.
 
     ``parameter``: the parameter in the optimizer. ``data``: the memory of the elements, which a load may fill.
     ``everywhere``: whether every rank holds the whole parameter (NO_SHARD).
@@ -44,7 +44,7 @@ class FlatPart:
     everywhere: bool
 
     def has_form(self, shape: Shape) -> bool:
-        """Return whether optimizer state for these elements has the shape ``shape``."""
+        """Return whether ``shape`` is a shape of optimizer state for these elements."""
         return shape == (self.shape if self.everywhere else (self.hi - self.lo,))
 
     def shard(self, data: torch.Tensor) -> Shard:
@@ -58,9 +58,9 @@ class FlatPart:
 def flat_parts(model: nn.Module) -> dict[int, FlatPart]:
     """Return the part of each sharded parameter.
 
-    The keys are the id() of the parameter and of its current replacement.
-    Raises InvalidInput if use_orig_params is False, or while FSDP uses the parameters. Raises Unsupported for
-    parameters that are DTensors or are not in row-major order, because their parts are not flat ranges.
+    The keys are the id() of the parameter and of its current replacement. Raises InvalidInput if use_orig_params is
+    False, or while FSDP uses the parameters. Raises Unsupported for parameters that are DTensors or are not in
+    row-major order, because their parts are not flat ranges.
     """
     parts: dict[int, FlatPart] = {}
     for handle in [one._handle for one in _fsdp_modules(model) if one._handle is not None]:

@@ -103,8 +103,8 @@ class Holding:
     ) -> Any:
         """Return the tensor that a load fills with a state tensor: ``there`` if it matches, else a new tensor.
 
-        ``taken``: the memory addresses that other state uses. They matter because some optimizers share one ``step``.
-        ``added``: whether a user, not the optimizer, created the state.
+        ``taken``: the memory addresses that other state uses, because in some optimizers, parameters share one
+        ``step``. ``added``: whether a user, not the optimizer, created the state.
         """
         part, parameter = self.part, self.parameter
         if part is not None and entry.shape == part.shape:

@@ -108,7 +108,7 @@ def _config_files(model: Any) -> dict[str, bytes]:
 
 
 def _write_code(kind: Any, config: Any, folder: str) -> None:
-    """Copy the modules of a custom class into a folder, and enter it into ``config``."""
+    """Copy the modules of a custom class into a folder, and register the class in ``config``."""
     from transformers.dynamic_module_utils import custom_object_save
 
     for one in (kind.__new__(kind), config):  # the function uses only the class of an object

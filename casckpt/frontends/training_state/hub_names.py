@@ -1,8 +1,8 @@
 """The names under which Transformers and PEFT save the tensors of a model, as rules of a view.
 
-Their own functions compute the names, from empty tensors that stand in for the tensors of the model. Transformers 5
-fuses the experts of a layer into one parameter, but saves each expert. Its functions take such a part as a view of the
-whole, so the place of the part can be read from the view.
+The libraries' own functions compute the names, from empty tensors that stand in for the tensors of the model.
+Transformers 5 fuses the experts of a layer into one parameter, but saves each expert separately. Its functions return
+each expert as a view of the fused parameter, so the view shows the position of the expert.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from casckpt.tensors.values import Shard
 Index: TypeAlias = tuple[int | tuple[int, int], ...]
 """An index of a tensor: a number or a range for each of its first dimensions."""
 Parts: TypeAlias = Mapping[str, Mapping[str, Index]]
-"""The names of the parts into which a tensor is saved, and their indices, by the name of the tensor."""
+"""For each tensor, by name: the names of the parts that are saved instead of it, and their indices."""
 
 _NUMBER = re.compile(r"\d+")
 _MOST_GROUPS = 3  # a pattern with more groups could match a name in too many ways
@@ -151,7 +151,7 @@ def _index(saved: str, whole: Tensor, part: Tensor) -> Index:
 
 
 def split_template(model: Any, values: Mapping[str, Any], is_saved: Callable[[str], bool]) -> dict[str, Any]:
-    """Return the template ``values`` with the parts of a tensor in its place, where the checkpoint has only the parts.
+    """Return the template ``values``, with parts in place of each tensor of which the checkpoint has only the parts.
 
     ``model``: a Transformers model. ``is_saved``: returns whether the checkpoint has a name. The parts share the
     memory of the tensor.

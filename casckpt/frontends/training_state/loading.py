@@ -151,16 +151,15 @@ class TrainingStateLoad:
     def prepare(self, ranks: Ranks, make: Callable[[], nn.Module], optims: Mapping[str, Sequence[Optimizer]]) -> None:
         """Find the model's tensors in the checkpoint, and run all checks before the first read.
 
-        Every rank makes the call.
-        ``make``: a function that returns the model. ``optims``: the optimizers by key. Raises MissingKey, Mismatch or
-        InvalidInput, the errors of ``make``, and the errors of `check_fit` unless ``unread`` is "ignore". All errors
-        are raised on all ranks.
+        Every rank makes the call. ``make``: a function that returns the model. ``optims``: the optimizers by key.
+        Raises MissingKey, Mismatch or InvalidInput, the errors of ``make``, and the errors of `check_fit` unless
+        ``unread`` is "ignore". All errors are raised on all ranks.
         """
         self._choose(ranks, make)
         ranks.exchange(lambda: self._plan(optims), self.check_unused)
 
     def _choose(self, ranks: Ranks, make: Callable[[], nn.Module]) -> None:
-        """Choose an interpretation of the checkpoint. Raises InvalidInput if both fill the same number of tensors."""
+        """Choose one of two interpretations. Raises InvalidInput if both fill the same number of tensors."""
         where = self._stored.where
 
         def measure() -> tuple[list[Fit], list[bool]]:
@@ -196,7 +195,7 @@ class TrainingStateLoad:
             self.ignored += tuple(glob.escape(key) for key in fits[self._bare].misfits)
 
     def _split(self, readings: Sequence[bool]) -> None:
-        """Replace the fused tensors of a Transformers model by their parts, if the checkpoint has the parts."""
+        """Replace the fused tensors of a Transformers model with their parts, if the checkpoint has the parts."""
         inner, tensors = unwrapped_model(self._module), self._stored.contents.tensors
 
         def is_saved(name: str) -> bool:

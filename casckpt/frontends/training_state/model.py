@@ -37,9 +37,8 @@ def is_extra_state(name: str) -> bool:
 def model_state(model: nn.Module) -> OrderedDict[str, Any]:
     """Return the state_dict of ``model`` under plain names, with live tensors.
 
-    The function does not change or gather anything.
-    This rank's part of an FSDP parameter is a `Shard`. Raises the errors of `flat_parts`, and InvalidInput if two
-    different tensors have the same plain name.
+    The function does not change or gather anything. This rank's part of an FSDP parameter is a `Shard`. Raises the
+    errors of `flat_parts`, and InvalidInput if two different tensors have the same plain name.
     """
     parts, dtypes = flat_parts(model), full_dtypes(model)
     raw = _live_state(model)

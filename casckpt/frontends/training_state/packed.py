@@ -1,9 +1,9 @@
 """Loads the 4-bit and 8-bit weights of bitsandbytes in place, each together with its statistics.
 
 The state_dict of a 4-bit layer also has the weight's statistics, such as ``weight.absmax``. Its load_state_dict does
-not read them. Two of the statistics only copy what the weight uses: the table for nested statistics, and a tensor with
-a JSON string that has everything that is not a tensor. The load_state_dict of an 8-bit layer cannot read its
-statistics, ``SCB``, once the layer has been used.
+not read them. Two of the statistics are only copies of values that the weight uses: the table for nested statistics,
+and a tensor with a JSON string of all values that are not tensors. The load_state_dict of an 8-bit layer cannot read
+its statistics, ``SCB``, once the layer has been used.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from casckpt.tensors.dtypes import dtype_name
 from casckpt.tensors.untrusted import misread
 
 MAX_JSON = 1 << 16
-"""The size in bytes up to which a load reads the JSON string of a weight."""
+"""The maximum size, in bytes, of a weight's JSON string that a load reads."""
 
 _OFFSET = "nested_offset"
 """The only field of the JSON string that depends on the values of the weight."""

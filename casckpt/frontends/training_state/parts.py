@@ -33,9 +33,8 @@ def as_model(model: AnyModel) -> nn.Module:
 def as_optimizers(optim: AnyOptimizer | None) -> tuple[Optimizer, ...]:
     """Return ``optim`` as a tuple of optimizers, empty for None.
 
-    Raises InvalidInput for a value without parameter groups.
-    The layer-wise dummy optimizer of Transformers is replaced with the optimizers in its ``optimizer_dict``, whose
-    steps run in hooks.
+    Raises InvalidInput for a value without parameter groups. The layer-wise dummy optimizer of Transformers is replaced
+    with the optimizers in its ``optimizer_dict``, whose steps run in hooks.
     """
     given: list[Any] = [*optim] if isinstance(optim, list | tuple) else [] if optim is None else [optim]
     optimizers = list[Any]()

@@ -78,7 +78,7 @@ def load_model_and_optim_state(
     optim: AnyOptimizer | None = None,
     **options: Unpack[LoadArguments],
 ) -> Checkpoint:
-    """Load into the tensors of ``model`` and ``optim``. The optimizer takes no step.
+    """Load into the tensors of ``model`` and ``optim``, without running an optimizer step.
 
     If the optimizer lacks state for a parameter, the load creates it with the saved dtype on the parameter's device.
     Parameters are matched by name. The number and order of groups do not matter. If several saved groups correspond to
@@ -86,12 +86,12 @@ def load_model_and_optim_state(
     read a saved optimizer. Every rank of ``process_group`` makes the call. ``no_dist``: this process loads alone.
 
     ``strict``: the model and the optimizer must have the same names as the checkpoint, and the checkpoint must have an
-    optimizer if you pass one. If ``strict`` is False, the load skips names that only one side has. The
-    ``missing_keys`` of the result are the keys that the checkpoint lacks. A parameter that is tied to a loaded one is
-    not missing. ``ignore_mismatched``: fnmatch patterns of the model's names, such as ``head.*``. If the checkpoint
-    lacks a matching name or has a different shape for it, the tensor and its optimizer state are left unchanged
-    (``mismatched_keys``). ``rename``: maps a key of the model, ``model.<name>``, to a key of the checkpoint, as in
-    `Store.load`. Saved optimizer state follows its parameter. The model's names may also be at the top level of the
+    optimizer if you pass one. If ``strict`` is False, the load skips names that only one side has. The ``missing_keys``
+    of the result are the keys that the checkpoint lacks. A parameter that is tied to a loaded one is not missing.
+    ``ignore_mismatched``: fnmatch patterns of the model's names, such as ``head.*``. If the checkpoint lacks a matching
+    name or has a different shape for it, the tensor and its optimizer state are left unchanged (``mismatched_keys``).
+    ``rename``: maps a key of the model, ``model.<name>``, to a key of the checkpoint, as in `Store.load`. Saved
+    optimizer state is renamed along with its parameter. The model's names may also be at the top level of the
     checkpoint. If the checkpoint lacks a name, the load also tries the name that the parameter had before PEFT added
     adapters. ``cast``: convert to the model's dtypes. State that was saved in the dtype of its parameter is converted
     with it. All other state, including ``step``, keeps the saved dtype. ``unread``: with "warn" (the default), the log

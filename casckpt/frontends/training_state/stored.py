@@ -227,6 +227,6 @@ def is_step(entry: Entry, key: str) -> bool:
 
 
 def keeps_dtype(entry: Entry, key: str) -> bool:
-    """Return whether the dtype does not depend on the parameter's dtype, as for a step count or the rates of ASGD."""
+    """Return whether the dtype is independent of the parameter's dtype, as for a step count or the rates of ASGD."""
     name = key.rpartition(".")[2]
     return name == "step" or (entry.shape == () and name in {*_STEP_NAMES, "eta", "mu"})

@@ -58,8 +58,8 @@ class CasCheckpointCallback(TrainerCallback):
     """A callback for ``Trainer(callbacks=[...])``.
 
     ``settings``: the settings of `CheckpointerConfig`, except those that decide when to save. Retention applies to the
-    store. The metrics of a checkpoint are the values that the trainer logged at its step, so
-    ``keep={"keep_best": "eval_loss:3"}`` keeps the three best checkpoints.
+    store. The metrics of a checkpoint are the values that the trainer logged at its step, so ``keep={"keep_best":
+    "eval_loss:3"}`` keeps the three best checkpoints.
 
     If a step is saved a second time, the new checkpoint replaces the old one. ``async_save``: save in the background,
     one save at a time. Errors are raised as in `Checkpointer.save_async`, and at the end of the training.

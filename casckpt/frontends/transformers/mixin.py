@@ -5,7 +5,7 @@
     class MyTrainer(CasTrainerMixin, SFTTrainer): ...
 
     trainer = MyTrainer(..., store="/data/checkpoints", run="sft")
-    trainer.train(resume_from_checkpoint=True)  # begins if the run has no checkpoint
+    trainer.train(resume_from_checkpoint=True)  # starts a new training run if the run has no checkpoint
 
 The trainer works as usual, except that its checkpoint folder is replaced by a temporary folder of this process, into
 which trainers write small files such as trainer_state.json. These files become attachments. The mixin saves and loads
@@ -127,7 +127,7 @@ class CasTrainerMixin(Trainer):
                 )
 
     def create_accelerator_and_postprocess(self) -> None:
-        """Make `Trainer` accept a model that is sharded when loaded, although it cannot save that model's optimizer."""
+        """Make `Trainer` accept a model that is sharded when loaded. `Trainer` itself cannot save its optimizer."""
         super().create_accelerator_and_postprocess()
         self._changed.append((self.args, self.args.save_only_model))
         self.args.save_only_model = True
@@ -139,7 +139,7 @@ class CasTrainerMixin(Trainer):
             "XLA": self.is_fsdp_xla_enabled,
             "hub_strategy other than 'end'": args.push_to_hub and args.hub_strategy != "end",
             "save_on_each_node": args.save_on_each_node,
-            "enable_jit_checkpoint (the mixin itself saves at a SIGTERM)": args.enable_jit_checkpoint,
+            "enable_jit_checkpoint (the mixin itself saves on SIGTERM)": args.enable_jit_checkpoint,
             "CasCheckpointCallback": any(
                 isinstance(one, CasCheckpointCallback) for one in self.callback_handler.callbacks
             ),
@@ -274,7 +274,7 @@ class CasTrainerMixin(Trainer):
             raise Unsupported("CasTrainerMixin does not search hyperparameters; train each trial in a separate run")
         signals = self._signals
         if signals and threading.current_thread() is not threading.main_thread():
-            log.warning("signals do not save a checkpoint, because the training does not run in the main thread")
+            log.warning("a signal does not trigger a save, because the training does not run in the main thread")
             signals = ()
         with self.checkpointer, SaveOnSignal(self.checkpointer, signals, every=self._signal_every) as self._received:
             self._signal = 0

@@ -67,7 +67,7 @@ def torchao_weights(tensors: Mapping[str, Any], metadata: Mapping[str, str]) -> 
 
 
 def _join(tensors: dict[str, Any], name: str, text: str) -> None:
-    """Replace the parts of a weight by the weight that ``text`` describes, if this loses nothing."""
+    """Replace the parts of a weight with the weight that ``text`` describes, if this loses nothing."""
     described = json.loads(text)
     kind, (above, _, last) = described["_type"], name.rpartition(".")
     rebuild = KINDS[f"torchao:{kind}"].rebuild if kind in WEIGHTS and name not in tensors else None

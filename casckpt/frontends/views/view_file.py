@@ -160,7 +160,7 @@ class HubView(NamedTuple):
 
 
 class HubNames(NamedTuple):
-    """What the libraries of a model said about its files. ``views``: empty if the names are those of the checkpoint.
+    """What a model's libraries specify for its files. ``views``: empty if the names are those of the checkpoint.
 
     ``notes``: messages for the user. ``tied``: pairs of names that the config ties, but that had separate tensors.
     """

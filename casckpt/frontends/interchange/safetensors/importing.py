@@ -240,7 +240,7 @@ def _whole(model: ModelFiles, maps: Maps) -> dict[str, Any]:
     tensors = maps.state | put_together(model.weights[0].parent, maps.parts)
     if maps.parts and not model.keys:
         log.warning(
-            "assembled from %d ranks' files, but their full number is unknown: check that the folder is complete",
+            "assembled from %d ranks' files, but the number of ranks is unknown: check that the folder is complete",
             len(model.weights),
         )
     if missing := sorted(model.keys - tensors.keys()):
@@ -522,7 +522,7 @@ def _attachments(folder: Path, weights: Iterable[Path]) -> tuple[dict[str, Path]
 def _files(folder: Path) -> Iterator[tuple[str, Path]]:
     """Yield the relative names and the paths of the files in a folder tree, sorted, without hidden files.
 
-    Git's files are not hidden. Links to folders are yielded but not followed.
+    Git's files, such as .gitattributes, do not count as hidden. Links to folders are yielded but not followed.
     """
     for place, folders, names in os.walk(folder):
         names += [name for name in folders if Path(place, name).is_symlink()]

@@ -21,14 +21,14 @@ from casckpt.frontends.views.recut import ViewTensor
 
 STEM: Final = "model"
 MAX_SHARD_BYTES: Final = 5_000_000_000
-"""The default of the maximum number of data bytes in a file."""
+"""The default maximum number of data bytes in a file."""
 
 
 @dataclass(frozen=True)
 class FileLayout:
     """A file: the bytes ``head``, followed by the data of ``tensors`` in order, without holes.
 
-    An index, or any other file without tensors, is all head.
+    An index, or any other file without tensors, consists only of ``head``.
     """
 
     name: str
@@ -47,8 +47,8 @@ def lay_out(
     """Lay out files for the given tensors. Equal names, dtypes, shapes and ``metadata`` yield equal bytes.
 
     ``most``: the maximum number of data bytes in a file, or None for one file of any size. A larger tensor has its own
-    file. The tensors are in the safetensors library's order. ``stem``: the beginning of the files' names. Several files
-    have an index, which is last, because its presence marks a folder as complete. Raises InvalidInput, naming the
+    file. The tensors are in the safetensors library's order. ``stem``: the beginning of the files' names. If there are
+    several files, their index is last, because its presence marks a folder as complete. Raises InvalidInput, naming the
     tensor, if such a file cannot hold it.
     """
     given = sorted(tensors, key=lambda tensor: tensor.name)

@@ -38,7 +38,7 @@ from casckpt.store.store import Store
 
 CONFIG: Final = "config.json"
 _OF_TRAINING = re.compile(r"optimizer\.(pt|bin)|scheduler\.pt|scaler\.pt|training_args\.bin|trainer_state\.json")
-"""Files from Transformers' Trainer that belong to a training, not to a model."""
+"""Files from Transformers' Trainer that belong to a training run, not to a model."""
 
 
 class FolderPlan:

@@ -459,7 +459,7 @@ def test_files_of_ranks_are_joined(
     (folder / "config.json").write_text("{}")
     with caplog.at_level(logging.WARNING):
         found = import_any(store, look_at(folder), run="hf", step=1)
-    assert "2 ranks' files, but their full number is unknown" in caplog.text
+    assert "2 ranks' files, but the number of ranks is unknown" in caplog.text
     assert whole(store, "hf@1")
     assert store.attachments(found) == {"config.json": 2}
     assert found.metadata == {"safetensors": {"format": "pt"}}  # without the places of parts
