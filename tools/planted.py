@@ -847,6 +847,27 @@ PLANTED = (
         "tests/saving/test_local_entries.py",
     ),
     Planted(
+        "a rank that writes a part of a tensor in columns writes all of it",
+        "_limited",
+        "limits == [(0, prod(source.shape))]",
+        "limits != [(0, 0)]",
+        "tests/saving/test_layout.py tests/saving/test_save_ranks.py",
+    ),
+    Planted(
+        "groups that begin with a large cell lie between small ones",
+        "plan_work",
+        "label + (cells[0].nbytes < LEAF_BYTES)",
+        "label",
+        "tests/saving/test_blobs.py tests/saving/test_local_entries.py tests/saving/test_upload.py",
+    ),
+    Planted(
+        "cells of the parent that are only partly in a shard are reused",
+        "_cuts",
+        "if region.lo <= stored.lo and stored.hi <= region.hi:",
+        "if stored.lo < region.hi:",
+        "tests/plan/test_cells.py",
+    ),
+    Planted(
         "separate cells are copied from a GPU in one copy",
         "Copier.copy",
         "if other.memory is not cell.memory or other.start != stop or",
