@@ -69,7 +69,7 @@ def pytest_report_header(config: pytest.Config) -> str:
 
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
-    """With ``--storage``, only modules whose stores use it are collected."""
+    """With ``--storage``, pytest collects only modules whose stores use that storage."""
     if not config.getoption("--storage") or collection_path.suffix != ".py":
         return None
     return str(collection_path.relative_to(config.rootpath)) not in elsewhere.MODULES or None
@@ -101,7 +101,7 @@ def _wanted(config: pytest.Config, item: pytest.Item) -> bool:
 
 @pytest.hookimpl(wrapper=True)
 def pytest_runtestloop(session: pytest.Session) -> Generator[None, object, object]:
-    """Catalogues of tests lie in a temporary folder, also in processes that tests start."""
+    """The catalogues of tests are in a temporary folder, even in processes that tests start."""
     with pytest.MonkeyPatch.context() as patch:
         cache: Path = session.config._tmp_path_factory.mktemp("cache")  # type: ignore[attr-defined]
         patch.setenv("XDG_CACHE_HOME", str(cache))
@@ -169,7 +169,7 @@ def disk_path() -> Iterator[Path]:
 
 @pytest.fixture
 def store_path(tmp_path: Path) -> Path:
-    """A free place for a store."""
+    """A path at which no store exists yet."""
     return tmp_path / "store"
 
 
@@ -193,7 +193,7 @@ def ranks(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
 
 @pytest.fixture(scope="session", autouse=True)
 def _where_stores_lie(request: pytest.FixtureRequest) -> Iterator[None]:
-    """In memory, unless ``--storage`` names another storage."""
+    """Stores are in memory, unless ``--storage`` names a different storage."""
     name = request.config.getoption("--storage")
     if name is None:
         yield
@@ -204,7 +204,7 @@ def _where_stores_lie(request: pytest.FixtureRequest) -> Iterator[None]:
 
 @pytest.fixture(scope="session")
 def moto_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    """A fast imitation of S3."""
+    """A fast emulator of S3."""
     from tests.support import servers
 
     with servers.running(servers.moto(tmp_path_factory.mktemp("moto"))) as server:

@@ -28,13 +28,13 @@ MAX_PUBLISHED = 500_000  # bytes
 
 
 def bench(*arguments: str | Path) -> Done:
-    """tools/bench, for environments that exist."""
+    """Return tools/bench as a module, with the environments that exist."""
     return run_script("benchmarks", *arguments, environment={"PYTHONPATH": str(ROOT / "tools")})
 
 
 @pytest.fixture(scope="module")
 def smoke(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest) -> Path:
-    """The results of a smoke run, which leaves no other files. With --full it includes an earlier tree."""
+    """The results of a smoke run, which leaves no other files. With --full, it includes an earlier tree."""
     before = ("--before", ROOT) if request.config.getoption("--full") else ()
 
     def run(folder: Path) -> None:
@@ -50,13 +50,13 @@ def smoke(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureReque
 
 
 def rows_of(results: Path, scenario: str) -> dict[tuple[str, str, str], dict[str, Any]]:
-    """Rows by group, participant and settings."""
+    """Return the rows by group, participant and settings."""
     report = json.loads(results.read_bytes())
     found = next(one for one in report["scenarios"] if one["name"] == scenario)
     return {(row["group"], row["who"], row["what"]): row for row in found["rows"]}
 
 
-def test_a_smoke_run_fills_the_whole_table(smoke: Path, full: bool) -> None:
+def test_a_smoke_run_of_the_benchmarks_fills_the_whole_table(smoke: Path, full: bool) -> None:
     saves, loads = rows_of(smoke, "frozen"), rows_of(smoke, "partial")
     before = {"before"} if full else set[str]()
     assert set(saves) == {
@@ -82,7 +82,7 @@ def test_a_smoke_run_fills_the_whole_table(smoke: Path, full: bool) -> None:
     assert all(one["durable"] > 0 for row in measured for one in row["rounds"])
 
 
-def test_targets_and_ratios_are_shown_in_the_rows(smoke: Path) -> None:
+def test_the_rows_of_results_show_targets_and_ratios(smoke: Path) -> None:
     report = json.loads(smoke.read_bytes())
     frozen = next(one for one in report["scenarios"] if one["name"] == "frozen")
     assert {ratio["peer"] for ratio in frozen["ratios"]} >= {"safetensors, way=file", "raw BLAKE3, all cores"}
@@ -121,7 +121,7 @@ def test_an_unknown_contender_is_rejected() -> None:
         assert "error" in done.told
 
 
-def test_incorrect_bytes_end_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_benchmark_run_ends_if_loaded_bytes_are_incorrect(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(str(ROOT / "tools"))
     from benchmarks.harness import Case, Void, run_rounds
     from benchmarks.measure import Measured
@@ -160,7 +160,7 @@ def test_contenders_rotate_between_rounds_and_the_first_round_does_not_count(mon
     assert [row.values("durable") for row in rows] == [[2.0, 3.0]] * 3
 
 
-def test_a_slow_case_can_end_after_fewer_rounds(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_slow_case_may_end_after_fewer_rounds(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(str(ROOT / "tools"))
     from benchmarks.harness import Case, Enough, run_rounds
     from benchmarks.measure import Measured
@@ -197,7 +197,7 @@ def test_a_bucket_is_measured_together_with_a_raw_client(tmp_path: Path) -> None
 
 @pytest.mark.soak
 def test_training_states_are_encoded_and_decoded(tmp_path: Path) -> None:
-    """The first scenario makes the trace, and the second finds it."""
+    """The first scenario creates the trace, and the second one finds it."""
     results, traces = tmp_path / "deltas.json", tmp_path / "traces"
     done = bench("deltas", "coding", "coded", "--quick", "--dir", tmp_path, "--json", results, "--traces", traces)
     assert done.status == 0, done.told
@@ -230,7 +230,7 @@ def test_a_reader_follows_a_run_alongside_full_loads(tmp_path: Path) -> None:
     assert one["worst/delta"]["median"] <= 1.1  # counted, not timed
 
 
-def test_a_trace_replays_its_training(tmp_path: Path) -> None:
+def test_a_replayed_trace_has_the_states_of_its_training_run(tmp_path: Path) -> None:
     from benchmarks.traces import find
     from benchmarks.training import trace
 
@@ -249,8 +249,8 @@ def test_a_trace_replays_its_training(tmp_path: Path) -> None:
 
 
 @pytest.mark.soak
-def test_save_time_does_not_depend_on_the_history(tmp_path: Path) -> None:
-    """The requests, exactly, after 100 saves of the run and after 300. The names in listings count."""
+def test_the_requests_of_a_save_do_not_depend_on_the_length_of_the_history(tmp_path: Path) -> None:
+    """The numbers of requests after 100 and after 300 saves of the run are equal, including the names in listings."""
     results = tmp_path / "history.json"
     done = bench("history", "--quick", "--dir", tmp_path, "--json", results)
     assert done.status == 0, done.told
@@ -275,7 +275,9 @@ def test_save_time_does_not_depend_on_the_history(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("scenarios", [[], ["save", "frozen"]])
-def test_only_some_scenarios_place_states_on_a_gpu(scenarios: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+def test_only_some_scenarios_can_place_states_on_a_gpu(
+    scenarios: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
     with pytest.raises(SystemExit):
         main([*scenarios, "--device", "cuda"])
     assert "--device cuda is for save, async, load, small" in capsys.readouterr().err
@@ -331,7 +333,7 @@ def read_all() -> Iterator[ScenarioResult]:
 
 
 def written(row: Row, metric: str) -> str:
-    """The median as pages show it."""
+    """Return the median as the pages show it."""
     return re.sub(r" \(.*\)", "", cells.seconds(row.summary[metric]))
 
 

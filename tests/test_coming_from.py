@@ -1,4 +1,4 @@
-"""docs/coming_from.md: before and after, each library in a separate process.
+"""The examples in docs/coming_from.md, before and after. Each library runs in a separate process.
 
 tests/test_docs.py runs the examples that need no other library, or DCP on two ranks.
 """
@@ -34,7 +34,7 @@ ELSEWHERE = {
 """Why a section is not run here. For Megatron-core, the "before" part needs a GPU; casckpt gets one of its folders."""
 
 
-def test_each_section_is_run_or_states_why_it_is_not() -> None:
+def test_each_section_of_the_page_is_run_or_states_why_it_is_not() -> None:
     sections = re.findall(r"^## (.*)$", PAGE.read_text(), re.MULTILINE)
     assert sections == ["torch.save", "safetensors", "torch.distributed.checkpoint", *HERE, "OLMo-core", "Orbax",
                         "Intentional differences"]  # fmt: skip

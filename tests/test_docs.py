@@ -69,19 +69,19 @@ STRUCTS = (
 
 
 def section(title: str) -> str:
-    """The text under a heading of the format page."""
+    """Return the text under a heading of the format page."""
     found = re.search(rf"^## {re.escape(title)}\n(.*?)(?=^## |\Z)", FORMAT, re.MULTILINE | re.DOTALL)
     assert found, f"docs/format.md has no section {title!r}"
     return found[1]
 
 
 def quoted(text: str) -> set[str]:
-    """All strings in backticks."""
+    """Return all strings in backticks."""
     return set(re.findall(r"`([^`\n]+)`", text))
 
 
 @pytest.mark.parametrize("struct", STRUCTS, ids=lambda struct: struct.__name__)
-def test_every_stored_field_is_documented(struct: type[msgspec.Struct]) -> None:
+def test_every_stored_field_is_described_on_the_format_page(struct: type[msgspec.Struct]) -> None:
     config = struct.__struct_config__
     assert set(struct.__struct_encode_fields__) <= quoted(FORMAT)
     assert not isinstance(config.tag, str) or config.tag in quoted(section("Records"))
@@ -140,7 +140,7 @@ def test_documented_limits_match_the_code() -> None:
 # all pages
 
 
-def test_links_have_targets() -> None:
+def test_every_link_in_the_docs_has_a_target() -> None:
     for page in EVERY_PAGE:
         for target, anchor in re.findall(r"\]\(([^)#:\s]*)(?:#([^)\s]*))?\)", page.read_text()):
             other = page.parent / target if target else page
@@ -162,7 +162,7 @@ def test_links_to_other_sites_are_listed() -> None:
 
 @cache
 def anchors(page: Path) -> set[str]:
-    """The anchors of a page, named as GitHub does."""
+    """Return the anchors of a page, as GitHub names them."""
     headings = re.findall(r"^#+ (.*)$", page.read_text(), re.MULTILINE)
     return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
 
@@ -175,7 +175,7 @@ def test_heading_levels_have_no_gaps() -> None:
         assert all(after <= before + 1 for before, after in pairwise([0, *levels])), page
 
 
-def test_examples_on_all_pages_are_run() -> None:
+def test_the_examples_on_all_pages_are_run() -> None:
     for page in EVERY_PAGE:
         assert page in (*PAGES, REMOTE, HUB, SERVING) or not blocks(page), f"{page.name} has examples: add it to PAGES"
 
@@ -230,7 +230,7 @@ def test_every_example_on_buckets_works_as_documented(
 
 
 def model_and_optimizer() -> dict[str, object]:
-    """The model and optimizer in the README's examples. Other pages create their own."""
+    """Return the model and optimizer in the README's examples. Other pages create their own."""
     model = torch.nn.Sequential(torch.nn.Linear(8, 16), torch.nn.Linear(16, 2))
     return {"model": model, "optim": torch.optim.AdamW(model.parameters()), "train_step": train_step}
 
@@ -280,7 +280,7 @@ def test_files_named_in_the_docs_exist() -> None:
 
 
 def named_in_the_code() -> dict[str, Path]:
-    """Full names in docstrings that refer to casckpt, with a module that has each."""
+    """Return full names in docstrings that refer to casckpt, with a module that has each."""
     names: dict[str, Path] = {}
     for path in sorted(PACKAGE.rglob("*.py")):
         for name in re.findall(r"(?<!`)`(casckpt(?:\.\w+)+)`(?!`)", path.read_text()):

@@ -16,7 +16,7 @@ from tests.support.repositories import memory
 EMPTY = f"before\n{BEGIN}{END}after\n"
 
 
-def test_evidence_is_counted_by_kind(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_counts_of_evidence_are_added_up_by_kind(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CASCKPT_TALLY", str(tmp_path / "tally"))
     storage = FaultyStore(memory(), [fail_before("put", times=3)])
     for _ in range(3):
@@ -38,7 +38,7 @@ def test_observers_and_truncated_explorations_are_not_evidence(tmp_path: Path, m
     assert counted == told | {"states of models": "40", "planted": planted()}
 
 
-def test_a_figure_is_kept_until_it_is_measured_again(tmp_path: Path) -> None:
+def test_a_figure_on_the_page_is_kept_until_it_is_measured_again(tmp_path: Path) -> None:
     (tmp_path / "counts.json").write_text(
         json.dumps({"save": 1234, "seconds": 5400, "load": 2, "load under a lease": 3})
     )

@@ -35,7 +35,7 @@ def test_an_actor_reads_what_its_trainer_publishes() -> None:
     assert max(written[1:]) < written[0] / 8
 
 
-def test_a_reader_without_casckpt_prints_the_documented_output(tmp_path: Path) -> None:
+def test_the_example_reader_without_casckpt_prints_the_documented_output(tmp_path: Path) -> None:
     store = casckpt.open(tmp_path / "checkpoints")
     for step in (20, 40):
         store.save({"model": {"weight": torch.ones(4, 3, dtype=torch.bfloat16)}, "step": step}, run="train", step=step)

@@ -87,11 +87,11 @@ def test_the_frozen_store_lists_its_original_ids(store: casckpt.Store) -> None:
 
 
 @pytest.mark.parametrize(("run", "step"), WHOLE)
-def test_each_frozen_checkpoint_loads_bit_for_bit(store: casckpt.Store, run: str, step: int) -> None:
+def test_each_checkpoint_of_the_frozen_store_loads_bit_for_bit(store: casckpt.Store, run: str, step: int) -> None:
     assert_equal(store.read(f"{run}@{step}"), value_of(run, step))
 
 
-def test_frozen_attachments_are_unchanged(store: casckpt.Store) -> None:
+def test_the_attachments_in_the_frozen_store_are_unchanged(store: casckpt.Store) -> None:
     assert store.attachments("kinds@1") == {name: len(data) for name, data in frozen_store.ATTACHMENTS.items()}
     for name, data in frozen_store.ATTACHMENTS.items():
         assert store.read_attachment("kinds@1", name) == data
@@ -114,12 +114,12 @@ def test_verify_names_exactly_the_damaged_checkpoints(store: casckpt.Store) -> N
     assert_equal(target, {"whole": frozen_store.hurt()["whole"]})
 
 
-def test_a_forgotten_frozen_checkpoint_is_restored(store: casckpt.Store) -> None:
+def test_a_forgotten_checkpoint_of_the_frozen_store_is_restored(store: casckpt.Store) -> None:
     store.restore(next(one["id"] for one in EXPECTED if (one["run"], one["step"]) == ("train", 3)))
     assert_equal(store.read("train@3"), frozen_store.train(3))
 
 
-def test_a_save_reuses_frozen_cells_except_those_of_worn_blobs(store: casckpt.Store) -> None:
+def test_a_save_reuses_cells_of_the_frozen_store_except_those_of_worn_blobs(store: casckpt.Store) -> None:
     again = store.save(frozen_store.train(6) | {"step": 6}, run="train", step=7)
     assert again.stats.blobs_written == 0
     tensors = frozen_store.train(6)["model"]
@@ -158,7 +158,7 @@ def coded(tmp_path: Path) -> Path:
     return tmp_path / "coded"
 
 
-def test_frames_of_every_encoding_are_stored_and_small(coded: Path) -> None:
+def test_the_frozen_store_has_small_frames_of_every_encoding(coded: Path) -> None:
     store, forms, links = casckpt.open(coded), set[Form](), set[int]()
     for step in CODED_STEPS:
         manifest = manifests.get(store.repository, store.get(f"coded@{step}").commit)
@@ -174,12 +174,12 @@ def test_frames_of_every_encoding_are_stored_and_small(coded: Path) -> None:
 
 
 @pytest.mark.parametrize("step", CODED_STEPS)
-def test_frozen_frames_decode_bit_for_bit(coded: Path, step: int) -> None:
+def test_the_frames_in_the_frozen_store_decode_bit_for_bit(coded: Path, step: int) -> None:
     assert_equal(casckpt.open(coded).read(f"coded@{step}"), value_of("coded", step))
 
 
 @pytest.mark.parametrize("step", CODED_STEPS)
-def test_the_documented_reader_decodes_frozen_frames(coded: Path, step: int) -> None:
+def test_the_documented_reader_decodes_the_frames_in_the_frozen_store(coded: Path, step: int) -> None:
     store = PlainStore(coded)
     read = Checkpoint(coded, store.log(store.visible()["coded", step])[1])
     assert_same(read.read(), value_of("coded", step))

@@ -1,4 +1,5 @@
-"""Imports only go down, and only some modules import each library (docs/design.md). The tests read the source."""
+"""Modules import only from lower layers, and only some modules import each library (docs/design.md). The tests read
+the source."""
 
 from __future__ import annotations
 
@@ -46,7 +47,7 @@ FREE = {"__init__.py": "the public names", "_version.py": "imports nothing", "__
 
 @dataclass(frozen=True)
 class Fence:
-    """Only ``places`` (folders or files of the package) name ``modules`` and their contents."""
+    """Only ``places`` (folders or files of the package) may use ``modules`` and their contents."""
 
     modules: tuple[str, ...]
     places: tuple[str, ...]
@@ -116,7 +117,7 @@ class Use:
 
 @cache
 def uses(path: str, source: str) -> tuple[Use, ...]:
-    """All dotted names in the source of ``path`` (relative to the package), also from local imports."""
+    """Return all dotted names in the source of ``path`` (relative to the package), also from local imports."""
     tree = ast.parse(source)
     bound: dict[str, str] = {}
     found: list[Use] = []
@@ -134,7 +135,7 @@ def uses(path: str, source: str) -> tuple[Use, ...]:
 
 
 def _imported(path: str, node: ast.AST) -> Iterator[tuple[str, str, int]]:
-    """The (local name or "", dotted name, line) of each import in a node."""
+    """Yield the (local name or "", dotted name, line) of each import in a node."""
     if isinstance(node, ast.Import):
         for alias in node.names:
             yield alias.asname or alias.name.partition(".")[0], alias.name, node.lineno
@@ -149,7 +150,7 @@ def _imported(path: str, node: ast.AST) -> Iterator[tuple[str, str, int]]:
 
 
 def _origin(path: str, node: ast.ImportFrom) -> str:
-    """The absolute name of the module in ``from ... import``."""
+    """Return the absolute name of the module in ``from ... import``."""
     if not node.level:
         return node.module or ""
     folders = ("casckpt", *path.split("/")[:-1])
@@ -157,7 +158,7 @@ def _origin(path: str, node: ast.ImportFrom) -> str:
 
 
 def _dotted(node: ast.expr) -> str:
-    """``a.b.c`` for such an expression, "" for any other."""
+    """Return ``a.b.c`` for such an expression, "" for any other."""
     if isinstance(node, ast.Name):
         return node.id
     inner = _dotted(node.value) if isinstance(node, ast.Attribute) else ""
@@ -170,7 +171,7 @@ def within(name: str, modules: tuple[str, ...]) -> bool:
 
 
 def violations(path: str, source: str) -> list[str]:
-    """The forbidden names in the source of ``path``, relative to the package."""
+    """Return the forbidden names in the source of ``path``, which is relative to the package."""
     if path in FREE:
         return []
     layer = path.partition("/")[0].removesuffix(".py")
@@ -204,7 +205,7 @@ def _excepted(path: str, use: Use) -> bool:
 
 
 def modules() -> list[str]:
-    """All modules of the package, as paths relative to it."""
+    """Return all modules of the package, as paths relative to it."""
     return sorted(str(path.relative_to(PACKAGE)) for path in PACKAGE.rglob("*.py"))
 
 
@@ -217,7 +218,7 @@ def test_modules_import_only_from_lower_layers() -> None:
     assert not found, "\n".join(found)
 
 
-def test_every_exception_is_still_needed() -> None:
+def test_every_listed_exception_to_the_layers_is_still_needed() -> None:
     used = {(path, use.name) for path in modules() for use in uses(path, (PACKAGE / path).read_text())}
     needless = [
         pair for pair in EXCEPTIONS if not any(path == pair[0] and within(name, (pair[1],)) for path, name in used)
@@ -240,7 +241,7 @@ def imports() -> dict[str, set[str]]:
 
 
 def circles(imported: dict[str, set[str]]) -> set[str]:
-    """Modules that import each other in a cycle."""
+    """Return the modules that import each other in a cycle."""
     left = dict(imported)
     while ends := [module for module, others in left.items() if not others & left.keys()]:
         for module in ends:
@@ -256,7 +257,7 @@ def test_an_import_cycle_is_detected() -> None:
     assert circles({"a": {"b", "c"}, "b": {"c"}, "c": {"b"}, "d": set()}) == {"a", "b", "c"}
 
 
-def test_no_folder_has_too_many_modules() -> None:
+def test_no_folder_of_the_package_has_too_many_modules() -> None:
     beside = Counter(path.rpartition("/")[0] for path in modules() if not path.endswith("__init__.py"))
     assert {folder: count for folder, count in beside.items() if count > MOST} == {}
 
@@ -324,7 +325,7 @@ def test_a_forbidden_import_is_detected(path: str, source: str) -> None:
         ("plan/reads.py", "torch = 1\ntorch.distributed.all_reduce"),
     ],
 )
-def test_a_correct_import_is_accepted(path: str, source: str) -> None:
+def test_an_import_from_a_lower_layer_is_accepted(path: str, source: str) -> None:
     assert violations(path, source) == []
 
 
@@ -355,7 +356,7 @@ SEEN = (
 
 
 def beyond(path: str, source: str) -> set[tuple[str, str]]:
-    """The (module, name) pairs with which a user of `Store` reaches beyond its public area."""
+    """Return the (module, name) pairs with which a user of `Store` reaches beyond its public area."""
     names = {use.name for use in uses(path, source) if use.name.startswith("casckpt.")}
     return {(path, name) for name in names if path.startswith(CIRCLE) and not within(name, SEEN)}
 
@@ -370,7 +371,7 @@ def test_an_import_from_below_the_store_is_detected() -> None:
     assert beyond("frontends/dcp/exporting.py", source) == set()
 
 
-def test_every_listed_user_of_the_store_exists() -> None:
+def test_every_module_that_is_listed_as_a_user_of_the_store_exists() -> None:
     assert [place for place in CIRCLE if not any(path.startswith(place) for path in modules())] == []
 
 
@@ -389,7 +390,7 @@ They do not see history, upkeep, other parts of contents and repository, or how 
 
 
 def beyond_open(path: str, source: str) -> set[tuple[str, str]]:
-    """The (module, name) pairs with which a front end that handles tensors reaches beyond `OPEN`."""
+    """Return the (module, name) pairs with which a front end that handles tensors reaches beyond `OPEN`."""
     if not path.startswith("frontends/") or path.startswith(CIRCLE):
         return set()
     names = {use.name for use in uses(path, source) if use.name.startswith("casckpt.")}

@@ -92,7 +92,7 @@ def test_a_checked_call_is_accepted(source: str) -> None:
 
 
 def unguarded(source: str) -> Iterator[Place]:
-    """Each use of `RUNNING`, and each shell, without a check of allow_pickle."""
+    """Yield each use of `RUNNING` or of a shell that does not check allow_pickle."""
     tree = ast.parse(source)
     names, asking = _imported(tree), {id(node) for node in _asking(tree)}
     holders = [node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef | ast.ClassDef)]
@@ -112,7 +112,7 @@ def _named(node: ast.AST, names: dict[str, str]) -> str | None:
 
 
 def _asking(tree: ast.AST) -> Iterator[ast.AST]:
-    """Code under ``if allow_pickle``, and functions whose arguments keep them from running code without it."""
+    """Yield code under ``if allow_pickle``, and functions whose arguments keep them from running code without it."""
     for node in ast.walk(tree):
         if isinstance(node, ast.If) and ast.unparse(node.test) == "allow_pickle":
             yield from (inner for line in node.body for inner in ast.walk(line))

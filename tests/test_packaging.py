@@ -32,7 +32,7 @@ def imported_for_types() -> dict[str, str]:
 
 
 def functions(thing: Any) -> Iterator[tuple[str, Any]]:
-    """The callables of a public name: itself, or the public methods of a class."""
+    """Yield the callables of a public name: itself, or the public methods of a class."""
     if not inspect.isclass(thing):
         yield thing.__name__, thing
         return
@@ -42,7 +42,7 @@ def functions(thing: Any) -> Iterator[tuple[str, Any]]:
 
 
 def files() -> list[Path]:
-    """All text files in a clone."""
+    """Return all text files in a clone."""
     folders = ("casckpt", "tests", "tools", "docs", ".ci")
     inside = [path for folder in folders for path in (ROOT / folder).rglob("*") if path.is_file()]
     local = {".venv.lock", ".coverage", ".git"}  # a file in a worktree

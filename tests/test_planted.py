@@ -1,4 +1,4 @@
-"""Each bug in tools/mutants has one place in the code, and tests that detect it."""
+"""Each planted bug has exactly one location in the code, and tests that detect it."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from planted import PLANTED
 from tests.test_packaging import ROOT
 
 
-def test_each_planted_bug_has_its_code_and_compiles() -> None:
+def test_the_code_that_each_planted_bug_changes_exists_and_the_change_compiles() -> None:
     for planted in PLANTED:
         file, start, end = planted.place()
         assert file.startswith("casckpt/")
@@ -28,7 +28,7 @@ def test_each_planted_bug_has_its_code_and_compiles() -> None:
     assert {name for one in PLANTED for name in one.tests.split() if not (ROOT / name).is_file()} == set()
 
 
-def test_a_location_is_found_in_any_module(tmp_path: Path) -> None:
+def test_the_location_of_a_planted_bug_is_found_in_any_module(tmp_path: Path) -> None:
     method = "class Log:\n    def put(self):\n        return 1\n\n\ndef put():\n    return 1\n"
     module = tmp_path / "casckpt" / "deep" / "log.py"
     module.parent.mkdir(parents=True)
@@ -43,7 +43,9 @@ def test_a_location_is_found_in_any_module(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("function", "text", "count"), [("put", "return 2", 0), ("get", "return 1", 0), ("put", "1", 2)]
 )
-def test_an_ambiguous_or_missing_location_is_rejected(tmp_path: Path, function: str, text: str, count: int) -> None:
+def test_an_ambiguous_or_missing_location_of_a_planted_bug_is_rejected(
+    tmp_path: Path, function: str, text: str, count: int
+) -> None:
     (tmp_path / "casckpt").mkdir()
     for name in "ab":
         (tmp_path / "casckpt" / f"{name}.py").write_text("def put():\n    return 1\n")
@@ -80,7 +82,7 @@ def test_the_test_that_kills_each_planted_bug_is_known() -> None:
     assert list(KILLERS) == [one.name for one in PLANTED], "run: tools/mutants --table, with a word of what is new"
 
 
-def test_each_planted_bug_has_an_existing_test_in_the_default_run() -> None:
+def test_each_planted_bug_is_killed_by_an_existing_test_of_the_default_run() -> None:
     paths = list((ROOT / "tests").rglob("*.py"))
     tests = {name for path in paths for name in re.findall(r"def (test_\w+)\(", path.read_text())}
     for quick, default, full in KILLERS.values():
@@ -91,7 +93,9 @@ def test_each_planted_bug_has_an_existing_test_in_the_default_run() -> None:
         assert test in tests, default
 
 
-def test_each_planted_bug_has_its_own_line_in_order(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_each_planted_bug_has_its_own_line_in_alphabetical_order(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(_mutants, "KILLERS", tmp_path / "killers.json")
     _mutants.write_killers({"no longer planted": ["", "", ""], **dict(reversed(KILLERS.items()))})
     assert (tmp_path / "killers.json").read_text() == (ROOT / "tools/killers.json").read_text()

@@ -49,7 +49,7 @@ def reader() -> Any:
 
 
 def tensors_in(value: Any, *path: str) -> Iterator[tuple[str, torch.Tensor]]:
-    """The tensors of a nested state, by flat key."""
+    """Yield the tensors of a nested state, by flat key."""
     if isinstance(value, torch.Tensor):
         yield ".".join(path), value
     elif isinstance(value, dict | list | tuple):
@@ -58,7 +58,7 @@ def tensors_in(value: Any, *path: str) -> Iterator[tuple[str, torch.Tensor]]:
 
 
 def assert_read(checkpoint: Any, state: Any) -> None:
-    """Check that it reads all tensors of a state, bit for bit."""
+    """Check that the reader reads all tensors of a state, bit for bit."""
     saved = dict(tensors_in(state))
     assert set(checkpoint.tensors) == set(saved)
     for key, tensor in saved.items():
@@ -70,7 +70,7 @@ def assert_read(checkpoint: Any, state: Any) -> None:
 
 
 def assert_as_casckpt(reader: Any, folder: Path) -> None:
-    """Check that it finds casckpt's visible checkpoints by id, with equal tensors, and the newest of each run."""
+    """Check that the reader finds the visible checkpoints with equal IDs and tensors, and the newest of each run."""
     mine, theirs = reader.Store(folder), casckpt.open(folder)
     told = [(one["run"], one["step"], one["manifest"]) for one in mine.checkpoints()]
     assert sorted(told) == sorted((one.run, one.step, one.id) for one in theirs.checkpoints())
@@ -242,7 +242,7 @@ def read_all(reader: Any, folder: Path, ref: str = "a@2") -> dict[str, bytes]:
 
 
 def places(data: bytes, kind: str) -> list[int]:
-    """Offsets to flip in a blob: between the header and the proof, because reads do not need the proof."""
+    """Return offsets of bytes to flip between the header and the proof of a blob. Reads do not need the proof."""
     if kind == "blob":
         return [4096, 4097, 8191, 8192, 4096 + 12_287]
     if kind == "manifest":
@@ -316,7 +316,7 @@ def write_record(path: Path, record: dict[str, Any]) -> None:
     write(path, line + b"\n" + blake3(line).hexdigest().encode() + b"\n")
 
 
-def test_records_that_only_keep_a_number_have_no_effect(reader: Any, saved: Path) -> None:
+def test_records_that_only_keep_a_log_number_have_no_effect(reader: Any, saved: Path) -> None:
     store = casckpt.open(saved)
     first, second = (store.get(f"a@{step}").commit.txid for step in (1, 2))
     store.forget("a@1")
@@ -375,7 +375,7 @@ def test_a_replaced_manifest_is_rejected(reader: Any, saved: Path, told: str) ->
         read_all(reader, saved)
 
 
-def test_a_rewrite_that_lost_the_race_is_void(reader: Any, tmp_path: Path) -> None:
+def test_a_rewrite_that_lost_the_race_has_no_effect(reader: Any, tmp_path: Path) -> None:
     store = small_folder(tmp_path)
     base = store.save({"a": cells(2)}, run="a", step=1).commit
     made = move(store.repository, base)

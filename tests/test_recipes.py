@@ -19,7 +19,7 @@ EXAMPLES = Path(__file__).resolve().parent.parent / "docs" / "examples"
 
 @dataclass(frozen=True)
 class Recipe:
-    """An example. It is killed in call number ``dies_at`` of backward, and continues after call number ``goes_on``.
+    """An example, which is killed in call number ``dies_at`` of backward, and continues after call number ``goes_on``.
 
     ``needs``: modules of packages that may be missing. ``others``: another number of ranks for the resume, where
     ``batch`` is evaluated.
@@ -118,7 +118,7 @@ def up_to_the_kill(recipe: Recipe) -> list[Start]:
 
 
 def last_checkpoint(folder: Path, run: str) -> dict[str, str]:
-    """The digests of its tensors by key. Lightning's keys hold paths. Other values may be times."""
+    """Return the digests of the tensors by key. Lightning's keys contain paths, and other values may be times."""
     found = casckpt.open(folder / "checkpoints").digests(f"{run}@latest")
     return {key.replace(str(folder), ""): digest for key, digest in found.items()}
 
@@ -130,5 +130,5 @@ def assert_prints(ranks: list[Seen], path: Path, number: int) -> None:
 
 
 def of_all(ranks: list[Seen]) -> list[float]:
-    """The losses of whole batches, of which each rank has an equal share."""
+    """Return the losses of whole batches, of which each rank has an equal part."""
     return [sum(losses) / len(losses) for losses in zip(*(one.losses for one in ranks), strict=True)]

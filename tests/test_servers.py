@@ -32,7 +32,7 @@ def test_a_server_whose_port_is_in_use_starts_on_a_different_port(
             assert server.look(server.new_bucket(), "nothing") is None
 
 
-def test_ports_are_chosen_below_the_ephemeral_range() -> None:
+def test_test_servers_use_ports_below_the_ephemeral_range() -> None:
     ports = servers.free_ports(50)
     assert len(set(ports)) == 50
     assert max(ports) < 32_768

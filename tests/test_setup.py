@@ -32,7 +32,7 @@ def program(path: Path, text: str) -> str:
 
 
 @pytest.mark.process
-def test_shims_of_missing_pythons_are_skipped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_setup_skips_shims_of_pythons_that_are_missing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     shims, usual = tmp_path / "shims", tmp_path / "bin"
     shim = "#!/bin/sh\nexit 127\n"
     program(shims / "python3.13", shim)

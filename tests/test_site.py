@@ -1,4 +1,4 @@
-"""The site: each public name has its page, each picture matches its source, and the table of contents lists each page.
+"""The site: each public name has a page, each picture matches its source, and the table of contents lists each page.
 
 `tools/docs` builds the site itself with separate tools.
 """
@@ -51,7 +51,7 @@ def test_each_public_name_has_a_page(stem: str) -> None:
     assert all("```py" in example or "](" in example for example in page.examples.values())
 
 
-def test_method_results_are_documented() -> None:
+def test_the_results_of_methods_are_documented() -> None:
     names = {one.__name__ for one in reference.values()}
     assert {"GcResult", "VerifyResult", "SaveStats", "StoreUsage", "RunUsage", "Difference", "Change"} <= names
     assert not {"Store", "Checkpoint", "Repository"} & names
@@ -63,7 +63,7 @@ def test_each_front_end_has_a_page() -> None:
     }  # fmt: skip
 
 
-def test_all_pages_are_written(tmp_path: Path) -> None:
+def test_every_page_of_the_site_is_written(tmp_path: Path) -> None:
     reference.write(tmp_path / "api", only={"casckpt", "errors"})
     assert ".. autoclass:: casckpt.Store\n   :members:" in (tmp_path / "api/casckpt/Store.md").read_text()
     assert ".. autofunction:: casckpt.open" in (tmp_path / "api/casckpt/open.md").read_text()
@@ -72,7 +72,7 @@ def test_all_pages_are_written(tmp_path: Path) -> None:
     assert "| [Store](casckpt/Store.md) | Checkpoints of any number of runs" in listed
 
 
-def test_keyword_arguments_are_named() -> None:
+def test_the_site_names_keyword_arguments() -> None:
     from casckpt.saving.options import SaveArguments
     from casckpt.store.store import Store
 
@@ -131,12 +131,12 @@ def test_each_environment_variable_is_documented() -> None:
 
 
 def quoted(text: str) -> list[str]:
-    """The strings in backticks."""
+    """Return the strings in backticks."""
     return re.findall(r"`([^`]+)`", text)
 
 
 def settings(heading: str) -> dict[str, str]:
-    """The names in a table of docs/settings.md, with their defaults."""
+    """Return the names in a table of docs/settings.md, with their defaults."""
     found = re.search(rf"^## {heading}\n(.*?)(?=^## |\Z)", (DOCS / "settings.md").read_text(), re.M | re.S)
     assert found, f"docs/settings.md has no section {heading!r}"
     return dict(re.findall(r"^\| `(\w+)`(?: \(.*?\))? \| ?(?:`(.*?)`)? \|", found[1], re.MULTILINE))
@@ -154,7 +154,7 @@ def test_documented_settings_for_a_new_store_match_the_code() -> None:
 
 
 def as_written(values: dict[str, Any]) -> dict[str, str]:
-    """Defaults as shown on a page. A name without a default has ""."""
+    """Return defaults as shown on a page. A name without a default has ""."""
     return {name: "" if value in NONE else repr(value).replace("'", '"') for name, value in values.items()}
 
 

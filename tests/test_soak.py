@@ -167,7 +167,7 @@ def test_a_gc_that_keeps_too_few_checkpoints_is_detected(worker: Worker) -> None
         looks.look(worker)
 
 
-def test_a_saved_checkpoint_can_be_missing_if_newer_saves_are_unknown(worker: Worker) -> None:
+def test_a_saved_checkpoint_may_be_missing_if_newer_saves_are_unknown(worker: Worker) -> None:
     workers.save(worker, RUNS[0])
     for step in (1, 2):  # both were killed before they could record it
         worker.store.save(state(RUNS[0], step), run=RUNS[0], step=step)
@@ -204,7 +204,7 @@ def test_a_revoked_save_is_counted_and_leaves_nothing_behind(worker: Worker, mon
         workers.save(worker, RUNS[0])
 
 
-def test_a_gc_reports_deletions_and_its_completion(worker: Worker) -> None:
+def test_a_gc_reports_what_it_deletes_and_that_it_is_complete(worker: Worker) -> None:
     for _ in range(4):
         workers.save(worker, RUNS[0])
     in_the_way = begin(worker.store.repository, RUNS[1], 0)
@@ -243,7 +243,7 @@ def master(folder: Path) -> Soak:
     return Soak(cli.arguments(["1", "--folder", str(folder)]), folder, random.Random(1))
 
 
-def test_counts_are_added_during_a_soak(tmp_path: Path) -> None:
+def test_the_counts_of_a_soak_are_added_up_while_it_runs(tmp_path: Path) -> None:
     (tmp_path / "counts.json").write_text('{"save": 5, "seconds": 60}')
     soaked = master(tmp_path)
     soaked.gathered -= 7.9

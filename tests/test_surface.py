@@ -15,7 +15,7 @@ from tests.test_packaging import ROOT
 
 
 def options() -> list[str]:
-    """The long options of all commands, such as "casckpt gc: --dry-run"."""
+    """Return the long options of all commands, such as "casckpt gc: --dry-run"."""
     found = {f"casckpt {name}": commands.command_of(name) for name in commands.names()}
     pairs = [(name, param) for name, command in (*found.items(), ("casckpt", cli)) for param in command.params]
     own = [f"{name}: {option}" for name, param in pairs for option in (*param.opts, *param.secondary_opts)]

@@ -19,7 +19,7 @@ def test_a_function_is_found_by_a_unique_part_of_its_name(name: str) -> None:
     assert [function for _, function in _which_test.functions(name)] == ["CommitList.live"]
 
 
-def test_a_name_can_match_several_functions_or_none() -> None:
+def test_a_name_may_match_several_functions_or_none() -> None:
     assert len(_which_test.functions("newest_settings")) == 1 < len(_which_test.functions("settle"))
     assert _which_test.functions("live_long") == {}
 
@@ -34,7 +34,9 @@ def test_which_test_names_tests_that_kill_bugs_and_that_call_a_function() -> Non
     assert all((ROOT / one.partition("::")[0]).is_file() for one in tests)
 
 
-def test_which_test_names_tests_that_ran_the_body(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_which_test_names_the_tests_that_ran_the_body_of_a_function(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(_which_test, "RECORD", tmp_path / "record")
     data = CoverageData(str(tmp_path / "record"))
     for context, lines in {

@@ -1,4 +1,4 @@
-"""The workers of ``--workers``: every test runs once, and every problem is reported."""
+"""The workers of ``--workers`` run every test once, and report every problem."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ def test_imports_of_tests_do_not_start_threads() -> None:
     assert workers.threads in ([], ["MainThread"])
 
 
-def test_the_first_failure_ends_a_run_with_x(tmp_path: Path) -> None:
+def test_the_option_x_ends_a_run_at_the_first_failure(tmp_path: Path) -> None:
     printed = run(tmp_path, "def test_fails():\n    assert 0\n" + TESTS, "--workers", 2, "-x")
     assert "stopping after 1 failures" in printed
 

@@ -62,7 +62,7 @@ hub.logging.disable_progress_bar()
 
 
 class FineTune(Training):
-    """Classifies sentences by topic with a head on MiniLM, of which only the pooler is trained."""
+    """A classifier of sentences by topic: MiniLM, of which only the pooler is trained, with a new head."""
 
     def __init__(self, store: casckpt.Store) -> None:
         torch.manual_seed(0)

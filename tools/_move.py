@@ -1,4 +1,4 @@
-"""See tools/move. Paths and dotted names are found by text search. ty finds modules that are imported by last name."""
+"""See tools/move. Text search finds paths and dotted names. ty finds modules that are imported by their last name."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ class Move:
         self._edit_imports()
 
     def _patterns(self, name: str) -> list[tuple[str, str]]:
-        """Return the references to the module in a file, with their replacements."""
+        """Return the references to the module in a file, and their replacements."""
         end = r"(?=[/`\"'\s]|$)" if self.package else r"(?!\w)"
         pairs = [
             (rf"(?<![\w.]){re.escape(self.old)}(?!\w)", self.new),

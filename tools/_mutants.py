@@ -66,7 +66,7 @@ def first_failure(folder: Path, run: str, tests: Sequence[str]) -> str:
 
 
 def killers(folder: Path, planted: Planted, runs: Sequence[str]) -> dict[str, str]:
-    """Return a failing test for each of ``runs``, or "". A longer run does not repeat the tests of a shorter run."""
+    """Return a failing test for each of ``runs``, or "". A longer run does not repeat the tests of a shorter one."""
     found = ""
     by_run = {}
     for run in runs:
@@ -76,7 +76,7 @@ def killers(folder: Path, planted: Planted, runs: Sequence[str]) -> dict[str, st
 
 
 def all_killers(chosen: Sequence[Planted], runs: Sequence[str], jobs: int) -> Iterator[tuple[Planted, dict[str, str]]]:
-    """Try all bugs, ``jobs`` at a time, each in a copy of the project."""
+    """Try all bugs, ``jobs`` at a time, each in its own copy of the project."""
     with tempfile.TemporaryDirectory(prefix="casckpt-mutants-") as name, ThreadPoolExecutor(jobs) as pool:
         copies = [copy_of_the_project(Path(name, str(number))) for number in range(jobs)]
 

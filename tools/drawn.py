@@ -91,7 +91,7 @@ DRAWN: tuple[tuple[str, str, str, str, str], ...] = (
         "tests/frontends/dcp/test_described.py",
     ),
     (
-        "the size of an exported chunk is counted in elements",
+        "the size of an exported chunk is given in elements",
         "EntrySlice.nbytes",
         "(self.hi - self.lo) * self.entry.itemsize",
         "(self.hi - self.lo)",
@@ -105,7 +105,7 @@ DRAWN: tuple[tuple[str, str, str, str, str], ...] = (
         "tests/frontends/dcp/test_exporting.py",
     ),
     (
-        "the metadata of an export to DCP lack the places of chunks",
+        "the metadata of an export to DCP lacks the positions of chunks",
         "_Writer._write_chunk",
         "self._note(dcp.MetadataIndex(chunk.entry.key, box.offset), file, name, file.tell() - start)",
         "pass",
@@ -119,7 +119,7 @@ DRAWN: tuple[tuple[str, str, str, str, str], ...] = (
         "tests/frontends/dcp/test_exporting.py",
     ),
     (
-        "a tensor in a DCP folder is not compared with its data",
+        "the metadata of a tensor in a DCP folder is not compared with its data",
         "Folder.resolve_data",
         "untyped_storage().nbytes() ",
         "untyped_storage().offset() ",
@@ -147,14 +147,14 @@ DRAWN: tuple[tuple[str, str, str, str, str], ...] = (
         "tests/frontends/dcp/test_schema.py",
     ),
     (
-        "the note of a save on one rank has sizes for offsets",
+        "the note of a save on one rank has sizes in place of offsets",
         "Note.encoded",
         ", c.offset, c.",
         ", c.shape, c.",
         "tests/frontends/dcp/test_session.py",
     ),
     (
-        "metadata for DCP do not name their save",
+        "the metadata for DCP does not name its save",
         "DcpContents.metadata",
         "stamp(metadata, commit.run, commit.step, commit.txid)",
         "pass",
@@ -168,14 +168,14 @@ DRAWN: tuple[tuple[str, str, str, str, str], ...] = (
         "tests/frontends/dcp/test_session.py",
     ),
     (
-        "a value from another process keeps its old mark",
+        "a value from a different process keeps its old mark",
         "value_of",
         "data[len(MAGIC) :",
         "data[:",
         "tests/frontends/dcp/test_planners.py",
     ),
     (
-        "a DCP reader that gets another path reads the old one",
+        "a DCP reader that receives a different path reads the old one",
         "StorageReader.read_metadata",
         "self._opened = None",
         "pass",
@@ -196,7 +196,7 @@ DRAWN: tuple[tuple[str, str, str, str, str], ...] = (
         "tests/frontends/dcp/test_reader.py",
     ),
     (
-        "tensors that a planner creates count one byte for each element",
+        "tensors that a planner creates count as one byte per element",
         "_windows",
         "numel() * 8, WINDOW_BYTES",
         "numel(), WINDOW_BYTES",
@@ -238,7 +238,7 @@ DRAWN: tuple[tuple[str, str, str, str, str], ...] = (
         "tests/frontends/megatron/test_torch_dist.py",
     ),
     (
-        "a box extends to the end of its chunk",
+        "a box always extends to the end of its chunk",
         "FlatBox.out_of",
         ": self.start + box.numel()",
         ":",
@@ -252,7 +252,7 @@ DRAWN: tuple[tuple[str, str, str, str, str], ...] = (
         "tests/frontends/dcp/test_ids.py",
     ),
     (
-        "a suffix that names another format is not refused",
+        "a suffix of a different format is not refused",
         "export",
         "_check_suffix(chosen, path)",
         "pass",
@@ -280,7 +280,7 @@ DRAWN: tuple[tuple[str, str, str, str, str], ...] = (
         "tests/frontends/test_follow.py",
     ),
     (
-        "the removal of a Lightning file leaves its checkpoint",
+        "the removal of a Lightning file does not forget its checkpoint",
         "RunFiles.remove",
         "self._let_go(named)",
         "pass",
@@ -294,7 +294,7 @@ DRAWN: tuple[tuple[str, str, str, str, str], ...] = (
         "tests/frontends/lightning/test_files.py",
     ),
     (
-        "a list claims more items than it has",
+        "a list declares more items than it contains",
         "listed",
         "if len(names) > most",
         "if len(names) >= most",
@@ -308,14 +308,14 @@ DRAWN: tuple[tuple[str, str, str, str, str], ...] = (
         "tests/frontends/megatron/test_claims.py",
     ),
     (
-        "an object on one rank counts as on two",
+        "an object on one rank counts as an object on two",
         "_check_object",
         "len(ranks) > 1:",
         "len(ranks) >= 1:",
         "tests/frontends/megatron/test_loading.py",
     ),
     (
-        "a common.pt of another save is accepted",
+        "the common.pt of a different save is accepted",
         "check_common",
         "path.read_bytes() != stored.store.read_attachment(stored.checkpoint, COMMON_NAME)",
         "False",
@@ -350,14 +350,14 @@ DRAWN: tuple[tuple[str, str, str, str, str], ...] = (
         "tests/frontends/megatron/test_mapping.py",
     ),
     (
-        "one place too many is examined",
+        "diff examines one index too many",
         "diff",
         "len(x1) - 1, len",
         "len(x1), len",
         "tests/frontends/megatron/test_stored.py",
     ),
     (
-        "a text that exactly fits is cut",
+        "a text that fits exactly is truncated",
         "_text",
         "text) <= _SHOWN ",
         "text) < _SHOWN ",
@@ -378,7 +378,7 @@ DRAWN: tuple[tuple[str, str, str, str, str], ...] = (
         "tests/frontends/megatron/test_mapping_parts.py",
     ),
     (
-        "data for a reshaped part is not copied into it",
+        "the data of a reshaped part is not copied into it",
         "ReshapedCopies.run",
         "target.copy_(source)",
         "pass",
@@ -392,7 +392,7 @@ DRAWN: tuple[tuple[str, str, str, str, str], ...] = (
         "tests/frontends/megatron/test_mapping_parts.py",
     ),
     (
-        "unsharded values have no place where tensors are removed",
+        "unsharded values are lost if tensors are removed",
         "drop",
         "name is None or not name.startswith(key_prefix",
         "(not name.startswith(key_prefix)",
@@ -420,7 +420,7 @@ DRAWN: tuple[tuple[str, str, str, str, str], ...] = (
         "tests/frontends/megatron/test_saving.py",
     ),
     (
-        "a shard of several is read from a whole object",
+        "one of several shards is read from a whole object",
         "MegatronCheckpoint.object_key",
         "prod(wanted.global_shape) == 1 and find(self.contents.tree, wanted.key) is not None",
         "(find(self.contents.tree, wanted.key) is not None)",
@@ -455,7 +455,7 @@ DRAWN: tuple[tuple[str, str, str, str, str], ...] = (
         "tests/frontends/megatron/test_folders.py",
     ),
     (
-        "our strategy receives Megatron's own",
+        "casckpt's strategy receives Megatron's own",
         "_dispatching.method",
         "*arguments[1:]",
         "*arguments[:]",
@@ -476,7 +476,7 @@ DRAWN: tuple[tuple[str, str, str, str, str], ...] = (
         "tests/frontends/views/test_model_part.py",
     ),
     (
-        "a new folder counts as another process's folder",
+        "a new folder counts as the folder of a different process",
         "new_folder",
         "not exists and path.is_dir(",
         "(not exists",
@@ -560,7 +560,7 @@ DRAWN: tuple[tuple[str, str, str, str, str], ...] = (
         "tests/frontends/interchange/safetensors/test_layout.py",
     ),
     (
-        "an error about an unsupported value lacks its key",
+        "the error for an unsupported value does not name its key",
         "lay_out",
         "file_type(tensor.name, tensor.entry.dtype, tensor.entry.shape)",
         "pass",
@@ -574,14 +574,14 @@ DRAWN: tuple[tuple[str, str, str, str, str], ...] = (
         "tests/frontends/interchange/safetensors/test_planned.py",
     ),
     (
-        "an export of something else than a model drops all attachments",
+        "an export of anything other than a model drops all attachments",
         "FolderPlan._is_skipped",
         "name == CONFIG and self.is_no_model",
         "(self.is_no_model)",
         "tests/frontends/interchange/safetensors/test_planned.py",
     ),
     (
-        "the metadata of an imported file are not exported",
+        "the metadata of an imported file is not exported",
         "file_metadata",
         "isinstance(imported, dict) and all(isinstance(value, str) for value in imported.values())",
         "False",
@@ -609,14 +609,14 @@ DRAWN: tuple[tuple[str, str, str, str, str], ...] = (
         "tests/frontends/serve/test_hub.py",
     ),
     (
-        "leases of a server end without its lock",
+        "a server ends leases without holding its lock",
         "Leases.close",
         'End all leases."""\n        with self._lock:',
         'End all leases."""\n        if True:',
         "tests/frontends/serve/test_leases.py",
     ),
     (
-        "an expired lease counts as held",
+        "an expired lease counts as valid",
         "Leases._end",
         "del self._held[id]",
         "pass",
@@ -637,14 +637,14 @@ DRAWN: tuple[tuple[str, str, str, str, str], ...] = (
         "tests/frontends/serve/test_app.py",
     ),
     (
-        "a range begins where it ends",
+        "a range of a file begins where it ends",
         "parse_range",
         "_number(first), min(_number(last) + 1, size) if last else size",
         "(min(_number(last) + 1, size) if last else size, min(_number(last) + 1, size) if last else size)",
         "tests/frontends/serve/test_app.py",
     ),
     (
-        "every range is empty",
+        "every range of a file is empty",
         "FileMap._elements",
         'skip in the first."""\n        if start >= stop:',
         'skip in the first."""\n        if start >= start:',
@@ -679,7 +679,7 @@ DRAWN: tuple[tuple[str, str, str, str, str], ...] = (
         "tests/frontends/interchange/test_optimizer_names.py",
     ),
     (
-        "a note of an import has the reason as its name",
+        "a note of an import has its reason in place of its name",
         "laid_out",
         "repr(name), str(error",
         "str(error), repr(name",
@@ -742,7 +742,7 @@ DRAWN: tuple[tuple[str, str, str, str, str], ...] = (
         "tests/frontends/training_state/test_contents.py",
     ),
     (
-        "a metric that no save has is not an error",
+        "a metric that no save has does not cause an error",
         "rotate",
         "_warn_of_metrics(run, visible, rotation)",
         "pass",
@@ -763,14 +763,14 @@ DRAWN: tuple[tuple[str, str, str, str, str], ...] = (
         "tests/frontends/training_state/test_groups.py",
     ),
     (
-        "the state of a flat part is loaded whole",
+        "the state of a flat part is loaded as a whole tensor",
         "Holding.destination",
         "part is not None and entry.shape == part.shape",
         "False",
         "tests/frontends/training_state/test_holding.py",
     ),
     (
-        "no rank holds anything of a flat parameter",
+        "no rank has any part of a flat parameter",
         "Holding.is_nothing",
         "self.part.lo ==",
         "self.part.hi ==",
@@ -833,21 +833,21 @@ DRAWN: tuple[tuple[str, str, str, str, str], ...] = (
         "tests/frontends/test_follow.py",
     ),
     (
-        "a body may begin at any offset",
+        "the body of a response may begin at any offset",
         "PutBody.__init__",
         "self._data = data\n        self._at = 0",
         "self._data = data\n        pass",
         "tests/storage/remote/s3/test_direct.py",
     ),
     (
-        "an answer may be of any length",
+        "a response may have any length",
         "read_whole",
         "len(data) > limit",
         "False",
         "tests/storage/remote/test_bodies.py",
     ),
     (
-        "asynchronous file systems are called in another thread",
+        "asynchronous file systems are called in the wrong thread",
         "Calls.__call__",
         "self._loop is not None",
         "False",
@@ -882,7 +882,7 @@ DRAWN: tuple[tuple[str, str, str, str, str], ...] = (
         "tests/storage/remote/s3/test_client.py",
     ),
     (
-        "a whole answer counts as a part",
+        "a response with the whole object counts as a range",
         "DirectReads.read",
         ".status != 206",
         ".status > 206",
@@ -903,14 +903,14 @@ DRAWN: tuple[tuple[str, str, str, str, str], ...] = (
         "tests/storage/remote/s3/test_direct.py",
     ),
     (
-        "a busy server is not asked again",
+        "requests to a busy server are not repeated",
         "_explain_answer",
         'later", again=True)',
         'later", again=False)',
         "tests/storage/remote/test_faults.py",
     ),
     (
-        "a bucket without object lock counts as locked",
+        "a bucket without object locks counts as locked",
         "_lock",
         'lock.get("ObjectLockEnabled") != "Enabled"',
         "False",
@@ -932,7 +932,7 @@ DRAWN: tuple[tuple[str, str, str, str, str], ...] = (
         "tests/storage/remote/s3/test_facts.py",
     ),
     (
-        "a call is given up after a pause that exceeds its time",
+        "a call ends only after a pause that exceeds its time limit",
         "RemoteStore.again",
         "(pause or 0):",
         "((0)):",
@@ -946,7 +946,7 @@ DRAWN: tuple[tuple[str, str, str, str, str], ...] = (
         "tests/tensors/test_dtensors.py",
     ),
     (
-        "a rank holds everything behind its shard",
+        "a rank has everything after the start of its shard",
         "_held",
         ": (coordinate + 1) * chunk",
         ":",

@@ -114,21 +114,21 @@ PLANTED = (
         "tests/history/test_folding.py",
     ),
     Planted(
-        "a rewriter whose number is taken uses the next one",
+        "a rewriter whose number is in use takes the next one",
         "_replace",
         "    number = base.number + 1\n",
         "    number = refresh(repo, base).number + 1\n",
         REWRITING,
     ),
     Planted(
-        "a rewrite stands on a rewrite that does not stand",
+        "a rewrite is valid although its base is an invalid rewrite",
         "_standing",
         "    if base.standing == VOID or base.replaced == (number, commit.txid):\n        return base.standing, None\n",
         "    if base.replaced == (number, commit.txid):\n        return STANDS, None\n",
         "tests/history/test_folding.py",
     ),
     Planted(
-        "a rewrite stands although its base was restored",
+        "a rewrite is valid although its base was restored",
         "fold",
         "        replaced=link if link is not None and link[0] > restored else None,\n",
         "        replaced=link,\n",
@@ -142,14 +142,14 @@ PLANTED = (
         "tests/history/test_folding.py",
     ),
     Planted(
-        "a gc never takes the number that a dead rewriter announced",
+        "a gc never uses the number that a dead rewriter announced",
         "_settle_rewrites",
         "            keep(repo, *commit.replaces)\n",
         "            pass\n",
         REWRITING,
     ),
     Planted(
-        "a rewriter without an answer gives up with its number free",
+        "a rewriter without a response gives up while its number is free",
         "_replace",
         "        keep(repo, base.txid, number)\n    now = refresh(repo, made)\n    if now.standing != VOID:\n",
         "    now = refresh(repo, made)\n    if now.standing == 'stands':\n",
@@ -163,14 +163,14 @@ PLANTED = (
         REWRITING,
     ),
     Planted(
-        "commits that a listing lost are not looked up again",
+        "commits that a listing misses are not looked up",
         "list_commits",
         "listed = _look_again(repo, with_logs(listed, logs), logs)",
         "listed = with_logs(listed, logs)",
         REWRITING,
     ),
     Planted(
-        "commits that a follower no longer sees are not looked up again",
+        "commits that a follower no longer sees are not looked up",
         "follow",
         "    if chain[-1].visible or [refresh(repo, one) for one in chain] == chain:\n",
         "    if chain:\n",
@@ -184,7 +184,7 @@ PLANTED = (
         REWRITING,
     ),
     Planted(
-        "a hole in a listed log is not read",
+        "a gap in a listed log is not read",
         "_entries",
         "        for number in range(highest):\n",
         "        for number in {0, highest - 1}:\n",
@@ -198,7 +198,7 @@ PLANTED = (
         REWRITING,
     ),
     Planted(
-        "latest is the greatest transaction, not the last save",
+        "latest is the highest transaction instead of the last save",
         "Commit.order",
         "        return self.origin, *self.rank\n",
         "        return self.txid, *self.rank\n",
@@ -240,7 +240,7 @@ PLANTED = (
         REWRITTEN,
     ),
     Planted(
-        "a load whose blobs are gone tries rewrites only",
+        "a load whose blobs are gone tries only rewrites",
         "others",
         "list_commits(repo).standing() if commit.id == id)",
         "list_commits(repo).standing() if commit.id == id and commit.replaces)",
@@ -275,14 +275,14 @@ PLANTED = (
         "tests/upkeep/copies/test_mirror.py",
     ),
     Planted(
-        "a losslessly rewritten commit must be in the mirror itself",
+        "a commit that was replaced without loss must itself be in the mirror",
         "_unsafe",
         "    standins = {commit.txid: listed.standin(commit, loses=loses) for commit in wanted}\n",
         "    standins = {commit.txid: commit for commit in wanted}\n",
         "tests/upkeep/copies/test_mirror.py",
     ),
     Planted(
-        "a number without an answer is skipped",
+        "a number whose response was lost is skipped",
         "_announce",
         "            except Conflict:\n                # another",
         "            except CasckptError:\n                # another",
@@ -343,7 +343,7 @@ PLANTED = (
         "tests/store/test_leases.py",
     ),
     Planted(
-        "no process fills an announced number that never came",
+        "no process fills a number whose announced record never appeared",
         "settle",
         "            if number:\n                keep(repo, txid, number)\n",
         "            if number:\n                continue\n",
@@ -357,14 +357,14 @@ PLANTED = (
         "tests/upkeep/gc/test_wait.py",
     ),
     Planted(
-        "a gc does not restore a checkpoint that was forgotten beside a tag",
+        "a gc does not restore a tagged checkpoint that a gc forgot",
         "execute",
         "        bring_back(repo, plan, done)\n",
         "",
         "tests/upkeep/gc/test_purge.py",
     ),
     Planted(
-        "a gc restores a checkpoint that a user forgot, if it is held",
+        "a gc restores a leased checkpoint that a user forgot",
         "_without_end",
         "    return {name: tag for name, tag in named.items() if tag.expires is None}\n",
         "    return dict(named)\n",
@@ -392,7 +392,7 @@ PLANTED = (
         "tests/upkeep/test_thin.py",
     ),
     Planted(
-        "a gc undoes a thinning beside a tag that is about to move",
+        "a gc undoes a thinning although a tag is about to move",
         "thinned_though_claimed",
         ' if commit.last == "replaced" and commit.changed_at <= since)',
         ' if commit.last == "replaced")',
@@ -413,7 +413,7 @@ PLANTED = (
         "tests/upkeep/test_thin.py",
     ),
     Planted(
-        "tags are not listed again right before a purge",
+        "tags are not listed again immediately before a purge",
         "retire",
         "    tagged = _barred(repo, [*plan.purge, *done.forgotten])\n",
         "    tagged: set[TxId] = set()\n",
@@ -538,7 +538,7 @@ PLANTED = (
         "tests/upkeep/copies/test_mirror.py",
     ),
     Planted(
-        "a checkpoint stays mirrored for ever",
+        "a checkpoint counts as mirrored forever",
         "Mirror._catch_up",
         "visible, lives = Holdings(there.visible()), Holdings(there.live())",
         "visible, lives = Holdings(there.commits.values()), Holdings(there.commits.values())",
@@ -652,14 +652,14 @@ PLANTED = (
         "tests/frontends/megatron/test_training_loop.py",
     ),
     Planted(
-        "verify=False is allowed where signatures are required",
+        "verify=False is allowed although signatures are required",
         "check_verified",
         "    if repo.trusted is not None and not verify:",
         "    if False:",
         "tests/store/test_signatures.py",
     ),
     Planted(
-        "another commit of the id accepts a false record",
+        "a forged record of a different commit with the same id is accepted",
         "use",
         "left = [one for one in others(repo, commit.id, tried) if _shared_fields(one.committed) == shared]",
         "left = others(repo, commit.id, tried)",
@@ -680,7 +680,7 @@ PLANTED = (
         "tests/store/test_signatures.py",
     ),
     Planted(
-        "unsigned metadata of the record count where a signature is required",
+        "unsigned metadata of the record is used although a signature is required",
         "Checkpoint.metadata",
         "        if self.repo.trusted is not None:  # a signature does not cover the record\n",
         "        if False:\n",
@@ -713,7 +713,7 @@ PLANTED = (
         "tests/upkeep/copies/test_replication.py",
     ),
     Planted(
-        "the mirror is not checked again right before a purge",
+        "the mirror is not checked again immediately before a purge",
         "retire",
         "    unsafe = _unsafe(repo, due, settings.mirror)",
         "    unsafe = _unsafe(repo, due, None)",
@@ -819,14 +819,14 @@ PLANTED = (
         "tests/saving/test_reuse.py tests/saving/test_local_entries.py",
     ),
     Planted(
-        "a new small tensor stays behind the known ones that preceded it in the buffer",
+        "a new small tensor remains after the known ones that preceded it in the buffer",
         "Upload._write_small",
         "                buffer[at : at + hi - lo] = buffer[lo:hi]",
         "                buffer[lo:hi] = buffer[lo:hi]",
         "tests/saving/test_local_entries.py",
     ),
     Planted(
-        "a small tensor that equals a coded cell is described like a raw one",
+        "a small tensor that equals an encoded cell is described as a raw one",
         "Upload._write_small",
         "if place.frame is not None:",
         "if place.frame is not None and place.new:",
@@ -896,7 +896,7 @@ PLANTED = (
         "tests/loading/test_frames.py",
     ),
     Planted(
-        "a fetch before a load leaves out bases",
+        "a prefetch omits bases",
         "EntryReader.blobs",
         "sorted({batch.blob for batch in self._reads(wants).every})",
         "sorted({batch.blob for batch in self._reads(wants).batches})",
@@ -931,7 +931,7 @@ PLANTED = (
         "tests/upkeep/copies/test_replication.py",
     ),
     Planted(
-        "the digest covers the caller's memory, not the written buffer",
+        "the digest covers the caller's memory instead of the written buffer",
         "Upload._write",
         "source, digest = self.sources[cell.source], cell_digest(target)",
         "source, digest = self.sources[cell.source], cell_digest(cell.data())",
@@ -971,7 +971,7 @@ PLANTED = (
         "tests/store/test_damage.py tests/saving/test_reuse.py",
     ),
     Planted(
-        "commits made while gc waits are no roots",
+        "commits made while gc waits do not count as roots",
         "_Collection._finish",
         "        spare_roots(self.repo, paused.candidates)\n",
         "",
@@ -1033,7 +1033,7 @@ PLANTED = (
         "tests/upkeep/test_saves.py",
     ),
     Planted(
-        "a rule selects although records are lost",
+        "a rule forgets checkpoints although records are lost",
         "_check_first",
         "    check_recorded(repo, stock.sizes, plan.listed.commits)\n",
         "",
@@ -1131,14 +1131,14 @@ PLANTED = (
         "tests/frontends/serve/test_hub.py",
     ),
     Planted(
-        "any token is accepted",
+        "a server accepts any token",
         "Guard._refusal",
         "        if not any([hmac.compare_digest(given.encode(), one.encode()) for one in self.tokens]):",
         "        if not given:",
         "tests/frontends/serve/test_access.py",
     ),
     Planted(
-        "any host name is accepted",
+        "a server accepts any host name",
         "Guard._refusal",
         "            is_ours = name in _LOCAL or is_loopback(name)\n",
         "            is_ours = True\n",
@@ -1159,7 +1159,7 @@ PLANTED = (
         "tests/frontends/serve/test_hub.py",
     ),
     Planted(
-        "a conditional range request gets another version",
+        "a conditional range request returns a different version",
         "_file",
         '    is_current = request.headers.get("if-range", etag) == etag\n',
         "    is_current = True\n",
@@ -1180,14 +1180,14 @@ PLANTED = (
         "tests/store/test_least_rights.py",
     ),
     Planted(
-        "unfilled parts count as held",
+        "parts that a load did not fill count as loaded",
         "LoadPlan._add_tensor",
         "        is_new = key in self._not_held or entry.key in self._unread\n",
         "        is_new = False\n",
         "tests/loading/test_update_misused.py",
     ),
     Planted(
-        "a cell at another offset counts as held",
+        "a cell at a different offset counts as loaded",
         "common",
         "        if extent.lo != wanted.lo:  # a cell that begins elsewhere is a different cell\n",
         "        if False:\n",
@@ -1285,14 +1285,14 @@ PLANTED = (
         "tests/storage/remote/test_store.py",
     ),
     Planted(
-        "a put without an answer counts as another writer's",
+        "a put without a response counts as that of a different writer",
         "RemoteStore.put",
         "            if self._put_id(key) != put_id:\n                raise\n",
         "            raise\n",
         "tests/storage/remote/test_faults.py",
     ),
     Planted(
-        "another writer's object counts as our own",
+        "an object of a different writer counts as our own",
         "RemoteStore.put",
         "            if self._put_id(key) != put_id:",
         "            if self._put_id(key) is None:",
@@ -1313,7 +1313,7 @@ PLANTED = (
         "tests/storage/remote/test_store.py",
     ),
     Planted(
-        "a refused delete in a bucket counts as done",
+        "a refused delete in a bucket counts as successful",
         "S3Client.delete",
         """            answer = self.call("delete_object", Key=self.prefix + key)
         except ClientError as error:
@@ -1345,7 +1345,7 @@ PLANTED = (
         "tests/storage/remote/test_patience.py",
     ),
     Planted(
-        "a commit without an answer counts as failed",
+        "a commit without a response counts as failed",
         "Transaction.commit",
         """            try:
                 record = self._committed(record)
@@ -1356,21 +1356,21 @@ PLANTED = (
         "tests/history/test_transactions.py tests/upkeep/repair/test_repair.py",
     ),
     Planted(
-        "any commit under a transaction's name counts as its checkpoint",
+        "any commit with a transaction's id counts as its checkpoint",
         "Transaction._committed",
         "        if isinstance(record, Committed) and record.manifest == wanted.manifest:",
         "        if isinstance(record, Committed):",
         "tests/history/test_transactions.py",
     ),
     Planted(
-        "held bytes are a base whatever their digest",
+        "bytes in memory serve as a base regardless of their digest",
         "Coder._delta",
         "if held is None or held.digest != old.digest or len(",
         "if held is None or len(",
         "tests/saving/test_encoder.py",
     ),
     Planted(
-        "bytes that a save changes are kept for another",
+        "a buffer that a save changes is kept for a later save",
         "PreviousCells.take",
         "        return self._cells.pop(name, None)\n",
         "        return self._cells.get(name)\n",
@@ -1391,7 +1391,7 @@ PLANTED = (
         "tests/saving/test_encoder.py",
     ),
     Planted(
-        "cells that left the state stay in memory",
+        "cells that are no longer in the state remain in memory",
         "coding",
         "    memory.held.only(coder.names)\n",
         "",
@@ -1440,7 +1440,7 @@ PLANTED = (
         "tests/plan/test_reuse.py",
     ),
     Planted(
-        "a cell is reused although one of its bases may not be",
+        "a cell is reused although one of its bases must not be",
         "ReusableCells.usable_cell",
         " and (cell.frame is None or all(self._usable[c.blob] for c in cell.chain))",
         "",
@@ -1461,7 +1461,7 @@ PLANTED = (
         "tests/saving/test_encoder.py",
     ),
     Planted(
-        "the blobs of a checkpoint leave out pure bases",
+        "the blobs of a checkpoint omit those that hold only bases",
         "_stored.of_known",
         "        return number(cell.blob, False), cell.offset\n",
         "        return numbers.get(known.blobs[cell.blob], 0), cell.offset\n",
@@ -1482,7 +1482,7 @@ PLANTED = (
         "tests/saving/test_reuse.py",
     ),
     Planted(
-        "a process that holds its last share does not look for new tensors in other runs",
+        "a process that remembers its last share does not look for new tensors in other runs",
         "make_offer",
         'has_all = dedup != "store" or',
         'has_all = dedup == "store" or',
@@ -1496,7 +1496,7 @@ PLANTED = (
         "tests/saving/test_health_scan.py",
     ),
     Planted(
-        "negative numbers are not checked",
+        "negative numbers are not checked for health",
         "_top",
         '    return max(int(most(bits.view(f"<i{kind.width}"))), int(most(bits)) - (1 << (8 * kind.width - 1)))\n',
         '    return max(int(most(bits.view(f"<i{kind.width}"))), 0)\n',
@@ -1517,28 +1517,28 @@ PLANTED = (
         "tests/loading/test_comparison.py",
     ),
     Planted(
-        "copies out of one read have one location",
+        "copies from one read have the same location",
         "_targets",
         "loose, used = [], used + offset - start",
         "loose, used = [], 0",
         "tests/loading/test_read_bytes.py",
     ),
     Planted(
-        "a comparison reports positions in the cell, not in the tensor",
+        "a comparison reports positions in the cell instead of the tensor",
         "_unequal",
         "(part.lo + int(place) for place in (places[0], places[-1]))",
         "(int(place) for place in (places[0], places[-1]))",
         "tests/loading/test_comparison.py",
     ),
     Planted(
-        "shared blobs count as alone",
+        "shared blobs count as exclusive",
         "BlobUse.alone",
         "numbers[counts == self._users[numbers]]",
         "numbers",
         "tests/upkeep/test_blob_use.py",
     ),
     Planted(
-        "a blob with cells of a visible checkpoint counts as bases only",
+        "a blob with cells of a visible checkpoint counts as one with only bases",
         "_only_bases",
         "if use.names[number] not in only_bases] if only_bases else own] = True",
         "if use.names[number] not in only_bases and only_bases] if only_bases else own[:0]] = True",
@@ -1573,7 +1573,7 @@ PLANTED = (
         "tests/frontends/training_state/test_loading.py",
     ),
     Planted(
-        "a value that a user added proves another kind of optimizer",
+        "a value that a user added counts as evidence of a different kind of optimizer",
         "StateKind.check",
         'is_other = bool(kinds) and names != {"step"}',
         "is_other = not names <= self.keeps()",
@@ -1601,14 +1601,14 @@ PLANTED = (
         "tests/frontends/transformers/test_callback.py",
     ),
     Planted(
-        "restore_checkpoint overwrites the folder of another training",
+        "restore_checkpoint overwrites the folder of a different training run",
         "_is_its_folder",
         "path.is_file() and path.read_bytes() == store.read_attachment(checkpoint, STATE)",
         "path.is_file()",
         "tests/frontends/transformers/test_callback.py",
     ),
     Planted(
-        "a non-strict load fills modules that read only a part of their saved state",
+        "a non-strict load fills modules that read only part of their saved state",
         "TrainingStateLoad._leave",
         "        if refused:\n",
         "        if refused and self._strict:\n",
@@ -1629,14 +1629,14 @@ PLANTED = (
         "tests/frontends/training_state/test_model.py",
     ),
     Planted(
-        "a load in inference mode makes state that no optimizer can update",
+        "a load in inference mode creates state that no optimizer can update",
         "normal_tensors",
         "with torch.inference_mode(False), torch",
         "with torch",
         "tests/frontends/training_state/test_inference.py",
     ),
     Planted(
-        "a load makes autograd run where the caller turned it off",
+        "a load enables autograd although the caller disabled it",
         "normal_tensors",
         "grad = torch.is_grad_enabled()",
         "grad = True",
@@ -1671,7 +1671,7 @@ PLANTED = (
         "tests/saving/test_replicas.py",
     ),
     Planted(
-        "a run whose replicas drift is stopped",
+        "a run whose replicas drift apart is stopped",
         "judged",
         "ratios[other] >= REFUSED",
         "ratios[other] > 0",
@@ -1776,7 +1776,7 @@ PLANTED = (
         "tests/loading/test_fit.py",
     ),
     Planted(
-        "the reading that fills less is chosen",
+        "the interpretation that fills fewer keys is chosen",
         "chosen",
         "> (len(nested.filled), len(nested.misfits))",
         "< (len(nested.filled), len(nested.misfits))",
@@ -1804,7 +1804,7 @@ PLANTED = (
         "tests/loading/test_unread.py",
     ),
     Planted(
-        "unread parts of ranks are not named",
+        "unread per-rank parts are not named",
         "warn_moved",
         "if set(ranks) != set(range(size))]",
         "if not set(ranks).issuperset(range(size))]",
@@ -1846,21 +1846,21 @@ PLANTED = (
         "tests/tensors/test_described.py",
     ),
     Planted(
-        "optimizer state is not cut like its parameter",
+        "optimizer state is not divided like its parameter",
         "Holding._tensor_as_saved",
         "        return described_like(value, self.parameter)\n",
         "        return value\n",
         "tests/frontends/test_described.py",
     ),
     Planted(
-        "data that torch plans for another place is stored there",
+        "data that torch plans at the wrong position is stored there",
         "check_planned",
         "    if not any(box.inside(region.box) for region in regions):\n",
         "    if not regions:\n",
         "tests/frontends/test_described.py",
     ),
     Planted(
-        "only CPU tensors are checked for memory of their own",
+        "only tensors on the CPU are checked for memory of their own",
         "_problem",
         "    is_fine = not data.numel() or has_memory(data)\n",
         "    is_fine = not data.is_cpu or not data.numel() or has_memory(data)\n",
@@ -1923,7 +1923,7 @@ PLANTED = (
         "tests/loading/test_tied_tensors.py",
     ),
     Planted(
-        "a 0-d tensor is not a number",
+        "a tensor without dimensions does not count as a number",
         "python_value",
         "    return value.item()\n",
         "    return value\n",
@@ -1965,7 +1965,7 @@ PLANTED = (
         "tests/frontends/trainer/test_saves.py",
     ),
     Planted(
-        "the last step of a training is not due",
+        "the last step of a training run is not due",
         "TrainerSettings.due",
         "        if step == self.last_step or step in (self.fixed_steps or ()) or",
         "        if step in (self.fixed_steps or ()) or",
@@ -1986,7 +1986,7 @@ PLANTED = (
         "tests/hints/test_checkpoint.py",
     ),
     Planted(
-        "values of another shape are reported as missing",
+        "values of a different shape are reported as missing",
         "_why_unfilled",
         "[key for key in unfilled if (key in saved) is there]",
         "[key for key in unfilled if not there]",
@@ -2028,7 +2028,7 @@ PLANTED = (
         "tests/frontends/training_state/test_objects.py",
     ),
     Planted(
-        "objects give their state in the order of the caller",
+        "the states of objects are saved in the order of the caller",
         "Objects.__init__",
         "        leaves = sorted(self._flat.leaves.items())\n",
         "        leaves = list(self._flat.leaves.items())\n",
@@ -2042,7 +2042,7 @@ PLANTED = (
         "tests/frontends/training_state/test_objects.py",
     ),
     Planted(
-        "a list of objects is loaded from a list of another length",
+        "a list of objects is loaded from a list of a different length",
         "Objects.take.of",
         "or len(value) != len(here)):",
         "or False):",
@@ -2077,7 +2077,7 @@ PLANTED = (
         "tests/frontends/training_state/test_objects.py",
     ),
     Planted(
-        "a train state holds a part of a tensor",
+        "a train state contains a part of a tensor",
         "_of_one_rank",
         "            if is_sharded(tensor):\n                raise",
         "            if False:\n                raise",
@@ -2147,7 +2147,7 @@ PLANTED = (
         "tests/frontends/trainer/test_checking.py",
     ),
     Planted(
-        "each rank alone checks if its optimizer has state",
+        "each rank checks only whether its own optimizer has state",
         "Checkpointer.check_first_steps",
         "ranks.exchange(is_stepped, lambda found: everyone(any(found), ranks.size))",
         "ranks.exchange(is_stepped, lambda found: found)",
@@ -2161,14 +2161,14 @@ PLANTED = (
         "tests/frontends/trainer/test_run_checkpoints.py",
     ),
     Planted(
-        "a tensor of another shape stops a resume that may continue",
+        "a tensor of a different shape stops a resume that should continue",
         "TrainingStateLoad._choose",
         '        if self._keeps.get("leave_resized"):\n',
         '        if self._keeps.get("leave_resized") and self._strict:\n',
         "tests/frontends/trainer/test_resumed.py",
     ),
     Planted(
-        "a learning rate that must stay is loaded",
+        "a learning rate that must be kept is overwritten",
         "match",
         "options.append({} if keep_options else _options(",
         "options.append(_options(",
@@ -2196,7 +2196,7 @@ PLANTED = (
         "tests/frontends/transformers/test_callback.py",
     ),
     Planted(
-        "a Trainer checks its optimizer before its first step alone",
+        "a Trainer checks its optimizer only before its first step",
         "CasCheckpointCallback.on_step_end",
         "            self._is_step_checked = True\n            self._check(args, kwargs)\n",
         "            self._is_step_checked = True\n",
@@ -2252,14 +2252,14 @@ PLANTED = (
         "tests/storage/remote/s3/test_errors.py",
     ),
     Planted(
-        "credentials are looked up again and again",
+        "credentials are looked up for every request",
         "RemoteStore.again",
         "                    renewed = True\n",
         "                    renewed = attempts > 3\n",
         "tests/storage/remote/s3/test_errors.py",
     ),
     Planted(
-        "a server without checksums gets a general error",
+        "a server without checksums causes an unspecific error",
         "_explain_answer",
         "if _CHECKSUM.search(text):",
         "if _CHECKSUM.match(text):",
@@ -2301,7 +2301,7 @@ PLANTED = (
         "tests/loading/test_load_plan.py",
     ),
     Planted(
-        "a tensor with some flat chunks is cut as fully flat",
+        "a tensor with some flat chunks is divided as if all were flat",
         "_cuts",
         "any(not set(chunk.sizes[:-1]) <= {1}",
         "all(not set(chunk.sizes[:-1]) <= {1}",
@@ -2323,7 +2323,7 @@ PLANTED = (
         "tests/frontends/training_state/test_objects.py",
     ),
     Planted(
-        "an optimizer is looked for under its own key alone",
+        "an optimizer is searched for only under its own key",
         "StoredTraining.optimizer_at",
         "return renamed if self.has_optimizer(renamed) else key",
         "return key",
@@ -2337,7 +2337,7 @@ PLANTED = (
         "tests/frontends/training_state/test_objects.py",
     ),
     Planted(
-        "4-bit weights are stored under another offset",
+        "4-bit weights are stored with a different offset",
         "Template._check_packed",
         "if not torch.equal(value, saved.get(",
         "if False and not torch.equal(value, saved.get(",
@@ -2351,7 +2351,7 @@ PLANTED = (
         "tests/frontends/training_state/test_model.py",
     ),
     Planted(
-        "4-bit weights of another kind are loaded",
+        "4-bit weights of a different kind are loaded",
         "TrainingStateLoad._leave_packed",
         "if differ is None or",
         "if differ is not None or",
@@ -2442,14 +2442,14 @@ PLANTED = (
         "tests/frontends/training_state/test_together.py",
     ),
     Planted(
-        "a resized model warns about the optimizer that is left",
+        "a load into a resized model warns about the optimizer that is not loaded",
         "Template._misfits",
         'for start in below if f"{start}param_groups" not in self.unread)]',
         "for start in below)]",
         "tests/frontends/training_state/test_groups.py",
     ),
     Planted(
-        "an object in the result of state_dict is taken apart",
+        "an object in the result of state_dict is flattened",
         "make_state",
         "    return OfObjects(state)\n",
         "    return state\n",
@@ -2477,7 +2477,7 @@ PLANTED = (
         "tests/frontends/lightning/test_io.py",
     ),
     Planted(
-        "a view of any shape counts as a slice",
+        "a view of any shape counts as a slice of a tensor",
         "_index",
         "(found.shape, found.storage_offset()) != (part.shape, part.storage_offset())",
         "found is None",
@@ -2505,7 +2505,7 @@ PLANTED = (
         "tests/frontends/training_state/test_hub_config.py",
     ),
     Planted(
-        "parts by index may repeat a tensor without end",
+        "parts by index may repeat a tensor endlessly",
         "_indexed",
         "not runs or left < 0",
         "not runs",
@@ -2617,7 +2617,7 @@ PLANTED = (
         "tests/store/test_wrapper_keys.py",
     ),
     Planted(
-        "a path that cannot be a store fails at the second save",
+        "a path that cannot be a store causes an error only at the second save",
         "Saver._check_path",
         "and create:",
         "and not create:",

@@ -19,7 +19,7 @@ def collector_paused() -> Iterator[None]:
 
     Plans contain no reference cycles. Planning 10,000 tensors takes half as long if collection is paused.
     """
-    global _holders, _was_on  # noqa: PLW0603 - the collector is one for the process
+    global _holders, _was_on  # noqa: PLW0603 - the process has a single collector
     with _lock:
         if not _holders:
             _was_on = gc.isenabled()
@@ -29,14 +29,14 @@ def collector_paused() -> Iterator[None]:
         yield
     finally:
         with _lock:
-            _holders = max(0, _holders - 1)  # already 0 in a child forked inside the block
+            _holders = max(0, _holders - 1)  # already 0 in a child process that was forked inside the block
             if not _holders and _was_on:
                 gc.enable()
 
 
 def _reset_in_child() -> None:
     """Resume collection in a forked child, because the threads that paused it do not exist there."""
-    global _holders  # noqa: PLW0603 - the collector is one for the process
+    global _holders  # noqa: PLW0603 - the process has a single collector
     if _holders and _was_on:
         gc.enable()
     _holders = 0

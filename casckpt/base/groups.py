@@ -12,7 +12,7 @@ T = TypeVar("T")
 def in_batches(items: Iterable[T], size: Callable[[T], int], most: int) -> Iterator[list[T]]:
     """Split items, in order, into lists whose total ``size`` is at most ``most``.
 
-    An item that is larger gets a list of its own.
+    A larger item gets its own list.
     """
     batch: list[T] = []
     room = most
@@ -27,7 +27,7 @@ def in_batches(items: Iterable[T], size: Callable[[T], int], most: int) -> Itera
 
 
 def runs(items: Iterable[T], continues: Callable[[list[T], T], bool]) -> Iterator[list[T]]:
-    """Split items, in order, into lists. ``continues``: whether an item belongs to the list that precedes it."""
+    """Split items, in order, into lists. ``continues``: returns whether an item belongs to the preceding list."""
     run: list[T] = []
     for item in items:
         if run and not continues(run, item):

@@ -9,7 +9,7 @@ T = TypeVar("T")
 
 
 class cached_property(Generic[T]):  # noqa: N801 - named as in functools
-    """`functools.cached_property` as in Python 3.12 and later: without a lock.
+    """Like `functools.cached_property` in Python 3.12 and later, which uses no lock.
 
     In Python 3.11, all instances of a class share a lock: threads wait for each other, and a child process that is
     forked in the meantime waits forever. If several threads compute the value concurrently, the first result is kept.

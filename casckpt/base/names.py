@@ -21,11 +21,11 @@ ID = re.compile("[0-9a-f]{6,64}")
 HEADS = "casckpt.heads/"
 """The prefix of attachments that describe imported files. See `casckpt.frontends.interchange.safetensors.heads`."""
 HUB_FILE = "casckpt.hub.json"
-"""The attachment with the names that an export gives to the tensors: a view for each root of the folder."""
+"""The attachment that defines the names of the tensors in an export. It has one view for each exported model."""
 _SIMILAR = 5
 _MAX_ATTACHMENT_NAME = 1024
 _DATE = r"[0-9]{4}(?:0[1-9]|1[0-2])(?:0[1-9]|[12][0-9]|3[01])T(?:[01][0-9]|2[0-3])[0-5][0-9][0-5][0-9][0-9]{6}Z"
-TXID = rf"{_DATE}-[0-9a-f]{{16}}-[0-9a-f]{{16}}-(?:0|[1-9][0-9]{{0,18}})"  # \d matches all Unicode digits
+TXID = rf"{_DATE}-[0-9a-f]{{16}}-[0-9a-f]{{16}}-(?:0|[1-9][0-9]{{0,18}})"  # not \d, which matches all Unicode digits
 _TXID_RE = re.compile(TXID)
 _RUN_RE = re.compile(r"[A-Za-z0-9][A-Za-z0-9._/-]{0,199}")
 _UNFIT_RE = re.compile("[\0-\x1f\\\\\ud800-\udfff]")  # UTF-8 cannot encode lone surrogates
@@ -85,7 +85,7 @@ def similar_runs(run: str, runs: Sequence[str]) -> list[str]:
 
 
 def check_keywords(call: str, given: Mapping[str, object], known: type) -> None:
-    """For a keyword that the TypedDict ``known`` lacks, raise the TypeError that Python would raise for ``call``."""
+    """Raise Python's usual TypeError for ``call`` if a keyword is not in the TypedDict ``known``."""
     for name in given:
         if name not in known.__annotations__:
             raise TypeError(f"{call}() got an unexpected keyword argument {name!r}")

@@ -97,8 +97,8 @@ def _work(tasks: SimpleQueue[_Task[B, A] | None]) -> None:
 def run_all(call: Callable[[T], None], tasks: Iterable[T], threads: int) -> None:
     """Call ``call`` with every task, in helper threads and in the calling thread.
 
-    Once all have finished, raise the first error. If no thread can be started, for example in a save that runs while
-    the interpreter exits, the caller runs all tasks.
+    Once all have finished, raise the first error. Interrupts take precedence, and then casckpt's own errors. If no
+    thread can be started, for example in a save that runs while the interpreter exits, the caller runs all tasks.
     """
     todo = list(tasks)
     if threads == 1 or len(todo) <= 1:
@@ -121,7 +121,7 @@ def _rank(error: BaseException) -> int:
 
 
 class _Team(Generic[T]):
-    """The threads of a task queue. The caller of `work` also runs tasks. ``errors``: the errors of all tasks."""
+    """A queue of tasks and its threads. The caller of `work` also runs tasks. ``errors``: the errors of all tasks."""
 
     def __init__(self, call: Callable[[T], None], tasks: Iterable[T]) -> None:
         self.errors: list[BaseException] = []

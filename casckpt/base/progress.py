@@ -22,7 +22,7 @@ class Progress:
         self._lock = Lock()
 
     def __call__(self, done: int) -> None:
-        """Record that ``done`` more bytes are finished."""
+        """Add ``done`` to the number of finished bytes."""
         if self._also is not None:
             self._also()
         if self._shown is not None:

@@ -21,7 +21,7 @@ def listed(names: Sequence[object], most: int = 5) -> str:
 
 
 def in_one_line(error: BaseException) -> str:
-    """Return, on one line, the type and message of an error from a different library."""
+    """Return the type and message of another library's error on one line."""
     text = " ".join(str(error).split())
     return f"{type(error).__name__}: {text}" if text else type(error).__name__
 

@@ -14,7 +14,7 @@ Duration: TypeAlias = timedelta | str | Literal[0]
 """A `timedelta`, a string with a number and a unit ("90s", "15m", "12h", "7d", "2w"), or 0."""
 
 _SECONDS = {"s": 1, "m": 60, "h": 3600, "d": 86400, "w": 7 * 86400}
-_MOST = 36500 * 86400  # 100 years; such an early date is still valid
+_MOST = 36500 * 86400  # 100 years; a date that long ago is still valid
 _DURATION_RE = re.compile(r"([0-9]{1,9}(?:\.[0-9]{1,6})?)([smhdw])")
 _SIZE_UNITS: dict[str, int] = {
     "": 1, "b": 1,
@@ -47,7 +47,7 @@ def optional_seconds(duration: Duration | None, what: str) -> float | None:
 
 
 def format_duration(seconds: float) -> str:
-    """Format seconds in the form that `seconds_of` parses, in the largest unit that divides them: 7200 is ``2h``."""
+    """Format seconds as `seconds_of` parses them, in the largest unit that gives a whole number: 7200 is ``2h``."""
     if not seconds:
         return "0"
     unit = next((unit for unit in "dhm" if seconds % _SECONDS[unit] == 0), "s")
@@ -69,7 +69,7 @@ def _seconds(duration: Any) -> float | None:
 
 
 def _bare(duration: Any) -> str:
-    """Return a number without a unit as a string, or "" for any other value."""
+    """Return the value as a string if it is a number without a unit. Otherwise, return ""."""
     text = str(duration).strip()
     return text if re.fullmatch(r"[0-9]{1,9}(\.[0-9]{1,6})?", text) else ""
 

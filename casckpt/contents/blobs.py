@@ -142,7 +142,7 @@ def mark_repaired(repo: Repository, uploader: TxId, blob: BlobHash, why: str) ->
 
 
 def remove_marks(repo: Repository, deleted: Collection[str]) -> None:
-    """Remove all marks of the blobs that gc has ``deleted`` (keys). Keys are never reused. Raises `StorageError`."""
+    """Remove all marks of the blobs with the keys ``deleted``, which gc has just deleted. Raises `StorageError`."""
     names = {(name.uploader, name.hash) for key in deleted if (name := parse_object(key))}
     for entry in list(repo.storage.list(PREFIX, known=parse_damaged)) if names else ():
         mark = parse_damaged(entry.key)

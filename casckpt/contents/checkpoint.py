@@ -1,4 +1,4 @@
-"""Defines `Checkpoint`, the value that users receive, and the figures in it. Works without torch."""
+"""Defines `Checkpoint`, the value that users receive, and the types of its properties. Works without torch."""
 
 from __future__ import annotations
 
@@ -175,7 +175,7 @@ class Checkpoint:
     def healthy(self) -> bool | None:
         """Whether training should continue from this checkpoint, as its save declared.
 
-        If the save declared nothing, this is False if it found NaN, and otherwise None.
+        If the save declared nothing, this is False if the save found NaN, and otherwise None.
         """
         return self._record.healthy
 
@@ -222,7 +222,7 @@ class Checkpoint:
 
     @cached_property
     def tensors(self) -> Mapping[str, TensorInfo]:
-        """Its tensors, by key, in the order of the save."""
+        """Its tensors by key, in the order in which they were saved."""
         entries = self._manifest.tensors
         return {key: TensorInfo(entry.dtype, entry.shape, entry.nbytes) for key, entry in entries.items()}
 
@@ -299,7 +299,7 @@ def html_of(url: str, checkpoints: Sequence[Checkpoint]) -> str:
 def warn_if_forgotten(commit: Commit) -> None:
     """Warn, before a load, if the checkpoint is forgotten."""
     if commit.is_forgotten:
-        message = f"{commit} was forgotten, so the next gc may purge it; Store.restore keeps it"
+        message = f"{commit} was forgotten, so the next gc may purge it; call Store.restore to keep it"
         warnings.warn(message, ForgottenWarning, stacklevel=_level_outside())
 
 

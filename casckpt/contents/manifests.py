@@ -92,7 +92,7 @@ def left_out(commit: Commit) -> str | None:
 
 
 def others(repo: Repository, id: ManifestId, tried: Container[str]) -> list[Commit]:
-    """Return the live commits of an id, best first. Omit commits whose head or transaction is in ``tried``.
+    """Return the live commits with an id, best first. Omit commits whose head or transaction is in ``tried``.
 
     This makes a new listing, because a rewrite may have been undone. Raises `StorageError`.
     """
@@ -102,10 +102,10 @@ def others(repo: Repository, id: ManifestId, tried: Container[str]) -> list[Comm
 
 
 def use(repo: Repository, commit: Commit, act: Callable[[Commit, Manifest], T]) -> T:
-    """Call ``act`` with a manifest. If it is missing or damaged, use the manifest of a different commit of the id.
+    """Call ``act`` with a manifest. If it is missing or damaged, use that of a different commit with the same id.
 
-    The other commit's record must agree with the record of ``commit``, because a hostile record may name a foreign id.
-    ``act`` may be called several times. Raises the errors of `get` and ``act``.
+    The other commit's record must agree with the record of ``commit``, because a hostile record may name the id of a
+    different checkpoint. ``act`` may be called several times. Raises the errors of `get` and ``act``.
     """
     tried, shared = set[str](), _shared_fields(commit.committed)
     while True:
@@ -151,7 +151,7 @@ def _read(repo: Repository, commit: Commit) -> Manifest:
             sections = {name: front[head[name].offset - first : head[name].end - first] for name in FRONT}
             manifest = Manifest(head, sections, partial(_read_later, repo, commit)).check()
         body = manifest.body
-        if _shared_fields(record) != _shared_fields(body):  # a hostile record could pose as a different run
+        if _shared_fields(record) != _shared_fields(body):  # a hostile record could claim to belong to a different run
             raise Refused(f"its commit record does not match its manifest ({body.run}@{body.step})")
     # not cached if damaged, because it may be repaired in the store
     if record.manifest_bytes > WHOLE_BYTES or manifest.is_sound:
@@ -291,7 +291,7 @@ def locate(repo: Repository, commits: Iterable[Commit], wanted: Mapping[BlobHash
 
 
 def _named(repo: Repository, commit: Commit, heads: npt.NDArray[np.uint64]) -> Iterator[BlobRef]:
-    """Yield the blobs of a checkpoint whose hash begins with one of ``heads``. Skipped blobs cost almost nothing."""
+    """Yield the blobs of a checkpoint whose hash begins with one of ``heads``. Skipping a blob costs almost nothing."""
     known = blob_list(repo, commit)
     column = np.frombuffer(known.hashes, dtype="<u8").reshape(-1, 4)[:, 0]
     for number in np.flatnonzero(np.isin(column, heads)).tolist():

@@ -24,7 +24,7 @@ def pre_download(repo: Repository, commit: Commit, refs: Sequence[BlobRef], *, t
         return repo.blob_cache.fill(repo.storage, refs, threads, progress)
     except BlobDamaged as error:
         if not refresh(repo, commit).live:
-            raise gone(commit, commit.id, "while it was fetched") from error
+            raise gone(commit, commit.id, "while it was being fetched") from error
         raise Damaged(
             f"blob {error.ref.hash} is damaged: {error}. Checkpoint {commit} needs it. Run `casckpt verify`, then "
             "`casckpt repair`, on the store",

@@ -136,9 +136,9 @@ def _forgotten(commits: CommitList, run: str, steps: range) -> list[Commit]:
 
 
 def _followed(repo: Repository, run: str | None, where: str) -> Commit | None:
-    """Find a visible commit, from announcements: the newest of all runs, or one of ``run``.
+    """Find a visible commit by means of announcements: the newest of all runs, or one of ``run``.
 
-    Return None if the announcements do not contain any. The caller then makes a listing, and reports what exists
+    Return None if the announcements do not lead to one. The caller then makes a listing, and reports what exists
     instead.
     """
     try:

@@ -140,9 +140,10 @@ class Expected:
 class Watcher:
     """Reads the announcements of a run and the logs of new transactions. A failed call can be retried at any time.
 
-    ``after``: None for commits from now on, `START`, or a checkpoint or reference. The checkpoint may be purged.
-    ``latest_only``: return only the latest save at each call. The store need not exist yet. Raises `NotFound` for a
-    reference to a missing checkpoint. Raises `InvalidInput` and `StorageError`.
+    ``after``: None to begin with the next commit, `START` to begin with the first commit, or a checkpoint or reference
+    to begin after it. This checkpoint may have been purged. ``latest_only``: return only the latest save at each call.
+    The store need not exist yet. Raises `NotFound` for a reference to a missing checkpoint. Raises `InvalidInput` and
+    `StorageError`.
     """
 
     def __init__(self, repo: Repository, run: str, after: str | Commit | None = None, *, latest_only: bool) -> None:
@@ -186,7 +187,7 @@ class Watcher:
         self._note_open()
 
     def _note_open(self) -> None:
-        """Expect the saves in progress, because they may already be announced."""
+        """Treat the saves in progress as expected, because they may already be announced."""
         names = (parse_log(entry.key) for entry in self._repo.storage.list("transactions/", known=parse_log))
         for txid in sorted({name[0] for name in names if name and parse_txid(name[0]).run_hash == self._hash}):
             if self._repo.storage.size(commit_key(txid)) is None:

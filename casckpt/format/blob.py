@@ -33,7 +33,7 @@ RECORD_BYTES = 36
 """The size of a proof record in bytes. There is one record per leaf, with its length and digest."""
 
 SPAN = 1 << 34
-"""More than the size of any blob in bytes. Blob number * SPAN + offset sorts ranges of several blobs as one column."""
+"""A size in bytes that no blob reaches. Ranges of several blobs are sorted by blob number * SPAN + offset."""
 
 MIN_LEAVES, MAX_LEAVES = 2, 1 << 16
 """The number of leaves in a blob: the header, and at least one leaf of data."""

@@ -10,7 +10,7 @@ from casckpt.base.digest import Buffer
 from casckpt.format.names import BlobHash, CellDigest
 
 PROOF_CONTEXT = "casckpt 2026-11-23 the proof of a blob"
-"""The context for derive-key mode. As a result, a cell with the same bytes as a proof has a different hash."""
+"""The context for derive-key mode, which gives a proof a different hash than a cell with the same bytes."""
 
 
 def cell_digest(data: Buffer) -> CellDigest:

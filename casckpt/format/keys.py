@@ -145,7 +145,7 @@ def commit_key(txid: TxId, number: int = 0) -> str:
 
 
 def transaction_key(txid: TxId, number: int = 0) -> str:
-    """Return the key of an open transaction (number 0) or of one of its heartbeats."""
+    """Return the key of an open transaction (number 0) or of one of its signs of life."""
     return f"transactions/{txid}.{number}" if number else f"transactions/{txid}"
 
 
@@ -209,7 +209,7 @@ def parse_announcement(key: str) -> tuple[str, int] | None:
 
 
 def mirrored_key(txid: TxId, restored: int = 0) -> str:
-    """Return the key of the note which says that the mirror has a commit as of record ``restored`` of its log."""
+    """Return the key of the note that a commit is safe in the mirror. ``restored``: see `parse_mirrored`."""
     return f"mirrored/{txid}.{restored}" if restored else f"mirrored/{txid}"
 
 

@@ -3,7 +3,7 @@
 =======  ==========================================================================================================
 head     where the sections are, and their hashes (`casckpt.format.sections`); the commit record names its hash
 index    what was saved (`casckpt.format.sections.index`); its BLAKE3 is the checkpoint's id
-places   a hash for each entry's rows, or for those of a few entries
+places   a hash for each entry's rows, or for the rows of a few entries
 blobs    hash, size and uploader of each blob, and which are worn: all that gc, copies and statistics read
 objects  the data of objects and short attachments
 cells    for each entry, the table of its cells (`casckpt.format.sections.tables`)
@@ -87,7 +87,7 @@ class Places(msgspec.Struct, frozen=True, kw_only=True):
 
 _BODY: Decoder[ManifestBody] = Decoder(ManifestBody)
 _READERS = {CELLS: "_cells", ROWS: "_rows", OBJECTS: "_objects"}
-"""The attributes that read sections that consist of pieces."""
+"""For each section that consists of pieces, the attribute that reads it."""
 
 _PLACES: Decoder[Places] = Decoder(Places)
 _METADATA: Decoder[dict[str, Any]] = Decoder(dict[str, Any])
@@ -180,7 +180,7 @@ class Manifest:
 
     @cached_property
     def entries(self) -> Sequence[Entry]:
-        """All streams. Raises Refused if they are invalid."""
+        """All entries. Raises Refused if they are invalid."""
         try:
             return self.body.entries
         except InvalidInput as error:
@@ -188,7 +188,7 @@ class Manifest:
 
     @property
     def held(self) -> Sequence[Entry]:
-        """All streams except those that a thinned checkpoint lacks. Raises Refused if they are invalid."""
+        """All entries except those that a thinned checkpoint lacks. Raises Refused if they are invalid."""
         return self.entries if self.left_out is None else [entry for entry in self.entries if not self.lacks(entry)]
 
     def lacks(self, entry: Entry) -> bool:
@@ -290,10 +290,10 @@ class Manifest:
             raise _unfit(self.id, error, entry.key) from error
 
     def whole_cells(self, numbers: Ints) -> WholeCells:
-        """Decode the extents of those entries with these numbers that consist of a single cell.
+        """Of the entries with these numbers, decode the extents of those that consist of a single cell.
 
         Raises Refused and the errors of reading. An entry with invalid or damaged extents is skipped. `extents` reports
-        what is wrong with them.
+        what is wrong with it.
         """
         self.check_entries()
         has_cells, cells = self._cells.rows(numbers, CELL_BYTES)
@@ -469,12 +469,12 @@ class Attachment(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Draft(Description, frozen=True, kw_only=True):
-    """The contents of a manifest. ``streams``: the dtype and extents of each stream.
+    """The contents of a manifest. ``streams``: the dtype and extents of each entry.
 
     Blob numbers are indices into ``blobs``.
 
-    ``unhashed``: the streams that were not hashed completely, because they were declared frozen. ``health``: the
-    health of the streams' cells, by stream number, or None if it was not requested.
+    ``unhashed``: the entries that were not hashed completely, because they were declared frozen. ``health``: the health
+    of the entries' cells, by entry number, or None if it was not requested.
     """
 
     blobs: Sequence[BlobRef]

@@ -17,7 +17,7 @@ FolderRow: TypeAlias = tuple[TxId, int, int, int, int]
 BlobShares: TypeAlias = dict[str, dict[str, int]]
 """For each blob (uploader/hash), the number of bytes of each branch of the state."""
 SignsRow: TypeAlias = tuple[int, int]
-"""A transaction's heartbeats, and the time when the latest one was first seen."""
+"""The number of a transaction's signs of life, and the time when the latest one was first seen."""
 
 
 class PausedGc(msgspec.Struct, frozen=True):

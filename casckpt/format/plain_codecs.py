@@ -60,7 +60,7 @@ class Codec:
 
 
 def expect(children: Sequence[Any], *kinds: type | tuple[type, ...]) -> list[Any]:
-    """Return the children if there is exactly one of each of ``kinds``, in order. Otherwise, raise TypeError."""
+    """Return the children if their types are ``kinds``, in this order. Otherwise, raise TypeError."""
     if len(children) != len(kinds):
         raise TypeError(f"it has {len(children)} parts instead of {len(kinds)}")
     for child, kind in zip(children, kinds, strict=True):

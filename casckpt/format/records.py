@@ -112,7 +112,7 @@ class Settings(Record, frozen=True, kw_only=True):
 
 
 class Process(Record, frozen=True, kw_only=True):
-    """The process that runs a transaction, with enough detail to determine on the same host that it is dead."""
+    """The process that runs a transaction, with enough detail to determine on the same host whether it is dead."""
 
     host: str
     boot_id: str
@@ -122,7 +122,7 @@ class Process(Record, frozen=True, kw_only=True):
 
 
 class Began(Record, tag="began", frozen=True, kw_only=True):
-    """transactions/<txid>: a save in progress. ``manifest``: if it copies from a second store, the checkpoint's id."""
+    """transactions/<txid>: a save in progress. ``manifest``: for a copy from another store, the checkpoint's id."""
 
     txid: TxId
     run: str
@@ -235,7 +235,7 @@ class Restored(Record, tag="restored", frozen=True, kw_only=True):
 
 
 class Purged(Record, tag="purged", frozen=True, kw_only=True):
-    """commits/<txid>.<N>: the checkpoint is final. gc may delete its bytes."""
+    """commits/<txid>.<N>: the checkpoint is permanently removed. gc may delete its bytes."""
 
     txid: TxId
     time: int
@@ -272,7 +272,7 @@ class Announced(Record, tag="announced", frozen=True, kw_only=True):
 
 
 class Mirrored(Record, tag="mirrored", frozen=True, kw_only=True):
-    """mirrored/<txid>[.N]: the store at ``mirror`` (a URL) has the commit since record N of its log."""
+    """mirrored/<txid>[.N]: as of record N of its log, the commit is safe in the store at ``mirror`` (a URL)."""
 
     txid: TxId
     time: int
@@ -300,7 +300,7 @@ class TagRecord(Record, tag="tag", frozen=True, kw_only=True):
 
 
 class DamageRecord(Record, tag="damage", frozen=True, kw_only=True):
-    """damaged/<uploader>/<blob>/<N>: ``state`` is "damaged" or "repaired"."""
+    """damaged/<uploader>/<blob>/<N>: ``state`` is "damaged", "frames" or "repaired"."""
 
     uploader: TxId
     blob: BlobHash
@@ -344,7 +344,7 @@ def decode(data: bytes, kind: type[R] | Any, key: str) -> R:
     except (msgspec.DecodeError, ValueError, RecursionError) as error:
         raise Refused(
             f"cannot parse {key}: {error}. A different version of casckpt wrote it. If it was a later version, "
-            f"upgrade. If it was one from before this format, read the store with that version, and save its "
+            f"upgrade. If it was a version from before this format, read the store with that version, and save its "
             f"checkpoints into a new store"
         ) from error
     return record

@@ -31,16 +31,18 @@ MAX_ELEMENTS = 2**62
 
 @lru_cache(maxsize=4096)
 def check_shape(shape: Shape) -> Shape:
-    """Return ``shape``.
+    """Return ``shape`` as ints: equal shapes share a cached result, and True and `numpy.int64` (1) equal 1.
 
-    Raises InvalidInput if the number of dimensions, their sizes, or the product of the sizes exceeds the format's
-    limits.
+    Raises InvalidInput if a size is not an integer, or if the number of dimensions, their sizes, or the product of the
+    sizes exceeds the format's limits.
     """
+    if not all(isinstance(extent, int | np.integer) for extent in shape):
+        raise InvalidInput(f"shape {list(shape)[:8]} has a size that is not an integer")
     if len(shape) > MAX_DIMENSIONS or any(extent < 0 for extent in shape):
         raise InvalidInput(f"shape {list(shape)[:8]} has a negative size or more than {MAX_DIMENSIONS} dimensions")
     if prod(max(extent, 1) for extent in shape) > MAX_ELEMENTS:
         raise InvalidInput(f"shape {list(shape)[:8]} has more than 2**62 elements")
-    return shape
+    return tuple(map(int, shape))
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,7 +130,7 @@ class Region:
 
     @property
     def numel(self) -> int:
-        """Number of elements."""
+        """The number of elements."""
         return self.hi - self.lo
 
     @property

@@ -170,7 +170,7 @@ def decode_tree(data: bytes | memoryview, extensions: Sequence[plain.Extension] 
 
 
 def may_wrap(data: bytes) -> bool:
-    """Return whether an encoded tree may have a wrapper. If not, it need not be decoded to find one."""
+    """Return whether an encoded tree may have a wrapper. If it cannot, there is no need to decode it to find one."""
     return b"wrapper" in data
 
 

@@ -1,4 +1,4 @@
-"""Announcements: the log of each run, in runs/. It shows changes without a listing of commits/.
+"""Announcements: the log of each run, in runs/. With it, readers find changes without listing commits/.
 
 Before a writer creates a record in commits/, it announces the record at the next free number of its run. A reader that
 knows the run up to N requests N + 1 and so on, until it finds a free number. At this point, it knows every transaction
@@ -45,7 +45,7 @@ Announcement: TypeAlias = tuple[TxId, int]
 
 
 def look(repo: Repository, run: str, *, anew: bool = False) -> RunCache:
-    """Return a run's announcements, at least up to the highest number at the start of this call. ``run``: its hash.
+    """Return a run's announcements, at least up to the highest one that exists when the call starts. ``run``: its hash.
 
     ``anew``: ignore the announcements in the host's catalogue, but use those in memory. For a known run, this takes
     two small requests, and one for each new announcement. For any other run, it takes two folder listings. Raises
@@ -81,8 +81,8 @@ def read_back(repo: Repository, run: str, low: int = 0) -> RunCache:
 def announce(repo: Repository, announced: Iterable[Announcement], *, seen: int | None = None) -> None:
     """Announce records before they are created. Skip those that this process knows to be announced.
 
-    ``seen``: the highest number that the save had read when it began. Its txid is later than everything that it read.
-    Raises `StorageError`.
+    ``seen``: the highest number that the save had read when it began. The save's txid is later than every transaction
+    that it had read. Raises `StorageError`.
     """
     for run, of_run in grouped(announced, lambda one: parse_txid(one[0]).run_hash).items():
         for first in range(0, len(of_run), _AT_ONCE):
@@ -200,7 +200,7 @@ def _fetch(repo: Repository, run: str, numbers: Iterable[int]) -> list[Fetched]:
 def _get(repo: Repository, key: str) -> bytes | CasckptError:
     data = fetch_record(repo, key)
     if isinstance(data, Damaged | Refused):
-        repo.storage.size(key)  # raises if a parent folder is a file: then no number is free, and none can be read
+        repo.storage.size(key)  # raises if a parent folder is a file, which makes every number unusable
     return data
 
 

@@ -92,8 +92,8 @@ def list_commits(repo: Repository, *, anew: bool = False) -> CommitList:
 def _seen(repo: Repository, before: Mapping[str, Shown]) -> set[str]:
     """Return the keys in commits/ that this process or its host has seen. Call this before a listing, not after it.
 
-    Keys are never deleted. If one is missing, the store was restored from a copy, lost the key, or is a different
-    store.
+    Keys are never deleted. If one is missing, the store was restored from a copy, lost the key, or was replaced by a
+    different store.
     """
     own = {repo.last_commit} if repo.last_commit else set()
     if before:
@@ -164,7 +164,7 @@ def follow(repo: Repository, commit: Commit) -> Commit:
 
     Return the last one, or ``commit`` itself.
 
-    If the result is not visible, this call has checked that all logs had the states that it read at the same moment.
+    If the result is not visible, this call has verified that there was a moment at which all logs were as it read them.
     Without this check, a checkpoint that was always visible could appear to be gone. Raises the errors of `refresh`.
     """
     chain = [commit]
@@ -178,11 +178,11 @@ def follow(repo: Repository, commit: Commit) -> Commit:
 def commit(repo: Repository, record: Committed, *, seen: int | None = None) -> None:
     """Make a checkpoint visible: announce it, and create commits/<txid>. An equal existing record counts as success.
 
-    This call does not make a rewrite visible, but also announces the record that will do so.
+    A rewrite does not become visible yet. This call also announces the record that will make it visible.
 
     ``seen``: see `casckpt.history.announcements.announce`. Raises `Revoked` if the transaction was revoked, and
     `Conflict` if a different record already has its name. Raises `StorageError` if the storage does not answer. In this
-    case, the commit may still happen, unless `casckpt.history.transactions.revoke` wins.
+    case, the commit may still happen, unless `casckpt.history.transactions.revoke` creates its record first.
     """
     key = commit_key(record.txid)
     replaced = [] if record.replaces is None else [record.replaces]
@@ -296,9 +296,9 @@ def announce_all(repo: Repository, commits: Iterable[Commit]) -> None:
 
 
 def keep(repo: Repository, txid: TxId, number: int) -> bool:
-    """Create a `kept` record at an announced number without a record. The record blocks late writers.
+    """Fill an announced number with a `kept` record, which blocks late writers. Return False if it has a record.
 
-    Returns False if a record exists. Safe at any time. Raises `StorageError`.
+    This is safe at any time. Raises `StorageError`.
     """
     try:
         repo.put_record(commit_key(txid, number), Kept(txid=txid, time=repo.clock()))
@@ -381,7 +381,7 @@ def _look_again(repo: Repository, listed: CommitList, logs: Collection[TxId]) ->
     """
     while True:
         now = {commit.txid: _again(repo, commit) for commit in _hidden(listed, logs)}
-        # numbers are compared, because a log that is read by key ends early if a record is lost, and then differs
+        # only a higher number is a change: a log that is read by key ends early if a record is lost
         changed = {txid: commit for txid, commit in now.items() if commit.number > listed.commits[txid].number}
         if not changed:
             return listed
@@ -392,7 +392,7 @@ def _look_again(repo: Repository, listed: CommitList, logs: Collection[TxId]) ->
 
 
 def _hidden(listed: CommitList, touched: Collection[TxId]) -> list[Commit]:
-    """Return the live commits of rewritten ids that have no visible commit, if any of the commits was touched."""
+    """Return the live commits of rewritten ids that have no visible commit, if any of their commits was touched."""
     live = [commit for commit in listed.commits.values() if commit.live]
     ids = {one.id for one in live if one.txid in touched and (one.replaces or one.replaced)}
     ids -= {one.id for one in live if one.visible} if ids else set()

@@ -1,4 +1,4 @@
-"""Folds logs into commits. Each log is folded separately. The log of a rewrite is combined with its base's log.
+"""Folds logs into commits. Each log is folded separately. The result for a rewrite also depends on its base's log.
 
 A rewrite is a commit that holds the checkpoint of a different commit, its base, in different blobs. It names a number
 in its base's log. It stands from the moment at which the record with this number says that the rewrite replaces the
@@ -135,7 +135,7 @@ class Commit:
 
     @property
     def step(self) -> int:
-        """The step of the run."""
+        """The step of the checkpoint in its run."""
         return self.committed.step
 
     def __str__(self) -> str:
@@ -178,7 +178,7 @@ class CommitList:
     def current(self) -> list[Commit]:
         """Return the visible commits, oldest first.
 
-        If several have the same run and step, return only the last saved one.
+        If several have the same run and step, return only the one that was saved last.
         """
         return list(self._current)
 
@@ -277,7 +277,7 @@ def all_judged(commits: dict[TxId, Commit], doubts: Mapping[TxId, CasckptError])
 
 
 def judged(commit: Commit, base: Commit | None) -> tuple[Commit, CasckptError | None]:
-    """Return a rewrite with the standing that follows from its base, and the error that leaves it in doubt."""
+    """Return a rewrite with the standing that follows from its base, and an error if the standing is in doubt."""
     standing, doubt = _standing(commit, base)
     return (commit if standing == commit.standing else replace(commit, standing=standing)), doubt
 

@@ -62,7 +62,7 @@ def announce_lost(repo: Repository) -> bool:
 def newest(repo: Repository, run: str, wanted: Wanted, *, skip_doubtful: bool = False) -> Commit | None:
     """Return the latest ``wanted`` save of ``run``, or None if there is none.
 
-    If saves were announced in order, this takes a few requests, whatever the length of the run. ``skip_doubtful``:
+    If saves were announced in order, this takes a few requests, regardless of the length of the run. ``skip_doubtful``:
     skip commits whose log cannot be read. Otherwise, such a log raises `Damaged` or `Refused`. Raises `NotFound` if the
     store does not exist, and `StorageError`.
     """
@@ -119,7 +119,7 @@ def at_step(
 
 
 def greatest(repo: Repository, known: RunCache, run: str) -> TxId | None:
-    """Return the greatest transaction that `look_at_all` has read, or None if there is none. Raises `StorageError`."""
+    """Return the latest transaction that `look_at_all` has read, or None if there is none. Raises `StorageError`."""
     hidden = hidden_from(repo, run_hash(run), known, 0)
     return max([*hidden, *([] if known.newest is None else [known.newest])], default=None)
 
@@ -161,7 +161,7 @@ def announced_by(known: RunCache, number: int) -> Sequence[Announcement]:
 def _bound(known: RunCache, low: int) -> TxId | None:
     """Return a transaction that is later than all transactions announced below ``low``, or None.
 
-    Saves that had read those announcements prove this.
+    This follows from saves that had read those announcements when they began.
     """
     read = (known.records.get(number) for number in range(low, known.head + 1))
     saves = (one for one in read if one is not None and one.seen is not None and one.seen >= low - 1)

@@ -27,7 +27,7 @@ from casckpt.storage.forking import PerProcess
 
 STOP_SECONDS = 30.0
 _KEPT = 256  # the number of names that are kept for each store
-_GENERATIONS = 256  # the maximum per name; then a new name is used, because each lease lists them
+_GENERATIONS = 256  # the maximum per name; after that, leases use a new name, because each lists all generations
 _RENEWALS, _ATTEMPTS = 3, 30  # per lease duration: the renewals, and the attempts after a failure
 
 log = logging.getLogger(__name__)
@@ -115,10 +115,10 @@ def _held(repo: Repository, commit: Commit, seconds: float) -> tuple[Tag, Commit
 
 
 class Lease:
-    """Holds a checkpoint. Even if it is forgotten, gc keeps its bytes until the block ends or this process dies.
+    """Holds a checkpoint until the ``with`` block ends. Until then, gc keeps its bytes, even if it is forgotten.
 
-    ``seconds``: the time after which the lease expires if it is not renewed. A thread renews it three times in this
-    period, and logs errors. A forked child neither renews nor ends it.
+    ``seconds``: the time after which the lease expires if it is not renewed, for example because this process has died.
+    A thread renews it three times in this period, and logs errors. A forked child neither renews nor ends it.
     """
 
     def __init__(self, repo: Repository, commit: Commit, seconds: float) -> None:

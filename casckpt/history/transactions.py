@@ -117,7 +117,7 @@ class Transaction:
         return self.began.txid
 
     def commit(self, record: Committed) -> Commit:
-        """Make the checkpoint visible, and end the transaction. Put the manifest first.
+        """Make the checkpoint visible, and end the transaction. The caller must put the manifest first.
 
         Returns the commit that is stored. If several processes copy one checkpoint in this transaction, a different
         process may have created it. gc removes files that this call cannot remove. Raises `Revoked` if the transaction
@@ -161,7 +161,7 @@ class Transaction:
         try:
             has_ended = self._repo.storage.size(key) is not None
         except StorageError as error:  # the save is complete; only its files remain
-            log.info("files of transaction %s are left to gc: %s", self.txid, error)
+            log.info("the files of transaction %s remain until a gc removes them: %s", self.txid, error)
             self._pulse.stop()
             return
         if not has_ended:
@@ -202,7 +202,7 @@ class Transaction:
             for number in numbers:
                 self._repo.storage.delete(transaction_key(self.txid, number))
         except CasckptError as error:  # for example if writers may not delete
-            log.info("files of transaction %s are left to gc: %s", self.txid, error)
+            log.info("the files of transaction %s remain until a gc removes them: %s", self.txid, error)
 
 
 @dataclass(frozen=True)
@@ -230,10 +230,10 @@ def begin(
 ) -> Transaction:
     """Begin a transaction. Call this before you list live commits, and before any upload. See `begin_save`.
 
-    ``after``: ids that must sort before the new one. ``seen``: the number of an announcement of the run. ``after``
-    covers all transactions that were announced up to it. ``seconds``: the interval between signs of life. Raises
-    `InvalidInput`, `StorageError`, and `Unsupported`. `Unsupported` includes the case that this version does not know
-    one of the store's requirements for writers.
+    ``after``: ids that must sort before the new one. ``seen``: the number of an announcement of the run. The new id
+    also sorts after all transactions that were announced up to this number. ``seconds``: the interval between signs of
+    life. Raises `InvalidInput`, `StorageError`, and `Unsupported`. `Unsupported` is also raised if this version does
+    not know one of the store's requirements for writers.
     """
     repo.declare_mirror()
     txid = repo.new_txid(run, step, after)
@@ -255,8 +255,8 @@ def begin_save(
        high is not.
     3. Begin the transaction.
     4. Find the newest live commit. A gc that begins later waits for the transaction, so it does not delete the objects
-       of a commit that is now live. If a commit was found before the transaction began, it may be purged, and its
-       blobs may be deleted.
+       of a commit that is now live. A commit that was found before the transaction began might be purged, and its blobs
+       deleted.
 
     Creates the store if it does not exist. Raises `Conflict` if the step exists, unless ``overwrite`` is set. Raises
     the errors of `begin`.
@@ -301,8 +301,8 @@ def join(repo: Repository, began: Began, *, seconds: float = SIGN_OF_LIFE_SECOND
     """Begin the transaction ``began``, or join it if another process has begun to copy the same checkpoint.
 
     Any number of processes may work in the same transaction. They upload the same blobs under the same names, and one
-    of them commits. Returns None if the transaction has ended, or is a different one. Raises `StorageError`, and
-    `Unsupported` in the same cases as `begin`.
+    of them commits. Returns None if the transaction has ended, or if its id belongs to a different transaction. Raises
+    `StorageError`, and `Unsupported` in the same cases as `begin`.
     """
     repo.declare_mirror()
     key = transaction_key(began.txid)
@@ -362,7 +362,7 @@ def _began(repo: Repository, txid: TxId) -> Began | None:
 
 
 def has_died(repo: Repository, transaction: OpenTransaction) -> bool:
-    """Return whether the process that began an open transaction, and the last that joined it, are provably dead.
+    """Return whether the process that began an open transaction, and the last one that joined it, are provably dead.
 
     Return False in case of doubt. Raises `StorageError`.
     """

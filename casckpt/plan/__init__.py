@@ -1,4 +1,4 @@
-"""Plans, as pure functions of values that do not use I/O, a clock or torch.
+"""Pure functions that make plans, without I/O, a clock or torch.
 
 casckpt makes a **plan** before it acts, so tests can check plans without a store. `writers` assigns writes to ranks.
 `cells` splits shards into cells and groups new cells into blobs. `reuse` finds stored cells. `reads` merges the ranges

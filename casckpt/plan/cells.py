@@ -1,7 +1,7 @@
 """Splits shards into cells: along the parent checkpoint's cells where possible, and otherwise at fixed multiples.
 
 A cell is the unit of comparison. Splitting along the parent's cells lets a save reuse them, even after a change of
-topology. All functions are pure. All units are elements.
+topology. All functions are pure. Sizes and offsets count elements.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from casckpt.format.extents import ExtentTable, StoredCell
 from casckpt.format.regions import Box, Region, Shape, cut, normalise
 from casckpt.format.sections.index import ATTACHMENT
 
-_MAX_REST = 64  # the maximum number of remaining boxes of a shard; with more, fragments cost more than reuse saves
+_MAX_REST = 64  # the maximum number of remaining boxes of a shard; more fragments would cost more than reuse saves
 _LONG_RUN = 4  # cells: a run this long in a non-contiguous shard is split like a flat range of the whole tensor
 
 
@@ -33,15 +33,15 @@ class NewCell(NamedTuple):
 
 
 Cut: TypeAlias = StoredCell | NewCell
-"""A cell of a group. It is a cell of the parent if the parent has a cell with exactly these elements."""
+"""A cell of a group: the parent's cell if there is one with exactly these elements, and otherwise a new cell."""
 
 
 @dataclass(frozen=True, slots=True)
 class Group:
     """Consecutive cells in the row-major order of ``box``, from ``lo`` to ``hi``.
 
-    ``part``: the box of the tensor whose local data, in row-major order, is split, or None for all of the shard's
-    data. Element ``lo`` of the group is element 0 of that data.
+    ``part``: the box of the tensor whose local data is split, or None for all of the shard's data. In row-major order,
+    element ``lo`` of the group is element 0 of that data.
     """
 
     box: Box
@@ -59,7 +59,7 @@ def plan_cells(region: Region, shape: Shape, cell: int, parent: ExtentTable | No
     if not region.numel:
         return []
     if parent is not None and parent.cell != cell:
-        parent = None  # a store with a different cell size
+        parent = None  # the parent is from a store with a different cell size
     if region.is_whole:
         parts = _parts(region.box, shape, cell, parent)
         if parts is not None:
@@ -147,12 +147,12 @@ C = TypeVar("C", bound=_Sized)
 
 
 def branch_of(kind: str, key: str) -> str:
-    """Return a stream's branch: its key up to the first dot. All attachments form one branch."""
+    """Return the branch of an entry: its key up to the first dot. All attachments form one branch."""
     return "" if kind == ATTACHMENT else key.partition(".")[0]
 
 
 def branch_numbers(branches: Iterable[str]) -> list[int]:
-    """Return the number of each of these branches. If a state has more than 16, they count as a single branch."""
+    """Number the distinct branches, and return the number of each item. More than 16 count as a single branch."""
     numbers: dict[str, int] = {}
     found = [numbers.setdefault(branch, len(numbers)) for branch in branches]
     return found if len(numbers) <= _MAX_BRANCHES else [0] * len(found)
@@ -192,7 +192,7 @@ class Queue(Generic[C]):
     def take(self, begin: int, end: int) -> tuple[int, Sequence[C]]:
         """Take the next cells that fit between bytes ``begin`` and ``end`` of a blob.
 
-        Returns (index of the first, cells).
+        Returns (index of the first cell, cells).
         """
         with self._lock:
             first = last = self._next
@@ -202,6 +202,6 @@ class Queue(Generic[C]):
             return first, self._cells[first:last]
 
     def _place(self, number: int, begin: int, end: int) -> int:
-        """Return where a cell ends in a blob whose last cell ends at byte ``begin``. It must end by byte ``end``."""
+        """Return the byte at which a cell ends if the previous cell in the blob ends at byte ``begin``."""
         nbytes = self._cells[number].nbytes
         return place_behind(begin, nbytes) + nbytes

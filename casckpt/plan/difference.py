@@ -1,4 +1,4 @@
-"""Computes the differences between two checkpoints from their manifests. Pure: no tensor data is read."""
+"""Computes the differences between two checkpoints from their manifests, without reading tensor data."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""Plans the reads of a load: the required ranges of each blob, merged into few requests. Pure, without I/O.
+"""Plans the reads of a load: the required ranges of each blob, merged into few requests. Performs no I/O.
 
-A verified read reads whole cells. An unverified read reads only the wanted bytes, in pieces of a few cells. However,
-if any cell of a tensor is coded, it reads that tensor's whole cells. A long read joins consecutive cells or pieces.
+A verified read reads whole cells. An unverified read reads only the wanted bytes, in pieces of a few cells, but reads
+whole cells of a tensor if any of the tensor's cells is coded. A long read joins consecutive cells or pieces.
 """
 
 from __future__ import annotations
@@ -22,15 +22,15 @@ from casckpt.format.regions import Box, Region, Shape, holes_and_overlaps, inter
 T = TypeVar("T")
 _PIECE_BYTES = 2 << 20
 _LONG_BYTES = 8 << 20  # for elements that are read in place, so that there are few units
-_SMALL_GAP = 64 << 10  # bytes; an unverified read merges runs with a smaller gap between them
+_SMALL_GAP = 64 << 10  # bytes; an unverified read merges runs if the gap between them is smaller
 
 
 class ReadPiece(NamedTuple):
     """Consecutive elements [lo, hi), in the row-major order of ``box``, stored at ``offset`` in a blob.
 
-    ``nbytes`` = (hi - lo) * itemsize. They are never coded. ``digests``: the digests of the cells that the piece
-    consists of, or empty if it is not verified. ``step``: the size in bytes of each cell or, without digests, of each
-    piece of a read that is not long. The last one may be shorter.
+    ``nbytes`` = (hi - lo) * itemsize. The elements are never coded. ``digests``: the digests of the cells that the
+    piece consists of, or empty if it is not verified. ``step``: the size in bytes of the steps into which `steps`
+    splits the piece. The last one may be shorter.
     """
 
     blob: int
@@ -90,7 +90,7 @@ def plan_units(table: ExtentTable, wanted: Region, *, verify: bool, long: bool =
 
 
 def _spans(box: Box, wanted: Region, worth: int) -> list[tuple[int, int]]:
-    """Find the sorted ranges of ``wanted`` in the row-major order of ``box``, at least ``worth`` elements apart."""
+    """Find the ranges of ``wanted`` in the row-major order of ``box``, sorted and at least ``worth`` elements apart."""
     commons = (common.relative_to(box) for common in intersect(Region(box, 0, box.numel), wanted))
     return _united([span for common in commons for span in _runs(common, box.shape, worth)], worth)
 
@@ -98,7 +98,7 @@ def _spans(box: Box, wanted: Region, worth: int) -> list[tuple[int, int]]:
 def _runs(local: Box, shape: Shape, worth: int) -> Iterator[tuple[int, int]]:
     """Yield the ranges of ``shape``, in row-major order, that make up ``local``.
 
-    Gaps of less than ``worth`` are included.
+    Gaps of fewer than ``worth`` elements are included.
     """
     steps = strides(shape)
     length, split = 1, len(shape)
@@ -137,7 +137,7 @@ def _pieces(table: ExtentTable, box: int, lo: int, hi: int, most: int = 0) -> It
 def _joined(table: ExtentTable, box: int, lo: int, hi: int, most: int) -> Iterator[Unit]:
     """Yield the cells that hold the elements [lo, hi) of the box with this number.
 
-    Join cells that contain only such elements, and are not coded, into pieces of about ``most`` bytes.
+    Cells that are not coded and contain only such elements are joined into pieces of about ``most`` bytes.
     """
     size, cell = table.itemsize, table.cell
     many = cell * max(1, most // (cell * size))
@@ -217,7 +217,7 @@ def affordable_gap(items: Iterable[tuple[int, int, int]], *, most: int, spare: i
 def covers(table: ExtentTable, wanted: Region) -> bool:
     """Return whether the extents contain every element of ``wanted``.
 
-    False if they overlap, which saves never allow.
+    Returns False if extents overlap, which no save allows.
     """
     if table.is_whole:
         return True

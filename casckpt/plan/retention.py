@@ -1,4 +1,4 @@
-"""Retention: chooses the checkpoints that a policy forgets. Pure, without storage or a clock.
+"""Retention: chooses the checkpoints that a policy forgets, without access to storage or a clock.
 
 A policy is a union of rules that is applied to each run separately: it keeps every checkpoint that any rule keeps. It
 always keeps the newest checkpoint of a run, the newest checkpoint that is not marked unhealthy, and every tagged
@@ -70,10 +70,11 @@ class Policy:
     Without rules, all are kept. ``keep_last``: keep this many of the newest checkpoints. ``keep_every``: keep
     checkpoints whose step is a multiple of this. ``keep_within``: keep checkpoints younger than this ("7d", or a
     timedelta). ``keep_daily``, ``keep_weekly``, ``keep_monthly``: keep the newest checkpoint of each of the last N
-    days, weeks (from Monday) and months, in UTC, in which any was created. ``keep_best``: one or more values such as
-    "loss:3" (keep the three with the lowest loss) or "acc:max:1" (keep the one with the highest acc). Of checkpoints
-    with equal values, it keeps those that were saved first. It does not keep checkpoints that lack the metric or have
-    NaN, but if no checkpoint of the run has the metric, it keeps all of them. Raises InvalidInput for invalid values.
+    days, weeks (from Monday) and months, in UTC, in which a checkpoint was created. ``keep_best``: one or more values
+    such as "loss:3" (keep the three with the lowest loss) or "acc:max:1" (keep the one with the highest acc). Of
+    checkpoints with equal values, this rule keeps those that were saved first. It does not keep checkpoints that lack
+    the metric or have NaN, but if no checkpoint of the run has the metric, it keeps all of them. Raises InvalidInput
+    for invalid values.
     """
 
     keep_last: int | None = None
@@ -103,12 +104,12 @@ class Policy:
 
     @property
     def is_empty(self) -> bool:
-        """Whether it has no rules."""
+        """Whether the policy has no rules."""
         return all(getattr(self, rule.name) is None for rule in fields(self))
 
     @property
     def best(self) -> list[Best]:
-        """``keep_best``, parsed. Raises InvalidInput."""
+        """The parsed values of ``keep_best``. Raises InvalidInput."""
         given = self.keep_best if isinstance(self.keep_best, list | tuple) else [self.keep_best]
         return [Best.parse(text) for text in given if text is not None]
 
@@ -140,7 +141,7 @@ class Thinning:
 
 @dataclass(frozen=True, kw_only=True)
 class Rotation:
-    """The rules of a rotation. Any rule of ``keep`` keeps a permanent checkpoint.
+    """The rules by which a run is rotated. ``keep`` applies to checkpoints that are not ephemeral.
 
     The newest checkpoint of the run is always kept. ``max_checkpoints``: keep this many of the newest. Tagged
     checkpoints and checkpoints of ``fixed`` steps do not count, and are always kept. If neither ``keep`` nor
@@ -191,7 +192,7 @@ def patterns_of(drop: Any) -> frozenset[str]:
 class SavedCheckpoint:
     """A visible checkpoint, as a policy sees it. ``created_at``: microseconds since the epoch.
 
-    ``metrics``: numbers by name. ``healthy``: the value from its save, or None if unknown.
+    ``metrics``: numbers by name. ``healthy``: the value that its save recorded, or None if unknown.
     """
 
     txid: TxId
@@ -255,7 +256,7 @@ def _forget_of_run(group: list[SavedCheckpoint], policy: Policy, now: int) -> li
 
 
 def newest_of(current: Sequence[SavedCheckpoint]) -> list[SavedCheckpoint]:
-    """Return the last checkpoint and the last one that is not marked unhealthy. Every policy keeps both."""
+    """Return the newest checkpoint, and the newest one that is not marked unhealthy. Every policy keeps both."""
     healthy = next((saved for saved in reversed(current) if saved.healthy is not False), None)
     return [*current[-1:], *([] if healthy is None else [healthy])]
 

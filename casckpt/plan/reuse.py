@@ -1,4 +1,4 @@
-"""Finds cells of live manifests that a save may reuse, by key and region or by digest. Pure."""
+"""Finds cells of live manifests that a save may reuse, by key and region or by digest. Performs no I/O."""
 
 from __future__ import annotations
 
@@ -52,9 +52,7 @@ class CellSource:
             try:
                 others[row] = manifest.extents(entry)
             except (Damaged, Refused) as error:
-                log.warning(
-                    "this save cannot reuse anything from key %r of %s: %s", entry.key, manifest.body.run, error
-                )
+                log.warning("this save cannot reuse the cells of %r in run %s: %s", entry.key, manifest.body.run, error)
         streams = {name: (entry.dtype, entry.shape) for name, entry in by_name.items()}
         return cls(Extents(streams, manifest.body.cell_bytes, cells, others), list(manifest.blobs))
 
@@ -110,7 +108,7 @@ class _DigestIndex:
     """All cells of several sources, sorted by the first eight bytes of their digests."""
 
     def __init__(self, sources: Sequence[CellSource]) -> None:
-        # (number of the source's first blob, digests, function that returns the cell of one of the digests)
+        # (number of the source's first blob, digests, function that returns the cell with the n-th digest)
         self._parts: list[tuple[int, bytes, Callable[[int], StoredCell]]] = []
         base = 0
         for source in sources:
@@ -123,7 +121,7 @@ class _DigestIndex:
         self._digests = b"".join([digests for _, digests, _ in self._parts])
         prefixes = np.frombuffer(self._digests, dtype="<u8")[:: DIGEST_BYTES // 8]
         self._order = np.argsort(prefixes, kind="stable")
-        # a search in an array of numpy takes ten times as long as one in this array
+        # a search in a numpy array takes ten times as long
         self._prefixes = array("Q", prefixes[self._order].astype("=u8").tobytes())
         self._ends = list(accumulate(len(digests) for _, digests, _ in self._parts))
 

@@ -1,10 +1,10 @@
-"""Finds routes between two versions of a cell through their frames, and chooses bases. Pure, without I/O.
+"""Finds routes between two versions of a cell through their frames, and chooses bases. Performs no I/O.
 
-A coded cell has a chain of bases. If the chains of two versions meet, one version can be turned into the other: undo
-the frames of the first down to the common base, and then decode the frames of the second from that base. This does not
-read any cell that has no base.
+A coded cell has a chain of bases. The last of them, which has no base, is called the key. If the chains of two versions
+meet, one version can be turned into the other: undo the frames of the first down to the common base, and then decode
+the frames of the second from that base. This does not read any cell that has no base.
 
-Cells from the same save mostly have the same route, so casckpt searches for a single route for all cells of an extent.
+Cells from the same save usually have the same route, so casckpt searches for a single route for all cells of an extent.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ Link: TypeAlias = tuple[CellDigest, CellDigest]
 
 
 class Route(NamedTuple):
-    """The cells whose frames are undone, and then the cells whose frames are decoded, in this order."""
+    """The cells whose frames are undone, followed by those whose frames are decoded."""
 
     undone: Sequence[StoredCell]
     decoded: Sequence[StoredCell]
@@ -85,7 +85,7 @@ class Span(NamedTuple):
         return slice(self.lo // self.cell - first, -(-self.hi // self.cell) - first)
 
     def digests(self, extent: Extent) -> bytes:
-        """Return these cells' digests in an extent, one after the other."""
+        """Return these cells' digests in an extent, concatenated."""
         numbers = self._numbers(extent)
         return extent.digests[numbers.start * DIGEST_BYTES : numbers.stop * DIGEST_BYTES]
 
@@ -164,7 +164,7 @@ def _cost(extent: Extent, span: Span, kept: Container[Link]) -> int:
 MAX_DELTAS = 4
 """The maximum number of deltas between a key and a version.
 
-The format allows more, but each delta costs loads a pass over the cell.
+The format allows more, but a load needs one pass over the cell for each delta.
 """
 
 _SHARE = 1 / 6  # limit on the total size of all deltas, as a fraction of the plain bytes

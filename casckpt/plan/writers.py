@@ -1,4 +1,4 @@
-"""Divides the writes of a save among the ranks that hold the same regions, and samples these regions. Pure.
+"""Divides the writes of a save among the ranks that hold the same regions, and samples these regions. Performs no I/O.
 
 If only one rank holds a region, that rank writes it. The ranks that hold a replica, which is identical on all of them,
 share the writing. The division balances the total bytes per rank, and splits only at multiples of the cell size. If
@@ -27,9 +27,9 @@ Words: TypeAlias = npt.NDArray[np.uint64]
 class HeldRegions:
     """The regions that a rank holds, one per row. All columns have the same length.
 
-    ``name``, ``region``: hashes of the stream and the region. Equal streams and regions have equal hashes. ``lo``,
-    ``hi``: the region's elements, in the row-major order of its box. ``cell``: the elements per cell. ``itemsize``:
-    the bytes per element. ``shared``: whether the region is identical on all holders.
+    ``name``, ``region``: hashes of the entry's name and of the region, which are equal for equal names and regions.
+    ``lo``, ``hi``: the region's elements, in the row-major order of its box. ``cell``: the elements per cell.
+    ``itemsize``: the bytes per element. ``shared``: whether the region is identical on all holders.
     """
 
     name: npt.NDArray[np.uint64]
@@ -57,7 +57,7 @@ class WriteRanges:
 
     @property
     def elements(self) -> Ints:
-        """The number of elements of each row."""
+        """How many elements of each row the rank writes."""
         return self.hi - self.lo
 
 
@@ -78,13 +78,13 @@ class Holders:
         weights = np.random.default_rng(0).integers(1, 2**62, size=len(held) + 1, dtype=np.uint64)
         some = len(self.starts) > 0
         self.sums = np.add.reduceat(weights[self.rank[self.order]], self.starts) if some else weights[:0]
-        """For each region, the number of the set of ranks that hold the region."""
+        """For each region, a number that identifies the set of ranks that hold it."""
         every = np.logical_and.reduceat(shared[self.order], self.starts) if some else shared
         self.pooled = (self.counts > 1) & every
-        """For each region, whether its holders share the writing."""
+        """For each region, whether its holders share the writing. Such a region is called a pool."""
 
     def sets(self) -> list[Words]:
-        """Return, for each row of each rank, the number of its set of holders, or 0 if there is a single holder."""
+        """Return, for each row of each rank, a number that identifies its set of holders, or 0 for a single holder."""
         return self.by_row(np.where(self.counts > 1, self.sums, np.uint64(0)))
 
     def differing(self, digests: Sequence[Words]) -> list[list[tuple[int, int]]]:
@@ -136,7 +136,7 @@ def plan_writers(held: Sequence[HeldRegions], holders: Holders | None = None) ->
 def _by_holders(holders: Holders) -> list[tuple[Ints, Ints]]:
     """Return (ranks, pools that exactly these ranks hold).
 
-    Small sets come first because they have fewer ways to balance.
+    Small sets come first, because there are fewer ways to balance them.
     """
     pools = np.flatnonzero(holders.pooled)
     _, first, which = np.unique(holders.sums[pools], return_index=True, return_inverse=True)
@@ -189,18 +189,18 @@ def _cut_points(rows: _Rows, firsts: Ints, ends: Ints, bound: float) -> Ints:
 
 
 RUNS: Final = 4
-"""The number of runs in each row that every save compares."""
+"""The number of runs of bytes that every save compares in each row."""
 MORE_RUNS: Final = 16
-"""The number of runs of a row that ranks send if samples differ: 64 float32 values.
+"""The number of runs of bytes that ranks send for a row if samples differ: 64 float32 values.
 
 The first `RUNS` are those that were compared.
 """
 SLICES: Final = 64
-"""In each save, a rank reads some cells that other ranks write. Their size is 1/64 of the rank's own share."""
+"""In each save, a rank reads some cells that other ranks write, in total 1/64 of the size of its own share."""
 
 
 def places(name: Words, seed: int, room: Ints, runs: int) -> Ints:
-    """Choose the starts, below ``room``, of ``runs`` runs in each row. Returns a column for each run.
+    """Choose where ``runs`` runs of bytes start in each row, always below ``room``. Returns a column for each run.
 
     The first columns are the same for any value of ``runs``.
     """

@@ -6,7 +6,7 @@ are not cached. A load also verifies the cells that it reads from the cache. If 
 it and reads it from the store. When the cache needs space, it removes the least recently used blobs first. A removed
 file remains readable as long as it is open.
 
-A second cache is in this host's memory. Its folder also contains the bytes that ranks share
+A second cache uses this host's memory. Its folder also contains the bytes that ranks share
 (`casckpt.repository.host_reads`), which count toward its size and are removed in the same order.
 """
 
@@ -58,8 +58,8 @@ class _Held:
 class BlobCache:
     """The blobs in the folder ``root``.
 
-    ``limit``: the maximum size in bytes. None means half of the disk's free space. ``in_memory``: whether the folder
-    is in this host's memory. The cache then uses at most half of what is free, whatever the limit.
+    ``limit``: the maximum size in bytes. None means half of the disk's free space. ``in_memory``: whether the folder is
+    in this host's memory. The cache then uses at most half of what is free, regardless of the limit.
     """
 
     def __init__(self, root: Path, limit: int | None = None, *, in_memory: bool = False) -> None:
@@ -104,7 +104,7 @@ class BlobCache:
             self._files.delete(_key(ref))
 
     def keep(self, storage: ObjectStore, ref: BlobRef) -> bool:
-        """Fetch the blob if it is not in the cache and fits. Return whether the cache has it.
+        """Fetch the blob if it is not in the cache yet and fits. Return whether the cache has it.
 
         Raises `casckpt.repository.fetching.BlobDamaged`, or `StorageError` if the store fails.
         """
@@ -154,7 +154,7 @@ class BlobCache:
             if need <= room:
                 return sum(in_parallel(threads, fetch_one, wanted, name="cache"))
         except Unusable as error:
-            raise StorageError(f"{error}; or pass a different cache_dir") from error
+            raise StorageError(f"{error}; you can also pass a different cache_dir") from error
         raise InvalidInput(
             f"the blobs need {need} bytes, but the cache {self.root} can hold only {room}: allow more (cache_bytes), "
             "or use a larger disk (cache_dir)"
@@ -236,7 +236,7 @@ class BlobCache:
             return self._most(held)
 
     def _held(self) -> list[_Held]:
-        """Return the files to which more can be added. Raises Unusable if other users may access a cache in memory."""
+        """Return the cached files. Raises Unusable if other users may access a cache in memory."""
         with usable(self.root):
             if self._in_memory:
                 with suppress(FileExistsError):
@@ -279,7 +279,7 @@ def in_memory(limit: int | None = None) -> BlobCache:
 def _files(folder: Path) -> Iterator[_Held]:
     with suppress(FileNotFoundError), os.scandir(folder) as entries:
         for entry in entries:
-            if "-" in entry.name:  # what a rank needs; it is small, and other ranks must find it
+            if "-" in entry.name:  # the ranges that a rank needs; other ranks must find this small file
                 continue
             with suppress(FileNotFoundError):
                 status = entry.stat(follow_symlinks=False)

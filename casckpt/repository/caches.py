@@ -24,7 +24,7 @@ Shown: TypeAlias = tuple[int, str]
 """What a listing shows about an object's content: its size in bytes and its version."""
 
 MAX_RECORDS = 100_000
-"""The maximum number of records. When the cache reaches it, it drops all records; the catalogue still has them."""
+"""The maximum number of records. A full cache drops all of its records; the catalogue still has them."""
 
 MAX_MANIFESTS = 8
 MAX_BYTES = 256 << 20
@@ -62,9 +62,9 @@ class RunCache:
     """The announcements of one run that this process has read (see `casckpt.history.announcements`).
 
     ``head``: the highest number in use, or -1 if there is none. ``records``: the records by number, None for
-    ``unreadable`` ones. ``announced``: the highest announced record number of each transaction. ``at``: transactions
-    by step. ``newest``: the greatest transaction. ``ended``: transactions that will never be live again. Hold ``lock``
-    while you continue reading from ``head``.
+    ``unreadable`` ones. ``announced``: the highest announced record number of each transaction. ``at``: transactions by
+    step. ``newest``: the latest transaction. ``ended``: transactions that will never be live again. Hold ``lock`` while
+    you continue reading from ``head``.
     """
 
     def __init__(self) -> None:

@@ -22,7 +22,7 @@ from casckpt.format.digest import cell_digest
 from casckpt.format.names import TxId
 
 SCHEMA = 2
-"""The file's user_version. casckpt drops and rebuilds a file with a different one."""
+"""The file's user_version. casckpt drops and rebuilds a file with a different version."""
 BUSY_SECONDS = 10.0
 
 _TABLES = ("records", "blobs", "notes")
@@ -103,7 +103,7 @@ class Catalogue:
         self._insert("records", records)
 
     def blobs(self, txid: TxId, head: str) -> bytes | None:
-        """Return the stored blob section of the manifest that a commit identifies by its head."""
+        """Return the cached blob section of a commit's manifest, or None. ``head``: the hash of the manifest's head."""
         return self._value("blobs", f"{txid}/{head}")
 
     def add_blobs(self, txid: TxId, head: str, data: bytes) -> None:

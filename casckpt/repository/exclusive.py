@@ -1,4 +1,4 @@
-"""Checks that a storage refuses to create a key twice. The safety of a store depends on this.
+"""Checks that storage refuses to create a key twice. The safety of a store depends on this.
 
 Some S3-compatible servers and some old clients silently ignore the condition of a put. Two jobs can then both create
 the same key, and gc can delete objects that a save has just committed.
@@ -21,7 +21,7 @@ _PAYLOAD = 64  # bytes
 def require_exclusive(
     storage: ObjectStore, entropy: Callable[[int], bytes], known: bool | None, *, single_writer: bool
 ) -> None:
-    """Raise `Unsupported` for a storage in which two writers could both create the same key.
+    """Raise `Unsupported` for storage in which two writers could both create the same key.
 
     ``known``: the result of an earlier probe. ``single_writer``: the caller promises to be the only writer.
     """

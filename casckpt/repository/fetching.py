@@ -69,9 +69,9 @@ def fetch(storage: ObjectStore, ref: BlobRef, buffer: memoryview) -> memoryview:
 def prove(reader: Reader, ref: BlobRef, buffer: memoryview, progress: Callable[[int], None] = silent) -> Proved:
     """Read and verify a whole blob.
 
-    This function first verifies the proof against the blob's name, and then the rest in pieces of the size of
-    ``buffer``. If ``buffer`` is large enough, the whole blob is read in one piece. ``progress``: called with the
-    number of bytes just read. Raises the reader's errors.
+    This function first verifies the proof against the blob's name, and then the rest in pieces that fill ``buffer``. If
+    ``buffer`` is large enough, the whole blob is read in one piece. ``progress``: called with the number of bytes just
+    read. Raises the reader's errors.
     """
     view = buffer[: ref.size]
     at_once = len(view) == ref.size

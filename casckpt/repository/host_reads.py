@@ -1,9 +1,9 @@
 """Shares the reads of a host's ranks: bytes that several ranks need are read from a remote store only once.
 
 The ranks share a folder in this host's memory. It contains a file for each blob, with the bytes read so far at their
-offsets. They are followed by one state byte for each block, which is 1 if the block has been written. A rank that
-needs unwritten blocks locks them, reads them from the store into its own tensors, writes them to the file, and then
-sets their state bytes. If a process dies, the kernel releases its locks.
+offsets. Each file ends with one state byte for each block, which is 1 if the block has been written. A rank that needs
+unwritten blocks locks them, reads them from the store into its own tensors, writes them to the file, and then sets
+their state bytes. If a process dies, the kernel releases its locks.
 
 Each rank also writes a file with the ranges that it needs, which is empty for a rank that reads alone. If no other
 rank of this host needs a range, a rank reads it directly and does not write it to memory.
@@ -37,8 +37,8 @@ from casckpt.storage.base import BLOCK, IoCounts, Reader, ShortObject
 from casckpt.storage.local.newfile import write_all
 from casckpt.storage.local.reader import LocalReader
 
-LEAST_ROOM = 512 << 20  # bytes; in less memory, ranks would evict what others have not read yet
-PATIENCE = 180.0  # seconds to wait for a process that reads the same bytes, as for a silent server
+LEAST_ROOM = 512 << 20  # bytes; with less memory, ranks would evict bytes that others have not read yet
+PATIENCE = 180.0  # seconds to wait for a process that reads the same bytes: as long as for a silent server
 _PAUSES = (0.001, 0.05)  # the first and the longest pause between two attempts to lock, in seconds
 _STALE = 3600  # seconds without a new file after which a killed job's files are removed
 _THERE = b"\1"
@@ -69,7 +69,7 @@ class HostReads:
             fits = room >= min(sum(nbytes for _, _, nbytes in ranges), LEAST_ROOM)
             shares = fits and not self.cache.is_off
             with usable(self.cache.root):
-                self._announce(_merged(ranges if shares else ()))  # the other ranks must know that it reads alone
+                self._announce(_merged(ranges if shares else ()))  # other ranks must know that this one reads alone
                 self._remove_stale()
             self._is_on = True
             if not fits:
@@ -185,7 +185,7 @@ class _SharedReader(Reader):
         return True
 
     def _fill(self, part: _Part, offset: int, stop: int, views: Sequence[memoryview]) -> None:
-        """Read whole blocks, each from the file if it is there, and else from the store."""
+        """Read whole blocks, each from the file if it is there, and otherwise from the store."""
         lo, hi = part.blocks(offset, stop)
         whole = [memoryview(bytearray(offset - lo)), *views, memoryview(bytearray(hi - stop))]
         for is_there, start, end in part.runs(lo, hi):
@@ -243,7 +243,7 @@ class _Part:
         return states == _THERE * len(states)
 
     def runs(self, start: int, stop: int) -> Iterator[tuple[bool, int, int]]:
-        """Yield ranges of blocks: whether they are there, start, end."""
+        """Yield ranges of blocks, each as (whether the blocks are there, start, end)."""
         at = start
         for is_there, run in groupby(self._read_states(start, stop), lambda state: state == _THERE[0]):
             end = min(self._size, at + BLOCK * len(list(run)))
@@ -259,7 +259,7 @@ class _Part:
         return states
 
     def read(self, offset: int, views: Sequence[memoryview]) -> None:
-        """Fill ``views`` with bytes that are there."""
+        """Fill ``views`` with bytes that the file has."""
         try:
             LocalReader(self._fd, self._states, "", self._path, IoCounts(), shared=True).read_into(offset, views)
         except (CasckptError, ShortObject) as error:
@@ -302,14 +302,14 @@ class _Part:
 
 
 def _write(path: Path, ranges: Ints) -> None:
-    """Write ``ranges`` to a file, which then appears completely written."""
+    """Write ``ranges`` to a file that other ranks see only once it is complete."""
     temporary = path.with_suffix(".tmp")
     temporary.write_bytes(ranges.tobytes())
     temporary.replace(path)
 
 
 def _merged(ranges: Sequence[tuple[int, int, int]]) -> Ints:
-    """Return the starts and the ends of ranges of (blob number, offset, bytes), sorted, with neighbors merged."""
+    """Return the starts and ends of these ranges (blob number, offset, bytes), sorted and with neighbors merged."""
     columns = np.array(sorted(ranges), np.int64).reshape(-1, 3)
     starts = columns[:, 0] * SPAN + columns[:, 1]
     ends = np.maximum.accumulate(starts + columns[:, 2])

@@ -1,6 +1,6 @@
 """Cached reads of immutable records: each host reads each record once.
 
-Checks whether this version knows what a record requires of readers.
+Also checks whether this version of casckpt meets the store's requirements for writers.
 """
 
 from __future__ import annotations

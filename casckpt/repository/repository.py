@@ -1,4 +1,4 @@
-"""Defines `Repository`, a store without support for tensors: its marker, settings, records and caches. Opens it."""
+"""Defines `Repository`, a store without support for tensors (marker, settings, records, caches), and opens one."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ Clock: TypeAlias = Callable[[], int]
 Entropy: TypeAlias = Callable[[int], bytes]
 """A function that returns the given number of random bytes."""
 ShareReads: TypeAlias = Literal["auto", "off"]
-"""Whether the ranks of a host read the same bytes of a store once. "auto": if the store is remote."""
+"""Whether bytes that several ranks of a host need are read only once. "auto": if the store is remote."""
 
 _STORE_ID = re.compile(r"[0-9A-Za-z-]{1,64}")  # because a cache folder is named after it
 
@@ -54,7 +54,7 @@ class Repository:
 
     ``cache_dir``: the cache folder, or None for the user's cache folder. ``cache_bytes``: see
     `casckpt.repository.blob_cache`. ``share_reads``: see `ShareReads`. ``cache_saves``: whether saves add their blobs
-    to the blob cache. ``single_writer``: the caller promises to be the only writer, which allows storages that do not
+    to the blob cache. ``single_writer``: the caller promises to be the only writer, which allows storage that does not
     refuse to create an existing key. ``mirror``: the mirror's storage, whose URL is written to the settings before the
     first save. ``trusted``: public keys; only checkpoints signed with one of them are loaded (None: all).
     ``found_signed``: ids whose signatures have been verified. ``signer``: the private key that signs each save.
@@ -155,7 +155,7 @@ class Repository:
 
         ``cell_bytes``, ``blob_bytes``: as in `Marker`. This always queries the storage, because the store that this
         process knows may have been deleted. An existing store keeps its sizes. Raises `Damaged` if the store has lost
-        its marker, `InvalidInput`, `StorageError`, the errors of `marker`, and `Unsupported` for a storage that cannot
+        its marker, `InvalidInput`, `StorageError`, the errors of `marker`, and `Unsupported` for storage that cannot
         create keys exclusively.
         """
         marker = Marker(
@@ -184,7 +184,7 @@ class Repository:
         self._marker = marker
 
     def forget_all(self, *, keep_marker: bool) -> None:
-        """Drop all caches of the store in this process and on this host: the store was restored or replaced."""
+        """Drop all caches of the store in this process and on this host, because the store was restored or replaced."""
         marker = self.marker
         self.catalogue.reindex()
         self.records, self.manifests = RecordCache(), ManifestCache()
@@ -199,7 +199,7 @@ class Repository:
         self.runs = RunCaches()
 
     def _check_creates(self, *, new: bool) -> bool:
-        """Refuse a storage that cannot create keys exclusively. Check once per process.
+        """Refuse storage that cannot create keys exclusively. Check once per process.
 
         Return whether this call probed it. ``new``: whether the settings lack the result of an earlier probe.
         """
@@ -246,7 +246,7 @@ class Repository:
             try:
                 self.put_record(keys.settings_key(number + 1), new)
             except Conflict:
-                continue  # another process has just changed the settings: reread them, and change our fields again
+                continue  # another process has just changed the settings: reread them, and apply this change again
             return new
 
     def newest_settings(self) -> tuple[int, Settings]:
@@ -301,7 +301,7 @@ class Repository:
 
     @property
     def host(self) -> str:
-        """A name that is the same for all ranks that share this host's memory. Containers may share only its name."""
+        """A name that is equal only for ranks that share this host's memory. Containers may have equal host names."""
         name = gethostname()
         with suppress(OSError):
             memory = self.memory.root.parent.stat()
@@ -342,9 +342,9 @@ class Repository:
     def put_record(self, key: str, record: Record) -> None:
         """Create ``key``.
 
-        An existing record with the same bytes counts as success: an earlier put's response was lost. Raises `Conflict`
-        if ``key`` has a different record, `InvalidInput` if the new record is too large, `StorageError`, and
-        `Unsupported` for a storage that cannot create keys exclusively.
+        An existing record with the same bytes counts as success, because the response to an earlier put may have been
+        lost. Raises `Conflict` if ``key`` has a different record, `InvalidInput` if the new record is too large,
+        `StorageError`, and `Unsupported` for storage that cannot create keys exclusively.
         """
         if not self._creates_checked and self._check_creates(new=False):
             self.change_settings(exclusive_create=True)

@@ -33,7 +33,7 @@ def public_keys(given: KeyFiles) -> frozenset[PublicKey]:
     """
     named = list(given) if isinstance(given, Sequence) and not isinstance(given, str) else [given]
     if not named:
-        raise InvalidInput("no key was passed to verify signatures: pass a public key file")
+        raise InvalidInput("no public key was passed, so no signature can be verified: pass a public key file")
     return frozenset(map(_public_key, named))
 
 

@@ -32,10 +32,10 @@ Data: TypeAlias = torch.Tensor | bytes
 class LocalEntry(LightStruct, frozen=True):
     """A tensor, a large buffer of an object, or an attachment; see `casckpt.format.sections.index.Entry`.
 
-    ``data``, ``shards``, ``replicated``: see `casckpt.tensors.shards.LocalTensor`. ``data`` is bytes if this is not a
-    tensor. ``limits``: for each piece, the elements [lo, hi) of its
-    normalized region that this rank writes. None means all of them. ``frozen``: the caller declares that the tensor did
-    not change. ``may_differ``: see `casckpt.tensors.shards.may_differ`.
+    ``data``, ``shards``, ``replicated``: see `casckpt.tensors.shards.LocalTensor`. The data is bytes if this is not a
+    tensor. ``limits``: for each piece, the elements [lo, hi) of its normalized region that this rank writes. None means
+    all of them. ``frozen``: the caller declares that the tensor did not change. ``may_differ``: see
+    `casckpt.tensors.shards.may_differ`.
     """
 
     kind: str
@@ -152,7 +152,10 @@ def _plain_data(source: LocalEntry) -> torch.Tensor | None:
 def _small_cells(
     sources: Sequence[LocalEntry], order: Ints, known: ReusableCells, streams: Streams, *, cell_bytes: int, most: int
 ) -> tuple[SmallCells, npt.NDArray[np.bool_]]:
-    """Return all sources as columns, in this order, and which of them are tensors below ``most`` bytes that fit."""
+    """Return all sources as columns, in this order, and which rows are valid.
+
+    Valid rows are plain tensors below ``most`` bytes. The others have to become `Cell` values.
+    """
     none = WholeCells.none(len(order))
     if not most or len(streams) != len(sources):  # two sources with the same name are rejected later, by name
         return SmallCells(order, (), none.blob, none, none), none.is_whole

@@ -87,7 +87,7 @@ def prepare(
             continue
         own = rank if leaf.per_rank else None
         if leaf.is_tensor:
-            marked = frozen is not None and any(map(is_frozen, {key, unit.key}))
+            marked = frozen is not None and (is_frozen(key) or (unit is not leaf and is_frozen(unit.key)))
             source = tensor_source(key, leaf.value, own, frozen=marked, together=size > 1)
             sources.append(source if leaf.outer is None else _inner_source(source, leaf.outer))
         else:

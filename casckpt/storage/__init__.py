@@ -1,6 +1,6 @@
 """Stores bytes by key: the storage contract (`casckpt.storage.base`) and its implementations.
 
-A storage puts, reads, lists and deletes objects. The store relies on three guarantees: a key is created only once, an
+Storage puts, reads, lists and deletes objects. The store relies on three guarantees: a key is created only once, an
 object never changes, and a listing shows every object that was put before the listing began. `local` is a folder,
 `memory` is for tests, and `remote` covers S3 and every other storage that fsspec supports.
 """
@@ -35,8 +35,8 @@ def open_storage(
     """Open a path, ``file:///path``, ``memory://name``, ``s3://bucket/prefix`` or any other URL that fsspec supports.
 
     Creates and reads nothing. Relative paths are made absolute, and ``~`` is expanded. ``single_writer``: see
-    `casckpt.storage.remote.store.RemoteStore`. ``page_cache``: see `LocalStore`; other storages ignore it. Raises
-    `InvalidInput` for an invalid name and `Unsupported` for a storage that cannot be opened on this machine.
+    `casckpt.storage.remote.store.RemoteStore`. ``page_cache``: see `LocalStore`; other storage ignores it. Raises
+    `InvalidInput` for an invalid name and `Unsupported` for storage that cannot be opened on this machine.
     """
     text: Any = os.fspath(url) if hasattr(url, "__fspath__") else url
     if not isinstance(text, str) or not text or "\0" in text:
@@ -52,7 +52,7 @@ def open_storage(
     if isinstance(storage, LocalStore):
         storage = LocalStore(storage.path, page_cache=page_cache)
     if storage_options:
-        raise InvalidInput(f"storage_options apply only to remote storages: remove {sorted(storage_options)}")
+        raise InvalidInput(f"storage_options apply only to remote storage: remove {sorted(storage_options)}")
     return storage
 
 
@@ -88,7 +88,8 @@ def _is_known(scheme: str) -> bool:
     return is_known(scheme)
 
 
-# One line per storage in this package; fsspec opens all others. Each function receives the part after "scheme://".
+# One line per kind of storage in this package; fsspec opens all others. Each function receives the part after
+# "scheme://".
 _OPENERS: dict[str, Callable[[str], ObjectStore]] = {
     "": _open_path,
     "file": _open_file_url,

@@ -36,15 +36,15 @@ class ListedObject:
 
 @dataclass(frozen=True, slots=True)
 class Traits:
-    """The properties of a storage that planning and safety checks need.
+    """The properties of storage that planning and safety checks need.
 
     ``remote``: whether a request costs a round trip. ``read_gap``: the largest gap of unneeded bytes that is worth
     reading in order to merge two ranges. ``parallel``: how many requests to keep in flight. ``exclusive``: whether the
-    storage refuses to create an existing key (None: unknown, so it must be probed). ``stale``: why its listings may
-    lag behind other hosts' writes, with advice, or "" if they do not. gc must not use stale listings. ``uploads``: how
-    many blob puts to keep in flight, each with its own buffer. ``page_cache``: whether reads go through this host's
-    page cache, so that later readers find the bytes there. None means that they do if there is enough memory, because
-    cached reads are just as fast.
+    storage refuses to create an existing key (None: unknown, so it must be probed). ``stale``: why its listings may lag
+    behind other hosts' writes, with advice, or "" if they do not. gc must not use stale listings. ``uploads``: how many
+    blob puts to keep in flight, each with its own buffer. ``page_cache``: whether reads go through this host's page
+    cache, so that later readers find the bytes there. None: they do if there is enough memory, because cached reads are
+    as fast as direct ones.
     """
 
     remote: bool
@@ -64,7 +64,7 @@ class Traits:
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """One fact about a storage. ``ok``: whether it is safe, or None if unknown. ``advice``: what the user should do.
+    """One fact about storage. ``ok``: whether it is safe, or None if unknown. ``advice``: what the user should do.
 
     ``name``: a stable identifier for programs. ``found``: the fact in words.
     """
@@ -77,7 +77,7 @@ class Finding:
 
 @runtime_checkable
 class Examinable(Protocol):
-    """A storage whose settings `casckpt doctor` can check."""
+    """Storage whose settings `casckpt doctor` can check."""
 
     def examine(self) -> Iterator[Finding]:
         """Yield facts about the settings without writing anything. Raises `casckpt.errors.StorageError`."""
@@ -121,19 +121,19 @@ class ObjectStore(Protocol):
 
     @property
     def traits(self) -> Traits:
-        """Hints for planning."""
+        """The properties that planning and safety checks need."""
 
     def put(self, key: str, data: memoryview | bytes, *, settle: bool = True) -> None:
         """Create the object. Raises `AlreadyExists`, `casckpt.errors.StorageError`, `casckpt.errors.Unsupported`."""
 
     def settle(self, folder: str) -> None:
-        """Make durable the names put into ``folder`` ("objects/x", no trailing slash) with ``settle=False``."""
+        """Make the names put into ``folder`` ("objects/x", no trailing slash) with ``settle=False`` durable."""
 
     def get(self, key: str, *, limit: int) -> bytes:
         """Read an object. Raises `casckpt.errors.NotFound`, and `Refused` if it is larger than ``limit`` bytes."""
 
     def open(self, key: str, *, shared: bool = False) -> AbstractContextManager[Reader]:
-        """Open for ranged reads. Raises `casckpt.errors.NotFound`; a remote storage may raise it on first read.
+        """Open for ranged reads. Raises `casckpt.errors.NotFound`; remote storage may raise it on first read.
 
         ``shared``: other processes on this host will soon read the same bytes, so they are worth caching.
         """
@@ -172,7 +172,7 @@ class ObjectStore(Protocol):
 
 
 class AlreadyExists(Exception):
-    """The key of a create-only put already exists. Callers handle this."""
+    """The key of a create-only put already exists. Callers must catch this."""
 
     def __init__(self, key: str) -> None:
         super().__init__(key)
@@ -180,7 +180,7 @@ class AlreadyExists(Exception):
 
 
 class ShortObject(Exception):
-    """A ranged read went past the end of a truncated object. Callers handle this."""
+    """A ranged read went past the end of a truncated object. Callers must catch this."""
 
     def __init__(self, key: str, size: int) -> None:
         super().__init__(key, size)
@@ -195,7 +195,7 @@ os.register_at_fork(before=_LOCK.acquire, after_in_parent=_LOCK.release, after_i
 
 @dataclass(slots=True)
 class IoCounts:
-    """Counters of one storage instance. An unpickled copy of the instance starts at zero.
+    """The counters of one storage instance. An unpickled copy of the instance starts at zero.
 
     ``puts``: objects created or replaced. ``bytes_written``: object bytes that were written, including objects whose
     creation then failed. ``fsyncs``: fsync calls on files and folders. ``reads``: calls to ``get`` and ``read_into``.

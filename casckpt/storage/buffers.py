@@ -1,4 +1,4 @@
-"""Transfer memory: page-aligned buffers for direct I/O, and bounded pools of these buffers."""
+"""Memory for transfers: page-aligned buffers for direct I/O, and bounded pools of these buffers."""
 
 from __future__ import annotations
 

@@ -18,7 +18,7 @@ _ADVICE = {
     errno.EPERM: "operation not permitted: check the owner and attributes of the folder",
     errno.EIO: "the disk reports an I/O error: check the kernel log, then run `casckpt verify`",
     errno.ESTALE: "the network file system lost the file: check the mount and try again",
-    errno.ENOMEM: "too little memory, or too many maps: raise `sysctl vm.max_map_count`",
+    errno.ENOMEM: "too little memory, or too many memory maps: raise `sysctl vm.max_map_count`",
     errno.EMFILE: "too many open files: raise `ulimit -n`",
     errno.ENFILE: "too many open files on this machine: close some, and try again",
     errno.ENOTDIR: "part of the path is a file: use the path of a folder",

@@ -1,4 +1,4 @@
-"""Limits how many ranks of a node upload at the same time."""
+"""Limits how many ranks of a host upload at the same time."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ OBJECTS = "objects/"
 
 
 class Turn:
-    """A context for at most ``count`` processes of this node. The threads of a process share one turn.
+    """A context that at most ``count`` processes of this host enter at a time. A process's threads share one turn.
 
     A turn is a POSIX lock on a file in ``folder``. The lock ends with its process. Forked children, such as data
     loader workers, do not inherit it.
@@ -75,7 +75,7 @@ class Turn:
 
 
 class ThrottledStore:
-    """A storage whose puts of blobs and manifests wait for a turn."""
+    """Storage whose puts of blobs and manifests wait for a turn."""
 
     def __init__(self, inner: ObjectStore, turn: Turn) -> None:
         self.inner, self.turn = inner, turn

@@ -1,4 +1,4 @@
-"""Computes the regions of the global tensor that a DTensor's local tensor holds, for every mesh and placement.
+"""Computes the regions of the global tensor that a DTensor's local tensor holds, for any mesh and placements.
 
 For each tensor dimension, this module computes the indices that this rank holds: each mesh dimension that shards it
 takes its chunk of what remains. A strided shard (FSDP2 over tensor parallelism) comes after the mesh dimensions to its
@@ -107,7 +107,7 @@ def _parts_of_local(local: Any, sizes: Sequence[Shape]) -> Sequence[torch.Tensor
 
 
 def described_like(tensor: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
-    """Return a view of a DTensor with the chunk description of ``other``, if that has one and the same sharding."""
+    """Return a view of a DTensor with the chunk description of ``other``, if ``other`` has one and is sharded alike."""
     if not is_dtensor(tensor) or not is_dtensor(other) or _description(tensor) is not None:
         return tensor
     describe = _description(other)

@@ -1,10 +1,10 @@
-"""Sharded tensors of other libraries, which are recognized by their attributes, without imports.
+"""The sharded tensors of other libraries. They are recognized by their attributes, without importing the libraries.
 
 - Megatron's ShardedTensor: ``data`` of ``local_shape``, at ``global_offset`` in ``global_shape``. The data lacks the
   first ``prepend_axis_num`` axes, which have size 1. With a ``flattened_range``, ``data`` is that slice of the
   flattened part.
-- torch's ShardedTensor: several boxes of ``size()``. Their data may itself be a ShardedTensor (FSDP over tensor
-  parallel).
+- torch's ShardedTensor: several boxes of a tensor of shape ``size()``. Their data may itself be a ShardedTensor (FSDP
+  over tensor parallel).
 - OLMo-core's ShardedFlatTensor: ``sharded_data`` holds the ranges ``unsharded_flattened_offsets`` of the flattened
   tensor of ``unsharded_shape``, one after the other.
 """
@@ -41,7 +41,7 @@ class LocalParts(NamedTuple):
 def parts_of(key: str, value: torch.Tensor) -> LocalParts | None:
     """Return the parts of a ShardedTensor or a ShardedFlatTensor, or None for any other tensor.
 
-    Raises InvalidInput if the tensor's sharding is not known yet, or if its numbers do not match its data.
+    Raises InvalidInput if the tensor's sharding is not known yet, or if its offsets and sizes do not match its data.
     """
     if type(value) in (torch.Tensor, torch.nn.Parameter) or hasattr(value, CHUNK_LIST):
         return None
@@ -73,7 +73,7 @@ def _boxes_of(sharded: Any) -> list[Shard]:
 
 
 def flat_range(tensor: Any) -> range | None:
-    """Return the flat range of its part that a Megatron-style tensor holds, or None if it holds the whole part."""
+    """Return the range of its flattened part that a Megatron-style tensor holds, or None if it holds the whole part."""
     flat = getattr(tensor, "flattened_range", None)
     return None if flat is None else range(prod(tensor.local_shape))[flat]
 
@@ -99,7 +99,7 @@ def megatron_data(tensor: Any, data: Any) -> torch.Tensor:
 
 
 def megatron_shard(tensor: Any, data: Any = None, *, replicated: bool = False) -> Shard:
-    """Convert to a `Shard` of ``data``, which defaults to the tensor's own.
+    """Convert a Megatron-style tensor to a `Shard` of ``data``, by default of its own data.
 
     Raises InvalidInput if there is no data.
     """
@@ -121,7 +121,7 @@ def megatron_shard(tensor: Any, data: Any = None, *, replicated: bool = False) -
 
 
 def part_shape(shape: Shape, stored: Shape) -> Shape | None:
-    """Return the shape of the parts of a tensor of ``shape`` stored as ``stored``, or None if it has no parts.
+    """Return the shape of the parts in which a tensor was stored, or None if it was not stored in parts.
 
     Megatron-core up to 0.15 stores a flat tensor of shape [X, Y], in parts of [x, y], as [X/x, Y/y, x*y].
     """

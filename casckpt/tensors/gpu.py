@@ -24,7 +24,7 @@ def on_gpu(tensors: Iterable[torch.Tensor]) -> bool:
 
 
 def wait_for_gpus(tensors: Iterable[torch.Tensor]) -> None:
-    """Wait for the work that this thread's streams have queued on the GPUs that hold ``tensors``."""
+    """Wait for the work in this thread's current streams on the GPUs that hold ``tensors``."""
     for device in {data.device for data in tensors if data.is_cuda}:
         torch.cuda.current_stream(device).synchronize()
 

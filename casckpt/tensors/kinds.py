@@ -1,7 +1,7 @@
-"""Kinds of wrappers, which are tensors that consist of other tensors: what casckpt knows about each, by name.
+"""The kinds of wrappers (tensors that consist of other tensors), and what casckpt knows about each of them.
 
-casckpt knows torchao's weights and optimizer states, and torch's sparse layouts. Functions of torchao are imported
-only by the paths in this module, and a stored context is checked before it is passed to torchao.
+casckpt knows torchao's weights and optimizer states, and torch's sparse layouts. From torchao, only functions whose
+paths this module names are imported, and a stored context is checked before it is passed to torchao.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ from casckpt.tensors.memory import has_memory
 from casckpt.tensors.values import Shard
 
 PLAIN = (torch.Tensor, torch.nn.Parameter)
-"""Tensor types that are never sharded, lazy or wrappers unless their layout is sparse. Their subclasses may be."""
+"""Tensor types that are never sharded or lazy, and that are wrappers only if their layout is sparse."""
 _NO_WRAPPERS: Final = frozenset({"AsyncCollectiveTensor", "FakeTensor", "FunctionalTensor", "LocalShardsWrapper"})
-"""torch's own tensors that only stand for another tensor, or have a chunk list."""
+"""torch's own tensor classes that only stand for another tensor, or have a chunk list."""
 
 Inner: TypeAlias = Mapping[str, Any]
 Cut: TypeAlias = Callable[[Any], Mapping[str, int]]
@@ -118,7 +118,7 @@ def flattened(value: Any) -> tuple[Inner, Any]:
 def is_wrapper(value: Any) -> bool:
     """Return whether a value is a tensor that consists of other tensors, without memory of its own.
 
-    DTensors and nested tensors are not.
+    Returns False for DTensors and nested tensors.
     """
     cls = type(value)
     if cls in PLAIN:
@@ -136,7 +136,7 @@ def holds_wrapper(value: Any) -> bool:
 
 
 def dequantized(value: Any) -> torch.Tensor:
-    """Return the values of a wrapper, or a plain tensor itself."""
+    """Return the values of a wrapper as a plain tensor if its kind supports this, and any other value unchanged."""
     dequantize = kind_of(value).dequantize if is_wrapper(value) else None
     values: torch.Tensor = value if dequantize is None else dequantize(value)
     return values
@@ -149,7 +149,7 @@ _CONTEXTS: Final = frozenset({
     "QuantizeTensorToInt8Kwargs", "QuantizeTensorToMXKwargs", "QuantizeTensorToNVFP4Kwargs", "ScaleCalculationMode",
     "torch.dtype",
 })  # fmt: skip
-"""The types that a context of torchao may name."""
+"""The types that a torchao context may name."""
 
 
 def _of_torchao(module: str, name: str) -> Any:
@@ -189,7 +189,7 @@ WEIGHTS: Final = (
     "Float8Tensor", "Int4PlainInt32Tensor", "Int4Tensor", "Int4TilePackedTo4dTensor", "Int8Tensor",
     "IntxUnpackedToInt8Tensor", "MXTensor", "NVFP4Tensor",
 )  # fmt: skip
-"""torchao's weights that it can write to safetensors files."""
+"""The weight classes that torchao can write to safetensors files."""
 
 
 _NF4: Final = "quantization.quantize_.workflows.nf4.nf4_tensor"
@@ -212,7 +212,7 @@ _STATES: Final[Mapping[str, tuple[str, tuple[str, ...], int]]] = {
     "OptimState4bit": ("optim.subclass_4bit", ("codes", "scale", "qmap"), 16),
     "OptimStateFp8": ("optim.subclass_fp8", ("codes", "scale"), 0),
 }
-"""The module, the inner tensors and the size of the table of torchao's optimizer states."""
+"""For each optimizer state of torchao: its module, its inner tensors, and the size of its table, or 0 for none."""
 
 
 def _flat_state(value: Any) -> tuple[Inner, Any]:

@@ -25,7 +25,7 @@ from casckpt.tensors.dtypes import torch_dtype
 from casckpt.tensors.gpu import wait_for_gpus
 
 _ADDRESSES = memoryview((ctypes.c_ubyte * (1 << 62)).from_address(0)).cast("B")
-"""All addresses of this process. Views of a few bytes are sliced from it, because creating each of them is slow."""
+"""All memory of this process. Small views are slices of it, because it would be slow to create each of them anew."""
 
 T = TypeVar("T", npt.NDArray[Any], torch.Tensor)
 
@@ -39,16 +39,16 @@ class BufferMemory:
         self._data = memoryview(data).cast("B")
 
     def view(self, lo: int, hi: int) -> memoryview:
-        """View the bytes in place."""
+        """View the bytes [lo, hi) in place."""
         return self._data[lo:hi]
 
     @property
     def on_gpu(self) -> bool:
-        """Whether it is in a GPU's memory."""
+        """Whether the bytes are in GPU memory."""
         return False
 
     def copy_out(self, lo: int, hi: int, buffer: memoryview) -> None:
-        """Copy the bytes."""
+        """Copy the bytes [lo, hi) into ``buffer``."""
         buffer[:] = self._data[lo:hi]
 
 
@@ -66,7 +66,7 @@ class TensorMemory:
 
     @property
     def on_gpu(self) -> bool:
-        """Whether it is in a GPU's memory."""
+        """Whether the bytes are in GPU memory."""
         return self.data.is_cuda
 
     def view(self, lo: int, hi: int) -> memoryview | None:
@@ -104,7 +104,7 @@ class TensorMemory:
 
 
 Memory: TypeAlias = BufferMemory | TensorMemory
-"""A source of elements. Positions count elements in row-major order. Buffers are exactly as large as the elements."""
+"""A source of elements. Positions count elements in row-major order. A buffer has exactly the size of the elements."""
 
 
 def copy_bytes(target: memoryview, source: memoryview) -> None:
@@ -130,7 +130,7 @@ def tensor_bytes(data: torch.Tensor) -> memoryview | None:
         return memoryview(bytearray())
     if not address:  # the memory is not readable or writable
         raise InvalidInput(
-            "a tensor has no memory of its own, such as in a FakeTensorMode: call casckpt outside of that mode"
+            "a tensor has no memory of its own, for example in a FakeTensorMode: call casckpt outside that mode"
         )
     return _ADDRESSES[address : address + nbytes]
 
@@ -143,9 +143,10 @@ def tensor_over(data: memoryview, dtype: torch.dtype, shape: Shape) -> torch.Ten
 
 
 def has_memory(data: torch.Tensor) -> bool:
-    """Return whether a tensor has memory of its own. Wrappers of other tensors and freed storages do not.
+    """Return whether a tensor has memory of its own.
 
-    The address identifies a tensor only if the tensor has its own memory.
+    Wrappers of other tensors do not, and neither do tensors whose storage was freed. The address of a tensor identifies
+    it only if it has its own memory.
     """
     try:
         storage = data.untyped_storage()
@@ -173,7 +174,7 @@ def as_bits(data: torch.Tensor) -> torch.Tensor:
 
 
 def host_array(data: torch.Tensor) -> npt.NDArray[Any] | None:
-    """View the elements in place, like `as_bits`. Return None if they are not in host memory, conjugated or negated.
+    """View the elements in place, like `as_bits`. Return None if they are conjugated, negated or not in host memory.
 
     numpy copies the array in the calling thread. torch would use additional threads on top of casckpt's own threads.
     """
@@ -204,8 +205,8 @@ def narrow(data: torch.Tensor, box: Box) -> torch.Tensor:
 class Destination(LightStruct, frozen=True, eq=False, gc=True, dict=True):
     """The target of a load: the local data of one region of a tensor.
 
-    ``data``: a tensor with the shape of the region's box, or a flat one if the region is only a part of the box. A
-    load converts its ``stored`` dtype to that of the tensor. ``part_of``: the DTensor whose local data it is.
+    ``data``: a tensor with the shape of the region's box, or a flat one if the region is only a part of the box. A load
+    converts elements from the ``stored`` dtype to that of the tensor. ``part_of``: the DTensor whose local data it is.
     """
 
     region: Region
@@ -238,7 +239,7 @@ class Destination(LightStruct, frozen=True, eq=False, gc=True, dict=True):
         return None if data is None else data[lo * size : hi * size]
 
     def holds(self, region: Region) -> bool:
-        """Return whether the whole region is here in its stored dtype and can be copied out."""
+        """Return whether this destination has the whole region, in its stored dtype, so that it can be copied out."""
         if self.data.dtype != self.stored:
             return False
         here = region.box == self.region.box and self.region.lo <= region.lo and region.hi <= self.region.hi
@@ -246,7 +247,7 @@ class Destination(LightStruct, frozen=True, eq=False, gc=True, dict=True):
 
     @property
     def on_gpu(self) -> bool:
-        """Whether it is in a GPU's memory."""
+        """Whether the bytes are in GPU memory."""
         return self.data.is_cuda
 
     @property
@@ -323,7 +324,7 @@ def boxes_with_data(region: Region, data: torch.Tensor) -> list[tuple[Box, torch
     """Return the boxes of a region, each with its elements in ``data``."""
     if region.is_whole and tuple(data.shape) == region.box.shape:
         return [(region.box, data)]
-    flat = data.view(-1)  # the data of part of a box is flat; the front end checks this
+    flat = data.view(-1)  # the front end checks that the data is flat if the region is only a part of its box
     spans = [(box, start - region.lo) for box, start in flat_boxes(region)]
     return [(box, flat[start : start + box.numel].view(box.shape)) for box, start in spans]
 
@@ -411,7 +412,7 @@ def _at(addresses: Ints, width: int) -> npt.NDArray[Any]:
 
 
 def copy_addresses(targets: Ints, sources: Ints, nbytes: Ints) -> None:
-    """Copy ranges of host memory, each with the addresses of its target and source, and a number of bytes.
+    """Copy ranges of host memory. Each range has a target address, a source address, and a size in bytes.
 
     All of this memory must be alive. Ranges of the same size are copied together.
     """

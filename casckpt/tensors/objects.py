@@ -31,7 +31,7 @@ def _dtype(name: Any) -> torch.dtype:
 
 def _size(numbers: Any) -> torch.Size:
     if type(numbers) is not tuple or not all(type(n) is int and 0 <= n < 2**63 for n in numbers):
-        raise Refused("a torch.Size does not consist of sizes")
+        raise Refused("a torch.Size contains something other than sizes")
     return torch.Size(numbers)
 
 
@@ -92,8 +92,8 @@ class Archived:
 def encode_object(key: str, value: Any, allow_pickle: bool, spill: plain.Spill | None = None) -> tuple[bytes, bool]:
     """Encode the leaf ``key``. Returns (bytes, pickled).
 
-    Plain data is never pickled. Other data is pickled if ``allow_pickle`` is set. Otherwise, an InvalidInput names the
-    position inside the value. Long buffers, including that of a pickle, are passed to ``spill``.
+    Plain data is never pickled. Other data is pickled if ``allow_pickle`` is set. Otherwise, raises an InvalidInput
+    that names the position inside the value. Long buffers, including that of a pickle, are passed to ``spill``.
     """
     if isinstance(value, Archived):
         if not allow_pickle:
@@ -157,7 +157,7 @@ def write_archive(value: Any) -> bytes:
 
 
 def is_only_torchs(archive: bytes) -> bool:
-    """Return whether all records are ones that some version of torch.save writes, and no bytes follow them."""
+    """Return whether an archive has only records that some version of torch.save writes, and no bytes after them."""
     try:
         with ZipFile(io.BytesIO(archive)) as opened:
             names = opened.namelist()
@@ -187,7 +187,7 @@ def _unpickle(key: str, data: Any, allow_pickle: bool) -> Any:
 
 
 def refuse_pickle(key: str, data: bytes, parts: int) -> None:
-    """Raise InvalidInput for a pickle that requires ``allow_pickle``. A pickle with parts always requires it."""
+    """Raise InvalidInput for a pickle that requires ``allow_pickle``. A pickle in several parts always requires it."""
     if parts:
         raise _not_allowed(key)
     decode_object(key, data, True, allow_pickle=False)

@@ -81,9 +81,9 @@ def _sharded(key: str, leaf: Any) -> LocalTensor | None:
     if described is None and is_dtensor(leaf):
         return _from_dtensor(key, leaf)
     parts = parts_of(key, leaf) if described is None else LocalParts(tuple(leaf.shape), leaf.dtype, described)
-    if parts is None or parts.shards:
-        return None if parts is None else _from_shards(key, parts.shards)
-    return LocalTensor(key, parts.dtype, parts.shape, None)
+    if parts is None:
+        return None
+    return _from_shards(key, parts.shards) if parts.shards else LocalTensor(key, parts.dtype, parts.shape, None)
 
 
 def may_differ(leaf: Any, local: LocalTensor) -> bool:
@@ -159,7 +159,7 @@ def check_storable(key: str, data: torch.Tensor) -> None:
 
 
 def inner_names(data: Any) -> list[str]:
-    """Return the names of the tensors inside a wrapper tensor. There are none for nested and all other tensors."""
+    """Return the names of the tensors inside a wrapper tensor. Other tensors, including nested ones, have none."""
     if type(data) in PLAIN or data.is_nested or not hasattr(data, "__tensor_flatten__"):
         return []
     return list(map(str, data.__tensor_flatten__()[0]))
@@ -168,7 +168,7 @@ def inner_names(data: Any) -> list[str]:
 def _problem(data: Any) -> str | None:
     is_plain = type(data) in PLAIN
     if not is_plain and is_lazy(data):
-        return "an uninitialized parameter has no shape yet; run the module once, or fill the parameter, first"
+        return "an uninitialized parameter has no shape yet; first run the module once, or fill the parameter"
     if not is_plain and (inner := inner_names(data)):
         return (
             f"a {type(data).__name__} consists of other tensors ({', '.join(inner)}), and cannot be stored here; store "

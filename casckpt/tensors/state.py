@@ -1,8 +1,8 @@
 """Converts nested states to flat leaves and a tree, and back.
 
-`flatten` always splits mappings. It splits lists and tuples only if they contain a tensor (or a `PerRank`). Every
-other value is a single leaf. A Counter or a defaultdict without tensors is also a single leaf, which preserves its
-type. A wrapper (see `casckpt.tensors.kinds`) is opened into the tensors that it consists of.
+`flatten` always splits mappings. It splits lists and tuples only if they contain a tensor, a whole object or a
+`PerRank`. Every other value is a single leaf. A Counter or a defaultdict without tensors is also a single leaf, which
+preserves its type. A wrapper (see `casckpt.tensors.kinds`) is opened into the tensors that it consists of.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ class FlatState:
     unkept: dict[type, Path] = field(default_factory=dict)
     """The classes of mappings that the tree does not preserve, each with an example path."""
     whole: Sequence[str] = ()
-    """The keys of the leaves that are mappings because ``is_whole`` chose them."""
+    """The keys of the mappings that are leaves because ``is_whole`` chose them."""
     wrappers: dict[str, Wrapper] = field(default_factory=dict)
     """The nodes of wrappers, by flat key."""
 
@@ -77,12 +77,12 @@ def flatten(
 ) -> FlatState:
     """Flatten ``state``, a mapping (or a `PerRank` of one), into leaves and a tree.
 
-    Tensors are torch.Tensor (including DTensor), `Shard`, lists of `Shard` and Megatron-style sharded tensors, and
-    with ``objects``, also whole objects; in that case, wrappers are not opened. ``is_whole`` chooses, by flat key,
-    mappings without tensors that become a single leaf. ``apart`` chooses, by flat key, sharded tensors that are opened
-    as parts, see `casckpt.tensors.wrappers.opened`. Nothing is copied. Raises an InvalidInput that names the path for a
-    state that is not a mapping, contains itself or is nested too deeply, for keys that cannot be stored, and for two
-    paths with the same flat key.
+    Tensors are torch.Tensor (including DTensor), `Shard`, lists of `Shard` and Megatron-style sharded tensors, and with
+    ``objects``, also whole objects; in that case, wrappers are not opened. ``is_whole`` chooses, by flat key, mappings
+    without tensors that become a single leaf. ``apart`` chooses, by flat key, sharded tensors that are opened as parts
+    (see `casckpt.tensors.wrappers.opened`). Nothing is copied. Raises an InvalidInput that names the path for a state
+    that is not a mapping, contains itself or is nested too deeply, for keys that cannot be stored, and for two paths
+    with the same flat key.
     """
     _check_state(state)
     flattener = _Flattener(is_whole, apart, objects=objects)
@@ -277,7 +277,7 @@ class _Flattener:
         """Return the node for a value, and add its leaves."""
         if isinstance(value, PerRank):
             return self.node(value.value, path, key, True)
-        is_dict = type(value) is dict  # as most containers
+        is_dict = type(value) is dict  # like most containers
         is_tensor = not is_dict and (_is_tensor(value) or (self.objects and bool(path) and is_object(value)))
         kind = None if is_tensor else _kind(value, path)
         check_key(key)
@@ -360,7 +360,7 @@ class _Writer:
         self.writes: list[Callable[[], None]] = []
 
     def replaced(self, value: Any, path: Path) -> Any:
-        """Return the value for ``path``: a new one, or the same one after collecting its writes."""
+        """Return the value for ``path``: a new value, or ``value`` itself, with its writes collected."""
         if isinstance(value, PerRank):
             inner = self.replaced(value.value, path)
             return value if inner is value.value else PerRank(inner)

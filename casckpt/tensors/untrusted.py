@@ -64,8 +64,8 @@ class BoundedUnpickler(pickle._Unpickler):
     """An unpickler that resolves only the given names.
 
     If ``anything`` is set, it resolves all names, which can run code. It is based on the Python unpickler, whose memo
-    is a dict. The C unpickler allocates 8 bytes for each number up to the largest one, so nine bytes can cost 32 GiB.
-    A pickle may set attributes only on instances of those names that are dataclasses. (Attributes of a class would
+    is a dict. The C unpickler allocates 8 bytes for each memo index up to the largest one, so nine bytes can cost 32
+    GiB. Of the given names, a pickle may set attributes only on instances of dataclasses. (Attributes of a class would
     apply to all its instances.) Raises one of `MISREAD` for invalid bytes.
     """
 
@@ -121,8 +121,8 @@ def check_expansion(value: Any, nbytes: int, where: str) -> None:
     """Raise Refused for a value that would be far larger than its file's ``nbytes`` if it were written out.
 
     A list that contains a second list twice, which contains a third list twice, and so on, is small in memory, but
-    takes very long to walk. The same is true for a list that contains itself, and for a tensor whose elements share
-    memory. Also raises Refused for a mapping or a tensor with attributes that hide its methods.
+    takes a very long time to walk. The same is true for a list that contains itself, and for a tensor whose elements
+    share memory. Also raises Refused for a mapping or a tensor with attributes that hide its methods.
     """
     most, room = min(_MOST_VALUES, _MORE_VALUES + 4 * nbytes), _MORE_BYTES + 16 * nbytes
     waiting, seen = [value], 0

@@ -1,6 +1,6 @@
 """Wrappers: tensors that consist of other tensors, such as quantized weights. A save stores these inner tensors.
 
-`opened` returns a wrapper's inner tensors and its form (see `casckpt.format.forms`). `rebuilt` is its inverse. It only
+`opened` returns a wrapper's inner tensors and its form (see `casckpt.format.forms`). `rebuilt` is its inverse, and only
 calls functions that casckpt or the user has registered for the kind. A load into a wrapper needs no such function.
 """
 
@@ -31,7 +31,7 @@ from casckpt.tensors.values import Shard
 
 
 class Opened(NamedTuple):
-    """An opened wrapper. ``parts``: its inner tensors by name, each a tensor, a shard, a list of shards or opened."""
+    """An opened wrapper. ``parts``: its inner tensors by name: tensors, shards, lists of shards, or `Opened`."""
 
     form: Form
     parts: Mapping[str, Any]
@@ -41,8 +41,8 @@ def opened(key: str, value: Any, *, apart: bool = False) -> Opened | None:
     """Open a wrapper, or a DTensor or `Shard` of one. Return None for any other value. Nothing is copied.
 
     A sharded wrapper is opened as shards of global inner tensors if its kind can be cut at the edges of this part.
-    Otherwise, it is opened as this one part of it, which only a load with the same sharding can fill. ``apart``: open
-    a part in this way even if it is plain or could be cut. Raises InvalidInput for a wrapper that cannot be stored.
+    Otherwise, this part is opened on its own, and only a load with the same sharding can read it. ``apart``: open a
+    part in this way even if it is plain or could be cut. Raises InvalidInput for a wrapper that cannot be stored.
     """
     if isinstance(value, Wrapped):
         return _again(value)
@@ -65,7 +65,7 @@ def opened(key: str, value: Any, *, apart: bool = False) -> Opened | None:
 
 
 def _whole(key: str, value: Any, shape: Shape, dtype: torch.dtype) -> Opened:
-    """Open a wrapper with its own inner tensors. ``shape``, ``dtype``: those in its form."""
+    """Open a wrapper with its own inner tensors. ``shape``, ``dtype``: the values to store in its form."""
     kind = kind_of(value)
     inner, context = (kind.flatten or flattened)(value)
     _check_inner(key, value, inner)
@@ -159,7 +159,7 @@ def part_name(region: Region, shape: Shape) -> str:
 
 
 def _replicated(wrapper: Opened) -> Opened:
-    """Return the same wrapper with inner tensors that all ranks that hold them share."""
+    """Return the wrapper with inner tensors that count as equal on all ranks that hold them."""
 
     def shared(part: Any) -> Any:
         return _replicated(part) if isinstance(part, Opened) else Shard(part, tuple(part.shape), replicated=True)
@@ -169,7 +169,7 @@ def _replicated(wrapper: Opened) -> Opened:
 
 def _checked_cut(key: str, kind: Kind, cut: Any) -> dict[str, int]:
     if not (isinstance(cut, Mapping) and are_sizes(cut.values())):
-        raise InvalidInput(f"{key!r}: the cut of {kind.name} is {cut!r:.80}, not a dict of integers from 0", key=key)
+        raise InvalidInput(f"{key!r}: the cut of {kind.name} is {cut!r:.80}, not a dict of non-negative ints", key=key)
     return dict(cut)
 
 
@@ -186,7 +186,7 @@ def _json(value: Any) -> Any:
         return {"_type": name, "_data": value.name}
     fields = getattr(value, "_fields" if isinstance(value, tuple) else "__dataclass_fields__", None)
     if fields is not None and not isinstance(value, type):
-        kept = [field for field in fields if field != "requires_grad"]  # NF4 has it, and freezing does not change it
+        kept = [field for field in fields if field != "requires_grad"]  # in NF4, where freezing does not change it
         return {"_type": name, "_data": {field: _json(getattr(value, field)) for field in kept}}
     if isinstance(value, list | tuple):
         return [_json(item) for item in value]
@@ -202,7 +202,7 @@ def _json(value: Any) -> Any:
 class Wrapped:
     """A stored wrapper that cannot be rebuilt here. ``tensors``: its inner tensors or parts, by name.
 
-    ``form``: JSON that describes it. It can be saved again.
+    ``form``: JSON that describes it. A save stores it again unchanged.
     """
 
     form: str
@@ -245,9 +245,10 @@ def rebuilt(key: str, form: Form, tensors: Mapping[str, Any]) -> torch.Tensor:
 def blank(
     key: str, node: Wrapper, entries: Mapping[str, Entry], shape: Shape | None, device: torch.device
 ) -> torch.Tensor | None:
-    """Return a new wrapper of zeros with this ``shape``, like a part of a stored one. None stands for all of it.
+    """Return a new wrapper of zeros for a part of a stored wrapper. ``shape``: the part's shape, or None for the whole.
 
-    Return None if it cannot be cut into such parts. ``entries``: the stored entries. Raises the errors of `rebuilt`.
+    Return None if the stored wrapper cannot be cut into such parts. ``entries``: the stored entries. Raises the errors
+    of `rebuilt`.
     """
     form, full = node.fields, node.shape
     cut, shape = form.get("cut", {}), full if shape is None else shape

@@ -1,4 +1,4 @@
-"""Checks of a storage: the guarantees that a store needs, its speed, and its settings.
+"""Checks of storage: the guarantees that a store needs, its speed, and its settings.
 
 The checks write objects under probes/ and then delete them. They do not touch the store itself.
 """

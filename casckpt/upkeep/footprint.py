@@ -90,8 +90,8 @@ class BranchUsage:
 class RuleUsage:
     """The effect of one retention rule if it were the only rule.
 
-    ``checkpoints``: how many checkpoints the rule forgets. ``bytes``: how many bytes purging them then frees, not
-    counting checkpoints that are already forgotten.
+    ``checkpoints``: how many checkpoints the rule forgets. ``bytes``: how many bytes gc frees once these are purged,
+    not counting checkpoints that are already forgotten.
     """
 
     rule: str

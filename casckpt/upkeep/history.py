@@ -42,7 +42,7 @@ def group(keys: Iterable[str], most: int = MOST) -> dict[str, str]:
 
     If there are more layers, neighboring layers share a group. If there are still too many groups, keys with the same
     first two elements share a group, and if necessary, keys with the same first element. As a last resort, the last
-    groups become "...".
+    groups are combined into "...".
     """
     keys, groups = list(keys), dict[str, str]()
     for width in (1, 2, 4, 8, 16, 32, 64):

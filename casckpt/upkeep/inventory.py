@@ -1,4 +1,4 @@
-"""An inventory of objects/. A listing covers only the folders that may have changed since this host's last listing.
+"""An inventory of objects/. It lists only the folders that may have changed since this host's last inventory.
 
 Only one save puts objects into a folder: the save whose transaction id names the folder. Only gc deletes objects from
 the folder, and it never deletes an object that a live commit names. Suppose that a commit was read before a folder was
@@ -83,7 +83,7 @@ def sums_of(objects: Iterable[tuple[str, int]]) -> Sums:
 
 
 def list_objects(repo: Repository) -> dict[str, int]:
-    """List all objects, with or without a guard, as bytes by key. Makes one LIST. Raises `StorageError`."""
+    """List all objects, with or without a guard. Returns sizes by key. Makes one LIST. Raises `StorageError`."""
     listed = repo.storage.list("objects/", known=parse_object)
     return {entry.key: entry.size for entry in listed if parse_object(entry.key) is not None}
 

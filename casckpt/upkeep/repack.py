@@ -139,7 +139,7 @@ class Recoding:
         return ReusableCells(None, bases, lambda ref: ref.worn or (ref.uploader, ref.hash) in avoided)
 
     def _related(self) -> list[Commit]:
-        """Return the target's visible checkpoints that share blobs with this one in the source, most shared first."""
+        """Return the target's visible checkpoints that share blobs with this one in the source, most blobs first."""
         listed = self.listed if self.source is self.target else list_commits(self.source)
         own, shared = _heads(self.manifest.blob_list), dict[str, int]()
         for commit in manifests.learn(self.source, listed.live()):
@@ -315,7 +315,7 @@ def packed(cells: Sequence[_Cell], blob_bytes: int) -> list[Sequence[_Cell]]:
 
 
 def _parts(lot: Iterable[_Cell], buffer: memoryview) -> Iterator[_Part]:
-    """Yield each cell with its part of ``buffer``, laid out as a `BlobWriter` does."""
+    """Yield each cell with its part of ``buffer``, in the layout of a `BlobWriter`."""
     end = DATA_OFFSET
     for cell in lot:
         start = place_behind(end, cell.nbytes)
@@ -342,7 +342,7 @@ def _stored_entries(manifest: Manifest) -> list[Entry]:
 
 
 def _continues(run: Sequence[_Part], part: _Part, gap: int) -> bool:
-    """Return whether one read gets the cells of ``run`` and then a cell that follows them in the source."""
+    """Return whether a single read can get the cells of ``run`` and the cell of ``part``, which follows them."""
     (first, _), (last, _), (cell, _) = run[0], run[-1], part
     follows = cell.blob == last.blob and 0 <= cell.offset - last.offset - last.nbytes <= gap
     return follows and cell.offset + cell.nbytes - first.offset <= _READ_BYTES

@@ -1,10 +1,10 @@
 """Rewrites: a second commit of a checkpoint, with its cells in different blobs. The id then names the new commit.
 
-A rewrite replaces the base commit when its `replaced` record takes the next number in the base's log. The listing of
-commits determines this number. Therefore, if several processes forget or rewrite the checkpoint at the same time,
-exactly one of them succeeds. The other processes forget their own commits. A put whose response was lost may still
-take effect later. In that case, the process fills the number itself before it raises an error. gc does this for dead
-processes.
+A rewrite replaces its base commit when a `replaced` record takes the next number in the base's log. The rewriting
+process takes this number from its listing of commits. Therefore, if several processes forget or rewrite the checkpoint
+at the same time, exactly one of them succeeds. The other processes forget their own commits. A put whose response was
+lost may still take effect later. In that case, the process fills the number itself before it raises an error. If the
+process has died, gc fills the number.
 """
 
 from __future__ import annotations

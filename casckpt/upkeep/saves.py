@@ -19,7 +19,7 @@ from casckpt.repository.repository import Repository
 from casckpt.upkeep.inventory import list_objects
 
 ADVICE = (
-    "Restore commits/ from a copy of the store, or mount it. If the store was copied while these saves ran, give "
+    "Restore commits/ from a copy of the store, or mount its disk. If the store was copied while these saves ran, give "
     "up each of them: `casckpt transactions STORE --give-up TXID`"
 )
 _NAMED_AT_MOST = 3
@@ -38,7 +38,7 @@ def lost_records(repo: Repository, keys: Iterable[str], ended: Container[TxId] =
         return []
     listed = (parse_log(entry.key) for entry in repo.storage.list(TRANSACTIONS, known=parse_log))
     saving = {name[0] for name in listed if name is not None}
-    return sorted(doubtful - saving - list_names(repo))  # a save that ends in between is in one listing
+    return sorted(doubtful - saving - list_names(repo))  # a save that ends between the listings is in one of them
 
 
 def check_recorded(repo: Repository, keys: Iterable[str], ended: Container[TxId]) -> None:

@@ -150,8 +150,8 @@ def _check_untagged(named: Mapping[str, Tag], chosen: Iterable[Commit]) -> None:
     for commit in chosen:
         if names := tags_of(named, commit.id):
             raise Conflict(
-                f"{commit} is tagged {', '.join(names)}, so nothing was thinned. Pass --tagged (tagged=True), but "
-                "first wait until every tag that has an expiry date expires",
+                f"{commit} is tagged {', '.join(names)}, so nothing was thinned. Wait until any tags with an "
+                "expiry date have expired, and then pass --tagged (tagged=True)",
                 checkpoints=(commit.id,),
             )
 
@@ -206,7 +206,7 @@ def preview(repo: Repository, plan: ThinPlan) -> ThinResult:
 
 
 def _space(repo: Repository, plan: ThinPlan) -> tuple[int, int]:
-    """Return two sizes: blobs that gc can delete after it purges the old commits, and blobs that others still need."""
+    """Return two totals: blobs that gc can delete once the old commits are purged, and blobs that others still need."""
     goes: _Sizes = {name: size for one in plan.thin for name, size in one.goes.items()}
     bases = {one.commit.txid for one in plan.thin}
     others = (one for one in list_commits(repo).live() if one.txid not in bases)
@@ -236,7 +236,7 @@ def execute(repo: Repository, plan: ThinPlan) -> tuple[Commit, ...]:
 
 
 def thin(repo: Repository, plan: ThinPlan, *, dry_run: bool = False) -> ThinResult:
-    """Carry out ``plan`` or, with ``dry_run``, only count. Raises the errors of `execute`."""
+    """Carry out ``plan`` or, with ``dry_run``, only return the expected result. Raises the errors of `execute`."""
     result = preview(repo, plan)
     return result if dry_run else replace(result, thinned=execute(repo, plan), dry_run=False)
 
@@ -327,7 +327,7 @@ def _move_tags(repo: Repository, thin: Sequence[Commit]) -> None:
 
 
 def thin_alike(repo: Repository, others: Iterable[Commit]) -> list[Commit]:
-    """Thin the checkpoints of ``repo`` in the same way as ``others``, their copies in a different store. Return them.
+    """Thin the checkpoints of ``repo`` like ``others``, their copies in a different store. Return the new commits.
 
     Skips checkpoints of ``repo`` that have a tag or cannot be read. Raises `StorageError`.
     """

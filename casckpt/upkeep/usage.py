@@ -43,7 +43,7 @@ class RunUsage:
 
 @dataclass(frozen=True, slots=True)
 class StoreUsage:
-    """The space that all runs use, largest first. ``bytes_unneeded``: blobs that no live checkpoint names.
+    """The space that each run uses, largest first. ``bytes_unneeded``: blobs that no live checkpoint names.
 
     Unneeded blobs are leftovers of failed saves, blobs of saves in progress, and blobs of purged checkpoints.
     ``freed``: the unneeded blobs that gc deletes, and the blobs that only forgotten checkpoints use. ``unreadable``:

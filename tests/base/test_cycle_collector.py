@@ -1,4 +1,4 @@
-"""The cycle collector pauses while plans are made, and always has its earlier state afterwards."""
+"""The cycle collector is paused while plans are created, and then restored to its previous state."""
 
 from __future__ import annotations
 
@@ -65,7 +65,8 @@ def test_the_collector_is_paused_until_the_last_of_several_threads_finishes() ->
 
 
 def test_the_collector_runs_in_a_child_forked_during_a_pause() -> None:
-    """Otherwise a worker of a data loader would keep every cycle, since it lacks the thread that ends the pause."""
+    """Otherwise, a data loader's worker would keep every cycle, because it does not have the thread that ends the
+    pause."""
     gc.enable()
     thread = Planning()
 

@@ -1,4 +1,5 @@
-"""An attribute is computed once, without waiting for another thread, also in a child that forks during that."""
+"""An attribute is computed once. No thread waits for another, even in a child that is forked during the
+computation."""
 
 from __future__ import annotations
 
@@ -9,7 +10,7 @@ from tests.support.forks import forked
 
 
 class Slow:
-    """An attribute whose computation the test can hold."""
+    """An attribute whose computation waits until the test releases it."""
 
     def __init__(self) -> None:
         self.begun, self.go_on = Event(), Event()

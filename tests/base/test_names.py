@@ -27,7 +27,7 @@ def test_an_invalid_run_name_is_rejected(run: str) -> None:
 
 
 @pytest.mark.parametrize("step", [-1, 2**63, True, 1.0, "1", None])
-def test_a_step_is_an_int_from_0_to_2_63(step: int) -> None:
+def test_a_step_is_a_nonnegative_64_bit_integer(step: int) -> None:
     with pytest.raises(InvalidInput, match="not valid"):
         check_step(step)
     assert check_step(2**63 - 1) == 2**63 - 1

@@ -1,5 +1,4 @@
-"""Several threads: each item or task runs once, results keep their order, errors are as documented, and no thread is
-required."""
+"""Work on several threads: each item or task is run once, results keep their order, and errors are as documented."""
 
 from __future__ import annotations
 
@@ -19,11 +18,11 @@ T = TypeVar("T")
 
 @pytest.mark.parametrize("threads", [0, 1, 3, 50])
 @pytest.mark.parametrize("count", [0, 1, 2, 200])
-def test_results_are_returned_in_order(threads: int, count: int) -> None:
+def test_results_of_parallel_work_are_returned_in_order(threads: int, count: int) -> None:
     assert list(in_parallel(threads, str, range(count))) == [str(n) for n in range(count)]
 
 
-def test_one_item_per_thread_is_in_flight_and_only_a_few_are_waiting() -> None:
+def test_each_thread_processes_one_item_and_only_a_few_items_wait() -> None:
     meeting = threading.Barrier(3, timeout=60)
     taken: list[int] = []
 
@@ -56,7 +55,7 @@ def test_the_first_error_is_raised_and_no_further_task_starts(threads: int) -> N
 
 @pytest.mark.parametrize("threads", [1, 2, 3, 50])
 @pytest.mark.parametrize("count", [0, 1, 2, 200])
-def test_every_task_runs_once(threads: int, count: int) -> None:
+def test_every_parallel_task_runs_once(threads: int, count: int) -> None:
     done: list[int] = []
     run_all(done.append, range(count), threads)
     assert sorted(done) == list(range(count))
@@ -72,8 +71,10 @@ def test_the_requested_number_of_threads_runs_concurrently() -> None:
 
 
 @pytest.mark.parametrize("threads", [2, 3])
-def test_tasks_run_in_the_caller_if_no_thread_can_start(monkeypatch: pytest.MonkeyPatch, threads: int) -> None:
-    """This happens while the interpreter ends, from Python 3.12 on."""
+def test_tasks_run_in_the_calling_thread_if_no_other_thread_can_start(
+    monkeypatch: pytest.MonkeyPatch, threads: int
+) -> None:
+    """From Python 3.12 on, no thread can start while the interpreter shuts down."""
 
     def refuse(self: threading.Thread) -> None:
         raise RuntimeError("can't create new thread at interpreter shutdown")
@@ -112,8 +113,8 @@ def test_an_interrupt_is_raised_and_no_further_task_starts() -> None:
     assert len(done) < 10_000
 
 
-def test_interrupts_do_not_leave_a_helper_behind(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A helper that runs on would write into tensors that the caller of the interrupted load may have filled since."""
+def test_an_interrupt_does_not_leave_a_helper_thread_running(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Such a thread would write into tensors that the caller may have filled after the interrupted load."""
     interrupted, helping, ended = threading.Event(), threading.Event(), []
     main, times = threading.current_thread(), iter(range(3))
 

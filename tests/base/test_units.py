@@ -1,4 +1,4 @@
-"""Durations: a single parser, and no number without a unit."""
+"""Durations have a single parser, and every number needs a unit."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from casckpt.errors import InvalidInput
         (timedelta(0), 0),
     ],
 )
-def test_durations_are_parsed(duration: Duration, seconds: float) -> None:
+def test_durations_are_parsed_into_seconds(duration: Duration, seconds: float) -> None:
     assert seconds_of(duration, "min-age") == seconds
 
 

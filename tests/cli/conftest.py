@@ -1,4 +1,4 @@
-"""The command line, called in this process."""
+"""Fixtures that run the command line in this process."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def run() -> Run:
 
 @pytest.fixture
 def as_json(run: Run) -> AsJson:
-    """The output of a command with --json."""
+    """Return a function that runs a command with --json and returns the result."""
 
     def call(*args: object, status: int = 0) -> Any:
         return json.loads(run(*args, "--json", status=status).stdout)
@@ -55,6 +55,6 @@ def saved(store: casckpt.Store, store_path: Path) -> Path:
 
 @pytest.fixture(params=[pytest.param("moto_server", marks=pytest.mark.soak), "seaweed_server"])
 def safe(request: pytest.FixtureRequest) -> Server:
-    """A server that keeps all promises."""
+    """A server that gives all guarantees that casckpt needs."""
     server: Server = request.getfixturevalue(request.param)
     return server

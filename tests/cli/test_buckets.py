@@ -1,4 +1,4 @@
-"""The command line on buckets: doctor and init on safe and unsafe servers, and no secret in any output."""
+"""The command line with buckets: doctor and init on safe and unsafe servers, and secrets, which are never printed."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def test_a_bucket_with_a_mistyped_name_is_not_created(safe: Server, as_json: AsJ
     assert "no-such-bucket" not in {bucket["Name"] for bucket in safe.client.list_buckets()["Buckets"]}
 
 
-def test_all_commands_work_on_a_bucket(safe: Server, run: Run, as_json: AsJson, saved: Path, tmp_path: Path) -> None:
+def test_every_command_works_on_a_bucket(safe: Server, run: Run, as_json: AsJson, saved: Path, tmp_path: Path) -> None:
     """This runs every command that people use."""
     url, options = f"s3://{safe.new_bucket()}/team/store", arguments(safe)
     run("init", url, *options)

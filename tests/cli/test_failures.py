@@ -1,4 +1,4 @@
-"""Errors print one message, set an exit status, and show a traceback only on request."""
+"""An error prints one message, sets the exit status, and shows a traceback only on request."""
 
 from __future__ import annotations
 
@@ -83,7 +83,7 @@ def test_an_interrupt_has_its_own_exit_status(failing: Any, run: Run) -> None:
     assert run("fail", "s", status=130).stderr.strip() == "casckpt: interrupted"
 
 
-def test_a_closed_pipe_is_not_reported(failing: Any, run: Run) -> None:
+def test_a_closed_pipe_does_not_cause_an_error_message(failing: Any, run: Run) -> None:
     failing(BrokenPipeError(32, "Broken pipe"))
     assert run("fail", "s", status=1).output == ""
 
@@ -155,7 +155,9 @@ def test_every_command_has_the_common_options(name: str) -> None:
         assert {"--storage-option", "--cache-dir"} <= options
 
 
-def test_verbose_shows_the_log_without_lasting_effects(failing: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_verbose_shows_the_log_and_then_restores_the_log_settings(
+    failing: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
     @store_command("talk")
     def command(session: Session) -> None:
         logging.getLogger("casckpt.x").info("info")
@@ -172,7 +174,7 @@ def test_verbose_shows_the_log_without_lasting_effects(failing: Any, monkeypatch
     assert (list(log.handlers), log.level) == before
 
 
-def test_a_damaged_record_affects_only_its_own_line(saved: Path, run: Run, as_json: AsJson) -> None:
+def test_a_damaged_record_affects_only_its_own_line_in_a_list(saved: Path, run: Run, as_json: AsJson) -> None:
     record = min((saved / "commits").iterdir())
     record.chmod(0o600)
     record.write_bytes(b"nonsense")
@@ -185,7 +187,9 @@ def test_a_damaged_record_affects_only_its_own_line(saved: Path, run: Run, as_js
     assert as_json("gc", saved, status=4)["error"]["kind"] == "damaged"
 
 
-def test_a_record_with_an_impossible_time_affects_only_its_own_line(saved: Path, run: Run, as_json: AsJson) -> None:
+def test_a_record_with_an_impossible_time_affects_only_its_own_line_in_a_list(
+    saved: Path, run: Run, as_json: AsJson
+) -> None:
     record = min((saved / "commits").iterdir())
     fields = json.loads(record.read_bytes().split(b"\n")[0])
     line = json.dumps(fields | {"created_at": 1 << 62}).encode()

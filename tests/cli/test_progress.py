@@ -28,7 +28,7 @@ def test_a_progress_bar_is_drawn_on_a_terminal(
     assert "[reading]" in terminal.getvalue()
 
 
-def test_a_finished_bar_disappears_even_without_a_with_block(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_finished_progress_bar_disappears_even_outside_a_with_block(monkeypatch: pytest.MonkeyPatch) -> None:
     terminal = Terminal()
     monkeypatch.setattr(sys, "stderr", terminal)
     monkeypatch.setenv("TERM", "xterm")
@@ -39,14 +39,14 @@ def test_a_finished_bar_disappears_even_without_a_with_block(monkeypatch: pytest
     assert terminal.getvalue().endswith("\x1b[2K")  # the line is empty again
 
 
-def test_no_bar_is_drawn_without_a_terminal(capsys: pytest.CaptureFixture[str]) -> None:
+def test_no_progress_bar_is_drawn_without_a_terminal(capsys: pytest.CaptureFixture[str]) -> None:
     with progress_bar("reading") as shown:
         shown(10, 20)
     assert capsys.readouterr() == ("", "")
 
 
 @pytest.mark.parametrize("columns", [40, 80])
-def test_a_bar_fits_the_width_of_the_terminal(monkeypatch: pytest.MonkeyPatch, columns: int) -> None:
+def test_a_progress_bar_fits_the_width_of_the_terminal(monkeypatch: pytest.MonkeyPatch, columns: int) -> None:
     terminal = Terminal()
     monkeypatch.setattr(sys, "stderr", terminal)
     monkeypatch.setenv("TERM", "xterm")

@@ -1,4 +1,4 @@
-"""``casckpt serve`` as a process: refusals, start and end."""
+"""``casckpt serve`` as a process: its start, its end, and the arguments that it rejects."""
 
 from __future__ import annotations
 
@@ -32,25 +32,25 @@ def refused(*arguments: object, status: int = 1) -> str:
 
 
 @pytest.mark.parametrize("host", ["0.0.0.0", "::", "192.168.1.1", "example.com", ""])
-def test_an_address_that_others_can_reach_requires_a_token(tmp_path: Path, host: str) -> None:
+def test_serving_on_an_address_that_others_can_reach_requires_a_token(tmp_path: Path, host: str) -> None:
     assert "pass --token-file or --no-token" in refused(tmp_path, "--host", host)
 
 
 @pytest.mark.parametrize(
     ("text", "match"), [("", "does not contain a token"), ("a b", "with a space"), ("t\u00f6", "non-ASCII")]
 )
-def test_a_file_without_tokens_is_rejected(tmp_path: Path, text: str, match: str) -> None:
+def test_a_token_file_without_tokens_is_rejected(tmp_path: Path, text: str, match: str) -> None:
     (tmp_path / "tokens").write_text(text)
     assert match in refused(tmp_path / "store", "--token-file", tmp_path / "tokens")
     assert "cannot read" in refused(tmp_path / "store", "--token-file", tmp_path / "none")
 
 
-def test_an_unknown_view_is_rejected(tmp_path: Path) -> None:
+def test_serve_rejects_an_unknown_view(tmp_path: Path) -> None:
     (tmp_path / "view").write_text("[]")
     assert "is not a JSON object" in refused(tmp_path / "store", "--view", tmp_path / "view")
 
 
-def test_a_path_without_a_store_is_not_served(tmp_path: Path) -> None:
+def test_serve_fails_if_there_is_no_store_at_the_path(tmp_path: Path) -> None:
     assert "there is no store at" in refused(tmp_path / "nope", status=3)
     assert not (tmp_path / "nope").exists()
 

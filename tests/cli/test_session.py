@@ -30,7 +30,7 @@ def test_a_store_cannot_send_control_characters_to_the_terminal(saved: Path, sto
 # care for stores
 
 
-def test_the_cache_folder_can_be_set_in_the_environment(
+def test_an_environment_variable_can_set_the_cache_folder(
     saved: Path, tmp_path: Path, as_json: AsJson, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("CASCKPT_CACHE_DIR", str(tmp_path / "there"))

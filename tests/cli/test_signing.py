@@ -16,7 +16,7 @@ def alice(tmp_path: Path) -> Pair:
     return pair(tmp_path / "keys")
 
 
-def test_a_signed_checkpoint_is_verified_exported_and_followed(
+def test_a_signed_checkpoint_can_be_verified_exported_and_followed(
     saved: Path, alice: Pair, tmp_path: Path, run: Run, as_json: AsJson
 ) -> None:
     signed = as_json("sign", saved, "a@1..2", "--key", alice.private)

@@ -46,7 +46,7 @@ def test_numbers_and_times_are_printed_in_a_readable_form() -> None:
     assert shortened(["a", "b", "c"], 2) == ["a", "b", "... and 1 more (--json lists all)"]
 
 
-def test_titles_are_bold_unless_turned_off(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_titles_are_bold_unless_styles_are_turned_off(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("NO_COLOR", "TERM"):
         monkeypatch.delenv(name, raising=False)
     assert "\x1b[1m" in bold("x")
@@ -86,7 +86,7 @@ def test_in_a_pipe_each_row_is_one_complete_line(
     assert printed(capsys, ("abcdef", "r" * 200, "7", "n" * 90))[1] == f"abcdef  {'r' * 200}     7  {'n' * 90}"
 
 
-def test_a_long_cell_ends_in_an_ellipsis_and_leaves_room_for_others(
+def test_a_long_cell_ends_in_an_ellipsis_and_leaves_room_for_other_columns(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     on_a_terminal(monkeypatch, 30)
@@ -94,7 +94,7 @@ def test_a_long_cell_ends_in_an_ellipsis_and_leaves_room_for_others(
     assert lines[1:] == ["abcdef  rrrrrr…     7  nnnnnn…", "x       \u6f22\u5b57\u6f22…     8"]
 
 
-def test_an_optional_column_is_dropped_before_others_are_truncated_to_nothing(
+def test_an_optional_column_is_dropped_before_other_columns_become_empty(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     columns = (Column("ID", fixed=True, spare=2), Column("RUN"), Column("NEW", "right", fixed=True, spare=1))
@@ -134,7 +134,7 @@ def test_no_line_is_longer_than_a_terminal_is_wide(rows: list[tuple[str, str, st
 
 @given(_ROWS)
 @example([("", "0\x1f\U00018d09\U0001b2fc", "\U00018d09\U0002ebe1", 30 * "\U00018d09")])  # escapes in older Pythons
-def test_text_that_fits_is_not_truncated(rows: list[tuple[str, str, str, str]]) -> None:
+def test_text_that_fits_its_column_is_not_truncated(rows: list[tuple[str, str, str, str]]) -> None:
     wanted = [[column.title for column in _COLUMNS], *([printable(cell) for cell in row] for row in rows)]
     shown = on_a_terminal_of(_ALL_FIT, rows)
     assert "".join(shown.split()) == "".join("".join(cell.split()) for row in wanted for cell in row)

@@ -76,7 +76,7 @@ def test_a_metric_that_no_checkpoint_has_does_not_forget_or_thin_anything(
 
 
 def offered(*words: object, **environment: str) -> list[str]:
-    """The completions of the last of ``words``, which may be a prefix."""
+    """Return the completions of the last word, which may be a prefix."""
     line = ["casckpt", *map(str, words)]
     asked = {"_CASCKPT_COMPLETE": "bash_complete", "COMP_WORDS": " ".join(line), "COMP_CWORD": str(len(line) - 1)}
     result = CliRunner().invoke(cli, [], env=asked | environment)
@@ -84,7 +84,7 @@ def offered(*words: object, **environment: str) -> list[str]:
     return [line.partition(",")[2] for line in result.stdout.splitlines() if line]
 
 
-def test_references_runs_and_folders_are_completed(saved: Path, store: casckpt.Store) -> None:
+def test_completions_include_references_runs_and_folders(saved: Path, store: casckpt.Store) -> None:
     store.tag("best", "a@2")
     refs = ["tag:best", "latest", "a@latest", "b@latest", "b@1", "a@3", "a@2", "a@1"]
     assert offered("show", saved, "") == refs
@@ -109,7 +109,7 @@ def test_an_unreadable_store_offers_no_completions(store: str) -> None:
     assert offered("show", store, "") == []
 
 
-def test_a_store_argument_completes_folders(saved: Path) -> None:
+def test_a_store_argument_is_completed_with_folders(saved: Path) -> None:
     asked = {"_CASCKPT_COMPLETE": "bash_complete", "COMP_WORDS": "casckpt list /tm", "COMP_CWORD": "2"}
     assert CliRunner().invoke(cli, [], env=asked).stdout == "dir,/tm\n"
 

@@ -1,4 +1,4 @@
-"""Blobs as objects, and the marks for damaged blobs."""
+"""Blobs as objects in a store, and the marks for damaged blobs."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def test_a_blob_that_a_gc_deletes_between_two_calls_is_put_again(
     assert repo.storage.get(key, limit=10) == b"data"
 
 
-def test_sizes_are_counted_in_bytes(repo: Repository, txid: TxId) -> None:
+def test_the_sizes_of_blobs_are_counted_in_bytes(repo: Repository, txid: TxId) -> None:
     wide = memoryview(bytes(8)).cast("d")
     blobs.put(repo, txid, HASH, wide.cast("B"))
     blobs.put(repo, txid, HASH, bytes(8))
@@ -81,7 +81,7 @@ def test_failing_storage_does_not_mean_that_a_blob_is_missing(
         blobs.check(repo, [one])
 
 
-def test_marks_alternate_and_the_highest_number_wins(repo: Repository, txid: TxId) -> None:
+def test_the_newest_mark_determines_whether_a_blob_counts_as_damaged(repo: Repository, txid: TxId) -> None:
     assert blobs.damaged_marks(repo) == set()
     for _ in range(6):
         blobs.mark_damaged(repo, txid, HASH, "flipped")
@@ -100,7 +100,7 @@ def test_a_mark_that_changes_nothing_is_not_written(repo: Repository, txid: TxId
     assert [entry.key for entry in repo.storage.list("damaged/")] == [damaged_key(txid, HASH, 0)]
 
 
-def test_marks_of_equal_hashes_are_separate_for_each_uploader(repo: Repository, txid: TxId) -> None:
+def test_blobs_of_different_uploaders_with_equal_hashes_have_separate_marks(repo: Repository, txid: TxId) -> None:
     other = repo.new_txid("a", 2)
     blobs.mark_damaged(repo, txid, HASH, "x")
     blobs.mark_damaged(repo, other, HASH, "x")
@@ -144,13 +144,13 @@ def test_two_processes_that_mark_a_blob_concurrently_agree(
     assert len(list(repo.storage.list("damaged/"))) == (3 if repaired else 1)
 
 
-def test_foreign_keys_are_ignored(repo: Repository, txid: TxId) -> None:
+def test_files_with_other_names_are_ignored(repo: Repository, txid: TxId) -> None:
     repo.storage.put("damaged/README", b"x")
     repo.storage.put(f"damaged/{txid}/{HASH}/01", b"x")
     assert blobs.damaged_marks(repo) == set()
 
 
-def test_long_reasons_are_truncated(repo: Repository, txid: TxId) -> None:
+def test_the_reason_in_a_mark_of_damage_is_truncated_if_it_is_long(repo: Repository, txid: TxId) -> None:
     blobs.mark_damaged(repo, txid, HASH, "x" * 10_000_000)
     (mark,) = blobs.marks(repo)
     assert len(mark.why) == 500

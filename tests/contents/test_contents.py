@@ -1,4 +1,4 @@
-"""The contents of a checkpoint, by key, as one rank sees them."""
+"""The contents of a checkpoint by key, as one rank sees them."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def store(tmp_path: Path) -> casckpt.Store:
     return casckpt.open(tmp_path)
 
 
-def test_contents_are_found_by_key(store: casckpt.Store) -> None:
+def test_the_contents_of_a_checkpoint_are_found_by_their_keys(store: casckpt.Store) -> None:
     large = bytes(200_000)
     state = {"w": torch.ones(3), "sub": {"x": torch.zeros(2), "lr": 0.1}, "array": np.arange(100_000)}
     contents = saved(store, state, attachments={"small": b"abc", "large": large})
@@ -72,7 +72,7 @@ def test_a_leaf_that_is_not_stored_is_rejected(store: casckpt.Store) -> None:
             look()
 
 
-def test_a_lost_part_of_an_object_is_reported_as_damage(store: casckpt.Store) -> None:
+def test_a_missing_part_of_an_object_is_reported_as_damage(store: casckpt.Store) -> None:
     contents = saved(store, {"array": np.arange(100_000)})
     more = changed(contents.objects["array"], parts=2)
     with pytest.raises(Damaged, match="lacks a part of object 'array'"):
@@ -89,7 +89,7 @@ def test_an_entry_with_holes_is_reported_before_memory_is_allocated_for_it(store
         contents.check_whole([entry])
 
 
-def test_contents_work_without_torch(store: casckpt.Store, tmp_path: Path) -> None:
+def test_the_contents_of_a_checkpoint_can_be_read_without_torch(store: casckpt.Store, tmp_path: Path) -> None:
     state: OrderedDict[str, Any] = OrderedDict(w=torch.ones(3))
     vars(state)["_metadata"] = {"kind": torch.float16}
     contents = saved(store, {"model": state})

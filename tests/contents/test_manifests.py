@@ -27,7 +27,7 @@ from tests.support.repositories import blob_hash, committed_draft, draft, reposi
 
 
 def fresh(tmp_path: Path, repo: Repository) -> Repository:
-    """A new process, with nothing in memory."""
+    """Return the repository as a new process opens it, with nothing in memory."""
     return repository(tmp_path, repo.storage)
 
 
@@ -96,7 +96,7 @@ def test_the_error_for_damage_names_the_checkpoint_and_the_file(
     assert caught.value.key == key_of(commit)
 
 
-def test_an_error_for_an_invalid_manifest_names_the_checkpoint(tmp_path: Path, repo: Repository) -> None:
+def test_the_error_for_an_invalid_manifest_names_the_checkpoint(tmp_path: Path, repo: Repository) -> None:
     """The head belongs to a later version, and the record confirms it."""
     commit = save(repo, "sft", 7)
     data = bytearray(repo.storage.get(key_of(commit), limit=1 << 30))
@@ -144,7 +144,9 @@ def test_failing_storage_is_not_reported_as_damage(tmp_path: Path, repo: Reposit
         manifests.get(fresh(tmp_path, repo), commit)
 
 
-def test_the_catalogue_keeps_blob_lists(tmp_path: Path, repo: Repository, faults: FaultyStore) -> None:
+def test_the_catalogue_stores_the_list_of_blobs_of_each_manifest(
+    tmp_path: Path, repo: Repository, faults: FaultyStore
+) -> None:
     base = save(repo, "a", 1, texts=["one", "two"])
     commit = save(repo, "a", 2, texts=["three"], reused=manifests.get(repo, base).blobs)
     wanted = [
@@ -162,7 +164,9 @@ def test_a_checkpoint_without_blobs_has_an_empty_blob_list(repo: Repository) -> 
     assert manifests.blobs_of(repo, save(repo)) == []
 
 
-def test_transactions_with_the_same_manifest_have_different_locations(tmp_path: Path, repo: Repository) -> None:
+def test_two_commits_with_the_same_manifest_id_can_have_different_blob_locations(
+    tmp_path: Path, repo: Repository
+) -> None:
     records = []
     for _ in range(2):
         txid = repo.new_txid("a", 1)
@@ -180,7 +184,7 @@ def test_transactions_with_the_same_manifest_have_different_locations(tmp_path: 
 
 
 def save_large(repo: Repository, count: int = 30_000) -> Commit:
-    """A manifest of several MiB: many tensors of one cell each, all in one blob."""
+    """Save a manifest of several MiB: many tensors of one cell each, all in one blob."""
     txid = repo.new_txid("a", 1)
     ref = BlobRef(blob_hash("large"), 4096 + 64 * count, txid)
     box = full_box((16,))
@@ -259,7 +263,7 @@ def test_damage_in_a_large_manifest_affects_only_the_damaged_part(tmp_path: Path
     assert len(manifests.stored_blobs(fresh(tmp_path, repo), commit)) == 1
 
 
-def test_purging_a_large_manifest_while_it_is_read_raises_gone(tmp_path: Path, repo: Repository) -> None:
+def test_reading_a_large_manifest_that_is_purged_in_the_meantime_raises_gone(tmp_path: Path, repo: Repository) -> None:
     commit = save_large(repo)
     found = manifests.get(fresh(tmp_path, repo), commit)
     purge(repo, forget(repo, commit))

@@ -12,7 +12,7 @@ from tests.support.repositories import memory
 from tests.support.training import contents, identical, made, trained
 
 
-def test_a_prefetched_checkpoint_is_not_reread(tmp_path: Path) -> None:
+def test_a_load_does_not_read_the_blobs_of_a_prefetched_checkpoint_again(tmp_path: Path) -> None:
     storage = FaultyStore(memory())
     store = Store(Repository(storage, cache_dir=tmp_path))
     model, optimizer = trained()

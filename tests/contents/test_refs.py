@@ -112,7 +112,7 @@ def test_a_purged_checkpoint_is_reported_as_gone(repo: Repository) -> None:
     assert resolve(repo, purged.id[:6]) == other
 
 
-def test_a_purged_commit_resolves_to_a_different_commit_of_the_checkpoint(repo: Repository) -> None:
+def test_a_reference_to_a_purged_commit_resolves_to_a_different_commit_of_the_checkpoint(repo: Repository) -> None:
     """A repair rewrote the checkpoint, and the old commit was purged. The holder continues with the new commit."""
     commit = commit_bare(repo, "a", 1)
     purge(repo, forget(repo, commit))
@@ -204,7 +204,7 @@ def test_a_not_found_error_mentions_unreadable_records(repo: Repository) -> None
 
 
 def test_an_error_for_records_of_a_different_version_suggests_an_upgrade(repo: Repository) -> None:
-    """A store from before the format was settled has records without heads. This is not damage."""
+    """In a store from before the format was final, records have no heads. This is not damage."""
     key = commit_key(commit_bare(repo, "a", 1).txid)
     line = repo.storage.get(key, limit=1 << 20).partition(b"\n")[0].replace(b'"head"', b'"foot"')
     repo.storage.replace(key, line + b"\n" + hex_digest(line).encode() + b"\n")
@@ -213,7 +213,7 @@ def test_an_error_for_records_of_a_different_version_suggests_an_upgrade(repo: R
             resolve(repo, ref)
 
 
-def test_lists_and_step_ranges_are_resolved(repo: Repository) -> None:
+def test_lists_of_references_and_ranges_of_steps_are_resolved(repo: Repository) -> None:
     made = {(run, step): commit_bare(repo, run, step) for run in ("a", "b/c") for step in (30, 10, 20)}
     forget(repo, commit_bare(repo, "a", 15))
     assert steps(resolve_many(repo, ["a@10..20"])) == [("a", 10), ("a", 20)]
@@ -225,7 +225,7 @@ def test_lists_and_step_ranges_are_resolved(repo: Repository) -> None:
     assert resolve_many(repo, []) == []
 
 
-def test_a_range_contains_one_of_two_twins(repo: Repository) -> None:
+def test_a_range_contains_only_one_of_two_twins(repo: Repository) -> None:
     commit_bare(repo, "a", 1)
     later = commit_bare(repo, "a", 1)
     assert resolve_many(repo, ["a@0.."]) == [later]
@@ -263,7 +263,7 @@ def test_a_range_can_be_open_at_either_end(made: set[int], low: int | None, high
             resolve_many(repo, [ref])
 
 
-def test_a_step_or_range_refers_to_forgotten_checkpoints_in_a_restore(repo: Repository) -> None:
+def test_restore_resolves_steps_and_ranges_to_forgotten_checkpoints(repo: Repository) -> None:
     forgotten = [forget(repo, commit_bare(repo, "a", step)) for step in (5, 1, 3)]
     forget(repo, commit_bare(repo, "a", 4))
     over = commit_bare(repo, "a", 4)
@@ -288,7 +288,7 @@ def test_an_error_lists_the_ids_if_several_checkpoints_were_forgotten_at_a_step(
             resolve_forgotten(repo, ref, list_commits(repo))
 
 
-def test_many_references_are_resolved_with_one_listing(tmp_path: Path) -> None:
+def test_any_number_of_references_is_resolved_with_one_listing(tmp_path: Path) -> None:
     storage = FaultyStore(memory())
     repo = repository(tmp_path, storage)
     for step in range(5):

@@ -1,4 +1,4 @@
-"""Signatures in a store: the ones that gc deletes, and the ones that it keeps."""
+"""Signatures in a store: which ones gc deletes, and which ones it keeps."""
 
 from __future__ import annotations
 
@@ -46,16 +46,16 @@ def test_gc_keeps_signatures_until_the_purge(repo: Repository, first: Commit) ->
     assert ids(repo) == set()
 
 
-def test_gc_keeps_a_signature_without_known_commits(repo: Repository, first: Commit) -> None:
-    """A save or a copy puts the signature before its commit."""
+def test_gc_keeps_a_signature_of_a_checkpoint_without_known_commits(repo: Repository, first: Commit) -> None:
+    """A save or a copy stores the signature before it commits."""
     key = f"signatures/{'a' * 64}/{'b' * 64}"
     repo.storage.put(key, b"x")
     run_gc(repo)
     assert list_signatures(repo) == {key: "a" * 64}
 
 
-def test_gc_keeps_signatures_of_an_open_copy(tmp_path: Path, repo: Repository, first: Commit) -> None:
-    """The destination has purged it, and the copy commits it again."""
+def test_gc_keeps_the_signatures_of_a_copy_in_progress(tmp_path: Path, repo: Repository, first: Commit) -> None:
+    """The destination has purged the checkpoint, and the copy commits it again."""
     target = elsewhere(tmp_path)
     copy(repo, target, first)
     forget(target, list_commits(target).live()[0])

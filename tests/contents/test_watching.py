@@ -1,4 +1,4 @@
-"""Watching a run: each checkpoint is yielded once, after it exists, and requests cover only new data."""
+"""Watching a run: each checkpoint is yielded once, after it is complete, and requests read only new data."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ def on_time(*steps: int) -> list[tuple[int, bool]]:
 
 
 def begun(repo: Repository, step: int) -> Any:
-    """A save that was announced, but has no record."""
+    """Return a save that was announced, but has no record yet."""
     save = saved(repo, "run", step)
     announce(repo, [(save.txid, 0)])
     return save
@@ -91,7 +91,7 @@ def test_a_new_commit_is_yielded_once(repo: Repository) -> None:
     assert seen(3) == []
 
 
-def test_a_watch_starts_when_it_is_called_and_not_at_its_first_poll(repo: Repository) -> None:
+def test_a_watch_starts_when_it_is_created_and_not_at_its_first_poll(repo: Repository) -> None:
     seen = Seen(repo)
     commit_bare(repo, step=1)
     assert seen() == on_time(1)
@@ -141,7 +141,7 @@ def test_a_checkpoint_is_not_yielded_before_its_record_exists(repo: Repository) 
     assert seen(4) == []
 
 
-def test_a_checkpoint_is_late_if_it_began_earlier(repo: Repository) -> None:
+def test_a_checkpoint_is_late_only_if_its_save_began_before_that_of_a_yielded_one(repo: Repository) -> None:
     seen = Seen(repo)
     first, second = saved(repo, "run", 1), saved(repo, "run", 2)
     announce(repo, [(second.txid, 0)])
@@ -172,7 +172,7 @@ def test_an_abandoned_transaction_is_not_yielded(repo: Repository, faults: Fault
     assert Seen(repo)(4) == []
 
 
-def test_a_watch_continues_after_a_rollback_of_the_run(repo: Repository) -> None:
+def test_a_watch_yields_new_checkpoints_after_a_run_was_rolled_back(repo: Repository) -> None:
     seen = Seen(repo)
     made = [commit_bare(repo, step=step) for step in (1, 2, 3)]
     assert seen() == on_time(1, 2, 3)
@@ -213,7 +213,7 @@ def test_a_restored_checkpoint_from_before_the_watch_is_not_yielded(repo: Reposi
     assert seen(2) == []
 
 
-def test_a_rewrite_is_yielded_once_in_place_of_its_base(repo: Repository) -> None:
+def test_a_watch_yields_a_rewrite_once_in_place_of_its_base(repo: Repository) -> None:
     old = commit_bare(repo, step=0)
     commit_bare(repo, step=1)
     seen = Seen(repo)
@@ -228,7 +228,7 @@ def test_a_rewrite_is_yielded_once_in_place_of_its_base(repo: Repository) -> Non
     assert seen(4) == []
 
 
-def test_a_watch_after_a_rewritten_checkpoint_yields_later_saves(repo: Repository) -> None:
+def test_a_watch_that_starts_after_a_rewritten_checkpoint_yields_later_saves(repo: Repository) -> None:
     old = commit_bare(repo, step=1)
     commit_bare(repo, step=2)
     moved = rewrite_bare(repo, old)
@@ -248,7 +248,7 @@ def test_a_copy_of_an_older_checkpoint_is_yielded_as_late(repo: Repository) -> N
 # latest_only
 
 
-def test_latest_yields_only_the_newest_at_each_poll(repo: Repository) -> None:
+def test_a_watch_for_latest_yields_only_the_newest_checkpoint_at_each_poll(repo: Repository) -> None:
     seen = Seen(repo, latest_only=True)
     slow = begun(repo, 1)
     made = [commit_bare(repo, step=step) for step in (2, 3, 4)]
@@ -262,7 +262,7 @@ def test_latest_yields_only_the_newest_at_each_poll(repo: Repository) -> None:
     assert seen(4) == []
 
 
-def test_latest_orders_a_copy_by_its_original_save(repo: Repository) -> None:
+def test_a_watch_for_latest_orders_a_copy_by_the_time_of_its_original_save(repo: Repository) -> None:
     """The copy of the rewrite arrives later."""
     seen, latest = Seen(repo), Seen(repo, latest_only=True)
     old = make_txid(time_of(START), bytes(8), "run", 1)
@@ -274,7 +274,7 @@ def test_latest_orders_a_copy_by_its_original_save(repo: Repository) -> None:
 
 
 @pytest.mark.parametrize("after", [WHOLE, 0, 2])
-def test_the_current_latest_is_yielded_if_it_follows_the_given_checkpoint(repo: Repository, after: Any) -> None:
+def test_the_current_latest_checkpoint_is_yielded_if_it_follows_the_given_one(repo: Repository, after: Any) -> None:
     made = [commit_bare(repo, step=step) for step in range(3)]
     rewrite_bare(repo, made[2])
     seen = Seen(repo, after if after == WHOLE else made[after], latest_only=True)
@@ -390,7 +390,7 @@ def spoil(repo: Repository, key: str) -> None:
     repo.storage.put(key, b"torn")
 
 
-def test_a_listing_finds_transactions_of_a_torn_announcement(tmp_path: Path) -> None:
+def test_a_listing_finds_the_transactions_named_in_a_damaged_announcement(tmp_path: Path) -> None:
     storage = memory()
     repo = repository(tmp_path / "writer", storage)
     one = commit_bare(repo, step=1)

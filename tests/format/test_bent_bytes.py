@@ -1,4 +1,4 @@
-"""Every decoder of stored data returns a value or raises an error of casckpt for changed bytes."""
+"""Given changed bytes, every decoder of stored data returns a value or raises a casckpt error."""
 
 from __future__ import annotations
 

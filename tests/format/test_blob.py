@@ -1,4 +1,4 @@
-"""The header of a blob: any safetensors reader opens it, it is canonical, and other bytes are refused."""
+"""The header of a blob: any safetensors reader accepts it, it is canonical, and all other bytes are refused."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def test_safetensors_reads_the_data_from_byte_4096(tmp_path: Path) -> None:
         assert torch.equal(file.get_tensor("1"), second)
 
 
-def test_the_bytes_of_a_blob_never_change() -> None:
+def test_the_header_of_a_blob_always_has_the_same_bytes() -> None:
     header = encode_header([("bfloat16", 4), ("uint8", 3)], 2)
     assert header[:8] == (4088).to_bytes(8, "little")
     assert header[8:].rstrip(b" ") == (
@@ -71,14 +71,16 @@ def test_the_bytes_of_a_blob_never_change() -> None:
     )
 
 
-def test_adjacent_cells_of_the_same_stored_dtype_are_one_tensor() -> None:
+def test_adjacent_cells_of_the_same_stored_dtype_form_one_tensor_of_a_blob() -> None:
     assert encode_header([("complex128", 16), ("uint8", 0), ("float8_e8m0fnu", 3)], 5) == encode_header(
         [("uint8", 19)], 5
     )
 
 
 @given(RUNS, st.integers(2, MAX_LEAVES))
-def test_a_header_decodes_to_its_runs(runs: list[tuple[str, int]], leaves: int) -> None:
+def test_a_header_decodes_to_one_tensor_for_each_run_of_cells_of_the_same_dtype(
+    runs: list[tuple[str, int]], leaves: int
+) -> None:
     header = encode_header(runs, leaves)
     decoded = decode_header(header, size_of(runs, leaves))
     assert sum(nbytes for _, nbytes in decoded) == sum(nbytes for _, nbytes in runs)
@@ -122,18 +124,18 @@ def test_a_proof_with_an_invalid_number_of_leaves_is_rejected(leaves: int) -> No
         (b"[4,76]", b"[4,75]"),
     ],
 )
-def test_a_proof_described_differently_in_the_header_is_rejected(before: bytes, after: bytes) -> None:
+def test_a_proof_that_contradicts_the_header_is_rejected(before: bytes, after: bytes) -> None:
     header = encode_header([("int16", 4)], 2)
     assert before in header
     with pytest.raises(Refused):
         decode_header(header.replace(before, after), size_of([("int16", 4)]))
 
 
-def test_the_smallest_proof_limits_the_data() -> None:
+def test_the_size_of_a_blob_limits_the_size_of_its_data() -> None:
     assert most_data(size_of([("int8", 5)])) == 5
 
 
-def test_holes_and_overlaps_are_rejected() -> None:
+def test_a_header_with_holes_or_overlaps_is_rejected() -> None:
     header = encode_header([("int16", 4), ("int8", 4)], 2)
     for offsets in (b"[5,9]", b"[3,7]"):
         with pytest.raises(Refused):
@@ -141,7 +143,7 @@ def test_holes_and_overlaps_are_rejected() -> None:
 
 
 @pytest.mark.parametrize("runs", [[("float32", 6)], [("int8", 1), ("int16", 2)], [("int8", -1)]])
-def test_an_impossible_layout_is_rejected(runs: list[tuple[str, int]]) -> None:
+def test_a_header_with_an_impossible_layout_is_rejected(runs: list[tuple[str, int]]) -> None:
     with pytest.raises(InvalidInput):
         encode_header(runs, 2)
 
@@ -151,7 +153,7 @@ def test_an_unknown_dtype_is_rejected() -> None:
         encode_header([("float7", 8)], 2)
 
 
-def test_the_maximum_number_of_runs_fits_into_a_header() -> None:
+def test_the_maximum_number_of_tensors_fits_into_the_header_of_a_blob() -> None:
     longest = 1 << 30
     runs = [("float8_e4m3fn" if i % 2 else "float8_e5m2", longest) for i in range(MAX_RUNS)]
     assert len(encode_header(runs, MAX_LEAVES)) == DATA_OFFSET

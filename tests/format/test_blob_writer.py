@@ -1,4 +1,4 @@
-"""The writer of blobs: the name verifies each blob, and no large cell is hashed twice."""
+"""The blob writer: each blob can be verified against its name, and no large cell is hashed twice."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ LENGTHS = st.one_of(
 
 @st.composite
 def cells(draw: st.DrawFn) -> list[tuple[str, bytes]]:
-    """Cells in the order of a blob: by dtype, with large and small ones in any order."""
+    """Draw cells in the order of a blob: by dtype, with large and small cells in any order."""
     found = []
     for number in range(draw(st.integers(1, 25))):
         dtype = draw(st.sampled_from(DTYPES))
@@ -37,7 +37,7 @@ def cells(draw: st.DrawFn) -> list[tuple[str, bytes]]:
 
 
 def written(given: list[tuple[str, bytes]]) -> tuple[BlobHash, bytes, list[int]]:
-    """Return the name, the bytes, and the place of each cell. The buffer is a used one."""
+    """Return the name, the bytes, and the offset of each cell. The buffer contains bytes of an earlier blob."""
     total = sum(len(data) for _, data in given)
     buffer = memoryview(bytearray(b"\xaa" * buffer_bytes(padded(total))))
     writer, places = BlobWriter(buffer), []
@@ -56,7 +56,7 @@ def leaves_of(name: BlobHash, file: bytes) -> list[Leaf]:
 
 @settings(deadline=None)
 @given(cells())
-def test_the_name_of_a_blob_verifies_it(given: list[tuple[str, bytes]]) -> None:
+def test_the_contents_of_a_blob_are_verified_against_its_name(given: list[tuple[str, bytes]]) -> None:
     name, file, places = written(given)
     leaves = leaves_of(name, file)
     check = LeafCheck(leaves)
@@ -74,7 +74,9 @@ def test_the_name_of_a_blob_verifies_it(given: list[tuple[str, bytes]]) -> None:
 
 @settings(deadline=None)
 @given(cells())
-def test_large_cells_are_page_aligned_leaves_and_small_cells_share_leaves(given: list[tuple[str, bytes]]) -> None:
+def test_large_cells_are_separate_page_aligned_leaves_and_small_cells_share_leaves(
+    given: list[tuple[str, bytes]],
+) -> None:
     name, file, places = written(given)
     by_offset = {leaf.offset: leaf for leaf in leaves_of(name, file)}
     large = {at: data for (_, data), at in zip(given, places, strict=True) if len(data) >= LEAF_BYTES}
@@ -92,7 +94,7 @@ def test_large_cells_are_page_aligned_leaves_and_small_cells_share_leaves(given:
 
 @settings(deadline=None)
 @given(cells())
-def test_large_cells_are_not_rehashed(given: list[tuple[str, bytes]]) -> None:
+def test_the_blob_writer_does_not_hash_large_cells_again(given: list[tuple[str, bytes]]) -> None:
     hashed = []
 
     def digest(data: Buffer) -> CellDigest:
@@ -110,7 +112,7 @@ def test_large_cells_are_not_rehashed(given: list[tuple[str, bytes]]) -> None:
 
 @settings(deadline=None)
 @given(cells(), st.lists(LENGTHS, min_size=1, max_size=8))
-def test_frames_follow_the_cells_and_large_frames_are_leaves(
+def test_frames_are_placed_after_the_cells_and_large_frames_are_separate_leaves(
     given: list[tuple[str, bytes]], lengths: list[int]
 ) -> None:
     frames = [bytes([200 + number]) * nbytes for number, nbytes in enumerate(lengths)]
@@ -139,12 +141,12 @@ def test_frames_follow_the_cells_and_large_frames_are_leaves(
     )
 
 
-def test_small_blobs_remain_small() -> None:
+def test_a_small_blob_needs_little_space_beyond_its_cells() -> None:
     _, file, places = written([("float32", b"1234")])
     assert (len(file), places) == (DATA_OFFSET + 4 + 2 * 36, [DATA_OFFSET])
 
 
-def test_padding_belongs_to_the_preceding_run_for_every_safetensors_reader(tmp_path: Path) -> None:
+def test_safetensors_readers_see_padding_as_part_of_the_preceding_tensor(tmp_path: Path) -> None:
     given = [("float32", bytes(LEAF_BYTES + 4)), ("float32", b"1234"), ("uint8", bytes(LEAF_BYTES))]
     _, file, places = written(given)
     (tmp_path / "blob.safetensors").write_bytes(file)
@@ -155,7 +157,7 @@ def test_padding_belongs_to_the_preceding_run_for_every_safetensors_reader(tmp_p
         assert opened.get_tensor("1").nbytes == LEAF_BYTES
 
 
-def test_cells_that_are_not_added_do_not_leave_a_trace() -> None:
+def test_cells_that_are_not_added_do_not_affect_the_blob() -> None:
     buffer = memoryview(bytearray(buffer_bytes(padded(3 * LEAF_BYTES))))
     writer = BlobWriter(buffer)
     for _ in range(3):

@@ -1,4 +1,4 @@
-"""The check of a blob by hand runs the commands of docs/format.md, with a substitute if b3sum is missing."""
+"""A blob is verified with the shell commands of docs/format.md, with a substitute if b3sum is missing."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def path(tmp_path: Path) -> str:
 
 
 def commands() -> list[str]:
-    """The commands of the page, without its comments."""
+    """Return the commands of the page, without its comments."""
     found = re.findall(r"^((?:tail|dd) .*?)(?:   +.*)?$", PAGE.read_text(), re.MULTILINE)
     assert len(found) == 3
     return found

@@ -1,4 +1,4 @@
-"""Columns decode as encoded, in few bytes, and other bytes are refused."""
+"""Columns are decoded as they were encoded, need few bytes, and are refused if malformed."""
 
 from __future__ import annotations
 

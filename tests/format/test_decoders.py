@@ -19,7 +19,7 @@ FORMAT = Path(casckpt.format.__file__).parent
 
 
 def late_types(source: str) -> Iterator[str]:
-    """Calls by which msgspec would inspect a type for the first time while a thread decodes."""
+    """Yield the calls in which msgspec would inspect a type for the first time while a thread decodes."""
     tree = ast.parse(source)
     for node in ast.walk(tree):
         if isinstance(node, ast.Call) and any(given.arg == "type" for given in node.keywords):
@@ -69,7 +69,7 @@ for thread in threads: thread.join()
 """
 
 
-def test_threads_may_be_the_first_to_decode() -> None:
+def test_threads_can_be_the_first_to_decode_a_type() -> None:
     """No process dies when sixteen threads decode its first record, blob and manifest."""
     record = encode(Forgotten(txid=UPLOADERS[0], time=1))
     name, written = data()

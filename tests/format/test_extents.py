@@ -1,4 +1,4 @@
-"""Extent tables return the cells that they were made of, and joining them loses nothing."""
+"""Extent tables return the cells that they were built from, and nothing is lost when tables are joined."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def _check_order(table: ExtentTable) -> None:
 
 
 @given(cases())
-def test_a_table_contains_its_cells(case: Case) -> None:
+def test_a_table_contains_exactly_the_cells_that_it_was_built_from(case: Case) -> None:
     table = case.table
     assert sorted(table.stored_cells(), key=repr) == sorted(case.cells, key=repr)
     assert sum(len(one.digests) for one in table.extents) == DIGEST_BYTES * len(case.cells)
@@ -33,7 +33,7 @@ def test_a_table_contains_its_cells(case: Case) -> None:
 
 
 @given(cases(), st.data())
-def test_cells_of_a_range_are_those_that_overlap_it(case: Case, data: st.DataObject) -> None:
+def test_a_search_by_range_finds_the_cells_that_overlap_the_range(case: Case, data: st.DataObject) -> None:
     table = case.table
     box = data.draw(st.integers(0, len(table.boxes) - 1))
     lo, hi = sorted(data.draw(st.tuples(*[st.integers(0, table.boxes[box].numel)] * 2)))
@@ -42,8 +42,8 @@ def test_cells_of_a_range_are_those_that_overlap_it(case: Case, data: st.DataObj
 
 
 @given(cases(), st.data())
-def test_moved_cells_compare_equal(case: Case, data: st.DataObject) -> None:
-    """The first part of a table does not depend on the places of its cells."""
+def test_tables_of_moved_cells_compare_equal(case: Case, data: st.DataObject) -> None:
+    """The first part of a table does not depend on the locations of its cells."""
     places, end = {}, 4096
     every = [one for cell in case.table.stored_cells() for one in cell.chain]
     for cell in data.draw(st.permutations(every)):
@@ -60,7 +60,7 @@ def test_moved_cells_compare_equal(case: Case, data: st.DataObject) -> None:
     assert table == build(table.shape, table.itemsize, table.cell, expected)
 
 
-def test_consecutive_cells_form_an_extent() -> None:
+def test_consecutive_cells_in_a_blob_form_an_extent() -> None:
     box = full_box((100,))
     cells = [
         stored_cell(Region(box, lo, lo + 10), 0, 4096 + lo, 10, digest(Region(box, lo, lo + 10)))
@@ -71,7 +71,7 @@ def test_consecutive_cells_form_an_extent() -> None:
     assert len(table.extents[0].digests) == 10 * DIGEST_BYTES
 
 
-def test_a_boundary_off_the_grid_begins_an_extent() -> None:
+def test_a_cell_that_does_not_begin_on_the_grid_begins_a_new_extent() -> None:
     box = full_box((30,))
     ends = [0, 10, 15, 20, 30]
     cells = [
@@ -95,7 +95,7 @@ def test_the_extents_of_a_built_table_are_disjoint() -> None:
 
 
 @given(cases(), st.data())
-def test_shares_of_several_ranks_are_joined(case: Case, data: st.DataObject) -> None:
+def test_tables_from_several_ranks_are_joined_into_one_table(case: Case, data: st.DataObject) -> None:
     ranks = data.draw(st.integers(1, 4))
     of = [data.draw(st.integers(0, ranks - 1)) for _ in case.cells]
     shares = [[cell for cell, rank in zip(case.cells, of, strict=True) if rank == one] for one in range(ranks)]

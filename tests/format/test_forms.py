@@ -1,4 +1,4 @@
-"""Forms have one spelling, are bounded, and are refused if hostile."""
+"""Each form has exactly one encoding and a limited size, and hostile forms are refused."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ FORMS: st.SearchStrategy[Form] = st.dictionaries(st.text(max_size=3), VALUES, ma
 
 
 @given(FORMS)
-def test_any_form_decodes_as_encoded_and_has_one_spelling(form: Form) -> None:
+def test_any_form_decodes_as_encoded_and_has_exactly_one_encoding(form: Form) -> None:
     text = encode_form(form)
     assert encode_form(decode_form(text)) == text == encode_form(dict(reversed(form.items())))
     assert not list(differences(form, decode_form(text)))
@@ -54,19 +54,19 @@ def nested(levels: int) -> str:
     ],
     ids=lambda text: repr(text)[:20],
 )  # fmt: skip
-def test_hostile_forms_are_refused(text: Any) -> None:
+def test_hostile_forms_of_wrappers_are_refused(text: Any) -> None:
     with pytest.raises(Refused):
         decode_form(text)
 
 
-def test_forms_have_limits() -> None:
+def test_forms_beyond_the_size_limits_are_rejected() -> None:
     assert decode_form(nested(MAX_LEVELS)) == json.loads(nested(MAX_LEVELS))
     for form in ({"a": "x" * MAX_CHARACTERS}, json.loads(nested(MAX_LEVELS + 1)), {"a": float("nan")}, {"a": {1}}):
         with pytest.raises(InvalidInput):
             encode_form(form)
 
 
-def test_differences_name_paths_and_values_of_both_sides() -> None:
+def test_the_differences_of_two_forms_name_paths_and_both_values() -> None:
     kernel = {"_type": "KernelPreference", "_data": "AUTO"}
     here = {"context": {"blocks": [1, 32], "kernel": kernel, "new": None}, "shape": [2, 3]}
     there = {"context": {"blocks": [1, 64], "kernel": {**kernel, "_data": "TORCH"}}, "shape": [2]}

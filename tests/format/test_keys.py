@@ -1,4 +1,4 @@
-"""Keys are built and parsed in one place, and foreign keys are refused."""
+"""Keys are built and parsed in one module, and other keys are refused."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ HOSTILE = [
 
 
 @given(times, st.binary(min_size=8, max_size=8), st.integers(0, MAX_STEP))
-def test_a_txid_contains_time_run_and_step(time: datetime, entropy: bytes, step: int) -> None:
+def test_a_transaction_id_contains_its_time_run_and_step(time: datetime, entropy: bytes, step: int) -> None:
     txid = keys.make_txid(time, entropy, "sft/lora", step)
     assert keys.parse_txid(txid) == keys.TxName(time, run_hash("sft/lora"), step)
     assert entropy.hex() in txid
@@ -37,19 +37,19 @@ def test_a_txid_contains_time_run_and_step(time: datetime, entropy: bytes, step:
 
 
 @given(st.lists(txids, min_size=1, max_size=5), times)
-def test_later_txids_sort_later(others: list[TxId], time: datetime) -> None:
+def test_a_new_transaction_id_sorts_after_all_earlier_ones(others: list[TxId], time: datetime) -> None:
     txid = keys.make_txid(keys.later_than(time, others), bytes(8), "x", 0)
     assert all(txid > other for other in others)
 
 
-def test_times_are_utc() -> None:
+def test_the_time_in_a_transaction_id_is_in_utc() -> None:
     here = datetime(2026, 1, 1, 2, tzinfo=timezone(timedelta(hours=2)))
     assert keys.make_txid(here, bytes(8), "x", 0).startswith("20260101T000000000000Z-")
     assert keys.later_than(here, []) == here
 
 
 @given(txids, st.integers(0, 999_999_999))
-def test_keys_parse_as_built(txid: TxId, number: int) -> None:
+def test_keys_are_parsed_into_the_values_that_they_were_built_from(txid: TxId, number: int) -> None:
     assert keys.parse_log(keys.commit_key(txid, number)) == (txid, number)
     assert keys.parse_log(keys.transaction_key(txid, number)) == (txid, number)
     assert keys.parse_tag(keys.tag_key("best", number)) == ("best", number)
@@ -79,14 +79,14 @@ def test_announcement_keys_have_the_documented_format() -> None:
 
 
 @given(st.sampled_from(HOSTILE) | st.text(max_size=30))
-def test_names_in_a_different_format_are_rejected_as_keys(name: str) -> None:
+def test_malformed_names_are_not_parsed_as_keys(name: str) -> None:
     for parse in (keys.parse_log, keys.parse_object, keys.parse_tag, keys.parse_damaged, keys.parse_settings):
         assert parse(name) is None or name.startswith("settings/")
     assert (keys.parse_mirrored(name), keys.parse_signature(name)) == (None, None)
 
 
 @given(txids, st.sampled_from(["\n", " ", "/", "/..", ".x", ".01", "\u0660"]))
-def test_a_key_with_a_suffix_is_rejected(txid: TxId, tail: str) -> None:
+def test_a_key_with_an_additional_suffix_is_rejected(txid: TxId, tail: str) -> None:
     assert keys.parse_log(keys.commit_key(txid) + tail) is None
     assert keys.parse_object(keys.blob_key(txid, BlobHash(HASH)) + tail) is None
     assert keys.parse_mirrored(keys.mirrored_key(txid) + tail) is None
@@ -110,7 +110,7 @@ def test_a_txid_with_an_impossible_date_is_rejected(day: str) -> None:
 
 
 @pytest.mark.parametrize("digits", ["٣" * 64, "A" * 64, "0" * 63, "0" * 65, "0" * 64 + "\n"])
-def test_other_strings_are_rejected_as_a_hash(digits: str) -> None:
+def test_strings_that_are_not_hashes_are_rejected(digits: str) -> None:
     with pytest.raises(Refused):
         keys.check_hash(digits)
 
@@ -122,7 +122,7 @@ def test_invalid_tag_names_are_rejected(name: str) -> None:
     assert keys.check_tag("best-2.0_x") == "best-2.0_x"
 
 
-def test_other_folders_have_documented_keys() -> None:
+def test_the_keys_of_all_other_folders_are_as_documented() -> None:
     assert keys.mirrored_key(TxId("t")) == "mirrored/t"
     assert keys.mirrored_key(TxId("t"), 2) == "mirrored/t.2"
     assert keys.commit_key(TxId("t")) == "commits/t"

@@ -1,4 +1,4 @@
-"""Manifests decode as encoded. For other bytes, decoding raises only Damaged or Refused."""
+"""Manifests are decoded as they were encoded. For all other bytes, decoding raises Damaged or Refused."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ BLOBS = [BlobRef(BlobHash(f"{n:064x}"), 4096 + 5000 * n, UPLOADERS[n % 2], worn=
 
 
 def drawn(**fields: Any) -> Draft:
-    """A manifest of one tensor of two cells, a small one, a part, an object and an attachment."""
+    """Return a manifest with a tensor of two cells, a small tensor, a part, an object and an attachment."""
     shape = (300,)
     cells = [Region(full_box(shape), 0, 256), Region(full_box(shape), 256, 300)]
     one = table_of((5,), 2048, [Region(full_box((5,)), 0, 5)])
@@ -71,7 +71,7 @@ def data() -> tuple[ManifestId, bytes]:
 
 
 def _use(manifest: Manifest) -> None:
-    """Read all of it, as load, diff and show do. This raises only Refused or Damaged."""
+    """Read the whole manifest, as load, diff and show do. This raises only Refused or Damaged."""
     for entry in manifest.entries:
         table = manifest.extents(entry)
         places = list(table.stored_cells())
@@ -157,7 +157,7 @@ class Ranged:
         return [self.data[offset : offset + length] for offset, length in ranges]
 
 
-def test_a_manifest_read_by_ranges_is_the_same() -> None:
+def test_a_manifest_read_by_ranges_equals_one_read_as_a_whole() -> None:
     made = encode(drawn())
     whole, ranged = decode(made.data, made.id), Ranged(made)
     for entry in whole.entries:
@@ -214,7 +214,7 @@ def test_a_different_manifest_under_the_same_name_is_reported_as_damage() -> Non
 
 
 @given(st.data())
-def test_any_change_is_detected(data_: st.DataObject) -> None:
+def test_any_change_to_a_manifest_is_detected(data_: st.DataObject) -> None:
     made = encode(drawn())
     raw = bytearray(made.data)
     kind = data_.draw(st.sampled_from(["flip", "cut", "grow", "other"]))
@@ -272,7 +272,7 @@ def test_the_error_for_a_flipped_byte_in_the_head_names_its_section(name: str) -
 
 
 def forged(**parts: bytes) -> Encoded:
-    """A forgery with correct hashes."""
+    """Return a forgery with correct hashes."""
     made = encode(drawn())
     head = decode_head(made.data)
     sections = {name: made.data[head[name].offset : head[name].end] for name in KNOWN} | parts
@@ -376,7 +376,7 @@ def _set(*path: str, to: Any) -> Callable[[dict[str, Any]], object]:
     ],
     ids=named,
 )
-def test_fields_outside_the_limits_are_rejected(change: Callable[[dict[str, Any]], object]) -> None:
+def test_manifest_fields_outside_the_limits_are_rejected(change: Callable[[dict[str, Any]], object]) -> None:
     made = changed("index", change)
     with pytest.raises(Refused, match="is invalid"):
         _use(decode(made.data, made.id, made.head))
@@ -396,14 +396,14 @@ def test_fields_outside_the_limits_are_rejected(change: Callable[[dict[str, Any]
     ],
     ids=named,
 )
-def test_blobs_outside_the_store_are_rejected(change: Callable[[dict[str, Any]], object]) -> None:
+def test_manifests_that_name_blobs_outside_the_store_are_rejected(change: Callable[[dict[str, Any]], object]) -> None:
     made = changed("blobs", change)
     with pytest.raises(Refused, match="is invalid"):
         decode(made.data, made.id, made.head)
 
 
-def test_an_unknown_dtype_kind_or_encoding_fails_only_the_loads_that_need_it() -> None:
-    """A dtype, a kind and a form of later versions stop only their own load."""
+def test_an_unknown_dtype_kind_or_encoding_affects_only_the_loads_that_need_it() -> None:
+    """A dtype, a kind or a form of a later version prevents only loads of its own entry."""
     made = changed("index", _set("entries", "dtypes", to=[["float3", 16], ["bfloat16", 2], ["uint8", 1]]))
     found = decode(made.data, made.id, made.head)
     assert (found.entries[0].dtype, found.entries[0].nbytes) == ("float3", 4800)
@@ -454,7 +454,7 @@ def test_malformed_metadata_is_rejected() -> None:
         _ = decode(made.data, made.id).metadata
 
 
-def test_deep_nesting_is_rejected() -> None:
+def test_deeply_nested_fields_of_a_manifest_are_rejected() -> None:
     deep = b"\x91" * 100_000 + b"\xc0"
     index = part("index")
     for bad in (index.replace(b"\xa4loss", b"\xa4loss" + deep), index[:-1] + deep):
@@ -466,7 +466,7 @@ def section(data: bytes, name: str) -> bytes:
     return data[found.offset : found.end]
 
 
-def test_a_copy_has_its_own_locations() -> None:
+def test_the_manifest_of_a_copy_has_its_own_blob_locations() -> None:
     made = encode(drawn())
     refs = [replace(ref, uploader=UPLOADERS[0]) for ref in BLOBS]
     copy = placed(decode(made.data, made.id), encode_blobs(refs))

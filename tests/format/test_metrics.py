@@ -1,4 +1,4 @@
-"""Metrics decode from a record as the same numbers, and errors name the other values."""
+"""Metrics are decoded from a record as the same numbers, and errors name values that are not numbers."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ def test_an_invalid_metric_name_is_rejected(name: Any) -> None:
         stored_metrics({name: 1.0})
 
 
-def test_too_many_metrics_and_other_types_are_rejected() -> None:
+def test_too_many_metrics_and_metrics_that_are_not_a_mapping_are_rejected() -> None:
     assert len(stored_metrics({str(n): n for n in range(MAX_METRICS)})) == MAX_METRICS
     with pytest.raises(InvalidInput, match="65 metrics are too many"):
         stored_metrics({str(n): n for n in range(MAX_METRICS + 1)})

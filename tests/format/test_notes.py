@@ -1,4 +1,4 @@
-"""Notes of a host decode as encoded, and notes of another version are ignored."""
+"""A host's notes are decoded as they were encoded, and notes of a different version are ignored."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Plain data decodes exactly, or casckpt refuses it with a clear error."""
+"""Plain data is decoded exactly, or refused with a clear error."""
 
 from __future__ import annotations
 
@@ -161,7 +161,7 @@ class Parts:
     [b"x" * 100, bytearray(b"y" * 100), np.arange(100.0), np.arange(200.0)[::2], np.array(["ab"] * 50), 7**300],
     ids=lambda value: type(value).__name__,
 )
-def test_long_buffers_become_parts(value: Any) -> None:
+def test_long_buffers_are_stored_as_separate_parts(value: Any) -> None:
     parts = Parts()
     data = plain.encode({"a": value, "b": b"short"}, spill=parts.spill, spill_from=100)
     assert len(parts.parts) == 1
@@ -169,13 +169,13 @@ def test_long_buffers_become_parts(value: Any) -> None:
     assert same(plain.decode(data, load=parts.load), {"a": value, "b": b"short"})
 
 
-def test_only_buffers_at_or_above_the_limit_are_spilled() -> None:
+def test_only_buffers_at_or_above_the_size_limit_become_parts() -> None:
     parts = Parts()
     plain.encode([b"x" * 4095, b"x" * 4096], spill=parts.spill)
     assert [len(part) for part in parts.parts] == [4096]
 
 
-def test_buffers_inside_a_set_are_not_spilled() -> None:
+def test_buffers_inside_a_set_do_not_become_parts() -> None:
     parts = Parts()
     value = {b"x" * 200, (b"y" * 200,)}
     data = plain.encode([value, b"z" * 200], spill=parts.spill, spill_from=100)
@@ -272,12 +272,12 @@ def test_a_value_that_contains_itself_is_rejected() -> None:
         plain.encode(value)
 
 
-def test_an_object_that_occurs_twice_is_not_a_cycle() -> None:
+def test_an_object_that_occurs_twice_is_not_mistaken_for_a_cycle() -> None:
     shared = [1]
     assert back([shared, shared, {"a": shared}]) == [[1], [1], {"a": [1]}]
 
 
-def test_depth_is_limited() -> None:
+def test_data_that_is_nested_too_deeply_is_rejected() -> None:
     assert back(nested(plain.MAX_DEPTH)) == nested(plain.MAX_DEPTH)
     for levels in (plain.MAX_DEPTH + 1, 100_000):
         with pytest.raises(InvalidInput, match="levels deep"):
@@ -310,7 +310,7 @@ def money(payload: Any) -> Money:
 MONEY = Extension("money", Money, lambda value: value.cents, money)
 
 
-def test_an_extension_adds_a_type() -> None:
+def test_an_extension_adds_support_for_a_type() -> None:
     data = plain.encode({"price": Money(3)}, extensions=[MONEY])
     assert plain.decode(data, extensions=[MONEY])["price"].cents == 3
 

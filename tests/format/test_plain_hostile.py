@@ -16,13 +16,13 @@ from tests.support.plain_examples import EXAMPLES, nested
 
 
 def fields(names: list[Any], formats: list[Any], offsets: list[Any], size: int = 8) -> list[Any]:
-    """A dtype with several fields, as stored."""
+    """Return a dtype with several fields, as stored."""
     columns = ("names", ["list", *names], "formats", ["list", *formats], "offsets", ["list", *offsets])
     return ["dict", *columns, "itemsize", size, "aligned", False]
 
 
 def deep(levels: int) -> Any:
-    """A dtype of nested arrays, as stored."""
+    """Return a dtype of nested arrays, as stored."""
     return ["tuple", deep(levels - 1), ["tuple", 1]] if levels else "<i4"
 
 
@@ -131,7 +131,7 @@ def test_hostile_trees_are_rejected(wire: Any) -> None:
     ],
     ids=lambda data: repr(data[:12]),
 )
-def test_hostile_bytes_are_rejected(data: bytes) -> None:
+def test_hostile_bytes_in_place_of_plain_data_are_rejected(data: bytes) -> None:
     with pytest.raises(Refused):
         plain.decode(data)
 
@@ -143,7 +143,7 @@ def wire_nested(levels: int) -> Any:
     return value
 
 
-def test_stored_depth_is_limited() -> None:
+def test_stored_data_that_is_nested_too_deeply_is_rejected() -> None:
     assert plain.decode(msgspec.msgpack.encode(wire_nested(plain.MAX_DEPTH))) == nested(plain.MAX_DEPTH)
     with pytest.raises(Refused, match="levels deep"):
         plain.decode(msgspec.msgpack.encode(wire_nested(plain.MAX_DEPTH + 1)))
@@ -158,7 +158,7 @@ def decoded_or_refused(data: bytes) -> None:
 
 @settings(max_examples=300, deadline=None)
 @given(st.binary(max_size=80))
-def test_random_bytes_are_decoded_or_rejected(data: bytes) -> None:
+def test_random_bytes_in_place_of_plain_data_are_decoded_or_rejected(data: bytes) -> None:
     decoded_or_refused(data)
 
 
@@ -200,5 +200,5 @@ WIRE = st.recursive(
 
 @settings(max_examples=600, deadline=None)
 @given(WIRE)
-def test_well_formed_nonsense_is_decoded_or_rejected(wire: Any) -> None:
+def test_random_well_formed_data_is_decoded_or_rejected(wire: Any) -> None:
     decoded_or_refused(msgspec.msgpack.encode(wire))

@@ -23,7 +23,7 @@ def test_arrays_in_fortran_order_decode_with_their_values() -> None:
     assert same(back(array), np.ascontiguousarray(array))
 
 
-def test_decoded_arrays_are_writable() -> None:
+def test_decoded_numpy_arrays_are_writable() -> None:
     array = back(np.arange(3))
     array[0] = 9
     assert array.tolist() == [9, 1, 2]
@@ -70,7 +70,7 @@ STRUCTURED = hnp.array_dtypes(subtype_strategy=hnp.scalar_dtypes(), allow_subarr
 
 @settings(max_examples=60, deadline=None)
 @given(hnp.arrays(STRUCTURED.filter(lambda dtype: not titled(dtype)), hnp.array_shapes(max_dims=2, max_side=2)))
-def test_any_structured_array_decodes_exactly(array: np.ndarray[Any, Any]) -> None:
+def test_any_structured_numpy_array_decodes_exactly(array: np.ndarray[Any, Any]) -> None:
     assert same(back(array), array)
 
 
@@ -100,7 +100,7 @@ def changed_state(bits: str, field: str, value: Any, *, legacy: bool = False) ->
         ("SFC64", "more", 1),
     ],
 )
-def test_states_whose_end_numpy_would_read_past_are_rejected(bits: str, field: str, value: Any) -> None:
+def test_generator_states_that_make_numpy_read_out_of_bounds_are_rejected(bits: str, field: str, value: Any) -> None:
     state = changed_state(bits, field, value)
     wire = msgspec.msgpack.decode(plain.encode(state))
     for tag, children in (("numpy.Generator", [wire, None]), ("numpy.BitGenerator", [wire, None])):
@@ -123,7 +123,7 @@ def test_states_whose_end_numpy_would_read_past_are_rejected(bits: str, field: s
     ],
     ids=named,
 )
-def test_seeds_that_would_take_long_to_apply_are_rejected(change: dict[str, Any]) -> None:
+def test_seeds_that_numpy_would_take_long_to_process_are_rejected(change: dict[str, Any]) -> None:
     seed = {**np.random.SeedSequence(1).state, **change}
     wire = [msgspec.msgpack.decode(plain.encode(item)) for item in (np.random.PCG64(1).state, seed)]
     with pytest.raises(Refused):

@@ -1,4 +1,4 @@
-"""A reader written only from docs/format.md returns the same values as casckpt, and notices damage."""
+"""A reader written only from docs/format.md returns the same values as casckpt, and detects damage."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def _raw(tensor: torch.Tensor) -> bytes:
 
 
 def assert_same(mine: Any, theirs: Any) -> None:
-    """Check that the plain reader and casckpt return the same kinds, order and bits."""
+    """Check that the plain reader and casckpt return the same types, order and bits."""
     if isinstance(theirs, torch.Tensor):
         assert isinstance(mine, np.ndarray)
         assert mine.shape == tuple(theirs.shape)

@@ -1,4 +1,5 @@
-"""The proof of a blob: any cut can be read, the name verifies the proof, and other bytes are refused."""
+"""The proof of a blob: it supports any division into leaves, is verified against the name, and is refused if
+changed."""
 
 from __future__ import annotations
 
@@ -40,7 +41,7 @@ def reader(file: bytes, seen: list[tuple[int, int]] | None = None):  # type: ign
     return read
 
 
-def test_the_bytes_of_a_proof_never_change() -> None:
+def test_the_proof_of_a_blob_always_has_the_same_bytes() -> None:
     digests = [cell_digest(b"a"), cell_digest(b"b")]
     made = encode_proof([(DATA_OFFSET, digests[0]), (7, digests[1])])
     assert made == struct.pack("<I", 4096) + digests[0] + struct.pack("<I", 7) + digests[1]
@@ -57,7 +58,7 @@ def test_a_proof_decodes_for_any_split_into_leaves(lengths: list[int]) -> None:
 
 
 @given(CUTS, st.integers(0, 3000))
-def test_a_proof_is_found_from_its_lengths_alone(lengths: list[int], less: int) -> None:
+def test_a_proof_is_found_at_the_end_of_a_file_of_known_size(lengths: list[int], less: int) -> None:
     proof = proof_of(lengths)
     file = bytes(DATA_OFFSET + sum(lengths)) + proof
     assert find_proof(file, len(file)) == proof
@@ -110,12 +111,12 @@ def test_a_proof_with_an_incomplete_record_is_rejected(cut: int) -> None:
         decode_proof(proof_of([5, 5])[:-cut])
 
 
-def test_the_first_leaf_is_the_header() -> None:
+def test_the_first_leaf_of_a_blob_is_its_header() -> None:
     with pytest.raises(Refused, match="header"):
         decode_proof(encode_proof([(4095, CellDigest(bytes(32))), (1, CellDigest(bytes(32)))]))
 
 
-def test_lengths_are_added_in_64_bits() -> None:
+def test_the_lengths_of_leaves_may_add_up_to_more_than_32_bits() -> None:
     proof = proof_of([MAX_LEAF_BYTES] * 5)
     size = DATA_OFFSET + 5 * MAX_LEAF_BYTES + len(proof)
     assert find_proof(proof, size) == proof
@@ -124,7 +125,7 @@ def test_lengths_are_added_in_64_bits() -> None:
 
 
 @given(CUTS, st.integers(1, 9000), st.data())
-def test_leaves_are_compared_in_pieces_of_any_size(lengths: list[int], piece: int, data: st.DataObject) -> None:
+def test_leaves_can_be_verified_in_pieces_of_any_size(lengths: list[int], piece: int, data: st.DataObject) -> None:
     file = bytearray((17 * i) % 251 for i in range(DATA_OFFSET + sum(lengths)))
     leaves, start = [], 0
     for nbytes in (DATA_OFFSET, *lengths):

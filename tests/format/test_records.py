@@ -1,4 +1,5 @@
-"""Records decode as encoded. A torn one raises Damaged, one with invalid content Refused."""
+"""Records are decoded as they were encoded. A torn record raises Damaged, and one with invalid content raises
+Refused."""
 
 from __future__ import annotations
 
@@ -79,7 +80,7 @@ EXAMPLES: list[Record] = [
 
 
 def forged(line: bytes) -> bytes:
-    """A line with a correct checksum."""
+    """Return a line with a correct checksum."""
     return line + b"\n" + hex_digest(line).encode() + b"\n"
 
 
@@ -99,7 +100,7 @@ def test_log_records_are_decoded_by_type(record: Record) -> None:
 
 
 @given(st.data())
-def test_any_change_to_a_record_is_reported_as_damage(data: st.DataObject) -> None:
+def test_any_changed_byte_in_a_record_is_reported_as_damage(data: st.DataObject) -> None:
     good = encode(COMMITTED)
     raw = bytearray(good)
     if data.draw(st.booleans()):
@@ -158,7 +159,7 @@ def test_fields_that_become_parts_of_keys_are_validated(change: dict[str, Any]) 
         decode(forged(msgspec.json.encode(fields)), FirstRecord, "key")
 
 
-def test_unknown_fields_are_ignored() -> None:
+def test_unknown_fields_of_a_record_are_ignored() -> None:
     fields = msgspec.json.decode(msgspec.json.encode(COMMITTED)) | {"new": [1, 2]}
     assert decode(forged(msgspec.json.encode(fields)), FirstRecord, "key") == COMMITTED
 
@@ -171,7 +172,7 @@ def test_a_deeply_nested_record_is_rejected() -> None:
         decode_marker(b'{"x":' * 100_000)
 
 
-def test_an_invalid_name_is_rejected_at_construction() -> None:
+def test_a_record_with_an_invalid_name_cannot_be_created() -> None:
     with pytest.raises(CasckptError):
         Forgotten(txid=TxId("../x"), time=1)
 
@@ -210,7 +211,7 @@ def test_the_error_for_an_older_format_explains_how_to_read_it() -> None:
 
 
 @given(st.binary(max_size=60))
-def test_other_bytes_are_rejected_as_a_marker(data: bytes) -> None:
+def test_bytes_that_are_not_a_valid_marker_are_rejected(data: bytes) -> None:
     with pytest.raises((Damaged, Refused)):
         decode_marker(data)
 

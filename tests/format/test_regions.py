@@ -88,14 +88,14 @@ def test_a_region_of_consecutive_elements_becomes_a_range_of_the_whole(case: tup
 
 
 @given(_two())
-def test_regions_intersect(case: tuple[Shape, Region, Region]) -> None:
+def test_the_intersection_of_two_regions_has_their_common_elements(case: tuple[Shape, Region, Region]) -> None:
     shape, one, other = case
     found = box_elements(intersect(one, other), shape)
     assert sorted(found) == sorted(set(elements(one, shape)) & set(elements(other, shape)))
 
 
 @given(st.data())
-def test_boxes_subtract_and_intersect(data: st.DataObject) -> None:
+def test_boxes_can_be_subtracted_and_intersected(data: st.DataObject) -> None:
     shape = data.draw(shapes)
     one, other = data.draw(boxes(shape)), data.draw(boxes(shape))
     mine, theirs = (set(box_elements([box], shape)) for box in (one, other))
@@ -113,7 +113,7 @@ def test_a_box_is_shifted_relative_to_a_second_box() -> None:
 
 
 @given(shapes)
-def test_strides_match_numpy(shape: Shape) -> None:
+def test_the_strides_of_a_shape_equal_those_of_numpy(shape: Shape) -> None:
     if 0 not in shape:
         assert strides(shape) == tuple(n // 8 for n in np.zeros(shape).strides)
 
@@ -127,7 +127,7 @@ def test_a_region_is_split_at_the_grid(lo: int, length: int, cell: int) -> None:
 
 
 @given(st.lists(st.tuples(st.integers(0, 30), st.integers(1, 10)), max_size=8), st.integers(0, 40))
-def test_holes_between_regions_are_found(pairs: list[tuple[int, int]], end: int) -> None:
+def test_the_holes_between_regions_are_found(pairs: list[tuple[int, int]], end: int) -> None:
     ranges = [(lo, lo + n) for lo, n in pairs]
     held = {i for lo, hi in ranges for i in range(lo, hi)}
     found = [i for lo, hi in holes(ranges, end) for i in range(lo, hi) if i < end]
@@ -182,6 +182,17 @@ def test_a_range_outside_its_box_is_rejected(lo: int, hi: int) -> None:
         Region(Box((0, 0), (2, 3)), lo, hi)
 
 
+@pytest.mark.parametrize("one", [True, np.int64(1)])
+def test_sizes_that_equal_an_int_do_not_replace_it_in_later_shapes(one: int) -> None:
+    check_shape.cache_clear()
+    assert [type(size) for size in check_shape((one, 3)) + check_shape((1, 3))] == [int] * 4
+
+
+def test_a_shape_with_a_fraction_is_rejected() -> None:
+    with pytest.raises(InvalidInput, match=r"\[2\.5\] has a size that is not an integer"):
+        check_shape((2.5,))  # type: ignore[arg-type]  # a file can claim anything
+
+
 def test_a_shape_outside_the_limits_is_rejected() -> None:
     assert check_shape((2**62,)) == (2**62,)
     assert check_shape((2**62, 0)) == (2**62, 0)
@@ -192,7 +203,7 @@ def test_a_shape_outside_the_limits_is_rejected() -> None:
 
 
 @given(full_shapes, st.data())
-def test_a_partition_covers_everything_exactly_once(shape: Shape, data: st.DataObject) -> None:
+def test_a_partition_covers_each_element_exactly_once(shape: Shape, data: st.DataObject) -> None:
     assert holes_and_overlaps(shape, data.draw(partitions(shape))) == ([], [])
 
 
@@ -216,19 +227,19 @@ def _check(shape: Shape, parts: list[Region]) -> None:
 
 
 @given(full_shapes, st.data())
-def test_an_incomplete_partition_has_holes(shape: Shape, data: st.DataObject) -> None:
+def test_the_holes_of_an_incomplete_partition_are_found(shape: Shape, data: st.DataObject) -> None:
     parts = data.draw(partitions(shape))
     _check(shape, data.draw(st.lists(st.sampled_from(parts))) if parts else [])
 
 
 @given(full_shapes, st.data())
-def test_a_partition_with_an_extra_region_overlaps(shape: Shape, data: st.DataObject) -> None:
+def test_the_overlap_of_a_partition_with_an_extra_region_is_found(shape: Shape, data: st.DataObject) -> None:
     parts = [*data.draw(partitions(shape)), data.draw(regions(shape))]
     _check(shape, data.draw(st.permutations(parts)))
 
 
 @given(shapes, st.data())
-def test_coverage_of_any_regions_is_correct(shape: Shape, data: st.DataObject) -> None:
+def test_the_coverage_of_any_set_of_regions_is_computed_correctly(shape: Shape, data: st.DataObject) -> None:
     _check(shape, data.draw(st.lists(regions(shape), max_size=5)))
 
 
@@ -258,7 +269,7 @@ def test_the_overlaps_caused_by_a_repeated_rank_are_found() -> None:
         assert overlaps == [(2, 4)]
 
 
-def test_empty_tensors_and_scalars_are_covered() -> None:
+def test_the_coverage_of_empty_tensors_and_scalars_is_complete() -> None:
     assert holes_and_overlaps((0, 3), []) == ([], [])
     assert holes_and_overlaps((0, 3), [whole((0, 3))]) == ([], [])
     assert holes_and_overlaps((), [whole(())]) == ([], [])
@@ -266,14 +277,14 @@ def test_empty_tensors_and_scalars_are_covered() -> None:
     assert holes_and_overlaps((), [whole(()), whole(())])[1] == [(0, 1)]
 
 
-def test_many_columns_are_not_compared_pairwise() -> None:
+def test_coverage_is_computed_without_comparing_many_columns_pairwise() -> None:
     shape = (4, 512)
     parts = [Region(Box((0, i), (4, 1)), 0, 4) for i in range(512)]
     assert holes_and_overlaps(shape, parts) == ([], [])
 
 
-def test_simultaneously_open_boxes_are_not_compared_pairwise() -> None:
-    """A hostile manifest can hold upright and level strips, which overlap in half of all pairs in either dimension."""
+def test_coverage_is_computed_without_comparing_all_boxes_pairwise() -> None:
+    """A hostile manifest can contain horizontal and vertical strips, half of whose pairs overlap in each dimension."""
     count = 5000
     upright = [Region(Box((0, i), (count, 1)), 0, count) for i in range(count)]
     level = [Region(Box((i, count), (1, count)), 0, count) for i in range(count)]

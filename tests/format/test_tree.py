@@ -1,4 +1,5 @@
-"""The tree keeps structure beyond flat keys, merges over ranks, and is refused if hostile."""
+"""The tree describes structure that flat keys lose. Trees of several ranks are merged, and hostile trees are
+refused."""
 
 from __future__ import annotations
 
@@ -130,7 +131,7 @@ def chain(levels: int) -> Node:
     return node
 
 
-def test_depth_is_limited() -> None:
+def test_data_that_is_nested_too_deeply_is_rejected() -> None:
     assert list(leaves(decode_tree(encode_tree(chain(plain.MAX_DEPTH))))) == [(("a",) * plain.MAX_DEPTH, T)]
     with pytest.raises(InvalidInput, match="levels deep"):
         encode_tree(chain(plain.MAX_DEPTH + 1))
@@ -174,12 +175,12 @@ def test_merge_keeps_the_order_of_the_first_tree_and_appends_new_keys() -> None:
     assert merge([one]) is one
 
 
-def test_lists_are_merged_by_index() -> None:
+def test_merging_trees_combines_lists_by_index() -> None:
     assert merge([{"a": [P, {"x": T}]}, {"a": [P, {"y": T}, T]}]) == {"a": [P, {"x": T, "y": T}, T]}
     assert merge([(T,), (T, P)]) == (T, P)
 
 
-def test_merge_fills_an_empty_container() -> None:
+def test_merging_trees_fills_an_empty_container() -> None:
     assert merge([{"a": {}}, {"a": {"x": T}}]) == {"a": {"x": T}}
 
 
@@ -205,7 +206,7 @@ def test_an_empty_list_of_trees_cannot_be_merged() -> None:
         merge([])
 
 
-def test_merge_combines_metadata() -> None:
+def test_merging_trees_combines_their_metadata() -> None:
     one = ordered(OrderedDict({"": {"version": 1}, "a": {"version": 2}}), x=T)
     two = ordered({"a": {"version": 3}, "b": {"version": 4}}, x=T)
     merged = merge([one, ordered(x=T), two])
@@ -232,7 +233,7 @@ def named(key: str, leaf: Leaf) -> str:
     return f"{'object' if leaf else 'tensor'}:{key}"
 
 
-def test_rebuild_returns_the_nested_value() -> None:
+def test_rebuilding_a_tree_returns_the_nested_value() -> None:
     metadata = OrderedDict({"": {"version": 1}})
     node: Node = {
         "o": ordered(metadata, z=T, a=P),
@@ -252,13 +253,13 @@ def test_rebuild_returns_the_nested_value() -> None:
 
 
 def test_metadata_of_a_rebuilt_value_can_be_changed() -> None:
-    """torch does that when it loads with assign=True."""
+    """torch changes it when it loads with assign=True."""
     node = ordered({"": {"version": 1}}, x=T)
     vars(rebuild(node, named, everything))["_metadata"][""]["assign"] = True
     assert vars(rebuild(node, named, everything))["_metadata"] == {"": {"version": 1}}
 
 
-def test_rebuild_drops_leaves_that_are_not_kept() -> None:
+def test_rebuild_omits_leaves_that_were_not_selected() -> None:
     node: Node = {"model": {"a": T, "b": T}, "optim": {"state": {}, "groups": [T, T]}, "none": {}}
     assert rebuild(node, named, lambda key: key.startswith("model.a")) == {"model": {"a": "tensor:model.a"}}
     assert rebuild(node, named, lambda key: key.startswith("optim.s")) == {"optim": {"state": {}}}
@@ -273,7 +274,7 @@ def test_a_sequence_with_missing_items_is_rebuilt_by_index(kind: Any) -> None:
     assert rebuild(node, named, lambda key: key != "a.2") == {"a": {0: "tensor:a.0", 1: "tensor:a.1"}}
 
 
-def test_rebuild_returns_a_single_leaf() -> None:
+def test_rebuilding_a_tree_of_one_leaf_returns_that_leaf() -> None:
     assert rebuild(T, named, everything) == "tensor:"
 
 
@@ -321,7 +322,7 @@ def test_an_earlier_version_refuses_a_tree_with_a_wrapper() -> None:
     assert tagged.tag == "wrapper"
 
 
-def test_parts_of_a_wrapper_are_merged_and_different_forms_are_refused() -> None:
+def test_trees_with_parts_of_the_same_wrapper_are_merged_unless_their_forms_differ() -> None:
     parts = [Wrapper(PARTS, {str(first): T}) for first in (0, 4)]
     tree: Any = merge([{"w": part} for part in parts])
     assert tree == {"w": Wrapper(PARTS, {"0": T, "4": T})}
@@ -359,8 +360,8 @@ def test_an_invalid_wrapper_is_refused(payload: Any) -> None:
         decode_tree(data)
 
 
-def test_a_later_value_in_metadata_is_refused_with_extensions() -> None:
-    """It could not be encoded again, and a module would load it."""
+def test_metadata_with_a_value_of_a_later_version_is_refused_even_if_extensions_exist() -> None:
+    """The value could not be encoded again, and a module would load it."""
     data = msgspec.msgpack.encode(["OrderedDict", ["dict", "x", ["later"]], "a", 0])
     assert list(leaves(decode_tree(data))) == [(("a",), T)]
     with pytest.raises(Refused, match="the tree of a checkpoint is invalid: this version"):

@@ -1,4 +1,4 @@
-"""Accelerate: real trainings whose complete state is in a store, on one rank and on several ranks."""
+"""Real Accelerate training runs whose complete state is in a store, on one rank and on several ranks."""
 
 from __future__ import annotations
 
@@ -205,7 +205,7 @@ def drifting(rank: int, size: int, path: Path, last: int, *, drift: bool) -> Any
             return mine, net.module.weight.detach().clone()
 
 
-def test_models_that_drift_apart_are_saved_from_rank_0_if_requested(store_path: Path, ranks: Pool) -> None:
+def test_models_that_drift_apart_are_saved_from_rank_0_on_request(store_path: Path, ranks: Pool) -> None:
     for _, error in ranks.run(2, drifting, store_path, 3, drift=False):
         assert "differ" in error
     (first, loaded_first), (second, loaded_second) = ranks.run(2, drifting, store_path, 3, drift=True)
@@ -213,12 +213,14 @@ def test_models_that_drift_apart_are_saved_from_rank_0_if_requested(store_path: 
     assert identical([loaded_first, loaded_second], [first, first])
 
 
-def test_at_a_synchronization_each_rank_loads_its_own_model(store_path: Path, ranks: Pool) -> None:
+def test_each_rank_loads_its_own_model_if_it_was_saved_at_a_synchronization(store_path: Path, ranks: Pool) -> None:
     for mine, loaded_mine in ranks.run(2, drifting, store_path, 4, drift=True):
         assert identical(loaded_mine, mine)
 
 
-def test_drift_is_logged(store: casckpt.Store, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_checkpointer_that_allows_drift_logs_at_which_steps_to_save(
+    store: casckpt.Store, caplog: pytest.LogCaptureFixture
+) -> None:
     from accelerate import Accelerator
 
     from casckpt.frontends.accelerate import AcceleratorCheckpointer
@@ -354,7 +356,9 @@ def hears(rank: int, size: int, path: Path) -> Any:
 
 
 @pytest.mark.parametrize("size", [2, pytest.param(4, marks=pytest.mark.soak)])
-def test_invalid_state_raises_on_all_ranks_at_the_same_step(store_path: Path, ranks: Pool, size: int) -> None:
+def test_an_invalid_state_raises_an_error_on_all_ranks_at_the_same_step(
+    store_path: Path, ranks: Pool, size: int
+) -> None:
     assert (
         ranks.run(size, hears, store_path) == [[("InvalidInput", 0), ("InvalidInput", 1), ("InvalidInput", 4)]] * size
     )

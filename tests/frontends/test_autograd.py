@@ -1,4 +1,4 @@
-"""Autograd detects that front ends have written to tensors. tests/loading tests the same for `Store.load`."""
+"""Autograd detects that front ends have written to tensors. tests/loading has the same tests for `Store.load`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""With the setting `compress`, each front end saves deltas, and all of them load exactly."""
+"""With the setting `compress`, each front end saves deltas, and every front end loads them exactly."""
 
 from __future__ import annotations
 
@@ -139,8 +139,9 @@ def rounds(store: Store, made: Callable[[int], dict[str, Any]], **options: Any) 
     assert not store.verify(decode=True).is_damaged
 
 
-def test_equal_cells_under_a_different_dtype_and_key_are_encoded(store: Store) -> None:
-    """Zeros of any dtype are one cell. A later version is a delta against it, or equals an earlier version."""
+def test_cells_that_equal_those_of_another_dtype_and_key_are_encoded(store: Store) -> None:
+    """Zeros of all dtypes share one cell. A later version is a delta against this cell, or equals an earlier
+    version."""
 
     def made(step: int) -> dict[str, Any]:
         w = trained(8, step)
@@ -159,7 +160,7 @@ def test_every_way_to_save_writes_deltas(store: Store, options: dict[str, Any]) 
     rounds(store, lambda step: state(step) | {"layer0": trained(9, 0)}, **options)
 
 
-def test_delta_checkpoints_are_shown_counted_compared_and_fetched(store: Store, tmp_path: Path) -> None:
+def test_delta_checkpoints_can_be_shown_counted_compared_and_fetched(store: Store, tmp_path: Path) -> None:
     rounds(store, state)
     for step in range(STEPS):
         store.save(state(step + 1), step=step, compress="auto", overwrite=True)
@@ -171,7 +172,9 @@ def test_delta_checkpoints_are_shown_counted_compared_and_fetched(store: Store, 
     assert store.diff("default@0", "default@1") == off.diff("default@2", "default@3")
 
 
-def test_compression_can_be_disabled_and_works_in_branched_runs(store: Store, caplog: pytest.LogCaptureFixture) -> None:
+def test_compression_can_be_disabled_and_works_for_runs_that_branch_off(
+    store: Store, caplog: pytest.LogCaptureFixture
+) -> None:
     words: list[Compress] = ["auto", "auto", "off", "auto", "always", "auto"]
     for step, compress in enumerate(words):
         store.save(state(step), step=step, compress=compress)

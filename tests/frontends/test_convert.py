@@ -29,7 +29,7 @@ pytestmark = pytest.mark.usefixtures("temporaries")
 # one file
 
 
-def test_a_file_is_exported_byte_for_byte(store: casckpt.Store, tmp_path: Path, seed: int) -> None:
+def test_an_imported_file_is_exported_byte_for_byte(store: casckpt.Store, tmp_path: Path, seed: int) -> None:
     state = tensors(seed)
     source = file_of(tmp_path / "in", state, made_by="a test")
     made = import_safetensors(store, source, run="base", step=0)

@@ -1,4 +1,4 @@
-"""Values that contain themselves are refused with their key, or stored as DCP stores them. No call loops forever."""
+"""Values that contain themselves are refused by key, or stored as DCP stores them. No call runs forever."""
 
 from __future__ import annotations
 
@@ -149,7 +149,7 @@ def test_dcp_stores_a_cycle_as_a_pickle(store: casckpt.Store) -> None:
     assert into["t"].tolist() == [1, 1]
 
 
-def test_the_planner_without_pickles_rejects_a_cycle(store: casckpt.Store) -> None:
+def test_the_planner_that_does_not_pickle_rejects_a_cycle(store: casckpt.Store) -> None:
     error = dcp.failure(
         lambda: dcp.save({"x": (a_list(),)}, StorageWriter(store, run="r", step=1), planner=PickleFreeSavePlanner())
     )
@@ -158,7 +158,7 @@ def test_the_planner_without_pickles_rejects_a_cycle(store: casckpt.Store) -> No
     assert transactions(store) == []
 
 
-def test_a_repeated_value_is_not_a_cycle(store: casckpt.Store) -> None:
+def test_a_value_that_occurs_repeatedly_is_not_a_cycle(store: casckpt.Store) -> None:
     once = [1, {"a": (2,)}]
     value = {"one": once, "other": [once, once]}
     megatron.save({"k": value, "w": sharded()}, casckpt.at(store, run="r", step=1))

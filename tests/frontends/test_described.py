@@ -1,4 +1,4 @@
-"""DTensors that describe themselves, in torch's checkpoints and in models and optimizers."""
+"""DTensors that describe their own parts, in torch's checkpoints and in models and optimizers."""
 
 from __future__ import annotations
 
@@ -32,13 +32,13 @@ ORDER = {2: [1, 0], 4: [2, 0, 3, 1]}  # row order differs from rank order
 
 
 def part_of(size: int, rank: int) -> ChunkStorageMetadata:
-    """A rank's rows, as Megatron-FSDP writes them."""
+    """Return the chunk of a rank's rows, as Megatron-FSDP writes it."""
     before = ORDER[size][: ORDER[size].index(rank)]
     return ChunkStorageMetadata((sum(ROWS[size][one] for one in before), 0), (ROWS[size][rank], 3))  # type: ignore[arg-type]
 
 
 def described(full: torch.Tensor, rank: int, size: int) -> DTensor:
-    """A parameter as Megatron-FSDP leaves it, including the description for torch's checkpoints."""
+    """Return a parameter as Megatron-FSDP leaves it, including the description for torch's checkpoints."""
     chunk = part_of(size, rank)
     local = full[slices((tuple(chunk.offsets), tuple(chunk.sizes)))].clone()
     tensor = DTensor.from_local(local, line(size), [Shard(0)], run_check=False, shape=full.shape, stride=full.stride())
@@ -105,7 +105,7 @@ def test_only_folders_whose_chunks_are_described_by_tuples_are_imported(tmp_path
 
 
 def misplanned(rank: int, size: int, path: Path) -> list[dict[int, tuple[str, str]]]:
-    """torch's plan, which has the wrong offset."""
+    """Save tensors for which torch plans the wrong offset."""
     mesh = init_device_mesh("cpu", (2, 2))
     rows = FULL[:4]
     at = (rank % 2) * 2 + rank // 2  # the inner dimension first
@@ -147,7 +147,7 @@ class Model(nn.Module):
 
 
 def trained(full: torch.Tensor, rank: int, size: int) -> tuple[Model, torch.optim.Optimizer]:
-    """torch creates the optimizer state like the parameter, so the state does not describe itself."""
+    """torch creates the optimizer state like the parameter, but without the parameter's description."""
     model = Model(full, rank, size)
     optim = torch.optim.AdamW(model.parameters(), foreach=False)
     state: Any = torch.zeros_like(model.w)
@@ -178,5 +178,5 @@ def with_optimizer(rank: int, size: int, path: Path) -> None:
 
 
 @pytest.mark.parametrize("size", [2, 4])
-def test_optimizer_state_has_the_layout_of_its_parameter(ranks: Pool, store_path: Path, size: int) -> None:
+def test_optimizer_state_is_described_by_the_layout_of_its_parameter(ranks: Pool, store_path: Path, size: int) -> None:
     ranks.run(size, with_optimizer, store_path)

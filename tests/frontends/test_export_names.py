@@ -1,4 +1,4 @@
-"""Exports of attachments, and exports to names that files cannot have."""
+"""Exports of attachments, and exports to paths that are not valid file names."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Followers: after any kill, the folder is one complete version, and the command runs at each switch."""
+"""Followers: after a kill at any time, the folder contains one complete version. The command runs at each switch."""
 
 from __future__ import annotations
 
@@ -107,7 +107,9 @@ def once(store: Store, folder: Path, **options: Any) -> list[int]:
     return [one.checkpoint.step for one in Follower(store, "run", folder, **options).follow(once=True)]
 
 
-def test_the_newest_checkpoint_becomes_current_and_old_folders_are_kept(store: Store, tmp_path: Path) -> None:
+def test_the_newest_checkpoint_becomes_the_current_folder_and_old_folders_are_kept(
+    store: Store, tmp_path: Path
+) -> None:
     folder = tmp_path / "to"
     assert once(store, folder) == [0]
     assert once(store, folder) == []
@@ -128,7 +130,7 @@ def test_the_newest_checkpoint_becomes_current_and_old_folders_are_kept(store: S
     assert len(leases) == 1, "each version was held by one lease, and the leases leave one record behind"
 
 
-def test_follow_once_raises_an_error_if_there_is_no_checkpoint(store: Store, tmp_path: Path) -> None:
+def test_following_once_raises_an_error_if_there_is_no_checkpoint(store: Store, tmp_path: Path) -> None:
     folder = tmp_path / "to"
     for of, run, match in (
         (casckpt.open(tmp_path / "none"), "run", "there is no store at"),
@@ -164,7 +166,9 @@ def test_a_failed_command_keeps_the_previous_folder(store: Store, tmp_path: Path
 
 
 @pytest.mark.process
-def test_the_command_receives_an_absolute_path(store: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_command_of_a_follower_receives_an_absolute_path(
+    store: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The server that reads the path runs in a different folder."""
     monkeypatch.chdir(tmp_path)
     once(store, Path("to"), command="echo $CASCKPT_FOLDER > told")
@@ -252,7 +256,7 @@ def fail(number: int) -> None:
     raise OSError(number, os.strerror(number))
 
 
-def test_a_changed_layout_or_damaged_file_is_rewritten(tmp_path: Path) -> None:
+def test_files_with_a_changed_layout_or_damage_are_rewritten(tmp_path: Path) -> None:
     store, folder = small_folder(tmp_path / "store"), tmp_path / "to"
     shapes = [(64, 64), (64, 64), (65, 64), (65, 64)]
     for step, shape in enumerate(shapes):
@@ -278,7 +282,7 @@ def test_the_previous_checkpoint_can_be_purged_or_missing(store: Store, tmp_path
     assert is_at(folder, 1)
 
 
-def test_a_mapped_folder_remains_readable(store: Store, tmp_path: Path) -> None:
+def test_a_file_that_a_reader_has_mapped_remains_readable(store: Store, tmp_path: Path) -> None:
     folder = tmp_path / "to"
     once(store, folder)
     with (folder / CURRENT / "model.safetensors").open("rb") as file:
@@ -295,7 +299,7 @@ def test_a_mapped_folder_remains_readable(store: Store, tmp_path: Path) -> None:
 
 
 class Slept(Exception):
-    """There were too many retries."""
+    """Raised after too many retries."""
 
 
 @pytest.fixture
@@ -368,7 +372,7 @@ def test_a_follower_retries_when_the_disk_is_full(
     assert is_at(tmp_path / "to", 0)
 
 
-def test_a_damaged_checkpoint_is_skipped(store: Store, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_follower_skips_a_damaged_checkpoint(store: Store, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     folder = tmp_path / "to"
     once(store, folder)
     there = set(blob_keys(store))
@@ -383,7 +387,9 @@ def test_a_damaged_checkpoint_is_skipped(store: Store, tmp_path: Path, caplog: p
     assert len(list(folder.iterdir())) == 4
 
 
-def test_a_follower_detects_a_replaced_store(store: Store, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_follower_detects_that_its_store_was_replaced(
+    store: Store, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     folder = tmp_path / "to"
     once(store, folder)
     other = small_folder(tmp_path / "other")
@@ -452,7 +458,8 @@ def test_a_follower_killed_at_any_point_leaves_a_complete_folder(
 
 @pytest.mark.filterwarnings("ignore")  # Transformers warns about devices
 def test_two_followers_survive_repeated_kills(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, full: bool) -> None:
-    """A training saves, and gc keeps only the newest checkpoint. Each folder always holds one version that loads."""
+    """A training run saves, and gc keeps only the newest checkpoint. Each folder always contains a version that
+    loads."""
     pytest.importorskip("transformers", reason="needs casckpt[transformers]")
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     store, model, draw = small_folder(tmp_path / "store"), llama(), random.Random(22)

@@ -118,7 +118,7 @@ def folder(tmp_path: Path) -> Path:
     return tmp_path / "in"
 
 
-def test_a_damaged_value_is_not_committed(store: casckpt.Store, folder: Path) -> None:
+def test_an_import_does_not_commit_a_damaged_value(store: casckpt.Store, folder: Path) -> None:
     """If an import kept the damaged bytes, reads could not decode them."""
     found = pickle.loads((folder / ".metadata").read_bytes())
     place = found.storage_data[MetadataIndex("b.c")]
@@ -133,7 +133,7 @@ def test_a_damaged_value_is_not_committed(store: casckpt.Store, folder: Path) ->
     assert not Path(store.url).exists()
 
 
-def test_a_pipe_in_a_folder_raises_an_error_immediately(store: casckpt.Store, folder: Path) -> None:
+def test_an_import_of_a_folder_with_a_pipe_fails_immediately(store: casckpt.Store, folder: Path) -> None:
     os.mkfifo(folder / "pipe")
     with pytest.raises(NotFound, match="pipe"):
         dcp_to_casckpt(folder, store, step=1)
@@ -150,7 +150,9 @@ def test_a_pipe_in_a_folder_raises_an_error_immediately(store: casckpt.Store, fo
         '{"tensors": {"layer.0": {"shape": [2, 3], "flattened_offsets_per_file": {"rank_0.safetensors": 7}}}}',
     ],
 )  # fmt: skip
-def test_invalid_descriptions_raise_an_error(store: casckpt.Store, tmp_path: Path, text: str) -> None:
+def test_imports_of_files_with_invalid_descriptions_raise_an_error(
+    store: casckpt.Store, tmp_path: Path, text: str
+) -> None:
     (tmp_path / "in").mkdir()
     folder = KINDS["olmo"](tmp_path / "in", None)
     (folder / "model/metadata.json").write_text(text)
@@ -183,7 +185,9 @@ def test_the_error_for_a_lone_surrogate_names_the_key(store: casckpt.Store, tmp_
 
 @pytest.mark.parametrize("state", [{SURROGATE: torch.ones(2)}, {SURROGATE: 1}, {"a\0": 1}])
 @pytest.mark.parametrize("planner", [None, PickleFreeSavePlanner()])
-def test_dcp_rejects_an_invalid_key(store: casckpt.Store, tmp_path: Path, state: dict[str, Any], planner: Any) -> None:
+def test_dcp_saves_and_imports_reject_an_invalid_key(
+    store: casckpt.Store, tmp_path: Path, state: dict[str, Any], planner: Any
+) -> None:
     error = failure(lambda: save(state, StorageWriter(store, step=1), planner=planner))
     assert isinstance(causes(error)[0], InvalidInput)
     save(state, FileSystemWriter(tmp_path / "in"))
@@ -191,7 +195,7 @@ def test_dcp_rejects_an_invalid_key(store: casckpt.Store, tmp_path: Path, state:
         dcp_to_casckpt(tmp_path / "in", store, step=1)
 
 
-def test_dcp_reports_invalid_names_and_ids(store: casckpt.Store, folder: Path) -> None:
+def test_the_dcp_front_end_reports_invalid_names_and_ids(store: casckpt.Store, folder: Path) -> None:
     error = failure(lambda: save({"a": 1}, StorageWriter(store, step=1, attachments={SURROGATE: b""})))
     assert "attachment name" in str(causes(error)[0])
     assert not StorageWriter.validate_checkpoint_id(6)  # type: ignore[arg-type] # that is the point

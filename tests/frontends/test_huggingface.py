@@ -1,4 +1,4 @@
-"""Saved trainings become folders that ``from_pretrained`` loads with equal weights, and vice versa."""
+"""Saved training runs are exported to folders that ``from_pretrained`` loads with equal weights, and vice versa."""
 
 # ruff: noqa: E402 - skip before importing optional packages
 
@@ -117,5 +117,5 @@ def test_the_model_config_is_attached_unless_a_config_is_passed(
         assert store.attachments(f"a@{step}") == {}
 
 
-def test_every_example_of_the_page_works(tmp_path: Path) -> None:
+def test_every_example_on_the_hugging_face_page_works(tmp_path: Path) -> None:
     assert Reader(tmp_path, ROOT, {}, lambda size, block: None).follow(HUB) >= 8

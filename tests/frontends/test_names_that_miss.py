@@ -1,4 +1,4 @@
-"""A load fills everything, logs how much it did not fill, or raises an error.
+"""A load fills everything, logs how much is not filled, or raises an error.
 
 This holds for each front end, with the names of real models.
 """
@@ -128,7 +128,7 @@ def test_the_inner_model_of_an_import_loads(load: Load) -> None:
 
 
 @LOADS
-def test_a_head_that_the_inner_model_lacks_is_logged(load: Load, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_load_logs_the_head_that_the_inner_model_lacks(load: Load, caplog: pytest.LogCaptureFixture) -> None:
     store, run = small(), new_run()
     store.save(dict(model_of(LLAMA, 5).state_dict()), run=run, step=1)
     load(store, f"{run}@1", model_of([name.removeprefix("model.") for name in LLAMA[:-1]]))
@@ -216,7 +216,9 @@ def test_a_plain_load_of_base_weights_suggests_a_rename() -> None:
 
 
 @ALL
-def test_adapter_weights_alone_load_into_a_model_with_adapters(load: Load, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_checkpoint_of_only_adapter_weights_loads_into_a_model_with_adapters(
+    load: Load, caplog: pytest.LogCaptureFixture
+) -> None:
     store, run = small(), new_run()
     adapters = {name: torch.ones(2) for name in PEFT if "lora" in name}
     store.save({"model": adapters}, run=run, step=1)
@@ -238,7 +240,7 @@ def test_a_model_without_adapters_rejects_adapters(load: Load, strict: bool, nam
     load(store, "r@1", model, strict=False, unread="ignore")
 
 
-def test_adapter_keys_are_rejected_by_a_model_without_adapters() -> None:
+def test_a_model_without_adapters_rejects_a_checkpoint_of_only_adapter_keys() -> None:
     store = small()
     save_model_and_optim_state(store, model_of(PEFT, 5), run="r", step=1)
     with pytest.raises(Mismatch, match=r"no adapters.*get_peft_model"):
@@ -250,7 +252,7 @@ def test_adapter_keys_are_rejected_by_a_model_without_adapters() -> None:
 
 @ALL
 @pytest.mark.parametrize(("count", "raises"), [(0, True), (5, True), (280, False), (291, False)])
-def test_the_error_for_a_model_of_291_tensors_is_short(
+def test_the_error_for_a_model_with_291_tensors_is_short(
     load: Load, count: int, raises: bool, caplog: pytest.LogCaptureFixture
 ) -> None:
     names = [f"layers.{number}.w" for number in range(291)]
@@ -274,7 +276,7 @@ def test_the_error_for_a_model_of_291_tensors_is_short(
 
 
 @LOADS
-def test_names_that_only_the_checkpoint_has_are_reported(load: Load, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_load_reports_names_that_only_the_checkpoint_has(load: Load, caplog: pytest.LogCaptureFixture) -> None:
     store, run, model = small(), new_run(), model_of(LLAMA[:-1])
     save_model_and_optim_state(store, model_of(LLAMA, 5), run=run, step=1)
     load(store, f"{run}@1", model, strict=False)
@@ -322,7 +324,7 @@ PREFIX = st.sampled_from(["", "", "model.", "module.", "net.", "base_model.model
 @pytest.mark.parametrize("load", [by_function, by_store])
 @settings(deadline=None)
 @given(names=NAMES, prefixes=st.tuples(PREFIX, PREFIX), bare=st.booleans(), data=st.data())
-def test_a_load_that_does_not_fill_everything_is_reported(
+def test_a_load_that_does_not_fill_everything_reports_this(
     load: Load, names: list[str], prefixes: tuple[str, str], bare: bool, data: Any
 ) -> None:
     """Save any part of a model under one prefix, and load into any part under a different prefix."""
@@ -391,7 +393,9 @@ def load_stage_by_store(rank: int, size: int, path: Path) -> list[str]:
     return said
 
 
-def test_a_load_that_fills_one_stage_succeeds_even_if_another_stage_is_empty(tmp_path: Path, ranks: Pool) -> None:
+def test_a_load_that_fills_one_pipeline_stage_succeeds_even_if_another_stays_unfilled(
+    tmp_path: Path, ranks: Pool
+) -> None:
     small_folder(tmp_path).save(
         {"model": dict(model_of([*STAGES[1], "layers.2.w"], 5).state_dict())}, run="most", step=1
     )
@@ -399,7 +403,7 @@ def test_a_load_that_fills_one_stage_succeeds_even_if_another_stage_is_empty(tmp
     assert (first, second) == (["filled 3 of 4 tensors from most@1; left unchanged: 'model.norm.w'."], [])
 
 
-def test_pipeline_stages_are_counted_together(tmp_path: Path, ranks: Pool) -> None:
+def test_filled_parameters_are_counted_over_all_pipeline_stages(tmp_path: Path, ranks: Pool) -> None:
     store = small_folder(tmp_path)
     names = [name for stage in STAGES for name in stage]
     weights = dict(model_of(names, 5).state_dict())

@@ -127,9 +127,9 @@ def told(call: Callable[[], Any]) -> tuple[str, str]:
 
 
 def one_is_odd(rank: int, size: int, path: Path, calls: dict[str, Call]) -> dict[str, list[tuple[str, str]]]:
-    """Try each call with each rank as the odd one.
+    """Try each call with one rank, each in turn, that passes different arguments.
 
-    A final call works only if no rank waits and the group is intact.
+    The final call succeeds only if no rank waits and the process group is intact.
     """
     store = casckpt.open(path)
     found = {name: [told(partial(call, store, rank == odd)) for odd in range(size)] for name, call in calls.items()}

@@ -1,4 +1,4 @@
-"""torchtitan: its optimizer and scheduler containers train across ranks, and its manager saves to a store."""
+"""torchtitan: its optimizers and schedulers train on several ranks, and its checkpoint manager saves to a store."""
 
 from __future__ import annotations
 
@@ -185,7 +185,7 @@ def loads(rank: int, size: int, path: Path) -> Any:
     return found, loop.step
 
 
-def test_a_run_can_start_from_a_model_or_a_checkpoint(store_path: Path, ranks: Pool) -> None:
+def test_a_new_run_can_start_from_a_model_or_a_checkpoint(store_path: Path, ranks: Pool) -> None:
     ranks.run(2, whole, store_path)
     found = ranks.run(3, loads, store_path)  # on more ranks
     assert found == [([(0, False, 0), (8, True, 8), (0, False, 8)], 8)] * 3
@@ -237,7 +237,7 @@ def test_settings_that_do_not_apply_to_a_store_are_rejected(store_path: Path, ra
 
 
 class Refused:
-    """The last part of the train state. From a given step on, it cannot be saved on the last rank."""
+    """A part of the train state that, from a given step on, cannot be saved on the last rank."""
 
     def __init__(self, loop: Loop, step: int, name: str, rank: int, size: int) -> None:
         self.loop, self.step, self.place = loop, step, (name, rank, size, size - 1)
@@ -262,7 +262,7 @@ def hears(rank: int, size: int, path: Path) -> Any:
 
 
 @pytest.mark.parametrize("size", [2, pytest.param(4, marks=pytest.mark.soak)])
-def test_an_invalid_state_is_reported_by_the_first_step(store_path: Path, ranks: Pool, size: int) -> None:
+def test_an_invalid_state_is_reported_at_the_first_step(store_path: Path, ranks: Pool, size: int) -> None:
     expected = [(0, "InvalidInput"), (1, "InvalidInput"), (1, "dict")]
     assert ranks.run(size, hears, store_path) == [expected] * size
 
@@ -279,5 +279,5 @@ def keeps(rank: int, size: int, path: Path) -> Any:
     return loop.step, {group["lr"] for optimizer in loop.optimizers for group in optimizer.param_groups}
 
 
-def test_a_new_learning_rate_is_preserved(store_path: Path, ranks: Pool) -> None:
+def test_torchtitan_preserves_a_new_learning_rate_on_a_resume(store_path: Path, ranks: Pool) -> None:
     assert ranks.run(2, keeps, store_path) == [(2, {0.125})] * 2

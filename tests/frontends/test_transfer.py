@@ -1,4 +1,4 @@
-"""Weights for a different training: base models with tied weights, new heads, and several mismatches together."""
+"""Weights for a different model: base models with tied weights, new heads, and several mismatches together."""
 
 from __future__ import annotations
 

@@ -38,7 +38,7 @@ def changed_blob(store: Path, at: int = 4100) -> Changed:
 
 @pytest.fixture
 def messages(request: pytest.FixtureRequest, caplog: pytest.LogCaptureFixture) -> Iterator[Messages]:
-    """Collect the messages of a test. At its end, the test must have followed all of them."""
+    """Collect the messages of a test, which must follow all of them before it ends."""
     heard = Messages(request.function.follows, caplog)
     yield heard
     if getattr(request.node, "passed", False):
@@ -64,5 +64,5 @@ def saved(store: casckpt.Store, store_path: Path, weights: dict[str, torch.Tenso
 
 
 def words(text: str) -> list[str]:
-    """The words of a command's output."""
+    """Return the words of a command's output."""
     return text.split()

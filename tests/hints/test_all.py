@@ -44,10 +44,10 @@ FOLLOWED_ELSEWHERE: dict[Case, str] = {
         "tests/loading/test_load_plan.py::test_renaming_individual_entries_is_rejected"
     ),
     Case("frontends/views/torchao_names.py:_described", "load it with cast=True into a plain model"): (
-        "tests/tensors/test_kinds.py::test_cast_loads_the_values_into_a_plain_model"
+        "tests/tensors/test_kinds.py::test_a_load_with_cast_loads_the_values_into_a_plain_model"
     ),
     Case("frontends/interchange/safetensors/importing.py:_joined", "install torchao, and import the folder again"): (
-        "tests/frontends/views/test_torchao_names.py::test_parts_of_weights_remain_parts_without_torchao"
+        "tests/frontends/views/test_torchao_names.py::test_without_torchao_weights_are_exported_as_their_parts"
     ),
     Case("tensors/shards.py:_problem", "its values() and offsets()"): (
         "tests/loading/test_wrapped.py::test_unsupported_tensor_layouts_are_refused_at_the_start_with_advice"
@@ -59,7 +59,7 @@ FOLLOWED_ELSEWHERE: dict[Case, str] = {
         "tests/loading/test_wrapped.py::test_unsupported_tensor_layouts_are_refused_at_the_start_with_advice"
     ),
     Case("loading/template.py:Template._check_packed", "call casckpt.load_model_and_optim_state with the model"): (
-        "tests/frontends/training_state/test_packed.py::test_a_load_into_a_state_dict_refuses_other_statistics"
+        "tests/frontends/training_state/test_packed.py::test_a_load_into_a_state_dict_refuses_statistics_that_differ"
     ),
     Case("frontends/training_state/loading.py:TrainingStateLoad._leave_packed", "quantize it as it was for the save"): (
         "tests/frontends/training_state/test_packed.py::test_a_4_bit_weight_that_does_not_fit_is_refused"
@@ -71,7 +71,7 @@ FOLLOWED_ELSEWHERE: dict[Case, str] = {
         "tests/frontends/test_accelerate.py::test_an_offloaded_model_is_rejected_and_can_be_restored"
     ),
     Case("frontends/accelerate.py:AcceleratorCheckpointer.__init__", "Save at multiples of local_sgd_steps"): (
-        "tests/frontends/test_accelerate.py::test_at_a_synchronization_each_rank_loads_its_own_model"
+        "tests/frontends/test_accelerate.py::test_each_rank_loads_its_own_model_if_it_was_saved_at_a_synchronization"
     ),
     Case("frontends/interchange/torch_files.py:", "call torch_save_to_casckpt of casckpt.frontends.convert there"): (
         "tests/frontends/interchange/test_torch_files.py::test_the_error_for_a_class_from_the_saving_script_names_the_class"
@@ -91,7 +91,7 @@ FOLLOWED_ELSEWHERE: dict[Case, str] = {
         "tests/frontends/training_state/test_optimizer.py::test_an_optimizer_with_additional_state_is_saved_as_an_object"
     ),
     Case("frontends/training_state/optimizer.py:local_optimizer", "create it without overlap_with_ddp"): (
-        "tests/frontends/training_state/test_optimizer.py::test_zero_redundancy_resumes_with_and_without_its_parts"
+        "tests/frontends/training_state/test_optimizer.py::test_the_zero_redundancy_optimizer_resumes_with_and_without_its_parts"
     ),
     Case("tensors/objects.py:encode_object", "pass allow_pickle=True to store it as torch.save does"): (
         "tests/frontends/training_state/test_optimizer.py::test_tensors_composed_of_tensors_are_stored_if_pickles_are_allowed"
@@ -105,13 +105,14 @@ FOLLOWED_ELSEWHERE: dict[Case, str] = {
 
 @cache
 def all_hints() -> tuple[Hint, ...]:
-    """All hints of casckpt, read on demand so that workers do not read them during collection."""
+    """Return all hints of casckpt. They are read on demand, so that workers do not read them during collection."""
     return tuple(hints())
 
 
 @cache
 def cases() -> tuple[Case, ...]:
-    """The cases of all tests. Tests in this folder are parsed, since some need packages that may be missing."""
+    """Return the cases of all tests. The tests are parsed and not imported, because some need packages that may be
+    missing."""
     nodes = [node for path in sorted(HERE.glob("test_*.py")) for node in ast.walk(ast.parse(path.read_text()))]
     marks = [mark for node in nodes if isinstance(node, ast.FunctionDef) for mark in node.decorator_list]
     calls = [mark for mark in marks if isinstance(mark, ast.Call) and ast.unparse(mark.func) == "follows"]
@@ -135,7 +136,7 @@ def test_every_case_has_a_hint() -> None:
     assert all(any(text in hint.text for hint in all_hints()) for text in NOT_HERE)
 
 
-def test_every_test_named_elsewhere_exists() -> None:
+def test_every_test_listed_for_hints_outside_this_folder_exists() -> None:
     for test in FOLLOWED_ELSEWHERE.values():
         path, _, name = test.partition("::")
         named = {
@@ -165,16 +166,16 @@ def test_every_extra_that_a_hint_names_exists() -> None:
         "pass a different cache_dir",
     ],
 )
-def test_a_message_that_names_something_to_use_is_advice(text: str) -> None:
+def test_a_message_counts_as_advice_if_it_names_something_to_use(text: str) -> None:
     assert is_advice(text)
 
 
 @pytest.mark.parametrize("text", ["jobs=… is not valid: pass a positive number", "no name is given", "casckpt would"])
-def test_a_message_that_only_states_an_error_is_not_advice(text: str) -> None:
+def test_a_message_that_only_states_an_error_does_not_count_as_advice(text: str) -> None:
     assert not is_advice(text)
 
 
-def test_hints_are_found_in_errors_logs_and_parts_of_messages() -> None:
+def test_hints_are_found_in_errors_and_log_messages_and_their_parts() -> None:
     source = '''
 """A docstring: pass it=True."""
 _ADVICE = "pass " + "this=True"
@@ -193,7 +194,7 @@ class A:
     ]
 
 
-def test_advice_contains_only_parts_of_its_message() -> None:
+def test_a_test_can_follow_only_advice_that_the_message_contains() -> None:
     advice = Advice("pass rename={'a': 'b'} or unread=\"ignore\" (or x=1): see `casckpt tag STORE NAME`")
     assert advice.argument("rename") == {"rename": {"a": "b"}}
     assert advice.argument("unread") == {"unread": "ignore"}

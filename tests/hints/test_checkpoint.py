@@ -1,4 +1,4 @@
-"""Advice of saves and loads."""
+"""The advice in errors and log messages of saves and loads."""
 
 from __future__ import annotations
 
@@ -57,8 +57,10 @@ def equal(one: Weights, other: Weights) -> bool:
     return one.keys() == other.keys() and all(torch.equal(one[key], other[key]) for key in one)
 
 
-@follows("contents/checkpoint.py:warn_if_forgotten", "Store.restore keeps it")
-def test_a_checkpoint_read_after_it_was_forgotten_is_restored(saved: casckpt.Store, messages: Messages) -> None:
+@follows("contents/checkpoint.py:warn_if_forgotten", "call Store.restore to keep it")
+def test_a_checkpoint_that_was_forgotten_before_a_read_can_be_restored_as_advised(
+    saved: casckpt.Store, messages: Messages
+) -> None:
     id = saved.get("a@1").id
     saved.forget("a@1")
     with warnings.catch_warnings(record=True) as heard:
@@ -70,7 +72,7 @@ def test_a_checkpoint_read_after_it_was_forgotten_is_restored(saved: casckpt.Sto
 
 
 @follows("loading/blob_readers.py:damaged_error", "Run `casckpt verify`, then `casckpt repair`, on the store")
-def test_a_damaged_blob_is_repaired(
+def test_a_damaged_blob_can_be_repaired_as_advised(
     saved: casckpt.Store, tmp_path: Path, weights: Weights, messages: Messages, run: Run
 ) -> None:
     store_path = tmp_path / "store"
@@ -87,7 +89,7 @@ def test_a_damaged_blob_is_repaired(
 
 
 @follows("loading/frames.py:decode_again", "run `casckpt verify --decode` to find out")
-def test_a_damaged_frame_is_named_by_verify(
+def test_verify_names_a_damaged_frame_as_advised(
     store: casckpt.Store, store_path: Path, messages: Messages, run: Run
 ) -> None:
     for step in (0, 1):
@@ -104,7 +106,7 @@ def test_a_damaged_frame_is_named_by_verify(
 
 @follows("loading/fit.py:check_fit", "rename=")
 @follows("loading/fit.py:rename_hint", "of them have different names there")
-def test_weights_with_different_names_load_with_the_suggested_rename(
+def test_the_suggested_rename_loads_weights_with_different_names(
     saved: casckpt.Store, weights: Weights, messages: Messages
 ) -> None:
     state = {"net": zeros(weights)}
@@ -115,7 +117,7 @@ def test_weights_with_different_names_load_with_the_suggested_rename(
 
 
 @follows("loading/fit.py:check_fit", 'unread="ignore" leaves them unchanged')
-def test_unfilled_weights_are_left_unchanged_on_request(
+def test_the_suggested_option_leaves_unfilled_weights_unchanged(
     saved: casckpt.Store, weights: Weights, messages: Messages
 ) -> None:
     state = {"other": torch.ones(3)}
@@ -126,7 +128,7 @@ def test_unfilled_weights_are_left_unchanged_on_request(
 
 
 @follows("loading/fit.py:check_no_adapters", 'unread="ignore" leaves them out')
-def test_a_checkpoint_with_adapters_loads_without_them(
+def test_a_checkpoint_with_adapters_can_be_loaded_without_them(
     store: casckpt.Store, weights: Weights, messages: Messages
 ) -> None:
     store.save(weights | {"w.lora_A.x.weight": torch.ones(2)}, run="a", step=1)
@@ -189,7 +191,7 @@ def test_either_of_two_ambiguous_names_can_be_loaded(store: casckpt.Store, messa
 
 
 @follows("loading/load.py:_load.finish", 'pass unread="ignore"')
-def test_unread_keys_are_not_logged_on_request(store: casckpt.Store, messages: Messages) -> None:
+def test_the_suggested_option_hides_unread_keys(store: casckpt.Store, messages: Messages) -> None:
     store.save({"optim": {"lr": 0.1, "step": 5}}, run="leaving-keys", step=1)
     with messages.log() as advice:
         store.load({"optim": {"lr": 0.0}}, "leaving-keys@1")
@@ -200,7 +202,7 @@ def test_unread_keys_are_not_logged_on_request(store: casckpt.Store, messages: M
 
 
 @follows("loading/arguments.py:check_used", "`casckpt show --tensors` lists its keys")
-def test_a_pattern_without_a_match_is_corrected_from_the_list_of_show(
+def test_a_pattern_without_a_match_can_be_corrected_from_the_output_of_show(
     saved: casckpt.Store, store_path: Path, messages: Messages, run: Run
 ) -> None:
     with messages.error(MissingKey) as advice:
@@ -211,7 +213,7 @@ def test_a_pattern_without_a_match_is_corrected_from_the_list_of_show(
 
 
 @follows("loading/load_plan.py:LoadPlan._add_tensor", "ignore_mismatched= leaves it unchanged")
-def test_a_tensor_with_a_different_shape_is_left_unchanged(
+def test_the_suggested_option_leaves_a_tensor_with_a_different_shape_unchanged(
     saved: casckpt.Store, weights: Weights, messages: Messages
 ) -> None:
     state = zeros(weights) | {"w": torch.ones(7)}
@@ -223,7 +225,7 @@ def test_a_tensor_with_a_different_shape_is_left_unchanged(
 
 
 @follows("tensors/dtypes.py:check_cast", "pass cast=True to …")
-def test_a_tensor_with_a_different_dtype_is_converted(
+def test_the_suggested_option_converts_a_tensor_with_a_different_dtype(
     saved: casckpt.Store, weights: Weights, messages: Messages
 ) -> None:
     state = zeros(weights) | {"w": torch.zeros(6, dtype=torch.double)}
@@ -234,7 +236,9 @@ def test_a_tensor_with_a_different_dtype_is_converted(
 
 
 @follows("loading/template.py:Template._misfits", "ignore_mismatched= accepts patterns of keys")
-def test_tensors_with_different_shapes_are_left_unchanged(saved: casckpt.Store, messages: Messages) -> None:
+def test_the_suggested_option_leaves_tensors_with_different_shapes_unchanged(
+    saved: casckpt.Store, messages: Messages
+) -> None:
     state = {"w": torch.ones(7), "b": torch.ones(1)}
     with messages.error(Mismatch) as advice:
         saved.load(state, "a@1")
@@ -246,7 +250,7 @@ def test_tensors_with_different_shapes_are_left_unchanged(saved: casckpt.Store, 
 
 
 @follows("loading/template.py:Template._lacks", "Pass strict=False to leave them unchanged, or rename=")
-def test_keys_missing_from_a_checkpoint_are_left_unchanged_or_mapped(
+def test_keys_that_a_checkpoint_lacks_can_be_left_unchanged_or_renamed(
     saved: casckpt.Store, weights: Weights, messages: Messages
 ) -> None:
     state = zeros(weights) | {"more": torch.ones(1)}
@@ -263,7 +267,7 @@ def test_keys_missing_from_a_checkpoint_are_left_unchanged_or_mapped(
 
 
 @follows("loading/template.py:Template.check_empty", "Put None in its place")
-def test_an_empty_mapping_is_filled_or_left_unchanged(
+def test_an_empty_mapping_can_be_filled_or_left_unchanged_as_advised(
     store: casckpt.Store, weights: Weights, messages: Messages
 ) -> None:
     store.save({"w": weights, "n": 1}, run="a", step=1)
@@ -279,7 +283,7 @@ def test_an_empty_mapping_is_filled_or_left_unchanged(
 
 
 @follows("loading/update.py:update", "to repair them, load all of them, or update with check=True")
-def test_a_state_left_undefined_by_an_update_is_reloaded(
+def test_a_state_that_a_failed_update_left_undefined_can_be_loaded_again(
     store: casckpt.Store, store_path: Path, messages: Messages
 ) -> None:
     store.save({"w": torch.arange(40000.0)}, run="a", step=1)
@@ -327,7 +331,7 @@ def fresh_and_sharded(rank: int, size: int, path: str) -> tuple[str, bool, bool]
 
 
 @follows("loading/template.py:Template._look_below", "use casckpt.load_model_and_optim_state or Checkpointer")
-def test_a_new_sharded_optimizer_is_filled_by_name(ranks: Pool, store_path: Path, messages: Messages) -> None:
+def test_a_new_sharded_optimizer_can_be_loaded_by_name(ranks: Pool, store_path: Path, messages: Messages) -> None:
     for message, first, second in ranks.run(2, fresh_and_sharded, str(store_path)):
         advice = messages.text(message)
         advice.says("casckpt.load_model_and_optim_state")
@@ -349,7 +353,9 @@ def outside(rank: int, size: int, path: str) -> str | None:
 
 
 @follows("ranks/ranks.py:open_ranks", "call only on its ranks, or pass no_dist=True")
-def test_a_rank_outside_a_group_saves_alone(ranks: Pool, store_path: Path, messages: Messages) -> None:
+def test_a_rank_outside_the_process_group_can_save_alone_as_advised(
+    ranks: Pool, store_path: Path, messages: Messages
+) -> None:
     message, _ = ranks.run(2, outside, str(store_path))
     messages.text(message).says("call only on its ranks")
     assert casckpt.open(store_path).runs() == ["alone", "group"]
@@ -373,7 +379,9 @@ def in_a_child(rank: int, size: int, path: str) -> str:
 
 
 @follows("ranks/ranks.py:_refuse_inherited", "call Store.read, or pass no_dist=True")
-def test_a_process_forked_by_a_rank_reads_alone(ranks: Pool, store_path: Path, messages: Messages) -> None:
+def test_a_process_that_a_rank_forked_can_read_alone_as_advised(
+    ranks: Pool, store_path: Path, messages: Messages
+) -> None:
     (message,) = ranks.run(1, in_a_child, str(store_path))
     messages.text(message).says("Store.read")
 
@@ -384,7 +392,7 @@ def grouped(rank: int, size: int, path: str) -> int:
 
 
 @follows("ranks/ranks.py:_warn_of_others", "init_process_group first, or pass no_dist=True if this is intended")
-def test_a_launched_process_joins_its_group_or_works_alone(
+def test_a_launched_process_can_join_a_process_group_or_work_alone_as_advised(
     saved: casckpt.Store, messages: Messages, ranks: Pool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     of_ranks._warn_of_others.cache_clear()
@@ -412,7 +420,7 @@ def other_shapes(rank: int, size: int, path: str) -> str:
 
 
 @follows("saving/layout.py:plan_writes", "or wrap it in casckpt.PerRank")
-def test_values_with_different_shapes_across_ranks_are_saved_per_rank(
+def test_values_whose_shapes_differ_across_ranks_can_be_saved_per_rank(
     ranks: Pool, store_path: Path, messages: Messages
 ) -> None:
     for message in ranks.run(2, other_shapes, str(store_path)):
@@ -483,7 +491,7 @@ def alone_of_two(rank: int, size: int, path: str, given: dict[str, Any]) -> None
 
 
 @follows("ranks/waiting.py:late", "use Store.save or Store.load with no_dist=True")
-def test_a_rank_that_does_not_need_to_wait_uses_no_dist(ranks: Pool, store_path: Path, messages: Messages) -> None:
+def test_a_rank_that_does_not_need_to_wait_can_pass_no_dist(ranks: Pool, store_path: Path, messages: Messages) -> None:
     advice = messages.text(waiting.late([1], 30.0))
     ranks.run(2, alone_of_two, str(store_path), advice.argument("no_dist"))
     assert casckpt.open(store_path).read("a@1") == {"x": 1}
@@ -509,7 +517,9 @@ def otherwise(rank: int, size: int, path: str) -> str:
 
 
 @follows("ranks/messages.py:astray", "pass each thread its own process_group=...")
-def test_ranks_make_the_same_calls_or_use_a_group_per_thread(ranks: Pool, store_path: Path, messages: Messages) -> None:
+def test_ranks_can_make_the_same_calls_or_use_one_group_per_thread_as_advised(
+    ranks: Pool, store_path: Path, messages: Messages
+) -> None:
     for message in ranks.run(2, otherwise, str(store_path)):
         messages.text(message).says("in the same order. Make the calls in one thread")
     found = {one.run for one in casckpt.open(store_path).checkpoints()}
@@ -524,7 +534,7 @@ class Settings(UserDict[str, Any]):
 
 
 @follows("saving/prepare.py:_log_class", "Store.read returns a dict, and a load into such an object fills it")
-def test_a_mapping_of_a_different_class_is_filled_by_a_load(store: casckpt.Store, messages: Messages) -> None:
+def test_a_load_can_fill_a_mapping_of_a_different_class_as_advised(store: casckpt.Store, messages: Messages) -> None:
     with messages.log() as advice:
         store.save({"more": Settings(lr=0.5)}, run="a", step=1)
     advice.says("Store.read returns a dict")
@@ -536,7 +546,7 @@ def test_a_mapping_of_a_different_class_is_filled_by_a_load(store: casckpt.Store
 
 
 @follows("history/transactions.py:begin_save", "save a different step, or overwrite it (overwrite=True")
-def test_an_existing_step_is_overwritten(saved: casckpt.Store, messages: Messages) -> None:
+def test_the_suggested_option_overwrites_an_existing_step(saved: casckpt.Store, messages: Messages) -> None:
     with messages.error() as advice:
         saved.save({"x": 2}, run="a", step=1)
     saved.save({"x": 2}, run="a", step=1, **advice.argument("overwrite"))
@@ -547,7 +557,7 @@ def test_an_existing_step_is_overwritten(saved: casckpt.Store, messages: Message
 
 
 @follows("history/transactions.py:begin_save", "--overwrite")
-def test_an_existing_step_is_overwritten_by_an_import(
+def test_the_suggested_option_lets_an_import_overwrite_an_existing_step(
     saved: casckpt.Store, store_path: Path, tmp_path: Path, messages: Messages, run: Run
 ) -> None:
     torch.save({"x": torch.ones(2)}, tmp_path / "x.pt")
@@ -562,7 +572,7 @@ class Kind(enum.IntEnum):
 
 
 @follows("saving/leader.py:log_pickled", "a load needs allow_pickle=True")
-def test_a_stored_pickle_is_loaded_with_allow_pickle(store: casckpt.Store, messages: Messages) -> None:
+def test_a_stored_pickle_can_be_loaded_with_allow_pickle(store: casckpt.Store, messages: Messages) -> None:
     with messages.log() as advice:
         store.save({"kind": Kind.ONE}, run="a", step=1, allow_pickle=True)
     state = {"kind": None}

@@ -1,4 +1,4 @@
-"""Advice of the command line."""
+"""The advice that the command line gives."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ Store = casckpt.Store
 @follows(
     "cli/commands/copy.py:command", "--storage-option applies to STORE, which is a local folder; use --dst-option for"
 )
-def test_storage_options_of_a_copy_target_have_their_own_flag(
+def test_the_suggested_flag_sets_storage_options_of_a_copy_target(
     saved: Store, store_path: Path, moto_server: Server, messages: Messages, run: Run
 ) -> None:
     command = ("copy", store_path, f"s3://{moto_server.new_bucket()}/store")
@@ -46,7 +46,7 @@ def beside(option: str, values: Iterable[str]) -> list[str]:
 
 @follows("cli/commands/copy.py:_part", "RANK and WORLD_SIZE in the environment must be numbers")
 @follows("cli/commands/copy.py:_part", "in the environment contradict each other: unset both")
-def test_launched_processes_share_a_copy(
+def test_launched_processes_can_share_a_copy_as_advised(
     saved: Store, tmp_path: Path, messages: Messages, run: Run, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     store_path = saved.url
@@ -83,7 +83,7 @@ def not_served(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.usefixtures("not_served")
 @follows("cli/commands/export.py:serve", "can reach the store at …: pass --token-file or --no-token")
 @pytest.mark.parametrize("option", ["--token-file", "--no-token"])
-def test_a_server_on_a_public_address_runs_with_or_without_a_token(
+def test_a_server_on_a_public_address_can_run_with_or_without_a_token_as_advised(
     saved: Store, tmp_path: Path, messages: Messages, run: Run, option: str
 ) -> None:
     (tmp_path / "tokens").write_text("secret\n")
@@ -95,7 +95,7 @@ def test_a_server_on_a_public_address_runs_with_or_without_a_token(
 
 @pytest.mark.usefixtures("not_served")
 @follows("cli/commands/export.py:serve", "cannot listen on …:…: …; pass a different --port")
-def test_a_different_port_replaces_one_that_is_in_use(
+def test_serve_works_with_the_port_that_the_error_suggests(
     saved: Store, store_path: Path, messages: Messages, run: Run
 ) -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
@@ -104,7 +104,7 @@ def test_a_different_port_replaces_one_that_is_in_use(
 
 
 @follows("cli/commands/gc.py:command", "also pass --thin PATTERN")
-def test_thinning_by_a_rule_needs_a_pattern_to_drop(
+def test_thinning_by_a_rule_works_with_the_suggested_pattern(
     saved: Store, store_path: Path, messages: Messages, run: Run
 ) -> None:
     saved.save({"w": torch.ones(2), "b": torch.ones(1)}, run="a", step=2)
@@ -127,7 +127,9 @@ def test_verify_explains_an_unreadable_record(saved: Store, store_path: Path, me
 
 @follows("cli/commands/settings.py:command", "--set and --unset both name …: pass only one of them")
 @pytest.mark.parametrize("option", ["--set", "--unset"])
-def test_a_setting_is_set_or_unset(saved: Store, store_path: Path, messages: Messages, run: Run, option: str) -> None:
+def test_a_setting_can_be_set_or_unset_as_advised(
+    saved: Store, store_path: Path, messages: Messages, run: Run, option: str
+) -> None:
     command = ("settings", store_path)
     given = {"--set": "min_age=2h", "--unset": "min_age"}
     advice = messages.text(run(*command, "--set", given["--set"], "--unset", given["--unset"], status=2).output)
@@ -136,7 +138,7 @@ def test_a_setting_is_set_or_unset(saved: Store, store_path: Path, messages: Mes
 
 
 @follows("cli/commands/show.py:_chosen", "omit --keys to list all tensors")
-def test_omitting_an_unmatched_pattern_lists_all_keys(
+def test_show_without_the_pattern_lists_all_keys_as_advised(
     saved: Store, store_path: Path, messages: Messages, run: Run
 ) -> None:
     advice = messages.text(run("show", store_path, "a@1", "--tensors", "--keys", "x.*", status=3).output)
@@ -146,7 +148,9 @@ def test_omitting_an_unmatched_pattern_lists_all_keys(
 
 @follows("cli/commands/tag.py:command", "--expires requires a tag to set: pass NAME and REF")
 @follows("cli/commands/tag.py:command", "--delete accepts a single name: omit all other arguments")
-def test_a_tag_is_set_temporarily_and_deleted(saved: Store, store_path: Path, messages: Messages, run: Run) -> None:
+def test_a_tag_can_be_set_temporarily_and_deleted_as_advised(
+    saved: Store, store_path: Path, messages: Messages, run: Run
+) -> None:
     advice = messages.text(run("tag", store_path, "--expires", "1d", status=2).output)
     names = advice.says("NAME and REF").replace("NAME", "best").replace("REF", "a@1").split(" and ")
     run("tag", store_path, *names, "--expires", "1d")
@@ -167,7 +171,9 @@ def test_a_missing_tag_is_created_with_the_suggested_command(
 
 @follows("cli/commands/list.py:transactions", "--revoke is for a save in progress, and --give-up for a damaged one")
 @follows("cli/commands/list.py:_txid", "`casckpt transactions STORE` lists")
-def test_a_save_in_progress_is_revoked_by_name(saved: Store, store_path: Path, messages: Messages, run: Run) -> None:
+def test_a_save_in_progress_can_be_revoked_by_name_as_advised(
+    saved: Store, store_path: Path, messages: Messages, run: Run
+) -> None:
     from casckpt.history.transactions import begin
 
     save = begin(saved.repository, "a", 3)
@@ -184,7 +190,7 @@ def test_a_save_in_progress_is_revoked_by_name(saved: Store, store_path: Path, m
 
 
 @follows("cli/commands/export.py:", "use --format hf for a folder that from_pretrained can load")
-def test_an_export_without_a_config_succeeds_with_the_suggested_option(
+def test_the_suggested_option_exports_a_model_without_its_config(
     store: Store, tmp_path: Path, messages: Messages, run: Run
 ) -> None:
     state = {"model": {"w": torch.ones(2)}, "optim": {"m": torch.ones(2)}}
@@ -208,7 +214,7 @@ def test_the_suggested_option_deletes_forgotten_checkpoints_immediately(
 
 @follows("cli/commands/list.py:_say_forgotten", "(--all lists them)")
 @follows("cli/commands/list.py:_say_forgotten", "`casckpt stats` shows what a gc frees")
-def test_forgotten_checkpoints_are_listed_and_counted(
+def test_the_suggested_options_list_and_count_forgotten_checkpoints(
     moto_server: Server, saved: Store, store_path: Path, messages: Messages, run: Run
 ) -> None:
     saved.save({"w": torch.zeros(7)}, run="a", step=2)
@@ -226,7 +232,7 @@ def test_forgotten_checkpoints_are_listed_and_counted(
 
 @follows("cli/commands/verify.py:repaired_text", "or hide these checkpoints with `casckpt forget`. A gc deletes")
 @pytest.mark.parametrize("way", ["--from", "forget"])
-def test_unrepairable_damage_is_repaired_from_a_copy_or_forgotten(
+def test_damage_can_be_repaired_from_a_copy_or_its_checkpoint_forgotten_as_advised(
     saved: Store, tmp_path: Path, messages: Messages, run: Run, way: str
 ) -> None:
     path = tmp_path / "store"
@@ -254,7 +260,7 @@ def test_verify_explains_a_checkpoint_that_cannot_be_measured(
 
 @follows("cli/commands/report.py:stats_text", "run `casckpt repair`, or `casckpt verify` for details")
 @follows("cli/commands/verify.py:_to_do", "damaged: run `casckpt repair`")
-def test_known_damage_is_repaired(saved: Store, tmp_path: Path, messages: Messages, run: Run) -> None:
+def test_known_damage_can_be_repaired_as_advised(saved: Store, tmp_path: Path, messages: Messages, run: Run) -> None:
     path = tmp_path / "store"
     shutil.copytree(path, tmp_path / "copy")
     damaged = changed_blob(path)
@@ -268,9 +274,7 @@ def test_known_damage_is_repaired(saved: Store, tmp_path: Path, messages: Messag
 
 
 @follows("cli/commands/show.py:_text", "list all of them with --tensors, or some of them with --keys PATTERN")
-def test_tensors_are_shown_with_the_suggested_options(
-    saved: Store, store_path: Path, messages: Messages, run: Run
-) -> None:
+def test_the_suggested_options_show_tensors(saved: Store, store_path: Path, messages: Messages, run: Run) -> None:
     saved.save({f"t{number}": torch.ones(1) for number in range(100)}, run="a", step=2)
     advice = messages.text(run("show", store_path, "a@2").output)
     assert {"t1", "t99"} <= set(run("show", store_path, "a@2", advice.says("--tensors")).output.split())
@@ -306,7 +310,7 @@ def test_the_suggested_option_frees_thinned_bytes_immediately(
 @follows("cli/commands/verify.py:about_records", "restore the files from a backup of the store's files")
 @follows("cli/commands/verify.py:about_records", "end the saves with `casckpt transactions STORE --give-up TXID`")
 @pytest.mark.parametrize("way", ["put back", "give up"])
-def test_damaged_records_are_replaced_or_forgotten(
+def test_a_damaged_record_can_be_replaced_or_its_checkpoint_forgotten_as_advised(
     saved: Store, store_path: Path, messages: Messages, run: Run, way: str
 ) -> None:
     saved.tag("best", "a@1")
@@ -329,7 +333,7 @@ def test_damaged_records_are_replaced_or_forgotten(
 
 
 @follows("cli/failures.py:Reported._hint", "Rerun the command with --debug to see where the error occurred.")
-def test_debug_shows_where_a_bug_happened(
+def test_the_debug_option_shows_where_a_bug_occurred(
     saved: Store, store_path: Path, messages: Messages, run: Run, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def broken(_: object) -> None:
@@ -348,7 +352,9 @@ def test_the_help_explains_a_command(saved: Store, store_path: Path, messages: M
 
 
 @follows("cli/text.py:shortened", "(--json lists all)")
-def test_json_output_contains_a_long_list_in_full(saved: Store, store_path: Path, messages: Messages, run: Run) -> None:
+def test_json_output_contains_the_whole_of_a_list_that_was_shortened(
+    saved: Store, store_path: Path, messages: Messages, run: Run
+) -> None:
     steps = range(2, 24)
     for step in steps:
         saved.save({"x": step}, run="a", step=step)

@@ -1,4 +1,4 @@
-"""Advice of the front end for torch.distributed.checkpoint, and of imports of its folders."""
+"""The advice of the front end for torch.distributed.checkpoint, and of imports of its folders."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def cause(call: Any) -> BaseException:
 
 @follows("frontends/dcp/described.py:read_metadata", "pass allow_pickle=True (--allow-pickle) if you trust its source")
 @pytest.mark.parametrize("way", ["allow_pickle", "--allow-pickle"])
-def test_metadata_with_a_pickle_is_imported_with_allow_pickle(
+def test_metadata_with_a_pickle_can_be_imported_with_allow_pickle(
     store: Store, tmp_path: Path, messages: Messages, run: Run, way: str
 ) -> None:
     save({"a": torch.ones(2)}, FileSystemWriter(tmp_path / "in"), planner=PickledExtra(flatten_state_dict=False))
@@ -57,7 +57,7 @@ def test_metadata_with_a_pickle_is_imported_with_allow_pickle(
 
 @follows("frontends/dcp/folder.py:Folder.read_values", "(--allow-pickle) to keep them unchanged")
 @pytest.mark.parametrize("way", ["allow_pickle", "--allow-pickle"])
-def test_pickled_values_are_imported_with_allow_pickle(
+def test_pickled_values_can_be_imported_with_allow_pickle(
     store: Store, tmp_path: Path, messages: Messages, run: Run, way: str
 ) -> None:
     save({"a": torch.ones(2), "colour": Colour.RED}, FileSystemWriter(tmp_path / "in"))
@@ -71,7 +71,7 @@ def test_pickled_values_are_imported_with_allow_pickle(
 
 
 def planned_elsewhere(rank: int, size: int, path: str) -> str:
-    """A tensor that describes itself but does not give DCP any write items."""
+    """Save a tensor that describes itself but does not give DCP any write items. Return the error."""
     half = DTensor.from_local(torch.full((1, 3), float(rank)), init_device_mesh("cpu", (size,)), [Shard(0)])
     chunk = ChunkStorageMetadata(torch.Size((1 - rank, 0)), torch.Size((1, 3)))
     half._local_tensor.__create_chunk_list__ = lambda: [chunk]  # type: ignore[attr-defined]
@@ -87,14 +87,16 @@ def planned_elsewhere(rank: int, size: int, path: str) -> str:
 
 
 @follows("frontends/dcp/items.py:check_planned", "save and load it with casckpt.Store")
-def test_tensors_that_dcp_would_misplace_are_saved_natively(ranks: Pool, store_path: Path, messages: Messages) -> None:
+def test_tensors_that_dcp_would_misplace_can_be_saved_natively(
+    ranks: Pool, store_path: Path, messages: Messages
+) -> None:
     for message in ranks.run(2, planned_elsewhere, str(store_path)):
         messages.text(message).says("casckpt.Store")
     assert casckpt.open(store_path).read("own@1")["w"].tolist() == [[1] * 3, [0] * 3]
 
 
 @follows("frontends/dcp/schema.py:Note.encoded", "pass allow_pickle=True to StorageWriter")
-def test_planner_data_that_is_not_plain_is_stored_with_allow_pickle(store: Store, messages: Messages) -> None:
+def test_planner_data_that_is_not_plain_can_be_stored_with_allow_pickle(store: Store, messages: Messages) -> None:
     planner = PickledExtra(flatten_state_dict=False)
 
     def attempt(**options: Any) -> None:
@@ -106,7 +108,7 @@ def test_planner_data_that_is_not_plain_is_stored_with_allow_pickle(store: Store
 
 
 @follows("frontends/dcp/contents.py:_check_restricted", "pass allow_pickle=True to StorageReader")
-def test_a_pickled_value_is_loaded_with_allow_pickle(store: Store, messages: Messages) -> None:
+def test_a_pickled_value_can_be_loaded_with_allow_pickle(store: Store, messages: Messages) -> None:
     save({"colour": Colour.RED, "a": torch.ones(2)}, StorageWriter(store, step=1))
     state = {"colour": None, "a": torch.zeros(2)}
     advice = messages.text(cause(lambda: load(state, StorageReader(store, "default@1"))))
@@ -116,7 +118,7 @@ def test_a_pickled_value_is_loaded_with_allow_pickle(store: Store, messages: Mes
 
 @follows("frontends/dcp/reader.py:StorageReader._metadata", "pass ref=, or pass checkpoint_id=REF to each load")
 @follows("frontends/dcp/writer.py:StorageWriter.set_up_storage_writer", "or pass checkpoint_id='RUN@STEP' to each save")
-def test_a_store_and_checkpoint_are_passed_to_the_reader_or_the_call(store: Store, messages: Messages) -> None:
+def test_a_store_and_a_checkpoint_can_be_passed_to_the_reader_or_to_the_call(store: Store, messages: Messages) -> None:
     advice = messages.text(cause(lambda: save({"a": torch.ones(1)}, StorageWriter(store))))
     step: Any = {advice.says("step"): 1}
     save({"a": torch.ones(1)}, StorageWriter(store, **step))
@@ -131,7 +133,7 @@ def test_a_store_and_checkpoint_are_passed_to_the_reader_or_the_call(store: Stor
 
 @follows("frontends/dcp/reader.py:StorageReader._now", "pass the reader to dcp.load")
 @follows("frontends/dcp/writer.py:StorageWriter._session", "pass the writer to dcp.save")
-def test_readers_and_writers_are_passed_to_dcp(store: Store, messages: Messages) -> None:
+def test_readers_and_writers_work_when_they_are_passed_to_dcp_as_advised(store: Store, messages: Messages) -> None:
     writer = StorageWriter(store, step=1)
     with messages.error(InvalidInput) as advice:
         writer.prepare_local_plan(SavePlan([]))
@@ -145,7 +147,7 @@ def test_readers_and_writers_are_passed_to_dcp(store: Store, messages: Messages)
 
 
 @follows("frontends/dcp/reader.py:StorageReader._check_fit", "rename the keys accordingly, or use store.load with")
-def test_keys_with_different_names_are_renamed_on_save_or_load(store: Store, messages: Messages) -> None:
+def test_keys_with_different_names_can_be_renamed_on_save_or_on_load(store: Store, messages: Messages) -> None:
     store.save({"net": {"w": torch.ones(2), "b": torch.ones(3)}}, step=1)
     state = {"w": torch.zeros(2), "b": torch.zeros(3)}
     partly = DefaultLoadPlanner(allow_partial_load=True)
@@ -159,7 +161,7 @@ def test_keys_with_different_names_are_renamed_on_save_or_load(store: Store, mes
 
 
 @follows("tensors/dtypes.py:check_cast", "pass cast=True to …")
-def test_a_different_dtype_is_converted(store: Store, messages: Messages) -> None:
+def test_the_suggested_option_converts_a_different_dtype(store: Store, messages: Messages) -> None:
     store.save({"a": torch.ones(2)}, step=1)
     state = {"a": torch.zeros(2, dtype=torch.float64)}
     advice = messages.text(cause(lambda: load(state, StorageReader(store, "default@1", cast=False))))

@@ -1,4 +1,4 @@
-"""Advice about exports and imports: safetensors, torch.save, folders of other programs, views, serving."""
+"""Advice about exports and imports: safetensors, torch.save, folders of other programs, views and serving."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def names_in(path: Path) -> set[str]:
     "has the suffix of --format …, but the format is …; choose a different name",
 )
 @pytest.mark.parametrize("way", ["name", "format"])
-def test_the_suffix_of_an_export_matches_its_format(
+def test_an_export_succeeds_with_a_suffix_that_matches_its_format(
     saved: Store, tmp_path: Path, messages: Messages, run: Run, way: str
 ) -> None:
     advice = messages.text(
@@ -81,7 +81,7 @@ def test_the_suffix_of_an_export_matches_its_format(
 
 
 @follows("frontends/interchange/export.py:_check_known", "applies to …: --format … does not support it")
-def test_an_option_works_with_formats_that_support_it(
+def test_an_option_works_with_the_formats_that_the_error_names(
     saved: Store, tmp_path: Path, messages: Messages, run: Run
 ) -> None:
     command = ("export", saved.url, "a@1", tmp_path / "out", "--keys", "w", "--format")
@@ -94,7 +94,9 @@ def test_an_option_works_with_formats_that_support_it(
 
 
 @follows("frontends/interchange/new_files.py:_check_no_file", "choose a different name, or pass --force")
-def test_an_existing_file_is_overwritten_with_force(saved: Store, tmp_path: Path, messages: Messages, run: Run) -> None:
+def test_the_force_option_overwrites_an_existing_file(
+    saved: Store, tmp_path: Path, messages: Messages, run: Run
+) -> None:
     path = tmp_path / "x.safetensors"
     path.touch()
     advice = messages.text(run("export", saved.url, "a@1", path, status=5).output)
@@ -118,7 +120,7 @@ def test_the_force_option_writes_into_a_folder_with_files(
     "omit attachments with attachments=False (--no-attachments)",
 )
 @pytest.mark.parametrize("way", ["attachments", "--no-attachments"])
-def test_an_attachment_that_conflicts_with_a_file_is_omitted(
+def test_an_attachment_that_conflicts_with_a_file_can_be_omitted(
     store: Store, tmp_path: Path, messages: Messages, run: Run, way: str
 ) -> None:
     store.save({"w": torch.ones(1)}, run="a", step=1, attachments={"model.safetensors": b"x"})
@@ -135,7 +137,7 @@ def test_an_attachment_that_conflicts_with_a_file_is_omitted(
 
 @follows("frontends/interchange/export.py:export", "or choose one of … with format= (--format)")
 @pytest.mark.parametrize("way", ["name", "format", "--format"])
-def test_a_format_that_the_name_does_not_show_is_passed_explicitly(
+def test_a_format_that_the_name_does_not_show_can_be_passed_explicitly(
     saved: Store, tmp_path: Path, messages: Messages, run: Run, way: str
 ) -> None:
     with messages.error(InvalidInput) as advice:
@@ -157,7 +159,9 @@ def test_a_format_that_the_name_does_not_show_is_passed_explicitly(
 
 
 @follows("frontends/views/model_part.py:model_part", "but keys below …; pass --strip-prefix if one of these is a model")
-def test_the_exported_model_is_chosen_explicitly(store: Store, tmp_path: Path, messages: Messages, run: Run) -> None:
+def test_the_model_to_export_can_be_chosen_explicitly(
+    store: Store, tmp_path: Path, messages: Messages, run: Run
+) -> None:
     store.save({"optim": {"w": torch.ones(2)}}, run="a", step=1)
     command = ("export", store.url, "a@1", tmp_path / "out", "--format", "hf")
     advice = messages.text(run(*command, status=3).output)
@@ -166,7 +170,9 @@ def test_the_exported_model_is_chosen_explicitly(store: Store, tmp_path: Path, m
 
 
 @follows("frontends/views/model_part.py:model_part", "`casckpt show --tensors` lists its contents")
-def test_a_checkpoint_without_weights_is_inspected(store: Store, tmp_path: Path, messages: Messages, run: Run) -> None:
+def test_a_checkpoint_without_weights_can_be_inspected_as_advised(
+    store: Store, tmp_path: Path, messages: Messages, run: Run
+) -> None:
     store.save({"epoch": 1, "loss": torch.ones(1)}, run="a", step=1)
     store.save({"epoch": 1}, run="b", step=1)
     advice = messages.text(run("export", store.url, "b@1", tmp_path / "out", "--format", "hf", status=3).output)
@@ -179,7 +185,9 @@ def test_a_checkpoint_without_weights_is_inspected(store: Store, tmp_path: Path,
     "or select tensors with --keys, and pass --strip-prefix '' to keep their full names",
 )
 @pytest.mark.parametrize("way", ["prefix", "keys", "all"])
-def test_one_of_two_models_is_chosen(store: Store, tmp_path: Path, messages: Messages, run: Run, way: str) -> None:
+def test_one_of_two_models_can_be_chosen_as_advised(
+    store: Store, tmp_path: Path, messages: Messages, run: Run, way: str
+) -> None:
     store.save({"policy": {"h": {"w": torch.ones(2)}}, "reference": {"h": {"w": torch.ones(3)}}}, run="a", step=1)
     command = ("export", store.url, "a@1", tmp_path / "out", "--format", "hf")
     advice = messages.text(run(*command, status=1).output)
@@ -215,7 +223,7 @@ def test_a_model_with_adapters_can_be_exported_in_three_ways(
 
 
 @follows("frontends/views/view.py:_part", "`casckpt show --tensors` lists its tensors")
-def test_export_patterns_and_prefixes_are_taken_from_the_list(
+def test_patterns_and_prefixes_for_an_export_can_be_chosen_from_the_suggested_list(
     training: Store, tmp_path: Path, messages: Messages, run: Run
 ) -> None:
     with messages.error(MissingKey) as advice:
@@ -241,7 +249,7 @@ def small_headers(monkeypatch: pytest.MonkeyPatch) -> None:
     "Choose a different folder, or pass --format hf",
 )
 @pytest.mark.parametrize("way", ["folder", "hf"])
-def test_a_config_is_exported_with_a_model(
+def test_a_config_can_be_exported_with_its_model_as_advised(
     training: Store, tmp_path: Path, messages: Messages, run: Run, way: str
 ) -> None:
     folder = tmp_path / "out"
@@ -283,7 +291,7 @@ def test_an_export_too_large_for_a_header_is_split_into_files(
     "frontends/interchange/safetensors/files.py:file_type", "choose different keys with --keys, or convert this tensor"
 )
 @pytest.mark.parametrize("way", ["keys", "convert"])
-def test_a_dtype_unsupported_by_safetensors_is_omitted_or_converted(
+def test_a_dtype_that_safetensors_lacks_can_be_omitted_or_converted(
     store: Store, tmp_path: Path, messages: Messages, run: Run, way: str
 ) -> None:
     state = {"w": torch.ones(2), "c": torch.ones(2, dtype=torch.complex128)}
@@ -303,7 +311,7 @@ def test_a_dtype_unsupported_by_safetensors_is_omitted_or_converted(
 @follows(
     "frontends/interchange/safetensors/files.py:", "Read it with its own library, and save the state with store.save"
 )
-def test_a_file_of_a_different_kind_is_read_by_its_library(
+def test_a_file_of_a_different_kind_can_be_read_by_the_library_that_the_error_names(
     store: Store, tmp_path: Path, messages: Messages, run: Run
 ) -> None:
     (tmp_path / "x.gguf").write_bytes(b"GGUF" + bytes(20))
@@ -321,7 +329,7 @@ def test_a_file_of_a_different_kind_is_read_by_its_library(
     "frontends/interchange/safetensors/importing.py:_nothing_in",
     "a checkpoint from a different trainer; save its state with",
 )
-def test_folders_without_safetensors_are_imported_or_saved(
+def test_folders_without_safetensors_can_be_imported_or_saved_as_advised(
     store: Store, tmp_path: Path, messages: Messages, run: Run
 ) -> None:
     folder = stock(tmp_path / "dcp", {"w": torch.ones(2)})
@@ -342,7 +350,9 @@ def test_folders_without_safetensors_are_imported_or_saved(
 @follows(
     "frontends/interchange/safetensors/layout.py:_file_names", "files are too many; pass a larger --max-shard-size"
 )
-def test_a_file_size_that_is_too_small_is_increased(saved: Store, tmp_path: Path, messages: Messages, run: Run) -> None:
+def test_the_suggested_option_increases_a_file_size_that_is_too_small(
+    saved: Store, tmp_path: Path, messages: Messages, run: Run
+) -> None:
     command = ("export", saved.url, "a@1", tmp_path / "out", "--max-shard-size")
     advice = messages.text(run(*command, "0", status=1).output)
     run(*command[:-1], advice.says("--max-shard-size"), "1KB")
@@ -361,7 +371,7 @@ def test_a_file_size_that_is_too_small_is_increased(saved: Store, tmp_path: Path
     "pass allow_pickle=True (--allow-pickle) if you trust its source",
 )
 @pytest.mark.parametrize("way", ["allow_pickle", "--allow-pickle"])
-def test_a_file_with_a_pickle_is_imported_with_allow_pickle(
+def test_a_file_with_a_pickle_can_be_imported_with_allow_pickle(
     store: Store, tmp_path: Path, messages: Messages, run: Run, way: str
 ) -> None:
     torch.save({"x": Odd()}, tmp_path / "x.pt")
@@ -378,7 +388,7 @@ def test_a_file_with_a_pickle_is_imported_with_allow_pickle(
     "frontends/interchange/torch_files.py:casckpt_to_torch_save",
     "because plain torch.load cannot read it (pass allow_pickle=True to include it)",
 )
-def test_values_that_torch_load_rejects_are_exported_with_allow_pickle(
+def test_values_that_torch_load_rejects_can_be_exported_with_allow_pickle(
     store: Store, tmp_path: Path, messages: Messages
 ) -> None:
     state = {"when": datetime(2026, 1, 2, tzinfo=UTC), "n": 1}
@@ -400,7 +410,7 @@ def optimizer_of(model: nn.Module) -> torch.optim.Optimizer:
 
 @follows("frontends/interchange/torch_files.py:laid_out", "Import again with parameter_names=, or load")
 @follows("frontends/interchange/torch_files.py:_note", "it with store.read and optim.load_state_dict")
-def test_an_optimizer_without_names_is_imported_with_names_or_loaded_directly(
+def test_an_optimizer_without_names_can_be_imported_with_names_or_loaded_directly(
     store: Store, tmp_path: Path, messages: Messages
 ) -> None:
     a, b = nn.Linear(2, 2, bias=False), nn.Linear(2, 2, bias=False)
@@ -423,7 +433,7 @@ def test_an_optimizer_without_names_is_imported_with_names_or_loaded_directly(
 
 
 @follows("frontends/interchange/torch_files.py:_note", "it with store.read and optim.load_state_dict")
-def test_a_file_with_only_an_optimizer_is_loaded_directly(store: Store, tmp_path: Path, messages: Messages) -> None:
+def test_a_file_with_only_an_optimizer_can_be_loaded_directly(store: Store, tmp_path: Path, messages: Messages) -> None:
     weight = nn.Linear(2, 2)
     torch.save(optimizer_of(weight).state_dict(), tmp_path / "x.pt")
     with messages.log() as advice:
@@ -439,7 +449,7 @@ def test_a_file_with_only_an_optimizer_is_loaded_directly(store: Store, tmp_path
     "frontends/interchange/olmo_import.py:_train_state", "because reading it requires allow_pickle (--allow-pickle)"
 )
 @pytest.mark.parametrize("way", ["allow_pickle", "--allow-pickle"])
-def test_an_olmo_train_state_is_imported_with_allow_pickle(
+def test_an_olmo_train_state_can_be_imported_with_allow_pickle(
     store: Store, tmp_path: Path, messages: Messages, run: Run, way: str
 ) -> None:
     stock(tmp_path / "olmo" / "model_and_optim", {"model": {"w": torch.ones(2)}})
@@ -460,7 +470,7 @@ def test_an_olmo_train_state_is_imported_with_allow_pickle(
     "pass allow_pickle=True (--allow-pickle) if you trust its source",
 )
 @pytest.mark.parametrize("way", ["allow_pickle", "--allow-pickle"])
-def test_an_olmo_optimizer_is_imported_with_allow_pickle(
+def test_an_olmo_optimizer_can_be_imported_with_allow_pickle(
     store: Store, tmp_path: Path, messages: Messages, run: Run, way: str
 ) -> None:
     folder = KINDS["olmo"](tmp_path, Odd())
@@ -477,7 +487,7 @@ def test_an_olmo_optimizer_is_imported_with_allow_pickle(
 
 
 @follows("frontends/serve/access.py:Guard._refusal", "a token is required: set HF_TOKEN")
-def test_a_token_comes_from_the_environment(
+def test_the_suggested_environment_variable_sets_a_token(
     saved: Store, tmp_path: Path, messages: Messages, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     hub: Any = pytest.importorskip("huggingface_hub", reason="needs casckpt[transformers]")
@@ -492,7 +502,7 @@ def test_a_token_comes_from_the_environment(
 
 
 @follows("frontends/views/view_file.py:_refused", "Simplify it, or start casckpt serve with --view FILE")
-def test_a_slow_view_is_simplified_or_fetched_from_the_server(store: Store, messages: Messages) -> None:
+def test_a_slow_view_can_be_simplified_or_replaced_on_the_server(store: Store, messages: Messages) -> None:
     name = "a" * 60
     slow, simple = "a?" * 25 + "a*", "a*"
     for step, pattern in ((1, slow), (2, simple)):
@@ -512,7 +522,7 @@ def names_of(data: bytes) -> set[str]:
 
 
 @follows("loading/tied_tensors.py:_mismatch", "set tie_word_embeddings=False in its config, and create it again")
-def test_a_model_with_its_own_head_is_created_untied(
+def test_a_model_with_its_own_head_loads_if_it_is_created_untied(
     store: Store, tmp_path: Path, messages: Messages, run: Run
 ) -> None:
     model = llama()
@@ -535,7 +545,9 @@ def test_a_model_with_its_own_head_is_created_untied(
     "frontends/training_state/hub_config.py:_transformers_names",
     "load the checkpoint into a new model and call its save_pretrained",
 )
-def test_a_model_with_new_names_is_converted_by_its_library(store: Store, tmp_path: Path, messages: Messages) -> None:
+def test_a_model_with_new_names_can_be_converted_by_its_library(
+    store: Store, tmp_path: Path, messages: Messages
+) -> None:
     hub: Any = pytest.importorskip("transformers", reason="needs casckpt[transformers]")
     sizes = {"hidden_size": 16, "intermediate_size": 24, "num_attention_heads": 2, "num_hidden_layers": 1}
     config = hub.NomicBertConfig(**sizes, vocab_size=32)

@@ -50,28 +50,28 @@ def refused(store: Store, messages: Messages, value: object) -> Any:
 
 @follows("format/plain.py:_Encoder._refusal", "or pass allow_pickle=True")
 @follows("format/plain.py:_unfit", "store dataclasses.asdict() of it")
-def test_the_dict_of_a_dataclass_is_stored(store: Store, messages: Messages) -> None:
+def test_a_dataclass_can_be_stored_as_a_dict(store: Store, messages: Messages) -> None:
     refused(store, messages, Settings()).says("store dataclasses.asdict() of it")
     store.save({"x": dataclasses.asdict(Settings())}, run="a", step=1)
     assert store.read("a@1") == {"x": {"width": 3}}
 
 
 @follows("format/plain.py:_unfit", "store tuple() or ._asdict() of it")
-def test_the_values_of_a_named_tuple_are_stored(store: Store, messages: Messages) -> None:
+def test_a_named_tuple_can_be_stored_as_its_values(store: Store, messages: Messages) -> None:
     refused(store, messages, Pair(1, 2)).says("store tuple() or ._asdict() of it")
     store.save({"x": tuple(Pair(1, 2)), "y": Pair(1, 2)._asdict()}, run="a", step=1)
     assert store.read("a@1") == {"x": (1, 2), "y": {"one": 1, "other": 2}}
 
 
 @follows("format/plain.py:_unfit", "store its state_dict()")
-def test_the_state_dict_of_an_object_is_stored(store: Store, messages: Messages) -> None:
+def test_an_object_can_be_stored_as_its_state_dict(store: Store, messages: Messages) -> None:
     refused(store, messages, deque([Scheduler()])).says("store its state_dict()")
     store.save({"x": deque([Scheduler().state_dict()])}, run="a", step=1)
     assert store.read("a@1") == {"x": deque([{"step": 0}])}
 
 
 @follows("format/plain_codecs.py:_split_zone", "use ZoneInfo(key)")
-def test_a_time_zone_is_stored_by_its_name(store: Store, messages: Messages) -> None:
+def test_a_time_zone_can_be_stored_as_its_name(store: Store, messages: Messages) -> None:
     nameless = ZoneInfo.from_file(io.BytesIO(zone_file().read_bytes()))
     with messages.error(InvalidInput) as advice:
         store.save({"zone": nameless}, run="a", step=1)
@@ -81,7 +81,7 @@ def test_a_time_zone_is_stored_by_its_name(store: Store, messages: Messages) -> 
 
 
 def zone_file() -> Path:
-    """The time zone file of this machine, or of the package tzdata."""
+    """Return the time zone file of this machine, or of the package tzdata."""
     for folder in TZPATH:
         if Path(folder, "UTC").is_file():
             return Path(folder, "UTC")
@@ -90,7 +90,7 @@ def zone_file() -> Path:
 
 
 @follows("format/metrics.py:python_value", "pass its full_tensor()")
-def test_the_full_tensor_of_a_dtensor_is_a_metric(store: Store, messages: Messages) -> None:
+def test_the_full_tensor_of_a_dtensor_can_be_a_metric(store: Store, messages: Messages) -> None:
     with pretending((1,)) as ranks:
         for mesh in ranks:
             loss = DTensor.from_local(torch.tensor(0.5), mesh, [Replicate()], run_check=False)
@@ -102,7 +102,7 @@ def test_the_full_tensor_of_a_dtensor_is_a_metric(store: Store, messages: Messag
 
 
 @follows("format/metrics.py:_items", "convert it with str()")
-def test_metadata_keys_are_converted_to_strings(store: Store, messages: Messages) -> None:
+def test_metadata_is_accepted_with_keys_that_are_strings(store: Store, messages: Messages) -> None:
     with messages.error(InvalidInput) as advice:
         store.save({"x": 1}, run="a", step=1, metadata={3: "three"})  # type: ignore[dict-item]
     advice.says("convert it with str()")
@@ -125,7 +125,7 @@ def test_a_thinning_rule_names_the_checkpoints_to_keep_complete(saved: Store, me
 
 
 @follows("plan/retention.py:runs_without", "save with metrics={...}, or omit this rule")
-def test_the_best_checkpoints_are_kept_by_a_saved_metric(store: Store, messages: Messages) -> None:
+def test_the_best_checkpoints_can_be_kept_by_a_metric_that_was_saved(store: Store, messages: Messages) -> None:
     store.save({"x": 1}, run="a", step=1)
     store.save({"x": 2}, run="a", step=2)
     with messages.error(InvalidInput) as advice:

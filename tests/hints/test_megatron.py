@@ -1,4 +1,4 @@
-"""Advice of the front end for Megatron-core, and of its strategies."""
+"""The advice of the front end for Megatron-core, and of its strategies."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def where(store_path: Path) -> str:
 @follows("frontends/megatron/claims.py:_check_cover", "use a different replica_id for all but one of them")
 @follows("frontends/megatron/claims.py:_check_object", "use a different replica_id for all but one of them")
 @follows("frontends/megatron/claims.py:_without_main", "use replica_id 0 on one rank")
-def test_one_replica_is_the_main_replica(store_path: Path, messages: Messages) -> None:
+def test_a_state_is_saved_if_exactly_one_replica_is_the_main_replica(store_path: Path, messages: Messages) -> None:
     def shared(replica_id: int) -> ShardedObject:
         return ShardedObject("w", {"n": 1}, (1,), (0,), replica_id=replica_id)
 
@@ -67,7 +67,7 @@ def test_one_replica_is_the_main_replica(store_path: Path, messages: Messages) -
 
 
 @follows("frontends/megatron/loading.py:RankLoad._shards", "allow_shape_mismatch=True pads and truncates")
-def test_a_tensor_with_a_different_shape_is_padded(where: str, messages: Messages) -> None:
+def test_a_tensor_with_a_different_shape_can_be_padded_as_advised(where: str, messages: Messages) -> None:
     save({"w": tensor()}, where)
     longer = torch.full((6,), -1.0)
     with messages.error(CheckpointingException) as advice:
@@ -78,7 +78,7 @@ def test_a_tensor_with_a_different_shape_is_padded(where: str, messages: Message
 
 
 @follows("frontends/megatron/mapping.py:ShardedTensor._problem", "for uneven parts, pass axis_fragmentations=None")
-def test_an_uneven_split_is_described_without_fragmentations(messages: Messages) -> None:
+def test_an_uneven_split_can_be_described_without_axis_fragmentations(messages: Messages) -> None:
     def part(**more: Any) -> ShardedTensor:
         fields: dict[str, Any] = {"axis_fragmentations": (2,), "replica_id": 0} | more
         return ShardedTensor("w", torch.ones(3), torch.float32, (3,), (5,), (2,), **fields)
@@ -89,7 +89,7 @@ def test_an_uneven_split_is_described_without_fragmentations(messages: Messages)
 
 
 @follows("frontends/megatron/mapping.py:ShardedTensor.local_coordinates", "which it does not have; use global_slice()")
-def test_the_position_of_a_whole_part_is_given_by_its_slice(messages: Messages) -> None:
+def test_the_position_of_a_part_that_is_not_flat_is_given_by_its_slice(messages: Messages) -> None:
     with messages.error(CheckpointingException) as advice:
         tensor().local_coordinates()
     assert getattr(tensor(), advice.says("global_slice()")[:-2])() == (slice(0, 4),)
@@ -111,7 +111,7 @@ def test_a_padded_axis_does_not_have_to_divide_evenly(messages: Messages) -> Non
     "frontends/megatron/mapping.py:ShardedTensor.from_rank_offsets", "for a flattened_range, use from_rank_offsets_flat"
 )
 @follows("frontends/megatron/mapping.py:ShardedTensor.from_rank_offsets_flat", "or use from_rank_offsets")
-def test_flat_and_other_parts_have_their_own_constructors(messages: Messages) -> None:
+def test_flat_parts_and_other_parts_can_be_created_as_advised(messages: Messages) -> None:
     flat: Any = {"flattened_range": slice(0, 3)}
     with messages.error(CheckpointingException) as advice:
         ShardedTensor.from_rank_offsets("w", torch.ones(3), **flat)
@@ -129,7 +129,7 @@ def test_flat_and_other_parts_have_their_own_constructors(messages: Messages) ->
 @follows(
     "frontends/megatron/place.py:_text", "pass STORE#RUN@STEP, such as ckpts#sft@100, or casckpt.at(store, run=, step=)"
 )
-def test_a_checkpoint_location_is_a_reference_or_built_with_at(store_path: Path, messages: Messages) -> None:
+def test_a_location_can_be_a_reference_or_the_result_of_at(store_path: Path, messages: Messages) -> None:
     wrong: list[Any] = ["iter_0000001", 5]
     for step, place in enumerate(wrong):
         with messages.error(CheckpointingException) as advice:
@@ -146,7 +146,7 @@ def test_a_checkpoint_location_is_a_reference_or_built_with_at(store_path: Path,
     "frontends/megatron/saving.py:located",
     "pass None as sharded_strategy, or pass the strategy to megatron.core.dist_checkpointing",
 )
-def test_a_strategy_is_passed_to_megatron_functions(
+def test_a_strategy_works_when_it_is_passed_to_functions_of_megatron(
     where: str, store_path: Path, tmp_path: Path, messages: Messages
 ) -> None:
     core()
@@ -162,7 +162,7 @@ def test_a_strategy_is_passed_to_megatron_functions(
 
 
 @follows("frontends/megatron/stored.py:load_content_metadata", "pass a checkpoint_dir, or a preloaded_state_dict")
-def test_content_metadata_belongs_to_a_checkpoint_or_a_loaded_state(where: str, messages: Messages) -> None:
+def test_content_metadata_can_be_loaded_from_a_checkpoint_or_a_state(where: str, messages: Messages) -> None:
     save({"w": tensor()}, where, content_metadata={"n": 1})
     with messages.error(ValueError) as advice:
         megatron.load_content_metadata()
@@ -174,7 +174,7 @@ def test_content_metadata_belongs_to_a_checkpoint_or_a_loaded_state(where: str, 
 
 @follows("frontends/megatron/loading.py:check_unexpected", "strict='log_unexpected' omits them")
 @follows("frontends/megatron/loading.py:check_missing", "strict='raise_unexpected' leaves them unread")
-def test_keys_on_only_one_side_are_left_unchanged(where: str, messages: Messages) -> None:
+def test_keys_on_only_one_side_can_be_left_unchanged_as_advised(where: str, messages: Messages) -> None:
     save({"w": tensor(), "v": tensor("v")}, where)
     wanted = {"w": tensor(value=0), "x": tensor("x", value=0)}
     with messages.error(CheckpointingException) as advice:
@@ -189,7 +189,7 @@ def test_keys_on_only_one_side_are_left_unchanged(where: str, messages: Messages
     "frontends/megatron/mapping.py:get_param_id_to_sharded_param_map",
     "create the state dict with keep_vars=True, and transform",
 )
-def test_a_parameter_state_dict_contains_parameters(messages: Messages) -> None:
+def test_the_error_for_a_state_dict_without_parameters_says_to_pass_parameters(messages: Messages) -> None:
     model = nn.Linear(3, 4)
     with messages.log() as advice:
         copies = {name: ShardedTensor.from_rank_offsets(name, value) for name, value in model.state_dict().items()}
@@ -202,7 +202,7 @@ def test_a_parameter_state_dict_contains_parameters(messages: Messages) -> None:
 
 
 @follows("frontends/megatron/mapping.py:make_sharded_optimizer_tensor", "such as 'step', into exclude_keys")
-def test_state_with_a_different_shape_is_excluded_from_sharding(store_path: Path, messages: Messages) -> None:
+def test_state_with_a_different_shape_can_be_excluded_from_sharding(store_path: Path, messages: Messages) -> None:
     model, optim = trained()
     numbers = get_param_id_to_sharded_param_map(sharded(model), model.parameters())
     with messages.error(CheckpointingException) as advice:
@@ -219,7 +219,7 @@ def test_state_with_a_different_shape_is_excluded_from_sharding(store_path: Path
 
 @follows("frontends/megatron/common.py:read", "pass allow_pickle=True if you trust its source. Importing")
 @follows("frontends/megatron/strategies.py:CasSaveShardedStrategy._warn_of_classes", "and allow_pickle=True for others")
-def test_classes_in_the_common_part_are_loaded_with_allow_pickle_or_by_megatron(
+def test_classes_in_the_common_part_can_be_loaded_with_allow_pickle_or_by_megatron(
     store_path: Path, tmp_path: Path, messages: Messages
 ) -> None:
     core()
@@ -248,7 +248,9 @@ def test_classes_in_the_common_part_are_loaded_with_allow_pickle_or_by_megatron(
     "frontends/megatron/strategies.py:CasSaveShardedStrategy._step",
     "pass step= (a number or a function) to the strategy",
 )
-def test_the_step_of_a_folder_without_a_number_is_given(store_path: Path, tmp_path: Path, messages: Messages) -> None:
+def test_the_step_of_a_folder_without_a_number_can_be_passed(
+    store_path: Path, tmp_path: Path, messages: Messages
+) -> None:
     core()
     folder = tmp_path / "newest"
     folder.mkdir()
@@ -262,7 +264,7 @@ def test_the_step_of_a_folder_without_a_number_is_given(store_path: Path, tmp_pa
 
 
 @follows("frontends/megatron/training_loop.py:install", "call undo() on the result of install()")
-def test_the_megatron_patch_is_undone_before_other_saves(store_path: Path, messages: Messages) -> None:
+def test_the_megatron_patch_can_be_undone_before_other_saves_as_advised(store_path: Path, messages: Messages) -> None:
     core()
     installed = megatron.install(store_path, run="a")
     with messages.error(Conflict) as advice:

@@ -1,4 +1,4 @@
-"""Advice of the plug-ins of Lightning, torchtitan and Transformers."""
+"""The advice of the plug-ins for Lightning, torchtitan and Transformers."""
 
 from __future__ import annotations
 
@@ -46,7 +46,9 @@ CHECKPOINT: dict[str, Any] = {
 @follows(
     "frontends/lightning/files.py:RunFiles.saved", "casckpt.frontends.lightning.restore_checkpoint(store, id, path)"
 )
-def test_a_pointer_file_is_restored_with_its_command(store: Store, tmp_path: Path, messages: Messages) -> None:
+def test_the_command_in_a_pointer_file_restores_its_checkpoint(
+    store: Store, tmp_path: Path, messages: Messages
+) -> None:
     CasCheckpointIO(store, run="sft").save_checkpoint(CHECKPOINT, tmp_path / "x.ckpt")
     (named,) = json.loads((tmp_path / "x.ckpt").read_text()).values()
     assert messages.text(named["as_a_file"]).says("restore_checkpoint(store, id, path)")
@@ -56,7 +58,7 @@ def test_a_pointer_file_is_restored_with_its_command(store: Store, tmp_path: Pat
 
 
 @follows("frontends/lightning/io.py:CasCheckpointIO.save_checkpoint", "pass them to casckpt.open instead")
-def test_storage_options_are_passed_when_a_store_is_opened(
+def test_storage_options_can_be_passed_when_a_store_is_opened(
     store_path: Path, tmp_path: Path, messages: Messages
 ) -> None:
     options: dict[str, Any] = {}
@@ -69,7 +71,7 @@ def test_storage_options_are_passed_when_a_store_is_opened(
 
 
 class Begins(LightningModule):
-    """Trains one batch, with a hyperparameter that is not plain data."""
+    """A module that trains one batch and has a hyperparameter that is not plain data."""
 
     def __init__(self, act: Any) -> None:
         super().__init__()
@@ -104,7 +106,9 @@ def test_a_callback_raises_save_errors_before_the_first_batch(store: Store, tmp_
 @follows(
     "frontends/lightning/strategy.py:CasModelParallelStrategy.save_checkpoint", "pass them to casckpt.open instead"
 )
-def test_the_strategy_accepts_a_store_with_its_options(store_path: Path, tmp_path: Path, messages: Messages) -> None:
+def test_the_lightning_strategy_accepts_an_open_store_as_advised(
+    store_path: Path, tmp_path: Path, messages: Messages
+) -> None:
     options: dict[str, Any] = {}
     with messages.error(InvalidInput) as advice:
         CasModelParallelStrategy(store_path, run="sft").save_checkpoint(CHECKPOINT, tmp_path / "x.ckpt", options)
@@ -119,7 +123,9 @@ def test_the_strategy_accepts_a_store_with_its_options(store_path: Path, tmp_pat
 
 @follows("frontends/stores.py:check_foreign", "Import it and sign the imported checkpoint")
 @pytest.mark.parametrize("way", ["sign", "without"])
-def test_an_unsigned_file_is_imported_and_signed(tmp_path: Path, messages: Messages, run: Run, way: str) -> None:
+def test_an_unsigned_file_can_be_imported_and_signed_as_advised(
+    tmp_path: Path, messages: Messages, run: Run, way: str
+) -> None:
     path, where, alice = tmp_path / "x.ckpt", tmp_path / "store", pair(tmp_path / "keys")
     torch.save(CHECKPOINT, path)
     trusting = CasCheckpointIO(casckpt.open(where, require_signature=alice.public), run="sft")
@@ -140,7 +146,7 @@ def test_an_unsigned_file_is_imported_and_signed(tmp_path: Path, messages: Messa
 
 
 @follows("frontends/accelerate.py:AcceleratorCheckpointer.__init__", "save them with accelerator.save_state")
-def test_models_that_accelerate_did_not_prepare_are_saved_by_accelerate(
+def test_models_that_accelerate_did_not_prepare_can_be_prepared_as_advised(
     store: Store, tmp_path: Path, messages: Messages
 ) -> None:
     pytest.importorskip("accelerate", reason="needs casckpt[transformers]")
@@ -166,7 +172,7 @@ def test_models_that_accelerate_did_not_prepare_are_saved_by_accelerate(
 
 
 @follows("frontends/torchtitan.py:CasCheckpointManager._ref", "has no step …; `casckpt list` shows its steps")
-def test_the_list_shows_an_existing_step(store: Store, messages: Messages, run: Run) -> None:
+def test_the_suggested_list_shows_the_existing_step(store: Store, messages: Messages, run: Run) -> None:
     pytest.importorskip("torchtitan", reason="needs casckpt[torchtitan]")
     from casckpt.frontends.torchtitan import CasCheckpointManager
 
@@ -181,7 +187,9 @@ def test_the_list_shows_an_existing_step(store: Store, messages: Messages, run: 
 
 @follows("frontends/torchtitan.py:_refuse", "casckpt import, and initial_load_ref")
 @follows("frontends/torchtitan.py:_refuse", "casckpt export --format safetensors")
-def test_hub_folders_are_handled_by_commands(store: Store, tmp_path: Path, messages: Messages, run: Run) -> None:
+def test_hub_folders_can_be_imported_and_exported_with_the_suggested_commands(
+    store: Store, tmp_path: Path, messages: Messages, run: Run
+) -> None:
     pytest.importorskip("torchtitan", reason="needs casckpt[torchtitan]")
     from casckpt.frontends.torchtitan import CasCheckpointManager, _refuse
 
@@ -205,7 +213,7 @@ def test_hub_folders_are_handled_by_commands(store: Store, tmp_path: Path, messa
 
 
 @follows("frontends/torchtitan.py:", "In torchtitan, rename works only with initial_load_ref")
-def test_a_renamed_model_continues_as_a_different_run(store: Store, messages: Messages) -> None:
+def test_a_model_with_new_names_can_continue_in_a_different_run(store: Store, messages: Messages) -> None:
     pytest.importorskip("torchtitan", reason="needs casckpt[torchtitan]")
     from casckpt.frontends.torchtitan import CasCheckpointManager
 
@@ -241,7 +249,7 @@ def test_a_renamed_model_continues_as_a_different_run(store: Store, messages: Me
 @follows(
     "frontends/transformers/callback.py:", "save with casckpt.frontends.trainer.Checkpointer in your own training loop"
 )
-def test_a_custom_loop_saves_states_that_a_trainer_cannot(store: Store, messages: Messages) -> None:
+def test_a_custom_loop_can_save_states_that_a_trainer_cannot(store: Store, messages: Messages) -> None:
     callback = CasCheckpointCallback(store, run="sft")
     with messages.error(Unsupported) as advice:
         callback.on_train_begin(SimpleNamespace(fsdp=True), None, None)
@@ -254,7 +262,7 @@ def test_a_custom_loop_saves_states_that_a_trainer_cannot(store: Store, messages
 @follows(
     "frontends/transformers/mixin.py:CasTrainerMixin._small_files", "pass the folder that restore_checkpoint returns"
 )
-def test_checkpoints_that_the_mixin_did_not_save_are_resumed_from_their_folder(
+def test_checkpoints_that_the_mixin_did_not_save_can_be_resumed_from_their_folder(
     tmp_path: Path, store: Store, messages: Messages
 ) -> None:
     from tests.frontends.transformers import test_mixin as mixin
@@ -276,7 +284,7 @@ def test_checkpoints_that_the_mixin_did_not_save_are_resumed_from_their_folder(
 
 
 @follows("frontends/transformers/mixin.py:CasTrainerMixin._config", "pass save_total_limit alone")
-def test_a_limit_replaces_retention_rules_that_may_forget_the_best_model(
+def test_the_suggested_limit_replaces_rules_that_may_forget_the_best_model(
     tmp_path: Path, store: Store, messages: Messages
 ) -> None:
     from tests.frontends.transformers import test_mixin as mixin
@@ -290,7 +298,7 @@ def test_a_limit_replaces_retention_rules_that_may_forget_the_best_model(
 
 
 @follows("frontends/transformers/callback.py:restore_checkpoint", "use casckpt export to write its weights")
-def test_weights_not_saved_by_a_transformers_trainer_are_exported(
+def test_weights_that_a_transformers_trainer_did_not_save_can_be_exported(
     saved: Store, tmp_path: Path, messages: Messages, run: Run
 ) -> None:
     with messages.error(Mismatch) as advice:

@@ -29,7 +29,7 @@ ENVIRONMENT = ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY", "AWS_PROFILE", "AWS
 
 
 @follows("storage/failures.py:", "`casckpt gc` can free more, but needs a few KiB for its records")
-def test_gc_frees_space_on_a_full_disk(
+def test_gc_frees_space_on_a_full_disk_as_advised(
     saved: casckpt.Store, store_path: Path, messages: Messages, run: Run, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     saved.save({"w": torch.ones(5)}, run="a", step=2)
@@ -54,7 +54,7 @@ def broken(_: int) -> None:
 
 
 @follows("storage/failures.py:", "check the kernel log, then run `casckpt verify`")
-def test_a_store_is_verified_after_a_disk_error(
+def test_a_store_can_be_verified_after_a_disk_error_as_advised(
     saved: casckpt.Store, store_path: Path, messages: Messages, run: Run, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with monkeypatch.context() as patch:
@@ -65,7 +65,7 @@ def test_a_store_is_verified_after_a_disk_error(
 
 
 @follows("storage/local/store.py:stale_listings", "Mount it with noac (or actimeo=0)")
-def test_a_mount_with_the_suggested_option_is_not_stale(tmp_path: Path, messages: Messages) -> None:
+def test_a_mount_with_the_suggested_option_has_reliable_listings(tmp_path: Path, messages: Messages) -> None:
     for option in ("noac", "actimeo=0"):
         table = tmp_path / "mounts"
         table.write_text(f"server:/x {tmp_path} nfs4 rw 0 0\n")
@@ -101,7 +101,7 @@ def make_public(client: Any, bucket: str) -> None:
 @pytest.mark.usefixtures("no_credentials")
 @follows("storage/remote/s3/errors.py:explain", "no credentials were found: …, or anon=True for a public bucket")
 @follows("storage/remote/s3/errors.py:", "provide different ones in storage_options (--storage-option) or in the usual")
-def test_credentials_are_passed_in_one_of_three_ways_or_access_is_anonymous(
+def test_credentials_can_be_passed_in_any_of_the_suggested_ways(
     moto_server: Server, messages: Messages, run: Run, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     store = bucket_of(moto_server, key=None, secret=None)
@@ -124,7 +124,7 @@ def test_credentials_are_passed_in_one_of_three_ways_or_access_is_anonymous(
 
 
 @follows("storage/remote/s3/errors.py:", "the bucket is in a different region: set that region with storage_options")
-def test_the_region_of_a_bucket_is_set_with_an_option(moto_server: Server, messages: Messages) -> None:
+def test_the_suggested_option_sets_the_region_of_a_bucket(moto_server: Server, messages: Messages) -> None:
     answer = {"Error": {"Code": "PermanentRedirect"}, "ResponseMetadata": {"HTTPStatusCode": 301}}
     advice = messages.text(explain(ClientError(answer, "PutObject")).why)
     shown = advice.says("client_kwargs={'region_name': ...}").replace("...", "'eu-central-1'")
@@ -137,7 +137,9 @@ def test_the_region_of_a_bucket_is_set_with_an_option(moto_server: Server, messa
 
 @pytest.mark.usefixtures("no_credentials")
 @follows("storage/remote/s3/errors.py:", "that its certificate is trusted (client_kwargs={'verify': 'ca.pem'})")
-def test_an_option_makes_a_certificate_trusted(moto_server: Server, tmp_path: Path, messages: Messages) -> None:
+def test_the_suggested_option_makes_a_certificate_trusted(
+    moto_server: Server, tmp_path: Path, messages: Messages
+) -> None:
     certificate = make_certificate(tmp_path)
     with Proxy(moto_server.endpoint, certificate) as proxy:
         where = RemoteLocation("s3", "bucket/store", {**moto_server.options, "endpoint_url": proxy.endpoint})
@@ -151,7 +153,7 @@ def test_an_option_makes_a_certificate_trusted(moto_server: Server, tmp_path: Pa
 
 
 @follows("storage/remote/s3/errors.py:", "or promise with single_writer (--single-writer) that no other process writes")
-def test_a_server_without_conditional_puts_supports_a_single_writer(
+def test_a_server_without_conditional_puts_can_be_used_by_a_single_writer(
     rclone_server: Server, messages: Messages, run: Run
 ) -> None:
     answer = {"Error": {"Code": "NotImplemented"}, "ResponseMetadata": {"HTTPStatusCode": 501}}
@@ -165,7 +167,7 @@ def test_a_server_without_conditional_puts_supports_a_single_writer(
 
 
 @follows("storage/remote/patience.py:Call.why", "no call waits longer than … s in total (… in storage_options)")
-def test_a_call_waits_as_long_as_the_option_allows(messages: Messages) -> None:
+def test_the_suggested_option_sets_how_long_a_call_waits(messages: Messages) -> None:
     advice = messages.text(Call(Patience()).why)
     patience, rest = Patience.of({advice.says("call_timeout"): 500})
     assert (Call(patience).left, rest) == (500, {})
@@ -173,7 +175,7 @@ def test_a_call_waits_as_long_as_the_option_allows(messages: Messages) -> None:
 
 
 @follows("storage/remote/urls.py:open_remote", "a …:// URL must not contain credentials: pass them in storage_options")
-def test_credentials_are_passed_outside_the_url(moto_server: Server, messages: Messages) -> None:
+def test_credentials_can_be_passed_outside_the_url_as_advised(moto_server: Server, messages: Messages) -> None:
     bucket, options = moto_server.new_bucket(), moto_server.options
     with messages.error(InvalidInput) as advice:
         casckpt.open(f"s3://{options['key']}:{options['secret']}@{bucket}/store")
@@ -182,7 +184,7 @@ def test_credentials_are_passed_outside_the_url(moto_server: Server, messages: M
 
 
 @follows("storage/remote/files.py:RemoteFiles.check_free", "pass a different URL, or --force to overwrite it")
-def test_an_export_overwrites_a_url_with_the_force_option(
+def test_the_force_option_lets_an_export_overwrite_a_url(
     saved: casckpt.Store, store_path: Path, messages: Messages, run: Run
 ) -> None:
     where = "memory://of-hints/model.safetensors"

@@ -38,7 +38,7 @@ Store = casckpt.Store
 
 
 @follows("store/store.py:Store.__init__", "open the store with casckpt.open")
-def test_a_store_is_opened_with_open(store_path: Path, messages: Messages) -> None:
+def test_a_store_can_be_opened_with_open_as_advised(store_path: Path, messages: Messages) -> None:
     with messages.error((InvalidInput, TypeError)) as advice:
         Store(str(store_path))  # type: ignore[arg-type]
     assert advice.says(f"casckpt.open({str(store_path)!r})")
@@ -46,7 +46,7 @@ def test_a_store_is_opened_with_open(store_path: Path, messages: Messages) -> No
 
 
 @follows("store/store.py:Store._its_mirror", "use casckpt.open(..., mirror=URL)")
-def test_a_mirror_is_passed_when_a_store_is_opened(
+def test_a_mirror_can_be_passed_when_a_store_is_opened(
     saved: Store, store_path: Path, tmp_path: Path, messages: Messages
 ) -> None:
     with messages.error(InvalidInput) as advice:
@@ -59,7 +59,9 @@ def test_a_mirror_is_passed_when_a_store_is_opened(
 
 
 @follows("repository/repository.py:Repository._read_marker", "create it with a save or `casckpt init`")
-def test_a_missing_store_is_created(store_path: Path, tmp_path: Path, messages: Messages, run: Run) -> None:
+def test_a_missing_store_can_be_created_as_advised(
+    store_path: Path, tmp_path: Path, messages: Messages, run: Run
+) -> None:
     with messages.error(NotFound) as advice:
         casckpt.open(store_path).checkpoints()
     run(*advice.command("init"), store_path)
@@ -69,7 +71,7 @@ def test_a_missing_store_is_created(store_path: Path, tmp_path: Path, messages: 
 
 
 @follows("repository/repository.py:Repository.change_settings", "see `casckpt settings --help`")
-def test_the_help_lists_setting_names(saved: Store, messages: Messages, run: Run) -> None:
+def test_the_suggested_help_lists_the_names_of_settings(saved: Store, messages: Messages, run: Run) -> None:
     with messages.error(InvalidInput) as advice:
         saved.repository.change_settings(least_age=3)
     assert "min_age" in run(*advice.command("settings")).output
@@ -78,7 +80,7 @@ def test_the_help_lists_setting_names(saved: Store, messages: Messages, run: Run
 
 
 @follows("repository/exclusive.py:require_exclusive", "Use a different storage, or pass single_writer")
-def test_storage_that_replaces_objects_supports_a_single_writer(tmp_path: Path, messages: Messages) -> None:
+def test_storage_that_replaces_objects_can_be_used_by_a_single_writer(tmp_path: Path, messages: Messages) -> None:
     storage = Ignoring()
     with messages.error(Unsupported) as advice:
         Store(Repository(storage, tmp_path / "cache")).save({"x": 1}, run="a", step=1)
@@ -94,7 +96,7 @@ def test_storage_that_replaces_objects_supports_a_single_writer(tmp_path: Path, 
 
 
 @follows("contents/refs.py:_at_step", "was purged: it is gone for good; see `casckpt list`")
-def test_the_list_shows_a_step_to_use_instead_of_a_purged_one(
+def test_the_suggested_list_shows_a_step_to_use_instead_of_a_purged_one(
     saved: Store, purged: casckpt.Checkpoint, messages: Messages, run: Run
 ) -> None:
     with messages.error(Gone) as advice:
@@ -104,7 +106,7 @@ def test_the_list_shows_a_step_to_use_instead_of_a_purged_one(
 
 
 @follows("store/store.py:Store.tag", "the tag name comes first, and then the checkpoint: call tag(…, …)")
-def test_a_tag_is_set_with_the_suggested_call(saved: Store, messages: Messages) -> None:
+def test_the_suggested_call_sets_a_tag(saved: Store, messages: Messages) -> None:
     with messages.error(InvalidInput) as advice:
         saved.tag("a@1", "best")
     eval(advice.says("tag('best', 'a@1')"), {"tag": saved.tag})  # as a reader types it
@@ -112,7 +114,7 @@ def test_a_tag_is_set_with_the_suggested_call(saved: Store, messages: Messages) 
 
 
 @follows("store/store.py:Store.restore", "use restore_many for ranges")
-def test_a_range_is_restored_with_restore_many(saved: Store, messages: Messages) -> None:
+def test_restore_many_restores_a_range(saved: Store, messages: Messages) -> None:
     saved.save({"x": 2}, run="a", step=2)
     saved.forget("a@1..2")
     with messages.error(InvalidInput) as advice:
@@ -122,7 +124,7 @@ def test_a_range_is_restored_with_restore_many(saved: Store, messages: Messages)
 
 
 @follows("contents/refs.py:_at_step", "`casckpt restore STORE …` makes it visible again")
-def test_a_forgotten_step_is_restored_with_the_suggested_command(
+def test_the_suggested_command_restores_a_forgotten_step(
     saved: Store, store_path: Path, messages: Messages, run: Run
 ) -> None:
     saved.save({"x": 2}, run="a", step=2)
@@ -134,7 +136,7 @@ def test_a_forgotten_step_is_restored_with_the_suggested_command(
 
 
 @follows("contents/refs.py:_tagged", "`casckpt restore STORE …` makes it visible again")
-def test_a_forgotten_checkpoint_with_a_tag_is_restored(
+def test_a_forgotten_checkpoint_with_a_tag_can_be_restored_as_advised(
     saved: Store, store_path: Path, messages: Messages, run: Run
 ) -> None:
     saved.tag("best", "a@1", expires="1d")
@@ -159,7 +161,7 @@ def test_a_forgotten_checkpoint_can_be_leased_after_restore(
 
 
 @follows("contents/refs.py:about_run", "forgotten: see `casckpt list --all`")
-def test_a_run_whose_checkpoints_were_forgotten_is_listed_and_restored(
+def test_the_suggested_commands_list_and_restore_a_forgotten_run(
     saved: Store, store_path: Path, messages: Messages, run: Run
 ) -> None:
     id = saved.get("a@1").id
@@ -173,7 +175,7 @@ def test_a_run_whose_checkpoints_were_forgotten_is_listed_and_restored(
 
 
 @follows("contents/refs.py:_by_id", "see `casckpt list --all`")
-def test_the_list_shows_an_id_to_use_instead_of_a_missing_one(
+def test_the_suggested_list_shows_an_id_to_use_instead_of_a_missing_one(
     saved: Store, store_path: Path, messages: Messages, run: Run
 ) -> None:
     with messages.error(NotFound) as advice:
@@ -194,7 +196,7 @@ def purged(saved: Store) -> casckpt.Checkpoint:
 
 
 @follows("contents/refs.py:_by_id", "was purged: it is gone for good; see `casckpt list`")
-def test_the_list_shows_an_id_to_use_instead_of_a_purged_one(
+def test_the_suggested_list_shows_an_id_to_use_instead_of_a_purged_one(
     saved: Store, purged: casckpt.Checkpoint, messages: Messages, run: Run
 ) -> None:
     with messages.error(Gone) as advice:
@@ -204,7 +206,7 @@ def test_the_list_shows_an_id_to_use_instead_of_a_purged_one(
 
 
 @follows("contents/refs.py:_as_it_is", "was purged: it is gone for good; see `casckpt list`")
-def test_the_list_shows_a_checkpoint_to_use_instead_of_a_purged_one(
+def test_the_suggested_list_shows_a_checkpoint_to_use_instead_of_a_purged_one(
     saved: Store, purged: casckpt.Checkpoint, messages: Messages, run: Run
 ) -> None:
     with messages.error(Gone) as advice:
@@ -215,7 +217,7 @@ def test_the_list_shows_a_checkpoint_to_use_instead_of_a_purged_one(
 
 @follows("contents/refs.py:_doubt", "commit records cannot be read: see `casckpt verify`")
 @follows("cli/commands/list.py:checkpoint_rows", "the record of %s cannot be read; run `casckpt verify` for details")
-def test_a_commit_record_that_cannot_be_read_is_named_by_verify(
+def test_verify_names_a_commit_record_that_cannot_be_read(
     saved: Store, store_path: Path, messages: Messages, run: Run
 ) -> None:
     (record,) = (store_path / "commits").iterdir()
@@ -232,7 +234,7 @@ def test_a_commit_record_that_cannot_be_read_is_named_by_verify(
 
 
 @follows("history/tags.py:no_tag", "there are none; `casckpt tag STORE NAME REF` creates one")
-def test_a_missing_tag_is_created(saved: Store, store_path: Path, messages: Messages, run: Run) -> None:
+def test_a_missing_tag_can_be_set_as_advised(saved: Store, store_path: Path, messages: Messages, run: Run) -> None:
     with messages.error(NotFound) as advice:
         saved.get("tag:best")
     run(*advice.command("tag", STORE=store_path, NAME="best", REF="a@1"))
@@ -241,7 +243,7 @@ def test_a_missing_tag_is_created(saved: Store, store_path: Path, messages: Mess
 
 @follows("history/tags.py:TagList.raise_damage", "Set the tag again, or delete it (`casckpt tag STORE --delete …`)")
 @pytest.mark.parametrize("way", ["set", "delete"])
-def test_a_damaged_tag_is_set_again_or_deleted(
+def test_a_damaged_tag_can_be_set_again_or_deleted_as_advised(
     saved: Store, store_path: Path, messages: Messages, run: Run, way: str
 ) -> None:
     saved.tag("best", "a@1")
@@ -260,7 +262,7 @@ def test_a_damaged_tag_is_set_again_or_deleted(
 
 
 @follows("store/reading.py:resolve_held", "if you cannot write there, load without lease=True")
-def test_a_checkpoint_without_a_lease_is_loaded_without_hold(
+def test_a_checkpoint_that_cannot_be_leased_can_be_loaded_without_hold(
     tmp_path: Path, messages: Messages, weights: dict[str, torch.Tensor]
 ) -> None:
     faulty = FaultyStore(LocalStore(tmp_path / "store"))
@@ -281,7 +283,7 @@ def test_a_checkpoint_without_a_lease_is_loaded_without_hold(
 @follows(
     "contents/manifests.py:_naming", "Restore it with `casckpt repair`, or give up the checkpoint with `casckpt forget`"
 )
-def test_a_lost_manifest_is_repaired_or_its_checkpoint_purged(
+def test_a_lost_manifest_can_be_repaired_or_its_checkpoint_purged(
     saved: Store, tmp_path: Path, messages: Messages, run: Run, weights: dict[str, torch.Tensor]
 ) -> None:
     store_path = tmp_path / "store"
@@ -301,7 +303,7 @@ def test_a_lost_manifest_is_repaired_or_its_checkpoint_purged(
 
 
 @follows("contents/prefetching.py:pre_download", "Run `casckpt verify`, then `casckpt repair`, on the store")
-def test_a_damaged_blob_found_by_prefetch_is_repaired(tmp_path: Path, messages: Messages, run: Run) -> None:
+def test_a_damaged_blob_that_a_prefetch_finds_can_be_repaired(tmp_path: Path, messages: Messages, run: Run) -> None:
     store_path, state = tmp_path / "store", {"w": torch.arange(40.0)}
     casckpt.open(store_path).save(state, run="a", step=1)
     shutil.copytree(store_path, tmp_path / "copy")
@@ -318,7 +320,7 @@ def test_a_damaged_blob_found_by_prefetch_is_repaired(tmp_path: Path, messages: 
 
 @follows("contents/signatures.py:check_trusted", "If you know that it is genuine, sign it with `casckpt sign`")
 @follows("contents/signatures.py:check_verified", "this store was opened with require_signature")
-def test_a_checkpoint_without_a_signature_is_signed(
+def test_a_checkpoint_without_a_signature_can_be_signed_as_advised(
     saved: Store, tmp_path: Path, messages: Messages, run: Run, weights: dict[str, torch.Tensor]
 ) -> None:
     store_path, alice = tmp_path / "store", pair(tmp_path / "keys")
@@ -337,7 +339,7 @@ def test_a_checkpoint_without_a_signature_is_signed(
 
 
 @follows("repository/blob_cache.py:BlobCache.fill", "allow more (cache_bytes), or use a larger disk (cache_dir)")
-def test_a_cache_that_is_too_small_is_enlarged(tmp_path: Path, messages: Messages) -> None:
+def test_a_cache_that_is_too_small_can_be_enlarged_as_advised(tmp_path: Path, messages: Messages) -> None:
     storage = far()
     store = Store(Repository(storage, tmp_path / "one"))
     store.save({"w": torch.arange(2000.0)}, run="a", step=1)
@@ -348,8 +350,8 @@ def test_a_cache_that_is_too_small_is_enlarged(tmp_path: Path, messages: Message
     assert casckpt.open(tmp_path, cache_dir=tmp_path / "more", **more).repository.cache_bytes == 1 << 20
 
 
-@follows("repository/blob_cache.py:BlobCache.fill", "or pass a different cache_dir")
-def test_a_different_cache_folder_replaces_an_unwritable_one(tmp_path: Path, messages: Messages) -> None:
+@follows("repository/blob_cache.py:BlobCache.fill", "you can also pass a different cache_dir")
+def test_a_different_folder_can_be_used_if_the_cache_is_not_writable(tmp_path: Path, messages: Messages) -> None:
     storage = far()
     Store(Repository(storage, tmp_path / "one")).save({"w": torch.arange(2000.0)}, run="a", step=1)
     (tmp_path / "file").write_text("no folder")
@@ -363,7 +365,7 @@ def test_a_different_cache_folder_replaces_an_unwritable_one(tmp_path: Path, mes
     "repository/catalogue.py:Catalogue._turn_off", "create a new one, or choose a different folder with --cache-dir"
 )
 @pytest.mark.parametrize("way", ["reindex", "--cache-dir"])
-def test_an_unreadable_catalogue_is_rebuilt(
+def test_an_unreadable_catalogue_can_be_rebuilt_as_advised(
     tmp_path: Path, store_path: Path, messages: Messages, run: Run, way: str
 ) -> None:
     cache = tmp_path / "cache"
@@ -384,7 +386,7 @@ def test_an_unreadable_catalogue_is_rebuilt(
 
 
 @follows("contents/manifests.py:reindex", "free some space there, or pass a different --cache-dir")
-def test_a_catalogue_is_created_in_a_writable_folder(
+def test_a_catalogue_can_be_created_in_a_writable_folder(
     saved: Store, tmp_path: Path, messages: Messages, run: Run
 ) -> None:
     folder = Repository(saved.repository.storage, tmp_path / "full").catalogue.path.parent

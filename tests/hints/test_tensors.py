@@ -46,7 +46,7 @@ def described(tensor: torch.Tensor, at: int) -> torch.Tensor:
 
 
 @follows("tensors/dtensors.py:described_shards", "Correct its …, or save its parts as casckpt.Shard")
-def test_a_wrongly_described_tensor_is_corrected_or_saved_in_parts(store: Store, messages: Messages) -> None:
+def test_a_tensor_with_a_wrong_description_can_be_corrected_or_saved_in_parts(store: Store, messages: Messages) -> None:
     with messages.error(InvalidInput) as advice:
         store.save({"w": described(torch.ones(2), at=2)}, run="a", step=1)
     advice.says("Correct its __create_chunk_list__")
@@ -58,7 +58,7 @@ def test_a_wrongly_described_tensor_is_corrected_or_saved_in_parts(store: Store,
 
 
 @follows("tensors/foreign.py:parts_of", "call its mark_as_sharded() first")
-def test_a_sharded_flat_tensor_is_wrapped(store: Store, messages: Messages) -> None:
+def test_a_flat_tensor_can_be_marked_as_sharded_as_advised(store: Store, messages: Messages) -> None:
     tensor: Any = flat(torch.ones(3), (3,), (0, 3), known=False)
 
     def mark_as_sharded() -> None:  # OLMo-core has this function, and the tests do not install OLMo-core
@@ -73,7 +73,7 @@ def test_a_sharded_flat_tensor_is_wrapped(store: Store, messages: Messages) -> N
 
 
 @follows("tensors/objects.py:_not_allowed", "pass allow_pickle=True if you trust its source")
-def test_a_pickled_object_is_loaded_with_allow_pickle(store: Store, messages: Messages) -> None:
+def test_a_pickled_object_can_be_loaded_with_allow_pickle(store: Store, messages: Messages) -> None:
     store.save({"kind": Kind.ONE}, run="a", step=1, allow_pickle=True)
     with messages.error(InvalidInput) as advice:
         store.read("a@1")
@@ -81,7 +81,7 @@ def test_a_pickled_object_is_loaded_with_allow_pickle(store: Store, messages: Me
 
 
 @follows("tensors/objects.py:", "store its get_state()")
-def test_the_state_of_a_generator_is_stored(store: Store, messages: Messages) -> None:
+def test_the_state_of_a_generator_can_be_stored_in_its_place(store: Store, messages: Messages) -> None:
     generator = torch.Generator().manual_seed(3)
     with messages.error(InvalidInput) as advice:
         store.save({"rng": deque([generator])}, run="a", step=1)
@@ -91,7 +91,7 @@ def test_the_state_of_a_generator_is_stored(store: Store, messages: Messages) ->
 
 
 @follows("tensors/shards.py:_problem", "for a load, call module.to_empty(device=...), and for a save, fill the module")
-def test_a_meta_tensor_is_materialized(store: Store, messages: Messages) -> None:
+def test_a_meta_tensor_can_be_materialized_as_advised(store: Store, messages: Messages) -> None:
     with torch.device("meta"):
         model = nn.Linear(2, 2)
     with messages.error(InvalidInput) as advice:
@@ -108,7 +108,7 @@ def test_a_meta_tensor_is_materialized(store: Store, messages: Messages) -> None
 
 
 @follows("tensors/shards.py:_problem", "store to_dense()")
-def test_all_elements_of_a_tensor_of_an_unknown_layout_are_stored(store: Store, messages: Messages) -> None:
+def test_all_elements_of_a_tensor_with_an_unsupported_layout_can_be_stored(store: Store, messages: Messages) -> None:
     packed = torch.eye(3).to_mkldnn()
     with messages.error(InvalidInput) as advice:
         store.save({"w": packed}, run="a", step=1)
@@ -121,7 +121,7 @@ def test_all_elements_of_a_tensor_of_an_unknown_layout_are_stored(store: Store, 
     "tensors/wrappers.py:_whole",
     "pass a flatten that returns plain values to casckpt.register_wrapper",
 )
-def test_a_registered_function_makes_a_context_plain(store: Store, messages: Messages) -> None:
+def test_a_registered_function_can_convert_a_context_to_plain_data(store: Store, messages: Messages) -> None:
     two: Any = scaled(1, 2, 4)
     two.options = torch.relu
     with messages.error(InvalidInput) as advice:
@@ -140,7 +140,7 @@ def test_a_registered_function_makes_a_context_plain(store: Store, messages: Mes
     "tensors/wrappers.py:_check_inner",
     "correct that method, or pass a flatten to casckpt.register_wrapper",
 )
-def test_a_method_that_lists_no_tensor_is_corrected(store: Store, messages: Messages) -> None:
+def test_a_method_that_lists_no_tensor_can_be_corrected_as_advised(store: Store, messages: Messages) -> None:
     wrapper: Any = scaled(1, 2, 4)
     wrapper.scale = 5
     with messages.error(InvalidInput) as advice:
@@ -151,7 +151,7 @@ def test_a_method_that_lists_no_tensor_is_corrected(store: Store, messages: Mess
 
 
 @follows("loading/wrapped.py:has_wrapper", "Create it as it was created for the save; ignore_mismatched= leaves it")
-def test_a_wrapper_is_created_as_for_the_save(store: Store, messages: Messages) -> None:
+def test_a_wrapper_can_be_created_as_it_was_for_the_save(store: Store, messages: Messages) -> None:
     store.save({"w": scaled(1, 2, 4), "b": torch.ones(1)}, run="a", step=1)
     template: Any = {"w": scaled(1, 2, 4, options=Options(Mode.EXACT)), "b": torch.zeros(1)}
     with messages.error(Mismatch) as advice:
@@ -163,7 +163,7 @@ def test_a_wrapper_is_created_as_for_the_save(store: Store, messages: Messages) 
 
 
 @follows("loading/load_plan.py:LoadPlan._add_container", "pass cast=True to load its values")
-def test_the_values_of_a_wrapper_are_cast(store: Store, messages: Messages) -> None:
+def test_the_values_of_a_wrapper_can_be_cast_as_advised(store: Store, messages: Messages) -> None:
     store.save({"w": torch.eye(3).to_sparse()}, run="a", step=1)
     template = {"w": torch.zeros(3, 3)}
     with messages.error(Mismatch) as advice:
@@ -173,7 +173,7 @@ def test_the_values_of_a_wrapper_are_cast(store: Store, messages: Messages) -> N
 
 
 @follows("loading/wrapped.py:has_wrapper", "ignore_mismatched= leaves it unchanged")
-def test_a_wrapper_that_was_saved_as_a_plain_tensor_is_left_unchanged(store: Store, messages: Messages) -> None:
+def test_a_wrapper_that_was_saved_as_a_plain_tensor_can_be_left_unchanged(store: Store, messages: Messages) -> None:
     store.save({"w": torch.ones(2, 4), "b": torch.ones(1)}, run="a", step=1)
     template: Any = {"w": scaled(1, 2, 4), "b": torch.zeros(1)}
     with messages.error(Mismatch) as advice:
@@ -183,7 +183,9 @@ def test_a_wrapper_that_was_saved_as_a_plain_tensor_is_left_unchanged(store: Sto
 
 
 @follows("contents/contents.py:Contents.check_no_wrappers", "load it with store.load")
-def test_a_checkpoint_with_wrappers_is_loaded_by_the_store(store: Store, messages: Messages, tmp_path: Path) -> None:
+def test_a_store_can_load_a_checkpoint_with_wrappers_as_advised(
+    store: Store, messages: Messages, tmp_path: Path
+) -> None:
     store.save({"w": scaled(1, 2, 4)}, run="a", step=1)
     with messages.error(InvalidInput) as advice:
         store.export("a@1", tmp_path / "a.pt", format="torch")
@@ -195,7 +197,7 @@ def test_a_checkpoint_with_wrappers_is_loaded_by_the_store(store: Store, message
 
 
 @follows("tensors/wrappers.py:rebuilt", "pass a rebuild to casckpt.register_wrapper, or load it into an existing one")
-def test_an_unknown_wrapper_is_rebuilt_by_a_registered_function(messages: Messages) -> None:
+def test_a_registered_function_can_rebuild_an_unknown_wrapper(messages: Messages) -> None:
     with messages.error(InvalidInput) as advice:
         rebuilt("w", {"kind": "a:B"}, {})
     advice.says("pass a rebuild to casckpt.register_wrapper")
@@ -203,7 +205,7 @@ def test_an_unknown_wrapper_is_rebuilt_by_a_registered_function(messages: Messag
 
 @pytest.mark.filterwarnings("ignore:torch.quantize_per_tensor")
 @follows("tensors/shards.py:_problem", "a quantized tensor cannot be stored directly; store int_repr() with")
-def test_the_integers_of_a_quantized_tensor_are_stored(store: Store, messages: Messages) -> None:
+def test_the_integers_of_a_quantized_tensor_can_be_stored_as_advised(store: Store, messages: Messages) -> None:
     quantized = torch.quantize_per_tensor(torch.arange(3.0), 0.5, 1, torch.quint8)
     with messages.error(InvalidInput) as advice:
         store.save({"w": quantized}, run="a", step=1)
@@ -232,7 +234,7 @@ def uneven(rank: int, size: int, path: str) -> str:
 
 
 def function_of(module: str, name: str) -> Any:
-    """A function of a module, without the imports of its package, which take 5 seconds per rank."""
+    """Return a function of a module, without the imports of its package, which take 5 seconds per rank."""
     place = Path(next(iter(find_spec("megatron").submodule_search_locations or ()))).parent  # type: ignore[union-attr]
     path = place.joinpath(*module.split(".")).with_suffix(".py")
     package = ModuleType("alone")
@@ -249,7 +251,7 @@ def function_of(module: str, name: str) -> Any:
 
 
 @follows("tensors/dtensors.py:_mesh_order", "call preprocess_state_dict_for_uneven_dtensor")
-def test_a_megatron_fsdp_dtensor_is_saved_after_preprocessing(
+def test_a_dtensor_of_megatron_fsdp_can_be_saved_after_preprocessing(
     ranks: Pool, store_path: Path, messages: Messages
 ) -> None:
     for message in ranks.run(2, uneven, str(store_path)):
@@ -280,7 +282,9 @@ def float8(codes: torch.Tensor, scale: torch.Tensor) -> Any:
     "tensors/shards.py:_problem",
     "store the tensors that it wraps, or pass a flatten for its class to casckpt.register_wrapper",
 )
-def test_a_class_without_tensor_flatten_is_stored_with_a_registered_one(store: Store, messages: Messages) -> None:
+def test_a_class_without_tensor_flatten_can_be_stored_with_a_registered_function(
+    store: Store, messages: Messages
+) -> None:
     saved = torch.nn.Parameter(float8(torch.arange(8, dtype=torch.uint8), torch.tensor([0.5])), requires_grad=False)
     with messages.error(InvalidInput) as advice:
         store.save({"w": saved}, run="a", step=1)

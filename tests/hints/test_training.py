@@ -72,7 +72,9 @@ def weights(model: nn.Module) -> dict[str, Any]:
 
 
 @follows("frontends/training_state/groups.py:match", "or load the model alone (optim=None; in a dict")
-def test_two_parameters_with_the_same_name_get_different_names(trained: Store, model: Two, messages: Messages) -> None:
+def test_two_parameters_with_the_same_name_can_get_different_names(
+    trained: Store, model: Two, messages: Messages
+) -> None:
     fresh = Two("a", "c")
     new = SGD(fresh.parameters())
     with messages.error(InvalidInput) as advice:
@@ -93,7 +95,9 @@ def test_two_parameters_with_the_same_name_get_different_names(trained: Store, m
 @follows(
     "frontends/training_state/groups.py:check", "Create the kind of optimizer that was saved, or load the model alone"
 )
-def test_the_same_optimizer_is_created_or_none_is_loaded(trained: Store, model: Two, messages: Messages) -> None:
+def test_the_saved_optimizer_can_be_created_or_omitted_as_advised(
+    trained: Store, model: Two, messages: Messages
+) -> None:
     fresh = Two()
     with messages.error(Mismatch) as advice:
         load_model_and_optim_state(trained, "a@1", fresh, optim.Adadelta(fresh.parameters()))
@@ -112,7 +116,7 @@ def test_the_same_optimizer_is_created_or_none_is_loaded(trained: Store, model: 
 @follows(
     "frontends/training_state/groups.py:_other_parameters", "Pass strict=False to load the parameters that both have"
 )
-def test_state_that_both_optimizers_have_is_loaded(trained: Store, messages: Messages) -> None:
+def test_the_suggested_option_loads_state_that_both_optimizers_have(trained: Store, messages: Messages) -> None:
     fresh = Two("a", "b", "c")
     new = SGD(fresh.parameters())
     with messages.error(MissingKey) as advice:
@@ -122,7 +126,9 @@ def test_state_that_both_optimizers_have_is_loaded(trained: Store, messages: Mes
 
 
 @follows("frontends/training_state/optimizer.py:StateKind.check", "or load the model alone (optim=None; in a dict")
-def test_state_of_a_different_kind_is_not_loaded(store: Store, model: Two, messages: Messages) -> None:
+def test_state_of_a_different_kind_can_be_loaded_or_skipped_as_advised(
+    store: Store, model: Two, messages: Messages
+) -> None:
     save_model_and_optim_state(store, model, stepped(model, optim.Adagrad), run="a", step=1)
     state = store.read("a@1")
     state["optim"]["param_groups"][0] |= {"alpha": 0.9, "centered": False, "momentum": 0}
@@ -140,7 +146,7 @@ def test_state_of_a_different_kind_is_not_loaded(store: Store, model: Two, messa
 
 @follows("frontends/training_state/loading.py:TrainingStateLoad._leave", "or leave these modules unchanged with")
 @follows("frontends/training_state/model.py:_warn_once", "unless ignore_mismatched leaves their modules unchanged")
-def test_keys_unread_by_a_module_are_handled_or_ignored(store: Store, messages: Messages) -> None:
+def test_keys_that_a_module_does_not_read_can_be_handled_or_ignored(store: Store, messages: Messages) -> None:
     of_models._warn_once.cache_clear()
     model = nn.Sequential(nn.Linear(3, 3), Scaled(2.0))
     with messages.log() as said:
@@ -158,7 +164,7 @@ def test_keys_unread_by_a_module_are_handled_or_ignored(store: Store, messages: 
 
 
 @follows("frontends/training_state/loading.py:TrainingStateLoad.check_unused", "pass strict=False to skip them")
-def test_weights_without_a_parameter_are_omitted(trained: Store, model: Two, messages: Messages) -> None:
+def test_weights_without_a_parameter_can_be_omitted_as_advised(trained: Store, model: Two, messages: Messages) -> None:
     fresh = Two("a")
     with messages.error(Mismatch) as advice:
         load_model_and_optim_state(trained, "a@1", fresh)
@@ -167,7 +173,7 @@ def test_weights_without_a_parameter_are_omitted(trained: Store, model: Two, mes
 
 
 @follows("frontends/training_state/save_load.py:load_model_and_optim_state", 'pass unread="ignore"')
-def test_keys_skipped_by_a_load_are_not_logged_on_request(trained: Store, messages: Messages) -> None:
+def test_the_suggested_option_hides_the_keys_that_a_load_skips(trained: Store, messages: Messages) -> None:
     trained.save({**trained.read("a@1"), "more": {"x": 1, "y": 2}}, run="leaving-more", step=1)
     fresh = Two()
     with messages.log() as advice:
@@ -209,7 +215,7 @@ def test_a_model_loads_from_a_checkpoint_without_a_named_optimizer(
 @follows(
     "store/objects.py:", "call optim.load_state_dict(state[%r]) after the load. Or save the optimizer itself with its"
 )
-def test_optimizer_state_is_loaded_through_the_optimizer(store: Store, model: Two, messages: Messages) -> None:
+def test_optimizer_state_can_be_loaded_through_the_optimizer(store: Store, model: Two, messages: Messages) -> None:
     trained = stepped(model)
     store.save({"model": model.state_dict(), "adam": trained.state_dict()}, step=1)
     fresh = Two()
@@ -236,7 +242,9 @@ def test_optimizer_state_is_loaded_through_the_optimizer(store: Store, model: Tw
     "frontends/training_state/optimizer.py:named_groups",
     "pass the list of these optimizers, or pass none (optim=None; in a Trainer",
 )
-def test_the_optimizer_belongs_to_the_model_or_is_none(store: Store, model: Two, messages: Messages) -> None:
+def test_an_optimizer_must_be_passed_with_the_model_that_it_was_created_for(
+    store: Store, model: Two, messages: Messages
+) -> None:
     with messages.error(InvalidInput) as advice:
         save_model_and_optim_state(store, model, stepped(Two()), run="a", step=1)
     advice.says("pass the model that the optimizer was created for")
@@ -254,7 +262,7 @@ def test_the_optimizer_belongs_to_the_model_or_is_none(store: Store, model: Two,
     "frontends/training_state/optimizer.py:unflatten_optimizer_state",
     "pass the complete result of flatten_optimizer_state",
 )
-def test_a_flat_state_is_passed_in_full(model: Two, messages: Messages) -> None:
+def test_a_flat_state_is_accepted_if_it_is_complete(model: Two, messages: Messages) -> None:
     trained = stepped(model)
     flat = casckpt.flatten_optimizer_state(model, trained)
     part = {key: value for key, value in flat.items() if "momentum" not in key}
@@ -267,7 +275,9 @@ def test_a_flat_state_is_passed_in_full(model: Two, messages: Messages) -> None:
 
 @follows("frontends/training_state/unshard.py:_model_of", "`casckpt show --tensors` lists its keys")
 @follows("frontends/training_state/unshard.py:_unmatched", "`casckpt show --tensors` lists its keys")
-def test_keys_to_unshard_are_chosen_from_the_list(trained: Store, model: Two, messages: Messages, run: Run) -> None:
+def test_keys_to_unshard_can_be_chosen_from_the_suggested_list(
+    trained: Store, model: Two, messages: Messages, run: Run
+) -> None:
     trained.save({"net": model.state_dict()}, run="b", step=1)
     with messages.error(MissingKey) as advice:
         casckpt.unshard_model_state(trained, "b@1")
@@ -317,7 +327,9 @@ def wrapped_otherwise(rank: int, size: int, path: str) -> list[str]:
 @follows("frontends/training_state/flat.py:_check", "wrap the model with use_orig_params=True")
 @follows("frontends/training_state/flat.py:_check", "save and load outside of forward, backward and summon_full_params")
 @follows("frontends/training_state/flat.py:_check_order", "make it contiguous before it is wrapped")
-def test_a_model_is_wrapped_in_a_supported_way(ranks: Pool, store_path: Path, messages: Messages) -> None:
+def test_a_model_can_be_wrapped_in_a_supported_way_as_advised(
+    ranks: Pool, store_path: Path, messages: Messages
+) -> None:
     for texts in ranks.run(2, wrapped_otherwise, str(store_path)):
         for message in texts:
             messages.text(message).says("FSDP")
@@ -379,7 +391,7 @@ def state_of_shards(rank: int, size: int, path: str) -> list[str]:
 @follows("frontends/training_state/together.py:_check_alike", "Save it with Store.save, as casckpt.Shard or")
 @follows("frontends/training_state/contents.py:_of_one_rank", "Pass it next to the model, as in")
 @follows("frontends/training_state/unshard.py:_unshard", "leave no_dist out")
-def test_state_that_may_belong_to_shards_is_saved_as_shard_state(
+def test_state_that_may_belong_to_shards_can_be_saved_as_shard_state(
     ranks: Pool, store_path: Path, messages: Messages
 ) -> None:
     _, (buffer, scales, ema, alone) = ranks.run(2, state_of_shards, str(store_path))
@@ -402,7 +414,7 @@ def checkpointer(store: Store, **settings: Any) -> Checkpointer:
     "frontends/trainer/checkpointer.py:Checkpointer._after", "create the Checkpointer with gc=True, or run `casckpt gc"
 )
 @pytest.mark.parametrize("way", ["gc=True", "casckpt gc"])
-def test_gc_frees_space_of_rotated_checkpoints(
+def test_gc_frees_the_space_of_rotated_checkpoints(
     store: Store, store_path: Path, messages: Messages, run: Run, way: str
 ) -> None:
     store.create()
@@ -444,7 +456,7 @@ def test_the_last_training_step_is_saved(store: Store, model: Two, messages: Mes
     'pass unread="ignore" (or load_optim_state=False, load_trainer_state=False)',
 )
 @pytest.mark.parametrize("way", ["unread", "load_optim_state"])
-def test_parts_skipped_by_a_resume_are_not_logged_on_request(
+def test_the_suggested_option_hides_the_parts_that_a_resume_skips(
     store: Store, model: Two, messages: Messages, way: str
 ) -> None:
     made = Checkpointer(store, run=(name := f"leaving-{way}"))
@@ -474,7 +486,7 @@ class Whole(nn.Module):
 
 
 @follows("frontends/training_state/contents.py:_contents", "do not pass an optimizer")
-def test_a_train_module_is_saved_without_an_optimizer(store: Store, messages: Messages) -> None:
+def test_a_train_module_can_be_saved_without_an_optimizer(store: Store, messages: Messages) -> None:
     whole: Any = Whole()
     with messages.error(InvalidInput) as advice:
         checkpointer(store).save(1, whole, SGD(whole.parameters()))
@@ -487,7 +499,7 @@ def test_a_train_module_is_saved_without_an_optimizer(store: Store, messages: Me
     "frontends/training_state/contents.py:Restoring.load.wanted_optimizers",
     "requires an optimizer to load into; pass optim",
 )
-def test_optimizer_state_is_loaded_into_an_optimizer(store: Store, model: Two, messages: Messages) -> None:
+def test_optimizer_state_can_be_loaded_into_an_optimizer(store: Store, model: Two, messages: Messages) -> None:
     made = checkpointer(store)
     made.save(1, model, stepped(model))
     with messages.error(InvalidInput) as advice:
@@ -500,7 +512,9 @@ def test_optimizer_state_is_loaded_into_an_optimizer(store: Store, model: Two, m
 
 @follows("frontends/training_state/contents.py:Restoring._check_there", '=None (in a resume: missing="warn")')
 @pytest.mark.parametrize("way", ["load_optim_state", "missing", "another"])
-def test_training_resumes_without_unsaved_parts(store: Store, model: Two, messages: Messages, way: str) -> None:
+def test_training_can_resume_without_the_parts_that_were_not_saved(
+    store: Store, model: Two, messages: Messages, way: str
+) -> None:
     made = checkpointer(store)
     made.save(1, model, stepped(model))
     made.save(2, model)
@@ -539,7 +553,7 @@ def test_a_model_loaded_directly_does_not_have_options_to_keep(store: Store, mes
 
 
 @follows("frontends/trainer/resumed.py:", 'but not passed to resume; to ignore this, pass unread="ignore"')
-def test_a_part_missing_from_a_resume_is_passed_or_skipped_explicitly(
+def test_a_part_that_a_resume_lacks_can_be_passed_or_skipped_explicitly(
     store: Store, model: Two, messages: Messages
 ) -> None:
     made = checkpointer(store)
@@ -554,7 +568,7 @@ def test_a_part_missing_from_a_resume_is_passed_or_skipped_explicitly(
 
 
 @follows("frontends/trainer/resumed.py:", 'options="keep" keeps the given rate')
-def test_keep_preserves_a_passed_learning_rate(store: Store, model: Two, messages: Messages) -> None:
+def test_the_suggested_option_preserves_a_new_learning_rate(store: Store, model: Two, messages: Messages) -> None:
     made = checkpointer(store)
     first = stepped(model)
     StepLR(first, 100)
@@ -572,7 +586,7 @@ def test_keep_preserves_a_passed_learning_rate(store: Store, model: Two, message
 
 
 @follows("frontends/trainer/run_checkpoints.py:newest_healthy", "to load one of them, name its step")
-def test_an_unhealthy_checkpoint_is_loaded_by_its_step(store: Store, model: Two, messages: Messages) -> None:
+def test_an_unhealthy_checkpoint_can_be_loaded_by_its_step(store: Store, model: Two, messages: Messages) -> None:
     made = checkpointer(store)
     made.save(1, model, healthy=False)
     fresh = Two()
@@ -587,7 +601,7 @@ def test_an_unhealthy_checkpoint_is_loaded_by_its_step(store: Store, model: Two,
     "frontends/trainer/settings.py:TrainerSettings._check_risk", "pass a save_interval or an ephemeral_save_interval"
 )
 @pytest.mark.parametrize("way", ["save_interval", "ephemeral_save_interval"])
-def test_an_interval_limits_the_steps_at_risk(messages: Messages, way: str) -> None:
+def test_a_smaller_interval_limits_the_steps_at_risk(messages: Messages, way: str) -> None:
     with messages.error(InvalidInput) as advice:
         CheckpointerConfig(max_steps_at_risk=5, save_interval=None)
     interval: Any = {advice.says(way): 5}
@@ -595,7 +609,7 @@ def test_an_interval_limits_the_steps_at_risk(messages: Messages, way: str) -> N
 
 
 @follows("storage/throttle.py:Turn._wait", "set work_dir= to a folder on a local disk")
-def test_throttling_uses_a_folder_that_supports_locks(
+def test_a_throttle_works_in_a_folder_that_supports_locks(
     store: Store, tmp_path: Path, model: Two, messages: Messages
 ) -> None:
     (tmp_path / "file").touch()
@@ -607,7 +621,7 @@ def test_throttling_uses_a_folder_that_supports_locks(
 
 
 @follows("frontends/training_state/train_state.py:restore_rng", "pass the result of rng_state")
-def test_generators_are_restored_after_they_are_created(messages: Messages) -> None:
+def test_generators_can_be_restored_from_a_complete_state(messages: Messages) -> None:
     with messages.error(MissingKey) as advice:
         restore_rng({"torch": torch.get_rng_state()})
     advice.says("rng_state")
@@ -620,7 +634,7 @@ def test_generators_are_restored_after_they_are_created(messages: Messages) -> N
 @follows(
     "frontends/training_state/train_state.py:TrainState._missing", "rng=False leaves out the random number generators"
 )
-def test_unsaved_parts_are_omitted(messages: Messages) -> None:
+def test_parts_that_a_checkpoint_lacks_can_be_omitted_from_a_train_state(messages: Messages) -> None:
     with messages.error(MissingKey) as advice:
         TrainState(epoch=0, place=1).load_state_dict({"epoch": 3})
     advice.says("Leave this part out of the TrainState")

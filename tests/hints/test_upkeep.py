@@ -61,7 +61,7 @@ def test_gc_can_run_after_a_record_is_replaced_or_purged(
     assert [one.step for one in casckpt.open(store_path).checkpoints()] == ([2] if way == "give up" else [1, 2])
 
 
-@follows("upkeep/saves.py:", "Restore commits/ from a copy of the store, or mount it")
+@follows("upkeep/saves.py:", "Restore commits/ from a copy of the store, or mount its disk")
 @pytest.mark.parametrize("way", ["put back", "give up"])
 def test_gc_can_run_after_lost_records_are_replaced_or_revoked(
     trained: Store, store_path: Path, messages: Messages, run: Run, way: str
@@ -81,7 +81,7 @@ def test_gc_can_run_after_lost_records_are_replaced_or_revoked(
 
 
 @follows("upkeep/copies/copy.py:_unread", "Restore the record from a copy of …; `casckpt verify` shows the details")
-def test_an_unreadable_record_is_replaced_before_a_copy(
+def test_an_unreadable_record_can_be_replaced_before_a_copy(
     trained: Store, store_path: Path, tmp_path: Path, messages: Messages, run: Run
 ) -> None:
     record = min((store_path / "commits").iterdir())
@@ -96,7 +96,7 @@ def test_an_unreadable_record_is_replaced_before_a_copy(
 
 @follows("upkeep/saves.py:give_up", "with an unreadable record; `casckpt verify STORE` lists such transactions")
 @follows("upkeep/saves.py:give_up", "`casckpt forget` hides its checkpoint")
-def test_verify_names_lost_checkpoints_and_readable_ones_are_forgotten(
+def test_verify_names_lost_checkpoints_and_readable_ones_can_be_forgotten(
     trained: Store, store_path: Path, messages: Messages, run: Run
 ) -> None:
     first = trained.get("a@1").commit.txid
@@ -120,7 +120,7 @@ def first_id(store: Store) -> str:
 
 @follows("upkeep/saves.py:revoke_save", "`casckpt transactions STORE` lists")
 @follows("upkeep/saves.py:revoke_save", "`casckpt list STORE` shows whether it was committed")
-def test_a_save_in_progress_is_found_in_the_list(
+def test_the_suggested_list_shows_a_save_in_progress(
     trained: Store, store_path: Path, messages: Messages, run: Run
 ) -> None:
     ended = trained.get("a@1").commit.txid
@@ -140,7 +140,7 @@ def test_a_save_in_progress_is_found_in_the_list(
 
 @follows("upkeep/gc/forgetting.py:plan_forget", "delete the tags, or pass --tagged (tagged=True)")
 @pytest.mark.parametrize("way", ["untag", "tagged", "--tagged"])
-def test_a_tagged_checkpoint_is_forgotten_after_or_together_with_its_tag(
+def test_a_tagged_checkpoint_can_be_forgotten_after_or_together_with_its_tag(
     trained: Store, store_path: Path, messages: Messages, run: Run, way: str
 ) -> None:
     trained.tag("best", "a@1")
@@ -164,9 +164,9 @@ def is_thinned(store: Store) -> bool:
     return torch.equal(store.read("a@1", keys=["model.*"])["model"]["w"], STATE["model"]["w"])
 
 
-@follows("upkeep/thin.py:_check_untagged", "Pass --tagged (tagged=True), but first wait until")
+@follows("upkeep/thin.py:_check_untagged", "and then pass --tagged (tagged=True)")
 @pytest.mark.parametrize("way", ["tagged", "--tagged"])
-def test_a_tagged_checkpoint_is_thinned_on_request(
+def test_the_suggested_option_thins_a_tagged_checkpoint(
     trained: Store, store_path: Path, messages: Messages, run: Run, way: str
 ) -> None:
     trained.tag("best", "a@1")
@@ -180,7 +180,7 @@ def test_a_tagged_checkpoint_is_thinned_on_request(
 
 
 @follows("upkeep/thin.py:_plan_one", "forget it instead (`casckpt forget`)")
-def test_a_checkpoint_is_forgotten_instead_of_dropping_all_keys(
+def test_a_checkpoint_can_be_forgotten_instead_of_dropping_all_its_keys(
     trained: Store, store_path: Path, messages: Messages, run: Run
 ) -> None:
     with messages.error(InvalidInput) as advice:
@@ -190,7 +190,7 @@ def test_a_checkpoint_is_forgotten_instead_of_dropping_all_keys(
 
 
 @follows("upkeep/thin.py:check", "`casckpt show --tensors` lists keys")
-def test_a_pattern_to_drop_is_chosen_from_listed_keys(
+def test_a_pattern_to_drop_can_be_chosen_from_the_listed_keys(
     trained: Store, store_path: Path, messages: Messages, run: Run
 ) -> None:
     with messages.error(MissingKey) as advice:
@@ -205,7 +205,9 @@ def test_a_pattern_to_drop_is_chosen_from_listed_keys(
 
 @follows("upkeep/gc/gc.py:_check_storage", "stop all saves, then open the store with single_writer")
 @follows("upkeep/doctor.py:_creates", "allow only one writer at a time with single_writer (--single-writer)")
-def test_gc_on_storage_that_replaces_objects_requires_a_single_writer(tmp_path: Path, messages: Messages) -> None:
+def test_gc_works_on_storage_that_replaces_objects_if_there_is_a_single_writer(
+    tmp_path: Path, messages: Messages
+) -> None:
     storage = Ignoring()
     Store(Repository(storage, tmp_path / "cache", single_writer=True)).save({"x": 1}, run="a", step=1)
     findings = list(examine(Repository(storage, tmp_path / "other")))
@@ -223,7 +225,7 @@ def test_gc_on_storage_that_replaces_objects_requires_a_single_writer(tmp_path: 
 @follows(
     "upkeep/copies/replication.py:_damaged_blob", "Run `casckpt verify` and `casckpt repair` on that store, then copy"
 )
-def test_a_damaged_source_is_repaired_before_it_is_copied(
+def test_a_damaged_source_can_be_repaired_before_it_is_copied(
     trained: Store, store_path: Path, tmp_path: Path, messages: Messages, run: Run
 ) -> None:
     shutil.copytree(store_path, tmp_path / "backup")
@@ -237,7 +239,7 @@ def test_a_damaged_source_is_repaired_before_it_is_copied(
 
 
 @follows("upkeep/copies/replication.py:taken", "If you do not need it, forget it there first (`casckpt forget`)")
-def test_a_checkpoint_that_blocks_a_copy_is_forgotten(
+def test_a_checkpoint_that_blocks_a_copy_can_be_forgotten(
     trained: Store, store_path: Path, tmp_path: Path, messages: Messages, run: Run
 ) -> None:
     other = casckpt.open(tmp_path / "other")
@@ -289,7 +291,7 @@ def mirrored(store_path: Path, tmp_path: Path) -> Path:
     "upkeep/copies/mirror_notes.py:mirror_to_wait_for", "or save with the mirror again (casckpt.open with mirror=URL)"
 )
 @pytest.mark.parametrize("way", ["put back", "mirror="])
-def test_lost_settings_are_replaced_or_set_again(
+def test_lost_settings_can_be_replaced_or_set_again_as_advised(
     mirrored: Path, store_path: Path, messages: Messages, way: str
 ) -> None:
     settings = store_path / "settings"
@@ -310,7 +312,7 @@ def test_lost_settings_are_replaced_or_set_again(
     "Mount its disk, or restore the mirror; `casckpt copy` fills a new mirror",
 )
 @pytest.mark.parametrize("way", ["put back", "copy", "unset"])
-def test_a_lost_mirror_is_restored_refilled_or_unset(
+def test_a_lost_mirror_can_be_restored_refilled_or_unset_as_advised(
     mirrored: Path, store_path: Path, messages: Messages, run: Run, way: str
 ) -> None:
     mirrored.rename(mirrored.with_name("elsewhere"))
@@ -329,7 +331,7 @@ def test_a_lost_mirror_is_restored_refilled_or_unset(
 
 @follows("upkeep/repair/verify.py:_check_arguments", "pass mode='full', or omit decode")
 @follows("upkeep/repair/verify.py:_check_arguments", "pass the mode 'full' or 'exists', and a sample")
-def test_contradictory_verify_options_are_corrected(trained: Store, messages: Messages) -> None:
+def test_contradictory_options_of_verify_can_be_corrected_as_advised(trained: Store, messages: Messages) -> None:
     with messages.error(InvalidInput) as advice:
         trained.verify(mode="exists", decode=True)
     assert not trained.verify(decode=True, **advice.argument("mode")).is_damaged

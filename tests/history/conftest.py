@@ -1,4 +1,4 @@
-"""Fixtures of tests that use a repository without tensors."""
+"""Fixtures for tests that use a repository without tensors."""
 
 from tests.repository.conftest import faults, repo
 

@@ -1,4 +1,4 @@
-"""Announcements: a run announces each record before it exists. Numbers are dense, and followers miss no record."""
+"""Announcements: each record is announced before it exists, numbers have no gaps, and followers miss no record."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ def test_announcements_of_different_runs_are_separate(tmp_path: Path) -> None:
     assert [number for number, _ in told(repo, run_hash("b"))] == [0]
 
 
-def test_a_number_whose_response_was_lost_is_not_skipped(tmp_path: Path) -> None:
+def test_a_failed_announcement_does_not_leave_a_gap_in_the_numbers(tmp_path: Path) -> None:
     repo, storage = faulty(tmp_path)
     commit_bare(repo)
     storage.inject(fail_before("put", key="runs/*"))
@@ -83,7 +83,7 @@ def test_a_number_whose_response_was_lost_is_not_skipped(tmp_path: Path) -> None
     assert [number for number, _ in told(repo)] == [0, 1]
 
 
-def test_a_put_whose_response_was_lost_is_recognized(tmp_path: Path) -> None:
+def test_a_process_recognizes_its_own_announcement_if_the_response_was_lost(tmp_path: Path) -> None:
     repo, storage = faulty(tmp_path)
     storage.inject(fail_after("put", key="runs/*"))
     commit_bare(repo)
@@ -103,7 +103,7 @@ def test_a_late_put_and_its_retry_have_different_numbers(tmp_path: Path) -> None
 @pytest.mark.parametrize("folder", ["runs", f"runs/{RUN}", announcement_key(RUN, 0).rpartition("/")[0]])
 @pytest.mark.parametrize("is_known", [True, False])
 def test_a_file_in_place_of_an_announcement_folder_is_an_error(tmp_path: Path, folder: str, is_known: bool) -> None:
-    """Otherwise, every number after the head would seem to be in use, without end, and none would be readable."""
+    """Otherwise, every number after the head would seem to be in use, and none of them could be read."""
     storage = LocalStore(tmp_path / "store")
     repo = repository(tmp_path / "host", storage)
     commit_bare(repo)
@@ -134,7 +134,7 @@ def test_several_processes_share_one_announcement_of_a_record(tmp_path: Path) ->
 
 
 def test_a_process_that_finds_a_log_number_in_use_announces_the_next(tmp_path: Path) -> None:
-    """A gc has taken the number because it believed the process dead."""
+    """A gc has used the number because it considered the process dead."""
     repo, storage = faulty(tmp_path)
     one = commit_bare(repo)
     storage.inject(
@@ -147,7 +147,7 @@ def test_a_process_that_finds_a_log_number_in_use_announces_the_next(tmp_path: P
     assert commits.list_commits(repo).commits[one.txid] == now
 
 
-def test_a_number_that_is_only_kept_announces_nothing(tmp_path: Path) -> None:
+def test_a_kept_log_number_is_not_announced(tmp_path: Path) -> None:
     repo, _ = faulty(tmp_path)
     one = commit_bare(repo)
     assert commits.keep(repo, one.txid, 1)
@@ -159,7 +159,7 @@ def test_a_number_that_is_only_kept_announces_nothing(tmp_path: Path) -> None:
     assert (gone.last, gone.number) == ("purged", 3)
 
 
-def test_partly_cached_announcements_are_reread(tmp_path: Path) -> None:
+def test_announcements_that_are_only_partly_cached_are_read_again(tmp_path: Path) -> None:
     """A fork or an interrupt may happen in the middle of a read."""
     repo, _ = faulty(tmp_path)
     one = commit_bare(repo)
@@ -185,7 +185,7 @@ def test_threads_that_read_a_run_concurrently_get_the_same_result(tmp_path: Path
             assert len({id(one) for one in pool.map(lambda _, run=run: repo.runs[str(run)], range(4))}) == 1
 
 
-def test_many_records_share_an_announcement(tmp_path: Path) -> None:
+def test_many_records_can_share_an_announcement(tmp_path: Path) -> None:
     repo, _ = faulty(tmp_path)
     txids = [repo.new_txid("run", step) for step in range(2500)]
     announce(repo, [(txid, 0) for txid in txids])
@@ -263,7 +263,7 @@ def test_announced_records_that_do_not_exist_yet_are_read_later(tmp_path: Path) 
         assert found.txid == late.txid
 
 
-def test_a_restored_backup_is_reread(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_run_is_read_again_after_its_backup_was_restored(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     """This ensures that no number is put after a gap."""
     repo, storage = faulty(tmp_path)
     for step in range(3):
@@ -287,7 +287,7 @@ def test_a_restored_and_changed_backup_is_reread(tmp_path: Path) -> None:
     assert look_at(repo).announced == {two.txid: 0}
 
 
-def test_an_unreadable_announcement_uses_up_its_number(tmp_path: Path) -> None:
+def test_the_number_of_an_unreadable_announcement_is_not_used_again(tmp_path: Path) -> None:
     repo, storage = faulty(tmp_path)
     one = commit_bare(repo)
     storage.inner.put(announcement_key(RUN, 1), b"torn")

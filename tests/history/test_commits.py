@@ -1,4 +1,4 @@
-"""Commits: the meaning of a log, competing changes, and damage."""
+"""Commits: how a log is interpreted, competing changes, and damage."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def test_a_commit_is_listed_as_it_was_written(repo: Repository) -> None:
     assert str(found) == f"sft/a@12 ({record.manifest[:12]})"
 
 
-def test_a_commit_passes_through_its_states(repo: Repository) -> None:
+def test_a_commit_can_be_forgotten_restored_and_purged(repo: Repository) -> None:
     first = commit_bare(repo)
     forgotten = forget(repo, first)
     assert (forgotten.live, forgotten.visible, forgotten.number) == (True, False, 1)
@@ -67,7 +67,7 @@ def test_a_commit_passes_through_its_states(repo: Repository) -> None:
     assert list_commits(repo).live() == []
 
 
-def test_a_change_to_the_current_state_returns_the_commit_unchanged(repo: Repository) -> None:
+def test_changing_a_commit_to_its_current_state_returns_it_unchanged(repo: Repository) -> None:
     first = commit_bare(repo)
     assert restore(repo, first) == first
     forgotten = forget(repo, first)
@@ -104,9 +104,9 @@ def test_an_old_listing_never_overrides_a_later_change(repo: Repository) -> None
 
 
 def test_a_purge_based_on_an_old_listing_fails_regardless_of_the_clocks(tmp_path: Path) -> None:
-    """It was restored, tagged and forgotten again within one tick.
+    """The commit was restored, tagged and forgotten again within one clock tick.
 
-    Thus, this is not the `forgotten` record that the gc read.
+    Therefore, its `forgotten` record is not the one that gc read.
     """
     repo = repository(tmp_path, clock=Ticks(step=0))
     old = forget(repo, commit_bare(repo))
@@ -118,7 +118,7 @@ def test_a_purge_based_on_an_old_listing_fails_regardless_of_the_clocks(tmp_path
     assert purge(repo, now).number == 5
 
 
-def test_an_old_handle_that_is_in_the_requested_state_is_returned(repo: Repository) -> None:
+def test_a_change_returns_an_old_handle_that_is_already_in_the_requested_state(repo: Repository) -> None:
     old = commit_bare(repo)
     now = forget(repo, old)
     assert forget(repo, old) == now
@@ -200,7 +200,7 @@ def test_a_failed_commit_leaves_nothing_behind(tmp_path: Path) -> None:
     assert list_names(repo) == set()
 
 
-def test_either_a_commit_or_a_revocation_wins(tmp_path: Path) -> None:
+def test_a_commit_fails_if_its_transaction_is_revoked_first(tmp_path: Path) -> None:
     storage = memory()
     gc = repository(tmp_path, storage)
     repo = repository(tmp_path, FaultyStore(storage), seed=2)
@@ -232,7 +232,7 @@ def at_once(storage: ObjectStore, tmp_path: Path, actions: Sequence[Callable[[Re
 
 
 @pytest.mark.parametrize("where", ["memory", "folder"])
-def test_one_of_eight_simultaneous_appends_wins(tmp_path: Path, where: str) -> None:
+def test_exactly_one_of_eight_simultaneous_appends_succeeds(tmp_path: Path, where: str) -> None:
     storage: ObjectStore = memory() if where == "memory" else LocalStore(tmp_path / "store")
     repo = repository(tmp_path, storage)
     forgotten = forget(repo, commit_bare(repo))
@@ -247,7 +247,7 @@ def test_one_of_eight_simultaneous_appends_wins(tmp_path: Path, where: str) -> N
             assert isinstance(result, Conflict)
 
 
-def test_one_of_eight_simultaneous_commits_wins(tmp_path: Path) -> None:
+def test_exactly_one_of_eight_simultaneous_commits_succeeds(tmp_path: Path) -> None:
     storage = memory()
     repo = repository(tmp_path, storage)
     mine = [committed(repo) for _ in range(8)]
@@ -259,7 +259,7 @@ def test_one_of_eight_simultaneous_commits_wins(tmp_path: Path) -> None:
     assert len(winners) == 1
 
 
-def test_foreign_keys_are_ignored(repo: Repository) -> None:
+def test_files_with_other_names_are_ignored(repo: Repository) -> None:
     first = commit_bare(repo)
     for key in ("commits/README", f"commits/{first.txid}.01", f"commits/{first.txid}.x", "commits/x.1", "commits/a/b"):
         repo.storage.put(key, b"hello")
@@ -269,7 +269,7 @@ def test_foreign_keys_are_ignored(repo: Repository) -> None:
     assert list_names(repo) == {first.txid}
 
 
-def test_numbers_are_compared_as_numbers(repo: Repository) -> None:
+def test_log_numbers_are_compared_numerically(repo: Repository) -> None:
     now = commit_bare(repo)
     for _ in range(6):
         now = restore(repo, forget(repo, now))

@@ -1,4 +1,4 @@
-"""Following runs returns the same as a listing of commits/, for any order of announcements and events."""
+"""Following a run returns the same commits as a listing of commits/, for any order of announcements and events."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def check(repo: Repository, run: str) -> None:
 
 @settings(max_examples=60, deadline=None)
 @given(st.lists(st.sampled_from(CHANGES), max_size=25), st.integers(0, 1 << 30))
-def test_following_returns_the_same_commits_as_a_listing(changes: list[str], seed: int) -> None:
+def test_following_a_run_returns_the_same_commits_as_a_listing(changes: list[str], seed: int) -> None:
     with tempfile.TemporaryDirectory() as folder:
         hosts = Hosts(Path(folder), MemoryStore(f"following-{seed}-{folder}"), random.Random(seed))
         for change in changes:
@@ -123,7 +123,7 @@ def test_the_first_read_of_a_run_needs_few_requests(tmp_path: Path, length: int)
     ]
 
 
-def test_latest_reads_each_run_but_makes_a_listing_if_there_are_many(tmp_path: Path) -> None:
+def test_latest_follows_each_run_unless_there_are_many_runs_and_then_makes_a_listing(tmp_path: Path) -> None:
     storage = FaultyStore(memory())
     repo = repository(tmp_path, storage)
     last = [commit_bare(repo, f"run-{number}") for number in range(MANY_RUNS)][-1]
@@ -138,8 +138,8 @@ def test_latest_reads_each_run_but_makes_a_listing_if_there_are_many(tmp_path: P
 
 
 @pytest.mark.parametrize("count", [2, MANY_RUNS + 1])
-def test_runs_whose_newest_checkpoint_is_uncertain_are_not_reused(tmp_path: Path, count: int) -> None:
-    """Its checkpoint may have been purged, because the record that would say so is not readable."""
+def test_a_save_reuses_nothing_from_a_run_whose_newest_checkpoint_is_uncertain(tmp_path: Path, count: int) -> None:
+    """The checkpoint may have been purged, but the record that would show this cannot be read."""
     storage = memory()
     repo = repository(tmp_path, storage)
     one, *others = (commit_bare(repo, f"run-{number}") for number in range(count))
@@ -151,7 +151,7 @@ def test_runs_whose_newest_checkpoint_is_uncertain_are_not_reused(tmp_path: Path
     assert {commit.txid for commit in found} == {commit.txid for commit in others}
 
 
-def test_a_run_without_announcements_is_listed(tmp_path: Path) -> None:
+def test_following_a_run_without_announcements_makes_a_listing(tmp_path: Path) -> None:
     """The error names the available runs."""
     storage = memory()
     repo = repository(tmp_path, storage)
@@ -178,7 +178,7 @@ def test_a_save_announced_with_a_later_clock_does_not_hide_other_saves(tmp_path:
     assert newest(repository(tmp_path / "new", storage), "a", is_visible) == copied
 
 
-def test_unreadable_announcements_cause_a_listing(tmp_path: Path) -> None:
+def test_following_a_run_with_an_unreadable_announcement_makes_a_listing(tmp_path: Path) -> None:
     storage = memory()
     repo = repository(tmp_path, storage)
     made = [finish(repo, saved(repo, "a", step)) for step in range(4)]
@@ -191,7 +191,7 @@ def test_unreadable_announcements_cause_a_listing(tmp_path: Path) -> None:
     assert [one.step for one in at_step(host, look_at_all(host, "a"), "a", 3, is_visible)] == [3]
 
 
-def test_an_unreadable_log_is_skipped_or_raised(tmp_path: Path) -> None:
+def test_an_unreadable_log_is_skipped_or_raises_an_error(tmp_path: Path) -> None:
     storage = memory()
     repo = repository(tmp_path, storage)
     one, two = (finish(repo, saved(repo, "a", step)) for step in range(2))
@@ -205,7 +205,7 @@ def test_an_unreadable_log_is_skipped_or_raised(tmp_path: Path) -> None:
         at_step(repo, known, "a", 1, is_visible)
 
 
-def test_ended_transactions_are_not_reread(tmp_path: Path) -> None:
+def test_the_logs_of_ended_transactions_are_not_reread(tmp_path: Path) -> None:
     storage = FaultyStore(memory())
     repo = repository(tmp_path, storage)
     one = finish(repo, saved(repo, "a", 0))
@@ -218,7 +218,7 @@ def test_ended_transactions_are_not_reread(tmp_path: Path) -> None:
     assert not [key for key in requests(storage) if any(commit.txid in key for commit in gone)]
 
 
-def test_a_damaged_head_does_not_drop_the_cache(tmp_path: Path) -> None:
+def test_a_damaged_newest_announcement_does_not_invalidate_the_cache(tmp_path: Path) -> None:
     storage = memory()
     repo = repository(tmp_path, storage)
     made = [finish(repo, saved(repo, "a", step)) for step in range(2)]

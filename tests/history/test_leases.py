@@ -1,4 +1,4 @@
-"""Expiring tags are granted only on checkpoints that are visible afterwards, renewed in time, and ended."""
+"""Expiring tags are granted only if their checkpoint is visible afterward. They are renewed in time, and end."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def generations(repo: Repository, name: str) -> int:
     return len(list(repo.storage.list(f"tags/{name}/")))
 
 
-def test_a_tag_expires(repo: Repository) -> None:
+def test_a_tag_with_a_duration_expires(repo: Repository) -> None:
     commit = commit_bare(repo)
     tag, held = hold(repo, "eval", commit, HOUR)
     assert held == commit
@@ -113,13 +113,15 @@ def test_an_expiring_tag_is_granted_if_its_checkpoint_is_restored_in_time(
     assert hold(repo, "eval", commit, HOUR)[1].visible
 
 
-def test_a_different_visible_commit_of_the_id_is_sufficient(repo: Repository) -> None:
+def test_a_tag_is_granted_if_a_different_commit_of_the_id_is_visible(repo: Repository) -> None:
     old = commit_bare(repo, "a", 1)
     again = commit_bare(repo, "a", 1, manifest=old.id)
     assert hold(repo, "eval", purge(repo, forget(repo, old)), HOUR)[1] == again
 
 
-def test_a_tag_that_is_moved_in_the_meantime_remains_moved(repo: Repository, faults: FaultyStore) -> None:
+def test_a_lease_that_is_not_granted_does_not_undo_a_later_move_of_its_tag(
+    repo: Repository, faults: FaultyStore
+) -> None:
     commit, other = commit_bare(repo, "a", 1), commit_bare(repo, "a", 2)
     faults.inject(call_first("put", meanwhile(lambda: forget(repo, commit)), key="tags/*"))
     faults.inject(call_first("put", meanwhile(lambda: set_tag(repo, "eval", other)), key="tags/*/1"))
@@ -144,7 +146,9 @@ def test_a_timely_renewal_does_not_read_the_log(repo: Repository) -> None:
 
 
 @pytest.mark.parametrize("visible", [False, True])
-def test_a_late_renewal_is_granted_again(repo: Repository, faults: FaultyStore, visible: bool) -> None:
+def test_a_late_renewal_succeeds_only_if_its_checkpoint_is_still_visible(
+    repo: Repository, faults: FaultyStore, visible: bool
+) -> None:
     """The clock is read after the renewal is stored, because the network may have delayed the put."""
     tag, commit = hold(repo, "eval", commit_bare(repo), HOUR)
     if not visible:
@@ -182,7 +186,7 @@ def test_a_renewal_whose_response_was_lost_does_not_prevent_the_next_one(repo: R
 # leases
 
 
-def test_a_lease_has_a_unique_name_and_ends_with_its_block(repo: Repository) -> None:
+def test_a_lease_has_a_unique_name_and_ends_when_its_block_ends(repo: Repository) -> None:
     commit = commit_bare(repo)
     with Lease(repo, commit, HOUR) as one, Lease(repo, commit, HOUR) as other:
         assert one.commit == other.commit == commit
@@ -199,7 +203,7 @@ def names(repo: Repository) -> set[str]:
     return {entry.key.split("/")[1] for entry in repo.storage.list("tags/")}
 
 
-def test_successive_leases_leave_one_record(repo: Repository) -> None:
+def test_successive_leases_leave_a_single_record_behind(repo: Repository) -> None:
     commits = [commit_bare(repo, "a", step) for step in (1, 2)]
     for _ in range(5):
         for commit in commits:
@@ -252,7 +256,9 @@ def test_a_lease_name_that_a_different_process_used_later_is_not_reused(repo: Re
     assert list(tags(repo)) == ([] if ended else [name])
 
 
-def test_a_lease_name_with_many_generations_is_abandoned(repo: Repository, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_lease_name_with_too_many_generations_is_not_used_again(
+    repo: Repository, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr("casckpt.history.leases._GENERATIONS", 6)
     commit = commit_bare(repo)
     for count in range(1, 10):

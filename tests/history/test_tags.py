@@ -35,7 +35,7 @@ def named(repo: Repository) -> dict[str, str]:
     return {name: tag.txid for name, tag in tags(repo).items()}
 
 
-def test_a_tag_is_moved_and_deleted(repo: Repository) -> None:
+def test_a_tag_can_be_moved_and_deleted(repo: Repository) -> None:
     one, two = commit_bare(repo, "a", 1), commit_bare(repo, "a", 2)
     assert tags(repo) == {}
     first = set_tag(repo, "best", one)
@@ -54,7 +54,7 @@ def test_a_tag_is_moved_and_deleted(repo: Repository) -> None:
     assert tags(repo)["best"].generation == 3
 
 
-def test_generations_are_compared_as_numbers(repo: Repository) -> None:
+def test_generations_are_compared_numerically(repo: Repository) -> None:
     commits = [commit_bare(repo, "a", step) for step in range(12)]
     for commit in commits:
         set_tag(repo, "best", commit)
@@ -150,7 +150,7 @@ def test_a_tag_whose_response_was_lost_is_set(repo: Repository, faults: FaultySt
 
 
 @pytest.mark.parametrize("where", ["memory", "folder"])
-def test_one_of_eight_simultaneous_moves_of_a_tag_wins(tmp_path: Path, where: str) -> None:
+def test_exactly_one_of_eight_simultaneous_moves_of_a_tag_succeeds(tmp_path: Path, where: str) -> None:
     storage = memory() if where == "memory" else LocalStore(tmp_path / "store")
     repo = repository(tmp_path, storage)
     set_tag(repo, "best", commit_bare(repo, "a", 99))
@@ -178,7 +178,7 @@ def test_one_of_eight_simultaneous_moves_of_a_tag_wins(tmp_path: Path, where: st
     assert tags(repo)["best"].generation == 1
 
 
-def test_only_one_of_two_processes_that_set_a_tag_simultaneously_wins(tmp_path: Path) -> None:
+def test_only_one_of_two_processes_that_set_a_tag_simultaneously_succeeds(tmp_path: Path) -> None:
     storage = memory()
     commit = commit_bare(repository(tmp_path, storage))
     other = repository(tmp_path, storage, seed=2, clock=lambda: 5)
@@ -223,7 +223,7 @@ def test_a_record_of_a_different_tag_is_rejected(repo: Repository) -> None:
         get_tag(repo, "two")
 
 
-def test_tag_records_are_read_once(tmp_path: Path, repo: Repository, faults: FaultyStore) -> None:
+def test_each_tag_record_is_read_only_once(tmp_path: Path, repo: Repository, faults: FaultyStore) -> None:
     set_tag(repo, "one", commit_bare(repo))
     tags(repo)
     reads = faults.count("get", "tags/*")
@@ -259,7 +259,7 @@ def cleaned(repo: Repository) -> set[str]:
     return keys(repo, "tags/")
 
 
-def test_only_the_newest_generation_is_kept_after_a_tag_expires(repo: Repository) -> None:
+def test_only_the_newest_generation_of_an_expired_tag_is_kept(repo: Repository) -> None:
     commit = commit_bare(repo)
     for name in ("ends", "lasts", "deleted"):
         hold(repo, name, commit, 3600)
@@ -278,12 +278,12 @@ def test_only_the_newest_generation_is_kept_after_a_tag_expires(repo: Repository
     assert set_tag(repo, "deleted", commit).generation == 3
 
 
-def test_a_number_is_never_reused_despite_a_delayed_cleanup(
+def test_a_delayed_cleanup_does_not_lead_to_the_reuse_of_a_generation_number(
     tmp_path: Path, repo: Repository, faults: FaultyStore
 ) -> None:
-    """The cleanup has chosen what to delete, and then sleeps.
+    """The cleanup chooses what to delete, and then pauses.
 
-    Meanwhile, the tag is set again, and another process cleans up.
+    Meanwhile, the tag is set again, and a different process cleans up.
     """
     commit = commit_bare(repo)
     hold(repo, "eval", commit, 1)
@@ -300,7 +300,9 @@ def test_a_number_is_never_reused_despite_a_delayed_cleanup(
     assert named(repo) == {"eval": commit.txid}
 
 
-def test_a_listed_tag_that_disappeared_had_expired(tmp_path: Path, repo: Repository, faults: FaultyStore) -> None:
+def test_a_tag_that_disappears_after_it_was_listed_counts_as_expired(
+    tmp_path: Path, repo: Repository, faults: FaultyStore
+) -> None:
     commit = commit_bare(repo)
     hold(repo, "eval", commit, 1)
     set_tag(repo, "best", commit)

@@ -1,4 +1,4 @@
-"""Saves in progress: their files and their signs of life."""
+"""Saves in progress: their files and their heartbeats."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def threads() -> list[str]:
 
 
 def test_heartbeats_are_not_sent_if_no_thread_can_start(repo: Repository, monkeypatch: pytest.MonkeyPatch) -> None:
-    """This is the case during interpreter shutdown, from Python 3.12 on."""
+    """From Python 3.12 on, no thread can start while the interpreter shuts down."""
 
     def refuse(self: threading.Thread) -> None:
         raise RuntimeError("can't create new thread at interpreter shutdown")
@@ -195,7 +195,7 @@ def test_a_commit_whose_response_was_lost_is_found_or_revoked(repo: Repository, 
         assert files(repo) == []
 
 
-def test_files_remain_if_the_process_lacks_delete_permission(repo: Repository, faults: FaultyStore) -> None:
+def test_transaction_files_remain_if_the_process_lacks_delete_permission(repo: Repository, faults: FaultyStore) -> None:
     one = begin(repo, "a", 1, seconds=NEVER)
     commit(repo, committed(repo, "a", 1, txid=one.txid))
     faults.inject(fail_before("delete", times=99))
@@ -206,7 +206,9 @@ def test_files_remain_if_the_process_lacks_delete_permission(repo: Repository, f
     assert files(repo) == []
 
 
-def test_close_leaves_the_files_in_place_if_the_storage_fails(repo: Repository, faults: FaultyStore) -> None:
+def test_closing_a_transaction_leaves_its_files_in_place_if_the_storage_fails(
+    repo: Repository, faults: FaultyStore
+) -> None:
     one = begin(repo, "a", 1, seconds=NEVER)
     commit(repo, committed(repo, "a", 1, txid=one.txid))
     faults.inject(fail_before("size"))
@@ -246,7 +248,7 @@ def test_a_failed_heartbeat_is_logged_and_the_next_one_is_sent(
     assert files(repo) == []
 
 
-def test_a_garbage_collected_transaction_does_not_send_heartbeats(repo: Repository) -> None:
+def test_a_transaction_without_references_does_not_send_heartbeats(repo: Repository) -> None:
     begin(repo, "a", 1, seconds=NEVER)
     gc.collect()
     for thread in threading.enumerate():
@@ -278,7 +280,7 @@ def test_a_forked_child_does_not_send_heartbeats(repo: Repository) -> None:
     one.close()
 
 
-def test_transactions_without_a_record_are_open(repo: Repository) -> None:
+def test_a_transaction_without_a_record_counts_as_open(repo: Repository) -> None:
     made = [begin(repo, "a", step, seconds=NEVER) for step in range(3)]
     revoke(repo, made[1].txid, "x")
     found = open_transactions(repo, list_names(repo))
@@ -290,7 +292,7 @@ def test_transactions_without_a_record_are_open(repo: Repository) -> None:
 
 
 @pytest.mark.parametrize("data", [b"", b"{}\n", b"torn"])
-def test_an_unreadable_transaction_is_open(repo: Repository, data: bytes) -> None:
+def test_an_unreadable_transaction_counts_as_open(repo: Repository, data: bytes) -> None:
     txid = repo.new_txid("a", 1)
     repo.storage.put(transaction_key(txid), data)
     repo.storage.put("transactions/README", b"x")
@@ -298,7 +300,7 @@ def test_an_unreadable_transaction_is_open(repo: Repository, data: bytes) -> Non
     assert (found.txid, found.began, found.signs) == (txid, None, 0)
 
 
-def test_a_transaction_that_has_only_heartbeats_is_open(repo: Repository) -> None:
+def test_a_transaction_of_which_only_heartbeats_exist_counts_as_open(repo: Repository) -> None:
     txid = repo.new_txid("a", 1)
     for number in (9, 10):
         repo.storage.put(transaction_key(txid, number), b"x")
@@ -306,7 +308,7 @@ def test_a_transaction_that_has_only_heartbeats_is_open(repo: Repository) -> Non
     assert (found.txid, found.began, found.signs) == (txid, None, 10)
 
 
-def test_a_long_reason_is_truncated(repo: Repository) -> None:
+def test_the_reason_of_a_revocation_is_truncated_if_it_is_long(repo: Repository) -> None:
     txid = repo.new_txid("a", 1)
     assert revoke(repo, txid, "x" * 10_000_000)
     assert repo.storage.size(commit_key(txid)) is not None

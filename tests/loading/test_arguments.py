@@ -40,7 +40,7 @@ def test_invalid_renames_are_rejected(saved: casckpt.Store, rename: Any, names: 
 
 
 @pytest.mark.parametrize("keys", [5, [5], [b"w"]])
-def test_invalid_patterns_are_rejected(saved: casckpt.Store, keys: Any) -> None:
+def test_invalid_patterns_of_keys_are_rejected(saved: casckpt.Store, keys: Any) -> None:
     with pytest.raises(InvalidInput, match="pass a list of patterns"):
         saved.read("default@1", keys=keys)
 
@@ -52,7 +52,7 @@ def test_invalid_values_of_frozen_are_rejected(saved: casckpt.Store, frozen: Any
 
 
 @pytest.mark.parametrize("device", ["nonsense", None])
-def test_unknown_devices_are_rejected(saved: casckpt.Store, device: Any) -> None:
+def test_the_names_of_unknown_devices_are_rejected(saved: casckpt.Store, device: Any) -> None:
     with pytest.raises(InvalidInput, match="is not valid: pass a device such as"):
         saved.read("default@1", device=device)
 
@@ -87,7 +87,7 @@ def test_invalid_gc_durations_are_rejected(saved: casckpt.Store, name: str, dura
 
 
 @pytest.mark.parametrize("sample", ["1", None, 0, 1.5])
-def test_invalid_samples_are_rejected(saved: casckpt.Store, sample: Any) -> None:
+def test_invalid_sample_fractions_are_rejected(saved: casckpt.Store, sample: Any) -> None:
     with pytest.raises(InvalidInput, match="a sample above 0 and at most 1"):
         saved.verify(sample=sample)
 
@@ -115,13 +115,13 @@ def test_runs_are_listed_by_name(saved: casckpt.Store) -> None:
     assert saved.runs() == ["default", "zoo"]
 
 
-def test_results_have_a_short_repr(saved: casckpt.Store) -> None:
+def test_every_result_has_a_short_repr(saved: casckpt.Store) -> None:
     saved.save({"w": torch.zeros(3)}, step=2)
     ckpt = saved.get("default@1")
     assert repr(saved.gc(keep_last=1).forgotten) == f"(<Commit default@1 ({ckpt.id[:12]}), forgotten>,)"
 
 
-def test_repair_reads_bytes_from_a_path(tmp_path: Path) -> None:
+def test_repair_accepts_the_path_of_a_second_store(tmp_path: Path) -> None:
     state = {"w": torch.arange(1000.0)}
     store, other = casckpt.open(tmp_path / "a"), casckpt.open(tmp_path / "b")
     for one in (store, other):
@@ -147,7 +147,7 @@ def test_loading_a_forgotten_checkpoint_warns(saved: casckpt.Store) -> None:
     saved.read(id)
 
 
-def test_handles_of_a_purged_checkpoint_raise_gone(saved: casckpt.Store) -> None:
+def test_using_a_handle_of_a_purged_checkpoint_raises_gone(saved: casckpt.Store) -> None:
     ckpt = saved.get("default@1")
     saved.save({"w": torch.zeros(3)}, step=2)
     saved.forget(ckpt)

@@ -35,7 +35,7 @@ def test_a_damaged_cached_blob_is_dropped_once_and_read_from_the_store() -> None
     assert repo.blob_cache.drop.call_count == 1
 
 
-def test_the_last_batch_closes_everything_that_was_opened() -> None:
+def test_all_readers_are_closed_after_the_last_batch() -> None:
     repo = MagicMock()
     one = BlobReader(repo, MagicMock(), shared=False, keep=False)
     one.left = 2
@@ -53,7 +53,9 @@ def test_the_last_batch_closes_everything_that_was_opened() -> None:
 KEYS = 6
 
 
-def test_a_load_follows_a_repair_of_a_damaged_blob(remote_store: Store, faults: FaultyStore) -> None:
+def test_a_load_continues_with_a_blob_that_was_repaired_in_the_meantime(
+    remote_store: Store, faults: FaultyStore
+) -> None:
     def change() -> None:
         repo = elsewhere(remote_store)
         commit = remote_store.get("default@1").commit
@@ -77,7 +79,7 @@ def test_loading_a_purged_checkpoint_raises_gone(remote_store: Store, faults: Fa
         remote_store.load(zeros(), "default@1")
 
 
-def test_damage_in_all_copies_raises_an_error(remote_store: Store) -> None:
+def test_a_load_raises_an_error_if_every_copy_of_a_blob_is_damaged(remote_store: Store) -> None:
     repo = elsewhere(remote_store)
     commit = remote_store.get("default@1").commit
     made = move(repo, commit)

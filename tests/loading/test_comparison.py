@@ -1,4 +1,4 @@
-"""Compares a live state with a checkpoint. Differences are reported by rank and location, under any topology."""
+"""A state in memory is compared with a checkpoint. Differences are reported by rank and position, for any topology."""
 
 from __future__ import annotations
 
@@ -207,12 +207,12 @@ def expected(state: dict[str, torch.Tensor]) -> dict[str, str]:
 
 @pytest.fixture(autouse=True)
 def in_batches(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Use lots of a few cells."""
+    """Compare only a few cells at a time."""
     monkeypatch.setattr(regions, "WINDOW_BYTES", 5 * 4096)
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float64", "complex128", "uint8", "float8_e5m2", "bool"])
-def test_a_digest_is_the_hash_of_the_bytes(dtype: str) -> None:
+def test_a_digest_of_a_tensor_is_the_hash_of_its_bytes(dtype: str) -> None:
     store, state = small(), {"a": raw(dtype, (37, 300), 1).clone(), "b": raw(dtype, (5,), 2).clone()}
     store.save(state | {"t": state["a"].t()}, step=1)
     found = store.digests("default@1")

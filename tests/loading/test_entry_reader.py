@@ -45,7 +45,7 @@ def test_a_rank_uses_more_threads_to_read_a_disk_than_to_read_memory(
 
 
 @pytest.mark.parametrize(("loose", "reads"), [(2, 1), (8, 9)])
-def test_a_few_copied_cells_do_not_cause_small_reads(
+def test_a_few_copied_cells_do_not_split_a_read_into_small_ones(
     loose: int, reads: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(download, "_SCRATCH_BYTES", CELL)
@@ -88,7 +88,7 @@ def test_small_tensors_that_equal_parts_of_a_large_one_do_not_join_its_reads(
     ("page_cache", "free", "stays"),
     [(True, 0, True), (False, 1 << 40, False), (None, 0, False), (None, 4 * (8 << 20), True)],
 )
-def test_a_load_fills_the_page_cache_within_available_memory(
+def test_a_load_fills_the_page_cache_only_within_the_available_memory(
     page_cache: bool | None, free: int, stays: bool, droppable: Store, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(download, "headroom", lambda: free)

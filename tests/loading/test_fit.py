@@ -1,4 +1,4 @@
-"""Names that do not match: which pairs are found, and the suggested rename that loads them."""
+"""Names that do not match: which names are paired, and the suggested rename that loads them."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ W = (2, 3)
         ("model.module", "module"),
     ],
 )
-def test_names_are_compared_without_wrappers(name: str, without: str) -> None:
+def test_names_are_compared_without_the_prefixes_of_wrappers(name: str, without: str) -> None:
     assert plain(name) == without
 
 
@@ -71,13 +71,13 @@ def test_names_that_merely_look_similar_are_not_a_pair(mine: str, its: str) -> N
     assert missed_pairs({mine: W}, {its: W}) == {}
 
 
-def test_each_key_is_in_one_pair() -> None:
+def test_each_key_is_part_of_at_most_one_pair() -> None:
     assert missed_pairs({"a.w": W, "b.w": W}, {"w": W}) == {"a.w": "w"}
     assert missed_pairs({"w": W}, {"a.w": W, "b.w": W}) == {"w": "a.w"}
     assert missed_pairs({"x.a.w": W, "a.w": W}, {"a.w": W, "y.a.w": W}) == {"x.a.w": "a.w", "a.w": "y.a.w"}
 
 
-def test_an_unfilled_model_matches_one_of_two_equal_models() -> None:
+def test_a_model_is_filled_from_only_one_of_two_models_with_equal_names() -> None:
     missed = {"model.a.w": W, "model.b.w": W}
     saved = {"g.a.w": W, "d.b.w": W, "d.a.w": W, "g.b.w": W}
     assert missed_pairs(missed, saved) == {"model.a.w": "d.a.w", "model.b.w": "d.b.w"}
@@ -121,7 +121,9 @@ def test_the_rename_maps_every_pair_and_leaves_filled_keys_unchanged(
 
 
 @given(unfilled=NAMES, unread=NAMES)
-def test_every_pair_is_found(unfilled: dict[str, tuple[int, ...]], unread: dict[str, tuple[int, ...]]) -> None:
+def test_every_pair_of_matching_names_is_found(
+    unfilled: dict[str, tuple[int, ...]], unread: dict[str, tuple[int, ...]]
+) -> None:
     pairs = missed_pairs(unfilled, unread)
     for key in unfilled.keys() - pairs.keys():
         for name in unread.keys() - set(pairs.values()):
@@ -131,7 +133,7 @@ def test_every_pair_is_found(unfilled: dict[str, tuple[int, ...]], unread: dict[
 
 
 def part_of(count: int, total: int) -> tuple[Fit, dict[str, tuple[int, ...]]]:
-    """A model with ``count`` filled tensors. The checkpoint has the rest of its tensors below "net"."""
+    """Return a model with ``count`` filled tensors. The checkpoint has the rest of its tensors below "net"."""
     keys = [f"model.layers.{n}.w" for n in range(total)]
     filled = {key: key for key in keys[:count]}
     others = {f"model.net.{key.removeprefix('model.')}": W for key in keys[count:]}
@@ -177,7 +179,7 @@ def test_a_key_filled_by_any_rank_counts_as_filled() -> None:
     assert (found.filled, found.unfilled, found.count) == ({"a": "a", "b": "b"}, {"c": W}, 3)
 
 
-def test_the_interpretation_that_fills_more_keys_is_used_and_a_tie_is_an_error() -> None:
+def test_of_two_interpretations_of_names_the_one_that_fills_more_keys_is_used() -> None:
     two, one = {"model.a": "model.a", "model.b": "model.b"}, {"model.a": "a"}
     assert chosen("a@1", Fit(two), Fit(one)) is False
     assert chosen("a@1", Fit(one), Fit(two)) is True

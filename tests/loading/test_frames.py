@@ -1,4 +1,4 @@
-"""Loads of cells that are stored as frames: from and into any layout, and with damage."""
+"""Loads of cells that are stored as frames, from and into any layout, and from damaged stores."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def reopened(store: Store) -> Store:
 
 
 def links(store: Store, ref: str, key: str) -> list[StoredCell]:
-    """The first cell of a tensor, and its bases."""
+    """Return the first cell of a tensor, and its bases."""
     cells = Stored(store, ref).cells()
     return list(next(cell for (name, region), cell in cells.items() if name[1] == key and not region.lo).chain)
 
@@ -91,7 +91,7 @@ def test_checkpoints_with_deltas_load_from_a_bucket(moto_server: Server, tmp_pat
 
 @pytest.mark.filterwarnings("ignore:ComplexHalf")
 @pytest.mark.parametrize("name", NAMES)
-def test_frames_of_every_dtype_load(name: str) -> None:
+def test_frames_of_every_dtype_are_loaded_exactly(name: str) -> None:
     found = versions(smooth((7, 1111), name), 3)
     store = saved(small(), [{"w": one} for one in found], planes=True)
     for verify in (True, False):
@@ -100,7 +100,7 @@ def test_frames_of_every_dtype_load(name: str) -> None:
 
 @st.composite
 def boxes(draw: st.DrawFn) -> tuple[tuple[int, int], tuple[slice, slice]]:
-    """A shape, and a part of it."""
+    """Draw a shape, and a part of it."""
     shape = draw(st.integers(1, 60)), draw(st.integers(1, 300))
     starts = [draw(st.integers(0, size - 1)) for size in shape]
     ends = [draw(st.integers(start + 1, size)) for start, size in zip(starts, shape, strict=True)]
@@ -122,7 +122,7 @@ def test_any_part_of_a_delta_checkpoint_loads(
     assert same(turned, found[-1])
 
 
-def test_the_longest_chain_loads() -> None:
+def test_the_longest_allowed_chain_is_loaded_exactly() -> None:
     found = [{"w": one} for one in versions(smooth((10, 1024)), MAX_LINKS + 1)]
     store = saved(small(), found)
     assert len(links(store, "latest", "w")) == MAX_LINKS + 1
@@ -143,7 +143,7 @@ def test_a_cell_that_two_keys_share_is_decoded_once(monkeypatch: pytest.MonkeyPa
     assert len(decoded) == len(set(decoded)) >= 90 * 1024 // CELL
 
 
-def test_a_base_that_is_also_requested_loads_together_with_its_frames(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_base_is_loaded_together_with_the_frames_that_need_it(monkeypatch: pytest.MonkeyPatch) -> None:
     """Two tensors that used to be equal share a base. A third tensor still equals this base."""
     before = smooth((32, 256))
     states = [{"a": before, "b": before.clone(), "c": before.clone()}]
@@ -165,7 +165,7 @@ def test_a_template_with_tied_memory_loads_from_frames() -> None:
 
 
 def test_a_remote_load_of_frames_needs_few_requests() -> None:
-    """There is one read for each run of adjacent cells, frames or bases, and no byte is read twice."""
+    """Adjacent cells, frames and bases are read together, and no byte is read twice."""
     storage = far()
     store = saved(small(storage), states())
     cells = [cell for (name, _), cell in Stored(store, "latest").cells().items() if name[1].startswith("m.")]
@@ -195,7 +195,9 @@ def test_a_prefetch_fetches_everything_that_a_load_needs(tmp_path: Path) -> None
 
 @pytest.mark.parametrize("most", [0, 3000, 8 << 20])
 @pytest.mark.parametrize("threads", [1, 4])
-def test_only_frames_of_the_current_batch_are_held(monkeypatch: pytest.MonkeyPatch, most: int, threads: int) -> None:
+def test_only_the_frames_of_the_current_batch_are_in_memory(
+    monkeypatch: pytest.MonkeyPatch, most: int, threads: int
+) -> None:
     store = saved(small(), states())
     monkeypatch.setattr(items, "_FRAME_BYTES", most)
     made: list[coded.Lot] = []
@@ -304,7 +306,7 @@ def test_a_damage_error_names_the_blob_and_all_its_checkpoints(
     assert same_state(reopened(store).read("latest", keys=["same"]), {"same": states()[0]["same"]})
 
 
-def test_a_load_without_verification_raises_an_error_for_an_undecodable_frame(store: Store, threads: int) -> None:
+def test_an_unverified_load_raises_an_error_for_a_frame_that_cannot_be_decoded(store: Store, threads: int) -> None:
     cell = links(store, "latest", "m.odd")[1]
     flip(store, key_of(store, "latest", cell), cell.offset + 3)  # a byte that must be 0
     with pytest.raises(Damaged, match="a base of a cell"):
@@ -330,7 +332,7 @@ def test_a_misread_cell_is_reread(store: Store, faults: FaultyStore, threads: in
     assert same_state(store.read("latest", threads=threads), states()[-1])
 
 
-def test_an_error_suspects_a_second_writer_if_a_reread_is_correct(
+def test_the_error_mentions_a_second_writer_if_a_reread_returns_correct_bytes(
     store: Store, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(transfer, "cell_digest", lambda data: bytes(32))
@@ -386,7 +388,7 @@ LONG = bytes(range(256)) * 1000
 LAST = {f"model.{key}": value for key, value in states()[-1]["m"].items()}
 
 
-def test_a_long_attachment_is_unchanged(exported: Store) -> None:
+def test_a_long_attachment_is_read_back_unchanged(exported: Store) -> None:
     assert exported.read_attachment("latest", "a.bin") == LONG
 
 

@@ -1,4 +1,4 @@
-"""Manifests with correct hashes and wrong bases. Loads refuse them, and never return wrong bytes."""
+"""Manifests with correct hashes and wrong bases: loads refuse them, or return the correct bytes."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def saved() -> Store:
 
 
 def changed(store: Store, link: int, change: Change) -> None:
-    """Return the newest checkpoint with a different link in the chain of its first cell."""
+    """Return the newest checkpoint, with a different link in the chain of its first cell."""
     mine = Stored(store, "latest")
     (entry,) = mine.manifest.entries
     table = mine.table(entry)
@@ -66,7 +66,7 @@ def digest_of_another(cell: StoredCell, other: StoredCell) -> StoredCell:
 
 
 def another(cell: StoredCell, other: StoredCell) -> StoredCell:
-    """A link with the correct location, and with the digest and bases of a different cell."""
+    """Return a link with the correct location, and with the digest and bases of a different cell."""
     return other._replace(box=cell.box, lo=cell.lo, hi=cell.hi)
 
 

@@ -1,4 +1,4 @@
-"""Loads into a template: checks before any change, replaced values, and values that are not touched."""
+"""Loads into a template: checks before any change, values that are replaced, and values that do not change."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def store() -> Store:
 
 
 def zeros(value: Any) -> Any:
-    """A template with the same tensors, filled with zeros, and with different plain data."""
+    """Return a template with the same tensors, filled with zeros, and with different plain data."""
     if isinstance(value, dict):
         return {key: zeros(inner) for key, inner in value.items()}
     if isinstance(value, torch.Tensor):
@@ -137,7 +137,7 @@ def test_a_regular_expression_matches_the_whole_key(store: Store) -> None:
 
 
 @pytest.mark.parametrize("shape", [(5, 1), (4,), (), (6,), (0,)])
-def test_a_different_shape_is_a_mismatch(store: Store, shape: tuple[int, ...]) -> None:
+def test_a_template_tensor_with_a_different_shape_is_a_mismatch(store: Store, shape: tuple[int, ...]) -> None:
     template = {"epoch": 0, "model": {"n": torch.zeros((), dtype=torch.int64), "b": torch.zeros(shape)}}
     with pytest.raises(Mismatch) as caught:
         store.load(template, REF)
@@ -149,7 +149,7 @@ def test_a_different_shape_is_a_mismatch(store: Store, shape: tuple[int, ...]) -
     )
 
 
-def test_a_different_dtype_is_a_mismatch_unless_it_is_cast(store: Store) -> None:
+def test_a_template_tensor_with_a_different_dtype_is_a_mismatch_unless_it_is_cast(store: Store) -> None:
     template = {"model": {"w": torch.zeros(64, 32, dtype=torch.bfloat16), "b": torch.zeros(5)}}
     with pytest.raises(Mismatch, match=r"'model\.w' is bfloat16 here, but float32 in the checkpoint; pass cast=True"):
         store.load(template, REF)
@@ -161,7 +161,7 @@ def test_a_different_dtype_is_a_mismatch_unless_it_is_cast(store: Store) -> None
 
 @pytest.mark.parametrize("layout", ["contiguous", "transposed", "strided"])
 @pytest.mark.parametrize("verify", [True, False])
-def test_a_cast_writes_into_any_layout(store: Store, layout: str, verify: bool) -> None:
+def test_a_load_with_cast_writes_into_any_layout(store: Store, layout: str, verify: bool) -> None:
     target = {
         "contiguous": torch.zeros(64, 32, dtype=torch.float64),
         "transposed": torch.zeros(32, 64, dtype=torch.float64).t(),
@@ -225,7 +225,7 @@ def test_lists_are_resized_to_the_saved_length(store: Store) -> None:
     assert template["optim"]["groups"] == [{"lr": 0.1, "betas": (0.9, 0.99)}]
 
 
-def test_none_in_a_template_becomes_a_cpu_tensor(store: Store) -> None:
+def test_none_in_a_template_is_replaced_with_a_cpu_tensor(store: Store) -> None:
     template: dict[str, Any] = {
         "model": {"w": None, "b": torch.zeros(5)},
         "optim": None,
@@ -240,13 +240,13 @@ def test_none_in_a_template_becomes_a_cpu_tensor(store: Store) -> None:
     assert set(ckpt.unread_keys) == {"model.n", "history"}
 
 
-def test_none_is_replaced_by_a_renamed_container(store: Store) -> None:
+def test_none_in_a_template_is_replaced_with_a_renamed_container(store: Store) -> None:
     template: dict[str, Any] = {"resumed": None}
     store.load(template, REF, rename={"resumed": "optim.state"})
     assert same_state(template, {"resumed": state()["optim"]["state"]})
 
 
-def test_a_tuple_in_a_template_is_replaced(store: Store) -> None:
+def test_a_tuple_in_a_template_is_replaced_with_one_that_has_the_loaded_values(store: Store) -> None:
     store.save({"t": (torch.ones(2), 5)}, step=2)
     template: dict[str, Any] = {"t": (torch.zeros(2), None)}
     inside = template["t"][0]
@@ -361,7 +361,7 @@ def test_any_number_of_threads_loads_the_same_values(store: Store, threads: int)
     assert same_state(store.read("default@2", threads=threads, keys=["model.*"]), {"model": state()["model"]})
 
 
-def test_the_progress_counts_every_byte_once(store: Store) -> None:
+def test_the_progress_of_a_load_counts_every_byte_once(store: Store) -> None:
     data = {"w": cells(9.5), "x": torch.arange(10)}
     first, again, read = ProgressCalls(), ProgressCalls(), ProgressCalls()
     store.save(data, step=5, progress=first)
@@ -382,7 +382,7 @@ def test_state_dict_metadata_survives_a_load(store: Store) -> None:
 
 @given(st.data())
 def test_any_part_of_a_state_loads_into_any_layout(data: st.DataObject) -> None:
-    """A template with some keys, permuted and sliced out of larger tensors, for a state of several cells."""
+    """The template has some of the keys. Its tensors are permuted, and are slices of larger tensors."""
     store = small()
     shapes = data.draw(st.lists(st.lists(st.integers(1, 40), min_size=1, max_size=3), min_size=1, max_size=4))
     whole = {str(i): raw("int32", (*shape,), i) for i, shape in enumerate(shapes)}
@@ -410,7 +410,7 @@ def test_a_list_is_resized_to_the_saved_length(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("here", [torch.zeros(2), 5, "text"], ids=["tensor", "int", "text"])
-def test_a_leaf_in_place_of_a_saved_container_is_a_mismatch(tmp_path: Path, here: Any) -> None:
+def test_a_template_with_a_leaf_in_place_of_a_saved_container_is_a_mismatch(tmp_path: Path, here: Any) -> None:
     store = open_store(tmp_path / "store")
     store.save({"a": {"b": torch.ones(2)}}, step=1)
     with pytest.raises(Mismatch, match=r"'a' is .* here, but a dict in the checkpoint"):

@@ -1,4 +1,4 @@
-"""A load counts as a change for autograd. A graph over the old values must not be used."""
+"""A load counts as a change for autograd, which then rejects graphs over the old values."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""Mapped reads: tensors over the page cache, which are verified once and read into memory where a map is impossible."""
+"""Mapped reads return tensors in the page cache, which are verified once. What cannot be mapped is read into
+memory."""
 
 from __future__ import annotations
 
@@ -112,7 +113,7 @@ def test_unchanged_cells_are_mapped_from_the_blobs_of_earlier_checkpoints(store:
     assert nbytes_mapped(loaded["w"]) == state["w"].nbytes
 
 
-def test_neighbors_in_a_blob_share_a_map(store: Store, path: Path) -> None:
+def test_tensors_that_are_adjacent_in_a_blob_share_a_map(store: Store, path: Path) -> None:
     state = {f"w{number}": cells(1, number) for number in (3, 0, 2, 1)}
     store.save(state, step=1)
     loaded = store.read(REF, mapped=True)
@@ -171,7 +172,7 @@ def test_a_store_with_too_many_verified_extents_forgets_them(store: Store, monke
 
 
 @pytest.mark.parametrize("seen", [False, True])
-def test_damage_is_reported_as_by_an_ordinary_read(store: Store, seen: bool) -> None:
+def test_a_mapped_read_reports_damage_as_an_ordinary_read_does(store: Store, seen: bool) -> None:
     store.save({"a": cells(1), "w": cells(3, 2)}, step=1)
     (key,) = blob_keys(store)
     if seen:
@@ -197,7 +198,7 @@ def test_a_file_that_was_changed_in_place_is_verified_again(store: Store, path: 
         store.read(REF, mapped=True)
 
 
-def test_damaged_extents_are_read_from_other_blobs_of_the_checkpoint(store: Store) -> None:
+def test_damaged_extents_are_read_from_the_blobs_of_a_different_commit(store: Store) -> None:
     store.save({"w": cells(6)}, step=1)
     old = set(blob_keys(store))
     move(store.repository, store.get(REF).commit)  # reads now use the new blobs
@@ -221,7 +222,7 @@ def test_a_truncated_blob_is_reported_and_not_mapped(store: Store, verify: bool)
 
 
 @pytest.mark.parametrize("verify", [True, False])
-def test_encoded_cells_are_read_and_the_others_are_mapped(
+def test_a_mapped_read_maps_all_cells_except_encoded_ones(
     store: Store, caplog: pytest.LogCaptureFixture, verify: bool
 ) -> None:
     state = {"w": trained(4 * CELL / 4096, 0), "n": torch.arange(CELL)}
@@ -236,7 +237,7 @@ def test_encoded_cells_are_read_and_the_others_are_mapped(
     assert "256.0 KiB of default@2 cannot be mapped, and is read into memory" in caplog.text
 
 
-def test_unaligned_cells_are_read_into_the_tensor(store: Store) -> None:
+def test_a_mapped_read_copies_cells_that_are_not_aligned(store: Store) -> None:
     state = {"a": cells(2.1), "b": cells(3.1, 2)}
     store.save(state, step=1)
     for tensor in state.values():
@@ -248,7 +249,7 @@ def test_unaligned_cells_are_read_into_the_tensor(store: Store) -> None:
     assert nbytes_mapped(loaded["a"]) + nbytes_mapped(loaded["b"]) < sum(one.nbytes for one in state.values())
 
 
-def test_columns_are_read(store: Store) -> None:
+def test_columns_of_a_matrix_are_read_instead_of_mapped(store: Store) -> None:
     full = cells(8).view(256, -1)
     left, right = full[:, :256].contiguous(), full[:, 256:].contiguous()
     shape = tuple(full.shape)
@@ -258,7 +259,7 @@ def test_columns_are_read(store: Store) -> None:
     assert nbytes_mapped(loaded) == 0
 
 
-def test_shards_that_begin_within_a_page_are_read(store: Store) -> None:
+def test_shards_that_begin_within_a_page_are_read_instead_of_mapped(store: Store) -> None:
     full = cells(6)
     parts = [casckpt.Shard(full[lo:hi], tuple(full.shape), (lo,)) for lo, hi in ((0, 50_001), (50_001, len(full)))]
     store.save({"w": parts}, step=1)
@@ -268,7 +269,7 @@ def test_shards_that_begin_within_a_page_are_read(store: Store) -> None:
 
 
 @pytest.mark.parametrize("make", [memory, far], ids=["memory", "remote"])
-def test_other_storages_are_read(make: Callable[[], ObjectStore]) -> None:
+def test_tensors_in_other_kinds_of_storage_are_read_instead_of_mapped(make: Callable[[], ObjectStore]) -> None:
     store = small(make())
     state = {"w": cells(6), "n": 1}
     store.save(state, step=1)
@@ -277,13 +278,13 @@ def test_other_storages_are_read(make: Callable[[], ObjectStore]) -> None:
     assert nbytes_mapped(loaded["w"]) == 0
 
 
-def test_devices_other_than_the_cpu_are_refused(store: Store) -> None:
+def test_a_mapped_read_refuses_devices_other_than_the_cpu(store: Store) -> None:
     store.save({"w": cells(2)}, step=1)
     with pytest.raises(InvalidInput, match="omit mapped=True"):
         store.read(REF, mapped=True, device="meta")
 
 
-def test_a_failed_map_is_a_storage_error(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_failure_to_map_a_blob_raises_a_storage_error(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
     store.save({"w": cells(2)}, step=1)
 
     def too_many(*_: object) -> int:
@@ -295,7 +296,7 @@ def test_a_failed_map_is_a_storage_error(store: Store, monkeypatch: pytest.Monke
         store.read(REF, mapped=True)
 
 
-def test_ordinary_memory_is_used_if_no_address_space_is_left(
+def test_a_mapped_read_uses_ordinary_memory_if_no_address_space_is_left(
     store: Store, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     store.save({"w": cells(2)}, step=1)
@@ -314,7 +315,7 @@ def test_ordinary_memory_is_used_if_no_address_space_is_left(
 # lifetime
 
 
-def test_a_write_changes_neither_the_store_nor_other_tensors(store: Store) -> None:
+def test_writing_into_a_mapped_tensor_changes_neither_the_store_nor_other_tensors(store: Store) -> None:
     state = {"a": cells(3), "b": cells(3), "z": torch.zeros(3 * CELL), "y": torch.zeros(2 * CELL)}
     store.save(state, step=1)
     one, other = store.read(REF, mapped=True), store.read(REF, mapped=True)
@@ -339,7 +340,7 @@ def test_mapped_tensors_outlive_gc_and_the_store(path: Path) -> None:
     assert nbytes_mapped(loaded["w"]) == 9 * CELL
 
 
-def test_maps_hold_no_descriptors_and_end_with_their_tensors(store: Store, path: Path) -> None:
+def test_maps_keep_no_files_open_and_end_with_their_tensors(store: Store, path: Path) -> None:
     store.save({"w": cells(9), "x": cells(2, 2)}, step=1)
     store.read(REF, mapped=True)
     before = len(os.listdir("/proc/self/fd"))
@@ -359,7 +360,7 @@ def test_progress_counts_mapped_and_read_bytes(store: Store) -> None:
     assert (calls.done, calls.total) == (9 * CELL + 80 + trained(10, 0).nbytes, calls.done)
 
 
-def test_threads_share_a_store(store: Store) -> None:
+def test_threads_can_use_a_store_concurrently(store: Store) -> None:
     state = {f"w{number}": cells(3.5, number) for number in range(8)}
     store.save(state, step=1)
     with ThreadPoolExecutor(6) as pool:
@@ -367,7 +368,7 @@ def test_threads_share_a_store(store: Store) -> None:
             assert same_state(loaded, state)
 
 
-def test_a_forked_child_keeps_its_own_version(store: Store) -> None:
+def test_a_forked_child_keeps_its_own_version_of_a_mapped_tensor(store: Store) -> None:
     state = {"w": cells(3)}
     store.save(state, step=1)
     loaded = store.read(REF, mapped=True)
@@ -381,7 +382,7 @@ def test_a_forked_child_keeps_its_own_version(store: Store) -> None:
     assert same_state(loaded, state)
 
 
-def test_a_process_ends_if_another_program_truncates_a_mapped_blob(path: Path, store: Store) -> None:
+def test_a_process_is_killed_if_another_program_truncates_a_mapped_blob(path: Path, store: Store) -> None:
     store.save({"w": cells(3)}, step=1)
     file = path / blob_keys(store)[0]
     file.chmod(0o644)

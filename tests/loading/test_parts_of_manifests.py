@@ -1,4 +1,4 @@
-"""Loads of parts of a large manifest. A rank receives the front sections, and reads its own pieces."""
+"""Loads of parts of a large manifest: each rank receives the front sections, and reads its own pieces."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Copies from one buffer to GPU tensors. Ranges that are adjacent in both are copied in one go."""
+"""Copies from one buffer to GPU tensors: ranges that are adjacent in both are copied together."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def test_units_adjacent_in_the_buffer_and_the_tensor_are_copied_together() -> No
     assert other.taken == [(Region(BOX, 5, 9), DATA[30:34])]
 
 
-def test_all_other_units_are_copied_individually() -> None:
+def test_units_that_are_not_adjacent_in_both_are_copied_individually() -> None:
     one, part = Sink(), Box((2, 0), (8, 10))
     delivered((one, 0, 10, 0, BOX), (one, 10, 20, 50, BOX), (one, 30, 40, 60, BOX), (one, 40, 50, 70, part))
     assert one.taken == [

@@ -1,4 +1,4 @@
-"""A load reads the requested bytes once, rounded to cells if it verifies them. The storage counts the bytes."""
+"""A load reads the requested bytes once, and whole cells if it verifies them. The storage counts the bytes."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ PER = CELL // 4  # the number of float32 elements in a cell
 
 
 def warmed(state: Any) -> Store:
-    """A store that has read its commit and manifest. From now on, it reads only tensors."""
+    """Return a store that has already read its commit and manifest, so that it reads only tensors."""
     store = small()
     store.save(state, step=1)
     store.read("default@1", keys=[])
@@ -42,7 +42,7 @@ def bytes_read(store: Store, call: Callable[[], Any]) -> int:
 
 
 @pytest.mark.parametrize("verify", [True, False])
-def test_a_whole_read_reads_every_byte_once(verify: bool) -> None:
+def test_reading_a_whole_checkpoint_reads_every_byte_once(verify: bool) -> None:
     state = {"w": cells(30.5), "x": torch.arange(10), "o": random.Random(1).randbytes(9000)}
     store = warmed(state)
     want = int(30.5 * CELL) + 80 + 9000
@@ -90,7 +90,7 @@ def test_a_partial_read_is_extended_to_whole_cells_only_if_verified(lo: int, hi:
     assert load(verify=True) == 4 * touched
 
 
-def test_all_ranks_together_read_each_cell_at_most_twice() -> None:
+def test_the_ranks_together_read_each_cell_at_most_twice() -> None:
     weight = torch.randn(100, 333)
     store = warmed({"w": weight})
     for ranks in (2, 3, 7):

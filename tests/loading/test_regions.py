@@ -1,4 +1,4 @@
-"""Windows hold every element once, in order."""
+"""Windows contain every element once, in order."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Running loads continue at the new locations of a checkpoint that is rewritten in the meantime."""
+"""A running load continues at the new locations if its checkpoint is rewritten."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def rewritten(repo: Repository) -> None:
 
 
 def rewritten_twice(repo: Repository) -> None:
-    """It is rewritten a second time, and the blobs of the first rewrite are deleted."""
+    """The checkpoint is rewritten a second time, and the blobs of the first rewrite are deleted."""
     rewritten(repo)
     rewritten(repo)
 
@@ -73,7 +73,9 @@ def test_a_load_continues_from_the_new_location_of_a_rewritten_checkpoint(
 
 
 @pytest.mark.parametrize("threads", [1, 4])
-def test_values_read_before_a_rewrite_are_kept(remote_store: Store, faults: FaultyStore, threads: int) -> None:
+def test_values_that_were_read_before_a_rewrite_are_kept(
+    remote_store: Store, faults: FaultyStore, threads: int
+) -> None:
     reads = 2 * BLOB // CELL
     faults.inject(call_first("read_into", meanwhile(lambda: rewritten(elsewhere(remote_store))), at=4))
     before = remote_store.get("default@1")
@@ -88,7 +90,9 @@ def test_values_read_before_a_rewrite_are_kept(remote_store: Store, faults: Faul
     assert len(new) < len(faults.keys("read_into")) < reads
 
 
-def test_a_load_follows_a_manifest_deleted_before_its_read(remote_store: Store, faults: FaultyStore) -> None:
+def test_a_load_continues_if_its_manifest_is_deleted_before_it_is_read(
+    remote_store: Store, faults: FaultyStore
+) -> None:
     for method in ("load", "read"):
         faults.inject(
             call_first("get", meanwhile(lambda: rewritten(elsewhere(remote_store))), key="objects/*.manifest")
@@ -104,7 +108,7 @@ def test_a_load_follows_a_manifest_deleted_before_its_read(remote_store: Store, 
 
 
 @pytest.mark.parametrize("at", [1, 2, 3, 4])
-def test_a_load_follows_a_large_manifest_deleted_during_its_read(
+def test_a_load_continues_if_a_large_manifest_is_deleted_while_it_is_read(
     remote_store: Store, faults: FaultyStore, at: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(manifests, "WHOLE_BYTES", 0)
@@ -127,6 +131,6 @@ def load_while_it_moves(rank: int, size: int, path: Path) -> bool:
     return same_state(target, state())
 
 
-def test_each_rank_follows_a_rewrite_independently(ranks: Pool, tmp_path: Path) -> None:
+def test_each_rank_continues_independently_after_a_rewrite(ranks: Pool, tmp_path: Path) -> None:
     small_folder(tmp_path / "store").save(state(), step=1)
     assert ranks.run(3, load_while_it_moves, tmp_path / "store") == [True] * 3

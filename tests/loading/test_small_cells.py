@@ -1,4 +1,4 @@
-"""Many small tensors are read together, with the same results, errors and counts as one by one."""
+"""Many small tensors are read together, with the same results, errors and counts as if read one by one."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def place_of(store: Store, key: str) -> tuple[str, str, int]:
 
 
 @pytest.mark.parametrize("verify", [True, False])
-def test_tensors_of_all_kinds_are_loaded(store: Store, together: list[int], verify: bool) -> None:
+def test_small_tensors_of_all_kinds_are_loaded(store: Store, together: list[int], verify: bool) -> None:
     dtypes = [torch.float32, torch.bfloat16, torch.int8, torch.bool, torch.complex64, torch.float64, torch.uint8]
     saved: dict[str, Any] = state()
     saved |= {f"typed{n}": cells(1 / 8, seed=n).abs().to(dtypes[n % 7]).reshape(-1, 4) for n in range(70)}
@@ -106,7 +106,7 @@ def test_a_missing_blob_names_its_first_tensor(store: Store) -> None:
     assert (caught.value.key, caught.value.blob) == (first, name)
 
 
-def test_wrong_cells_are_read_from_a_different_commit(
+def test_cells_that_are_wrong_in_one_commit_are_read_from_a_different_one(
     store: Store, together: list[int], caplog: pytest.LogCaptureFixture
 ) -> None:
     store.save(state(), step=1)
@@ -133,7 +133,7 @@ def test_a_damaged_part_of_the_manifest_is_named_with_its_tensor(store: Store, s
     assert caught.value.key in state()
 
 
-def test_a_subset_with_gaps_is_read_in_few_requests(tmp_path: Path, together: list[int]) -> None:
+def test_a_subset_of_small_tensors_with_gaps_is_read_in_few_requests(tmp_path: Path, together: list[int]) -> None:
     store = small_folder(tmp_path / "store")
     store.save(state(), step=1)
     wanted = list(state())[::3]
@@ -145,7 +145,7 @@ def test_a_subset_with_gaps_is_read_in_few_requests(tmp_path: Path, together: li
     assert io.reads - around.reads == len({place_of(store, key)[0] for key in wanted})
 
 
-def test_the_progress_counts_equal_cells_once(store: Store, together: list[int]) -> None:
+def test_the_progress_of_a_load_counts_equal_cells_once(store: Store, together: list[int]) -> None:
     saved = state() | {f"zero{n:03}": torch.zeros(256) for n in range(100)} | {"long": cells(3)}
     store.save(saved, step=1)
     target, told = {key: torch.ones_like(value) for key, value in saved.items()}, ProgressCalls()

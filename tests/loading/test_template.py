@@ -65,7 +65,7 @@ def test_the_state_dict_of_a_fresh_optimizer_is_filled(caplog: pytest.LogCapture
     assert identical(state_of(again, fresh), state_of(model, optimizer))
 
 
-def test_optimizer_templates_work_at_the_top_level_in_lists_and_when_renamed() -> None:
+def test_optimizer_templates_can_be_at_the_top_level_in_lists_or_renamed() -> None:
     _, optimizer = trained()
     saved = optimizer.state_dict()
     store = small()

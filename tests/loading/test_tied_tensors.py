@@ -23,7 +23,7 @@ def tied(shape: tuple[int, ...], **options: Any) -> dict[str, torch.Tensor]:
 
 
 @pytest.mark.parametrize("same", [True, False], ids=["one tensor", "equal tensors"])
-def test_tied_or_equal_tensors_load_into_tied_memory(same: bool) -> None:
+def test_tied_tensors_load_values_that_are_tied_or_equal(same: bool) -> None:
     store, weight = small(), cells(5, seed=1)
     store.save({EMBED: weight, HEAD: weight if same else weight.clone()}, step=1)
     template = tied(tuple(weight.shape))
@@ -32,7 +32,7 @@ def test_tied_or_equal_tensors_load_into_tied_memory(same: bool) -> None:
 
 
 @pytest.mark.parametrize("count", [1, 5])
-def test_tied_memory_with_different_values_is_rejected_before_any_change(count: int) -> None:
+def test_tied_tensors_with_different_values_are_rejected_before_any_change(count: int) -> None:
     """Otherwise, one load would overwrite the other while both are being verified."""
     store = small()
     store.save({EMBED: cells(count, seed=1), HEAD: cells(count, seed=2)}, step=1)
@@ -45,7 +45,7 @@ def test_tied_memory_with_different_values_is_rejected_before_any_change(count: 
     assert torch.equal(template[HEAD], cells(count, seed=2))
 
 
-def test_a_single_differing_cell_is_enough_to_reject_tied_memory() -> None:
+def test_tied_tensors_are_rejected_if_a_single_cell_differs() -> None:
     store, weight = small(), cells(6, seed=1)
     store.save({EMBED: weight}, step=1)
     other = weight.clone()
@@ -63,7 +63,7 @@ def test_one_stored_key_can_fill_both_tied_tensors() -> None:
     assert torch.equal(template[HEAD], weight)
 
 
-def test_adjacent_views_do_not_share_memory() -> None:
+def test_adjacent_views_do_not_count_as_sharing_memory() -> None:
     store = small()
     store.save({"q": torch.ones(4, 3), "k": torch.full((4, 3), 2.0)}, step=1)
     both = torch.zeros(4, 6)
@@ -100,7 +100,7 @@ def of_two(view: View, whole: torch.Tensor) -> dict[str, torch.Tensor]:
 @pytest.mark.parametrize(("view", "dtype"), CASES, ids=NAMES)
 @pytest.mark.parametrize("extent", [120, 300], ids=["one cell", "several"])
 def test_views_of_shared_memory_load_their_saved_values(view: View, dtype: torch.dtype, extent: int) -> None:
-    """An update also takes them from one version to the next, whether they are stored raw or encoded."""
+    """An update also loads them from one version to the next, whether they are stored raw or encoded."""
     store = small()
     held = store.save(of_two(view, torch.randn(extent, extent, dtype=dtype)), step=1)
     second = torch.randn(extent, extent, dtype=dtype)
@@ -117,7 +117,7 @@ def test_views_of_shared_memory_load_their_saved_values(view: View, dtype: torch
 def test_views_of_shared_memory_with_different_stored_values_are_rejected(
     view: View, dtype: torch.dtype, extent: int
 ) -> None:
-    """load and update refuse this before any change, even for a single element."""
+    """Loads and updates refuse these views before any change, even if a single element differs."""
     store, whole = small(), torch.randn(extent, extent, dtype=dtype)
     held = store.save(of_two(view, whole), step=1)
     other = view(whole).clone(memory_format=torch.contiguous_format).resolve_conj().resolve_neg()
@@ -194,7 +194,7 @@ def test_columns_of_one_matrix_are_not_read_to_compare_them(monkeypatch: pytest.
     assert whole[7].tolist() == [i for i in range(30) for _ in range(2)]
 
 
-def test_empty_tensors_do_not_share_memory() -> None:
+def test_empty_tensors_do_not_count_as_sharing_memory() -> None:
     store, empty = small(), torch.empty(0, 3)
     store.save({"a": empty, "b": empty.clone()}, step=1)
     store.load({"a": empty, "b": empty}, "default@1")

@@ -36,7 +36,7 @@ def test_nearby_ranges_of_a_blob_are_read_with_one_request(tmp_path: Path) -> No
     assert io.reads - around.reads == 1
 
 
-def test_each_blob_is_opened_once() -> None:
+def test_a_load_opens_each_blob_once() -> None:
     faulty = FaultyStore(memory())
     store = small(faulty)
     state = {"w": cells(100), "v": cells(60).view(64, -1).t()}
@@ -48,8 +48,8 @@ def test_each_blob_is_opened_once() -> None:
 
 
 @given(st.integers(1, 6 * PER), st.data())
-def test_any_set_of_ranges_is_read_correctly(numel: int, data: st.DataObject) -> None:
-    """Several shards of one tensor, which may overlap. Every byte of their union is read once."""
+def test_any_set_of_ranges_of_a_blob_is_read_correctly(numel: int, data: st.DataObject) -> None:
+    """There are several shards of one tensor, which may overlap. Every byte in any of them is read once."""
     weight = torch.arange(numel, dtype=torch.int32)
     store = warmed({"w": weight})
     bounds = data.draw(
@@ -94,7 +94,9 @@ def test_consecutive_cells_have_several_consumers(verify: bool, monkeypatch: pyt
 
 
 @pytest.mark.parametrize("verify", [True, False])
-def test_a_chain_of_overlapping_ranges_is_read_in_parts(verify: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_long_chain_of_overlapping_ranges_is_read_in_several_parts(
+    verify: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(entry_reader, "_BATCH_BYTES", 4 * CELL)
     monkeypatch.setattr(planning, "_LONG_BYTES", 4 * CELL)
     monkeypatch.setattr(planning, "_PIECE_BYTES", CELL)

@@ -19,7 +19,7 @@ from tests.support.training import Network
 REF = "default@1"
 
 
-def test_unread_per_rank_values_are_searched_once(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_load_searches_for_unread_per_rank_values_only_once(monkeypatch: pytest.MonkeyPatch) -> None:
     store, looked = small(), list[str]()
     store.save({"seen": PerRank({f"k{number}": number for number in range(50)})}, step=1)
 
@@ -61,7 +61,7 @@ def test_unread_subtrees_are_logged_once(caplog: pytest.LogCaptureFixture) -> No
     assert len(told(caplog)) == 1
 
 
-def test_leaves_dropped_by_a_container_are_logged(caplog: pytest.LogCaptureFixture) -> None:
+def test_leaves_that_a_container_drops_are_logged_as_unread(caplog: pytest.LogCaptureFixture) -> None:
     store, run = small(), new_run()
     saved = {"counts": {"a": 1, "b": 2}, "deep": {"k": {"p": 1, "q": torch.ones(1)}}, "ints": {1: "x", 2: "y"}}
     store.save({**saved, "epoch": 1, "lr": 0.5}, run=run, step=1)
@@ -83,7 +83,7 @@ def test_nothing_is_logged_if_only_an_epoch_is_unread(caplog: pytest.LogCaptureF
     assert (loaded.unread_keys, loaded.unread_subtrees, told(caplog)) == (("epoch",), (), [])
 
 
-def test_unread_must_be_warn_or_ignore() -> None:
+def test_unread_accepts_only_warn_or_ignore() -> None:
     store = small()
     store.save({"w": torch.ones(2)}, step=1)
     with pytest.raises(InvalidInput, match=r"unread=.* pass .warn. or .ignore."):

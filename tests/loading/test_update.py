@@ -1,4 +1,4 @@
-"""Updates from any held version to any other version. The state equals that of a load, and few bytes are read."""
+"""Updates from any loaded version to any other version have the same result as a load, and read few bytes."""
 
 from __future__ import annotations
 
@@ -84,7 +84,7 @@ def test_an_update_follows_a_run_during_saves(compress: Any) -> None:
 
 @st.composite
 def destinations(draw: st.DrawFn) -> tuple[tuple[int, int], list[tuple[slice, slice]]]:
-    """A shape, and disjoint parts of it."""
+    """Draw a shape, and disjoint parts of it."""
     rows, columns = draw(st.integers(1, 60)), draw(st.integers(1, 300))
     cuts = sorted({0, rows, *draw(st.lists(st.integers(1, max(1, rows - 1)), max_size=2))})
     left = draw(st.integers(0, columns - 1))
@@ -92,7 +92,7 @@ def destinations(draw: st.DrawFn) -> tuple[tuple[int, int], list[tuple[slice, sl
 
 
 @given(destinations(), st.tuples(*[st.integers(0, STEPS - 1)] * 2), st.tuples(*[st.booleans()] * 3))
-def test_any_part_in_any_memory_can_be_updated(
+def test_an_update_fills_any_part_of_a_tensor_in_any_memory_layout(
     box: tuple[tuple[int, int], list[tuple[slice, slice]]], order: tuple[int, ...], flags: tuple[bool, ...]
 ) -> None:
     (before, after), (planes, check, cast) = order, flags
@@ -114,7 +114,7 @@ def test_any_part_in_any_memory_can_be_updated(
         assert same(one["w"], found[after].to(dtype))
 
 
-def test_tied_weights_are_updated_once() -> None:
+def test_an_update_changes_tied_weights_only_once() -> None:
     store, found = saved(small(), states()), states()
     shared = torch.zeros(90, 256, dtype=torch.int32)
     state = {"m": {"w": shared, "tied": shared}}
@@ -126,7 +126,7 @@ def test_tied_weights_are_updated_once() -> None:
         assert sum(read) <= frames(store, before, step, "m.w") + CELL // 2  # one tensor is too small for a frame
 
 
-def test_an_update_handles_added_removed_and_reshaped_keys() -> None:
+def test_an_update_handles_keys_that_were_added_removed_or_reshaped() -> None:
     store = small()
     old = {"a": smooth((30, 256)), "shape": smooth((64, 64)), "dtype": smooth((64, 64)), "gone": smooth((9, 256))}
     new = {"a": changed(old["a"], 1), "shape": smooth((64, 65)), "dtype": smooth((64, 64)).view(torch.float32)}
@@ -200,7 +200,7 @@ def test_an_update_does_not_read_equal_tensors() -> None:
 
 @pytest.mark.parametrize("step", [0, 1, 3])
 def test_an_update_with_check_repairs_changed_memory(step: int) -> None:
-    """If check is off, changed cells are correct. If it is on, all cells are."""
+    """Without check, only the cells that differ between the versions are correct. With check, all cells are."""
     found = states()
     store = saved(small(), found)
     for check in (False, True):
@@ -213,7 +213,7 @@ def test_an_update_with_check_repairs_changed_memory(step: int) -> None:
             assert torch.equal(state["m"]["w"], found[step]["m"]["w"])
 
 
-def test_an_update_with_check_hashes_held_memory_instead_of_reading() -> None:
+def test_an_update_with_check_hashes_the_held_memory_instead_of_reading_cells() -> None:
     store = saved(small(), states())
     state, held = held_at(store, 1)
     del state["o"]
@@ -333,7 +333,7 @@ def _updated_together(rank: int, size: int, path: str, check: bool) -> list[bool
 
 @pytest.mark.parametrize("size", [1, 3])
 @pytest.mark.parametrize("check", [False, True])
-def test_ranks_update_together(ranks: Pool, tmp_path: Path, size: int, check: bool) -> None:
+def test_several_ranks_can_update_together(ranks: Pool, tmp_path: Path, size: int, check: bool) -> None:
     saved(small_folder(tmp_path), states(6))
     assert all(map(all, ranks.run(size, _updated_together, str(tmp_path), check)))
 

@@ -1,4 +1,4 @@
-"""Updates along a run with deltas. Each update reads only the bytes of its save."""
+"""Updates along a run with deltas: each update reads only the bytes that the save wrote."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ ROWS = 48  # elements per cell: 512, of which a step changes about 5
 
 
 def state(step: int) -> dict[str, Any]:
-    """In each step, all cells of one tensor change, some cells of a second, and none of a third."""
+    """In each step, all cells of one tensor change, some cells of a second one, and no cells of a third one."""
     part = trained(12, 0, seed=1)
     part[: 2048 * (step % 3)] += step
     return {"all": trained(12, step).reshape(ROWS, 512), "part": part, "still": trained(4, 0, seed=2)}
@@ -79,7 +79,7 @@ def test_an_update_by_one_step_reads_what_its_save_wrote(folder: Path) -> None:
 
 @pytest.mark.parametrize("check", [False, True])
 def test_the_first_update_keeps_all_tables(folder: Path, check: bool) -> None:
-    """This holds even if it reads some whole cells because it holds nothing of them."""
+    """The update also keeps them for cells that it has to read whole."""
     store = casckpt.open(folder)
     for step, delta in enumerate(deltas(store, STEPS)):
         found = emptied(state(0))
@@ -94,7 +94,7 @@ def test_the_first_update_keeps_all_tables(folder: Path, check: bool) -> None:
 
 
 def test_an_update_without_kept_tables_also_reads_undone_frames(folder: Path) -> None:
-    """This is the case after a full load, or in a different process. The result is correct."""
+    """Examples are an update after a full load or in a different process. The result is correct."""
     store = casckpt.open(folder)
     found, more = emptied(state(0)), []
     held = store.load(found, ref(0))
@@ -108,7 +108,7 @@ def test_an_update_without_kept_tables_also_reads_undone_frames(folder: Path) ->
     assert max(more) > 1.5, "no save has gone back for its bases"
 
 
-def test_kept_tables_follow_each_update() -> None:
+def test_only_the_newest_version_keeps_its_tables_after_an_update() -> None:
     store = run(small(), 6)
     found = emptied(state(0))
     held = [store.load(found, ref(0))]
@@ -162,8 +162,10 @@ def test_many_updates_equal_loads_on_any_number_of_ranks(ranks: Pool, tmp_path: 
 
 
 @pytest.mark.parametrize(("first", "then"), [(5, 10), (10, 0), (15, 20), (24, 14), (14, 19)])
-def test_an_update_over_several_steps_does_not_read_full_cells(folder: Path, first: int, then: int) -> None:
-    """The run goes five steps forward and ten back. No cell received a new key frame in between."""
+def test_an_update_over_several_steps_reads_a_full_cell_only_where_it_is_new(
+    folder: Path, first: int, then: int
+) -> None:
+    """The update goes five steps forward or ten steps back. It reads a full cell only where a new one was stored."""
     store = casckpt.open(folder)
     mine, theirs = (Stored(store, ref(step)).cells() for step in (first, then))
     roots = [(list(mine[place].chain)[-1].digest, list(theirs[place].chain)[-1].digest) for place in theirs]
@@ -177,9 +179,9 @@ def test_an_update_over_several_steps_does_not_read_full_cells(folder: Path, fir
 
 
 def test_an_update_after_a_watch_requests_only_new_data() -> None:
-    """The number does not depend on the length of the run.
+    """The number of requests does not depend on the length of the run.
 
-    There is no listing, and no record of a different checkpoint.
+    There is no listing, and no record of a different checkpoint is read.
     """
     faulty = FaultyStore(small().repository.storage)
     run(Store(Repository(faulty.inner)), 12)

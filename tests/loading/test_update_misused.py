@@ -1,4 +1,5 @@
-"""Misused updates: different models, stores and memory, unusual tensors, simultaneous updates, and thinned versions."""
+"""Unusual updates: different models, stores and memory, unusual tensors, simultaneous updates, and thinned
+versions."""
 
 from __future__ import annotations
 
@@ -152,7 +153,7 @@ def test_an_update_from_a_missing_store_is_an_error(tmp_path: Path) -> None:
 
 
 def test_keys_that_the_load_did_not_fill_are_read() -> None:
-    """These are keys that the template lacked, that the checkpoint lacked, or that did not fit."""
+    """The template or the checkpoint lacked these keys, or their shapes differed."""
     store = small()
     still = {"model": cells(3, seed=1), "optim": cells(4, seed=2), "head": cells(1, seed=3)}
     store.save(still | {"n": 1}, step=1)
@@ -173,7 +174,7 @@ DROP = ["optim*"]
 
 
 def trained_store() -> tuple[Store, list[dict[str, torch.Tensor]]]:
-    """A store in which one cell of the optimizer never changes."""
+    """Return a store in which one cell of the optimizer never changes."""
     store = small()
     found = [
         {"model": trained(6, step), "optim.m": cells(3, seed=8), "optim.v": cells(3, seed=step)} for step in (0, 1)

@@ -1,4 +1,4 @@
-"""Wrappers are saved by their inner tensors, filled in place, and refused if the template's wrapper differs."""
+"""Wrappers are saved as their inner tensors, filled in place, and refused if the template's wrapper differs."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def test_a_background_save_is_filled_in_place_without_an_operation_on_the_wrappe
 
 
 def test_the_index_has_dtypes_that_earlier_versions_do_not_know() -> None:
-    """So they neither load nor export an inner tensor, even by its own key, for which they do not decode the tree."""
+    """Therefore, earlier versions neither load nor export an inner tensor, even by its own key."""
     store = small()
     checkpoint = store.save(state(1), run="r", step=1)
     manifest = manifests.get(store.repository, checkpoint.commit)
@@ -94,7 +94,7 @@ def test_changed_scales_are_stored_as_deltas() -> None:
     assert bits(template["w"]) == bits(scaled(1, 512, 512))
 
 
-def test_a_wrapper_in_a_wrapper_is_opened() -> None:
+def test_a_wrapper_inside_a_wrapper_is_saved_and_loaded() -> None:
     store = small()
     store.save({"w": [make_two(scaled(1, 4, 4), torch.ones(4, 4))]}, run="r", step=1)
     template = {"w": [make_two(scaled(2, 4, 4), torch.zeros(4, 4))]}
@@ -213,7 +213,7 @@ def test_a_class_is_registered_once_for_each_name(registered: None) -> None:
         casckpt.register_wrapper(int)  # type: ignore[arg-type]
 
 
-def test_a_thinned_inner_tensor_makes_the_whole_wrapper_missing(tmp_path: Path) -> None:
+def test_a_wrapper_counts_as_missing_if_one_of_its_inner_tensors_was_thinned(tmp_path: Path) -> None:
     store = casckpt.open(tmp_path)
     store.save(state(1), run="r", step=1)
     store.thin("r@1", drop="*.scale")
@@ -266,7 +266,7 @@ def test_a_flat_optimizer_state_has_whole_wrappers() -> None:
     assert casckpt.unflatten_optimizer_state(flat)["state"][0]["codes"] is wrapper
 
 
-def test_dcp_stores_a_sparse_tensor_in_a_value_as_before() -> None:
+def test_dcp_stores_a_sparse_tensor_inside_a_value_as_before() -> None:
     store = small()
     planner, writer = DefaultSavePlanner(flatten_state_dict=False), StorageWriter(store, run="d", step=1)
     save({"v": {"w": torch.eye(3).to_sparse(), "n": 1}, "t": torch.ones(2)}, writer, planner=planner)
@@ -320,16 +320,16 @@ def test_unsupported_tensor_layouts_are_refused_at_the_start_with_advice(make: C
 
 
 @pytest.mark.parametrize("cut", [{"codes": -1}, {"codes": 1.5}, {"codes": True}, {"codes": 1 << 70}, ["codes"], None])
-def test_a_cut_that_no_load_accepts_is_refused_by_the_save(cut: Any) -> None:
+def test_a_save_refuses_a_cut_that_no_load_would_accept(cut: Any) -> None:
     casckpt.register_wrapper(Scaled, cut=lambda _: cut)
     try:
-        with pytest.raises(InvalidInput, match=r"'w': the cut of tests:Scaled is .*, not a dict of integers from 0"):
+        with pytest.raises(InvalidInput, match=r"'w': the cut of tests:Scaled is .*, not a dict of non-negative ints"):
             small().check({"w": scaled(1, 8, 16)})
     finally:
         del KINDS["tests:Scaled"]
 
 
-def test_a_wrapper_that_lists_no_or_other_tensors_or_has_an_endless_context_is_refused() -> None:
+def test_a_wrapper_with_an_invalid_list_of_tensors_or_an_endless_context_is_refused() -> None:
     endless: list[Any] = []
     endless.append(endless)
     one = scaled(1, 8, 16)
@@ -359,7 +359,7 @@ def test_a_sharded_wrapper_without_elements_is_read() -> None:
     store.load({"w": part}, "r@1")
 
 
-def test_cast_names_the_shape_or_type_that_does_not_fit(registered: None) -> None:
+def test_a_load_with_cast_names_the_shape_or_type_that_does_not_match(registered: None) -> None:
     store = small()
     store.save(state(1), run="r", step=1)
     with pytest.raises(Mismatch, match=r"is a tensor here, but a wrapper .* of shape \[8, 16\]"):
@@ -377,7 +377,7 @@ def test_compare_reports_a_wrapper_that_is_described_differently() -> None:
     assert [(one.key, one.what) for one in store.compare(other, "r@1").differs] == [("model.w", "description")]
 
 
-def test_an_optimizer_of_torch_receives_plain_state_only_with_cast(registered: None) -> None:
+def test_a_torch_optimizer_receives_plain_state_for_wrappers_only_with_cast(registered: None) -> None:
     store, model = small(), torch.nn.Linear(16, 4, bias=False)
     optim = torch.optim.AdamW(model.parameters())
     average = scaled(1, 4, 16)

@@ -1,4 +1,4 @@
-"""An explicit-state model of the commit and gc protocol: every interleaving of a few writers, gcs and a user.
+"""An explicit-state model of the commit and gc protocol. It explores every interleaving of writers, gcs and a user.
 
 A checkpoint consists of "a" and "b". Each is stored in a blob, and a manifest object names the blobs. Objects are
 called ``<uploader>/a``, ``<uploader>/b`` and ``<uploader>/manifest``. The store begins with one commit, M0. Each
@@ -6,7 +6,7 @@ storage call is one transition. A process that pauses or dies is simply not sche
 listing is a separate transition, and so is every manifest that is read. `Model.check` explores all reachable states.
 
 In every state, the manifest and the blobs of every live commit must exist. A model in which gc never deletes anything
-proves nothing, so it does not pass either.
+does not pass either, because it proves nothing.
 
 The switches in `Setup` make the model larger. `MUTANTS` are small changes to the protocol, each of which must lose
 data.

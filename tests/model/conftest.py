@@ -1,5 +1,4 @@
-"""Turns off Python's garbage collection while models are explored: millions of states exist to the end,
-without cycles."""
+"""Turns off Python's garbage collection while models are explored, because their millions of states have no cycles."""
 
 from __future__ import annotations
 

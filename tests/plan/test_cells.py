@@ -1,4 +1,4 @@
-"""Cuts tile a shard exactly, and a cut that names a cell of the parent names only that cell."""
+"""The cells of a shard tile it exactly, and a cell that is found in the parent is exactly that cell."""
 
 from __future__ import annotations
 
@@ -59,19 +59,19 @@ def _check_known(groups: Sequence[Group], parent: ExtentTable) -> None:
 
 @st.composite
 def parents(draw: st.DrawFn, shape: Shape, cell: int) -> ExtentTable:
-    """The cells that a save from any topology leaves."""
+    """Draw the cells of a save from any topology."""
     cells = [one for region in draw(partitions(shape)) for one in cells_of(plan_cells(region, shape, cell, None))]
     return table_of(shape, cell, cells, per_blob=draw(st.integers(1, 9)))
 
 
 @given(full_shapes, st.integers(1, 20), st.data())
-def test_splits_tile_the_region(shape: Shape, cell: int, data: st.DataObject) -> None:
+def test_cells_tile_a_region_exactly(shape: Shape, cell: int, data: st.DataObject) -> None:
     region = data.draw(regions(shape))
     _check_tiling(region, shape, cell, plan_cells(region, shape, cell, None))
 
 
 @given(full_shapes, st.integers(1, 20), st.data())
-def test_splits_along_any_parent_tile_the_region(shape: Shape, cell: int, data: st.DataObject) -> None:
+def test_cells_aligned_with_any_parent_tile_a_region_exactly(shape: Shape, cell: int, data: st.DataObject) -> None:
     region, parent = data.draw(regions(shape)), data.draw(parents(shape, cell))
     groups = plan_cells(region, shape, cell, parent)
     _check_tiling(region, shape, cell, groups)
@@ -79,7 +79,7 @@ def test_splits_along_any_parent_tile_the_region(shape: Shape, cell: int, data: 
 
 
 @given(st.integers(1, 12), st.lists(st.integers(1, 40), min_size=1, max_size=5), st.integers(1, 20))
-def test_a_whole_tensor_shares_every_cell_of_uneven_columns(height: int, widths: list[int], cell: int) -> None:
+def test_a_whole_tensor_shares_every_cell_with_uneven_column_shards(height: int, widths: list[int], cell: int) -> None:
     """Some columns are so wide that each of their rows is cut like the whole tensor."""
     shape = (height, sum(widths))
     starts = [sum(widths[:i]) for i in range(len(widths))]
@@ -90,7 +90,7 @@ def test_a_whole_tensor_shares_every_cell_of_uneven_columns(height: int, widths:
 
 
 @given(full_shapes, st.integers(1, 20), st.data())
-def test_the_same_shards_reuse_every_cell(shape: Shape, cell: int, data: st.DataObject) -> None:
+def test_a_save_of_the_same_shards_reuses_every_cell(shape: Shape, cell: int, data: st.DataObject) -> None:
     parts = data.draw(partitions(shape))
     table = table_of(shape, cell, [c for part in parts for c in cells_of(plan_cells(part, shape, cell, None))])
     for part in parts:
@@ -125,7 +125,7 @@ class Saves:
 
 @pytest.mark.parametrize("shape", [(64, 16), (60, 7), (1000,), (8, 4, 3)])
 @pytest.mark.parametrize("cell", [4, 16, 100, 10_000])
-def test_fewer_ranks_share_every_cell_of_more_ranks(shape: Shape, cell: int) -> None:
+def test_a_save_from_fewer_ranks_shares_every_cell_with_one_from_more_ranks(shape: Shape, cell: int) -> None:
     saves = Saves(shape, cell)
     assert saves.save(rows(shape, 4)) == whole(shape).numel
     assert [saves.save(rows(shape, ranks)) for ranks in (4, 2, 1, 4, 1, 2, 4)] == [0] * 7
@@ -133,7 +133,7 @@ def test_fewer_ranks_share_every_cell_of_more_ranks(shape: Shape, cell: int) -> 
 
 @pytest.mark.parametrize("ranks", [2, 3, 4, 7])
 @pytest.mark.parametrize("cell", [4, 16, 100])
-def test_one_rank_shares_every_cell_of_uneven_shards(ranks: int, cell: int) -> None:
+def test_a_save_from_one_rank_shares_every_cell_of_uneven_shards(ranks: int, cell: int) -> None:
     shape = (61, 7)
     saves = Saves(shape, cell)
     saves.save(rows(shape, ranks))
@@ -141,7 +141,7 @@ def test_one_rank_shares_every_cell_of_uneven_shards(ranks: int, cell: int) -> N
 
 
 @pytest.mark.parametrize("cell", [4, 16, 100])
-def test_more_ranks_share_the_cells_that_new_boundaries_do_not_split(cell: int) -> None:
+def test_a_save_from_more_ranks_shares_the_cells_that_new_boundaries_do_not_split(cell: int) -> None:
     shape = (60, 7)
     saves = Saves(shape, cell)
     saves.save([whole(shape)])
@@ -152,7 +152,7 @@ def test_more_ranks_share_the_cells_that_new_boundaries_do_not_split(cell: int) 
 
 
 @pytest.mark.parametrize("cell", [4, 16, 100])
-def test_fewer_column_shards_share_every_cell_of_more_column_shards(cell: int) -> None:
+def test_a_save_with_fewer_column_shards_shares_every_cell_with_one_with_more(cell: int) -> None:
     shape = (12, 64)
     saves = Saves(shape, cell)
     saves.save(columns(shape, 4))
@@ -170,7 +170,7 @@ def test_flat_shards_share_cells_with_rows_and_with_the_whole_tensor(cell: int) 
     assert saves.save(flat(shape, [101, 217, 330, 420])) == 0
 
 
-def test_long_runs_of_columns_share_cells_with_the_whole_tensor() -> None:
+def test_wide_column_shards_share_cells_with_the_whole_tensor() -> None:
     shape, cell = (6, 256), 8
     saves = Saves(shape, cell)
     saves.save([whole(shape)])
@@ -189,8 +189,8 @@ def test_cells_remain_whole_across_many_topologies() -> None:
     assert len(list(saves.table.stored_cells())) <= -(-96 * 5 // cell) + len(boundaries)
 
 
-def test_overlapping_boxes_of_the_parent_are_supported() -> None:
-    """Flat parts of overlapping boxes leave such boxes, although the parts are disjoint."""
+def test_a_parent_may_have_overlapping_boxes() -> None:
+    """Boxes can overlap even if their flat parts are disjoint."""
     shape = (4, 4)
     parts = [
         Region(Box((0, 0), (4, 2)), 0, 4),
@@ -213,14 +213,14 @@ def test_a_parent_with_a_different_cell_size_is_ignored() -> None:
     assert all(isinstance(cut, NewCell) for group in groups for cut in group.cuts)
 
 
-def test_small_and_empty_tensors_are_split() -> None:
+def test_small_and_empty_tensors_are_divided_into_cells() -> None:
     assert plan_cells(whole((3, 0)), (3, 0), 16, None) == []
     (group,) = plan_cells(whole(()), (), 16, None)
     assert [(cut.lo, cut.hi) for cut in group.cuts] == [(0, 1)]
 
 
 @given(full_shapes, st.integers(1, 20), st.data())
-def test_equal_cells_have_equal_names(shape: Shape, cell: int, data: st.DataObject) -> None:
+def test_cells_with_equal_elements_have_equal_regions(shape: Shape, cell: int, data: st.DataObject) -> None:
     groups = plan_cells(data.draw(regions(shape)), shape, cell, None)
     assert normal(cells_of(groups), shape) == set(cells_of(groups))
     assert all(normalise(Region(g.box, g.lo, g.hi), shape).box == g.box for g in groups)
@@ -235,7 +235,7 @@ CELLS = st.lists(st.builds(Cell, st.integers(0, 4), st.integers(1, 2 * LEAF_BYTE
 
 
 @given(CELLS)
-def test_branches_have_separate_blobs_unless_small(cells: list[Cell]) -> None:
+def test_branches_are_stored_in_separate_blobs_unless_they_are_small(cells: list[Cell]) -> None:
     parts = by_branch(cells, lambda cell: cell.branch)
     assert sorted(cell for part in parts for cell in part) == sorted(cells)
     total = [sum(cell.nbytes for cell in cells if cell.branch == number) for number in range(5)]
@@ -246,7 +246,7 @@ def test_branches_have_separate_blobs_unless_small(cells: list[Cell]) -> None:
 
 
 @given(CELLS, st.integers(700_000, 3_000_000))
-def test_a_queue_returns_items_that_fit_in_order(cells: list[Cell], room: int) -> None:
+def test_a_queue_returns_items_in_order_as_long_as_they_fit(cells: list[Cell], room: int) -> None:
     queue, found = Queue(cells), list[Cell]()
     while not queue.is_empty:
         first, lot = queue.take(4096, 4096 + room)
@@ -261,7 +261,7 @@ def test_a_queue_returns_items_that_fit_in_order(cells: list[Cell], room: int) -
     assert found == cells
 
 
-def test_branches_are_derived_from_keys() -> None:
+def test_the_branch_of_an_entry_is_derived_from_its_key() -> None:
     assert [branch_of("tensor", "model.w.0"), branch_of("part", "x"), branch_of("attachment", "a.b")] == [
         "model",
         "x",

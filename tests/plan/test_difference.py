@@ -1,4 +1,4 @@
-"""A comparison of two checkpoints is by key, dtype, shape and cells."""
+"""Two checkpoints are compared by key, dtype, shape and cells."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def test_a_checkpoint_does_not_differ_from_itself() -> None:
     assert found.bytes_unchanged == 4 * CELL
 
 
-def test_all_kinds_of_differences_are_found() -> None:
+def test_every_kind_of_difference_is_found() -> None:
     old = _manifest(same="ab", cells="abcd", gone="xyz", dtype=("uint8", "a", (CELL,)), shape=("uint8", "a", (CELL,)))
     new = _manifest(same="ab", cells="aBcD", new="q", dtype=("int8", "a", (CELL,)), shape=("uint8", "ab", (2 * CELL,)))
     found = difference(old, new)
@@ -53,20 +53,20 @@ def test_all_kinds_of_differences_are_found() -> None:
     assert found.bytes_unchanged == 4 * CELL
 
 
-def test_a_short_last_cell_counts_its_own_bytes() -> None:
+def test_a_short_last_cell_counts_only_its_own_bytes() -> None:
     shape = (CELL + 7,)
     found = difference(_manifest(w=("uint8", "ab", shape)), _manifest(w=("uint8", "aB", shape)))
     assert found.bytes_changed == 7
 
 
-def test_moved_cells_are_unchanged() -> None:
+def test_cells_that_moved_to_a_different_blob_count_as_unchanged() -> None:
     shape = (2 * CELL,)
     old = _manifest(w=("uint8", "ab", shape))
     new = _manifest(pad="z", w=("uint8", "ab", shape))
     assert difference(old, new).unchanged == ("w",)
 
 
-def test_resplit_cells_are_unchanged_where_boundaries_match() -> None:
+def test_cells_that_were_split_again_count_as_unchanged_where_boundaries_match() -> None:
     """After a save from more ranks, the first cell has two parts, and the second is unchanged."""
     shape = (2 * CELL,)
     box = full_box(shape)
@@ -78,7 +78,7 @@ def test_resplit_cells_are_unchanged_where_boundaries_match() -> None:
     assert difference(old, new).bytes_changed == CELL
 
 
-def test_empty_tensors_are_compared() -> None:
+def test_a_comparison_includes_empty_tensors() -> None:
     one = manifest({"e": ("float32", 4, (0, 3), [])})
     assert difference(one, one).unchanged == ("e",)
     other = manifest({"e": ("float32", 4, (0, 4), [])})

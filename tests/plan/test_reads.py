@@ -1,4 +1,4 @@
-"""Planned reads cover exactly the requested elements, rounded to cells when verified, and read each byte once."""
+"""Planned reads cover exactly the requested elements, or their whole cells if verified, and read each byte once."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ ITEM = 2  # bytes of an element
 
 @st.composite
 def tables(draw: st.DrawFn, shape: Shape) -> ExtentTable:
-    """The extents of a whole tensor, saved from any topology."""
+    """Draw the extents of a whole tensor, saved from any topology."""
     cell = draw(st.integers(1, 20))
     cells = [one for region in draw(partitions(shape)) for one in cells_of(plan_cells(region, shape, cell, None))]
     return table_of(shape, cell, cells, itemsize=ITEM, per_blob=draw(st.integers(1, 9)))
@@ -101,7 +101,7 @@ def _steps(units: Iterable[Unit]) -> list[StoredCell]:
 
 
 def _check_places(table: ExtentTable, units: Sequence[Unit]) -> None:
-    """Check that each unit lies inside one extent, at its place."""
+    """Check that each unit lies inside one extent, at the correct offset."""
     for unit in units:
         assert unit.digest is None
         assert unit.nbytes == (unit.hi - unit.lo) * ITEM
@@ -122,7 +122,7 @@ def test_reading_a_column_of_wide_rows_skips_the_bytes_in_between() -> None:
     assert [unit.nbytes for unit in units] == [10 * ITEM] * 10
 
 
-def test_many_short_runs_are_read_together() -> None:
+def test_many_short_ranges_are_read_together() -> None:
     shape = (100_000, 8)
     table = table_of(shape, 1 << 20, cells_of(plan_cells(whole(shape), shape, 1 << 20, None)))
     wanted = Region(Box((0, 2), (100_000, 3)), 0, 300_000)
@@ -130,7 +130,7 @@ def test_many_short_runs_are_read_together() -> None:
     assert (unit.lo, unit.hi) == (2, 800_000 - 3)
 
 
-def test_nothing_is_read_without_wanted_elements() -> None:
+def test_nothing_is_read_if_no_elements_are_wanted() -> None:
     table = table_of((10,), 4, cells_of(plan_cells(whole((10,)), (10,), 4, None)))
     assert not list(plan_units(table, Region(full_box((10,)), 3, 3), verify=True))
     none = table_of((0,), 4, [])
@@ -138,7 +138,7 @@ def test_nothing_is_read_without_wanted_elements() -> None:
 
 
 @given(full_shapes, st.data())
-def test_covers_returns_whether_a_read_contains_a_region(shape: Shape, data: st.DataObject) -> None:
+def test_covers_reports_whether_a_table_contains_a_region(shape: Shape, data: st.DataObject) -> None:
     cells = [one for region in data.draw(partitions(shape)) for one in cells_of(plan_cells(region, shape, 8, None))]
     kept = data.draw(st.lists(st.sampled_from(cells), unique=True)) if cells else []
     wanted = data.draw(regions(shape))
@@ -180,14 +180,14 @@ def _check_batch(
 
 
 @given(items)
-def test_batches_without_a_gap_read_nothing_else(found: list[tuple[int, int, int]]) -> None:
+def test_batches_without_gaps_read_only_wanted_bytes(found: list[tuple[int, int, int]]) -> None:
     batches = plan_batches([(*row, None) for row in found], gap=0, most=1 << 30)
     wanted = {(blob, byte) for blob, offset, nbytes in found for byte in range(offset, offset + nbytes)}
     assert sum(batch.nbytes for batch in batches) == len(wanted)
 
 
 @given(items, st.integers(0, 40), st.integers(0, 200))
-def test_gaps_are_bridged_up_to_the_limit_of_wasted_bytes(
+def test_batches_span_gaps_up_to_the_limit_of_wasted_bytes(
     found: list[tuple[int, int, int]], most: int, spare: int
 ) -> None:
     def in_vain(gap: int) -> int:
@@ -203,7 +203,7 @@ def test_gaps_are_bridged_up_to_the_limit_of_wasted_bytes(
 @pytest.mark.parametrize("verify", [True, False])
 @pytest.mark.parametrize("saved", [1, 3, 4])
 @pytest.mark.parametrize("loaded", [1, 2, 5])
-def test_all_ranks_together_read_everything(verify: bool, saved: int, loaded: int) -> None:
+def test_the_reads_of_all_ranks_together_cover_the_whole_tensor(verify: bool, saved: int, loaded: int) -> None:
     shape, cell = (60, 7), 16
     table = table_of(
         shape, cell, [c for part in rows(shape, saved) for c in cells_of(plan_cells(part, shape, cell, None))]
@@ -216,7 +216,7 @@ def test_all_ranks_together_read_everything(verify: bool, saved: int, loaded: in
 
 
 @given(full_shapes, st.data())
-def test_a_single_element_is_read(shape: Shape, data: st.DataObject) -> None:
+def test_a_read_of_a_single_element_needs_one_unit(shape: Shape, data: st.DataObject) -> None:
     table, region = data.draw(tables(shape)), data.draw(regions(shape))
     assume(region.numel)
     one = Region(region.box, region.lo, region.lo + 1)

@@ -1,4 +1,4 @@
-"""Retention: a policy is the union of its rules per run, and some checkpoints are never forgotten."""
+"""Retention: in each run, a policy keeps what any of its rules keeps. Some checkpoints are never forgotten."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def test_an_invalid_policy_is_rejected(rules: dict[str, Any]) -> None:
         Policy(**rules)
 
 
-def test_a_duration_can_be_a_string() -> None:
+def test_a_policy_accepts_a_duration_as_a_string() -> None:
     store = [*TEN, kept(11, 50)]
     by_text, by_timedelta = Policy(keep_within="2d"), Policy(keep_within=timedelta(days=2))
     assert plan_forget(store, by_text, 9 * DAY) == plan_forget(store, by_timedelta, 9 * DAY) != []
@@ -65,11 +65,11 @@ def test_a_duration_can_be_a_string() -> None:
         Policy(keep_within="7 days")
 
 
-def test_without_a_policy_nothing_is_forgotten() -> None:
+def test_a_plan_without_a_policy_forgets_nothing() -> None:
     assert plan_forget([*TEN, kept(11, 50)], Policy(), 99 * DAY) == []
 
 
-def test_keep_last_keeps_the_newest() -> None:
+def test_keep_last_keeps_the_newest_checkpoints() -> None:
     assert steps(plan_forget(TEN, Policy(keep_last=3), 0)) == [0, 50, 100, 150, 200, 250, 300]
 
 
@@ -132,7 +132,7 @@ def test_a_checkpoint_is_kept_if_any_rule_keeps_it() -> None:
     assert steps(plan_forget(TEN, policy, 9 * DAY)) == [50, 100, 150, 250]
 
 
-def test_keep_last_0_adds_nothing_to_other_rules() -> None:
+def test_keep_last_0_adds_no_checkpoints_to_those_of_other_rules() -> None:
     assert plan_forget(TEN, Policy(keep_last=0, keep_every=100), 0) == plan_forget(TEN, Policy(keep_every=100), 0)
 
 
@@ -160,7 +160,7 @@ def test_superseded_twins_are_forgotten_and_not_counted() -> None:
     assert plan_forget(store, Policy(keep_last=2), 0) == store[:2]
 
 
-def test_tagged_checkpoints_are_kept_and_count_for_keep_last() -> None:
+def test_tagged_checkpoints_are_kept_and_are_counted_by_keep_last() -> None:
     tagged = {TEN[0].txid, TEN[9].txid}
     assert steps(plan_forget(TEN, Policy(keep_last=2), 0, tagged=tagged)) == [50, 100, 150, 200, 250, 300, 350]
 
@@ -257,7 +257,7 @@ def test_an_invalid_keep_best_is_rejected(best: Any) -> None:
         Policy(keep_best=best)
 
 
-def test_an_empty_keep_best_is_not_a_rule() -> None:
+def test_an_empty_keep_best_is_not_treated_as_a_rule() -> None:
     assert Policy(keep_best=()).is_empty
     assert plan_forget(TEN, Policy(keep_best=[]), 0) == []
 

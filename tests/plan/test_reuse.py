@@ -41,12 +41,12 @@ def _known(*manifests: Manifest, has_parent: bool = True) -> ReusableCells:
 
 
 def _place(known: ReusableCells, digest: CellDigest) -> tuple[int, int] | None:
-    """The blob and offset of a known cell."""
+    """Return the blob and offset of a known cell."""
     found = known.find(digest)
     return found and (found.blob, found.offset)
 
 
-def test_cells_are_found_by_digest_in_all_manifests() -> None:
+def test_cells_are_found_by_digest_in_every_manifest() -> None:
     manifests = [_two_cells("w", "a", "b"), _two_cells("x", "c", "d")]
     known = _known(*manifests)
     assert known.any
@@ -117,7 +117,7 @@ def test_digests_with_a_common_prefix_are_distinct() -> None:
 
 
 @given(full_shapes, st.integers(1, 20), st.data())
-def test_cells_are_located(shape: Shape, cell: int, data: st.DataObject) -> None:
+def test_the_blob_and_offset_of_each_cell_are_found(shape: Shape, cell: int, data: st.DataObject) -> None:
     cells = [one for region in data.draw(partitions(shape)) for one in cells_of(plan_cells(region, shape, cell, None))]
     table = table_of(shape, cell, cells)
     refs = [BlobRef(BlobHash(f"{n:064x}"), 1 << 20, UPLOADER) for n in range(len(cells))]
@@ -129,9 +129,9 @@ def test_cells_are_located(shape: Shape, cell: int, data: st.DataObject) -> None
 
 
 @given(cases(), st.integers(0, 2), st.data())
-def test_encoded_cells_are_found_with_their_bases(case: Case, before: int, data: st.DataObject) -> None:
-    """The cells come after another source with its own blobs. They are not found if a blob of a base must not be
-    reused."""
+def test_an_encoded_cell_is_found_together_with_its_bases(case: Case, before: int, data: st.DataObject) -> None:
+    """Another source, with its own blobs, precedes the cells. A cell is not found if a blob of one of its bases is
+    excluded."""
     sizes = len(case.blob_sizes)
     refs = [BlobRef(BlobHash(f"{n:064x}"), 1 << 20, UPLOADER) for n in range(before + sizes)]
     worn = data.draw(st.integers(0, before + sizes))
@@ -164,7 +164,7 @@ def _extents(tables: list[ExtentTable]) -> Extents:
 
 
 @given(st.lists(ranges, max_size=3))
-def test_used_bytes_count_each_byte_once(tables: list[list[tuple[int, int, int]]]) -> None:
+def test_used_bytes_include_each_byte_once(tables: list[list[tuple[int, int, int]]]) -> None:
     used = used_bytes(_extents([_table(rows) for rows in tables]), 3)
     bytes_ = {(blob, i) for rows in tables for blob, offset, n in rows for i in range(offset, offset + n)}
     assert used == [sum(blob == number for blob, _ in bytes_) for number in range(3)]
@@ -201,7 +201,7 @@ def test_used_bytes_include_bases(case: Case) -> None:
 
 @pytest.mark.sweep
 @given(cases())
-def test_for_encoded_cells_the_bytes_of_frames_are_counted_as_used(case: Case) -> None:
+def test_the_used_bytes_of_an_encoded_cell_are_those_of_its_frame(case: Case) -> None:
     coded = [cell for cell in case.cells if cell.frame is not None]
     assert coded_bytes([case.table, case.table]) == (
         2 * sum(cell.nbytes for cell in coded),
@@ -210,13 +210,13 @@ def test_for_encoded_cells_the_bytes_of_frames_are_counted_as_used(case: Case) -
     )
 
 
-def test_used_bytes_are_empty_without_manifests() -> None:
+def test_no_bytes_count_as_used_without_manifests() -> None:
     assert used_bytes(Extents.of({}), 2) == [0, 0]
     assert used_bytes(Extents.of({}), 0) == []
 
 
 @pytest.mark.parametrize("has_parent", [True, False])
-def test_excluded_is_called_for_every_blob(has_parent: bool) -> None:
+def test_the_function_excluded_is_called_for_every_blob(has_parent: bool) -> None:
     asked: list[BlobRef] = []
 
     def excluded(ref: BlobRef) -> bool:

@@ -1,4 +1,4 @@
-"""Routes between versions of a cell reach their end, and none reads more than necessary."""
+"""Routes between versions of a cell lead to the target version, and read no more than necessary."""
 
 from __future__ import annotations
 
@@ -34,14 +34,14 @@ NBYTES = 1000
 
 
 def cell(version: int, stored: int, base: StoredCell | None) -> StoredCell:
-    """A version of the cell. Without a base it is stored in full."""
+    """Return a version of the cell. Without a base it is stored in full."""
     frame = None if base is None else Frame(stored, base)
     return StoredCell(0, NBYTES * version, NBYTES, BOX, 0, 1000, cell_digest(b"%d" % version), frame)
 
 
 @st.composite
 def trees(draw: st.DrawFn) -> list[StoredCell]:
-    """Versions, each stored in full or as a delta to any earlier one."""
+    """Draw versions, each stored in full or as a delta to any earlier one."""
     found: list[StoredCell] = []
     for version in range(draw(st.integers(1, 12))):
         base = draw(st.sampled_from([None, *found]))
@@ -78,7 +78,7 @@ def test_a_route_reaches_its_target_with_the_fewest_bytes_read(found: list[Store
         assert route.cost() == min(costs) < alone
 
 
-def test_full_cells_are_not_read_along_a_chain() -> None:
+def test_a_route_along_a_chain_does_not_read_full_cells() -> None:
     versions = [cell(0, NBYTES, None)]
     for version in range(1, 10):
         versions.append(cell(version, 5, versions[-1]))
@@ -96,8 +96,7 @@ CELL, SIZE = 100, 2  # elements, and bytes of one
 
 @st.composite
 def tables(draw: st.DrawFn) -> list[ExtentTable]:
-    """Versions of a tensor. In each, some cells are new, in full or as a delta to an earlier version, and the others
-    stay."""
+    """Draw versions of a tensor. In each, some cells are new, in full or as deltas, and the others do not change."""
     numel = draw(st.integers(1, 8)) * CELL - draw(st.sampled_from([0, 1]))
     cut = draw(st.sets(st.integers(1, numel), max_size=2)) - {numel}
     versions: list[list[StoredCell]] = []
@@ -158,7 +157,7 @@ Cells: TypeAlias = Mapping[tuple[int, int], StoredCell]
 
 
 def check_way(way: ExtentRoute | None, span: Span, mine: Cells, theirs: Cells, kept: set[Link]) -> None:
-    """Check that it leads each cell to its end, and that each cell takes the route with the fewest bytes."""
+    """Check that each cell reaches its target version by the route with the fewest bytes."""
     routes = [find_route(mine[place], theirs[place], kept) for place in span.bounds]
     if way is None:
         assert span.size > 1 or routes == [None]
@@ -188,7 +187,7 @@ Size = Callable[[int], int]
 
 
 def one_step_of_rl(distance: int) -> int:
-    """The bytes of a delta between two versions, as measured: 0.57 % of them, 7.7 % for 64 steps."""
+    """Return the bytes of a delta between two versions, as measured: 0.57 % of them, 7.7 % for 64 steps."""
     return round(0.0057 * PLAIN * math.pow(distance, 0.63))
 
 
@@ -201,7 +200,7 @@ class Run:
     versions: list[tuple[int | None, int]] = field(default_factory=lambda: [(None, KEY)])
 
     def chain(self, version: int) -> list[int]:
-        """The versions that a read of this one decodes, without the full cell, newest first."""
+        """Return the versions that a read of this one decodes, without the full cell, newest first."""
         found = []
         while (base := self.versions[version][0]) is not None:
             found.append(version)
@@ -228,7 +227,7 @@ class Run:
         return self
 
     def own(self) -> list[int]:
-        """The versions that are stored in full."""
+        """Return the versions that are stored in full."""
         return [version for version, (base, _) in enumerate(self.versions) if base is None]
 
 
@@ -245,11 +244,11 @@ def test_a_base_is_chosen_from_the_chain_so_that_few_links_remain(deltas: list[i
 
 
 @given(st.lists(st.integers(1, PLAIN // 200), max_size=MAX_DELTAS - 1))
-def test_the_parent_is_the_base_while_links_are_left(deltas: list[int]) -> None:
+def test_the_parent_is_the_base_as_long_as_links_are_left(deltas: list[int]) -> None:
     assert choose_base(deltas, PLAIN, "any") == 0
 
 
-def test_cells_changed_in_small_steps_get_a_new_base_together() -> None:
+def test_cells_that_change_in_small_steps_get_a_new_base_together() -> None:
     assert choose_base([100, 100, 100, 9000], PLAIN, "any") == 3
     assert choose_base([100, 5000, 7000, 9000], PLAIN, "any") == 1
     assert choose_base([9000, 100, 100, 100], PLAIN, "any") == 4  # all of it: a delta to the full cell
@@ -259,7 +258,7 @@ def test_an_overlong_chain_from_a_different_writer_is_shortened() -> None:
     assert choose_base([1000 * 2**i for i in range(7)], PLAIN, "any") == 4
 
 
-def test_a_delta_hardly_smaller_than_a_full_cell_does_not_become_a_base() -> None:
+def test_a_delta_that_is_hardly_smaller_than_a_full_cell_does_not_become_a_base() -> None:
     assert Run(lambda _: PLAIN // 2).after(9).own() == [0, 2, 4, 6, 8]
 
 
@@ -295,5 +294,5 @@ def test_rows_with_similar_changes_are_stored_in_full_by_different_saves() -> No
     assert max(renewed.values()) <= len(rows) / 4
 
 
-def test_every_rank_and_run_makes_the_same_decision() -> None:
+def test_all_ranks_and_runs_make_the_same_decision() -> None:
     assert Run().after(300).versions == Run().after(300).versions

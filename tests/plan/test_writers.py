@@ -36,7 +36,7 @@ class Row:
 
 
 def held(rows: list[Row], ranks: int, order: list[int] | None = None) -> list[HeldRegions]:
-    """The rows of each rank, in the order of ``order``."""
+    """Return the rows of each rank, in the order of ``order``."""
     ordered = [rows[i] for i in order] if order else rows
     found = []
     for rank in range(ranks):
@@ -56,7 +56,7 @@ def held(rows: list[Row], ranks: int, order: list[int] | None = None) -> list[He
 
 
 def duties(rows: list[Row], ranks: int, order: list[int] | None = None) -> dict[tuple[int, int], dict[int, range]]:
-    """The elements of each region that each rank writes."""
+    """Return the elements of each region that each rank writes."""
     ordered = [rows[i] for i in order] if order else rows
     found: dict[tuple[int, int], dict[int, range]] = defaultdict(dict)
     plan = plan_writers(held(rows, ranks, order))
@@ -71,7 +71,7 @@ def duties(rows: list[Row], ranks: int, order: list[int] | None = None) -> dict[
 
 @st.composite
 def worlds(draw: st.DrawFn) -> tuple[list[Row], int]:
-    """Tensors of some regions, each held by some ranks."""
+    """Draw tensors of some regions, each held by some ranks."""
     ranks = draw(st.integers(1, 6))
     rows = []
     for name in range(draw(st.integers(0, 6))):
@@ -96,7 +96,7 @@ def test_every_element_of_every_region_is_written_once(world: tuple[list[Row], i
 
 
 @given(worlds())
-def test_regions_that_may_differ_are_written_by_the_lowest_rank(world: tuple[list[Row], int]) -> None:
+def test_regions_that_may_differ_between_ranks_are_written_by_the_lowest_rank(world: tuple[list[Row], int]) -> None:
     rows, ranks = world
     found = duties(rows, ranks)
     for row in rows:
@@ -116,7 +116,7 @@ def test_replicas_are_split_between_cells_in_rank_order(world: tuple[list[Row], 
 
 
 @given(worlds(), st.randoms())
-def test_the_order_of_rows_does_not_matter(world: tuple[list[Row], int], random: Random) -> None:
+def test_the_write_plan_does_not_depend_on_the_order_of_rows(world: tuple[list[Row], int], random: Random) -> None:
     rows, ranks = world
     order = list(range(len(rows)))
     random.shuffle(order)
@@ -128,7 +128,7 @@ def test_the_order_of_rows_does_not_matter(world: tuple[list[Row], int], random:
 def test_replicas_balance_the_load_of_ranks_as_far_as_possible(world: tuple[list[Row], int]) -> None:
     """If all replicas are on the same ranks, a rank with replicas to write has at most two cells more than any other.
 
-    Each cut is at most half a cell from the even split, so a load differs from that by at most one cell. A rank that
+    Each boundary is at most half a cell from an even split, so that loads differ by at most one cell. A rank that
     already has more gets nothing.
     """
     rows, ranks = world
@@ -151,7 +151,7 @@ def test_a_single_huge_replica_is_split_evenly(ranks: int) -> None:
     assert max(sizes) - min(sizes) <= 256 + 3
 
 
-def test_a_rank_with_many_own_bytes_writes_fewer_replicas() -> None:
+def test_a_rank_that_has_many_bytes_of_its_own_writes_fewer_replicas() -> None:
     own = Row(0, 0, 0, 3000, 10, 1, {0: True})
     shared = Row(1, 0, 0, 3000, 10, 1, {0: True, 1: True, 2: True})
     parts = duties([own, shared], 3)[1, 0]
@@ -159,14 +159,14 @@ def test_a_rank_with_many_own_bytes_writes_fewer_replicas() -> None:
 
 
 @pytest.mark.parametrize("much", [0, 1])
-def test_a_rank_with_enough_bytes_is_not_assigned_part_of_a_cell(much: int) -> None:
+def test_a_rank_that_has_enough_bytes_is_not_assigned_a_part_of_a_cell(much: int) -> None:
     own, shared = Row(0, 0, 0, 3000, 10, 1, {much: True}), Row(1, 0, 9, 26, 10, 1, {0: True, 1: True})
     parts = duties([own, shared], 2)[1, 0]
     assert [len(parts[rank]) for rank in (much, 1 - much)] == [0, 17]
 
 
-def test_small_sets_of_holders_are_assigned_first() -> None:
-    """Only ranks 0 and 1 hold much, so ranks 2 and 3 write the rows that all four hold."""
+def test_rows_with_few_holders_are_assigned_first() -> None:
+    """Ranks 0 and 1 also have other rows, so ranks 2 and 3 write the rows that all four ranks have."""
     pair = Row(0, 0, 0, 4000, 10, 1, {0: True, 1: True})
     four = Row(1, 0, 0, 4000, 10, 1, dict.fromkeys(range(4), True))
     found = duties([four, pair], 4)
@@ -174,8 +174,8 @@ def test_small_sets_of_holders_are_assigned_first() -> None:
     assert [len(found[1, 0][rank]) for rank in range(4)] == [0, 0, 2000, 2000]
 
 
-def test_halves_of_a_hybrid_mesh_balance_independently() -> None:
-    """2 x 2: ranks 0 and 2 hold one half of each tensor, 1 and 3 the other."""
+def test_the_halves_of_a_hybrid_mesh_are_balanced_independently() -> None:
+    """The mesh is 2 x 2: ranks 0 and 2 have one half of each tensor, and ranks 1 and 3 the other."""
     rows = [Row(name, half, 0, 1000, 10, 4, {half: True, half + 2: True}) for name in range(10) for half in range(2)]
     found = duties(rows, 4)
     for rank in range(4):

@@ -1,4 +1,4 @@
-"""The ranks that hold each row, the places that each save samples, and the cells that a rank reads again."""
+"""The ranks that have each row, the positions that each save samples, and the cells that a rank reads again."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from casckpt.plan.writers import RUNS, SLICES, HeldRegions, Holders, places, pla
 
 
 def held(names: list[int], *, length: int = 100, cell: int = 10, shared: bool = True) -> HeldRegions:
-    """The rows of one rank: one of each name, all of the same length."""
+    """Return the rows of one rank: one for each name, all of the same length."""
     count = len(names)
     full = np.full(count, length)
     return HeldRegions(
@@ -26,7 +26,7 @@ def test_rows_on_the_same_ranks_belong_to_the_same_set() -> None:
     assert sets[0][0] == sets[1][1] != sets[0][1] == sets[1][0] == sets[2][0]
 
 
-def test_a_region_differs_if_any_holder_has_a_different_digest() -> None:
+def test_a_region_counts_as_different_if_any_holder_has_a_different_digest() -> None:
     holders = Holders([held([1, 2, 3]), held([2, 1]), held([2, 4])])
     digests = [np.array(one, np.uint64) for one in ([7, 5, 1], [5, 7], [5, 9])]
     assert holders.differing(digests) == []
@@ -34,7 +34,7 @@ def test_a_region_differs_if_any_holder_has_a_different_digest() -> None:
     assert holders.differing(digests) == [[(0, 1), (1, 0), (2, 0)]]
 
 
-def test_ranks_without_rows_cause_no_difference() -> None:
+def test_ranks_without_rows_do_not_cause_a_difference() -> None:
     assert Holders([held([]), held([])]).differing([np.zeros(0, np.uint64)] * 2) == []
     assert [len(one) for one in Holders([held([]), held([])]).sets()] == [0, 0]
 
@@ -55,7 +55,7 @@ def test_sample_positions_depend_on_the_save_and_row_and_smaller_samples_are_pre
 
 
 @given(st.integers(0, 7), st.integers(0, 63))
-def test_a_changed_bit_changes_only_its_rows_digest(word: int, bit: int) -> None:
+def test_a_changed_bit_changes_only_the_digest_of_its_row(word: int, bit: int) -> None:
     words = np.arange(16, dtype=np.uint64).reshape(2, 8)
     before = row_digests(words)
     words[1, word] ^= np.uint64(1 << bit)
@@ -80,7 +80,7 @@ def test_each_cell_of_other_ranks_is_read_once_per_save_cycle(ranks: int, length
         assert sorted(read) == sorted(theirs)
 
 
-def test_a_save_rereads_one_64th_of_each_ranks_share() -> None:
+def test_a_save_rereads_one_64th_of_the_share_of_each_rank() -> None:
     rows = held([1], length=64 * 200)
     duties = plan_writers([rows] * 2)
     for turn in range(3):

@@ -1,4 +1,5 @@
-"""The blob cache is bounded, never returns wrong bytes, allows concurrent users, and never makes a load fail."""
+"""The blob cache has a limited size, never returns wrong bytes, supports concurrent users, and never makes a load
+fail."""
 
 from __future__ import annotations
 
@@ -46,7 +47,7 @@ def root(tmp_path: Path) -> Path:
 
 
 def put(repo: Repository, seed: int) -> BlobRef:
-    """A real blob."""
+    """Put a real blob."""
     cell = bytes([seed]) * most_data(SIZE)
     name, data, _ = blob_of({cell_digest(cell): ("uint8", cell)})
     ref = BlobRef(name, SIZE, UPLOADER)
@@ -109,7 +110,7 @@ def test_saves_add_blobs_and_keep_those_that_they_reuse(repo: Repository, root: 
     assert names(root) == set()
 
 
-def test_a_download_into_memory_creates_a_folder_for_this_user_only(
+def test_a_download_into_memory_creates_a_folder_that_only_this_user_can_access(
     repo: Repository, storage: FarStore, root: Path
 ) -> None:
     cache, ref = BlobCache(root, in_memory=True), put(repo, 1)
@@ -118,7 +119,7 @@ def test_a_download_into_memory_creates_a_folder_for_this_user_only(
     assert root.stat().st_mode & 0o777 == 0o700
 
 
-def test_clear_does_not_follow_a_link_that_another_user_created(root: Path, tmp_path: Path) -> None:
+def test_clearing_the_cache_does_not_follow_a_link_that_another_user_created(root: Path, tmp_path: Path) -> None:
     mine, theirs = tmp_path / "mine", tmp_path / "theirs"
     for folder in (mine, theirs):
         folder.mkdir()
@@ -137,7 +138,9 @@ def test_a_cache_that_cannot_be_written_never_fails_a_save(
     assert len([record for record in caplog.records if "no longer adds blobs" in record.message]) == 1
 
 
-def test_memory_counts_as_free_only_if_the_host_has_it(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_cache_in_memory_uses_at_most_half_of_the_available_memory(
+    root: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(module, "headroom", lambda: 1000)
     assert BlobCache(root, in_memory=True).room() == 500
     assert BlobCache(root, 600, in_memory=True).room() == 500

@@ -1,4 +1,4 @@
-"""What a process remembers about a store is bounded, and separate for each store."""
+"""A process remembers only a limited amount about each store, and does not mix up stores."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ STATE = {"w": torch.arange(6.0), "x": [1]}
 def test_a_save_does_not_claim_announcements_that_another_thread_read_later(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    """The clock of another host is ahead, so its save remains the newest."""
+    """The clock of a different host is ahead, so the save of that host remains the newest."""
     store = small()
     store.save(STATE, run="a", step=1)
     ahead = repository(tmp_path, store.repository.storage, clock=Ticks(store.repository.clock() + 10**9))
@@ -43,7 +43,7 @@ def test_a_save_does_not_claim_announcements_that_another_thread_read_later(
 
 
 def fresh(tmp_path: Path, repo: Repository) -> Repository:
-    """A new process, with nothing in memory."""
+    """Return the repository as a new process opens it, with nothing in memory."""
     return repository(tmp_path, repo.storage)
 
 
@@ -61,7 +61,9 @@ def test_the_manifest_cache_is_bounded(tmp_path: Path, repo: Repository, monkeyp
     assert other.manifests.get(one.txid, one.committed.head) is None
 
 
-def test_records_that_do_not_fit_in_memory_are_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_records_that_do_not_fit_into_the_memory_cache_are_read_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(caches, "MAX_RECORDS", 3)
     repo = repository(tmp_path)
     made = [commit_bare(repo, step=step) for step in range(8)]

@@ -61,7 +61,7 @@ def warnings(caplog: pytest.LogCaptureFixture) -> list[str]:
 
 
 def sql(path: Path, *statements: str) -> list[tuple[object, ...]]:
-    """The result of the last statement."""
+    """Return the result of the last statement."""
     with closing(sqlite3.connect(path)) as connection:
         rows: list[tuple[object, ...]] = []
         for statement in statements:
@@ -194,7 +194,7 @@ def test_reindex_clears_the_catalogue_for_other_processes_too(path: Path) -> Non
     check_filled(one)
 
 
-def test_a_locked_file_is_not_used(
+def test_a_catalogue_whose_file_is_locked_is_not_used(
     path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(module, "BUSY_SECONDS", 0.0)
@@ -252,7 +252,7 @@ def test_a_corrupted_note_in_the_catalogue_is_ignored(path: Path) -> None:
     assert Catalogue(path).note("gc") is None
 
 
-def test_threads_share_a_catalogue(path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_threads_can_share_a_catalogue(path: Path, caplog: pytest.LogCaptureFixture) -> None:
     catalogue = Catalogue(path)
     start = threading.Barrier(8, timeout=60)
 
@@ -272,7 +272,7 @@ def test_threads_share_a_catalogue(path: Path, caplog: pytest.LogCaptureFixture)
 
 
 def write_many(path: Path, index: int, start: Barrier) -> None:
-    """Runs in several processes, which create the file at the same time."""
+    """Run in several processes, which create the file at the same time."""
     start.wait(60)
     catalogue = Catalogue(path)
     for number in range(20):
@@ -281,7 +281,7 @@ def write_many(path: Path, index: int, start: Barrier) -> None:
         raise SystemExit(3)
 
 
-def test_processes_share_a_catalogue_from_its_creation(path: Path) -> None:
+def test_processes_that_create_a_catalogue_at_the_same_time_can_share_it(path: Path) -> None:
     context = afresh()
     start = context.Barrier(4)
     running = [context.Process(target=write_many, args=(path, index, start)) for index in range(4)]

@@ -1,4 +1,4 @@
-"""Damaged commit records are reported, never misread, and do not affect other commits."""
+"""Damaged commit records are reported and never misread, and do not affect other commits."""
 
 from __future__ import annotations
 
@@ -90,7 +90,7 @@ def test_a_damaged_last_record_makes_the_previous_state_uncertain(repo: Reposito
 
 
 @pytest.mark.parametrize("gone", [False, True])
-def test_a_kept_number_after_a_damaged_record_does_not_resolve_the_uncertainty(repo: Repository, gone: bool) -> None:
+def test_a_kept_number_after_a_damaged_record_leaves_the_state_uncertain(repo: Repository, gone: bool) -> None:
     """The kept number does not show whether the checkpoint was purged or restored."""
     forgotten = forget(repo, commit_bare(repo, "a", 1))
     restored = restore(repo, forgotten)
@@ -117,8 +117,8 @@ def test_kept_numbers_do_not_affect_an_old_commit(repo: Repository) -> None:
 
 
 def test_a_kept_number_does_not_hide_a_restore_that_the_listing_missed(tmp_path: Path) -> None:
-    """Both records appear during the listing, which shows the later one. Otherwise the next gc would purge a visible
-    checkpoint."""
+    """Both records are written during the listing, which contains only the later one. If gc ignored the other, it
+    would later purge a visible checkpoint."""
 
     class Late(MemoryStore):
         def list(self, prefix: str, **known):  # type: ignore[no-untyped-def]  # as its base
@@ -197,7 +197,7 @@ def test_a_purged_record_is_final_regardless_of_later_records(repo: Repository) 
     assert list_commits(repo).damaged == {}
 
 
-def test_a_forgotten_record_names_its_transaction(repo: Repository) -> None:
+def test_a_forgotten_record_must_name_its_own_transaction(repo: Repository) -> None:
     one, two = commit_bare(repo, "a", 1), commit_bare(repo, "a", 2)
     repo.put_record(commit_key(one.txid, 1), Forgotten(txid=two.txid, time=1))
     found = list_commits(repo)

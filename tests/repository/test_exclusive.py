@@ -1,4 +1,4 @@
-"""casckpt detects storages on which two writers can both succeed, and refuses them before storing anything."""
+"""casckpt detects storage on which two writers can both succeed, and refuses it before storing anything."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from tests.support.repositories import Ticks, commit_bare, repository
 
 
 class Unknown(MemoryStore):
-    """A storage that does not declare the guarantee, although its creates are exclusive."""
+    """Storage whose creates are exclusive, but which does not declare this."""
 
     exclusive: bool | None = None
     read_only = False
@@ -40,7 +40,7 @@ class Unknown(MemoryStore):
 
 
 class Ignoring(Unknown):
-    """Silently ignores the condition."""
+    """Storage that silently ignores the condition of a create."""
 
     def put(self, key: str, data: memoryview | bytes, *, settle: bool = True) -> None:
         self.puts.append(key)
@@ -48,7 +48,7 @@ class Ignoring(Unknown):
 
 
 class LooksFirst(Unknown):
-    """Checks for the key and then writes, so several concurrent writers succeed."""
+    """Storage that checks for the key and then writes, so that several concurrent writers succeed."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -63,7 +63,7 @@ class LooksFirst(Unknown):
 
 
 class Lying(Unknown):
-    """Reports success to one writer, but keeps the bytes of a different one."""
+    """Storage that reports success to one writer, but keeps the bytes of a different one."""
 
     def put(self, key: str, data: memoryview | bytes, *, settle: bool = True) -> None:
         if self.size(key) is not None:
@@ -78,7 +78,7 @@ def counter() -> Callable[[int], bytes]:
     return lambda size: next(count).to_bytes(size, "big")
 
 
-def test_storage_with_exclusive_creates_passes_and_is_left_clean() -> None:
+def test_storage_with_exclusive_creates_passes_the_probe_and_is_left_clean() -> None:
     store = Unknown()
     assert probe(store, counter()) == ""
     assert list(store.list("")) == []
@@ -176,13 +176,13 @@ def test_a_failing_probe_is_inconclusive(tmp_path: Path) -> None:
 
 
 class Losing(Unknown):
-    """Loses its first responses, and tells the repeated puts that the key is taken."""
+    """Storage that loses its first responses, and reports to the repeated puts that the key exists."""
 
     def put(self, key: str, data: memoryview | bytes, *, settle: bool = True) -> None:
         super().put(key, data, settle=settle)
         raise AlreadyExists(key)
 
 
-def test_lost_responses_are_inconclusive(tmp_path: Path) -> None:
+def test_a_probe_whose_responses_are_lost_is_inconclusive(tmp_path: Path) -> None:
     assert probe(Losing(), counter()) == ""
     assert all(found.ok is not False for found in examine(Repository(Losing(), tmp_path)))

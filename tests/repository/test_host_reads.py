@@ -1,4 +1,5 @@
-"""Ranks of a host read shared bytes once. Nothing that happens to the shared files makes a read fail or wrong."""
+"""The ranks of a host read shared bytes once. No damage to the shared files makes a read fail or return wrong
+bytes."""
 
 from __future__ import annotations
 
@@ -150,7 +151,7 @@ def test_the_shared_bytes_are_removed_if_a_rank_needs_none(begin: Begin, root: P
     assert list((root / PARTS).iterdir()) == []
 
 
-def test_a_rank_begins_while_another_job_removes_the_folder(
+def test_a_rank_can_begin_to_read_while_another_job_removes_the_folder(
     begin: Begin, root: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     write, removals = module._write, iter([True])
@@ -196,7 +197,9 @@ def spoil_states(path: Path) -> None:
 
 
 @pytest.mark.parametrize("harm", [Path.unlink, truncate, spoil_states, lambda path: path.chmod(0), Path.touch])
-def test_harm_to_a_shared_file_costs_only_reads(begin: Begin, root: Path, harm: Callable[[Path], object]) -> None:
+def test_damage_to_a_shared_file_causes_only_additional_reads(
+    begin: Begin, root: Path, harm: Callable[[Path], object]
+) -> None:
     ranks, source = [begin(rank) for rank in (0, 1)], Source()
     read(ranks[0].reader(0, REF, source), 0, 20 * BLOCK)
     harm(part(root))
@@ -210,7 +213,7 @@ def spoil_wants(path: Path) -> None:
 
 
 @pytest.mark.parametrize("harm", [spoil_wants, lambda path: shutil.rmtree(path.parent)])
-def test_harm_to_what_ranks_have_announced_costs_only_reads(
+def test_damage_to_the_announcements_of_ranks_causes_only_additional_reads(
     begin: Begin, root: Path, harm: Callable[[Path], object], caplog: pytest.LogCaptureFixture
 ) -> None:
     ranks = [begin(rank) for rank in (0, 1)]
@@ -221,7 +224,7 @@ def test_harm_to_what_ranks_have_announced_costs_only_reads(
     assert not caplog.records
 
 
-def test_a_dropped_blob_is_read_again(begin: Begin, root: Path) -> None:
+def test_a_blob_that_was_dropped_is_read_again(begin: Begin, root: Path) -> None:
     ranks, source = [begin(rank) for rank in (0, 1)], Source()
     read(ranks[0].reader(0, REF, Source(bytes(SIZE))))
     assert read(ranks[1].reader(0, REF, source)) == bytes(SIZE)
@@ -240,7 +243,7 @@ def test_an_error_of_the_store_is_raised_and_the_next_rank_tries_again(begin: Be
     assert read(ranks[1].reader(0, REF, Source())) == DATA
 
 
-def test_a_full_memory_is_logged_once_and_the_rank_reads_alone(
+def test_full_memory_is_logged_once_and_the_rank_then_reads_alone(
     begin: Begin, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     def full(*_: object) -> None:
@@ -290,7 +293,7 @@ def test_a_folder_of_another_user_is_not_used(root: Path, monkeypatch: pytest.Mo
     assert not HostReads(BlobCache(root, in_memory=True), "load", "load-0", 2).begin(EVERYTHING)
 
 
-def test_ranks_read_alone_if_memory_is_too_small(root: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_ranks_do_not_share_bytes_if_memory_is_too_small(root: Path, caplog: pytest.LogCaptureFixture) -> None:
     cache = BlobCache(root, SIZE - 1, in_memory=True)
     assert not HostReads(cache, "load", "load-0", 2).begin(EVERYTHING)
     assert f"has room for only {SIZE - 1} bytes" in caplog.text
@@ -298,7 +301,7 @@ def test_ranks_read_alone_if_memory_is_too_small(root: Path, caplog: pytest.LogC
     assert not HostReads(BlobCache(root, 0, in_memory=True), "load", "load-0", 2).begin(EVERYTHING)
 
 
-def test_the_least_recently_written_blobs_make_room(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_least_recently_written_blobs_are_removed_to_make_room(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "LEAST_ROOM", 0)
     cache = BlobCache(root, 3 * SIZE, in_memory=True)
     reads = HostReads(cache, "load", "load-0", 2)
@@ -331,7 +334,7 @@ CALLS = ("open", "close", "mkdir", "pwrite", "pread", "preadv", "ftruncate", "fs
 
 
 def run_and_die(step: int, job: Callable[[], object]) -> int:
-    """Fork a child that runs ``job`` and kills itself before its system call number ``step``. Return its status."""
+    """Fork a child that runs ``job`` and kills itself before system call number ``step``. Return its status."""
     child = os.fork()
     if not child:
         steps = itertools.count(1)
@@ -353,7 +356,7 @@ def run_and_die(step: int, job: Callable[[], object]) -> int:
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
-def test_a_rank_killed_at_any_call_leaves_correct_bytes(begin: Begin, root: Path) -> None:
+def test_a_rank_killed_at_any_system_call_leaves_only_correct_bytes(begin: Begin, root: Path) -> None:
     def job() -> None:
         reads = begin(0)
         read(reads.reader(0, REF, Source()), 3 * BLOCK, 9 * BLOCK)
@@ -395,7 +398,7 @@ def holder(begin: Begin) -> Iterator[int]:
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
-def test_a_killed_process_does_not_block_others(begin: Begin, holder: int) -> None:
+def test_a_killed_process_does_not_block_other_ranks(begin: Begin, holder: int) -> None:
     source = Source()
     with ThreadPoolExecutor(1) as pool:
         waits = pool.submit(read, begin(1).reader(0, REF, source))

@@ -65,7 +65,7 @@ def test_the_current_process_is_recognized_as_alive() -> None:
 
 
 @needs_proc
-def test_a_reused_pid_proves_death() -> None:
+def test_a_process_counts_as_dead_if_its_pid_was_reused() -> None:
     me = this_process()
     assert is_dead(changed(me, started=me.started - 1))
 
@@ -95,7 +95,9 @@ def test_a_process_of_uncertain_status_is_not_considered_dead(
     assert not is_dead(changed(process, **fields))
 
 
-def test_processes_are_not_considered_dead_without_proc(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_process_is_considered_dead_without_the_proc_file_system(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     before = this_process()
     monkeypatch.setattr(processes, "PROC", tmp_path)
     me = this_process()
@@ -106,7 +108,9 @@ def test_processes_are_not_considered_dead_without_proc(tmp_path: Path, monkeypa
 
 
 @needs_proc
-def test_a_process_hidden_by_proc_is_not_considered_dead(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_process_that_the_proc_file_system_hides_is_not_considered_dead(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     me = this_process()
     (tmp_path / "sys/kernel/random").mkdir(parents=True)
     (tmp_path / "sys/kernel/random/boot_id").write_text(me.boot_id)
@@ -118,7 +122,7 @@ def test_a_process_hidden_by_proc_is_not_considered_dead(tmp_path: Path, monkeyp
 
 @needs_proc
 @pytest.mark.parametrize(("state", "alive", "dead"), [("S", 1, False), ("Z", 1, True), ("Z", 2, False), ("X", 0, True)])
-def test_process_names_can_contain_any_characters_and_main_threads_can_end_first(
+def test_a_process_is_recognized_with_any_name_and_after_its_main_thread_ended(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, state: str, alive: int, dead: bool
 ) -> None:
     me = this_process()
@@ -152,7 +156,7 @@ def test_a_lock_is_held_and_released(tmp_path: Path) -> None:
 
 
 def test_a_forked_child_does_not_keep_the_lock(tmp_path: Path) -> None:
-    """A data loader worker lives as long as the training, and a mirror would wait for it to end."""
+    """A data loader's worker lives as long as the training run, and a mirror would wait for it to end."""
     path = tmp_path / "lock"
     held = alone_on_this_host(path)
     with held:

@@ -1,4 +1,4 @@
-"""A host reads each record from the store once, a process decodes it once, and listings stay exact."""
+"""A host reads each record from the store once, a process decodes it once, and listings remain correct."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ def test_a_different_process_reads_the_catalogue_and_then_only_new_records(
     assert seen == [commit_key(made.txid)]
 
 
-def test_additions_to_a_log_are_detected(tmp_path: Path) -> None:
+def test_records_that_were_added_to_a_log_are_detected(tmp_path: Path) -> None:
     repo, other = repository(tmp_path, storage := memory()), repository(tmp_path, storage, seed=2)
     made = commit_bare(repo)
     assert [commit.last for commit in list_commits(repo).live()] == ["committed"]
@@ -93,9 +93,9 @@ def test_a_record_with_a_different_size_is_reread(tmp_path: Path) -> None:
     assert isinstance(list_commits(repo).damaged[made.txid], Damaged)  # a damaged record is never cached
 
 
-def test_a_fresh_read_detects_a_corrupted_known_record(tmp_path: Path) -> None:
+def test_a_fresh_read_detects_that_a_known_record_was_corrupted(tmp_path: Path) -> None:
     class Silent(MemoryStore):
-        """Its listings do not show that content has changed, as in a folder on a disk with a flipped bit."""
+        """Storage whose listings do not show that content has changed, as on a disk with a flipped bit."""
 
         def list(self, prefix: str, **known: Any) -> Iterator[ListedObject]:
             return (ListedObject(entry.key, entry.size) for entry in super().list(prefix, **known))
@@ -132,7 +132,7 @@ WRITES: dict[str, Callable[[Repository], object]] = {
 
 
 @pytest.mark.parametrize("write", WRITES.values(), ids=WRITES.keys())
-def test_a_version_that_does_not_know_a_requirement_does_not_write(
+def test_a_version_that_does_not_know_a_requirement_does_not_write_to_the_store(
     repo: Repository, write: Callable[[Repository], object]
 ) -> None:
     tags.set_tag(repo, "best", commit_bare(repo))
@@ -148,14 +148,15 @@ def test_a_version_that_does_not_know_a_requirement_does_not_write(
 
 
 def test_a_transaction_begun_while_a_requirement_is_set_is_rejected(repo: Repository, faults: FaultyStore) -> None:
-    """The transaction checks once it is open. A writer of the requirement waits for open transactions."""
+    """The transaction checks requirements after it is open. A process that sets a requirement waits for open
+    transactions."""
     faults.inject(call_first("put", meanwhile(lambda: demand(repo)), key="transactions/*"))
     with pytest.raises(Unsupported):
         transactions.begin(repo, "run", 1)
     assert keys(repo, "transactions/") == set()
 
 
-def test_settings_are_read_once(tmp_path: Path, repo: Repository, faults: FaultyStore) -> None:
+def test_a_host_reads_the_settings_only_once(tmp_path: Path, repo: Repository, faults: FaultyStore) -> None:
     repo.change_settings(min_age_seconds=5)
     reads = faults.count("get", "settings/*")
     for _ in range(3):
@@ -172,7 +173,7 @@ def test_unreadable_settings_are_treated_as_an_unknown_requirement(repo: Reposit
         check_requirements(repo)
 
 
-def test_other_settings_changes_keep_requirements(repo: Repository, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_changes_of_other_settings_keep_the_requirements(repo: Repository, monkeypatch: pytest.MonkeyPatch) -> None:
     demand(repo)
     monkeypatch.setattr(records, "KNOWN_REQUIREMENTS", frozenset({"rewrites"}))
     repo.change_settings(min_age_seconds=5)

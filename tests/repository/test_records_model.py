@@ -1,4 +1,4 @@
-"""Commits, tags and references, compared with a dict as a model, for users and gcs that act in any order."""
+"""Commits, tags and references are compared with a model (a dict) while users and gcs act in any order."""
 
 from __future__ import annotations
 

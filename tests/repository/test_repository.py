@@ -1,4 +1,4 @@
-"""The marker, the settings, transaction ids, and record puts whose response is lost."""
+"""The marker, the settings, transaction IDs, and puts of records whose response is lost."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def test_a_store_without_its_marker_is_not_recreated(tmp_path: Path) -> None:
 
 
 def test_a_process_that_loses_the_race_to_create_a_store_uses_the_existing_one(tmp_path: Path) -> None:
-    """Between its search for a marker and for records, another process creates the store and saves."""
+    """A different process creates the store and saves between this process's search for a marker and for records."""
     storage = FaultyStore(memory())
     other = Repository(storage.inner, tmp_path / "other")
 
@@ -105,7 +105,7 @@ def test_a_marker_whose_response_was_lost_counts_as_written(tmp_path: Path) -> N
     assert repo.create()
 
 
-def test_a_marker_that_was_not_written_is_an_error(tmp_path: Path) -> None:
+def test_a_failure_to_write_the_marker_raises_an_error(tmp_path: Path) -> None:
     repo = Repository(FaultyStore(memory(), [fail_before("put")]), tmp_path)
     with pytest.raises(StorageError):
         repo.create()
@@ -120,7 +120,7 @@ def test_a_store_id_that_is_not_a_folder_name_is_rejected(tmp_path: Path, store_
         _ = Repository(storage, tmp_path).catalogue
 
 
-def test_a_torn_marker_is_reported_as_damaged(tmp_path: Path) -> None:
+def test_an_incomplete_marker_is_reported_as_damaged(tmp_path: Path) -> None:
     storage = memory()
     storage.put("casckpt.json", b'{"format": 1, "sto')
     with pytest.raises(Damaged, match=r"casckpt\.json is damaged.*restore the file from a copy .* \w+:"):
@@ -148,7 +148,7 @@ def test_the_error_for_damaged_settings_gives_advice(tmp_path: Path) -> None:
     assert repo.settings.min_age_seconds == 60.0
 
 
-def test_settings_generations_are_compared_as_numbers(tmp_path: Path) -> None:
+def test_settings_generations_are_compared_numerically(tmp_path: Path) -> None:
     repo = repository(tmp_path)
     for seconds in range(11):
         repo.change_settings(revoke_after_seconds=float(seconds))
@@ -175,7 +175,7 @@ def test_two_simultaneous_settings_changes_both_take_effect(tmp_path: Path) -> N
     assert (other.settings.min_age_seconds, other.settings.exclusive_create) == (5.0, False)
 
 
-def test_transaction_ids_sort_after_all_ids_that_were_seen(tmp_path: Path) -> None:
+def test_a_new_transaction_id_sorts_after_all_ids_seen_before(tmp_path: Path) -> None:
     repo = repository(tmp_path)
     ahead = make_txid(parse_txid(repo.new_txid("a", 1)).time.replace(year=2090), bytes(8), "a", 1)
     behind = repo.new_txid("a", 2)
@@ -197,7 +197,7 @@ def test_invalid_names_are_rejected_for_transaction_ids(tmp_path: Path, run: str
 
 
 @pytest.mark.parametrize("time", ["99999999T000000000000Z", "99991231T235959999999Z"])
-def test_the_last_possible_time_is_rejected(tmp_path: Path, time: str) -> None:
+def test_transaction_ids_are_not_created_at_the_last_possible_time(tmp_path: Path, time: str) -> None:
     with pytest.raises(Refused):
         repository(tmp_path).new_txid("a", 1, after=[TxId(f"{time}-{'0' * 16}-{'0' * 16}-1")])
 
@@ -213,7 +213,7 @@ def test_a_record_whose_response_was_lost_counts_as_written(tmp_path: Path) -> N
         repo.put_record(key, Forgotten(txid=commit.txid, time=4))
 
 
-def test_a_record_that_does_not_become_durable_is_an_error(tmp_path: Path) -> None:
+def test_a_record_that_does_not_become_durable_raises_an_error(tmp_path: Path) -> None:
     repo = repository(tmp_path, FaultyStore(memory()))
     commit = commit_bare(repo)
     key = commit_key(commit.txid, 1)
@@ -223,7 +223,7 @@ def test_a_record_that_does_not_become_durable_is_an_error(tmp_path: Path) -> No
         repo.put_record(key, Forgotten(txid=commit.txid, time=3))
 
 
-def test_a_record_that_was_not_written_is_an_error(tmp_path: Path) -> None:
+def test_a_failure_to_write_a_record_raises_an_error(tmp_path: Path) -> None:
     repo = repository(tmp_path, FaultyStore(memory()))
     commit = commit_bare(repo)
     repo.storage.inject(fail_before("put"))  # type: ignore[attr-defined]  # a FaultyStore
@@ -232,7 +232,7 @@ def test_a_record_that_was_not_written_is_an_error(tmp_path: Path) -> None:
     assert list_commits(repo).commits[commit.txid].last == "committed"
 
 
-def test_a_failed_put_that_finds_a_different_record_is_a_conflict(tmp_path: Path) -> None:
+def test_a_failed_put_that_finds_a_different_record_raises_conflict(tmp_path: Path) -> None:
     storage = memory()
     repo = repository(tmp_path, FaultyStore(storage))
     commit = commit_bare(repo)
@@ -261,6 +261,6 @@ def test_a_repository_can_be_pickled(tmp_path: Path) -> None:
     assert copy.manifests is not repo.manifests
 
 
-def test_ids_are_derived_from_the_given_entropy(tmp_path: Path) -> None:
+def test_the_store_id_is_derived_from_the_given_entropy(tmp_path: Path) -> None:
     one, two = (repository(tmp_path, entropy=random.Random(7).randbytes) for _ in range(2))
     assert one.marker.store_id == two.marker.store_id

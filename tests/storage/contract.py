@@ -60,15 +60,13 @@ def _race_process(store: ObjectStore, number: int, start: Barrier, answers: Simp
 class StorageContract:
     """The guarantees of `casckpt.storage.base.ObjectStore` within one process."""
 
-    def test_storage_implements_the_protocol(self, storage: ObjectStore) -> None:
+    def test_the_storage_implements_the_protocol_of_a_store(self, storage: ObjectStore) -> None:
         assert isinstance(storage, ObjectStore)
         assert storage.traits.parallel >= 1
         assert storage.url
 
     @pytest.mark.parametrize(("size", "settle"), of_each_size([False, True]))
-    def test_an_object_that_was_put_can_be_read(
-        self, storage: ObjectStore, peek: Peek, size: int, settle: bool
-    ) -> None:
+    def test_an_object_can_be_read_after_a_put(self, storage: ObjectStore, peek: Peek, size: int, settle: bool) -> None:
         data = noise(size)
         storage.put(OBJECT, data, settle=settle)
         assert peek(OBJECT) == data
@@ -85,7 +83,7 @@ class StorageContract:
             assert bytes(buffer.view[shift:]) == data
         assert peek("a") == data
 
-    def test_put_accepts_views_with_other_formats(self, storage: ObjectStore, peek: Peek) -> None:
+    def test_put_accepts_memoryviews_of_any_format(self, storage: ObjectStore, peek: Peek) -> None:
         array = np.arange(12, dtype=np.float32).reshape(3, 4)
         storage.put("a", array.data)
         storage.put("b", np.zeros((0, 3)).data)
@@ -105,18 +103,18 @@ class StorageContract:
             assert caught.value.key == "tags/t/0"
         assert peek("tags/t/0") == b"first"
 
-    def test_an_empty_object_is_stored(self, storage: ObjectStore) -> None:
+    def test_an_empty_object_can_be_stored(self, storage: ObjectStore) -> None:
         storage.put("a", b"")
         with pytest.raises(AlreadyExists):
             storage.put("a", b"")
 
-    def test_put_succeeds_after_delete(self, storage: ObjectStore, peek: Peek) -> None:
+    def test_an_object_can_be_put_again_after_a_delete(self, storage: ObjectStore, peek: Peek) -> None:
         storage.put("a", b"1")
         storage.delete("a")
         storage.put("a", b"2")
         assert peek("a") == b"2"
 
-    def test_the_caller_can_reuse_its_buffer(self, storage: ObjectStore, peek: Peek) -> None:
+    def test_the_caller_can_reuse_the_buffer_after_a_put(self, storage: ObjectStore, peek: Peek) -> None:
         with AlignedBuffer(2 * MIB) as buffer:
             storage.put("a", buffer.view)
             buffer.view[:] = bytes([7]) * (2 * MIB)
@@ -149,13 +147,13 @@ class StorageContract:
             with pytest.raises(NotFound, match=key), storage.open(key) as reader:
                 reader.read_into(0, [memoryview(bytearray(1))])
 
-    def test_get_has_a_limit(self, storage: ObjectStore) -> None:
+    def test_get_rejects_an_object_that_is_larger_than_the_limit(self, storage: ObjectStore) -> None:
         storage.put("a", b"12345")
         assert storage.get("a", limit=5) == b"12345"
         with pytest.raises(Refused, match="5 bytes"):
             storage.get("a", limit=4)
 
-    def test_ranges_are_read(self, storage: ObjectStore) -> None:
+    def test_ranges_of_an_object_are_read(self, storage: ObjectStore) -> None:
         data = noise(3 * MIB + 3)
         storage.put("a", data)
         with storage.open("a") as reader:
@@ -165,7 +163,7 @@ class StorageContract:
                 reader.read_into(offset, [memoryview(buffer) for buffer in buffers])
                 assert b"".join(buffers) == data[offset : offset + sum(sizes)]
 
-    def test_read_into_fills_slices_and_nothing_else(self, storage: ObjectStore) -> None:
+    def test_read_into_fills_only_the_given_slices(self, storage: ObjectStore) -> None:
         storage.put("a", b"abcdef")
         target = bytearray(b"-" * 10)
         view = memoryview(target)
@@ -173,7 +171,7 @@ class StorageContract:
             reader.read_into(1, [view[8:9], view[2:4]])
         assert target == b"--cd----b-"
 
-    def test_read_into_accepts_very_many_buffers(self, storage: ObjectStore) -> None:
+    def test_read_into_accepts_a_large_number_of_buffers(self, storage: ObjectStore) -> None:
         data = noise(2 * 2500)
         storage.put("a", data)
         target = bytearray(len(data))
@@ -228,7 +226,7 @@ class StorageContract:
         seen += [entry.version for entry in storage.list("tags/")]
         assert seen[0] == seen[1] != seen[2]
 
-    def test_a_folder_is_listed(self, storage: ObjectStore) -> None:
+    def test_a_listing_of_a_folder_contains_only_its_direct_children(self, storage: ObjectStore) -> None:
         keys = [
             "casckpt.json",
             "commits/1",
@@ -293,11 +291,11 @@ class StorageContract:
             storage.replace(key, noise(size))
             assert peek(key) == noise(size)
 
-    def test_settle_ignores_a_missing_folder(self, storage: ObjectStore) -> None:
+    def test_settle_accepts_a_missing_folder(self, storage: ObjectStore) -> None:
         storage.settle("objects/none")
         assert list(storage.list("")) == []
 
-    def test_sweep_keeps_objects(self, storage: ObjectStore, peek: Peek) -> None:
+    def test_sweep_does_not_delete_objects(self, storage: ObjectStore, peek: Peek) -> None:
         storage.put("objects/x/a", b"1")
         assert storage.sweep("objects/x") == 0
         assert peek("objects/x/a") == b"1"

@@ -5,7 +5,7 @@ from uuid import uuid4
 from casckpt.storage.memory import MemoryStore
 
 
-def test_calls_and_bytes_are_counted() -> None:
+def test_the_storage_counts_calls_and_bytes() -> None:
     store = MemoryStore(uuid4().hex)
     store.put("a", bytes(10))
     store.get("a", limit=10)

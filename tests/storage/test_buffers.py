@@ -36,7 +36,7 @@ def test_a_buffer_with_a_view_can_be_closed() -> None:
         _ = buffer.view
 
 
-def test_a_forked_child_sees_zeros_and_frees_nothing(tmp_path: Path) -> None:
+def test_a_forked_child_sees_only_zeros_in_buffers_and_frees_nothing(tmp_path: Path) -> None:
     with AlignedBuffer(3 << 20) as buffer:
         buffer.wipe_in_forks()
         buffer.at_end((tmp_path / "ended").touch)
@@ -79,7 +79,7 @@ def test_invalid_sizes_are_rejected() -> None:
             make()
 
 
-def test_plain_bytes_does_not_copy_memory() -> None:
+def test_conversion_to_plain_bytes_does_not_copy_memory() -> None:
     array = np.arange(6, dtype=np.int16).reshape(2, 3)
     view = plain_bytes(array.data)
     assert (view.format, view.shape, address(view)) == ("B", (12,), array.ctypes.data)
@@ -93,7 +93,7 @@ def test_a_pool_reuses_buffers() -> None:
         assert {id(again), id(more)} == {id(first), id(second)}
 
 
-def test_a_pool_is_bounded() -> None:
+def test_the_number_of_buffers_in_a_pool_is_limited() -> None:
     pool = BufferPool(3, 10)
     lock = threading.Lock()
     out: list[int] = []

@@ -31,7 +31,7 @@ def faulty(*plan: Fault) -> FaultyStore:
     return FaultyStore(MemoryStore(uuid4().hex), plan)
 
 
-def test_faults_occur_before_and_after_calls() -> None:
+def test_faults_can_occur_before_and_after_calls() -> None:
     store = faulty(fail_before("put", at=2), fail_after("put", key="b", error=Conflict("mine")))
     store.put("a", b"")
     with pytest.raises(StorageError, match="put c"):
@@ -44,7 +44,7 @@ def test_faults_occur_before_and_after_calls() -> None:
     assert (store.count("put"), store.count("put", "c"), store.keys("size")) == (4, 2, ["a", "b", "c"])
 
 
-def test_faults_occur_a_number_of_times_and_can_be_removed() -> None:
+def test_faults_can_be_limited_in_number_and_removed() -> None:
     store = faulty()
     store.inject(fail_before("list", times=2), fail_before("size", times=9))
     for _ in range(2):
@@ -55,7 +55,7 @@ def test_faults_occur_a_number_of_times_and_can_be_removed() -> None:
     assert store.size("a") is None
 
 
-def test_reads_can_be_corrupted() -> None:
+def test_faults_can_corrupt_the_bytes_that_a_read_returns() -> None:
     store = faulty(truncate("get"), corrupt("get", at=2), truncate("read_into"), corrupt("read_into", at=2))
     store.put("a", b"abcd")
     assert store.get("a", limit=9) == b"ab"
@@ -70,7 +70,7 @@ def test_reads_can_be_corrupted() -> None:
         assert buffer == b"abcd"
 
 
-def test_hooks_run_first() -> None:
+def test_a_hook_runs_before_the_call_that_it_was_added_to() -> None:
     store = faulty()
     seen: list[tuple[Call, int | None]] = []
     store.inject(call_first("put", lambda call: seen.append((call, store.inner.size("a")))))

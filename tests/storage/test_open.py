@@ -11,7 +11,7 @@ from casckpt.errors import InvalidInput
 from casckpt.storage import open_storage
 
 
-def test_paths_are_resolved(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_paths_and_file_urls_are_resolved_to_absolute_paths(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("HOME", str(tmp_path / "home"))
     assert open_storage("a/b").url == str(tmp_path / "a/b")

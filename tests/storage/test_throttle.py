@@ -1,4 +1,4 @@
-"""Tests of the throttle: only a limited number of ranks on a node upload at the same time."""
+"""The throttle limits how many ranks on a node upload at the same time."""
 
 from __future__ import annotations
 
@@ -64,13 +64,13 @@ def holds_a_turn(rank: int, size: int, path: Path) -> None:
         pass
 
 
-def test_a_process_that_dies_releases_its_turn(tmp_path: Path, ranks: Pool) -> None:
+def test_a_process_that_dies_gives_up_its_turn_to_upload(tmp_path: Path, ranks: Pool) -> None:
     found = ranks.outcomes(2, holds_a_turn, tmp_path)
     assert found[0].died == -signal.SIGKILL
     assert found[1].ok
 
 
-def test_threads_of_a_process_share_its_turn(tmp_path: Path) -> None:
+def test_the_threads_of_a_process_share_its_turn_to_upload(tmp_path: Path) -> None:
     turn = Turn(1, tmp_path)
     with turn, turn:
         assert (tmp_path / "upload-0.lock").exists()

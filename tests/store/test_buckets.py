@@ -46,7 +46,7 @@ MIB = 1 << 20
 
 @pytest.fixture(params=[pytest.param("straight", marks=pytest.mark.soak), "in trouble"])
 def endpoint(request: pytest.FixtureRequest, seaweed_server: Server) -> Iterator[str]:
-    """The address of a real server, both directly and through a network that loses one in ten requests."""
+    """The address of a real server, either direct or through a network that loses one in ten requests."""
     if request.param == "straight":
         yield seaweed_server.endpoint
         return
@@ -96,7 +96,9 @@ def race(rank: int, _: int, place: RemoteLocation, cache: Path, txid: TxId) -> l
     return won
 
 
-def test_exactly_one_of_several_creators_of_a_record_wins(ranks: Pool, place: RemoteLocation, tmp_path: Path) -> None:
+def test_exactly_one_of_several_creators_of_a_record_succeeds(
+    ranks: Pool, place: RemoteLocation, tmp_path: Path
+) -> None:
     repo = opened(place, tmp_path / "mine").repository
     txid = repo.new_txid("r", 1)
     found = ranks.run(RACERS, race, place, tmp_path, txid)
@@ -136,7 +138,7 @@ def training(rank: int, step: int) -> dict[str, Any]:
 
 
 def save_or_collect(rank: int, size: int, place: RemoteLocation, folder: Path) -> int:
-    """Save, or on the last rank, collect garbage until the other ranks have saved all their steps."""
+    """Save all steps. On the last rank, collect garbage until the other ranks are done."""
     store = opened(place, folder / str(rank))
     done = [folder / f"done-{number}" for number in range(size - 1)]
     if rank < size - 1:
@@ -290,7 +292,7 @@ def test_a_save_survives_a_restart_of_the_server(mortal: Server, tmp_path: Path,
 
 
 @pytest.mark.parametrize("verify", [True, False])
-def test_loading_an_eighth_of_a_checkpoint_reads_an_eighth(
+def test_loading_an_eighth_of_a_checkpoint_reads_an_eighth_of_its_bytes(
     verify: bool, request: pytest.FixtureRequest, tmp_path: Path, full: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """This test counts bytes and requests. With --full, it loads 1 GiB from a real server."""

@@ -1,4 +1,4 @@
-"""Loads with a host cache: cached blobs are not reread, and damaged blobs are not used."""
+"""Loads with a host cache: cached blobs are not read from the store again, and damaged ones are not used."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ def test_a_second_load_does_not_read_blobs_from_the_store(
     assert storage.reads_of_blobs() == before
 
 
-def test_part_of_a_blob_is_not_cached(store: Store, storage: FarStore, folder: Path) -> None:
+def test_a_blob_of_which_only_a_part_is_read_is_not_cached(store: Store, storage: FarStore, folder: Path) -> None:
     small_part = casckpt.Shard(torch.zeros(10), global_shape=(20480,), offset=(0,), shape=(10,))
     store.load({"w1": small_part}, "latest")
     assert cached(folder) == []
@@ -93,7 +93,7 @@ def test_a_local_store_is_cached_only_on_request(tmp_path: Path, folder: Path, s
     assert same_state(near.read("latest"), state)
 
 
-def test_an_empty_cache_is_not_queried_for_each_blob(
+def test_a_load_does_not_query_an_empty_cache_for_each_blob(
     tmp_path: Path, folder: Path, state: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     near = Store(Repository(LocalStore(tmp_path / "near"), folder))

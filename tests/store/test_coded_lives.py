@@ -1,4 +1,4 @@
-"""Delta checkpoints throughout the life of a store: gc, copies, mirrors, and interruptions at any call."""
+"""Delta checkpoints during gc, copies and mirroring, with interruptions at any call."""
 
 from __future__ import annotations
 
@@ -137,7 +137,7 @@ def test_thinned_checkpoints_keep_the_bases_of_their_weights() -> None:
 def test_a_mirror_follows_saves_of_deltas(tmp_path: Path, at: int) -> None:
     """The mirror's visible checkpoints are complete even after failures.
 
-    The store purges only checkpoints that the mirror has.
+    The store purges only checkpoints that are in the mirror.
     """
     link = FaultyStore(LocalStore(tmp_path / "away"))
     small_folder(tmp_path / "store")
@@ -167,7 +167,7 @@ def test_a_mirror_killed_at_any_point_shows_only_complete_checkpoints(
 ) -> None:
     """The process is killed at any change to the store or the mirror.
 
-    After that, gc purges only checkpoints that the mirror has.
+    After that, gc purges only checkpoints that are in the mirror.
     """
     monkeypatch.setattr(mirror, "JOBS", 1)
     stride = 1 if full else 7

@@ -1,4 +1,4 @@
-"""Exact costs of a save and a load: requests, fsyncs, bytes hashed, copied, written and read."""
+"""Exact costs of a save and a load: requests, fsyncs, and the bytes that are hashed, copied, written and read."""
 
 from __future__ import annotations
 
@@ -80,7 +80,7 @@ def part(cost: dict[str, int], *names: str) -> tuple[int, ...]:
     return tuple(cost[name] for name in names)
 
 
-def test_a_first_save_hashes_and_copies_each_byte_once(meter: Meter) -> None:
+def test_the_first_save_hashes_and_copies_each_byte_once(meter: Meter) -> None:
     cost = meter.of(lambda: meter.store.save(state(), step=0))
     assert part(cost, "hashed", "copied") == (W + B, W + B)
     # the transaction, one blob, the manifest, the announcement, the commit; the marker
@@ -107,7 +107,7 @@ def test_a_changed_cell_is_rehashed_in_the_write_buffer(meter: Meter) -> None:
     assert part(cost, "puts", "reads", "fsyncs", "requests") == (5, 4, 11, 14)
 
 
-def test_a_fully_changed_tensor_is_hashed_once_except_one_cell(meter: Meter) -> None:
+def test_all_cells_of_a_fully_changed_tensor_except_one_are_hashed_only_once(meter: Meter) -> None:
     data = state()
     meter.store.save(data, step=0)
     data["w"] += 1
@@ -115,7 +115,7 @@ def test_a_fully_changed_tensor_is_hashed_once_except_one_cell(meter: Meter) -> 
     assert part(cost, "hashed", "copied") == (W + B + CELL, W + B)
 
 
-def test_frozen_tensors_are_sampled(meter: Meter) -> None:
+def test_a_save_hashes_only_samples_of_frozen_tensors(meter: Meter) -> None:
     meter.store.save(state(), step=0)
     cost = meter.of(lambda: meter.store.save(state(), step=1, frozen=["w"]))
     assert part(cost, "hashed", "copied") == (7 * CELL + B, B)
@@ -133,7 +133,7 @@ def test_a_load_reads_and_hashes_each_byte_once_without_copying(meter: Meter) ->
     assert part(cost, "hashed", "copied", "bytes_read") == (0, 0, W + B + looking)
 
 
-def test_loading_into_a_strided_destination_costs_one_copy(meter: Meter) -> None:
+def test_loading_into_a_strided_destination_needs_one_copy(meter: Meter) -> None:
     saved = meter.store.save(state(), step=0)
     looking = meter.of(lambda: meter.store.get(saved))["bytes_read"]
     target = torch.zeros(W // 4 // CELLS, CELLS, dtype=torch.int32).t()
@@ -142,7 +142,7 @@ def test_loading_into_a_strided_destination_costs_one_copy(meter: Meter) -> None
     assert torch.equal(target, state()["w"])
 
 
-def test_a_second_read_costs_one_listing(meter: Meter) -> None:
+def test_a_second_read_makes_only_one_listing(meter: Meter) -> None:
     meter.store.save(state(), step=0)
     meter.store.checkpoints()
     cost = meter.of(meter.store.checkpoints)
@@ -150,8 +150,8 @@ def test_a_second_read_costs_one_listing(meter: Meter) -> None:
 
 
 @pytest.mark.parametrize("ref", ["default@latest", "default@0"])
-def test_finding_a_checkpoint_costs_four_small_reads(meter: Meter, ref: str) -> None:
-    """These are the last announcement and the next free number, and the commit record and the next free number."""
+def test_finding_a_checkpoint_needs_four_small_reads(meter: Meter, ref: str) -> None:
+    """It reads the last announcement, the commit record, and the next free number of each of their logs."""
     meter.store.save(state(), step=0)
     cost = meter.of(lambda: meter.store.get(ref))
     assert part(cost, "requests", "reads") == (4, 4)

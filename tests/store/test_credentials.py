@@ -1,4 +1,4 @@
-"""Credentials that expire or allow too little: errors name what is missing, and no checkpoint is partly visible."""
+"""Credentials that expire or lack permissions: errors name what is missing, and no checkpoint is partly visible."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def test_a_save_survives_expiring_credentials(code: str, moto_server: Server, tm
 
 
 def test_readers_need_only_read_permission(moto_server: Server, tmp_path: Path) -> None:
-    """Reads do not write anything, and a save's error names the missing permission."""
+    """Reads do not write anything. The error of a save names the missing permission."""
     bucket = moto_server.new_bucket()
     with Proxy(moto_server.endpoint) as proxy:
         mine = impatient(moto_server, proxy, bucket, tmp_path / "mine", Backoff())

@@ -130,7 +130,7 @@ def test_unverified_reads_detect_missing_but_not_flipped_bytes(store: Store) -> 
 
 
 @pytest.mark.parametrize("cell", [0, 1, 2])
-def test_an_unread_cell_is_not_verified(store: Store, cell: int) -> None:
+def test_a_cell_that_is_not_read_is_not_verified(store: Store, cell: int) -> None:
     from casckpt.tensors.values import Shard
 
     flip(store, key_of(store, "b@1", "own"), DATA_OFFSET + 4096 * cell)
@@ -163,7 +163,7 @@ def test_a_flipped_byte_in_a_blob_header_does_not_affect_loads(store: Store) -> 
     assert same_state(store.read("b@1"), {"own": cells(3, seed=3)})
 
 
-def test_damaged_attachments_and_object_parts_are_errors(store: Store) -> None:
+def test_damaged_attachments_and_object_parts_raise_an_error(store: Store) -> None:
     data = random.Random(1).randbytes(9000)
     store.save({"blob": data}, run="c", step=1, attachments={"big": data[::-1]})
     for key in blob_keys(store):
@@ -198,7 +198,7 @@ def test_a_checkpoint_purged_during_a_load_is_reported_as_gone() -> None:
 
 
 @pytest.mark.parametrize("damage", ["garbage", "empty", "flip", "deleted", "other"])
-def test_a_damaged_manifest_is_an_error(store: Store, damage: str) -> None:
+def test_a_damaged_manifest_raises_an_error(store: Store, damage: str) -> None:
     ckpt = store.get("a@2")
     key = manifest_key(ckpt.commit.txid, ckpt.commit.id)
     other = next(one for one in manifest_keys(store) if one != key)
@@ -223,7 +223,7 @@ SECTIONS = ("index", "places", "blobs", "cells", "rows")
 
 @pytest.mark.parametrize("section", SECTIONS)
 def test_a_flipped_byte_in_a_manifest_section_is_detected(store: Store, section: str) -> None:
-    """The error names the damage, unaffected entries load, and gc stops only if it cannot determine what to keep."""
+    """The error names the damage, other entries load, and gc stops only if it cannot determine what to keep."""
     ckpt = store.get("a@2")
     key = manifest_key(ckpt.commit.txid, ckpt.commit.id)
     found = decode_head(content(store, key))[section]
@@ -394,7 +394,7 @@ def _overlapping(table: Table) -> None:
 
 
 def test_extents_that_overlap_across_boxes_do_not_expose_other_memory() -> None:
-    """If overlaps made up for holes, a new tensor would contain foreign memory."""
+    """If overlaps could make up for holes, a new tensor would contain uninitialized memory."""
     from casckpt.tensors.values import Shard
 
     store, w = small(), torch.ones(4, 4)
@@ -431,7 +431,7 @@ def test_random_damage_to_any_object_is_detected_or_harmless(seed: int) -> None:
 
 
 @pytest.mark.parametrize("long", [False, True])
-def test_a_forgery_that_changes_nothing_can_be_read(long: bool) -> None:
+def test_a_manifest_that_is_forged_without_a_change_can_be_read(long: bool) -> None:
     """This proves that the tests above pass for the right reason."""
     store = small()
     store.save({"m": {"shared": cells(3, seed=1), "own": cells(3, seed=2)}}, run="a", step=2)
@@ -450,7 +450,7 @@ def test_a_whole_cell_is_verified_even_if_a_load_needs_only_part_of_it(store: St
         reopened(store).load({"own": part}, "b@1")
 
 
-def test_every_byte_of_a_digest_is_compared(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_verification_compares_every_byte_of_a_digest(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
     def last_byte_wrong(data: memoryview) -> bytes:
         found = cell_digest(data)
         return found[:-1] + bytes([found[-1] ^ 1])

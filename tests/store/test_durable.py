@@ -1,4 +1,4 @@
-"""If file names in a folder do not become durable, a save that a power loss could remove does not succeed."""
+"""A save raises an error if its file names do not become durable, because a power loss could then remove it."""
 
 from __future__ import annotations
 
@@ -55,7 +55,9 @@ def test_a_commit_that_is_durable_on_the_second_attempt_succeeds(
     assert store.save({"x": torch.arange(6)}, run="run", step=1).step == 1
 
 
-def test_a_tag_that_does_not_become_durable_raises_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_setting_a_tag_that_does_not_become_durable_raises_an_error(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     store = casckpt.open(tmp_path / "store")
     saved = store.save({"x": torch.arange(5)}, run="run", step=0)
     store.tag("best", saved)

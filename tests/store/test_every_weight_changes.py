@@ -1,6 +1,6 @@
 """Real training runs that change every weight and save deltas.
 
-They are killed, resumed, collected and loaded elsewhere.
+They are killed and resumed while gc runs, and their checkpoints are loaded on different numbers of ranks.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ CELL, BLOB = (
 
 @dataclass(frozen=True)
 class Training:
-    """One attempt. ``dies_at``: SIGKILL is sent ``after`` some seconds in the save of that version, or later."""
+    """One attempt. ``dies_at``: SIGKILL is sent ``after`` this many seconds in the save of that version, or later."""
 
     url: str
     folder: Path
@@ -132,7 +132,8 @@ def save(rank: int, store: Store, plan: Training, step: int, state: dict[str, DT
 
 
 def whole_and_unasked(store: Store, step: int) -> int:
-    """Return the bytes of full cells that the chains of the previous version did not require."""
+    """Return the bytes of the cells that were stored in full although the previous version's chains did not require
+    it."""
     repo, now = store.repository, store.get(f"default@{step}").commit
     before, after = (manifests.get(repo, one) for one in (store.get(f"default@{step - 1}").commit, now))
     old = {entry.name: before.extents(entry) for entry in before.entries if entry.dtype == "bfloat16"}

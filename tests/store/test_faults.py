@@ -1,6 +1,6 @@
-"""Every storage call of a save fails once, before and after its effect.
+"""Each storage call of a save fails once, before or after it takes effect.
 
-The save fails or succeeds, but never partially.
+The save succeeds or fails completely.
 """
 
 from __future__ import annotations
@@ -136,7 +136,7 @@ def test_storage_that_fails_permanently_at_the_commit_raises_an_error(kind: str)
 @pytest.mark.parametrize(
     ("method", "key"), [("put", "objects/*.safetensors"), ("put", "objects/*.manifest"), ("settle", "*")]
 )
-def test_other_errors_end_a_save_cleanly(method: str, key: str, error: Exception) -> None:
+def test_other_errors_end_a_save_and_leave_nothing_behind(method: str, key: str, error: Exception) -> None:
     faulty, store = prepared(memory())
     faulty.inject(fail_before(method, key=key, error=error))
     with pytest.raises(type(error), match="test"):
@@ -236,7 +236,7 @@ def test_a_save_revoked_while_its_reused_blobs_are_deleted_is_retried() -> None:
     assert same_state(store.read("default@2"), states()[1])
 
 
-def test_a_save_revoked_twice_is_an_error() -> None:
+def test_a_save_that_is_revoked_twice_raises_an_error() -> None:
     faulty, store = prepared(memory())
     faulty.inject(call_first("put", revoker(store, faulty), key="objects/*.manifest", times=2))
     with pytest.raises(Revoked, match="save again") as caught:

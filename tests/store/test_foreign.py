@@ -1,4 +1,4 @@
-"""Sharded tensors of other libraries together with other values.
+"""Sharded tensors of other libraries, together with other values.
 
 A save stores the tensors' contents, and a load fills the tensors in place.
 """

@@ -1,4 +1,4 @@
-"""An attacker without a key stores different bytes under a pinned or signed ID.
+"""An attacker without a key stores different bytes under an ID that is pinned or signed.
 
 The ID is the hash of the index. The attacks rewrite everything else in a manifest, its head, and the record that names
 the head. All hashes are correct except those in the index.

@@ -1,4 +1,4 @@
-"""A checkpoint that is purged during a read raises Gone in every front end, and never Damaged."""
+"""If a checkpoint is purged during a read, every front end raises Gone, and never Damaged."""
 
 from __future__ import annotations
 
@@ -90,7 +90,7 @@ def faults() -> FaultyStore:
 
 @pytest.fixture
 def store(faults: FaultyStore, tmp_path: Path) -> Store:
-    """A store with run@0 and run@1, which has deltas to it, on a host without a cache."""
+    """A store with run@0 and run@1, whose cells are deltas against those of run@0, on a host without a cache."""
     made = small(faults)
     made.save(first(), run="run", step=0)
     made.save(second(), run="run", step=1, compress="always")
@@ -138,14 +138,14 @@ def test_following_the_advice_in_a_gone_error_helps(store: Store, faults: Faulty
     assert same_state(state, zeros())
 
 
-def test_a_leased_checkpoint_is_kept(store: Store, faults: FaultyStore) -> None:
+def test_a_checkpoint_with_a_lease_is_kept_during_a_read(store: Store, faults: FaultyStore) -> None:
     faults.inject(call_first("open", meanwhile(lambda: purge(faults)), key="*.safetensors"))
     state = zeros()
     store.load(state, REF, lease=True)
     assert same_state(state, second())
 
 
-def test_http_reports_a_purged_checkpoint_as_gone(store: Store, faults: FaultyStore) -> None:
+def test_a_server_answers_requests_for_a_purged_checkpoint_with_404(store: Store, faults: FaultyStore) -> None:
     pytest.importorskip("uvicorn", reason="needs casckpt[serve]")
     from tests.support.serving import serving
 
@@ -157,6 +157,6 @@ def test_http_reports_a_purged_checkpoint_as_gone(store: Store, faults: FaultySt
     assert "was purged while it was read" in said.headers["X-Error-Message"]
 
 
-def test_gone_is_a_kind_of_not_found() -> None:
+def test_the_error_gone_is_a_kind_of_not_found() -> None:
     assert issubclass(casckpt.errors.Gone, FileNotFoundError)
     assert (Gone.kind, Gone.exit_status) == ("gone", 3)

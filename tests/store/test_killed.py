@@ -1,4 +1,4 @@
-"""A save killed at any instant leaves the complete checkpoint or nothing, and does not block later saves."""
+"""A save that is killed at any instant leaves the complete checkpoint or nothing, and does not block later saves."""
 
 from __future__ import annotations
 

@@ -71,7 +71,7 @@ def test_an_expiring_tag_refers_to_its_checkpoint_until_it_expires(store: Store)
 
 
 @pytest.mark.parametrize("expires", [0, "0", "12", -1, 3600, "soon", True])
-def test_a_duration_has_a_unit_and_is_respected(store: Store, expires: Any) -> None:
+def test_an_invalid_duration_of_a_tag_or_lease_is_rejected(store: Store, expires: Any) -> None:
     with pytest.raises(InvalidInput):
         store.tag("eval", "run@0", expires=expires)
     with pytest.raises(InvalidInput), store.lease("run@0", expires=expires):
@@ -113,7 +113,7 @@ def test_copies_keep_metrics_and_health_but_not_leases(store: Store) -> None:
         assert mine.metrics
 
 
-def test_leases_leave_one_small_record_behind(store: Store) -> None:
+def test_leases_leave_only_one_small_record_behind(store: Store) -> None:
     for _ in range(3):
         with store.lease("run@0"):
             pass
@@ -171,7 +171,7 @@ def test_a_load_that_cannot_get_a_lease_fails_before_changing_anything(error: Ex
     assert same_state(found, state(0))
 
 
-def test_a_lease_on_latest_holds_the_latest_at_that_time(store: Store) -> None:
+def test_a_lease_on_latest_holds_the_checkpoint_that_is_latest_at_that_time(store: Store) -> None:
     """A different process forgets the checkpoint between the listing and the lease."""
     storage = FaultyStore(store.repository.storage)
     reader = small(storage)

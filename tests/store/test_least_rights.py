@@ -1,4 +1,4 @@
-"""Readers, and writers that can only add files: their work succeeds, and forbidden actions fail."""
+"""Readers, and writers that can only add files: they can do their work, and forbidden actions fail."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A store object after pickling, in forked processes, and at the end of a process."""
+"""A store object that is pickled, used in forked processes, or still in use at the end of a process."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def test_a_forked_child_can_save_in_the_background(store: casckpt.Store) -> None
 
 
 def test_a_save_to_a_bucket_is_finished_when_the_interpreter_ends(moto_server: Server, tmp_path: Path) -> None:
-    """This includes a save that has only just begun, even if nothing refers to the store.
+    """This includes a save that has only just begun, even if no variable refers to the store.
 
     The S3 client uses thread pools, which Python shuts down before it waits for casckpt's thread.
     """
@@ -251,7 +251,7 @@ def test_a_relative_or_home_cache_folder_is_made_absolute(tmp_path: Path, monkey
     assert not list((tmp_path / "elsewhere").iterdir())
 
 
-def test_the_cache_folder_can_come_from_the_environment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_environment_variable_can_name_the_cache_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """This works for programs and for the command line.
 
     An explicit argument wins, and an empty variable has no effect.
@@ -268,7 +268,7 @@ def test_the_cache_folder_can_come_from_the_environment(tmp_path: Path, monkeypa
     assert casckpt.open(tmp_path / "store").repository.cache_dir is None
 
 
-def test_swapped_arguments_of_tag_are_reported(tmp_path: Path) -> None:
+def test_an_error_for_tag_reports_swapped_arguments(tmp_path: Path) -> None:
     store = casckpt.open(tmp_path)
     saved = store.save({"w": torch.ones(2)}, run="sft", step=1)
     for name in ("sft@1", saved.id, "latest"):

@@ -116,7 +116,7 @@ def test_inference_mode_tensors_are_updated(cast: bool) -> None:
 
 
 @pytest.mark.filterwarnings("ignore:Accessing the data pointer of FakeTensor:UserWarning")
-def test_the_error_explains_a_failed_torch_allocation() -> None:
+def test_the_error_explains_a_failed_allocation_by_torch() -> None:
     store, here = small(), {"w": torch.zeros(5)}
     store.save({"w": torch.ones(5)}, step=1)
 
@@ -136,7 +136,7 @@ def test_exchanges_work_with_any_default_device(ranks: Pool) -> None:
     assert ranks.run(2, exchange_long_messages) == [100_000] * 2
 
 
-def test_every_new_tensor_names_its_device() -> None:
+def test_every_call_that_creates_a_tensor_names_its_device() -> None:
     """Otherwise, the caller's default device applies, such as a GPU after ``torch.set_default_device("cuda")``."""
     found = {path.relative_to(PACKAGE).as_posix(): without_a_device(path) for path in PACKAGE.rglob("*.py")}
     del found["frontends/demo.py"]  # a training run in a separate program

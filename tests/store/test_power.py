@@ -1,6 +1,6 @@
 """After a power loss at any instant, returned saves exist, only complete checkpoints are visible, and work continues.
 
-Processes save, thin, forget and collect, one after the other. Some are killed and leave names that are not durable.
+Processes save, thin, forget and run gc, one after the other. Some are killed, and leave names that are not durable.
 The test checks the possible contents of the disk after a power loss at many instants, with and without the host's
 cache.
 """
@@ -80,7 +80,7 @@ class User:
 
 
 def lives(folder: Path, dice: random.Random) -> tuple[Disk, Path]:
-    """Run up to three processes one after the other in the same store."""
+    """Run up to three processes, one after the other, that use the same store."""
     root, caches = folder / "store", folder / "caches"
     root.mkdir(parents=True)
     user = User(dice)
@@ -162,7 +162,7 @@ BROKEN: dict[str, Callable[[str], bool]] = {
 
 
 @pytest.mark.parametrize("what", BROKEN)
-def test_missing_folder_syncs_are_detected(tmp_path: Path, what: str) -> None:
+def test_the_power_loss_test_detects_missing_syncs_of_folders(tmp_path: Path, what: str) -> None:
     put = LocalStore.put
 
     def unsettled(self: LocalStore, key: str, data: Any, *, settle: bool = True) -> None:

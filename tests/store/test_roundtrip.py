@@ -68,7 +68,7 @@ def test_large_tensors_that_span_many_cells_and_blobs_are_loaded(anywhere: Store
     assert same(target, state)
 
 
-def test_nan_bits_are_preserved() -> None:
+def test_saves_and_loads_preserve_the_bits_of_nans() -> None:
     store = small()
     patterns = torch.tensor([0x7F800001, 0x7FC00123, -0x400000, 0x7FFFFFFF, -1], dtype=torch.int32)
     state = {"f": patterns.view(torch.float32), "t": patterns.view(5, 1).view(torch.float32).expand(5, 3)}
@@ -110,7 +110,7 @@ def test_a_module_and_its_optimizer_are_saved_and_loaded(anywhere: Store) -> Non
     assert all(same(a, b) for a, b in zip(model.state_dict().values(), other.state_dict().values(), strict=True))
 
 
-def test_tied_tensors_are_read_as_separate_tensors() -> None:
+def test_a_read_returns_tied_tensors_as_separate_tensors() -> None:
     store, weight = small(), cells(2)
     store.save({"embed": weight, "head": weight, "view": weight.view(32, -1)}, step=1)
     back = store.read("default@1")
@@ -131,7 +131,7 @@ def test_the_error_for_a_tensor_without_data_names_its_key(problem: str, tmp_pat
     assert not (tmp_path / "store").exists()
 
 
-def test_reading_onto_a_device_returns_tensors_on_that_device() -> None:
+def test_reading_with_a_device_returns_tensors_on_that_device() -> None:
     store = small()
     store.save({"w": torch.ones(3)}, step=1)
     assert store.read("default@1", device=torch.device("cpu"))["w"].device.type == "cpu"

@@ -1,4 +1,5 @@
-"""The ranks of a host read each byte of a remote store once. After a restart, the host may have what it saved."""
+"""The ranks of a host read each byte of a remote store once. After a restart, the host may still have what it
+saved."""
 
 from __future__ import annotations
 
@@ -145,7 +146,7 @@ def requested(proxy: Proxy) -> list[ReadRange]:
 
 
 @pytest.mark.parametrize("layout", ["replicas", "columns"])
-def test_a_proxy_sees_each_byte_of_a_bucket_once(
+def test_each_byte_of_a_bucket_is_requested_only_once(
     ranks: Pool, seaweed_server: Server, memory: Path, layout: str
 ) -> None:
     with Proxy(seaweed_server.endpoint) as proxy:
@@ -187,7 +188,7 @@ def save_change(rank: int, size: int, folder: Path) -> None:
     bucket(folder)[0].save(changed(size), step=2)
 
 
-def test_updates_share_their_reads(ranks: Pool, folder: Path, memory: Path) -> None:
+def test_updates_by_several_ranks_share_their_reads(ranks: Pool, folder: Path, memory: Path) -> None:
     ranks.run(2, save_change, folder)
     found = every(ranks.run(2, update, folder, memory))
     assert nbytes(found) == union(found) == 24 * CELL
@@ -209,7 +210,7 @@ def test_folders_and_single_processes_do_not_share_reads(
 
 
 def harmed(rank: int, size: int, folder: Path, memory: Path, harm: Callable[[Path], object]) -> Any:
-    """Load replicas. Rank 1 begins when rank 0 has read everything, and harms each shared file before it reads it."""
+    """Load replicas. Rank 1 begins when rank 0 has read everything, and damages each shared file before reading it."""
     begun, ended = HostReads.reader, HostReads.end
 
     def reader(reads: HostReads, number: int, *args: Any) -> Reader:
@@ -262,7 +263,7 @@ def test_a_killed_rank_is_named_and_its_files_serve_the_next_load(ranks: Pool, f
     assert shared(memory) == []
 
 
-def test_ranks_read_alone_if_the_memory_is_too_small(ranks: Pool, folder: Path, memory: Path) -> None:
+def test_ranks_do_not_share_reads_if_the_memory_is_too_small(ranks: Pool, folder: Path, memory: Path) -> None:
     found = every(ranks.run(2, load, folder, memory, "replicas", cache_bytes=1 << 19))
     assert nbytes(found) == 2 * union(found)
 
@@ -297,7 +298,7 @@ def save_and_load(rank: int, size: int, folder: Path, memory: Path, *, cache_dir
 
 
 @pytest.mark.parametrize("on_disk", [False, True])
-def test_after_a_restart_a_host_reads_only_manifests_from_the_store(
+def test_after_a_restart_a_host_does_not_read_the_blobs_that_it_saved_from_the_store(
     ranks: Pool, tmp_path: Path, memory: Path, on_disk: bool
 ) -> None:
     cache_dir = tmp_path / "disk" if on_disk else None

@@ -1,4 +1,4 @@
-"""Signed checkpoints can be loaded from anywhere, and all others are rejected."""
+"""Signed checkpoints can be loaded from any store, and all others are rejected."""
 
 from __future__ import annotations
 
@@ -131,7 +131,7 @@ def test_every_loading_front_end_requires_signatures(trusting: Callable[[], Stor
 
 
 def test_front_ends_read_manifests_through_the_signature_check() -> None:
-    """Data that was not checked may be hostile: for example, notes may contain pickles."""
+    """Data that was not checked may be hostile. For example, notes may contain pickles."""
     named = [path for path in (PACKAGE / "frontends").rglob("*.py") if "manifests.get(" in path.read_text()]
     assert named == []
 
@@ -146,12 +146,12 @@ def outcome(rank: int, size: int, url: str, key: Path, ref: str) -> str | bool:
     return same_state(loaded, state(1))
 
 
-def test_all_ranks_load_a_signed_checkpoint_or_none_do(ranks: Pool, store: Store, alice: Pair) -> None:
+def test_either_all_ranks_load_a_signed_checkpoint_or_none_does(ranks: Pool, store: Store, alice: Pair) -> None:
     assert ranks.run(2, outcome, store.url, alice.public, "run@1") == [True, True]
     assert ranks.run(2, outcome, store.url, alice.public, "run@3") == ["unsigned", "unsigned"]
 
 
-def test_verify_false_is_rejected_with_required_signatures(trusting: Callable[[], Store]) -> None:
+def test_verify_false_is_rejected_if_signatures_are_required(trusting: Callable[[], Store]) -> None:
     loaded = state(0)
     with pytest.raises(InvalidInput, match="verify=False"):
         trusting().load(loaded, "run@1", verify=False)

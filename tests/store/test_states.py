@@ -51,7 +51,7 @@ ODD: dict[str, Any] = {
 
 
 @pytest.mark.parametrize("key", ODD)
-def test_plain_data_is_saved_and_read(key: str) -> None:
+def test_plain_data_is_saved_and_read_back(key: str) -> None:
     store = small()
     state = {"x": ODD[key], "w": torch.ones(2)}
     store.save(state, step=1)
@@ -84,7 +84,7 @@ def test_containers_with_tensors_are_saved_and_read() -> None:
     }  # fmt: skip
 
 
-def test_key_order_is_preserved() -> None:
+def test_saves_and_loads_preserve_the_order_of_keys() -> None:
     state: dict[str, Any] = {key: torch.ones(1) if i % 2 else i for i, key in enumerate("qwertyuiop")}
     store = small()
     store.save(state, step=1)
@@ -119,7 +119,7 @@ def test_large_buffers_are_stored_in_blobs_and_reused() -> None:
     assert 0 < store.save(state, step=3).stats.bytes_written <= 2 * 4096  # the header and the last cell
 
 
-def test_an_array_view_is_stored_with_its_values_at_the_time_of_the_save() -> None:
+def test_a_view_of_an_array_is_stored_with_its_values_at_the_time_of_the_save() -> None:
     store, array = small(), np.zeros(5000)
     state = {"a": array}
     store.save(state, step=1)
@@ -224,7 +224,7 @@ class TestShards:
         ):
             assert same_state(self.saved(shards).read("default@1"), {"m": {"w": w}})
 
-    def test_parts_of_tensors_are_filled(self) -> None:
+    def test_a_load_fills_parts_of_tensors(self) -> None:
         store = self.saved(self.rows(0, 5, 12))
         part = Shard(torch.zeros(4, 7), (12, 20), offset=(3, 9))
         ranges = Shard(torch.zeros(30), (12, 20), flat=[(100, 120), (7, 17)])
@@ -237,7 +237,7 @@ class TestShards:
         assert torch.equal(inner.data, self.whole[2:7, 3:7].reshape(-1)[6:15])
 
     @pytest.mark.parametrize("bounds", [(0, 5), (5, 12), (0, 0)])
-    def test_holes_are_rejected_with_key_and_region(self, bounds: tuple[int, ...]) -> None:
+    def test_the_error_for_a_hole_names_key_and_region(self, bounds: tuple[int, ...]) -> None:
         store = small()
         with pytest.raises(InvalidInput, match=r"'m\.w' of shape \[12, 20\] is incomplete.*Nothing") as caught:
             store.save({"m": {"w": self.rows(*bounds)}}, step=1)
@@ -246,13 +246,13 @@ class TestShards:
         store.save({"m": {"w": self.whole}}, step=1)
         assert same_state(store.read("default@1"), {"m": {"w": self.whole}})
 
-    def test_the_error_names_a_hole(self) -> None:
+    def test_the_error_for_uncovered_elements_names_the_hole(self) -> None:
         shards = [self.rows(0, 5)[0], self.rows(7, 12)[0]]
         with pytest.raises(InvalidInput, match=r"no rank holds \[0:12\]x\[0:20\] elements 100\.\.140"):
             self.saved(shards)
 
     @pytest.mark.parametrize("columns", [False, True])
-    def test_overlaps_are_rejected_with_key_and_region(self, columns: bool) -> None:
+    def test_the_error_for_an_overlap_names_key_and_region(self, columns: bool) -> None:
         w = self.whole
         if columns:
             shards = [Shard(w[:, :11], (12, 20), (0, 0)), Shard(w[:, 10:], (12, 20), (0, 10))]
@@ -402,7 +402,7 @@ def test_any_state_is_restored_and_each_cell_is_written_once(state: dict[Any, An
     assert store.diff("default@1", "default@2").unchanged == tuple(first.tensors)
 
 
-def test_a_second_store_object_lists_the_same_checkpoints(tmp_path: Path) -> None:
+def test_a_second_store_object_for_the_same_storage_lists_the_same_checkpoints(tmp_path: Path) -> None:
     state = {"w": cells(3), "x": [1]}
     open_store(tmp_path / "s").save(state, step=1)
     assert same_state(open_store(tmp_path / "s").read("latest"), state)

@@ -120,7 +120,7 @@ def test_thinned_checkpoints_in_a_range_are_restored(store: Store) -> None:
     assert store.restore("run@1") == store.get("run@1")
 
 
-def test_tags_move_to_the_thinned_commit_and_keep_only_its_entries(store: Store) -> None:
+def test_tags_move_to_the_thinned_commit_and_protect_only_its_entries(store: Store) -> None:
     store.tag("best", "run@1")
     with pytest.raises(Conflict, match="tagged best"):
         store.thin("run@1", drop=DROP)
@@ -138,7 +138,7 @@ def test_a_lease_protects_entries_that_are_thinned_later(store: Store) -> None:
         assert same_state(store.read(held), state(1))
 
 
-def test_a_lease_acquired_after_the_plan_protects_its_checkpoint(store: Store) -> None:
+def test_a_lease_acquired_after_thinning_was_planned_protects_its_checkpoint(store: Store) -> None:
     plan = plan_thin(store.repository, ["run@1"], drop=DROP)
     with store.lease("run@1") as held:
         assert execute(store.repository, plan) == ()
@@ -157,7 +157,7 @@ def test_a_tag_set_on_a_complete_checkpoint_keeps_it_complete(store: Store) -> N
     assert store.read("run@1", keys=["optim.state.head.*"])
 
 
-def test_thinning_in_two_steps_equals_one_step(store: Store) -> None:
+def test_thinning_in_two_steps_has_the_same_result_as_in_one(store: Store) -> None:
     store.thin("run@1", drop=["optim.state.emb.*"])
     store.thin("run@1", drop=["optim.state.head.*"])
     store.thin("run@2", drop=["optim.state.head.*", "optim.state.emb.*"])
@@ -166,7 +166,7 @@ def test_thinning_in_two_steps_equals_one_step(store: Store) -> None:
     assert same_state(store.read("run@1", keys=["model.*"])["model"], state(1)["model"])
 
 
-def test_a_later_save_reuses_remaining_entries(store: Store) -> None:
+def test_a_later_save_reuses_the_entries_that_remain_after_thinning(store: Store) -> None:
     store.thin("run@5", drop=DROP)
     store.gc(min_age=0)
     saved = store.save(state(5), run="run", step=6)

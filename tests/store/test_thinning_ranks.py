@@ -1,4 +1,4 @@
-"""Thinned checkpoints of many ranks: nearly all dropped bytes are freed, and everything else is unchanged."""
+"""Thinned checkpoints of many ranks: nearly all dropped bytes are freed, and all other entries are unchanged."""
 
 from __future__ import annotations
 

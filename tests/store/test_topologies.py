@@ -70,7 +70,7 @@ def chains(seed: int, count: int) -> list[tuple[int, list[World], World]]:
 
 
 @pytest.mark.parametrize("number", range(CHAINS))
-def test_any_world_size_can_load_checkpoints_saved_with_other_sizes(
+def test_any_number_of_ranks_can_load_checkpoints_saved_by_any_other(
     ranks: Pool, tmp_path: Path, seed: int, full: bool, number: int
 ) -> None:
     for lap, (state, savers, loader) in enumerate(chains(seed, FULL_CHAINS // CHAINS if full else 1)):
@@ -105,7 +105,7 @@ def save_models(rank: int, size: int, path: Path, seed: int) -> None:
 
 
 def load_models(rank: int, size: int, path: Path, seed: int, count: int) -> list[tuple[str, str]]:
-    """Return the pairs with an incorrect result.
+    """Return the pairs of names with an incorrect result.
 
     ``count``: how many others each one loads (those that follow in the list).
     """
@@ -127,7 +127,7 @@ def run_of(topology: str) -> str:
     return topology.replace(" ", "-").replace("+", "and")
 
 
-def test_every_kind_of_parallel_model_can_load_checkpoints_of_other_kinds(
+def test_every_kind_of_parallel_model_can_load_checkpoints_of_the_others(
     ranks: Pool, tmp_path: Path, seed: int, full: bool
 ) -> None:
     """By default, each kind loads checkpoints of three others."""

@@ -48,7 +48,7 @@ def test_yielded_checkpoints_can_be_loaded() -> None:
     assert list(told) == []
 
 
-def test_a_watch_continues_after_any_reference() -> None:
+def test_a_watch_can_continue_after_any_reference() -> None:
     store = small()
     made = [store.save(state(step), run="run", step=step) for step in range(3)]
     store.tag("seen", made[0])
@@ -58,7 +58,7 @@ def test_a_watch_continues_after_any_reference() -> None:
     assert [one.checkpoint for one in store.watch("run", after="latest", timeout=0)] == []
 
 
-def test_a_store_created_later_is_watched(store: casckpt.Store, store_path: Path) -> None:
+def test_a_watch_waits_for_a_store_that_is_created_later(store: casckpt.Store, store_path: Path) -> None:
     told = casckpt.open(store_path).watch("run", timeout="60s", poll="0.1s")
     made = store.save(state(1), run="run", step=1)
     assert next(told).checkpoint == made

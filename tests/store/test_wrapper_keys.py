@@ -1,4 +1,4 @@
-"""Wherever users name keys, the key of a wrapper stands for all tensors in it."""
+"""Wherever users name keys, the key of a wrapper stands for all tensors that it contains."""
 
 from __future__ import annotations
 
@@ -83,7 +83,7 @@ def test_the_key_of_a_tensor_in_a_wrapper_selects_that_tensor() -> None:
 
 
 @pytest.mark.parametrize("pattern", ["model.a.w.", "*.w.other", "w"])
-def test_a_pattern_that_matches_neither_is_reported(tmp_path: Path, pattern: str) -> None:
+def test_a_pattern_that_matches_neither_a_wrapper_nor_its_tensors_is_reported(tmp_path: Path, pattern: str) -> None:
     store = saved()
     calls: list[Any] = [
         lambda: store.digests("r@1", keys=[pattern]),

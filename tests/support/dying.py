@@ -1,4 +1,4 @@
-"""A process that dies, or does not get a response, before or after one of its changes to storage."""
+"""A process that dies, or gets no response, before or after one of its changes to storage."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Where the tests of repositories and checkpoints keep their stores: in memory or in buckets (``--storage``).
+"""Storage for the tests of repositories and checkpoints: in memory or in buckets (``--storage``).
 
 These tests compare exact numbers of requests. Therefore, a bucket has the same traits here as memory: exclusive
 creates are known to work, and reads never span a gap.
@@ -47,7 +47,8 @@ class Far(RemoteStore):
 
 
 class Near(RemoteStore):
-    """The same for tests that expect a store nearby, such as those of gc grace periods and polling intervals."""
+    """A store in a bucket that does not report itself as remote, for tests of gc grace periods and polling
+    intervals."""
 
     @property
     def traits(self) -> Traits:

@@ -1,4 +1,4 @@
-"""Measures the memory that this process keeps for later saves."""
+"""Measures how much memory this process keeps for later saves."""
 
 from __future__ import annotations
 

@@ -4,7 +4,7 @@ A hint is a message, or a part of one, that names an argument, a command, an opt
 hints in the source. A test in `tests.hints` triggers a hint, does what it says, and checks the result::
 
     @follows("history/transactions.py:begin_save", "overwrite it")
-    def test_an_existing_step_is_overwritten(store, messages):
+    def test_the_suggested_option_overwrites_an_existing_step(store, messages):
         store.save({"x": 1}, run="a", step=1)
         with messages.error() as advice:  # the error of that function, with that text
             store.save({"x": 2}, run="a", step=1)

@@ -34,7 +34,7 @@ def llama(seed: int = 3, *, tied: bool = True) -> Any:
 
 
 def mixtral(seed: int = 3) -> Any:
-    """A two-layer Mixtral with three experts, which Transformers fuses."""
+    """Return a two-layer Mixtral with three experts, which Transformers fuses."""
     from transformers import MixtralConfig, MixtralForCausalLM
 
     config = MixtralConfig(

@@ -191,7 +191,7 @@ def _load_vit(folder: Path) -> Tensors:
 
 
 def _cached(folder: Path) -> None:
-    """A snapshot in the download cache: links to blobs."""
+    """Write a snapshot in the download cache, which consists of links to blobs."""
     blobs = folder.parent.parent / "blobs"
     _llama(folder, max_shard_size="10KB")
     blobs.mkdir(parents=True)
@@ -306,7 +306,7 @@ def _ddpm(folder: Path, **options: Any) -> None:
 
 
 def _latent(folder: Path) -> None:
-    """A pipeline with two components in shards, and the same weights in one file for other programs."""
+    """Write a pipeline with two components in shards, and the same weights in one file for other programs."""
     diffusers = _untyped_diffusers()
 
     parts = diffusers.VQModel(**VAE), diffusers.UNet2DModel(**UNET), diffusers.DDIMScheduler()

@@ -169,7 +169,7 @@ def run_and_exit(call: Callable[[], object]) -> NoReturn:
 
 
 def _total(folder: Path, way: str) -> int:
-    """Return the number of steps of the save, or 0 if its points are seconds."""
+    """Return the number of steps of the save, or 0 if the save is killed at random times."""
     shutil.copytree(folder / "base", folder / "count", dirs_exist_ok=True)
     found = folder / "steps"
     status = forked(lambda: found.write_text(str(_save(folder / "count", way, 0))))

@@ -1,4 +1,4 @@
-"""Manifests of tensors that are not stored, for planners that read only manifests."""
+"""Manifests of tensors that are not stored, for code that reads only manifests."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Megatron-FSDP on CPUs. It is written for GPUs, so what it calls of CUDA does nothing here.
+"""Megatron-FSDP on CPUs. It is written for GPUs, so its calls to CUDA do nothing here.
 
 Streams and overlap, NCCL's buffers and FP8 do not run on CPUs. Sharding, gathering and the optimizer are real.
 """

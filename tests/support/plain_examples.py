@@ -1,4 +1,4 @@
-"""Plain values of every kind, including some that are easy to encode incorrectly."""
+"""Plain values of every type, including some that are easy to encode incorrectly."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Extracts the ``rename`` from an error or a warning, as a user would copy it."""
+"""Extracts the suggested ``rename`` from an error or a warning, as a user would copy it."""
 
 from __future__ import annotations
 

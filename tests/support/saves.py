@@ -132,7 +132,7 @@ def files(path: Path) -> dict[Path, bytes]:
 
 @contextmanager
 def another_process() -> Iterator[None]:
-    """Inside the block, this process does not remember the runs that it saved."""
+    """Inside the block, this process does not remember which runs it has saved."""
     mine, kept._RUNS = kept._RUNS, PerProcess(kept._Runs)
     try:
         yield

@@ -110,7 +110,7 @@ def trained(seed: int = 0) -> tuple[Network, optim.AdamW]:
 
 
 def contents(model: nn.Module, optimizer: optim.Optimizer) -> Any:
-    """Return a copy of everything that saving them stores."""
+    """Return a copy of everything that a save of the model and the optimizer stores."""
     state = optimizer.state_dict()
     groups = [dict(sorted(group.items())) for group in state["param_groups"]]
     return copy.deepcopy([dict(model.state_dict()), state["state"], groups])

@@ -38,7 +38,7 @@ def layouts(seed: int, count: int, ranks: int) -> dict[str, Layout]:
 
 
 def check_here(drawn: dict[str, Layout], rank: int, mesh: DeviceMesh, store: casckpt.Store) -> None:
-    """Check that the part of a rank equals numpy's cut of the whole, after loads and comparisons too."""
+    """Check that a rank's part equals the part that numpy cuts, even after loads and comparisons."""
     state: dict[str, Any] = {}
     data: dict[str, list[torch.Tensor]] = {}
     for key, layout in drawn.items():
@@ -61,7 +61,7 @@ def check_here(drawn: dict[str, Layout], rank: int, mesh: DeviceMesh, store: cas
 
 
 @pytest.mark.parametrize("size", [1, 2, 3, 4])
-def test_every_layout_that_can_be_described_is_saved(size: int, full: bool, seed: int) -> None:
+def test_every_layout_that_can_be_described_is_saved_exactly(size: int, full: bool, seed: int) -> None:
     drawn = layouts(seed, 500 if full else 20, size)
     store = small()
     store.save({key: torch.from_numpy(layout.whole) for key, layout in drawn.items()}, run="a", step=1)
@@ -168,7 +168,7 @@ def test_partial_sums_are_rejected_even_with_a_chunk_description() -> None:
 
 
 def test_any_tensor_class_can_describe_itself() -> None:
-    """Its parts must fit the shape of the tensor."""
+    """Its parts must be within the shape of the tensor."""
     shards, store = [torch.ones(2, 3), torch.full((2, 2), 2.0)], small()
     store.save({"w": LocalShardsWrapper(shards, [(0, 0), (0, 3)])}, step=1)
     assert store.read("default@1")["w"].tolist() == [[1, 1, 1, 2, 2]] * 2
@@ -190,8 +190,9 @@ def test_any_tensor_class_can_describe_itself() -> None:
 
 
 @pytest.mark.parametrize("order", [(1, 0), (2, 0, 1), (2, 1, 0), (1, 2)], ids=str)
-def test_a_custom_mesh_order_is_respected(order: tuple[int, ...]) -> None:
-    """torch's strided shards describe the same cut. torch's own description of a DTensor ignores the order."""
+def test_the_custom_order_of_a_mesh_is_respected(order: tuple[int, ...]) -> None:
+    """torch's strided shards describe the same division. torch's own description of a DTensor ignores the mesh
+    order."""
     shape, full = (24, 2), arange((24, 2))
     placements = tuple(Shard(0) if dim in order else Shard(1) for dim in range(3))
     entries = [ShardOrderEntry(0, order), *(ShardOrderEntry(1, (dim,)) for dim in range(3) if dim not in order)]
@@ -208,8 +209,9 @@ def test_a_custom_mesh_order_is_respected(order: tuple[int, ...]) -> None:
             assert sum(piece.data.numel() for piece in pieces) == local.numel()
 
 
-def test_a_mesh_of_megatron_fsdp_does_not_say_which_elements_a_rank_holds() -> None:
-    """It cuts the inner dimension first, unevenly, with any placements, so a tensor must describe itself."""
+def test_a_mesh_of_megatron_fsdp_does_not_determine_which_elements_a_rank_holds() -> None:
+    """Megatron-FSDP divides the inner dimension first, unevenly, and with any placements, so a tensor must describe
+    itself."""
     with pretending((2, 2)) as ranks:
         mesh = next(ranks)
         mesh._shard_order = [1, 0]  # type: ignore[attr-defined]

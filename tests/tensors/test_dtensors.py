@@ -1,4 +1,5 @@
-"""An arange is distributed over meshes. `local_boxes` returns the place of each element for any placement."""
+"""The values of an arange are distributed over meshes. `local_boxes` returns the position of each for any
+placement."""
 
 from __future__ import annotations
 
@@ -34,7 +35,7 @@ SHAPES: list[Shape] = [(8, 6), (7, 5), (3, 9), (16,), (5,), (1,), (4, 3, 5), (2,
 
 @contextmanager
 def pretending(mesh: Shape) -> Iterator[Iterator[DeviceMesh]]:
-    """The mesh as each of its ranks sees it in turn, in a group without communication."""
+    """Yield the mesh as each of its ranks in turn sees it, in a group without communication."""
 
     def ranks() -> Iterator[DeviceMesh]:
         for rank in range(prod(mesh)):
@@ -51,7 +52,7 @@ def pretending(mesh: Shape) -> Iterator[Iterator[DeviceMesh]]:
 
 
 def held(tensor: DTensor, full: torch.Tensor) -> list[int]:
-    """The elements of this rank, each of them checked."""
+    """Return the elements of this rank, after a check of each."""
     local, found = tensor.to_local(), []
     for outer, inner in local_boxes("key", tensor):
         assert outer.shape == inner.shape
@@ -70,7 +71,7 @@ Where = tuple[Shape, tuple[Placement, ...]]
 
 
 def scatter(mesh: Shape, shapes: Sequence[Shape], cuts: Callable[[int], Cuts]) -> dict[Where, list[int] | None]:
-    """The elements of all ranks for each shape and cut, or None if a rank refuses."""
+    """Return the elements of all ranks for each shape and division, or None if a rank refuses it."""
     said: dict[Where, list[list[int] | Exception]] = {}
     with pretending(mesh) as ranks:
         for here in ranks:
@@ -101,14 +102,14 @@ def proven(held: list[int] | Exception) -> list[int]:
 
 
 def whole(mesh: Shape, where: Where) -> list[int]:
-    """The expected elements."""
+    """Return the expected elements."""
     shape, placements = where
     times = prod(size for size, one in zip(mesh, placements, strict=True) if one.is_replicate())
     return sorted(list(range(prod(shape))) * times)
 
 
 def even(mesh: Shape, where: Where) -> bool:
-    """Report whether each mesh dimension makes equal parts."""
+    """Report whether each mesh dimension divides the tensor into equal parts."""
     shape, placements = where
     left = list(shape)
     for size, one in zip(mesh, placements, strict=True):
@@ -131,7 +132,7 @@ def test_every_placement_maps_each_element_to_its_position(mesh: Shape) -> None:
 
 
 def pairs_of(last: int) -> Callable[[int], Cuts]:
-    """Placements on two mesh dimensions."""
+    """Return placements on two mesh dimensions."""
     return lambda dims: [
         *((_StridedShard(dim, split_factor=last), Shard(dim)) for dim in range(dims)),
         *((_StridedShard(a, split_factor=1), Shard(b)) for a, b in itertools.permutations(range(dims), 2)),
@@ -139,7 +140,7 @@ def pairs_of(last: int) -> Callable[[int], Cuts]:
 
 
 def triples(dims: int) -> Cuts:
-    """Placements on three mesh dimensions of two ranks each."""
+    """Return placements on three mesh dimensions of two ranks each."""
     return [
         *((Replicate(), _StridedShard(dim, split_factor=2), Shard(dim)) for dim in range(dims)),
         *((_StridedShard(dim, split_factor=2), Replicate(), Shard(dim)) for dim in range(dims)),
@@ -158,7 +159,8 @@ STRIDED: dict[Shape, Callable[[int], Cuts]] = {
 @pytest.mark.skipif(TALKS, reason="a torch before 2.7 cuts nothing in strides")
 @pytest.mark.parametrize("mesh", STRIDED, ids=named)
 def test_strided_shards_map_each_element_to_its_position(mesh: Shape) -> None:
-    """torch cuts uneven ones in two ways. casckpt supports FSDP2's, and refuses the other, which its sizes reveal."""
+    """torch divides uneven shards in two ways. casckpt supports that of FSDP2, and refuses the other, as the sizes
+    show."""
     shapes = [*SHAPES, (16, 8), (24, 12), (48,)]
     for where, found in scatter(mesh, shapes, STRIDED[mesh]).items():
         if found is None:
@@ -185,7 +187,7 @@ def test_unreduced_sums_are_rejected() -> None:
 
 
 def test_a_local_tensor_of_the_wrong_size_is_rejected() -> None:
-    """As after an uneven cut, which a DTensor cannot describe."""
+    """An example is an uneven division, which a DTensor cannot describe."""
     with pretending((2,)) as ranks:
         for rank, here in enumerate(ranks):
             local = torch.zeros(1 + 4 * rank)
@@ -204,7 +206,7 @@ def test_a_stride_that_does_not_match_the_mesh_is_rejected() -> None:
             local_boxes("key", tensor)
 
 
-def test_runs_of_indices_become_boxes() -> None:
+def test_consecutive_indices_become_boxes() -> None:
     indices = [torch.tensor(held).numpy() for held in ([0, 1, 4, 5], [2])]
     assert boxes_of(indices) == [(Box((0, 2), (2, 1)), Box((0, 0), (2, 1))), (Box((4, 2), (2, 1)), Box((2, 0), (2, 1)))]
     assert boxes_of([]) == [(Box((), ()), Box((), ()))]
@@ -221,7 +223,7 @@ Held = dict[tuple[int, str], tuple[list[int], int]]
 
 
 def wrap(here: DeviceMesh, names: tuple[str, ...], model: torch.nn.Module) -> None:
-    """FSDP2 over all dimensions of the mesh except "tp", separate or ("flat") merged into one."""
+    """Apply FSDP2 over all dimensions of the mesh except "tp", either separately or ("flat") merged into one."""
     from torch.distributed.fsdp import fully_shard
     from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
@@ -236,7 +238,7 @@ def wrap(here: DeviceMesh, names: tuple[str, ...], model: torch.nn.Module) -> No
 
 
 def wrapped(rank: int, size: int, mesh: Shape, names: tuple[str, ...]) -> Held:
-    """The elements of this rank, of two layers of all sizes."""
+    """Return this rank's elements of two layers, for all sizes."""
     here = init_device_mesh("cpu", mesh, mesh_dim_names=names)
     found = {}
     for number, (inner, outer) in enumerate(SIZES):
@@ -279,7 +281,7 @@ def test_torch_wrappers_are_sharded_as_described(ranks: Pool, mesh: Shape, names
 
 
 def mixture(rank: int, size: int) -> Any:
-    """Placements that need communication: redistributed ones."""
+    """Return this rank's elements of tensors that were redistributed, which needs communication."""
     here = init_device_mesh("cpu", (2, 2))
     full = arange((7, 6))
     tensor = distribute_tensor(full, here, [Shard(0), Shard(1)])
@@ -289,6 +291,6 @@ def mixture(rank: int, size: int) -> Any:
     ]
 
 
-def test_redistributed_tensors_are_saved(ranks: Pool) -> None:
+def test_tensors_that_were_redistributed_are_saved(ranks: Pool) -> None:
     for found in zip(*ranks.run(4, mixture), strict=True):
         assert {element for one in found for element in one} == set(range(42))

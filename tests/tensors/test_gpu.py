@@ -1,6 +1,6 @@
-"""Tensors in GPU memory are saved and loaded like those in host memory. The tests use both if there is a GPU.
+"""Tensors in GPU memory are saved and loaded like tensors in host memory. The tests use both if there is a GPU.
 
-Otherwise they use tensors in host memory that look like a GPU's, so that casckpt must not access their bytes.
+Otherwise, they use tensors in host memory that look like GPU tensors, whose bytes casckpt must not access directly.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ def store(tmp_path: Path) -> casckpt.Store:
 
 
 def moved(state: Any, device: str) -> Any:
-    """A state on another device, with the same strides."""
+    """Return a state on another device, with the same strides."""
     if isinstance(state, torch.Tensor):
         if state.is_conj() or state.is_neg() or not state.numel():
             return state.to(device)
@@ -74,7 +74,7 @@ def on_host(state: Any) -> Any:
 
 @contextmanager
 def busy(device: str) -> Iterator[None]:
-    """Use a stream that is not the default, and whose work begins late."""
+    """Use a stream that is not the default one, and delay its work."""
     if device == "cpu":
         yield
         return
@@ -171,7 +171,7 @@ def test_saves_and_loads_wait_for_queued_work_on_streams(store: casckpt.Store, d
         assert not store.compare(state, "a@1").is_same
 
 
-def test_an_update_applies_changes(store: casckpt.Store, device: str) -> None:
+def test_an_update_changes_tensors_on_a_gpu(store: casckpt.Store, device: str) -> None:
     state = {"w": cells(6).to(device), "frozen": torch.randn(40, 30, device=device).t()}
     target = {key: torch.zeros_like(one) for key, one in state.items()}
     held = None
@@ -193,7 +193,7 @@ def test_equal_bytes_are_stored_once_regardless_of_their_device(store: casckpt.S
 
 
 @pytest.mark.parametrize("fused", [False, True])
-def test_training_continues_as_if_uninterrupted(store: casckpt.Store, device: str, fused: bool) -> None:
+def test_training_continues_after_a_load_as_if_uninterrupted(store: casckpt.Store, device: str, fused: bool) -> None:
     def made(seed: int) -> tuple[nn.Module, torch.optim.Optimizer]:
         model = nn.Sequential(Network(seed), nn.Dropout(0.5)).to(device)
         return model, torch.optim.AdamW(model.parameters(), lr=0.01, fused=fused)

@@ -1,4 +1,4 @@
-"""torchao's weights are saved in the background and loaded, with equal bytes and an equal forward.
+"""torchao's weights are saved in the background and loaded with the same bytes, and compute the same outputs.
 
 These kinds run on CPUs: Float8Tensor, Int8Tensor, IntxUnpackedToInt8Tensor, NF4Tensor, NVFP4Tensor, MXTensor (compared
 by its values, because its linear is refused here) and Int8QuantizedTrainingLinearWeight. The kinds that need a GPU
@@ -98,7 +98,7 @@ def forward(name: str, weight: Any) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("name", MAKE)
-def test_a_weight_is_saved_in_the_background_and_loaded(name: str) -> None:
+def test_every_kind_of_weight_is_saved_in_the_background_and_loaded(name: str) -> None:
     store, saved = small(), make(name, 1)
     model = nn.ParameterDict({"w": nn.Parameter(saved, requires_grad=False), "b": nn.Parameter(torch.ones(3))})
     expected, values = bits(saved), forward(name, saved)
@@ -188,7 +188,7 @@ def test_a_different_kernel_or_kind_is_refused_and_nothing_changes() -> None:
 
 
 @pytest.mark.parametrize("name", [name for name in MAKE if name not in NOT_REBUILT and "stand-in" not in name])
-def test_cast_loads_the_values_into_a_plain_model(name: str) -> None:
+def test_a_load_with_cast_loads_the_values_into_a_plain_model(name: str) -> None:
     store, saved = small(), make(name, 1)
     save_model_and_optim_state(
         store, nn.ParameterDict({"w": nn.Parameter(saved, requires_grad=False)}), run="r", step=1
@@ -199,7 +199,7 @@ def test_cast_loads_the_values_into_a_plain_model(name: str) -> None:
     assert torch.equal(plain["w"], values.float())
 
 
-def test_a_trainable_weight_takes_the_same_next_step() -> None:
+def test_a_trainable_weight_has_the_same_next_step_after_a_load() -> None:
     store, steps = small(), []
     model = nn.ParameterDict({"w": trained(torch.randn(64, 128))})
     other = nn.ParameterDict({"w": trained(torch.randn(64, 128))})
@@ -247,7 +247,9 @@ def test_hostile_contexts_are_refused(change: str) -> None:
 )
 @settings(max_examples=30, deadline=None)
 @given(st.data())
-def test_changed_forms_and_tensors_are_rebuilt_as_described_or_refused(name: str, draw: st.DataObject) -> None:
+def test_wrappers_with_changed_forms_or_tensors_are_rebuilt_as_described_or_refused(
+    name: str, draw: st.DataObject
+) -> None:
     if name.startswith("Optim"):
         weight = of_torchao(f"optim.subclass_{name[-4:]}", name).zeros((64, 128))
     else:

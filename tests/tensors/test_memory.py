@@ -49,7 +49,7 @@ def test_bytes_are_read_from_conjugated_and_negated_views(name: str) -> None:
 
 @pytest.mark.parametrize("name", NAMES)
 def test_a_buffer_can_begin_at_any_address(name: str) -> None:
-    """Values stored as bytes may begin at any byte of a blob, and torch's 16-byte copies would crash there."""
+    """Values that are stored as bytes may begin at any byte of a blob, where torch's 16-byte copies would crash."""
     source, target = raw(name, (9, 8)).t(), raw(name, (9, 8), 2).t()
     nbytes = len(bytes_of(source))
     buffer = memoryview(bytearray(nbytes + 1))[1:]
@@ -61,7 +61,7 @@ def test_a_buffer_can_begin_at_any_address(name: str) -> None:
 
 
 @given(full_shapes, st.data())
-def test_any_range_of_any_permutation_is_read(shape: Shape, data: st.DataObject) -> None:
+def test_any_range_of_a_permuted_tensor_is_read(shape: Shape, data: st.DataObject) -> None:
     order = data.draw(st.permutations(range(len(shape))))
     tensor = raw("int32", shape).permute(order)
     lo = data.draw(st.integers(0, tensor.numel()))
@@ -94,7 +94,7 @@ def test_a_buffer_is_converted_to_bytes() -> None:
 
 
 @pytest.mark.parametrize("size", [0, 1, (1 << 14) - 1, 1 << 14, 1 << 16])
-def test_bytes_are_copied(size: int) -> None:
+def test_bytes_are_copied_between_buffers(size: int) -> None:
     source, target = np.random.default_rng(size).bytes(size), bytearray(size)
     copy_bytes(memoryview(target), memoryview(source))
     assert target == source
@@ -106,7 +106,7 @@ def test_a_view_of_the_bits_preserves_every_bit(name: str) -> None:
     assert bytes_of(as_bits(tensor)) == bytes_of(tensor)
 
 
-def test_narrow_selects_the_correct_elements() -> None:
+def test_narrow_selects_the_correct_elements_of_a_tensor() -> None:
     tensor = torch.arange(60).view(3, 4, 5)
     assert torch.equal(narrow(tensor, Box((1, 0, 2), (2, 4, 3))), tensor[1:3, :, 2:5])
 
@@ -172,7 +172,7 @@ def test_a_destination_with_a_conjugate_bit_is_filled() -> None:
         assert same(target, source)
 
 
-def test_a_copy_into_a_different_dtype_converts() -> None:
+def test_a_copy_into_a_different_dtype_converts_the_values() -> None:
     region = Region(full_box((5,)), 0, 5)
     target = torch.zeros(5, dtype=torch.float64)
     destination = Destination(region, target, torch.bfloat16)

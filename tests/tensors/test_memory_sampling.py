@@ -27,7 +27,7 @@ FORMS = {
 
 
 @pytest.mark.parametrize("form", FORMS)
-def test_sampled_runs_follow_row_major_order(form: str) -> None:
+def test_samples_of_a_tensor_are_taken_in_row_major_order(form: str) -> None:
     data = FORMS[form]
     size, count = data.element_size(), data.numel()
     last = count - RUN // size
@@ -42,7 +42,7 @@ SHORT = [
 ]  # fmt: skip
 
 
-def test_a_tensor_shorter_than_a_run_repeats_its_last_element() -> None:
+def test_the_sample_of_a_short_tensor_repeats_its_last_element() -> None:
     gaps = [torch.stack([data, data], -1)[..., 0] if data.dim() else data.conj() for data in SHORT]
     counts = np.array([data.numel() for data in SHORT])
     sizes = np.array([data.element_size() for data in SHORT])
@@ -54,7 +54,7 @@ def test_a_tensor_shorter_than_a_run_repeats_its_last_element() -> None:
             assert row.tobytes() == filled[:RUN] * 2
 
 
-def test_many_tensors_sampled_at_a_time_keep_their_order() -> None:
+def test_samples_of_many_tensors_keep_the_order_of_the_tensors() -> None:
     tensors = [torch.full((100,), float(i)) if i % 3 else torch.full((10, 20), float(i))[:, ::2] for i in range(50)]
     found = sampled(tensors, np.zeros((50, 1), np.int64), np.full(50, 100), np.full(50, 4))
     assert found.view(np.float32)[:, 0].tolist() == list(range(50))

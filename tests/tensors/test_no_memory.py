@@ -1,4 +1,4 @@
-"""Tensors without memory of their own, or with shared memory, are refused by name everywhere."""
+"""Tensors without memory of their own, or with shared memory, are refused everywhere, and errors name them."""
 
 from __future__ import annotations
 
@@ -52,7 +52,8 @@ def beside(device: str) -> torch.Tensor:
 
 
 def freed(_: str) -> torch.Tensor:
-    """A parameter after FSDP freed it: an address computed from its offset, with no memory there."""
+    """Return a parameter that FSDP has freed: its address is computed from its offset, but there is no memory at this
+    address."""
     whole = torch.ones(16)
     part = whole[8:]
     whole.untyped_storage().resize_(0)
@@ -136,7 +137,7 @@ def test_dcp_rejects_a_tensor_without_memory(store: casckpt.Store, make: Callabl
 
 
 def test_state_without_memory_does_not_replace_a_parameter_without_memory(store: casckpt.Store) -> None:
-    """Both have the address 0. A load replaces tied tensors, but refuses these."""
+    """Both tensors have the address 0. A load would replace tied tensors, but refuses these."""
     model = nn.ParameterDict({"w": nn.Parameter(torch.ones(8)), "none": nn.Parameter(torch.empty(0))})
     optim = torch.optim.SGD(model.parameters(), momentum=0.9)
     optim.state[model["w"]] = {"momentum_buffer": torch.ones(8)}
@@ -150,7 +151,7 @@ def test_state_without_memory_does_not_replace_a_parameter_without_memory(store:
 
 
 def partitioned() -> nn.Module:
-    """A model as DeepSpeed leaves it between passes."""
+    """Return a model as DeepSpeed leaves it between passes."""
     model = nn.Sequential(nn.Linear(6, 6), nn.Linear(6, 2))
     for number, parameter in enumerate(model.parameters()):
         parameter.ds_id, parameter.ds_shape = number, parameter.shape  # type: ignore[attr-defined]
@@ -173,7 +174,7 @@ def test_a_model_of_placeholders_can_be_neither_saved_nor_loaded(store: casckpt.
     assert [one.step for one in store.checkpoints("z")] == [1]
 
 
-def test_a_gathered_model_is_saved(store: casckpt.Store) -> None:
+def test_a_model_whose_parameters_were_gathered_is_saved(store: casckpt.Store) -> None:
     model = partitioned()
     for parameter in model.parameters():
         parameter.data = torch.ones(parameter.ds_shape)  # type: ignore[attr-defined]
@@ -181,7 +182,7 @@ def test_a_gathered_model_is_saved(store: casckpt.Store) -> None:
 
 
 @pytest.mark.parametrize(("empty", "warned"), [(1, False), (2, False), (3, True)])
-def test_a_state_with_mostly_empty_tensors_causes_one_warning(
+def test_a_state_whose_tensors_are_mostly_empty_causes_one_warning(
     store: casckpt.Store, caplog: pytest.LogCaptureFixture, *, empty: int, warned: bool
 ) -> None:
     floats = [torch.empty(0)] * empty + [torch.ones(2)] * (4 - empty)

@@ -94,8 +94,8 @@ def test_data_of_a_later_version_is_rejected() -> None:
         decode_object("a", data, False, False)
 
 
-def test_any_changed_byte_of_an_archive_is_accepted_or_rejected_without_an_error() -> None:
-    """For example, Python's zipfile raises no BadZipFile if the directory requires a later version of zip."""
+def test_the_check_of_an_archive_with_a_changed_byte_never_raises_an_error() -> None:
+    """For example, zipfile does not raise BadZipFile if the archive requires a later version of zip."""
     archive = write_archive([1])
     assert is_only_torchs(archive)
     found = {is_only_torchs(archive[:at] + b"\xff" + archive[at + 1 :]) for at in range(len(archive))}
@@ -103,7 +103,7 @@ def test_any_changed_byte_of_an_archive_is_accepted_or_rejected_without_an_error
 
 
 def test_a_pickle_with_external_bytes_is_rejected_without_reading_it() -> None:
-    """Only readers that may unpickle fetch it. torch's restricted unpickler does not use it."""
+    """Only a reader that may unpickle reads these bytes. torch's restricted unpickler does not use them."""
     harmless = plain.encode(write_archive({"x": torch.ones(2)}))
     refuse_pickle("a", harmless, 0)
     for data, parts in ((harmless, 1), (plain.encode(b"\x80\x02N."), 0)):
@@ -129,7 +129,7 @@ def test_a_value_decodes_exactly(value: Any) -> None:
     assert same(plain.decode(data, extensions=TORCH_EXTENSIONS), {"x": [value]})
 
 
-def test_every_dtype_is_restored() -> None:
+def test_every_torch_dtype_decodes_to_itself() -> None:
     dtypes = {value for value in vars(torch).values() if isinstance(value, torch.dtype)}
     data = plain.encode(dtypes, extensions=TORCH_EXTENSIONS)
     assert plain.decode(data, extensions=TORCH_EXTENSIONS) == dtypes
@@ -176,6 +176,6 @@ def test_errors_for_rejected_values_give_advice(value: Any, message: str) -> Non
     ],
     ids=named,
 )
-def test_hostile_payloads_are_rejected(wire: Any) -> None:
+def test_hostile_payloads_of_torch_types_are_rejected(wire: Any) -> None:
     with pytest.raises(Refused):
         plain.decode(msgspec.msgpack.encode(wire), extensions=TORCH_EXTENSIONS)

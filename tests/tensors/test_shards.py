@@ -1,4 +1,4 @@
-"""Leaves become chunks without a copy, and the error for a leaf without bytes names it."""
+"""Leaves are divided into chunks without a copy, and the error for a leaf without bytes names it."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from casckpt.tensors.shards import check_destination, check_in_place, local_tens
 from tests.support.tensors import WRONG, wrong
 
 
-def test_a_tensor_is_a_single_chunk() -> None:
+def test_a_plain_tensor_becomes_a_single_chunk() -> None:
     tensor = torch.randn(3, 4)
     local = local_tensor("w", tensor)
     assert (local.key, local.dtype, local.shape) == ("w", torch.float32, (3, 4))
@@ -25,11 +25,11 @@ def test_a_tensor_is_a_single_chunk() -> None:
     assert not local.replicated
 
 
-def test_a_parameter_is_replicated() -> None:
+def test_a_parameter_counts_as_replicated() -> None:
     assert local_tensor("w", torch.nn.Parameter(torch.zeros(2))).replicated
 
 
-def test_a_box_describes_a_region() -> None:
+def test_a_shard_can_be_described_by_a_box() -> None:
     data = torch.arange(6).view(2, 3)
     local = local_tensor("w", Shard(data, (4, 3), offset=(2, 0)))
     (piece,) = local.pieces
@@ -38,7 +38,7 @@ def test_a_box_describes_a_region() -> None:
     assert piece.data.data_ptr() == data.data_ptr()
 
 
-def test_flat_ranges_describe_regions() -> None:
+def test_a_shard_can_be_described_by_flat_ranges() -> None:
     data = torch.arange(5)
     (piece,) = local_tensor("w", Shard(data, (4, 3), flat=(2, 7))).pieces
     assert piece.region == Region(Box((0, 0), (4, 3)), 2, 7)

@@ -1,4 +1,4 @@
-"""Copies for saves in the background hold every bit, and reuse memory."""
+"""Copies for background saves are exact, and reuse memory."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def test_staging_memory_is_reused_and_grows_if_needed() -> None:
     assert staging.nbytes == -(-large.nbytes // 64) * 64
 
 
-def test_a_copy_uses_reserved_memory() -> None:
+def test_a_copy_uses_the_memory_that_was_reserved_for_it() -> None:
     staging = Staging()
     state = [torch.randn(100), torch.randn(7, 3).t(), torch.empty(0), torch.tensor(1)]
     staging.reserve(state)

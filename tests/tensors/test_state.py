@@ -1,4 +1,4 @@
-"""Any nested state becomes flat leaves and comes back equal."""
+"""Any nested state is flattened to leaves, and rebuilt exactly."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def kinds(flat: FlatState) -> dict[str, str]:
 
 
 def through(state: Any) -> Any:
-    """The state after a save and a complete read."""
+    """Return the state after a save and a complete read."""
     flat = flatten(state)
 
     def leaf(key: str, node: Leaf) -> Any:
@@ -45,7 +45,7 @@ def through(state: Any) -> Any:
 # leaves
 
 
-def test_mappings_are_traversed_and_other_values_are_leaves() -> None:
+def test_mappings_are_flattened_and_other_values_are_leaves() -> None:
     state = {"model": {"w": tensor(), "b": torch.nn.Parameter(tensor())}, "step": 3, "none": None, 7: "seven"}
     flat = flatten(state)
     assert kinds(flat) == {"model.w": "tensor", "model.b": "tensor", "step": "object", "none": "object", "7": "object"}
@@ -54,7 +54,7 @@ def test_mappings_are_traversed_and_other_values_are_leaves() -> None:
     assert flat.leaves["model.w"].value is state["model"]["w"]  # type: ignore[index]  # a nested state
 
 
-def test_lists_and_tuples_are_traversed_only_if_they_contain_tensors() -> None:
+def test_lists_and_tuples_are_flattened_only_if_they_contain_tensors() -> None:
     state = {"a": [1, {"x": 2}], "b": [1, {"x": tensor()}], "c": (None, (tensor(),)), "d": [], "e": ()}
     assert kinds(flatten(state)) == {
         "a": "object",
@@ -67,7 +67,7 @@ def test_lists_and_tuples_are_traversed_only_if_they_contain_tensors() -> None:
     }
 
 
-def test_shards_and_lists_of_shards_are_tensors() -> None:
+def test_shards_and_lists_of_shards_are_treated_as_tensors() -> None:
     shard = Shard(torch.zeros(2), (4,), offset=(0,))
     chunks = [shard, Shard(torch.zeros(2), (4,), offset=(2,))]
     flat = flatten({"one": shard, "many": chunks, "mixed": [shard, 1]})
@@ -75,14 +75,14 @@ def test_shards_and_lists_of_shards_are_tensors() -> None:
     assert flat.leaves["many"].value is chunks
 
 
-def test_dtensors_are_tensors() -> None:
+def test_dtensors_are_treated_as_tensors() -> None:
     class Sub(torch.Tensor):
         pass
 
     assert kinds(flatten({"a": tensor().as_subclass(Sub)})) == {"a": "tensor"}
 
 
-def test_dicts_with_other_keys_are_leaves_if_they_contain_no_tensors() -> None:
+def test_dicts_with_keys_of_other_types_are_leaves_if_they_contain_no_tensors() -> None:
     state = {"a": {(1, 2): 3}, "b": {True: 1}, "c": {2**70: 1}}
     assert kinds(flatten(state)) == {"a": "object", "b": "object", "c": "object"}
     with pytest.raises(InvalidInput, match=r"state\['m'\]\['a'\]: the key \(1, 2\)") as caught:
@@ -101,7 +101,7 @@ def test_a_named_tuple_with_tensors_is_rejected() -> None:
     assert kinds(flatten({"a": torch.Size([1])})) == {"a": "object"}
 
 
-def test_per_rank_marks_everything_inside_it() -> None:
+def test_a_per_rank_value_marks_everything_inside_it() -> None:
     flat = flatten({"rng": PerRank({"cpu": tensor(), "py": [1]}), "a": [PerRank(1), 2], "b": 3})
     assert {key: leaf.per_rank for key, leaf in flat.leaves.items()} == {
         "rng.cpu": True,
@@ -147,7 +147,7 @@ def test_invalid_keys_are_rejected(state: Any, message: str) -> None:
         flatten(state)
 
 
-def test_the_longest_and_unusual_keys_are_stored() -> None:
+def test_unusual_keys_and_the_longest_keys_are_stored() -> None:
     state = {"a" * 4000: {"b" * 95: 1}, "m": {"": 1, " ": 2, "..": 3}, "ключ": 4, "": {"x": 5}}
     assert list(flatten(state).leaves) == [f"{'a' * 4000}.{'b' * 95}", "m.", "m. ", "m...", "ключ", ".x"]
     assert same(through(state), state)
@@ -250,7 +250,7 @@ STATES = st.dictionaries(
 
 
 def equal(one: Any, other: Any) -> bool:
-    """Compare exactly, and tensors by identity."""
+    """Compare values exactly, and tensors by identity."""
     if isinstance(one, torch.Tensor):
         return one is other
     if type(one) is dict and type(other) is dict:
@@ -262,11 +262,11 @@ def equal(one: Any, other: Any) -> bool:
 
 @settings(max_examples=150, deadline=None)
 @given(STATES)
-def test_any_state_is_rebuilt(state: dict[Any, Any]) -> None:
+def test_any_state_is_rebuilt_from_its_leaves(state: dict[Any, Any]) -> None:
     assert equal(through(state), state)
 
 
-def test_inflate_rebuilds_the_selected_keys() -> None:
+def test_inflate_rebuilds_only_the_selected_keys() -> None:
     flat = flatten({"m": {"a": tensor(), "b": [tensor(), tensor()]}, "step": 1, "e": {}})
     found = inflate(flat.tree, lambda key, leaf: key, lambda key: key in {"m.a", "m.b.1"})
     assert found == {"m": {"a": "m.a", "b": {1: "m.b.1"}}}
@@ -280,7 +280,7 @@ def test_a_state_is_described_by_a_tree() -> None:
 # into a template
 
 
-def test_leaves_are_replaced_in_place() -> None:
+def test_the_leaves_of_a_state_are_replaced_in_place() -> None:
     weight = tensor()
     inner = {"w": weight, "step": 0}
     items = [weight, {"n": 1}]
@@ -315,7 +315,7 @@ def test_a_per_rank_value_remains_marked() -> None:
     assert inner == {"a": 3}
 
 
-def test_nothing_changes_if_a_key_is_unknown_or_a_mapping_is_read_only() -> None:
+def test_a_state_does_not_change_if_a_key_is_unknown_or_a_mapping_is_read_only() -> None:
     fixed: Mapping[str, int] = types.MappingProxyType({"y": 1})
     state: dict[str, Any] = {"a": 1, "b": fixed}
     with pytest.raises(InvalidInput, match="cannot set key 'z'"):

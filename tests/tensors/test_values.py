@@ -1,4 +1,4 @@
-"""A Shard refuses inconsistent numbers, and its regions are those of its data."""
+"""A Shard refuses inconsistent numbers, and describes the regions of its data."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def test_a_shard_can_be_the_whole_tensor() -> None:
     assert Shard(torch.zeros(3), global_shape=torch.Size([3]), shape=[3]).regions() == [whole((3,))]
 
 
-def test_a_box_describes_a_region() -> None:
+def test_a_shard_can_be_described_by_a_box() -> None:
     wanted = [Region(Box((2, 1), (3, 4)), 0, 12)]
     assert Shard(torch.zeros(3, 4), global_shape=(8, 8), offset=(2, 1)).regions() == wanted
     assert Shard(torch.zeros(3, 4), (8, 8), [2, 1], [3, 4]).regions() == wanted
@@ -84,7 +84,7 @@ def test_data_that_is_not_a_tensor_is_rejected() -> None:
         Shard(data, global_shape=(2,))
 
 
-def test_repr_describes_the_held_region() -> None:
+def test_the_repr_of_a_shard_describes_its_region() -> None:
     assert repr(Shard(torch.zeros(2), (8,), flat=(1, 3))) == "Shard([0:8] elements 1..3 of [8], torch.float32)"
     assert repr(Shard(torch.zeros(0), (8,), flat=(1, 1))) == "Shard(nothing of [8], torch.float32)"
     assert repr(PerRank([1])) == "PerRank([1])"

@@ -1,4 +1,4 @@
-"""Wrappers are opened and rebuilt. Hostile forms and inner tensors are refused, and nothing else is raised."""
+"""Wrappers are flattened and rebuilt. Hostile forms and inner tensors are refused, and no other error is raised."""
 
 from __future__ import annotations
 
@@ -41,7 +41,9 @@ def registered() -> Iterator[None]:
 @pytest.mark.parametrize("name", MAKE)
 @settings(max_examples=80)
 @given(st.data())
-def test_a_changed_form_or_tensor_is_rebuilt_as_described_or_refused(name: str, draw: st.DataObject) -> None:
+def test_a_wrapper_with_a_changed_form_or_tensor_is_rebuilt_as_described_or_refused(
+    name: str, draw: st.DataObject
+) -> None:
     found = opened("w", MAKE[name]())
     assert found is not None
     check_rebuilt(found, draw)
@@ -49,7 +51,7 @@ def test_a_changed_form_or_tensor_is_rebuilt_as_described_or_refused(name: str, 
 
 @settings(max_examples=100)
 @given(st.data())
-def test_changed_parts_are_loaded_as_described_or_refused(draw: st.DataObject) -> None:
+def test_a_wrapper_with_changed_parts_is_loaded_as_described_or_refused(draw: st.DataObject) -> None:
     whole = '{"dtype":"float32","shape":[8]}'
     inner = {**opened_form(), "regions": [[[0], [8], 4, 8]]}
     if draw.draw(st.booleans()):
@@ -70,7 +72,7 @@ def opened_form() -> Form:
     return found.form
 
 
-def test_a_wrapper_of_an_unknown_kind_is_restored_as_its_parts() -> None:
+def test_a_wrapper_of_an_unknown_kind_is_read_as_its_parts() -> None:
     node = Wrapper('{"dtype":"int8","kind":"os:system","shape":[]}', {"a": TENSOR})
     made = restored("w", node, {"a": torch.ones(1)})
     assert type(made) is Wrapped

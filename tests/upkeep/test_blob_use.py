@@ -16,7 +16,7 @@ def freed(store: Store, **rules: Any) -> int:
     return store.gc(min_age="0s", **rules).deleted_bytes
 
 
-def test_each_step_reports_its_exclusive_bytes() -> None:
+def test_each_step_reports_the_bytes_that_only_it_uses() -> None:
     store = filled(small())
     steps = store.footprint().steps
     assert [(one.run, one.step, one.state, one.until, one.tags) for one in steps] == [
@@ -31,7 +31,7 @@ def test_each_step_reports_its_exclusive_bytes() -> None:
     assert freed(store) == steps[1].bytes_alone
 
 
-def test_a_different_run_counts_as_a_user() -> None:
+def test_bytes_that_two_runs_use_are_not_exclusive_to_either_run() -> None:
     store = filled(small())
     store.save(state(3), run="other", step=0)
     (one,) = store.footprint("other").steps

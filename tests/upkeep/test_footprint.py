@@ -1,4 +1,4 @@
-"""How a store's bytes are used by checkpoints, tags and branches, and the bytes that each retention rule would free."""
+"""How checkpoints, tags and branches use a store's bytes, and how many bytes each retention rule would free."""
 
 from __future__ import annotations
 

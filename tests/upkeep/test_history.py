@@ -1,4 +1,4 @@
-"""The bytes that each checkpoint added, and the reason for them; damage does not hide other checkpoints."""
+"""The bytes that each checkpoint added, and why it added them. Damage does not hide other checkpoints."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def test_each_checkpoint_is_listed_with_the_bytes_that_it_added(store: Store) ->
     assert sum(one.bytes_added for one in found) == store.stats().bytes_blobs
 
 
-def test_the_heat_of_a_layer_is_the_fraction_that_changed(store: Store) -> None:
+def test_the_heat_of_a_layer_is_the_fraction_of_it_that_changed(store: Store) -> None:
     save(store, 1, _0=0.5, _1=1.5)
     save(store, 2, _0=0.5, _1=2.5)
     save(store, 3, _0=3.5, _1=2.5)
@@ -109,7 +109,7 @@ def test_a_layer_name_ends_at_the_first_number(key: str, width: int, expected: s
     assert layer_of(key, width) == expected
 
 
-def test_neighboring_layers_share_a_group_if_there_are_many() -> None:
+def test_neighboring_layers_share_a_group_if_there_are_many_layers() -> None:
     found = group([f"model.layers.{n}.weight" for n in range(100)], most=40)
     assert found["model.layers.5.weight"] == "model.layers.4-7"
     assert len(set(found.values())) == 25
@@ -129,5 +129,5 @@ def test_every_key_belongs_to_one_of_a_few_groups(keys: list[str], most: int) ->
 
 
 @given(st.dictionaries(st.text(max_size=5), st.integers(0, 2**40)))
-def test_the_groups_contain_every_byte(nbytes: dict[str, int]) -> None:
+def test_the_groups_together_contain_every_byte(nbytes: dict[str, int]) -> None:
     assert sum(summed(nbytes, group(nbytes)).values()) == sum(nbytes.values())

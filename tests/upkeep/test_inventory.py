@@ -82,7 +82,7 @@ def test_the_inventory_always_matches_a_listing(seed: int, tmp_path: Path) -> No
             assert there.keys() - named(repo) <= found.sizes.keys()
 
 
-def test_a_folder_is_listed_once(tmp_path: Path) -> None:
+def test_the_inventory_lists_each_folder_only_once(tmp_path: Path) -> None:
     repo = repository(tmp_path)
     first = save(repo, texts=["a", "b"])
     save(repo, step=1, texts=["c"], reused=reused(repo, first))
@@ -144,7 +144,7 @@ def test_folders_with_missing_objects_are_listed_every_time(tmp_path: Path) -> N
     assert taken(repo).total().blobs == 2
 
 
-def test_commits_about_to_be_purged_are_not_guards(tmp_path: Path) -> None:
+def test_commits_that_are_about_to_be_purged_are_not_guards(tmp_path: Path) -> None:
     repo = repository(tmp_path)
     first, second = save(repo, texts=["a"]), save(repo, step=1, texts=["b"])
     assert taken(repo).sizes == {}

@@ -1,4 +1,4 @@
-"""Repacked cells are stored in different blobs, and the checkpoint stays identical to the byte."""
+"""Repacked cells are stored in different blobs, and the checkpoint remains identical, byte for byte."""
 
 from __future__ import annotations
 
@@ -206,7 +206,7 @@ def test_bytes_damaged_in_transfer_are_reread(tmp_path: Path, source: Repository
             made.run()
 
 
-def test_unknown_encodings_are_not_repacked(source: Repository, target: Repository) -> None:
+def test_cells_in_unknown_encodings_are_not_repacked(source: Repository, target: Repository) -> None:
     manifest = manifests.get(source, resolve(source, "run@0"))
     parts = taken_apart(manifest)
     parts.pieces["cells"][0] = b"\x63 of later"
@@ -219,7 +219,8 @@ def test_unknown_encodings_are_not_repacked(source: Repository, target: Reposito
 def test_spans_with_different_cell_sizes_are_rejected_before_they_are_laid_out(
     source: Repository, target: Repository
 ) -> None:
-    """A row must be in one span. A hostile writer may have split a span, so that adjacent cells cannot form one row."""
+    """A row must be in one span. A hostile writer may have divided a span, so that adjacent cells cannot form one
+    row."""
     manifest = manifests.get(source, resolve(source, "run@0"))
     parts, half = taken_apart(manifest), CELL // 4
     digests = parts.pieces["cells"][0][1:]
@@ -251,7 +252,7 @@ def test_small_blobs_are_repacked_if_that_reduces_their_number(source: Repositor
     assert poor_blobs(manifests.get(source, resolve(source, "run@0")), 1 << 20, ()) == frozenset()
 
 
-def test_branches_remain_in_separate_blobs(tmp_path: Path) -> None:
+def test_repacking_keeps_branches_in_separate_blobs(tmp_path: Path) -> None:
     repo = repository(tmp_path)
     older = save_arrays(repo, {"a.x": array(1, 300), "b.x": array(2, 300)})
     commit = save_arrays(repo, {"a.x": array(1, 300), "b.x": array(3, 300)}, step=1, reuse=older)

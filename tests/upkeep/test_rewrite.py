@@ -1,4 +1,5 @@
-"""Rewrites: a single record hides the old commit and shows the new one. One of several competing processes wins."""
+"""Rewrites: a single record hides the old commit and shows the new one, and one of several competing processes
+wins."""
 
 from __future__ import annotations
 
@@ -153,7 +154,7 @@ def other(tmp_path: Path, repo: Repository, seed: int = 7) -> Repository:
     return repository(tmp_path / f"other {seed}", storage.inner, seed=seed, clock=repo.clock)
 
 
-def test_a_forget_during_a_rewrite_wins(tmp_path: Path, repo: Repository, faults: FaultyStore) -> None:
+def test_a_forget_during_a_rewrite_takes_precedence(tmp_path: Path, repo: Repository, faults: FaultyStore) -> None:
     base = commit_bare(repo)
     in_between(faults, base, lambda: forget(other(tmp_path, repo), base))
     with pytest.raises(Conflict, match="not rewritten"):
@@ -165,7 +166,7 @@ def test_a_forget_during_a_rewrite_wins(tmp_path: Path, repo: Repository, faults
     assert visible(repo) == [base.txid]
 
 
-def test_one_of_two_rewriters_wins(tmp_path: Path, repo: Repository, faults: FaultyStore) -> None:
+def test_exactly_one_of_two_rewriters_succeeds(tmp_path: Path, repo: Repository, faults: FaultyStore) -> None:
     base = commit_bare(repo)
     won = []
     in_between(faults, base, lambda: won.append(rewrite_bare(other(tmp_path, repo), base)))
@@ -190,7 +191,7 @@ def test_a_rewrite_that_writes_nothing_leaves_nothing_behind(repo: Repository) -
     assert (visible(repo), len(list_commits(repo).live())) == ([base.txid], 1)
 
 
-def test_a_rewriter_whose_response_was_lost_wins(repo: Repository, faults: FaultyStore) -> None:
+def test_a_rewriter_whose_response_was_lost_finds_that_it_succeeded(repo: Repository, faults: FaultyStore) -> None:
     base = commit_bare(repo)
     faults.inject(
         fail_after("put", key=f"{commit_key(base.txid)}.1"), fail_before("get", key=f"{commit_key(base.txid)}.1")
@@ -199,7 +200,7 @@ def test_a_rewriter_whose_response_was_lost_wins(repo: Repository, faults: Fault
     assert now(repo, base).number == 1
 
 
-def test_a_rewriter_without_a_response_occupies_the_log_number_before_it_fails(
+def test_a_rewriter_that_gets_no_response_occupies_the_log_number_before_it_fails(
     repo: Repository, faults: FaultyStore
 ) -> None:
     base = commit_bare(repo)
@@ -223,7 +224,9 @@ def test_a_rewriter_that_cannot_occupy_the_log_number_forgets_nothing(repo: Repo
     assert visible(repo) == [made.txid]
 
 
-def test_a_rewrite_and_its_record_are_announced_before_they_exist(repo: Repository, faults: FaultyStore) -> None:
+def test_a_rewrite_and_the_record_that_shows_it_are_announced_before_they_exist(
+    repo: Repository, faults: FaultyStore
+) -> None:
     base = commit_bare(repo)
     seen = []
 
@@ -320,8 +323,8 @@ def test_reading_a_run_follows_checkpoints_that_are_replaced_meanwhile(
     assert (read, found) == (3, now(repo, made))
 
 
-def test_a_lost_record_after_a_rewrite_does_not_block_listings(tmp_path: Path) -> None:
-    """If the base's log is read by keys, it ends before the gap, and the rewrite seems valid.
+def test_a_lost_record_after_a_rewrite_does_not_prevent_listings(tmp_path: Path) -> None:
+    """If the log of the base is read by keys, it ends before the gap, and the rewrite seems valid.
 
     The listing shows that it is not.
     """
@@ -355,7 +358,7 @@ def test_a_rewrite_undone_while_a_run_is_read_is_not_lost(
 # tags
 
 
-def test_tags_and_leases_follow_the_id(repo: Repository) -> None:
+def test_tags_and_leases_apply_to_the_current_commit_of_an_id(repo: Repository) -> None:
     base = commit_bare(repo)
     set_tag(repo, "best", base)
     tag, _ = hold(repo, "lease-1", base, 60)
@@ -428,7 +431,9 @@ def test_a_rewrite_of_a_purged_base_can_be_read(repo: Repository) -> None:
     assert (set(found.damaged), [one.txid for one in found.visible()]) == ({made.txid}, [made.txid])
 
 
-def test_a_save_callback_receives_a_listing_made_after_the_begin(repo: Repository, faults: FaultyStore) -> None:
+def test_a_save_callback_receives_a_listing_that_was_made_after_the_save_began(
+    repo: Repository, faults: FaultyStore
+) -> None:
     base = commit_bare(repo)
     began = len(faults.calls)
 

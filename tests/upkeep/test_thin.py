@@ -134,7 +134,9 @@ def test_thinning_runs_concurrently_with_rewriters_leases_and_gcs(
 
 @pytest.mark.sweep
 @pytest.mark.parametrize("dies", ["gc", "thinner"])
-def test_tagged_checkpoints_end_up_visible_and_complete(tmp_path: Path, seed: int, full: bool, dies: str) -> None:
+def test_tagged_checkpoints_are_visible_and_complete_in_the_end(
+    tmp_path: Path, seed: int, full: bool, dies: str
+) -> None:
     """A rule forgets while a different process thins, and one of the two dies right after its first change to a log."""
     taken_back = 0
     for round_ in range(400):
@@ -287,7 +289,7 @@ def test_gc_restores_tagged_checkpoints_of_a_killed_thinning(
     check(filled)
 
 
-def test_only_thinnings_after_the_tag_are_undone(filled: Repository) -> None:
+def test_gc_undoes_only_thinnings_that_were_made_after_the_tag(filled: Repository) -> None:
     (less,) = thin(filled, "run@0")
     set_tag(filled, "best", less)
     execute(filled, plan_thin(filled, ["run@0"], drop=["model.b"], tagged=True))
@@ -321,7 +323,7 @@ def test_a_tag_on_a_purged_complete_commit_protects_the_thinned_one(filled: Repo
 # copies
 
 
-def test_a_complete_twin_counts_as_a_copy_of_the_thinned_checkpoint(tmp_path: Path) -> None:
+def test_a_complete_twin_counts_as_a_copy_of_a_thinned_checkpoint(tmp_path: Path) -> None:
     source, target = fill(repository(tmp_path)), elsewhere(tmp_path / "t")
     copy(source, target)
     thin(source, "run@0")
@@ -371,7 +373,7 @@ def test_a_thinned_checkpoint_remains_thinned_after_a_repair(tmp_path: Path) -> 
     check(repo)
 
 
-def test_errors_for_thinned_entries_name_the_rule(tmp_path: Path) -> None:
+def test_the_error_for_a_thinned_entry_names_the_rule_that_dropped_it(tmp_path: Path) -> None:
     repo = fill(repository(tmp_path))
     (made,) = thin(repo, "run@0")
     manifest = manifests.get(repo, made)
@@ -399,7 +401,7 @@ def reasons(repo: Repository) -> list[tuple[int | None, str]]:
     return [(one.step, one.reason) for one in collect(repo).waiting]
 
 
-def test_an_unthinned_mirror_receives_checkpoints_before_they_are_thinned(tmp_path: Path) -> None:
+def test_checkpoints_are_copied_to_the_mirror_before_they_are_thinned(tmp_path: Path) -> None:
     here, there = mirrored(tmp_path, thinned=False)
     thin(here, "run@0")
     assert reasons(here) == [(0, "unmirrored")]
@@ -410,7 +412,7 @@ def test_an_unthinned_mirror_receives_checkpoints_before_they_are_thinned(tmp_pa
     check(there)
 
 
-def test_a_mirror_is_thinned_afterwards(tmp_path: Path) -> None:
+def test_a_mirror_is_thinned_after_its_store(tmp_path: Path) -> None:
     here, there = mirrored(tmp_path, thinned=True)
     catch_up(here, there)
     thin(here, "run@0")
@@ -455,7 +457,7 @@ def test_tagged_checkpoints_remain_complete_in_the_mirror(tmp_path: Path) -> Non
     assert [resolve(there, f"run@{step}").dropped is None for step in range(3)] == [True, False, True]
 
 
-def test_the_first_of_two_concurrent_changes_wins(tmp_path: Path) -> None:
+def test_a_planned_thinning_does_not_change_a_checkpoint_that_was_rewritten_meanwhile(tmp_path: Path) -> None:
     repo = fill(repository(tmp_path))
     plan = plan_thin(repo, ["run@0"], drop=DROP)
     move(repo, resolve(repo, "run@0"))

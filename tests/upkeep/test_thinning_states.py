@@ -1,4 +1,4 @@
-"""Thinning in any order with saves, copies, a mirror and gcs: visible checkpoints have exactly the expected entries."""
+"""Thinning, saves, copies, a mirror and gcs in any order: visible checkpoints have exactly the expected entries."""
 
 from __future__ import annotations
 

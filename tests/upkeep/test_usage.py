@@ -13,7 +13,7 @@ from casckpt.upkeep.usage import Freed, usage
 from tests.support.saves import cells, small, small_folder
 
 
-def test_bytes_are_counted_per_run() -> None:
+def test_the_bytes_of_each_run_are_counted() -> None:
     store = small()
     base, own = cells(20), cells(9)
     first = store.save({"w": base}, run="base", step=0)
@@ -35,7 +35,7 @@ def test_bytes_are_counted_per_run() -> None:
     assert (found.bytes_unneeded, list(found.unreadable)) == (0, [])
 
 
-def test_unused_bytes_are_reported_until_a_gc(tmp_path: Path) -> None:
+def test_unused_bytes_are_reported_until_gc_deletes_them(tmp_path: Path) -> None:
     store = small_folder(tmp_path / "store")
     store.save({"w": cells(9)}, step=0)
     store.save({"w": cells(9) + 1}, step=1)

@@ -1,4 +1,4 @@
-"""The benchmark compares casckpt with its peers and with the limits of the machine in one interleaved run.
+"""The benchmark compares casckpt with its peers and with the limits of the machine, in one interleaved run.
 
 ::
 

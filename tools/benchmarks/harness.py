@@ -18,7 +18,7 @@ class Void(Exception):
 
 
 class Enough(Exception):
-    """A case does not need more rounds. The rounds that were finished count."""
+    """A case does not need more rounds. The finished rounds count."""
 
 
 @dataclass

@@ -56,7 +56,7 @@ def together(parts: list[Measured]) -> Measured:
 
 
 class Meter:
-    """Measures from its creation to `stop`.
+    """Measures the cost from its creation until `stop` is called.
 
     `mark_blocked` marks the time at which the caller may continue, which is the end by default.
 

@@ -1,4 +1,4 @@
-"""The worker processes from the main process's view: one per rank, called over pipes, one call at a time."""
+"""The worker processes as the main process sees them: one per rank, called over pipes, one call at a time."""
 
 from __future__ import annotations
 

@@ -231,7 +231,7 @@ class _Gpt(torch.nn.Module):
 
 
 def _language(width: int = 256, layers: int = 4) -> tuple[torch.nn.Module, Loss]:
-    """Train to predict the next byte, from scratch."""
+    """Train a model from scratch to predict the next byte."""
     model, length, size = _Gpt(width, layers), 128, 8
     text = torch.frombuffer(bytearray("\n".join(sentences()), "utf-8"), dtype=torch.uint8).long()
 

@@ -100,7 +100,7 @@ class Here:
 
 
 def main() -> None:
-    """Answer until the pipe is closed."""
+    """Answer requests until the pipe is closed."""
     _die_with_parent()
     about = json.loads(sys.argv[1])
     here = Here(threads=len(os.sched_getaffinity(0)), **about)

@@ -6,7 +6,7 @@ killed: one follows a run, and one does everything that a program does with a st
 The content of a checkpoint follows from its run and step, so every process can check it. The invariants are:
 
 - a load under a lease, or of a tagged checkpoint, returns the saved state, bit for bit; without a lease or tag, the
-  checkpoint may be gone, but is never wrong
+checkpoint may be gone, but the loaded state is never wrong
 - after a save has returned, the latest checkpoint of its run is never an older one; a revoked save is not visible
 - verify never finds damage
 - a checkpoint from a watch can be loaded, or is gone

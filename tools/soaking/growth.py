@@ -1,4 +1,4 @@
-"""The resources used by processes that are never killed, and whether they grow."""
+"""The resources that processes use if they are never killed, and whether they grow."""
 
 from __future__ import annotations
 

@@ -90,7 +90,7 @@ class Soak:
         self.books.note("runs", commit=found.stdout.strip() or None, time=self.began)
 
     def _holds(self, what: Callable[[], None]) -> bool:
-        """Run a block. Record its failure, and report whether it succeeded."""
+        """Run a block. Record an error, and return whether there was none."""
         try:
             what()
         except Ended:

@@ -82,7 +82,7 @@ class Worker:
 
 
 class BegunAnew(logging.Handler):
-    """Counts saves whose first attempt a gc revoked. Only the log shows these."""
+    """Counts saves whose first attempt was revoked by a gc. Only log messages show them."""
 
     def __init__(self, worker: Worker) -> None:
         super().__init__()
@@ -149,7 +149,7 @@ def load_under_lease(worker: Worker, chosen: Any) -> None:
 
 
 def _forget_old(worker: Worker, ref: Any) -> None:
-    """In a run without tags, forget a leased checkpoint, so that only the lease protects it."""
+    """In a run without tags, forget a leased checkpoint, so that only its lease protects it."""
     newer = [one for one in worker.store.checkpoints(RUNS[0]) if one.step > ref.step]
     if ref.run == RUNS[0] and len(newer) >= KEPT:
         with suppress(NotFound, Conflict):

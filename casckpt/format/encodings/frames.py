@@ -80,7 +80,7 @@ def _changed_singly(elements: Unsigned, base: Unsigned, most: float) -> Changes 
 
 
 def _changed_words(elements: Unsigned, base: Unsigned) -> Indices | None:
-    """Return the 8-byte words that differ, or None if there are too many for this to be worthwhile.
+    """Return the indices of the 8-byte words that differ, or None if there are too many for this to be worthwhile.
 
     If there are very few, only the differing lines of `_LINE` words are compared word by word.
     """
@@ -218,7 +218,7 @@ def encode_delta(plain: memoryview, width: int, base: memoryview) -> bytes | Non
     """
     if base.nbytes != plain.nbytes:
         raise InvalidInput(
-            f"a cell of {plain.nbytes} bytes has a base of {base.nbytes} bytes; pass one of the same length"
+            f"a cell of {plain.nbytes} bytes has a base of {base.nbytes} bytes; pass a base of the same length"
         )
     if not _is_fit(plain, width):
         return None
@@ -385,9 +385,9 @@ def _places(frame: ParsedFrame, count: int) -> Iterator[slice | Indices]:
 
 
 def decoded(cell: StoredCell, stored: bytearray, base: bytearray | None) -> bytearray:
-    """Return the bytes of a cell. ``stored`` are its bytes in the blob.
+    """Return the bytes of a cell. ``stored``: its bytes in the blob.
 
-    ``base`` are the bytes of its base, which are overwritten. Raises Refused if the result does not match the cell's
+    ``base``: the bytes of its base, which are overwritten. Raises Refused if the result does not match the cell's
     digest.
     """
     plain = stored if cell.frame is None else bytearray(cell.nbytes) if base is None else base

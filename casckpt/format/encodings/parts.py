@@ -145,7 +145,7 @@ class PartReader:
         return taken
 
     def unpack(self, struct: Struct) -> tuple[int, ...]:
-        """Read numbers."""
+        """Read the numbers of a struct."""
         return struct.unpack(self.take(struct.size))
 
     def part(self, nbytes: int) -> Part:
@@ -205,7 +205,7 @@ def _narrow(block: Unsigned, place: int, plane: Bytes, *, rotated: bool) -> None
 def join(planes: Sequence[Part], begin: int, out: Unsigned, *, rotated: bool) -> None:
     """Fill ``out`` (at most `BLOCK` elements) with the elements of ``planes``, starting at ``begin``."""
     other = scratch("other", out.nbytes).view(out.dtype)
-    is_zero = True  # above the current plane, as the upper planes of small differences are
+    is_zero = True  # all planes above the current one, as is usual for small differences
     for plane in reversed(planes):
         part = plane if isinstance(plane, int) else plane[begin : begin + out.size]
         if is_zero:

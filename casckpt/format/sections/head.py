@@ -4,9 +4,9 @@
 
     8 bytes    b"CASCKPT" and the version of this layout, 1
     8 bytes    number of sections
-    72 bytes   for each: name (16, ASCII, zeros behind it), flags, offset, length (8 each), BLAKE3 (32)
+    72 bytes   for each: name (16, ASCII, padded with zeros), flags, offset, length (8 each), BLAKE3 (32)
     zeros      up to byte 4064
-    32 bytes   BLAKE3 of all before: the head's own hash, which the commit record names
+    32 bytes   BLAKE3 of all preceding bytes: the head's own hash, which the commit record names
 """
 
 from __future__ import annotations

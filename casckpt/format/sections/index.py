@@ -27,14 +27,14 @@ REPLICAS_NOTE: Final = "replicas"
 """The name of the note that lists the keys of replicas that differed across ranks, as plain data."""
 
 _INNER: Final = "inner:"
-"""Begins the stored dtype of a tensor in a wrapper. Versions before 0.3 refuse it, so they never use such a tensor."""
+"""The prefix of the stored dtype of a tensor in a wrapper. Versions before 0.3 refuse it, and never use the tensor."""
 
 Name: TypeAlias = tuple[str, str, int, int | None]
-"""The identity of a stream in a checkpoint: kind, key, index, rank. See `Entry`."""
+"""The identity of an entry in a checkpoint: kind, key, index, rank. See `Entry`."""
 
 
 class Entry(msgspec.Struct, frozen=True, gc=False):
-    """A stream of elements that is stored in blobs.
+    """One stored tensor, buffer or attachment: a sequence of elements in blobs.
 
     ``kind``: "tensor"; "part", a large buffer of an object (``key`` is the object's key, and ``index`` the buffer's
     number); or "attachment", an attached file (``key`` is its name). ``rank``: for a value that each rank stores
@@ -57,7 +57,7 @@ class Entry(msgspec.Struct, frozen=True, gc=False):
 
     @property
     def name(self) -> Name:
-        """The identity of the stream in its manifest."""
+        """The identity of the entry in its manifest."""
         return self.kind, self.key, self.index, self.rank
 
     @property
@@ -165,7 +165,7 @@ class ManifestBody(Description, frozen=True, kw_only=True, dict=True, rename=_ST
 
     @cached_property
     def sizes(self) -> Ints:
-        """The size of each entry in bytes. It may be less above 2**50. Call this only after `entries`."""
+        """The size of each entry in bytes. Sizes above 2**50 may be too low. Call this only after `entries`."""
         dimensions = np.array(unpack(self.entry_columns.dimensions), np.int64)
         extents = np.array([*unpack(self.entry_columns.shape), 1], np.int64)
         products = np.multiply.reduceat(extents, np.cumsum(dimensions) - dimensions)
@@ -252,7 +252,7 @@ def pack_ranks(ranks: Iterable[int | None]) -> bytes:
 def entry_columns(
     streams: Mapping[Name, tuple[str, Shape]], unhashed: Collection[Name], inner: Collection[str] = ()
 ) -> EntryColumns:
-    """Return the entry columns for streams, from the dtype and shape of each stream.
+    """Return the entry columns for ``streams``, the dtype and shape of each entry.
 
     ``inner``: the keys of tensors in wrappers.
 

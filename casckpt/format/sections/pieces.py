@@ -1,7 +1,7 @@
 """The pieces of a section, which are read and verified separately. Each piece belongs to an entry or an object.
 
 Consecutive pieces form groups, and each group has a hash. In a small manifest, a group is a single piece, so that
-damage affects only that piece. In a large manifest, a group is several KiB, so that the hashes, which every reader
+damage affects only that piece. In a large manifest, a group has several KiB, so that the hashes, which every reader
 needs, remain small.
 """
 
@@ -94,7 +94,7 @@ class PieceReader:
         return True
 
     def ready(self, numbers: Iterable[int]) -> None:
-        """Read the missing ones of these pieces in few reads. Raises read errors. `get` reports damage."""
+        """Of these pieces, read those that are not in memory yet. Raises read errors. `get` reports damage."""
         self._ready({number // self._each for number in numbers})
 
     def _ready(self, groups: Set[int]) -> None:

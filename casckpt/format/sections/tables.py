@@ -99,7 +99,7 @@ def _covering(rows: Sequence[_Row], cells: int) -> int:
 
 
 def _add_bases(extents: list[Extent], rows: Sequence[_Row], digests: bytes) -> dict[int, int]:
-    """Add the extents of all bases, and return each base's row."""
+    """Add the extents of all bases. Return, by row number, the number of the row with the bases of that row."""
     bases, links, at = dict[int, int](), [0] * len(extents), 0
     for number, row in enumerate(rows):
         if number == len(extents):
@@ -239,13 +239,13 @@ class WholeCells(NamedTuple):
 
 
 Streams: TypeAlias = Mapping[Name, tuple[str, Shape]]
-"""The dtype and shape of each stream, in the order of the manifest."""
+"""The dtype and shape of each entry, in the order of the manifest."""
 
 
 class Extents(Mapping[Name, tuple[str, ExtentTable]]):
-    """The dtype and extents of each stream, in order. Most streams are single cells, in columns instead of objects.
+    """The dtype and extents of each entry, in order. Most entries are single cells, which are stored in columns.
 
-    ``others``: the tables of all streams that are not in ``cells``, by number.
+    ``others``: the tables of all entries that are not in ``cells``, by number.
     """
 
     def __init__(self, streams: Streams, cell_bytes: int, cells: WholeCells, others: Mapping[int, ExtentTable]) -> None:
@@ -260,7 +260,7 @@ class Extents(Mapping[Name, tuple[str, ExtentTable]]):
 
     @cached_property
     def names(self) -> Sequence[Name]:
-        """The name of each stream."""
+        """The name of each entry."""
         return list(self.streams)
 
     @cached_property
@@ -281,7 +281,7 @@ class Extents(Mapping[Name, tuple[str, ExtentTable]]):
         return dtype, table
 
     def table(self, name: Name, dtype: str, shape: Shape) -> ExtentTable | None:
-        """Return a stream's extents, or None if there is no stream with this name, dtype and shape."""
+        """Return an entry's extents, or None if there is no entry with this name, dtype and shape."""
         if self.streams.get(name) != (dtype, shape):
             return None
         number = self._numbers[name]
@@ -292,11 +292,11 @@ class Extents(Mapping[Name, tuple[str, ExtentTable]]):
         return ExtentTable(shape, size, self.cell_bytes // size, (cell.box,), (only,))
 
     def has_only(self, streams: Streams) -> bool:
-        """Return whether these are the same streams in the same order, which is the case in most saves."""
+        """Return whether these are the same entries in the same order, which is the case in most saves."""
         return self.streams is streams or list(self.streams.items()) == list(streams.items())
 
     def find(self, streams: Streams, cell_bytes: int) -> WholeCells:
-        """Return a row for each of these streams. It is not whole unless the same stream is a single cell here."""
+        """Return a row for each of these entries. It is not whole unless the same entry is a single cell here."""
         if not self.streams or self.cell_bytes != cell_bytes:
             return WholeCells.none(len(streams))
         if self.has_only(streams):
@@ -306,7 +306,7 @@ class Extents(Mapping[Name, tuple[str, ExtentTable]]):
         return found._replace(is_whole=found.is_whole & np.array(is_same, np.bool_))
 
     def encoded(self) -> tuple[list[bytes], list[bytes]]:
-        """Return the encoded cells, and the encoded locations, of each stream."""
+        """Return the encoded cells and the encoded locations of each entry."""
         found, count = self.cells, len(self)
         cells, rows = np.zeros((count, CELL_BYTES), np.uint8), np.zeros((count, ROW_BYTES), np.uint8)
         cells[:, len(WHOLE) :] = found.digest
@@ -328,7 +328,7 @@ def decode_whole_cells(
     nbytes: Ints,
     cell_bytes: int,
 ) -> WholeCells:
-    """Decode the tables of many tensors at once. See `decode_table` for a single tensor. Invalid ones are not whole.
+    """Decode the tables of many tensors at once, as `decode_table` does for one. Invalid tables count as not whole.
 
     ``cells`` and ``rows`` have a row of `CELL_BYTES` or `ROW_BYTES` stored bytes for each tensor of ``nbytes`` bytes.
     """

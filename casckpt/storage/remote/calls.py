@@ -21,7 +21,7 @@ from casckpt.storage.remote.patience import Loop, Patience, PatientRequest, begi
 
 WEB: Final = frozenset({"http", "https"})
 _ON_AIOHTTP: Final = WEB | {"gs", "gcs"}  # Azure's client has its own timeouts
-_CONNECT, _LATER = 10.0, 5.0  # seconds; the client times out after us, because our message has advice
+_CONNECT, _LATER = 10.0, 5.0  # seconds; the client times out later than casckpt, whose message has advice
 _PAGE: Final = 64 << 20  # bytes in a page that lists a folder
 _DEEPEST = 16  # levels of nested folders
 _CHUNK = 1 << 20

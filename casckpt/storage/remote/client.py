@@ -21,7 +21,7 @@ class ExplainedFailure:
 
 
 class Ranged(Protocol):
-    """One object, for ranged reads. If the storage has versions, all reads return the same version or raise."""
+    """One object for ranged reads. If the storage has versions, all reads return the same version or raise an error."""
 
     def size(self) -> int:
         """Return the size in bytes."""

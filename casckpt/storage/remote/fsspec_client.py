@@ -1,4 +1,4 @@
-"""The client for all storages that fsspec supports. It uses fsspec's methods."""
+"""The client for all storage that fsspec supports. It uses fsspec's methods."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ class FsspecClient:
         if self.read_only:
             raise Unsupported(f"{self._scheme}:// storage is read-only: save to a different store")
         path = self._path(key)
-        if self._scheme not in _ATOMIC:  # `_ATOMIC` storages have no folders
+        if self._scheme not in _ATOMIC:  # `_ATOMIC` storage has no folders
             self._ask("makedirs", path.rpartition("/")[0], exist_ok=True)
         try:
             self._ask("pipe_file", path, bytes(data), mode=mode, nbytes=data.nbytes)

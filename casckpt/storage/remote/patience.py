@@ -22,7 +22,7 @@ from typing import Any, TypeVar
 from casckpt.errors import InvalidInput, Unsupported
 
 SLOWEST = 64 << 10  # bytes per second for a request: a slower server counts as silent
-_UNHEARD = 8 * SLOWEST  # for clients that do not report progress: with the call's own time, twice `SLOWEST` for 32 MiB
+_UNHEARD = 8 * SLOWEST  # for clients that do not report progress; 32 MiB must then arrive at twice the speed `SLOWEST`
 _ANSWER = 1.0  # seconds: a response within this time does not count against its call
 _HOPELESS = 4  # after a call without a response, the next call gets a request's time limit divided by this number
 _OPTIONS = {"request": "request_timeout", "call": "call_timeout"}
@@ -95,7 +95,7 @@ class Call:
         """The reason for the timeout."""
         if self._hopeless:
             before = "after an earlier timeout, this call had only"
-            return f"{before} {self._seconds:g} s (by {self._option} in storage_options)"
+            return f"{before} {self._seconds:g} s (limited by {self._option} in storage_options)"
         return f"no call waits longer than {self._seconds:g} s in total ({self._option} in storage_options)"
 
     @contextmanager

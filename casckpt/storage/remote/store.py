@@ -1,4 +1,4 @@
-"""Network storages: S3 and compatible servers, and all other storages that fsspec supports.
+"""Network storage: S3 and compatible servers, and everything else that fsspec supports.
 
 A `casckpt.storage.remote.client.Client` makes single requests: `casckpt.storage.remote.s3.client` to S3, and
 `casckpt.storage.remote.fsspec_client` to all others. `RemoteStore` turns a client into an `ObjectStore`: it checks
@@ -61,7 +61,7 @@ class RemoteStore(ObjectStore):
     """`casckpt.storage.base.ObjectStore` over a network.
 
     ``single_writer``: the caller promises to be the only writer. A put then first checks whether the key exists, which
-    allows storages that do not refuse to create an existing key.
+    allows storage that does not refuse to create an existing key.
     """
 
     def __init__(self, connect: Connect, *, single_writer: bool = False, backoff: Backoff = Backoff()) -> None:  # noqa: B008 - frozen

@@ -1,4 +1,4 @@
-"""Parses the URLs and storage_options of remote storages, without creating or reading anything."""
+"""Parses the URLs and storage_options of remote storage, without creating or reading anything."""
 
 from __future__ import annotations
 
@@ -96,5 +96,5 @@ def is_known(scheme: str) -> bool:
 def _missing(scheme: str) -> str:
     package = _NEEDS.get(scheme)
     if package is None:
-        return f"{scheme}:// storages need an additional package: pip install the package that fsspec names for them"
-    return f"{scheme}:// storages need the package {package}: pip install 'casckpt[{_EXTRAS[package]}]'"
+        return f"{scheme}:// URLs need an additional package: pip install the package that fsspec names for them"
+    return f"{scheme}:// URLs need the package {package}: pip install 'casckpt[{_EXTRAS[package]}]'"

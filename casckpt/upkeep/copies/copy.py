@@ -2,8 +2,8 @@
 
 A copy skips a checkpoint that the target has under the same id. If the target has forgotten or purged a checkpoint, it
 is copied only when the call names it, because the target has its own retention. Each checkpoint is copied separately
-(`casckpt.upkeep.copies.replication`). If one cannot be copied, because it is damaged or a different checkpoint has its
-run and step, the others are still copied.
+(`casckpt.upkeep.copies.replication`). If one cannot be copied, because it is damaged or because a different checkpoint
+has its run and step, the others are still copied.
 """
 
 from __future__ import annotations
@@ -267,7 +267,7 @@ def execute(
     the copies are noted in the source.
 
     The result lists the checkpoints that cannot be copied. Raises `Unsupported` if this version does not know one of a
-    store's requirements for writers. Raises `StorageError`; the next copy continues from there.
+    store's requirements for writers. Raises `StorageError`; the next copy then continues the work.
     """
     progress.expect(plan.total)
     blob_bytes = plan.blob_bytes

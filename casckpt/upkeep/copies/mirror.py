@@ -1,8 +1,8 @@
 """The mirror of a store: a thread that copies each commit into another store in the background.
 
-The store itself records the remaining work: the live commits without a record under mirrored/. Therefore, a program
-may end or die at any time, and the next process that opens the store with its mirror continues. On each host, only one
-process copies at a time. Several hosts share the work.
+The store itself records the remaining work: the live commits without a record under mirrored/. Therefore, a program may
+end or die at any time, and the next process that opens the store with its mirror continues the work. On each host, only
+one process copies at a time. Several hosts share the work.
 """
 
 from __future__ import annotations
@@ -74,7 +74,7 @@ class Mirror:
     def wait(self, timeout: float | None = None) -> None:
         """Wait until all current commits are safe in the mirror.
 
-        Makes one more attempt, and then raises the error that prevents the copy. Raises `StorageError` after
+        Makes one more attempt. If it fails, raises the error that prevents the copy. Raises `StorageError` after
         ``timeout`` seconds.
         """
         self.wake()
@@ -91,7 +91,7 @@ class Mirror:
                 raise type(state.error)(str(state.error), **state.error.__dict__) from state.error
 
     def stop(self) -> None:
-        """End the thread after its current checkpoint. The next process that opens the store continues."""
+        """End the thread after its current checkpoint. The next process that opens the store continues the work."""
         state = self._state.get()
         with state.changed:
             state.stopped = True
@@ -155,7 +155,7 @@ class Mirror:
         self.target.create(cell_bytes=sizes.cell_bytes, blob_bytes=sizes.blob_bytes)
         check_requirements(self._repo)
         copy_signatures(self._repo, self.target, {commit.id for commit in needed})
-        there = list_commits(self.target)  # list after the store's commits, so that no commit restored since is noted
+        there = list_commits(self.target)  # listed last, so that no commit that was restored in between is noted
         visible, lives = Holdings(there.visible()), Holdings(there.live())
         failed: CasckptError | None = None
         for commit in behind:
@@ -163,7 +163,7 @@ class Mirror:
                 break
             try:
                 self._copy(commit, is_there=commit in (lives if commit.is_forgotten else visible))
-            except (Conflict, Gone) as error:  # purged meanwhile, or revoked by gc of the mirror
+            except (Conflict, Gone) as error:  # purged meanwhile, or revoked by a gc of the mirror
                 log.info("%s", error)
             except (Damaged, Refused) as error:
                 log.error("%s is not mirrored: %s", commit, error)

@@ -47,7 +47,7 @@ class MirrorLag:
 
 
 def mirror_to_wait_for(repo: Repository) -> str | None:
-    """Return the URL of the mirror that gc waits for, from the settings.
+    """Return the URL of the mirror that gc waits for, as named in the settings.
 
     Raises `Damaged` if the settings are lost, because gc would then delete checkpoints that are not safe in the mirror.
     Raises `StorageError`.
@@ -142,7 +142,7 @@ def lag_of(repo: Repository, commits: Iterable[Commit], error: str = "") -> Mirr
 
 
 def note(repo: Repository, commit: Commit, mirror: str) -> None:
-    """Note that ``commit`` is safe in the store at ``mirror``. The caller must read ``commit`` before checking that.
+    """Note that ``commit`` is safe in the store at ``mirror``. The caller must read ``commit`` before it checks this.
 
     Raises `StorageError`.
     """

@@ -116,9 +116,10 @@ class Replica:
 def replicate(source: Repository, target: Repository, commit: Commit, work: Work) -> Replica:
     """Copy one checkpoint into ``target``, which must exist. Return when the copy is durable and visible.
 
-    Raises `Damaged` or `Refused`, with blob and keys, if the source is damaged. Raises `Gone` if the checkpoint was
-    purged there in the meantime, and `Conflict` if a different checkpoint in ``target`` has its run and step. Raises
-    `StorageError`; the next call continues where this one stopped. After an error, the copy is not visible.
+    Raises `Damaged` or `Refused`, which names the blob and the keys, if the source is damaged. Raises `Gone` if the
+    checkpoint was purged there in the meantime, and `Conflict` if a different checkpoint in ``target`` has its run and
+    step. Raises `StorageError`; the next call continues where this one stopped. After an error, the copy is not
+    visible.
     """
     data = manifests.get(source, commit).encoded()  # verify the whole manifest before the first put
     manifest = format_manifest.decode(data, commit.id, commit.committed.head)
@@ -196,7 +197,7 @@ def repack(repo: Repository, commit: Commit, moving: frozenset[int], work: Work)
 
 
 def _bare(ref: BlobRef) -> BlobRef:
-    """Return a blob's location, without the wear that the manifest records."""
+    """Return a blob's location without its ``worn`` flag."""
     return replace(ref, worn=False)
 
 
@@ -242,7 +243,7 @@ class _Copy:
                     raise taken(self.target, self.commit, other)
                 self._copy_blobs(listed)
                 made = self.transaction.commit(self._record(started, self._put_manifest()))
-                self.target.storage.sweep(uploader_folder(self.transaction.txid))  # the blobs of killed processes in it
+                self.target.storage.sweep(uploader_folder(self.transaction.txid))  # what killed processes left there
             else:
                 self.transaction.abort("the target already has the checkpoint")
         except (Conflict, Damaged, Gone, Refused) as error:
@@ -327,7 +328,7 @@ class _Copy:
         return ref
 
     def _check_open(self) -> None:
-        """Raise `Revoked` if the transaction has ended. Only then may gc delete blobs that it uploaded or reuses."""
+        """Raise `Revoked` if the transaction has ended. Only then may gc delete its blobs or those that it reuses."""
         if self.target.storage.size(commit_key(self.transaction.txid)) is not None:
             raise Revoked("a gc revoked this copy because it seemed dead, and may have deleted its blobs; copy again")
 

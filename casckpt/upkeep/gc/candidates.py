@@ -29,8 +29,9 @@ class Unreadable(Exception):
 class Candidates:
     """The objects that no live commit named when the commits were listed.
 
-    ``sizes``: their sizes in bytes, by key; gc later removes roots. ``ended``: the commits that were purged or revoked
-    in that listing. All other commits remain roots for this gc, even if they are purged later.
+    ``sizes``: their sizes in bytes, by key; gc later removes the objects of roots from this dict. ``ended``: the
+    commits that were purged or revoked in that listing. All other commits remain roots for this gc, even if they are
+    purged later.
     """
 
     sizes: dict[str, int] = field(repr=False)
@@ -65,7 +66,7 @@ def candidates(repo: Repository, stock: Inventory, *, as_purged: Container[TxId]
     live = [commit for commit in commits.live() if commit.txid not in as_purged]
     sizes = dict(stock.sizes)
     broken: list[tuple[Commit, CasckptError]] = []
-    manifests.learn(repo, live if repo.storage.traits.remote else ())  # other storages: read one by one below
+    manifests.learn(repo, live if repo.storage.traits.remote else ())  # other storage: read one by one below
     for commit in live:
         try:
             _remove(sizes, _names_of_live(repo, commit, stock))

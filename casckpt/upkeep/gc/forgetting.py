@@ -119,8 +119,8 @@ def plan_restore(repo: Repository, refs: Iterable[str | Commit], *, whole: bool 
 def restore(repo: Repository, plan: RestorePlan) -> RestoreResult:
     """Restore the commits of ``plan``, and return the result of each.
 
-    Fails for commits that another process has changed. Raises `Unsupported` if this version does not know one of the
-    store's requirements for writers.
+    A commit that another process has changed is not restored. Raises `Unsupported` if this version does not know one of
+    the store's requirements for writers.
     """
     check_requirements(repo)
     restored: dict[str, Commit] = {}
@@ -155,7 +155,7 @@ def restore_chosen(
 ) -> RestoreResult:
     """Restore the checkpoints in ``refs`` or, with ``dry_run``, only plan to do so.
 
-    ``check``: raise the errors of single checkpoints.
+    ``check``: raise an error if a checkpoint cannot be restored.
     """
     plan = plan_restore(repo, refs, whole=whole)
     if dry_run:

@@ -321,8 +321,8 @@ def plan_gc(
     minutes for ephemeral checkpoints). If the store's mirror is gone, the plan leaves out the checkpoints that were
     safe there.
 
-    Raises `NotFound` if there is no store, `Damaged` if records or tags cannot be read, `Unsupported` for a storage
-    that gc cannot work on, and `StorageError`.
+    Raises `NotFound` if there is no store, `Damaged` if records or tags cannot be read, `Unsupported` for storage on
+    which gc cannot work, and `StorageError`.
     """
     _check_seconds("a minimum age", min_age)
     _check_storage(repo)
@@ -367,9 +367,9 @@ def execute(
 
     Raises `Damaged`, with the checkpoints, if a manifest or a record cannot be read. In that case, gc does not delete
     anything. If it finds the damage early enough, it does not forget or purge anything either. Raises `Conflict` if
-    other gc processes interfere repeatedly. Raises `Unsupported` for an unsuitable storage, or if this version does
-    not know one of the store's requirements for writers. Raises `StorageError`. Every error, including an interrupt,
-    has the earlier changes to checkpoints as ``done``.
+    other gc processes interfere repeatedly. Raises `Unsupported` for unsuitable storage, or if this version does not
+    know one of the store's requirements for writers. Raises `StorageError`. Every error, including an interrupt, has
+    the earlier changes to checkpoints as ``done``.
     """
     _check_seconds("a wait", wait)
     _check_seconds("a time to revoke after", revoke_after)
@@ -521,7 +521,7 @@ def _candidates(repo: Repository, stock: Inventory, as_purged: set[TxId]) -> tup
 def _settle_records(repo: Repository) -> None:
     """Make other processes' records in commits/ durable, because these processes may have died before doing so.
 
-    Otherwise, a power failure could undo a purge but not the deletes that followed it.
+    Otherwise, a power failure could undo a purge but not the deletions that followed it.
     """
     repo.storage.settle(COMMITS.rstrip("/"))
 

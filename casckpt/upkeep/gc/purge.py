@@ -286,7 +286,7 @@ def thinned_though_claimed(repo: Repository, listed: CommitList, since: int) -> 
 
 
 def _is_ruin(repo: Repository, commits: CommitList, commit: Commit) -> bool:
-    """Return whether a commit has a lossless rewrite but a damaged manifest. gc raises an error while it is live."""
+    """Return whether a commit has a lossless rewrite but a damaged manifest. gc fails while it is live."""
     if commits.standin(commit) is commit:
         return False
     try:
@@ -367,7 +367,7 @@ def _untagged(repo: Repository, commits: Sequence[Commit]) -> list[Commit]:
 
 
 def _tags_now(repo: Repository) -> dict[str, Tag]:
-    """Return the tags that have not expired according to this host's clock."""
+    """Return the tags that count now, including those that expired less than an hour ago."""
     return tags(repo, slack=FOREIGN_CLOCKS)
 
 

@@ -39,7 +39,7 @@ class DamagedBlob:
 
 
 _Cell = tuple[int, int, CellDigest]
-"""A cell's offset and bytes in a blob's file, and its digest. The cell may be encoded there."""
+"""A cell's offset and size in a blob's file, and its digest. The cell may be encoded there."""
 
 
 @dataclass
@@ -55,7 +55,7 @@ class _Uses:
     unknown: set[tuple[str, ManifestId]] = field(default_factory=set)
 
     def add(self, repo: Repository, manifest: Manifest, stored: StoredCell, key: str) -> None:
-        """If the cell is in wrong bytes, note that ``key`` needs it."""
+        """If the cell overlaps wrong bytes, note that ``key`` needs it."""
         cell = (stored.offset, stored.stored, stored.digest)
         end = stored.offset + stored.stored
         if any(stored.offset < stop and start < end for start, stop in self.checked.ranges):
@@ -101,7 +101,7 @@ def keys_of(manifest: Manifest, wanted: Iterable[int]) -> list[str]:
 
 
 def _collect(repo: Repository, manifest: Manifest, uses: Mapping[int, _Uses]) -> None:
-    """Note which cells of a manifest are in wrong bytes.
+    """Note which cells of a manifest overlap wrong bytes.
 
     A wrong base counts for each cell that is decoded against it.
     """

@@ -55,7 +55,7 @@ def check_blobs(repo: Repository, refs: Iterable[BlobRef], progress: Callable[[i
 
 
 def threads_for(repo: Repository) -> int:
-    """Return the number of threads that read and verify a store."""
+    """Return how many threads to use to read and verify a store."""
     traits = repo.storage.traits
     return min(_MAX_THREADS, traits.parallel if traits.remote else os.cpu_count() or 1)
 

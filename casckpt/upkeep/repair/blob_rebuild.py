@@ -32,8 +32,8 @@ _PAGE = DATA_OFFSET
 class RebuiltBlob:
     """A partly or fully rebuilt blob ``ref``. ``data``: its bytes.
 
-    ``leaves``: the leaves, verified against its name; empty without a proof. ``wrong``: the leaves that ``data``
-    lacks. ``cells``: the cells of live checkpoints, in order. ``missing``: the cells that ``data`` lacks.
+    ``leaves``: its leaves, which its name proves; empty without a proof. ``wrong``: the leaves that ``data`` lacks.
+    ``cells``: the cells of live checkpoints, in order. ``missing``: the cells that ``data`` lacks.
     """
 
     ref: BlobRef
@@ -158,7 +158,7 @@ class CellSupply:
         return True
 
     def _take_leaf(self, rebuilt: RebuiltBlob, leaf: Leaf) -> bool:
-        """Restore a leaf that is not one of the blob's live cells: header, padding, or a cell that lives elsewhere."""
+        """Restore a leaf that is not one of the blob's live cells: header, padding, or a cell of another blob."""
         part = rebuilt.part(leaf.offset, leaf.nbytes)
         guess = _without_padding(rebuilt, leaf) if leaf.offset else _header(rebuilt)
         if cell_digest(guess) != leaf.digest:
@@ -266,7 +266,7 @@ def _write_anew(rebuilt: RebuiltBlob) -> None:
 
 
 def place_of(writer: BlobWriter, cell: LiveCell) -> int:
-    """Return the offset of a cell if it is written next."""
+    """Return the offset that a cell gets if it is written next."""
     return writer.end if cell.coded else writer.place(cell.nbytes)
 
 

@@ -63,7 +63,7 @@ class LiveCell:
 
 @dataclass(frozen=True, slots=True)
 class Located:
-    """A cell of a manifest. ``keys``: keys of the blobs with the cell and its bases, by number."""
+    """A cell of a manifest. ``keys``: the keys of the blobs that contain the cell and its bases, by blob number."""
 
     repo: Repository = field(repr=False)
     keys: Mapping[int, str]
@@ -116,7 +116,7 @@ class BlobCopies:
                     self._places[name.hash].append((store, key))
 
     def readers(self, ref: BlobRef) -> Iterator[Reader]:
-        """Yield each copy of a blob. It stays open until the next iteration. The caller handles read errors."""
+        """Yield a reader for each copy of a blob, open until the next iteration. The caller handles read errors."""
         for store, key in self._places.get(ref.hash, ()):
             try:
                 with store.storage.open(key) as reader:

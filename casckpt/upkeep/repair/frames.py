@@ -49,7 +49,7 @@ _Wrong = tuple[StoredCell, str, str]
 
 @dataclass
 class Frames:
-    """The encoded cells of checkpoints in blobs that are ``right``.
+    """The encoded cells of checkpoints in ``right``, the blobs that were verified.
 
     ``decoded_bytes``: size of the decoded cells and bases.
     """

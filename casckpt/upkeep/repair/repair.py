@@ -272,7 +272,7 @@ def _described(blob: Checked) -> Checked:
 
 
 def _collect(work: _Repair, commits: Sequence[Commit], wrong: Sequence[BlobRef]) -> dict[BlobRef, list[Commit]]:
-    """Return the users of each blob in ``wrong``. Add the cells and digests to ``work``."""
+    """Return the commits that use each blob in ``wrong``. Add the cells and digests to ``work``."""
     names = {(ref.uploader, ref.hash): ref for ref in wrong}
     users: dict[BlobRef, list[Commit]] = defaultdict(list)
     for commit, manifest in readable(work.repo, commits):

@@ -93,7 +93,7 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class DamagedManifest:
-    """A live checkpoint with an unreadable manifest. It cannot be loaded, and gc does not delete anything."""
+    """A live checkpoint with an unreadable manifest. It cannot be loaded. Until it is repaired, gc deletes nothing."""
 
     id: str
     run: str
@@ -119,9 +119,9 @@ class UnreadBlob(NamedTuple):
 class VerifyResult:
     """The result of a verification. ``checked_bytes``: size of the hashed blobs. ``blobs``: number of needed blobs.
 
-    ``damaged``: damaged blobs and, with ``decode``, blobs with a frame that decodes to a wrong cell.
-    ``decoded_bytes``: size of the decoded cells and their bases, with ``decode``. ``repaired``: marked blobs that are
-    intact again. ``unsigned``: checkpoints that lack a signature that the store was opened to require.
+    ``damaged``: damaged blobs and, with ``decode``, blobs with a frame that decodes to a wrong cell. ``decoded_bytes``:
+    size of the decoded cells and their bases, with ``decode``. ``repaired``: marked blobs that are intact again.
+    ``unsigned``: checkpoints without a trusted signature, if the store was opened with ``require_signature``.
     """
 
     checked_blobs: int = 0

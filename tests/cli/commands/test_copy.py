@@ -22,7 +22,9 @@ def there(tmp_path: Path) -> Path:
     return tmp_path / "there"
 
 
-def test_copy_copies_and_lists_missing_checkpoints(run: Run, as_json: AsJson, saved: Path, there: Path) -> None:
+def test_copy_copies_the_missing_checkpoints_and_lists_them(
+    run: Run, as_json: AsJson, saved: Path, there: Path
+) -> None:
     planned = as_json("copy", saved, there, "--dry-run")
     assert not there.exists()
     found = as_json("copy", saved, there, "a@1", "a@2..3")
@@ -35,14 +37,14 @@ def test_copy_copies_and_lists_missing_checkpoints(run: Run, as_json: AsJson, sa
     assert ids[0] == ids[1]
 
 
-def test_copy_accepts_tags_and_selected_runs(as_json: AsJson, run: Run, saved: Path, there: Path) -> None:
+def test_copy_can_include_tags_and_select_runs(as_json: AsJson, run: Run, saved: Path, there: Path) -> None:
     run("tag", saved, "best", "a@2")
     found = as_json("copy", saved, there, "--run", "a", "--tags")
     assert (found["tags"], len(found["copied"])) == (["best"], 3)
     assert [row["tags"] for row in as_json("list", there)] == [[], ["best"], []]
 
 
-def test_copy_writes_blobs_of_a_different_size(as_json: AsJson, run: Run, saved: Path, there: Path) -> None:
+def test_copy_can_write_blobs_of_a_different_size(as_json: AsJson, run: Run, saved: Path, there: Path) -> None:
     copied = as_json("copy", saved, there, "--blob-size", "4MiB")
     assert (len(copied["copied"]), copied["failed"]) == (4, [])
     assert casckpt.open(there).repository.marker.blob_bytes == 4 << 20
@@ -78,12 +80,14 @@ def test_copy_reports_a_missing_run(run: Run, saved: Path, there: Path) -> None:
     assert "no checkpoint of run 'typo'" in run("copy", saved, there, "--run", "typo").stderr
 
 
-def test_the_error_for_a_storage_option_suggests_dst_option_for_the_target(run: Run, saved: Path) -> None:
+def test_an_error_suggests_dst_option_for_options_of_the_target(run: Run, saved: Path) -> None:
     said = run("copy", saved, "s3://bucket/x", "--storage-option", "anon=true", status=2).stderr
     assert "use --dst-option for DST" in said
 
 
-def test_a_different_checkpoint_at_the_step_is_a_conflict(run: Run, as_json: AsJson, saved: Path, there: Path) -> None:
+def test_a_target_with_a_different_checkpoint_at_a_step_is_a_conflict(
+    run: Run, as_json: AsJson, saved: Path, there: Path
+) -> None:
     casckpt.open(there).save({"mine": cells(1)}, run="a", step=2)
     found = as_json("copy", saved, there, status=5)
     assert [(one["step"], one["kind"]) for one in found["failed"]] == [(2, "conflict")]
@@ -93,7 +97,7 @@ def test_a_different_checkpoint_at_the_step_is_a_conflict(run: Run, as_json: AsJ
         casckpt.open(saved).copy_to(there, "a@2")
 
 
-def test_a_damaged_blob_is_rejected(as_json: AsJson, saved: Path, there: Path) -> None:
+def test_copy_rejects_a_damaged_blob(as_json: AsJson, saved: Path, there: Path) -> None:
     store = casckpt.open(saved)
     blob = max(blob_keys(store), key=lambda key: (saved / key).stat().st_size)
     flip(store, blob, 5000)
@@ -120,7 +124,7 @@ def test_damage_shared_by_several_checkpoints_is_reported_once(
     assert "), a@2 (" in said
 
 
-def test_a_damaged_record_is_reported_and_other_checkpoints_are_copied(
+def test_a_damaged_record_is_reported_and_all_other_checkpoints_are_copied(
     run: Run, as_json: AsJson, saved: Path, there: Path
 ) -> None:
     record = saved / "commits" / casckpt.open(saved).get("a@2").commit.txid
@@ -155,7 +159,7 @@ def test_an_invalid_environment_variable_is_a_usage_error(
 
 @pytest.fixture
 def many(tmp_path: Path) -> casckpt.Store:
-    """A checkpoint of many blobs."""
+    """A checkpoint with many blobs."""
     store = small_folder(tmp_path / "many")
     store.save({"w": cells(300, seed=3)}, step=1)
     assert len(blob_keys(store)) > 15
@@ -215,7 +219,9 @@ def test_gc_revokes_a_killed_copy_and_the_next_copy_starts_over(
 
 
 @pytest.mark.parametrize("world", [1, 2], ids=["both copy all", "as torchrun starts them"])
-def test_two_processes_copy_the_same_checkpoints_during_gcs(many: casckpt.Store, there: Path, world: int) -> None:
+def test_two_processes_can_copy_the_same_checkpoints_while_gc_runs(
+    many: casckpt.Store, there: Path, world: int
+) -> None:
     many.save({"w": cells(200, seed=4)}, step=2)
     started = [
         subprocess.Popen(

@@ -31,7 +31,7 @@ def test_import_and_export_produce_the_same_file(store_path: Path, tmp_path: Pat
     assert list(safetensors.torch.load_file(out)) == ["a"]
 
 
-def test_export_reports_keys_that_it_omits(saved: Path, tmp_path: Path, as_json: AsJson, run: Run) -> None:
+def test_an_export_reports_the_keys_that_it_omits(saved: Path, tmp_path: Path, as_json: AsJson, run: Run) -> None:
     assert as_json("export", saved, "a@1", tmp_path / "out", "--max-shard-size", "10KB")["left_out"] == ["lr"]
     assert len(list((tmp_path / "out").glob("model-0000?-of-00002.safetensors"))) == 2
     assert (
@@ -71,7 +71,7 @@ def test_torch_files_and_folders_are_imported_and_exported(
 # the place of the store
 
 
-def test_an_export_reports_values_that_the_format_cannot_hold(tmp_path: Path, as_json: AsJson, run: Run) -> None:
+def test_an_export_reports_values_that_the_format_cannot_represent(tmp_path: Path, as_json: AsJson, run: Run) -> None:
     store = casckpt.open(tmp_path / "s")
     store.save({"a": 1}, step=0, attachments={".metadata": b"x", "note": b"y"})
     found = as_json("export", tmp_path / "s", "latest", tmp_path / "out.pt", "--format", "torch")
@@ -84,7 +84,7 @@ def test_an_export_reports_values_that_the_format_cannot_hold(tmp_path: Path, as
     assert (found["attachments"], found["skipped"]) == ([], [".metadata", "note"])
 
 
-def test_export_reports_why_a_config_is_omitted(tmp_path: Path, run: Run) -> None:
+def test_an_export_reports_why_it_omits_a_config(tmp_path: Path, run: Run) -> None:
     state = {"model": {"w": torch.ones(2), "v": torch.ones(1)}, "optim": {"m": torch.ones(2)}}
     casckpt.open(tmp_path / "s").save(state, step=0, attachments={"config.json": b"{}"})
 

@@ -34,7 +34,7 @@ def test_restore_undoes_a_rewrite(store: casckpt.Store, saved: Path) -> None:
 # tags and removal
 
 
-def test_restore_undoes_forget(saved: Path, as_json: AsJson, run: Run) -> None:
+def test_restore_undoes_a_forget(saved: Path, as_json: AsJson, run: Run) -> None:
     assert as_json("forget", saved, "a@2..", "--dry-run")["dry_run"] is True
     assert len(as_json("list", saved)) == 4
     gone = as_json("forget", saved, "a@2..", "b@1")

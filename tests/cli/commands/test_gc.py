@@ -17,7 +17,9 @@ def named(rows: list[dict[str, Any]]) -> list[str]:
     return [f"{row['run']}@{row['step']}" for row in rows]
 
 
-def test_gc_restores_tagged_checkpoints(saved: Path, store: casckpt.Store, as_json: AsJson, run: Run) -> None:
+def test_gc_restores_forgotten_checkpoints_that_are_tagged(
+    saved: Path, store: casckpt.Store, as_json: AsJson, run: Run
+) -> None:
     store.tag("best", "a@2")
     forget(store.repository, store.get("a@2").commit)  # as a killed gc leaves it
     assert "would restore a@2" in run("gc", saved, "--dry-run").stdout
@@ -25,7 +27,7 @@ def test_gc_restores_tagged_checkpoints(saved: Path, store: casckpt.Store, as_js
     assert "a@2" in run("show", saved, "tag:best").stdout
 
 
-def test_gc_does_what_its_dry_run_announces(saved: Path, as_json: AsJson, run: Run) -> None:
+def test_gc_does_what_its_dry_run_reported(saved: Path, as_json: AsJson, run: Run) -> None:
     planned = as_json("gc", saved, "--keep-last", 1, "--min-age", 0, "--dry-run")
     before = set(saved.rglob("*"))
     assert planned["dry_run"] is True
@@ -54,7 +56,7 @@ def test_gc_forgets_nothing_without_a_rule(saved: Path, as_json: AsJson, run: Ru
     as_json("gc", saved, "--keep-last", 0, status=1)
 
 
-def test_gc_reports_deferred_checkpoints_and_their_times(saved: Path, as_json: AsJson, run: Run) -> None:
+def test_gc_reports_deferred_checkpoints_and_when_it_will_purge_them(saved: Path, as_json: AsJson, run: Run) -> None:
     done = as_json("gc", saved, "--keep-last", 1, "--min-age", "1h")
     assert (len(done["forgotten"]), done["purged"]) == (2, [])
     assert [(one["reason"], *named([one])) for one in done["waiting"]] == [("young", "a@1"), ("young", "a@2")]
@@ -63,7 +65,7 @@ def test_gc_reports_deferred_checkpoints_and_their_times(saved: Path, as_json: A
 
 
 def test_a_checkpoint_forgotten_by_a_rule_can_be_restored_for_a_day(saved: Path, as_json: AsJson, run: Run) -> None:
-    """The plan, the list and the sums give the time limit and the bytes that gc frees then."""
+    """The plan, the list and the totals show when gc purges it and how many bytes it then frees."""
     planned = as_json("gc", saved, "--keep-last", 1, "--dry-run")
     told = run("gc", saved, "--keep-last", 1).stdout
     assert told.count("forgot a@") == told.count(", can be restored until ") == 2
@@ -135,7 +137,7 @@ def test_an_interrupted_gc_reports_forgotten_and_purged_checkpoints(
     transaction.abort("test")
 
 
-def test_restore_undoes_thin(saved: Path, store: casckpt.Store, as_json: AsJson, run: Run) -> None:
+def test_restore_undoes_thinning(saved: Path, store: casckpt.Store, as_json: AsJson, run: Run) -> None:
     key = next(iter(store.get("a@1").tensors))
     planned = as_json("thin", saved, "a@1", "--drop", key, "--dry-run")
     assert (planned["dry_run"], planned["entries"], named(planned["thinned"])) == (True, 1, ["a@1"])

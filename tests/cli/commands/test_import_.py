@@ -8,7 +8,7 @@ import torch
 from tests.cli.conftest import Run
 
 
-def test_import_reports_values_that_it_did_not_translate(store_path: Path, tmp_path: Path, run: Run) -> None:
+def test_an_import_reports_values_that_it_did_not_translate(store_path: Path, tmp_path: Path, run: Run) -> None:
     weight = torch.nn.Parameter(torch.ones(2))
     torch.save({"optimizer": torch.optim.SGD([weight]).state_dict()}, tmp_path / "ckpt.pt")
     result = run("import", store_path, tmp_path / "ckpt.pt", "--step", 1, "--json")
@@ -17,7 +17,9 @@ def test_import_reports_values_that_it_did_not_translate(store_path: Path, tmp_p
     run("import", store_path, tmp_path / "ckpt.pt", "--step", 2, "--as-is")
 
 
-def test_import_reports_the_actual_kind_of_a_file(store_path: Path, tmp_path: Path, run: Run) -> None:
+def test_the_error_for_a_file_of_the_wrong_kind_names_its_actual_kind(
+    store_path: Path, tmp_path: Path, run: Run
+) -> None:
     (tmp_path / "pytorch_model.bin").touch()
     assert "import the file itself" in run("import", store_path, tmp_path, "--step", 0, status=1).stderr
     assert "no file" in run("import", store_path, tmp_path / "absent", "--step", 0, status=3).stderr

@@ -44,7 +44,7 @@ def test_list_prints_checkpoints_oldest_first(saved: Path, store: casckpt.Store,
     assert named(as_json("list", saved, "--run", "b")) == ["b@1"]
 
 
-def test_list_shows_forgotten_checkpoints_only_with_all(
+def test_list_shows_forgotten_checkpoints_only_with_the_option_all(
     saved: Path, store: casckpt.Store, as_json: AsJson, run: Run
 ) -> None:
     store.forget("a@2")
@@ -54,7 +54,7 @@ def test_list_shows_forgotten_checkpoints_only_with_all(
     assert "forgotten" in run("list", saved, "--all").stdout
 
 
-def test_replaced_commits_are_listed_with_all_until_gc_removes_them(
+def test_with_the_option_all_list_shows_replaced_commits_until_gc_removes_them(
     saved: Path, store: casckpt.Store, as_json: AsJson, run: Run
 ) -> None:
     old = store.get("a@2")
@@ -98,7 +98,7 @@ def test_a_replaced_commit_of_a_visible_checkpoint_is_marked_as_an_old_location(
     assert "forgotten" not in told
 
 
-def test_list_shows_twins_as_superseded(
+def test_list_marks_the_earlier_of_two_twins_as_superseded(
     saved: Path, store: casckpt.Store, as_json: AsJson, run: Run, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     old = store.get("a@2")
@@ -157,7 +157,9 @@ def test_list_shows_and_sorts_by_metrics(saved: Path, store: casckpt.Store, as_j
     assert "unhealthy" in text
 
 
-def test_list_shows_the_health_recorded_by_a_save(saved: Path, store: casckpt.Store, as_json: AsJson, run: Run) -> None:
+def test_list_shows_the_health_that_a_save_recorded(
+    saved: Path, store: casckpt.Store, as_json: AsJson, run: Run
+) -> None:
     tensors = {"a": torch.tensor([1.0, -2.5]), "b": torch.ones(3, dtype=torch.int8)}
     store.save(tensors, run="h", step=1, health=True)
     store.save(tensors | {"a": torch.tensor([math.nan, -math.inf])}, run="h", step=2, health=True)
@@ -182,7 +184,7 @@ def test_list_shows_the_health_recorded_by_a_save(saved: Path, store: casckpt.St
 # lists
 
 
-def test_lists_can_be_limited_sorted_and_extended_by_metadata_columns(saved: Path, as_json: AsJson, run: Run) -> None:
+def test_list_can_sort_and_limit_its_rows_and_show_metadata_columns(saved: Path, as_json: AsJson, run: Run) -> None:
     assert named(as_json("list", saved, "--limit", 2)) == ["a@3", "b@1"]
     assert named(as_json("ls", saved, "--sort", "loss")) == ["a@3", "a@2", "a@1", "b@1"]  # b@1 has none
     assert named(as_json("list", saved, "--sort", "-loss", "--limit", 1)) == ["a@1"]
@@ -208,7 +210,9 @@ def test_nan_metrics_are_sorted_last(saved: Path, store: casckpt.Store, as_json:
     assert "'note'" not in told
 
 
-def test_transactions_are_listed_and_revoked(saved: Path, store: casckpt.Store, as_json: AsJson, run: Run) -> None:
+def test_the_transactions_command_lists_and_revokes_transactions(
+    saved: Path, store: casckpt.Store, as_json: AsJson, run: Run
+) -> None:
     assert as_json("transactions", saved) == []
     transaction = begin(store.repository, "a", 4)
     (row,) = as_json("transactions", saved)
@@ -224,7 +228,7 @@ def test_transactions_are_listed_and_revoked(saved: Path, store: casckpt.Store, 
     assert transaction.abort("test")
 
 
-def test_saves_with_lost_records_are_listed_and_revoked(saved: Path, as_json: AsJson, run: Run) -> None:
+def test_saves_whose_records_were_lost_are_listed_and_revoked(saved: Path, as_json: AsJson, run: Run) -> None:
     (saved / "commits").rename(saved / "away")
     lost = sorted(path.name for path in (saved / "away").iterdir())
     assert "records are missing" in run("gc", saved, "--keep-last", 1, status=4).output

@@ -1,4 +1,4 @@
-"""``casckpt settings``: shows and changes settings of a store."""
+"""``casckpt settings`` shows and changes the settings of a store."""
 
 from __future__ import annotations
 

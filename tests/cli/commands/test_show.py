@@ -47,12 +47,14 @@ class Odd(enum.IntEnum):
     ONE = 1
 
 
-def test_show_filters_by_key(saved: Path, as_json: AsJson, run: Run) -> None:
+def test_show_can_select_entries_by_key(saved: Path, as_json: AsJson, run: Run) -> None:
     assert [one["key"] for one in as_json("show", saved, "a@1", "--keys", "o*")["tensors"]] == ["own"]
     assert as_json("show", saved, "a@1", "--keys", "x*", status=3)["error"]["kind"] == "missing-key"
 
 
-def test_show_lists_many_tensors_only_on_request(store: casckpt.Store, store_path: Path, run: Run) -> None:
+def test_show_lists_all_tensors_only_on_request_if_there_are_many(
+    store: casckpt.Store, store_path: Path, run: Run
+) -> None:
     store.save({f"k{number}": torch.zeros(1) for number in range(30)}, step=0)
     assert "k17" not in run("show", store_path, "latest").stdout
     assert "k17" in run("show", store_path, "latest", "--tensors").stdout
@@ -61,7 +63,7 @@ def test_show_lists_many_tensors_only_on_request(store: casckpt.Store, store_pat
 # lists
 
 
-def test_show_groups_many_values_by_container(saved: Path, store: casckpt.Store, run: Run) -> None:
+def test_show_groups_values_by_container_if_there_are_many(saved: Path, store: casckpt.Store, run: Run) -> None:
     loops = {f"loop{number}": {"done": number} for number in range(30)}
     store.save({"lightning": loops, "epoch": 1, "optim": {"lr": 0.1, "eps": 0.2}}, run="c", step=1)
     (line,) = (line for line in run("show", saved, "c@1").stdout.splitlines() if line.startswith("objects"))

@@ -27,7 +27,9 @@ def test_tags_are_set_listed_moved_and_deleted(saved: Path, as_json: AsJson) -> 
     as_json("tag", saved, "x", "--delete", "best", status=2)
 
 
-def test_tags_shows_expiry_and_holder(saved: Path, store: casckpt.Store, as_json: AsJson, run: Run) -> None:
+def test_the_tags_command_shows_when_a_lease_expires_and_who_holds_it(
+    saved: Path, store: casckpt.Store, as_json: AsJson, run: Run
+) -> None:
     assert "no tags" in run("tags", saved).stdout
     assert as_json("tags", saved) == []
     as_json("tag", saved, "best", "a@2")

@@ -13,7 +13,7 @@ from tests.support.commands import damage
 from tests.support.servers import Server
 
 
-def test_verify_counts_and_finds_damage(saved: Path, store: casckpt.Store, as_json: AsJson, run: Run) -> None:
+def test_verify_finds_and_counts_damage(saved: Path, store: casckpt.Store, as_json: AsJson, run: Run) -> None:
     sound = as_json("verify", saved)
     assert sound["damaged"] == []
     assert sound["checked_blobs"] == as_json("stats", saved)["blobs"]
@@ -72,7 +72,7 @@ def test_doctor_accepts_safe_storage(safe: Server, run: Run) -> None:
     assert safe.client.list_objects_v2(Bucket=bucket).get("Contents", []) == []
 
 
-def test_doctor_and_init_reject_a_server_that_ignores_the_condition(
+def test_doctor_and_init_reject_a_server_that_ignores_conditional_puts(
     rclone_server: Server, run: Run, as_json: AsJson
 ) -> None:
     bucket = rclone_server.new_bucket()
@@ -110,7 +110,7 @@ def test_doctor_explains_the_settings_of_a_bucket(moto_server: Server, as_json: 
     assert found["lifecycle"]["ok"]
 
 
-def test_doctor_checks_a_folder(run: Run, tmp_path: Path) -> None:
+def test_doctor_checks_a_folder_without_changing_it(run: Run, tmp_path: Path) -> None:
     """doctor leaves the folder as it was: an absent folder stays absent."""
     (tmp_path / "there").mkdir()
     for name in ("there", "new/folder/store"):

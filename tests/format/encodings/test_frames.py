@@ -1,4 +1,4 @@
-"""Frames: every cell decodes exactly, deltas compose and can be undone, and other bytes are refused."""
+"""Frames: every cell is decoded exactly, deltas can be chained and undone, and invalid bytes are refused."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ MATTER = ["zeros", "constant", "random", "ramp", "normal", "positive", "special"
 
 
 def special(width: int) -> list[int]:
-    """Zeros and infinities of both signs, NaNs of all kinds, subnormals, the largest: of bf16, f16, f32, f64, fp8."""
+    """Return special values of bf16, f16, f32, f64 and fp8: zeros, infinities, NaNs, subnormals, and the largest."""
     ones, top = (1 << 8 * width) - 1, 1 << (8 * width - 1)
     floats = [np.array(x, f"<f{width}").tobytes() for x in (np.inf, np.nan, 1, 5e-8)] if width > 1 else []
     numbers = [int.from_bytes(number, "little") for number in floats]
@@ -76,14 +76,15 @@ def elements(width: int, count: int, matter: str, seed: int) -> npt.NDArray[np.u
 
 @st.composite
 def cells(draw: st.DrawFn) -> tuple[bytes, int]:
-    """(bytes, width) of a cell."""
+    """Draw (bytes, width) of a cell."""
     width = draw(WIDTHS)
     return elements(width, draw(COUNTS), draw(st.sampled_from(MATTER)), draw(SEEDS)).tobytes(), width
 
 
 @st.composite
 def versions(draw: st.DrawFn, most: int = 2) -> tuple[list[bytes], int]:
-    """(versions of a cell, width). From one to the next, a share of the elements changes, mostly by little."""
+    """Draw (versions of a cell, width). From each version to the next, some of the elements change, most of them by
+    little."""
     cell, width = draw(cells())
     found = [cell]
     for _ in range(draw(st.integers(1, most - 1))):
@@ -103,7 +104,7 @@ def decoded(frame: bytes, nbytes: int, base: bytes | None = None) -> bytes:
 
 
 def by_hand(frame: bytes, plain: bytes, base: bytes = b"") -> bytes:
-    """Decode a frame with the reader of docs/format.md, for a cell of the length of ``plain``."""
+    """Decode a frame of a cell as long as ``plain`` with the reader of docs/format.md."""
     return plain_reader.decoded(frame, len(plain), base)
 
 
@@ -112,7 +113,7 @@ def delta(cell: bytes, width: int, base: bytes) -> bytes | None:
 
 
 @given(versions())
-def test_deltas_are_decoded_and_undone_in_place_and_into_new_memory(given: tuple[list[bytes], int]) -> None:
+def test_deltas_are_applied_and_undone_in_place_and_into_new_memory(given: tuple[list[bytes], int]) -> None:
     (base, plain), width = given
     frame = delta(plain, width, base)
     if frame is None:
@@ -128,7 +129,7 @@ def test_deltas_are_decoded_and_undone_in_place_and_into_new_memory(given: tuple
 
 
 @given(versions(most=4))
-def test_a_chain_is_applied_and_undone(given: tuple[list[bytes], int]) -> None:
+def test_a_chain_of_deltas_is_applied_and_undone(given: tuple[list[bytes], int]) -> None:
     chain, width = given
     frames = [delta(new, width, old) for old, new in pairwise(chain)]
     usable = frames[: frames.index(None)] if None in frames else frames
@@ -154,7 +155,7 @@ def test_encoded_cells_decode_to_the_same_bytes(given: tuple[list[bytes], int]) 
 @pytest.mark.parametrize(
     ("share", "form"), [(0, Form.SPARSE), (0.01, Form.SPARSE), (0.3, Form.SPARSE), (0.5, Form.DIFF)]
 )
-def test_the_fraction_of_changed_elements_determines_the_encoding(share: float, form: Form) -> None:
+def test_the_encoding_of_a_cell_depends_on_the_fraction_of_changed_elements(share: float, form: Form) -> None:
     base = elements(2, 1 << 16, "normal", 1)
     plain = base + (np.random.default_rng(2).random(base.size) < share).astype(base.dtype)
     frame = encode(memoryview(plain.tobytes()), 2, memoryview(base.tobytes()))
@@ -191,7 +192,7 @@ def test_incompressible_cells_are_stored_raw(width: int, nbytes: int) -> None:
     assert (encode(plain, width, plain) is not None) == worth
 
 
-def test_noise_is_stored_raw() -> None:
+def test_a_cell_of_random_noise_is_stored_raw() -> None:
     one, other = (np.random.default_rng(seed).bytes(1 << 18) for seed in (1, 2))
     for width in (1, 2, 4, 8):
         assert encode(memoryview(one), width, None) is None
@@ -210,7 +211,7 @@ def test_unaligned_memory_is_encoded_and_decoded(count: int) -> None:
     assert into == plain
 
 
-def test_many_gaps_are_decoded_in_pieces() -> None:
+def test_a_frame_with_many_gaps_is_decoded_in_pieces() -> None:
     base, where = np.zeros(400_000, np.uint8), np.random.default_rng(1).random(400_000) < 0.3
     plain = (base + where).tobytes()
     frame = delta(plain, 1, base.tobytes())
@@ -222,7 +223,7 @@ def test_many_gaps_are_decoded_in_pieces() -> None:
 RAW2 = bytes.fromhex("01 02 01 00 06000000  00 03000000 02 05 ff  01 01000000 7f")
 
 
-def test_the_bytes_of_a_frame_never_change() -> None:
+def test_frames_of_fixed_bytes_always_decode_to_the_same_values() -> None:
     planes = decoded(RAW2, 6)
     assert planes == pack("<3H", 0x3F81, 0xBF82, 0xBFFF) == by_hand(RAW2, planes)
     gaps = bytes.fromhex("02 01 00 00 00020000  03000000 04000000  00 04000000 00 ff 00 00  00 03000000 01 02 ff")
@@ -319,14 +320,14 @@ def test_malformed_frames_are_rejected(what: str) -> None:
     assert into == b"\xaa" * PLAIN
 
 
-def test_the_last_element_can_be_a_changed_one() -> None:
+def test_a_delta_can_change_the_last_element() -> None:
     last = frame_of(2, 1, PLAIN, (0, b"\xff\xff\1"), (1, b"\2"), sparse=(1, 3))
     assert decoded(last, PLAIN, bytes(PLAIN)) == bytes(PLAIN - 1) + b"\1"
     every = frame_of(2, 1, PLAIN, ZEROS, (1, b"\1"), sparse=(PLAIN, PLAIN))
     assert decoded(every, PLAIN, bytes(PLAIN)) == b"\xff" * PLAIN
 
 
-def test_a_cell_must_contain_whole_elements() -> None:
+def test_a_cell_whose_length_is_not_a_multiple_of_the_element_size_is_rejected() -> None:
     frame = frame_of(1, 2, PLAIN + 1, ZEROS, ZEROS)
     with pytest.raises(Refused):
         decode(memoryview(frame), memoryview(bytearray(PLAIN + 1)), None)
@@ -362,7 +363,7 @@ def test_arbitrary_bytes_decode_or_are_rejected(data: bytes, form: int, width: i
 
 
 @given(st.data())
-def test_a_changed_frame_decodes_or_is_rejected(data: st.DataObject) -> None:
+def test_a_frame_with_changed_bytes_decodes_or_is_rejected(data: st.DataObject) -> None:
     (base, plain), width = data.draw(versions())
     frame = bytearray(
         data.draw(st.sampled_from([encode_planes(memoryview(plain), width), delta(plain, width, base)])) or b""
@@ -388,7 +389,7 @@ def version(number: int) -> bytes:
 
 
 def chain(links: int, *, coded_key: bool) -> tuple[StoredCell, list[bytes]]:
-    """A cell with this many bases, and the stored form of each, key first. Its blob number is its place in the list."""
+    """Return a cell with this many bases, and the stored bytes of each, oldest first. Blob numbers are positions."""
     stored, made = list[bytes](), None
     for number in range(links + 1):
         plain, base = memoryview(version(number)), memoryview(version(number - 1)) if number else None
@@ -408,7 +409,9 @@ def test_a_chain_of_frames_is_decoded_through_all_links(links: int, coded_key: b
 
 
 @given(st.data(), st.integers(0, 5), st.booleans())
-def test_an_incorrect_byte_anywhere_is_rejected_or_harmless(data: st.DataObject, links: int, coded_key: bool) -> None:
+def test_an_incorrect_byte_anywhere_in_a_chain_is_rejected_or_harmless(
+    data: st.DataObject, links: int, coded_key: bool
+) -> None:
     cell, stored = chain(links, coded_key=coded_key)
     number = data.draw(st.integers(0, links))
     wrong = bytearray(stored[number])

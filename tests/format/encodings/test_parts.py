@@ -67,12 +67,12 @@ MATTER = ["zeros", "constant", "random", "ramp", "normal", "positive", "special"
 
 
 def by_hand(frame: bytes, plain: bytes, base: bytes = b"") -> bytes:
-    """Decode a frame with the reader of docs/format.md, for a cell of the length of ``plain``."""
+    """Decode a frame of a cell as long as ``plain`` with the reader of docs/format.md."""
     return plain_reader.decoded(frame, len(plain), base)
 
 
 @given(cells())
-def test_planes_decode_to_the_same_elements(cell: tuple[bytes, int]) -> None:
+def test_elements_encoded_in_planes_decode_to_the_same_elements(cell: tuple[bytes, int]) -> None:
     plain, width = cell
     frame = encode(memoryview(plain), width, None)
     assert frame == encode_planes(memoryview(plain), width)

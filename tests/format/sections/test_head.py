@@ -1,4 +1,4 @@
-"""The head decodes as encoded, any flipped byte is noticed, and inconsistent content is refused."""
+"""A head is decoded as it was encoded, any flipped byte is detected, and inconsistent content is refused."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def made() -> tuple[Head, bytes]:
 
 
 def forged(rows: list[tuple[bytes, int, int, int, bytes]], magic: bytes = b"CASCKPT\x01", count: int = -1) -> bytes:
-    """A head with a correct hash."""
+    """Return a head with a correct hash."""
     text = magic + (len(rows) if count < 0 else count).to_bytes(8, "little")
     text = (text + b"".join(struct.pack("<16sQQQ32s", *row) for row in rows)).ljust(HEAD_BYTES - 32, b"\0")
     return text + cell_digest(text)
@@ -110,7 +110,7 @@ HOSTILE = {
 
 
 @pytest.mark.parametrize("name", HOSTILE)
-def test_sections_that_do_not_fit_are_rejected(name: str) -> None:
+def test_a_head_with_inconsistent_sections_is_rejected(name: str) -> None:
     with pytest.raises(Refused):
         decode_head(forged(HOSTILE[name]))
 

@@ -1,4 +1,4 @@
-"""The section of health decodes as encoded, and hostile content is refused."""
+"""The health section is decoded as it was encoded, and hostile content is refused."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def test_health_decodes_as_encoded(entries: dict[int, list[CellHealth]]) -> None
 
 
 @given(ENTRIES)
-def test_sums_cover_all_cells(entries: dict[int, list[CellHealth]]) -> None:
+def test_the_total_health_includes_all_cells(entries: dict[int, list[CellHealth]]) -> None:
     cells = [cell for one in entries.values() for cell in one]
     found = sum_of(joined(map(rows_of, entries.values())))
     most = max((cell.largest for cell in cells), default=0)

@@ -1,4 +1,4 @@
-"""Pieces decode one by one; a flipped byte damages only its group; a false table is refused."""
+"""Pieces are decoded one by one, a flipped byte damages only its group, and an incorrect table is refused."""
 
 from __future__ import annotations
 
@@ -78,7 +78,9 @@ def test_a_flipped_byte_damages_only_its_piece(given_: list[bytes], data_: st.Da
 
 
 @given(st.lists(st.binary(min_size=1, max_size=3), min_size=1, max_size=60), st.data())
-def test_undamaged_pieces_of_the_same_length_are_returned_as_rows(given_: list[bytes], data_: st.DataObject) -> None:
+def test_undamaged_pieces_of_equal_length_are_returned_as_rows_of_an_array(
+    given_: list[bytes], data_: st.DataObject
+) -> None:
     table, good = cut(given_)
     raw = bytearray(good)
     raw[data_.draw(st.integers(0, len(good) - 1))] ^= data_.draw(st.integers(0, 1))
@@ -91,7 +93,7 @@ def test_undamaged_pieces_of_the_same_length_are_returned_as_rows(given_: list[b
     ]
 
 
-def test_only_the_requested_pieces_are_read_each_of_them_once() -> None:
+def test_each_requested_piece_is_read_once_and_no_others_are_read() -> None:
     table, data = cut(large)
     reader, store = opened(table, data, len(large))
     assert bytes(reader.get(20_000)) == large[20_000]
@@ -108,7 +110,7 @@ def test_only_the_requested_pieces_are_read_each_of_them_once() -> None:
 
 
 @given(st.data())
-def test_a_false_table_is_rejected_or_verifies_nothing(data_: st.DataObject) -> None:
+def test_a_forged_table_is_rejected_or_does_not_verify_any_other_bytes(data_: st.DataObject) -> None:
     given_ = [b"one", b"", b"three", b"four"]
     table, data = cut(given_)
     lengths, each = unpack(table.lengths), data_.draw(st.sampled_from([table.each, 0, 2, 3, 2**62]))
@@ -129,7 +131,7 @@ def test_a_false_table_is_rejected_or_verifies_nothing(data_: st.DataObject) -> 
             assert len(reader.get(number)) <= len(data)
 
 
-def test_missing_hashes_are_rejected() -> None:
+def test_a_table_that_lacks_hashes_is_rejected() -> None:
     table, data = cut([b"one", b"two"])
     for hashes in (b"", table.hashes[:-1], table.hashes + bytes(32)):
         with pytest.raises(Refused):

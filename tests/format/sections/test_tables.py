@@ -1,4 +1,4 @@
-"""Tables decode as encoded, in two parts, and no stored table can name a missing place."""
+"""Tables are decoded as they were encoded, in two parts. No stored table can name a location that does not exist."""
 
 from __future__ import annotations
 
@@ -68,8 +68,8 @@ def test_a_tensor_without_elements_has_no_tables() -> None:
 
 
 @given(cases(), st.data())
-def test_single_cells_decode_together_as_each_does_alone(case: Case, data: st.DataObject) -> None:
-    """Changed bytes make a table invalid, or change what both functions return."""
+def test_single_cells_decode_to_the_same_values_together_and_one_by_one(case: Case, data: st.DataObject) -> None:
+    """If bytes are changed, either the table is invalid, or both functions return the same changed result."""
     stored = bytearray(encode_cells(case.table)), bytearray(encode_rows(case.table))
     changed = data.draw(st.sampled_from(stored))
     if changed and data.draw(st.booleans()):
@@ -90,7 +90,7 @@ def test_single_cells_decode_together_as_each_does_alone(case: Case, data: st.Da
 
 
 def whole(count: int = 20) -> Case:
-    """Two consecutive cells of a whole tensor."""
+    """Return two consecutive cells of a whole tensor."""
     box = full_box((count,))
     regions = [Region(box, lo, min(lo + 10, count)) for lo in range(0, count, 10)]
     cells = [stored_cell(one, 0, 4096 + one.lo, one.numel, digest(one)) for one in regions]
@@ -230,7 +230,7 @@ def _refuse(table: Table, shape: Shape, itemsize: int = 1, cell: int = 256, matc
         decode_table(*table.stored(), [9000, 9000], shape=shape, itemsize=itemsize, cell=cell)
 
 
-def test_huge_numbers_are_rejected() -> None:
+def test_a_table_with_huge_numbers_is_rejected() -> None:
     rows, top = 1024, 2**62
     _refuse(_table([(0, 0, top)] * rows, [(1, 0, 0)] * rows, 0), (top,), 16)
     _refuse(_table([(0, 0, top)], [(1, 0, 4096)], 1), (top,), 4, 2**20)
@@ -249,7 +249,7 @@ def test_a_span_that_is_empty_or_outside_its_box_is_rejected(span: tuple[int, in
     _refuse(_table([span], [(1, 0, 4096)], 1), (8,))
 
 
-def test_a_scalar_has_one_box() -> None:
+def test_a_table_of_a_scalar_has_exactly_one_box() -> None:
     one = _table([(0, 0, 1)], [(1, 0, 4096)], 1)
     assert len(decode_table(*one.stored(), [8192], shape=(), itemsize=4, cell=256).extents) == 1
     _refuse(_table(one.spans, one.rows, 1, ((0,), (1,))), ())
@@ -262,7 +262,7 @@ def test_overlapping_spans_in_the_same_box_are_rejected() -> None:
 
 @pytest.mark.parametrize("rows", [[2], [2, 1], [0, 1, 1], [1], [1, 1, 1], [1, 0, 1], []])
 def test_rows_that_do_not_match_their_cells_are_rejected(rows: list[int]) -> None:
-    """Rows with two spans, with no cells or too few or too many, and the matching number of digests."""
+    """There are two spans and a matching number of digests, but a row has no cells, too few, or too many."""
     _refuse(_table([(0, 0, 5), (0, 5, 10)], [(cells, 0, 4096) for cells in rows], sum(rows)), (10,))
 
 
@@ -286,7 +286,7 @@ def test_an_extent_beyond_the_end_of_its_blob_is_rejected(missing: int) -> None:
     ("blob", "offset", "digests"),
     [(1, 4096, 2), (0, 4095, 2), (0, 4097, 2), (2**32 - 1, 4096, 2), (0, 2**32 - 1, 2), (0, 4096, 1), (0, 4096, 0)],
 )
-def test_a_short_encoding_that_does_not_fit_is_rejected(blob: int, offset: int, digests: int) -> None:
+def test_a_short_encoding_that_does_not_match_its_tensor_is_rejected(blob: int, offset: int, digests: int) -> None:
     case = whole()
     rows = b"\0" + b"".join(number.to_bytes(4, "little") for number in (2, blob, offset))
     with pytest.raises(Refused):
@@ -308,7 +308,7 @@ def test_unknown_or_incomplete_encodings_are_rejected(cells: bytes | None, rows:
 
 
 @given(st.lists(full_shapes, max_size=6), st.data())
-def test_single_cells_in_columns_are_like_tables(shapes: list[Shape], data: st.DataObject) -> None:
+def test_single_cells_stored_in_columns_decode_to_the_same_tables(shapes: list[Shape], data: st.DataObject) -> None:
     tables = []
     for shape in shapes:
         numel = full_box(shape).numel

@@ -40,7 +40,7 @@ def test_dcp_produces_the_same_streams_as_the_native_api(store: Store) -> None:
     assert one.tree == other.tree
 
 
-def test_tied_memory_accepts_equal_tensors_and_rejects_different_ones(store: Store) -> None:
+def test_tied_tensors_load_equal_values_and_reject_different_ones(store: Store) -> None:
     """If casckpt kept both values, one would overwrite the other, and a load would report damage."""
     store.save({"a": torch.ones(3000), "b": torch.zeros(3000), "c": torch.ones(3000)}, step=1)
     shared = torch.full((3000,), 5.0)
@@ -85,7 +85,7 @@ def test_metadata_identifies_its_save_and_can_be_loaded(store: Store, tmp_path: 
     assert out.storage_meta.save_id == read.storage_meta.save_id
 
 
-def test_metadata_has_every_field_defined_by_torch(store: Store, tmp_path: Path) -> None:
+def test_the_metadata_has_every_field_that_torch_defines(store: Store, tmp_path: Path) -> None:
     """A reader that uses a field of torch's metadata finds it in casckpt's metadata. ``modules`` is always empty."""
     state = {"x": torch.ones(2), "n": 1}
     save(state, StorageWriter(store, step=1))

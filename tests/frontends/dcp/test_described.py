@@ -30,7 +30,7 @@ def folder(tmp_path: Path) -> Path:
 
 
 def twin() -> Any:
-    """An object of a different type that has a chunk's attributes."""
+    """Return an object of a different type that has a chunk's attributes."""
     made = MetadataIndex("a")
     vars(made).update(offsets=torch.Size([0, 0]), sizes=torch.Size([4, 2]))
     return made

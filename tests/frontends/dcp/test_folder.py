@@ -96,7 +96,7 @@ def folder(*chunks: Chunk) -> Metadata:
     return metadata
 
 
-def test_flat_chunks_are_boxes_of_the_tensor() -> None:
+def test_flat_chunks_are_converted_to_boxes_of_the_tensor() -> None:
     described, cuts = unflatten(folder(((0, 0, 0), (1, 1, 6)), ((1, 0, 0), (1, 1, 6))))
     stored = described.state_dict_metadata["w"]
     assert isinstance(stored, TensorStorageMetadata)
@@ -105,7 +105,7 @@ def test_flat_chunks_are_boxes_of_the_tensor() -> None:
 
 
 @pytest.mark.parametrize("first", [0, 1])
-def test_a_tensor_with_a_chunk_that_is_not_flat_is_left_unchanged(first: int) -> None:
+def test_a_tensor_with_a_chunk_that_is_not_flat_stays_in_chunks(first: int) -> None:
     chunks: list[Chunk] = [((0, 0, 0), (2, 1, 3)), ((0, 0, 3), (1, 1, 3)), ((1, 0, 3), (1, 1, 3))]
     metadata = folder(*chunks[first:], *chunks[:first])
     described, cuts = unflatten(metadata)

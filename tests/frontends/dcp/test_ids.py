@@ -1,4 +1,4 @@
-"""Ids and paths name the checkpoint to save or load. A writer may be set up in a different thread."""
+"""IDs and paths name the checkpoint to save or load. A different thread may have set up the writer."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def places(store: Store) -> list[tuple[str, int]]:
         ("20261123", "mine@20261123"),  # eight digits alone could be the beginning of an id
     ],
 )
-def test_an_id_refers_to_the_same_checkpoint_in_saves_and_loads(store: Store, id: Any, place: str) -> None:
+def test_an_id_names_the_same_checkpoint_in_saves_and_loads(store: Store, id: Any, place: str) -> None:
     save({"x": torch.ones(2)}, StorageWriter(store, run="mine"), checkpoint_id=id)
     save({"x": torch.zeros(2)}, StorageWriter(store, run="another", step=1))
     assert f"{store.checkpoints()[0].run}@{store.checkpoints()[0].step}" == place
@@ -98,7 +98,7 @@ def existing_loop(rank: int, size: int, path: Path) -> Any:
     return str(again), [load({"x": 0}, reader, checkpoint_id=f"/ckpt/step-{step}")["x"] for step in (5, 10)]
 
 
-def test_a_loop_saves_into_folders_on_all_ranks(ranks: Pool, store_path: Path) -> None:
+def test_a_training_loop_can_save_into_folders_on_all_ranks(ranks: Pool, store_path: Path) -> None:
     for again, found in ranks.run(2, existing_loop, store_path):
         assert "ckpt/step@5 already exists" in again
         assert "overwrite=True" in again
@@ -108,7 +108,7 @@ def test_a_loop_saves_into_folders_on_all_ranks(ranks: Pool, store_path: Path) -
     assert sorted(found[2:]) == [("alone/rank-0", 5), ("alone/rank-1", 5)]
 
 
-def test_a_loop_overwrites_its_last_checkpoint(store: Store) -> None:
+def test_a_training_loop_can_overwrite_its_last_checkpoint(store: Store) -> None:
     big = torch.arange(1 << 16)
     writer = StorageWriter(store, overwrite=True)
     for step in range(3):
@@ -175,7 +175,7 @@ def failing_save(rank: int, size: int, path: Path) -> Any:
     return failed(lambda: save(state, StorageWriter(path, step=1), planner=planner))
 
 
-def test_02_an_error_that_cannot_be_pickled_reaches_every_rank_as_a_string(ranks: Pool, store_path: Path) -> None:
+def test_02_every_rank_receives_the_text_of_an_error_that_cannot_be_pickled(ranks: Pool, store_path: Path) -> None:
     for told in ranks.run(2, failing_save, store_path):
         assert told == {1: ("RankFailed", "TwoTexts: no data")}
     assert casckpt.open(store_path).checkpoints() == []

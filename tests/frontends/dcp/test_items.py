@@ -37,7 +37,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is")
 
 
 class Bytes(DefaultSavePlanner):
-    """A planner that changes torch.save's bytes with `made`. ``given`` holds the changed bytes."""
+    """A planner that changes the bytes of torch.save with `made`. ``given`` contains the changed bytes."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""The eighteen pitfalls of torch.distributed.checkpoint: each test fails without its countermeasure."""
+"""Eighteen pitfalls of torch.distributed.checkpoint: each test fails if casckpt lacks the countermeasure."""
 
 from __future__ import annotations
 
@@ -129,7 +129,7 @@ def test_03_a_tensor_whose_dtype_differs_across_ranks_is_not_saved(store: Store)
 # 4: DCP does not notice holes in a save with a single plan, or in the load of such a save
 
 
-def test_04_a_hole_is_rejected(store: Store) -> None:
+def test_04_a_tensor_with_a_hole_is_rejected(store: Store) -> None:
     error = failure(lambda: save({"a": half()}, StorageWriter(store, step=1)))
     assert isinstance(causes(error)[0], InvalidInput)
     assert "'a' of shape [4, 2] is incomplete" in str(causes(error)[0])
@@ -198,7 +198,7 @@ def load_with_a_failing_rank(rank: int, size: int, path: Path) -> Any:
     return failed(lambda: load({"a": torch.zeros(3)}, StorageReader(store, "default@1")))
 
 
-def test_07_a_rank_that_cannot_read_does_not_fall_back_to_its_own_checkpoint(
+def test_07_a_rank_that_cannot_read_does_not_use_a_different_checkpoint(
     ranks: Pool, store_path: Path, store: Store
 ) -> None:
     for run in ("default", "default/rank-0", "default/rank-1"):
@@ -392,7 +392,7 @@ class HintlessPlanner(DefaultLoadPlanner):
         return replace(plan, items=items)
 
 
-def test_16_index_hints_are_not_relied_upon(store: Store) -> None:
+def test_16_a_load_does_not_rely_on_index_hints(store: Store) -> None:
     full = numbers("c", 4, 2)
     chunks = Chunks(full.size(), {(0, 0): full[:1], (1, 0): full[1:]})  # their hints are 0 and 1
     save({"a": numbers("a", 6), "b": 3, "c": chunks}, StorageWriter(store, step=1))

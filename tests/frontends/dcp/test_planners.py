@@ -49,7 +49,7 @@ def test_planners_work_without_pickle(store: Store) -> None:
     ]
 
 
-def test_an_unflattened_state_has_one_value_per_key(store: Store) -> None:
+def test_a_state_that_is_not_flattened_has_one_value_per_key(store: Store) -> None:
     state = {"model.w": torch.ones(2), "rest": {"a": {"b": 1}, "t": torch.zeros(3)}}
     save(state, StorageWriter(store, step=1), planner=DefaultSavePlanner(flatten_state_dict=False))
     into = {"model.w": torch.zeros(2), "rest": None}

@@ -82,7 +82,7 @@ def test_checkpoint_id_names_the_checkpoint(store: Store) -> None:
     assert "has no step 9" in str(causes(error)[0])
 
 
-def test_only_overlapping_cells_are_read(store_path: Path) -> None:
+def test_a_load_through_dcp_reads_only_overlapping_cells(store_path: Path) -> None:
     store, _ = watched(store_path)
     full = numbers("w", 2048, 1024)  # 8 MiB, rows of 4 KiB
     save({"w": full}, StorageWriter(store, step=1))

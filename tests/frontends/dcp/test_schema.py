@@ -122,7 +122,7 @@ class Colour(enum.Enum):
     RED = 1
 
 
-def test_a_list_that_dcp_describes_only_partly_is_loaded(store: Store) -> None:
+def test_a_list_that_is_only_partly_described_by_dcp_is_loaded(store: Store) -> None:
     """DCP's metadata has no entry for an empty container."""
     state = {"l": [{}, {"x": torch.ones(2)}, {"y": 1}], "whole": [{"z": 1}, {"x": torch.ones(2)}]}
     save(state, StorageWriter(store, step=1))

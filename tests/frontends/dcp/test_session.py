@@ -171,7 +171,7 @@ def replicas(rank: int, size: int, path: Path) -> None:
         assert load({"mine": torch.zeros(2)}, StorageReader(path, "alone@1"), no_dist=True)["mine"].sum() == 2
 
 
-def test_replicated_rank_local_and_single_process_states_are_saved(ranks: Pool, store_path: Path) -> None:
+def test_replicated_states_and_states_of_one_rank_or_process_are_saved(ranks: Pool, store_path: Path) -> None:
     ranks.run(3, replicas, store_path)
     store = casckpt.open(store_path)
     for step in (0, 1):
@@ -192,7 +192,7 @@ def in_groups(rank: int, size: int, path: Path) -> None:
     assert torch.equal(state["a"].full_tensor(), numbers(run, 6, 2))
 
 
-def test_process_groups_save_independently(ranks: Pool, store_path: Path) -> None:
+def test_different_process_groups_can_save_independently(ranks: Pool, store_path: Path) -> None:
     ranks.run(4, in_groups, store_path)
     assert len(casckpt.open(store_path).checkpoints()) == 2
 

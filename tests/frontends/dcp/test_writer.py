@@ -137,7 +137,7 @@ def test_each_step_contains_the_state_at_the_time_of_its_save(
 
 @pytest.mark.filterwarnings("ignore:torch.distributed is")
 @pytest.mark.filterwarnings("ignore::FutureWarning")
-def test_a_user_defined_stager_is_used(store: casckpt.Store) -> None:
+def test_a_save_uses_the_stager_that_the_user_passed(store: casckpt.Store) -> None:
     state = {"a": torch.ones(4)}
     future: Any = async_save(state, storage_writer=StorageWriter(store, step=1), async_stager=BlockingAsyncStager())
     future.result()
@@ -210,7 +210,7 @@ def test_a_repeated_save_writes_only_changed_cells(store: Store) -> None:
 
 
 def strided(rows: int) -> tuple[torch.Tensor, DTensor]:
-    """Return a weight, and its part on this rank: ranks hold different numbers of rows."""
+    """Return a weight and this rank's part of it. Ranks hold different numbers of rows."""
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("data", "tensor"))
     torch.manual_seed(0)
     model = torch.nn.Sequential(torch.nn.Linear(3, rows, bias=False))

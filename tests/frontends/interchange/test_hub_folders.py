@@ -1,4 +1,4 @@
-"""Folders that the real libraries write come back from a store, and these libraries load them.
+"""Folders that real libraries write are imported and exported, and these libraries load the result.
 
 The site shows the table of these folders (tests/data/hub_folders.json). After a change, this program writes it:
 ``python -m tests.frontends.interchange.test_hub_folders``.
@@ -71,7 +71,7 @@ def test_an_imported_hub_folder_is_exported_unchanged(folder: HubFolder, tmp_pat
     assert came_back(folder, tmp_path) == json.loads(TABLE.read_text())[folder.name]
 
 
-def test_the_table_lists_thirty_folders_in_twelve_layouts() -> None:
+def test_the_table_of_hub_folders_lists_thirty_folders_in_twelve_layouts() -> None:
     rows = json.loads(TABLE.read_text())
     assert list(rows) == [folder.name for folder in FOLDERS]
     assert len(rows) >= 30

@@ -27,7 +27,7 @@ Store = casckpt.Store
 
 
 def olmo(path: Path) -> dict[str, torch.Tensor]:
-    """A folder that release 0.1.0 writes on two ranks. The optimizer has parameter groups."""
+    """Write a folder as release 0.1.0 does on two ranks, with parameter groups. Return its weights."""
     full = {"up": numbers("up", 6, 4), "down": numbers("down", 5)}
     moments = {f"state.{key}.__exp_avg": value * 2 for key, value in full.items()}
     groups = {"_param_names": ["up", "down"], "params": [0, 1], "lr": 0.5, "betas": (0.9, 0.99)}

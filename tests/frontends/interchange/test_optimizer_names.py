@@ -33,7 +33,7 @@ def fresh() -> tuple[Network, optim.Optimizer]:
 
 
 def by_torch(path: Path, model: str, optimizer: str) -> tuple[Network, optim.Optimizer]:
-    """The result of loading the file with plain torch."""
+    """Return the result of loading the file with plain torch."""
     saved = torch.load(path)
     made = fresh()
     made[0].load_state_dict(saved[model])
@@ -137,7 +137,7 @@ def test_a_lightning_file_with_several_optimizers_is_imported(tmp_path: Path) ->
     assert set(laid_out(file).state) == {"model", "lightning"}
 
 
-def test_names_passed_to_the_optimizer_are_used(tmp_path: Path) -> None:
+def test_an_import_uses_the_names_that_were_passed_to_the_optimizer(tmp_path: Path) -> None:
     class Alike(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -162,7 +162,7 @@ def test_names_passed_to_the_optimizer_are_used(tmp_path: Path) -> None:
         by_name([state], model.state_dict())
 
 
-def test_parameters_are_matched_by_memory_kind_and_order() -> None:
+def test_parameters_are_matched_by_their_memory_their_kind_and_their_order() -> None:
     """Two parts of the same memory are two parameters. Two views of one part are one parameter.
 
     Each empty tensor is separate.
@@ -240,7 +240,7 @@ def test_states_without_an_optimizer_are_unchanged() -> None:
         assert laid.notes == ()
 
 
-def test_as_is_preserves_numbered_optimizer_state(tmp_path: Path) -> None:
+def test_an_import_with_as_is_preserves_numbered_optimizer_state(tmp_path: Path) -> None:
     model, optimizer = trained()
     file = {"model": dict(model.state_dict()), "optimizer": optimizer.state_dict()}
     torch.save(file, tmp_path / "ckpt.pt")

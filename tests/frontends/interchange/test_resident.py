@@ -17,7 +17,7 @@ from tests.support.safetensors_files import file_of, same, tensors
 pytestmark = pytest.mark.usefixtures("temporaries")
 
 
-def test_mapped_pages_are_released(
+def test_an_import_is_correct_while_it_releases_the_pages_of_mapped_files(
     store: casckpt.Store, tmp_path: Path, seed: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(resident, "RESIDENT_BYTES", 1000)  # nearly all the time

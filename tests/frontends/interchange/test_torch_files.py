@@ -128,7 +128,7 @@ def test_invalid_files_are_rejected(store: Store, tmp_path: Path) -> None:
 
 
 @pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="the peak of a process is read from /proc")
-def test_conversions_use_bounded_memory(tmp_path: Path) -> None:
+def test_conversions_between_formats_use_bounded_memory(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "tests.support.peak_convert", str(tmp_path), "64"]
     root = Path(__file__).parents[3]
     found = subprocess.run(command, cwd=root, check=True, capture_output=True, text=True).stdout

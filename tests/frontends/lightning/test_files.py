@@ -25,7 +25,7 @@ from tests.support.training import identical
 pytestmark = pytest.mark.filterwarnings("ignore")  # Lightning and its imports warn about devices, loggers and workers
 
 
-def test_when_the_last_file_moves_its_old_checkpoint_is_forgotten(tmp_path: Path) -> None:
+def test_the_old_checkpoint_is_forgotten_when_the_last_file_moves_to_a_new_one(tmp_path: Path) -> None:
     store = small_folder(tmp_path / "store")
     keeping = ModelCheckpoint(tmp_path / "files", save_last=True, save_top_k=0, every_n_epochs=1)
     trainer(tmp_path, CasCheckpointIO(store, run="sft"), keeping).fit(Model(), data())
@@ -64,7 +64,7 @@ def test_background_removals_run_in_order(tmp_path: Path) -> None:
 
 
 class Death(BaseException):
-    """The death of the process."""
+    """The process died."""
 
 
 @pytest.mark.parametrize("key", ["commits/*", "tags/*"])

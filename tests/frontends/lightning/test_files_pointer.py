@@ -72,7 +72,7 @@ def test_a_file_with_pickled_values_is_written_if_allowed(tmp_path: Path, store:
     assert torch.load(path, weights_only=False)["optimizer_states"] == state["optimizer_states"]
 
 
-def test_different_spellings_of_a_path_have_the_same_tag(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_different_spellings_of_a_path_lead_to_the_same_tag(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.chdir(tmp_path)
     one = Pointer("files/Last.ckpt")
     assert one.tag == Pointer(tmp_path / "files" / "Last.ckpt").tag

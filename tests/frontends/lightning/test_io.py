@@ -111,7 +111,7 @@ def test_the_store_grows_only_by_changed_bytes(tmp_path: Path) -> None:
     assert store.checkpoints("more")[0].stats.bytes_written < 3 * head + 12_000
 
 
-def test_gc_policies_keep_checkpoints_that_have_a_file(tmp_path: Path) -> None:
+def test_gc_keeps_checkpoints_that_have_a_file_regardless_of_the_policy(tmp_path: Path) -> None:
     store = small_folder(tmp_path / "store")
     keeping = ModelCheckpoint(tmp_path / "files", save_top_k=-1, every_n_epochs=1)
     trainer(tmp_path, CasCheckpointIO(store, run="sft"), keeping).fit(Model(), data())
@@ -177,7 +177,7 @@ class Odd(Model):
 
 
 class Projecting(torch.optim.SGD):
-    """Its first step creates state that is not plain data."""
+    """An optimizer whose first step creates state that is not plain data."""
 
     def step(self, closure: Any = None) -> Any:
         super().step(closure)
@@ -193,7 +193,9 @@ class Projected(Model):
 @pytest.mark.parametrize(
     ("model", "pickles", "step"), [(Odd, False, 0), (Odd, True, 4), (Projected, False, 1), (Model, False, 4)]
 )
-def test_invalid_state_raises_at_the_start(tmp_path: Path, model: type[Model], pickles: bool, step: int) -> None:
+def test_an_invalid_state_raises_an_error_at_the_start(
+    tmp_path: Path, model: type[Model], pickles: bool, step: int
+) -> None:
     io = CasCheckpointIO(tmp_path / "store", run="sft", allow_pickle=pickles)
     training = trainer(tmp_path, io, CasCheckpointCheck(), epochs=1, limit_train_batches=4)
     with nullcontext() if step == 4 else pytest.raises(InvalidInput, match=r"projector|hyper_parameters\.act"):

@@ -111,7 +111,9 @@ def test_a_plug_in_that_would_be_ignored_is_rejected(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("cast", [False, True])
-def test_the_strategy_loads_with_its_cast_setting(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, cast: bool) -> None:
+def test_the_strategy_applies_its_cast_setting_to_loads(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, cast: bool
+) -> None:
     store = small_folder(tmp_path / "store")
     model, low = nn.Linear(2, 2), nn.Linear(2, 2).bfloat16()
     casckpt.save_model_and_optim_state(store, model, run="sft", step=1)
@@ -200,7 +202,7 @@ def test_an_averaged_model_is_saved_and_loaded_with_the_model(tmp_path: Path, ra
 
 
 class Projecting(torch.optim.AdamW):
-    """Its first step creates state that is not plain data."""
+    """An optimizer whose first step creates state that is not plain data."""
 
     def step(self, closure: Any = None) -> Any:
         loss = super().step(closure)
@@ -248,7 +250,7 @@ def hears(rank: int, size: int, folder: Path) -> Any:
 
 
 @pytest.mark.parametrize("size", [2, pytest.param(4, marks=pytest.mark.soak)])
-def test_invalid_state_raises_on_all_ranks_at_the_start(tmp_path: Path, ranks: Pool, size: int) -> None:
+def test_an_invalid_state_raises_an_error_on_all_ranks_at_the_start(tmp_path: Path, ranks: Pool, size: int) -> None:
     expected = [("InvalidInput", 0)] * 2 + [("InvalidInput", 1)] * 2
     assert ranks.run(size, hears, tmp_path) == [expected] * size
     assert steps(small_folder(tmp_path / "store")) == []

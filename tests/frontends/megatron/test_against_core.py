@@ -89,7 +89,7 @@ def test_from_rank_offsets_behaves_as_in_megatron_core(
 
 
 @given(data=st.data())
-def test_narrow_selects_the_correct_elements(data: st.DataObject) -> None:
+def test_narrow_selects_the_correct_elements_of_a_tensor(data: st.DataObject) -> None:
     extent, parts, layers = (data.draw(st.integers(1, 3)) for _ in range(3))
     rank, start, dim = (data.draw(st.integers(0, upto)) for upto in (parts - 1, extent - 1, 1))
     length = data.draw(st.integers(0, extent - start))

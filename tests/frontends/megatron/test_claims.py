@@ -76,7 +76,7 @@ def test_a_parallel_load_returns_the_same_values_and_reads_less(tmp_path: Path, 
 
 
 def odd_memory(rank: int, size: int, where: str) -> list[Any]:
-    """Tensors that are not contiguous, have 16 bytes per element, have no dimensions, or are duplicates."""
+    """Return tensors that are not contiguous, have 16 bytes per element, have no dimensions, or are duplicates."""
     numbers = torch.arange(12.0)
     tensors = {"c": numbers.to(torch.complex128), "t": numbers.view(3, 4), "s": torch.tensor(3.0)}
     state = {name: ShardedTensor.from_rank_offsets(name, value, replica_id=rank) for name, value in tensors.items()}
@@ -92,11 +92,11 @@ def odd_memory(rank: int, size: int, where: str) -> list[Any]:
     return [*same, [value.item() for value in found["s"]], found["o"]]
 
 
-def test_a_parallel_load_fills_any_memory(tmp_path: Path, ranks: Pool) -> None:
+def test_a_parallel_load_fills_tensors_of_any_memory_layout(tmp_path: Path, ranks: Pool) -> None:
     assert ranks.run(2, odd_memory, f"{tmp_path}#a@1") == [[True, True, [3, 3], 5]] * 2
 
 
-def test_a_single_process_reads_everything(tmp_path: Path) -> None:
+def test_a_parallel_load_by_a_single_process_reads_everything(tmp_path: Path) -> None:
     place = f"{tmp_path}#gpt@7"
     saved(0, 1, place, Topology())
     assert loaded(0, 1, place, Topology())[1:] == []

@@ -52,7 +52,7 @@ def test_globals_registered_for_a_load_are_removed() -> None:
     assert set(get_safe_globals()) == set(before)
 
 
-def test_threads_do_not_remove_each_others_globals() -> None:
+def test_a_thread_does_not_remove_globals_that_another_thread_needs() -> None:
     errors: list[BaseException] = []
 
     def read() -> None:

@@ -1,4 +1,4 @@
-"""The config of a checkpoint: written, read, and refused."""
+"""The config of a checkpoint is written and read, and an invalid one is refused."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ def test_unknown_fields_of_a_config_are_ignored(tmp_path: Path) -> None:
     assert check_is_distributed_checkpoint(tmp_path / "odd") is False
 
 
-def test_a_missing_config_is_written(tmp_path: Path) -> None:
+def test_a_config_that_was_written_is_read_back(tmp_path: Path) -> None:
     config = CheckpointingConfig("other", 2)
     save_config(config, tmp_path)
     assert maybe_load_config(str(tmp_path)) == config
@@ -90,7 +90,7 @@ def test_the_config_of_a_checkpoint_never_changes(tmp_path: Path) -> None:
         save_config(CheckpointingConfig("casckpt", 2), where)
 
 
-def test_foreign_strategies_are_rejected(tmp_path: Path) -> None:
+def test_strategies_other_than_casckpt_are_rejected(tmp_path: Path) -> None:
     where = f"{tmp_path}#a@3"
     calls: tuple[Any, ...] = (save, load)
     for call in calls:

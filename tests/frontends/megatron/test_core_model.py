@@ -26,7 +26,7 @@ METADATA = {"distrib_optim_sharding_type": "fully_reshardable", "distrib_optim_f
 
 
 class OnTheCPU(TorchFunctionMode):
-    """Megatron's optimizers create tensors on "cuda" and accept only parameters there.
+    """Megatron's optimizers create tensors on "cuda", and accept only parameters on "cuda".
 
     This mode uses the CPU instead.
     """
@@ -57,7 +57,7 @@ def parallel(tp: int) -> Iterator[None]:
 
 
 def gpt(tp: int, distributed: bool, seed: int) -> tuple[Any, Any]:
-    """A model, and its optimizer after one step."""
+    """Return a model, and its optimizer after one step."""
     config = module("megatron.core.transformer.transformer_config").TransformerConfig(
         num_layers=2, hidden_size=16, num_attention_heads=4, tensor_model_parallel_size=tp, gated_linear_unit=True,
         use_cpu_initialization=True, bias_activation_fusion=False, masked_softmax_fusion=False,
@@ -79,7 +79,7 @@ def gpt(tp: int, distributed: bool, seed: int) -> tuple[Any, Any]:
 
 
 def state_of(model: Any, optimizer: Any, loading: bool = False) -> dict[str, Any]:
-    """The sharded state dict that Megatron's training loop creates."""
+    """Return the sharded state dict that Megatron's training loop creates."""
     group = module("megatron.core.parallel_state").get_data_parallel_group(with_context_parallel=True)
     metadata = {**METADATA, "dp_cp_group": group}
     of_model = model.module.sharded_state_dict(metadata=metadata)

@@ -1,4 +1,4 @@
-"""Removal of some of a checkpoint's sharded tensors."""
+"""Some of a checkpoint's sharded tensors are removed."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def test_keys_with_a_prefix_are_removed(tmp_path: Path) -> None:
     assert checkpoint.stats.bytes_written == 0
 
 
-def test_a_prefix_without_keys_is_reported(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_prefix_that_matches_no_key_is_reported(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     where = f"{tmp_path}#a@1"
     with pytest.raises(NotFound):
         megatron.remove_sharded_tensors(where, "x")
@@ -81,7 +81,7 @@ def by_core(rank: int, size: int, path: Path) -> Any:
     return [found["x"].unique().tolist(), sorted(found)]
 
 
-def test_the_folder_still_loads_after_removal(tmp_path: Path, ranks: Pool) -> None:
+def test_the_folder_still_loads_after_keys_were_removed(tmp_path: Path, ranks: Pool) -> None:
     assert ranks.run(1, by_core, tmp_path) == [[[1], ["args", "optimizer.lr", "seed", "x"]]]
     assert "opt" in megatron.load_tensors_metadata(f"{tmp_path}/store#a@4")
     assert "optimizer.exp_avg.w" not in megatron.load_tensors_metadata(f"{tmp_path}/store#a@4")

@@ -1,4 +1,4 @@
-"""Each error belongs to both Megatron's and casckpt's error classes."""
+"""Each error is an instance of both Megatron's and casckpt's error classes."""
 
 from __future__ import annotations
 

@@ -32,7 +32,7 @@ class Phase(enum.Enum):
 
 
 def part(rank: int, size: int, value: float = 0.0, **changes: Any) -> dict[str, Any]:
-    """A state dict with Megatron's own objects."""
+    """Return a state dict with Megatron's own objects."""
     mapping = core(".mapping")
     shard = mapping.ShardedTensor.from_rank_offsets("w", torch.full((2,), value + rank), (0, rank, size))
     return {"w": shard, "iteration": int(value), **changes}
@@ -57,7 +57,7 @@ def loaded(rank: int, size: int, path: Path, strategy: Any = None) -> dict[str, 
 
 
 def said(rank: int, size: int, call: Callable[..., Any], *arguments: Any, **named: Any) -> tuple[str, bool]:
-    """Return the message of the call's error, and whether it belongs to Megatron's classes and to casckpt's."""
+    """Return the message of the call's error, and whether it is an instance of Megatron's and of casckpt's class."""
     error = outcome_of(lambda: call(rank, size, *arguments, **named))
     both = isinstance(error, core(".mapping").CheckpointingException) and isinstance(error, CasckptError)
     return str(error), both

@@ -57,7 +57,7 @@ def test_the_store_contains_whole_tensors_under_megatron_keys(where: str) -> Non
 
 
 def swiglu(layer: int) -> torch.Tensor:
-    """Gate and up projections of one layer, concatenated as the halves of one tensor."""
+    """Return gate and up projections of one layer, concatenated as the halves of one tensor."""
     return gpt.whole(f"exp_avg_sq/fc1/{layer}", 2, gpt.FFN * 4, gpt.HIDDEN).flatten(0, 1)
 
 

@@ -46,7 +46,7 @@ def state() -> dict[str, Any]:
         (extract_nonpersistent, "local"),
     ],
 )
-def test_extract_functions_select_parts_by_kind(extract: Any, wanted: str, of_core: bool) -> None:
+def test_each_extract_function_selects_one_kind_of_part(extract: Any, wanted: str, of_core: bool) -> None:
     whole = theirs(state()) if of_core else state()
     found, rest = extract(whole)
     assert sorted(found) == sorted(wanted.split())
@@ -71,7 +71,7 @@ def test_the_first_matching_prefix_is_replaced() -> None:
     assert keys(x) == ["2", "3o", "3f"]
 
 
-def test_a_prefix_missing_from_a_key_is_rejected() -> None:
+def test_replacing_a_prefix_that_a_key_lacks_is_rejected() -> None:
     x = state()
     replace_prefix_for_sharding(x, "a.", "b.")
     assert keys(x) == ["b.t", "b.o", "b.f"]

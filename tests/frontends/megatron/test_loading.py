@@ -1,4 +1,4 @@
-"""Loads into a sharded state dict: different shapes, objects, factories, and errors on all ranks."""
+"""Loads into a sharded state dict: different shapes, objects, factories, and errors that all ranks raise."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def test_tensors_are_filled_in_place_and_plain_values_are_ignored(where: str) ->
     assert asked == {"x": [w], "args": "mine", "more": 1}
 
 
-def test_a_part_without_data_loads_into_a_new_tensor_of_its_dtype(where: str) -> None:
+def test_a_part_without_data_is_loaded_into_a_new_tensor_of_its_dtype(where: str) -> None:
     asked = {
         "w": ShardedTensor.from_rank_offsets("w", torch.ones(2, 3, dtype=torch.bfloat16), (0, 1, 2)).without_data()
     }
@@ -109,7 +109,7 @@ def test_a_different_shape_is_rejected(where: str, more: dict[str, Any]) -> None
 
 
 @pytest.mark.parametrize("notes", [b"{", b"[]", b'{"common_tensors": 5}'])
-def test_invalid_notes_are_rejected(tmp_path: Path, notes: bytes) -> None:
+def test_a_checkpoint_with_invalid_megatron_notes_is_rejected(tmp_path: Path, notes: bytes) -> None:
     casckpt.open(tmp_path).save({"w": torch.ones(1)}, run="a", step=1, attachments={"megatron.json": notes})
     with pytest.raises(CheckpointingException, match=r"megatron.json is invalid"):
         load({}, f"{tmp_path}#a@1")
@@ -279,7 +279,7 @@ def test_missing_keys_are_logged_on_every_rank(where: str, ranks: Pool) -> None:
 
 
 @pytest.mark.parametrize("value", [one.value for one in megatron.StrictHandling])
-def test_each_strictness_declares_its_requirements(value: str) -> None:
+def test_each_strictness_agrees_with_megatron_core(value: str) -> None:
     validation, ours = core(".validation"), megatron.parse_strict_flag(value)
     one = validation.parse_strict_flag(value)
     assert megatron.parse_strict_flag(one) is ours

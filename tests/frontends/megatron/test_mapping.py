@@ -58,7 +58,7 @@ def test_a_part_has_the_fields_that_megatron_defines() -> None:
     assert part.dtype is torch.float32
 
 
-def test_parts_of_scalars_and_empty_tensors_are_valid() -> None:
+def test_a_scalar_or_an_empty_tensor_can_have_parts() -> None:
     scalar = ShardedTensor.from_rank_offsets("k", torch.tensor(3.0))
     assert (scalar.global_shape, scalar.global_slice(), scalar.max_allowed_chunks()) == ((), (), ())
     empty = ShardedTensor.from_rank_offsets("k", torch.ones(0, 2), (0, 1, 2))
@@ -73,7 +73,7 @@ def test_an_invalid_rank_offset_is_rejected(triple: tuple[int, int, int]) -> Non
     assert caught.value.key == "k"
 
 
-def test_the_last_of_two_offsets_for_an_axis_is_used() -> None:
+def test_the_last_of_two_offsets_for_the_same_axis_is_used() -> None:
     assert ShardedTensor.from_rank_offsets("k", torch.ones(2), (0, 0, 2), (0, 2, 3)).global_offset == (4,)
 
 
@@ -99,7 +99,7 @@ def test_contradictory_fields_are_rejected(changed: dict[str, Any], message: str
         ShardedTensor(**fields | changed)
 
 
-def test_uneven_parts_do_not_have_a_grid() -> None:
+def test_unevenly_split_parts_do_not_form_a_grid() -> None:
     part = ShardedTensor("k", None, torch.float32, (2,), (5,), (3,), None)
     assert part.has_regular_grid is False
     with pytest.raises(CheckpointingException, match="does not have a regular grid"):
@@ -124,7 +124,7 @@ def test_a_flat_range_refers_to_the_local_shape() -> None:
 
 
 @given(shape=st.lists(st.integers(1, 4), min_size=1, max_size=3), data=st.data())
-def test_coordinates_match_the_elements(shape: list[int], data: st.DataObject) -> None:
+def test_the_coordinates_of_a_flat_part_match_its_elements(shape: list[int], data: st.DataObject) -> None:
     count = int(np.prod(shape))
     lo, hi = sorted((data.draw(st.integers(0, count)), data.draw(st.integers(0, count))))
     part = flat(hi - lo, tuple(shape), slice(lo, hi), (0, 1, 2))
@@ -141,7 +141,7 @@ def test_a_flat_part_without_dimensions_is_valid() -> None:
     assert (stacked.local_coordinates(), stacked.global_coordinates()) == ((), (2,))
 
 
-def test_coordinates_require_a_flat_part() -> None:
+def test_only_a_flat_part_has_coordinates_of_its_elements() -> None:
     part = ShardedTensor.from_rank_offsets("k", torch.ones(2))
     for call in (part.local_coordinates, part.global_coordinates):
         with pytest.raises(CheckpointingException, match="flattened_range"):
@@ -166,7 +166,7 @@ def test_a_flat_range_is_rejected_by_from_rank_offsets() -> None:
         ShardedTensor.from_rank_offsets("k", torch.ones(2), flattened_range=slice(0, 2))  # type: ignore[arg-type]  # a wrong type on purpose
 
 
-def test_data_is_created_only_if_missing() -> None:
+def test_the_data_of_a_part_is_created_only_if_it_is_missing() -> None:
     part = ShardedTensor.from_rank_offsets("k", torch.ones(2, 3)).without_data()
     assert part.data is None
     part.init_data("cpu", torch.zeros)
@@ -217,7 +217,7 @@ def test_an_object_with_one_offset_too_few_is_rejected() -> None:
         ShardedObject("a", 1, (1, 2), (0,))
 
 
-def test_parts_objects_and_factories_are_sharded_bases() -> None:
+def test_parts_objects_and_factories_are_instances_of_sharded_base() -> None:
     factory = ShardedTensorFactory("f", torch.ones(2), lambda key, data, replica_id: {}, torch.cat)
     values = [ShardedTensor.from_rank_offsets("k", torch.ones(2)), ShardedObject("o", 1, (1,), (0,)), factory]
     for value in values:
@@ -297,7 +297,7 @@ def test_lists_of_factories_and_values_must_have_equal_lengths() -> None:
     assert megatron.apply_factory_merges([[torch.ones(1)]], [factory])[0].tolist() == [1.0]
 
 
-def test_type_names_for_annotations_exist() -> None:
+def test_the_type_names_for_annotations_exist() -> None:
     dicts = (megatron.StateDict, megatron.CommonStateDict, megatron.ShardedStateDict)
     assert dicts == (dict[str, Any],) * 3
     assert megatron.ReplicaId == int | tuple[int, ...]
@@ -319,7 +319,7 @@ def merged(parts: dict[int, torch.Tensor]) -> torch.Tensor:
 
 
 def sharded(model: nn.Module) -> dict[str, Any]:
-    """Whole weights, and the bias in two halves."""
+    """Return whole weights, and the bias in two halves."""
     state: dict[str, Any] = {}
     for name, value in model.state_dict(keep_vars=True).items():
         if name.endswith("bias"):

@@ -90,7 +90,7 @@ def test_parts_that_cannot_be_narrowed_are_rejected(
 
 
 def split(template: ShardedTensor) -> ShardedTensorFactory:
-    """A factory that narrows its argument, as Megatron's Mamba does."""
+    """Return a factory that narrows its argument, as Megatron's Mamba does."""
 
     def build(key: str, data: torch.Tensor, replica_id: Any, flattened_range: Any) -> list[ShardedTensor]:
         part = replace(

@@ -50,7 +50,7 @@ def test_maps_work_in_place_and_into_new_containers() -> None:
     assert dict_list_map_inplace(str, 5) == dict_list_map_outplace(str, 5) == "5"
 
 
-def test_dict_map_descends_into_lists_and_passes_the_innermost_key() -> None:
+def test_dict_map_enters_lists_and_passes_the_innermost_key() -> None:
     x = nested()
     assert dict_map(str, x) is None  # type: ignore[func-returns-value] # that is what is tested
     assert x["b"] == ["2", {"c": "3"}]
@@ -59,12 +59,12 @@ def test_dict_map_descends_into_lists_and_passes_the_innermost_key() -> None:
     assert y == {"a": ("a", 1), "b": [(0, 2), {"c": ("c", 3)}], "d": {}, "e": ("e", (4, 5))}
 
 
-def test_map_reduce_groups_then_reduces() -> None:
+def test_map_reduce_groups_values_before_it_reduces_them() -> None:
     assert map_reduce([1, 2, 3, 4], lambda x: x % 2, lambda x: x * 10, sum) == {1: 40, 0: 60}
     assert map_reduce([1, 1, 2]) == {1: [1, 1], 2: [2]}
 
 
-def test_merge_writes_the_second_into_the_first() -> None:
+def test_merge_writes_the_second_dict_into_the_first() -> None:
     x: dict[str, Any] = {"a": {"b": 1}, "l": [{"p": 1}, {"p": 2}]}
     assert merge(x, {"a": {"c": 2}, "l": [{"q": 3}, {}], "n": [4]}) is x
     assert x == {"a": {"b": 1, "c": 2}, "l": [{"p": 1, "q": 3}, {"p": 2}], "n": [4]}
@@ -124,7 +124,7 @@ def test_diff_of_lists_returns_bare_indices_on_both_sides() -> None:
         (torch.ones(2), 1, False),
     ],
 )
-def test_diff_compares_leaves(one: Any, other: Any, equal: bool) -> None:
+def test_diff_compares_the_values_of_leaves(one: Any, other: Any, equal: bool) -> None:
     assert (diff({"a": one}, {"a": other}) == ([], [], [])) is equal
 
 

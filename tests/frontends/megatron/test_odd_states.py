@@ -101,7 +101,7 @@ def test_keys_that_look_like_object_keys_are_rejected(tmp_path: Path, state: dic
 
 
 @pytest.mark.parametrize("key", ["a/b", "a.b", "ü/ö", "a/b/c", " ", "*", "shard_0_1", "a/shard_0"])
-def test_any_other_key_is_saved_and_loaded(tmp_path: Path, key: str) -> None:
+def test_every_valid_key_is_saved_and_loaded(tmp_path: Path, key: str) -> None:
     where = f"{tmp_path}#a@1"
     save({"t": tensor(key, torch.ones(3)), "o": ShardedObject(f"{key}o", {1: 2}, (1,), (0,))}, where)
     asked = {"t": tensor(key, torch.zeros(3)), "o": ShardedObject(f"{key}o", None, (1,), (0,))}
@@ -186,7 +186,7 @@ def some_have_nothing(rank: int, size: int, where: str) -> list[Any]:
     return [[value.tolist() for value in found.values()], without["w"].tolist(), load_common_state_dict(where)]
 
 
-def test_ranks_without_data_can_participate(tmp_path: Path, ranks: Pool) -> None:
+def test_ranks_without_data_can_take_part_in_saves_and_loads(tmp_path: Path, ranks: Pool) -> None:
     whole = [0, 1, 2, 3]
     found = ranks.run(3, some_have_nothing, f"{tmp_path}#a@1")
     assert found == [[[], whole, {}], [[[0, 1]], whole, {}], [[[2, 3]], whole, {}]]

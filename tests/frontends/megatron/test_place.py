@@ -1,4 +1,4 @@
-"""The forms of a checkpoint's location."""
+"""The ways to write a checkpoint's location."""
 
 from __future__ import annotations
 

@@ -30,14 +30,14 @@ counter = iter(range(10**9))
         ((0, 6), (0, 1, 0), None),
     ],
 )
-def test_a_reshaped_part_has_its_documented_shape(
+def test_a_reshaped_part_has_the_documented_shape(
     shape: tuple[int, ...], stored: tuple[int, ...], part: tuple[int, ...] | None
 ) -> None:
     assert part_shape(shape, stored) == part
 
 
 def as_stored(fragments: tuple[int, int]) -> torch.Tensor:
-    """The parts of a grid, each flattened, in grid order."""
+    """Return the parts of a grid, each flattened, in grid order."""
     flat = [torch.as_tensor(one.data).flatten() for one in parts(WHOLE, fragments, None)]
     return torch.stack(flat).view(PREPENDED, *fragments, -1)
 
@@ -54,7 +54,7 @@ def test_a_reshaped_tensor_loads_into_any_sharding(
         assert torch.equal(found, torch.as_tensor(wanted.data))
 
 
-def test_an_incorrect_shape_is_still_rejected(tmp_path: Path) -> None:
+def test_a_reshaped_part_of_an_incorrect_shape_is_rejected(tmp_path: Path) -> None:
     casckpt.open(tmp_path).save({"w": as_stored((2, 3))}, run="a", step=1)
     asked = ShardedTensor.from_rank_offsets("w", torch.zeros(PREPENDED, SHAPE[0], SHAPE[1] + 1))
     with pytest.raises(Mismatch, match=r"\[2, 4, 7\] here, but \[2, 2, 3, 4\]"):

@@ -51,7 +51,7 @@ def random(key: str, count: int) -> torch.Tensor:
 
 
 def uneven(rank: int) -> dict[str, ShardedTensor]:
-    """A large tensor and small ones on all ranks, one on two ranks, and one without data on rank 2."""
+    """Return a large tensor and small ones on all ranks, one on two ranks, and one without data on rank 2."""
     state = {"large": tensor("large", random("large", 16 * MIB), replica_id=rank)}
     state |= {f"s{i}": tensor(f"s{i}", random(f"s{i}" * i, 1000 + i), replica_id=(0, rank)) for i in range(20)}
     if rank < 2:
@@ -89,7 +89,7 @@ def test_writes_are_balanced_by_bytes_and_a_load_reads_each_byte_once(tmp_path: 
 
 
 @pytest.mark.parametrize("options", [{}, {"fully_parallel": True}, {"check_replicas": "raise"}])
-def test_replicas_are_saved_only_to_share_writing_or_to_compare(options: Any) -> None:
+def test_replicas_are_used_only_to_share_the_writing_or_for_a_comparison(options: Any) -> None:
     claims = [claims_of([tensor("w", torch.ones(3), replica_id=rank)]) for rank in range(2)]
     assert Saving({}, 0, **options).select(claims) == [[True], [bool(options)]]
 

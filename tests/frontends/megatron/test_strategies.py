@@ -62,7 +62,7 @@ def test_megatron_core_loads_in_a_new_parallel_configuration(path: Path, topolog
     assert ranks.run(topology.size, loaded_by_core, path, topology) == [[]] * topology.size
 
 
-def test_megatron_core_finds_the_registered_strategy(path: Path, ranks: Pool) -> None:
+def test_megatron_core_finds_the_strategy_that_casckpt_registers(path: Path, ranks: Pool) -> None:
     assert ranks.run(2, loaded_by_core, path, Topology(pp=2), registered=True) == [[], []]
 
 

@@ -51,7 +51,7 @@ def test_other_contents_of_a_torch_dist_folder_are_imported(where: str) -> None:
     assert megatron.load_common_state_dict(where)["iteration"] == 7
 
 
-def test_metadata_from_versions_up_to_0_15_is_read(tmp_path: Path) -> None:
+def test_the_metadata_of_older_versions_of_megatron_core_is_read(tmp_path: Path) -> None:
     shutil.copytree(FOLDER, tmp_path / "folder")
     older = core(".strategies.torch").MCoreMetadata()
     vars(older).update(vars(pickle.loads((FOLDER / ".metadata").read_bytes())), mcore_data={})

@@ -132,7 +132,7 @@ def test_patches_by_other_code_remain_in_place_and_save_as_before(tmp_path: Path
 
 
 @pytest.mark.parametrize("name", ["release", "iter_0000100/modelopt_state", "iter_x", "runs_2"])
-def test_other_folders_are_saved_as_before(tmp_path: Path, name: str) -> None:
+def test_the_patched_loop_saves_other_folders_as_before(tmp_path: Path, name: str) -> None:
     calls: list[Any] = []
     loop = module("casckpt.frontends.megatron.training_loop")
 
@@ -168,7 +168,7 @@ def test_ephemeral_checkpoints_have_their_own_run(tmp_path: Path, ranks: Pool) -
 
 
 def trusting_loads(rank: int, size: int, path: Path, key: Path) -> list[str]:
-    """The results of loads from folders that spell the store differently, name a copy, or do not name a store."""
+    """Return the results of loads from folders that spell the store differently, or name a copy or no store."""
     core()
     part = megatron.ShardedTensor.from_rank_offsets("w", torch.ones(2))
     folder, store = path / "iter_0000005", path / "store"

@@ -1,4 +1,4 @@
-"""Equal stores have equal charts, which show the first and the last checkpoint."""
+"""The charts of equal stores are equal, and show the first and the last checkpoint."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def layers(step: int) -> dict[str, object]:
     return {"model": {"layers": {str(n): torch.full((512,), float(step * (n > 1))) for n in range(4)}}}
 
 
-def test_close_sizes_have_distinct_axis_labels() -> None:
+def test_sizes_that_are_close_together_have_distinct_axis_labels() -> None:
     drawn = run_growth("sft", [300, 400], [3_000_000, 3_000_000], [3_020_000, 3_020_000])
     assert {"2 MiB", "4 MiB"} <= set(re.findall(r">([\d.]+ [KM]iB)<", drawn))
 
@@ -30,7 +30,7 @@ def test_identical_stores_have_identical_charts(store: Store) -> None:
 
 
 @pytest.mark.parametrize(("count", "most"), [(0, 5), (1, 5), (5, 5), (6, 5), (1000, 5)])
-def test_thinned_points_include_the_first_and_the_last(count: int, most: int) -> None:
+def test_a_chart_with_fewer_points_includes_the_first_and_the_last(count: int, most: int) -> None:
     found = thinned(count, most)
     assert len(found) == min(count, most)
     assert found == sorted(set(found))

@@ -26,7 +26,7 @@ EMPTY = {"meta", "link", "br", "path", "use", "image", "rect", "circle"}
 
 
 class Checker(HTMLParser):
-    """Checks that every tag is closed, and that the page does not fetch or run anything."""
+    """Checks that every HTML tag is closed, and that the page does not fetch or run anything."""
 
     def __init__(self, text: str) -> None:
         super().__init__()
@@ -108,7 +108,7 @@ def test_the_page_of_a_damaged_store_reports_the_damage(store: Store, store_path
     assert "sft@40" in words
 
 
-def test_an_empty_store_has_a_page(store_path: Path) -> None:
+def test_the_report_of_an_empty_store_has_a_page(store_path: Path) -> None:
     store = casckpt.open(store_path)
     store.create()
     assert "There are no checkpoints" in checked(page(store))

@@ -31,5 +31,5 @@ def test_head_and_conditional_requests_are_answered(small_store: Store, served: 
     assert missing.headers["X-Repo-Commit"] == head.headers["X-Repo-Commit"]
 
 
-def test_headers_contain_only_safe_characters() -> None:
+def test_response_headers_contain_only_safe_characters() -> None:
     assert one_line("a\r\nb\0\x7f\x1b[1m \u2028\u00fc") == "a b [1m ?"

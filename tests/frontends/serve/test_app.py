@@ -70,7 +70,7 @@ WEIGHTS = "/sft/resolve/main/model.safetensors"
         ("//evil.example%0a/", 404),
     ],
 )
-def test_request_paths_are_resolved(served: Served, path: str, status: int) -> None:
+def test_requests_for_valid_and_invalid_paths_get_the_correct_status(served: Served, path: str, status: int) -> None:
     assert served.get(path).status == status
 
 
@@ -90,7 +90,9 @@ def test_request_paths_are_resolved(served: Served, path: str, status: int) -> N
         ("chickens=1-2", 200, 0, None),
     ],
 )  # fmt: skip
-def test_range_requests_are_answered(served: Served, asked: str, status: int, start: int, stop: int | None) -> None:
+def test_the_server_answers_range_requests(
+    served: Served, asked: str, status: int, start: int, stop: int | None
+) -> None:
     whole = served.body(WEIGHTS)
     found = served.get(WEIGHTS, Range=asked)
     assert found.status == status
@@ -125,7 +127,7 @@ def test_request_bodies_are_parsed_within_limits(served: Served) -> None:
     assert served.get(path, "POST", bytes(2 << 20)).status == 413
 
 
-def test_pages_have_security_headers(served: Served) -> None:
+def test_pages_of_the_server_have_security_headers(served: Served) -> None:
     page = served.get("/")
     text = page.body.decode()  # type: ignore[attr-defined]
     assert "default-src 'none'" in page.headers["Content-Security-Policy"]
@@ -142,7 +144,7 @@ def test_the_chart_page_does_not_run_scripts(served: Served) -> None:
     assert b"exp/a/b@1" in page.body  # type: ignore[attr-defined]
 
 
-def test_charts_are_drawn_once_and_do_not_block_other_requests(
+def test_a_chart_is_drawn_once_and_does_not_block_other_requests(
     small_store: Store, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     report: Any = pytest.importorskip("casckpt.frontends.report", reason="needs casckpt[report]")
@@ -165,7 +167,7 @@ def test_charts_are_drawn_once_and_do_not_block_other_requests(
     assert len(drawn) == 1
 
 
-def test_failed_charts_are_redrawn(small_store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_chart_that_could_not_be_drawn_is_drawn_again(small_store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
     report: Any = pytest.importorskip("casckpt.frontends.report", reason="needs casckpt[report]")
     answers: Iterator[object] = iter([StorageError("no network"), "charts"])
 

@@ -265,7 +265,7 @@ def test_from_pretrained_needs_only_an_endpoint(store: casckpt.Store, tmp_path: 
     assert identical(torch.load(tmp_path / "model.pt"), dict(gpt2().state_dict()))
 
 
-def test_examples_of_the_serving_page_work(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_examples_of_the_serving_page_work(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     port = servers.free_ports(1)[0]
     page = tmp_path / SERVING.name
     page.write_text(SERVING.read_text().replace("8000", str(port)))

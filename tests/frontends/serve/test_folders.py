@@ -146,7 +146,7 @@ def test_a_checkpoint_without_a_model_is_served_without_config() -> None:
     assert content(store, of, "a") == b""
 
 
-def test_an_attachment_named_like_a_weight_file_is_not_served() -> None:
+def test_an_attachment_with_the_name_of_a_weight_file_is_not_served() -> None:
     store = small()
     store.save(state(1), step=1, attachments={"model.safetensors": b"old", "model.safetensors.index.json": b"old"})
     of = ServedFolders(store, None, 1 << 30).of(store.get("latest"))
@@ -155,7 +155,7 @@ def test_an_attachment_named_like_a_weight_file_is_not_served() -> None:
 
 
 @pytest.mark.parametrize("travels", [True, False])
-def test_a_view_can_split_and_concatenate(travels: bool) -> None:
+def test_a_view_can_split_and_concatenate_tensors(travels: bool) -> None:
     qkv, gate, up = (torch.randn(rows, 700) for rows in (8, 3, 5))
     view = b'{"strip_prefix": "net", "rename": {"old(.*)": "new\\\\1"}, ' + VIEW[1:]
     store = small()
@@ -231,7 +231,7 @@ def test_the_documented_view_works() -> None:
     assert [name.partition(".")[2] for name in shares] == ["q_proj.weight", "k_proj.weight", "v_proj.weight"]
 
 
-def test_served_folders_are_cached_and_dropped() -> None:
+def test_folders_that_are_served_are_cached_and_later_dropped() -> None:
     store = small()
     for step in range(12):
         store.save({"model": {"x": cells(1)}}, step=step)

@@ -1,4 +1,4 @@
-"""Repositories and revisions in the lists of a hub."""
+"""The repositories and revisions that a hub lists."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def test_leases_are_not_listed_as_tags(tmp_path: Path) -> None:
         assert b"lease-" not in served.body("/")
 
 
-def test_a_run_whose_name_is_another_runs_alias_is_served() -> None:
+def test_a_run_named_like_the_alias_of_another_run_is_served() -> None:
     store, name = small(), repo_of("exp/a/b")
     for run, step in ((name, 1), ("exp/a/b", 2)):
         store.save({"model": {"w": torch.arange(9)}}, run=run, step=step)

@@ -1,4 +1,4 @@
-"""Leases of a server: how many remain when no file is being sent, and how many at shutdown."""
+"""Leases of a server: how many remain when no file is being sent, and that none remain after shutdown."""
 
 from __future__ import annotations
 
@@ -116,7 +116,7 @@ def test_a_lease_remains_for_a_while_after_its_last_user(taken: list[int], timer
     assert not timers[2].is_on
 
 
-def test_two_simultaneous_requests_share_a_lease(taken: list[int], timers: list[Timer]) -> None:
+def test_simultaneous_requests_for_a_checkpoint_share_a_lease(taken: list[int], timers: list[Timer]) -> None:
     store, (one,) = saved(1)
     leases, lease, start = Leases(store), Store.lease, Timer.start
 
@@ -137,7 +137,7 @@ def test_two_simultaneous_requests_share_a_lease(taken: list[int], timers: list[
     assert taken == []
 
 
-def test_failed_leases_are_logged_once(
+def test_failures_to_acquire_leases_are_logged_once(
     timers: list[Timer], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     store, found = saved(3)

@@ -52,7 +52,7 @@ def test_runs_are_mapped_to_repository_names(run: str, repo: str) -> None:
     assert re.sub("[0-9a-f]{8}$", "", repo_of(run)) == re.sub("[0-9a-f]{8}$", "", repo)
 
 
-def test_a_run_named_like_another_runs_alias_keeps_its_name() -> None:
+def test_a_run_named_like_the_alias_of_another_run_keeps_its_name() -> None:
     alias = repo_of("exp/a/b")
     assert run_of(alias, ["exp/a/b"]) == "exp/a/b"
     assert run_of(alias, ["exp/a/b", alias]) == alias
@@ -82,9 +82,9 @@ def test_a_run_named_like_another_runs_alias_keeps_its_name() -> None:
         ("x" * 101, None),
     ],
 )
-def test_revisions_are_resolved(revision: str, ref: str | None) -> None:
+def test_revisions_are_resolved_to_checkpoints(revision: str, ref: str | None) -> None:
     assert reference("r", revision) == ref
 
 
-def test_a_commit_has_40_digits() -> None:
+def test_the_commit_of_a_revision_has_40_hex_digits() -> None:
     assert commit_of("ab" * 32) == "ab" * 20

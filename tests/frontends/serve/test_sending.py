@@ -49,7 +49,7 @@ def damaged(tmp_path: Path, at: int) -> tuple[Store, bytes, int]:
     return store, whole, len(whole) - value.nbytes + at
 
 
-def test_a_flipped_byte_truncates_the_response(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_flipped_byte_in_the_store_truncates_the_response(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     store, whole, place = damaged(tmp_path, 17 << 20)
     with serving(store) as served, pytest.raises(http.client.IncompleteRead) as error:
         served.get(WEIGHTS)

@@ -1,4 +1,4 @@
-"""Connections of a server: idle, silent, and interrupted."""
+"""Idle, silent, and interrupted connections of a server."""
 
 from __future__ import annotations
 
@@ -94,7 +94,7 @@ def test_an_incomplete_request_times_out(small_store: Store, monkeypatch: pytest
             assert b"200" not in raw.recv(100)
 
 
-def test_10_000_idle_connections_are_served(tmp_path: Path) -> None:
+def test_a_server_handles_10_000_idle_connections(tmp_path: Path) -> None:
     store = casckpt.open(tmp_path / "store")
     store.save({"model": {"w": torch.arange(200_000)}}, run="sft", step=1)
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)

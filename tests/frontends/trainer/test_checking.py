@@ -1,4 +1,4 @@
-"""Invalid state is reported before the training or at its first step, before anything is written."""
+"""Invalid state is reported before the training starts or at its first step, before anything is written."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class Phase(enum.Enum):
 
 
 class Phased(optim.AdamW):
-    """Its first step creates state that is not plain data."""
+    """An optimizer whose first step creates state that is not plain data."""
 
     def step(self, closure: Any = None) -> Any:
         super().step(closure)
@@ -169,7 +169,7 @@ def bad_on_one(rank: int, size: int, path: Path) -> Any:
 
 
 @pytest.mark.parametrize("size", [2, 4])
-def test_all_ranks_raise_at_the_same_step(store_path: Path, ranks: Pool, size: int) -> None:
+def test_all_ranks_raise_an_error_at_the_same_step(store_path: Path, ranks: Pool, size: int) -> None:
     expected = ["InvalidInput", "NoneType", f"InvalidInput of rank {size - 1} at step 1"]
     found = ranks.run(size, bad_on_one, store_path)
     assert [of_rank[:2] for of_rank in found] == [expected[:2]] * size
@@ -204,7 +204,7 @@ def differing(rank: int, size: int, path: Path) -> Any:
     return [type(one).__name__ for one in (*found, outcome_of(lambda: run.resume(wide)))]
 
 
-def test_values_are_compared_across_ranks_only_during_training(store_path: Path, ranks: Pool) -> None:
+def test_a_check_compares_values_across_ranks_only_during_training(store_path: Path, ranks: Pool) -> None:
     # two weights may become equal after a resume
     expected = [
         "NoneType",
@@ -215,7 +215,7 @@ def test_values_are_compared_across_ranks_only_during_training(store_path: Path,
     assert ranks.run(2, differing, store_path) == [expected] * 2
 
 
-def test_an_accelerator_is_checked_as_a_whole() -> None:
+def test_a_check_of_an_accelerator_includes_everything_that_it_prepared() -> None:
     accelerate = pytest.importorskip("accelerate", reason="needs casckpt[transformers]")
     it, model = accelerate.Accelerator(cpu=True), nn.Linear(2, 2)
     optimizer = optim.AdamW(model.parameters())
@@ -227,7 +227,7 @@ def test_an_accelerator_is_checked_as_a_whole() -> None:
             call()
 
 
-def test_a_check_that_failed_is_repeated() -> None:
+def test_a_check_that_failed_is_repeated_at_the_next_step() -> None:
     model, optimizer = trained()
     run = Checkpointer(small(), run="sft", save_interval=9)
     parameter = next(model.parameters())
@@ -239,7 +239,7 @@ def test_a_check_that_failed_is_repeated() -> None:
     assert run.save_if_due(3, model, optimizer) is None
 
 
-def test_training_with_valid_state_continues() -> None:
+def test_training_continues_if_all_state_is_valid() -> None:
     store, (model, optimizer) = small(), made(1)
     checkpointer = Checkpointer(store, run="sft", save_interval=2)
     checkpointer.resume(model, optimizer)

@@ -1,4 +1,4 @@
-"""The checkpointer of one process: checkpoint contents, restores, failures and log messages."""
+"""The checkpointer of a single process: contents of checkpoints, restores, failures and log messages."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def test_model_optimizer_and_train_state_are_restored_bit_for_bit(how: str) -> N
     assert again["drawn"].initial_seed() == 7
 
 
-def test_a_due_step_is_saved_with_its_metadata() -> None:
+def test_a_step_that_is_due_is_saved_with_its_metadata() -> None:
     store, model = small(), nn.Linear(2, 2)
     unknown: dict[str, Any] = {"metric": 1}
     with Checkpointer(store, run="sft", save_interval=2) as checkpointer:
@@ -112,7 +112,7 @@ def test_a_load_skips_parts_that_are_not_requested() -> None:
 
 
 @pytest.mark.parametrize("where", ["model", "top"])
-def test_a_checkpoint_with_only_weights_loads(where: str) -> None:
+def test_a_checkpoint_that_contains_only_weights_loads(where: str) -> None:
     store, (model, _) = small(), trained()
     weights = model.state_dict()
     store.save({"model": weights} if where == "model" else dict(weights), run="base", step=0)
@@ -126,7 +126,7 @@ def test_a_checkpoint_with_only_weights_loads(where: str) -> None:
 
 
 @pytest.mark.parametrize("where", ["model", "top"])
-def test_strict_false_loads_the_layers_that_exist_on_both_sides(where: str) -> None:
+def test_a_load_with_strict_false_loads_the_layers_that_exist_on_both_sides(where: str) -> None:
     store, (model, _) = small(), trained()
     weights = {**model.state_dict(), "old.head": torch.ones(3)}
     store.save({"model": weights} if where == "model" else weights, run="base", step=0)
@@ -142,7 +142,7 @@ def test_strict_false_loads_the_layers_that_exist_on_both_sides(where: str) -> N
     assert identical(dict(new.state_dict()), dict(before))
 
 
-def test_front_ends_can_read_each_others_checkpoints() -> None:
+def test_every_front_end_can_read_checkpoints_of_the_others() -> None:
     store, (model, optimizer) = small(), trained()
     save_model_and_optim_state(store, model, optimizer, run="other", step=1)
     Checkpointer(store, run="sft").save(1, model, optimizer)
@@ -202,7 +202,7 @@ class Bare:
         self.model.load_state_dict(state["model"])
 
 
-def test_a_train_module_can_have_methods_without_arguments() -> None:
+def test_a_train_module_without_the_optional_methods_is_saved_and_loaded() -> None:
     store, module = small(), Bare()
     checkpointer = Checkpointer(store, run="sft")
     checkpointer.save(1, module)
@@ -275,7 +275,7 @@ def test_unsaved_steps_at_the_end_are_logged(
     assert all(one.startswith(f"{unsaved}of sft are not in any checkpoint") and "last_step=5" in one for one in told)
 
 
-def test_steps_before_a_loaded_checkpoint_are_not_logged(caplog: pytest.LogCaptureFixture) -> None:
+def test_steps_before_a_loaded_checkpoint_are_not_logged_as_unsaved(caplog: pytest.LogCaptureFixture) -> None:
     model = nn.Linear(2, 2)
     with Checkpointer(small(), run="sft", save_interval=2) as checkpointer:
         for step in range(1, 4):

@@ -1,4 +1,4 @@
-"""gc while a training runs."""
+"""gc during a training run."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A last save on all ranks after a signal."""
+"""After a signal, all ranks save once more."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def test_a_signal_to_one_rank_makes_all_ranks_save_once_and_exit(
     assert found == [(3, 128 + signal.SIGTERM, there, True)] * 3
 
 
-def test_ranks_exchange_signals_at_multiples_of_every(store: Store) -> None:
+def test_the_option_every_sets_the_steps_at_which_ranks_exchange_signals(store: Store) -> None:
     checkpointer = Checkpointer(store, run="sft")
     with SaveOnSignal(checkpointer, [signal.SIGUSR1], every=5, exit_status=0) as last:
         os.kill(os.getpid(), signal.SIGUSR1)

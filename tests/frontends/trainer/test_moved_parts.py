@@ -1,4 +1,4 @@
-"""A resume on different ranks reports per-rank parts that have moved, except random generators."""
+"""A resume on different ranks reports per-rank parts that were saved by a different rank, except random generators."""
 
 from __future__ import annotations
 
@@ -98,7 +98,7 @@ def test_a_resume_on_fewer_ranks_logs_moved_parts_once(
     assert caplog.messages == ["the load did not read 'model' of models@1; if this is intended, pass unread=\"ignore\""]
 
 
-def test_ranks_and_parts_are_listed(caplog: pytest.LogCaptureFixture) -> None:
+def test_the_log_lists_ranks_and_parts(caplog: pytest.LogCaptureFixture) -> None:
     holders = {"moved.a": [0, 1], "moved.b": [0, 1], "moved.c": [1, 3], "moved.d": [0, 1, 2]}
     for _ in range(2):
         warn_moved("moved", 1, holders, 3)

@@ -71,7 +71,7 @@ def test_a_save_that_fails_on_one_rank_fails_on_all_and_can_be_retried(store_pat
 
 
 def fails_again_and_again(rank: int, size: int, path: Path, *, repeats: bool) -> tuple[type, int]:
-    """Let only rank 1 fail, and only its clock advance. Return each error with its step."""
+    """Let only rank 1 fail, and advance only its clock. Return each error with its step."""
     storage, clock = FaultyStore(LocalStore(path)), Ticks()
     checkpointer = Checkpointer(Store(Repository(storage, clock=clock)), run="sft", save_interval=2)
     if rank == 1:
@@ -103,7 +103,7 @@ def dies_in_the_background(rank: int, size: int, path: Path) -> Any:
     return type(future.exception(60)), [step for _, step in steps(checkpointer.store)]
 
 
-def test_the_error_on_other_ranks_names_a_rank_that_dies_in_a_save(store_path: Path, ranks: Pool) -> None:
+def test_the_error_on_other_ranks_names_the_rank_that_died_during_a_save(store_path: Path, ranks: Pool) -> None:
     found = ranks.outcomes(3, dies_in_the_background, store_path)
     assert found[1].died == -signal.SIGKILL
     assert [one.value for one in (found[0], found[2])] == [(RankFailed, [1])] * 2
@@ -127,5 +127,5 @@ def resume_while_another_saves(rank: int, size: int, path: Path) -> int:
     return found.step
 
 
-def test_all_ranks_resume_from_the_checkpoint_that_rank_0_finds(store_path: Path, ranks: Pool) -> None:
+def test_all_ranks_resume_from_the_checkpoint_that_rank_0_chooses(store_path: Path, ranks: Pool) -> None:
     assert ranks.run(2, resume_while_another_saves, store_path) == [1, 1]

@@ -51,7 +51,9 @@ def check(runs: list[Plan], size: int, whole: Diary, first: int = 0) -> None:
         assert set(diary.losses) == set(range(first + 1, run.steps + 1)), (number, len(runs))
 
 
-def test_training_killed_at_random_moments_resumes(tmp_path: Path, ranks: Pool, seed: int, full: bool) -> None:
+def test_training_that_is_killed_at_random_moments_resumes_exactly(
+    tmp_path: Path, ranks: Pool, seed: int, full: bool
+) -> None:
     draw = random.Random(seed)
     calm = Plan(tmp_path, "calm", STEPS, EVERY)
     ranks.run(SIZE, train_on, replace(calm, run="warm", steps=1))

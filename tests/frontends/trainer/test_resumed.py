@@ -1,4 +1,4 @@
-"""A resume restores or reports everything that it receives. No training loses its optimizer silently."""
+"""A resume restores or reports everything that it receives. No optimizer state is lost silently."""
 
 from __future__ import annotations
 
@@ -158,7 +158,7 @@ def test_parts_that_are_skipped_on_request_are_not_logged(caplog: pytest.LogCapt
     assert not told(caplog)
 
 
-def test_missing_must_be_raise_or_warn() -> None:
+def test_missing_accepts_only_raise_or_warn() -> None:
     with pytest.raises(InvalidInput, match="missing='error' is not valid"):
         Checkpointer(small(), run="sft").resume(nn.Linear(2, 2), missing="error")  # type: ignore[arg-type]
 
@@ -213,7 +213,7 @@ def saved_layers(store: Store, run: str, model: nn.ModuleDict, optimizer: optim.
     return model
 
 
-def test_a_resume_restores_the_parts_that_match(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_resume_restores_all_parts_that_match(caplog: pytest.LogCaptureFixture) -> None:
     store, run, model = small(), new_run(), layers("words", "low", "body", "head", "gone")
     saved_layers(store, run, model, adam(model, "words", "low", "head", "gone"))
     # body was unfrozen, low frozen, gone removed, new added, and the vocabulary enlarged
@@ -267,7 +267,7 @@ def test_a_tensor_with_a_different_dtype_is_not_skipped() -> None:
 
 
 @pytest.mark.parametrize("how", ["resume", "load"])
-def test_options_set_to_keep_preserves_a_new_learning_rate(how: str, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_resume_that_keeps_options_preserves_a_new_learning_rate(how: str, caplog: pytest.LogCaptureFixture) -> None:
     store, run, model = small(), new_run(), layers("head")
     saved_layers(store, run, model, adam(model, "head"))
     other = layers("head")
@@ -354,7 +354,9 @@ def test_an_ordinary_restart_does_not_log_learning_rates(
 
 
 @pytest.mark.parametrize("given", [0.3, torch.tensor(0.05)])
-def test_a_replaced_rate_without_a_scheduler_does_not_warn(given: Any, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_resume_without_a_scheduler_does_not_warn_that_it_replaced_a_learning_rate(
+    given: Any, caplog: pytest.LogCaptureFixture
+) -> None:
     checkpointer = resumed_with(small(), {"lr": given}, {"lr": 0.1})
     assert checkpointer.resumed is not None
     assert checkpointer.resumed.replaced == {"optim.param_groups.0.lr": (round(float(given), 6), 0.1)}
@@ -433,7 +435,7 @@ def test_a_resume_logs_the_keys_that_all_ranks_skipped(store_path: Path, ranks: 
     assert ranks.run(2, of_stages, store_path) == [left] * 2
 
 
-def test_optimizers_of_several_models_are_required_unless_missing_is_warn(caplog: pytest.LogCaptureFixture) -> None:
+def test_the_optimizers_of_several_models_are_required_unless_missing_is_warn(caplog: pytest.LogCaptureFixture) -> None:
     store, run, (model, optimizer) = small(), new_run(), trained()
     checkpointer, ema = Checkpointer(store, run=run), nn.Linear(2, 2)
     checkpointer.save(1, {"model": model, "ema": ema}, optimizer, {"epoch": 1})
@@ -468,7 +470,7 @@ def test_the_state_dict_of_an_optimizer_is_rejected_before_it_is_saved() -> None
     assert checkpointer.resume({"model": model}, optimizer) is not None
 
 
-def test_a_resume_renames_changed_names() -> None:
+def test_a_resume_applies_a_rename_to_changed_names() -> None:
     store, run, (model, optimizer) = small(), new_run(), trained()
     Checkpointer(store, run=run).save(1, model, optimizer)
     inner, _ = made(1)

@@ -1,4 +1,4 @@
-"""The checkpoints that a rotation keeps, for any history and wherever the process dies."""
+"""Rotation keeps the right checkpoints for any history, even if the process dies at any point."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ def test_permanent_checkpoints_are_kept_under_any_rule(
     assert left(history(PERMANENT), rotation, tagged) == expected
 
 
-def test_an_ephemeral_checkpoint_is_forgotten_once_a_newer_one_exists() -> None:
+def test_an_ephemeral_checkpoint_is_forgotten_once_a_newer_checkpoint_exists() -> None:
     rotation = Rotation(keep=Policy(keep_every=1))
     mixed = history([(10, False), (11, True), (12, True)])
     assert left(mixed, rotation) == [10, 12]
@@ -84,11 +84,11 @@ def test_an_ephemeral_checkpoint_is_forgotten_once_a_newer_one_exists() -> None:
     assert left(history([(10, True), (11, True)]), Rotation(max_checkpoints=1, fixed=frozenset([10]))) == [10, 11]
 
 
-def test_only_the_later_of_two_commits_of_a_step_counts() -> None:
+def test_rotation_counts_only_the_later_of_two_commits_of_a_step() -> None:
     assert left(history([(10, False), (20, False), (10, False)]), Rotation(max_checkpoints=2)) == [20, 10]
 
 
-def test_the_newest_checkpoint_is_determined_by_its_transaction() -> None:
+def test_the_newest_checkpoint_is_the_one_whose_transaction_began_last() -> None:
     rolled_back = history([(10, False), (20, False), (30, False), (15, False)])
     assert left(rolled_back, Rotation(max_checkpoints=2)) == [30, 15]
 
@@ -124,7 +124,7 @@ def checkpointer_of(store: Store) -> Checkpointer:
 
 
 def history_of_a_run(store: Store, model: nn.Linear, *, gc: bool) -> Iterator[None]:
-    """Make a history of saves, a tag and gcs. Yield after each."""
+    """Save, tag and run gc several times. Yield after each action."""
     checkpointer = checkpointer_of(store)
     for step in range(10, 90, 10):
         model.weight.data.fill_(step)
@@ -148,7 +148,7 @@ def test_a_run_keeps_the_checkpoints_that_its_rotation_selects() -> None:
 
 
 class Death(BaseException):
-    """The death of the process."""
+    """The process died."""
 
 
 @pytest.mark.sweep
@@ -217,7 +217,7 @@ def test_a_rotation_that_forgets_nothing_does_not_read_tags() -> None:
         assert (storage.count("list", "tags/") > 0) is (step == 2)
 
 
-def test_a_rolled_back_run_forgets_abandoned_checkpoints_and_continues() -> None:
+def test_the_steps_of_a_run_that_was_rolled_back_can_be_saved_again() -> None:
     store, model = small(), nn.Linear(2, 2)
     checkpointer = Checkpointer(store, run="sft", max_checkpoints=9)
     for step in range(100, 1000, 100):
@@ -285,7 +285,7 @@ def train(
     return kept
 
 
-def test_optimizers_of_older_checkpoints_are_dropped() -> None:
+def test_rotation_drops_the_optimizers_of_older_checkpoints() -> None:
     store, checkpointer, model, optimizer = trained(thin={"drop": ["optim.*"], "keep_last": 2})
     models = train(checkpointer, model, optimizer, *range(5))
     assert [one.dropped is not None for one in store.checkpoints()] == [True, True, True, False, False]
@@ -320,7 +320,7 @@ def test_a_run_without_metrics_keeps_all_checkpoints() -> None:
     assert steps(store) == [("sft", 3), ("sft", 4)]
 
 
-def test_a_metric_missing_from_every_save_is_logged_at_intervals(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_metric_that_every_save_lacks_is_logged_at_intervals(caplog: pytest.LogCaptureFixture) -> None:
     store, checkpointer, model, optimizer = trained(keep={"keep_last": 1, "keep_best": "los:1"})
     for step in range(20):
         checkpointer.save(step, model, optimizer, metrics={"loss": 1.0})

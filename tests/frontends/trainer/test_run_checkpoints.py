@@ -1,4 +1,4 @@
-"""The checkpoints of a run, from one listing, and missing runs."""
+"""The checkpoints of a run, which need one listing, and missing runs."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def test_a_resume_without_a_store_suggests_a_similar_folder(
     assert [(one.levelno, one.getMessage()) for one in caplog.records if "no store" in one.getMessage()] == [want]
 
 
-def test_checkpoints_are_found_from_one_listing(store: Store) -> None:
+def test_a_single_listing_is_enough_to_find_checkpoints(store: Store) -> None:
     model = nn.Linear(2, 2)
     checkpointer = Checkpointer(store, run="sft")
     assert list(checkpointer.find_checkpoints()) == []  # the store does not exist yet
@@ -88,7 +88,7 @@ def test_the_first_run_of_a_store_does_not_warn(tmp_path: Path, caplog: pytest.L
     assert [record.levelname for record in caplog.records] == ["INFO"]
 
 
-def test_one_listing_makes_one_list_call() -> None:
+def test_a_listing_of_checkpoints_makes_a_single_list_call() -> None:
     storage = FaultyStore(memory())
     checkpointer = Checkpointer(small(storage), run="sft")
     for step in range(3):

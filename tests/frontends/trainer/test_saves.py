@@ -91,7 +91,7 @@ def test_a_load_right_after_a_background_save_finds_its_checkpoint() -> None:
 
 
 @pytest.mark.parametrize("end", ["wait", "close", "with"])
-def test_the_last_failure_is_not_lost(end: str) -> None:
+def test_the_failure_of_the_last_save_is_not_lost(end: str) -> None:
     _, store = broken(FAULTS["blob"])
     checkpointer = Checkpointer(store, run="sft")
 
@@ -136,7 +136,7 @@ def test_only_one_save_runs_at_a_time() -> None:
     assert steps(store) == [("sft", step) for step in range(4)]
 
 
-def test_a_run_that_was_not_resumed_stops_at_its_first_conflict(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_training_run_that_did_not_resume_stops_at_its_first_conflict(caplog: pytest.LogCaptureFixture) -> None:
     store, model = small(), nn.Linear(2, 2)
     Checkpointer(store, run="sft").save(2, model)
     Checkpointer(store, run="sft").save(4, model)

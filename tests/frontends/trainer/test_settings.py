@@ -17,7 +17,7 @@ from tests.support.saves import small
 from tests.support.training import made
 
 
-def test_a_step_is_due_at_its_intervals() -> None:
+def test_a_step_is_due_at_multiples_of_the_intervals() -> None:
     settings = TrainerSettings(
         save_interval=100, fixed_steps=[1, 250], ephemeral_save_interval=25, ephemeral_cooldown=30
     )
@@ -83,7 +83,7 @@ def test_invalid_settings_are_rejected(settings: dict[str, Any], message: str) -
         CheckpointerConfig().build(small(), **settings)
 
 
-def test_a_configuration_builds_a_checkpointer(store: Store) -> None:
+def test_a_checkpointer_can_be_built_from_its_configuration(store: Store) -> None:
     config = CheckpointerConfig(run="sft", save_interval=10, fixed_steps=(5,), keep={"keep_within": "7d"}, throttle=2)
     checkpointer = config.build(store, max_checkpoints=3)
     assert checkpointer.config == CheckpointerConfig(

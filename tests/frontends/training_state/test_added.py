@@ -1,4 +1,4 @@
-"""User entries in the state of a torch optimizer are saved, loaded and kept by every front end."""
+"""Every front end saves, loads and keeps entries that users add to the state of a torch optimizer."""
 
 from __future__ import annotations
 

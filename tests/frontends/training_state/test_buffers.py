@@ -1,4 +1,4 @@
-"""Buffers on several ranks. A save warns once about buffers that differ."""
+"""Buffers on several ranks: a save warns once if they differ."""
 
 from __future__ import annotations
 
@@ -79,7 +79,7 @@ def test_rank_0_warns_once_about_buffers_that_differ(tmp_path: Path, ranks: Pool
     assert [logged for logged, _ in found[1:]] == [[[]] * SAVES] * 2
 
 
-def test_equal_buffers_do_not_cost_an_exchange(tmp_path: Path, ranks: Pool) -> None:
+def test_a_save_does_not_need_an_exchange_for_equal_buffers(tmp_path: Path, ranks: Pool) -> None:
     differ = ranks.run(2, saves, tmp_path / "differ", "plain", True)
     alike = ranks.run(2, saves, tmp_path / "alike", "plain", False)
     assert [logged for logged, _ in alike] == [[[]] * SAVES] * 2
@@ -98,7 +98,7 @@ def stages(rank: int, size: int, path: Path) -> list[str]:
     return heard.texts
 
 
-def test_buffers_of_a_single_rank_do_not_warn(tmp_path: Path, ranks: Pool) -> None:
+def test_buffers_that_only_one_rank_has_do_not_cause_a_warning(tmp_path: Path, ranks: Pool) -> None:
     assert ranks.run(2, stages, tmp_path / "s") == [[], []]
 
 

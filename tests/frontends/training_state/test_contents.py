@@ -51,7 +51,7 @@ def load_draws(rank: int, size: int, path: Path) -> Any:
     return draws(), state["own"], raw["own"]
 
 
-def test_each_rank_loads_its_own_value_and_new_ranks_load_rank_0s_value(store_path: Path, ranks: Pool) -> None:
+def test_each_rank_loads_its_own_value_and_new_ranks_load_that_of_rank_0(store_path: Path, ranks: Pool) -> None:
     saved = ranks.run(2, save_draws, store_path)
     for size in (1, 2, 3):
         found = ranks.run(size, load_draws, store_path)

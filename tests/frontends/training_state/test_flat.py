@@ -1,4 +1,4 @@
-"""Training state of FSDP's flat parameters, and of nested wrappers."""
+"""The training state of FSDP's flat parameters and of nested wrappers."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ if TYPE_CHECKING:
 def settings_of_fsdp(rank: int, size: int, path: Path) -> None:
     """Save and load under each state_dict_type and with gathered weights.
 
-    Neither matters, and the setting does not change.
+    Neither affects the result, and the setting does not change.
     """
     model, trained = build("fsdp1 SHARD_GRAD_OP", 1)
     step(model, trained, range(2))
@@ -81,7 +81,7 @@ def test_checkpoints_do_not_depend_on_fsdp_settings(store_path: Path, ranks: Poo
 
 
 def looked_at(rank: int, size: int, path: Path, topology: str, grad: bool) -> list[torch.Tensor]:
-    """Check that a load discards the values that an earlier forward gathered."""
+    """Check that a load discards the values that an earlier forward pass gathered."""
     model, trained = build(topology, 1)
     step(model, trained, range(1))
     save_model_and_optim_state(path, model, trained, run="a", step=1)

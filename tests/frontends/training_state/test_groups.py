@@ -62,7 +62,7 @@ def test_one_commit_contains_the_model_and_the_optimizer_by_name(store: casckpt.
     assert groups[0]["lr"] == 0.1
 
 
-def test_options_of_a_save_are_passed_on(store: casckpt.Store) -> None:
+def test_save_options_are_passed_on_to_the_store(store: casckpt.Store) -> None:
     save_model_and_optim_state(store, Network(1), run="a", step=1, ephemeral=True, attachments={"x": b"y"})
     assert store.get("a@1").ephemeral
     assert store.read_attachment("a@1", "x") == b"y"
@@ -104,7 +104,7 @@ def test_the_same_parameters_load_into_different_groups(store: casckpt.Store, gr
     assert all(group["lr"] == 0.1 for group in other.param_groups if group["params"])
 
 
-def test_options_follow_their_parameters(store: casckpt.Store) -> None:
+def test_optimizer_options_follow_their_parameters_to_other_groups(store: casckpt.Store) -> None:
     model, trained = trained_pair(NAMES[:3], NAMES[3:], weight_decay=[0.25, 0.0])
     save_model_and_optim_state(store, model, trained, run="a", step=2)
     fresh = Network(2)
@@ -127,7 +127,7 @@ def test_an_option_that_differs_between_joined_groups_is_kept(
     assert identical(state_by_name(fresh, other), state_by_name(model, trained))
 
 
-def test_an_option_that_the_checkpoint_lacks_is_kept(store: casckpt.Store) -> None:
+def test_an_optimizer_option_that_the_checkpoint_lacks_is_kept(store: casckpt.Store) -> None:
     model, trained = trained_pair(NAMES)
     del trained.param_groups[0]["decoupled_weight_decay"]  # as in earlier versions of torch
     save_model_and_optim_state(store, model, trained, run="a", step=2)
@@ -137,7 +137,7 @@ def test_an_option_that_the_checkpoint_lacks_is_kept(store: casckpt.Store) -> No
     assert other.param_groups[0]["decoupled_weight_decay"] is True
 
 
-def test_state_without_a_parameter_is_restored(store: casckpt.Store) -> None:
+def test_saved_state_that_belongs_to_no_parameter_is_restored(store: casckpt.Store) -> None:
     model, trained = trained_pair(NAMES)
     trained.state["shared"] = {"seen": torch.arange(3), "note": "x"}  # type: ignore[index]  # state may have any keys
     save_model_and_optim_state(store, model, trained, run="a", step=2)
@@ -241,7 +241,7 @@ def test_a_weight_that_only_the_checkpoint_has_is_rejected(
         (optim.LBFGS, "history_size"),
     ],
 )
-def test_an_optimizer_of_a_different_kind_is_rejected(
+def test_the_state_of_an_optimizer_of_a_different_kind_is_rejected(
     store: casckpt.Store, saved: tuple[Network, Optimizer], make: Callable[[Any], Optimizer], option: str
 ) -> None:
     fresh = Network(2)
@@ -273,7 +273,7 @@ def test_a_model_alone_loads_from_a_checkpoint_with_an_optimizer(
     assert "optim.param_groups" in found.unread_keys
 
 
-def test_an_optimizer_saved_by_number_is_rejected(store: casckpt.Store) -> None:
+def test_optimizer_state_that_was_saved_by_number_is_rejected(store: casckpt.Store) -> None:
     model, trained = trained_pair(NAMES)
     store.save({"model": model.state_dict(), "optim": trained.state_dict()}, run="a", step=2)
     assert "store.read" in refused(store, model, trained, Mismatch)
@@ -282,7 +282,7 @@ def test_an_optimizer_saved_by_number_is_rejected(store: casckpt.Store) -> None:
     assert identical(fresh.state_dict(), model.state_dict())
 
 
-def test_an_optimizer_of_a_different_model_is_rejected(store: casckpt.Store) -> None:
+def test_the_state_of_an_optimizer_of_a_different_model_is_rejected(store: casckpt.Store) -> None:
     model, trained = trained_pair(NAMES)
     with pytest.raises(InvalidInput, match=r"parameter 0 of group 0 .* \[5, 6\]"):
         save_model_and_optim_state(store, Network(1), trained, run="a", step=2)
@@ -372,7 +372,7 @@ def test_a_tied_parameter_is_found_under_either_name(store: casckpt.Store) -> No
     assert identical(other.state_dict(), trained.state_dict())
 
 
-def test_two_saved_parameters_cannot_be_loaded_into_one(store: casckpt.Store) -> None:
+def test_two_saved_parameters_cannot_be_loaded_into_the_same_parameter(store: casckpt.Store) -> None:
     model, fresh = Tied(1, tied=False), Tied(2)
     save_model_and_optim_state(store, model, optim.AdamW(model.parameters()), run="a", step=2)
     assert "['embed.weight', 'out.weight']" in refused(store, fresh, optim.AdamW(fresh.parameters()), Mismatch)
@@ -434,5 +434,5 @@ def test_non_persistent_buffers_are_neither_saved_nor_loaded(store: casckpt.Stor
         (1, 1.0, False), (1, True, False), (None, None, True), (None, 0, False), ({"a": 1}, [1], False),
     ],
 )  # fmt: skip
-def test_equal_group_options_have_equal_types(one: Any, other: Any, alike: bool) -> None:
+def test_group_options_are_equal_only_if_their_types_are_equal(one: Any, other: Any, alike: bool) -> None:
     assert _same(one, other) is alike

@@ -1,4 +1,4 @@
-"""The part of a parameter and of its optimizer state that a process holds."""
+"""The part of a parameter, and of its optimizer state, that a process has."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The files and names with which the libraries of a model load its exports."""
+"""The files and names that a model's library needs to load its exports."""
 
 # ruff: noqa: E402 - skip before importing optional packages
 
@@ -101,7 +101,7 @@ def test_a_checkpointer_saves_the_code_once(custom: Any, store: Store) -> None:
     assert {"mine.py", "sizes.py", "config.json"} <= store.attachments("a@2").keys()
 
 
-def test_custom_code_that_cannot_be_read_does_not_fail_a_save(
+def test_a_save_succeeds_even_if_custom_code_cannot_be_read(
     custom: Any, store: Store, caplog: pytest.LogCaptureFixture
 ) -> None:
     Path(sys.modules["mypackage.sizes"].__file__ or "").unlink()
@@ -109,7 +109,7 @@ def test_custom_code_that_cannot_be_read_does_not_fail_a_save(
     assert "the config of the MyModel was not saved" in caplog.text
 
 
-def test_a_processor_adds_its_files() -> None:
+def test_the_files_of_a_processor_are_saved_with_its_model() -> None:
     class Processor:
         def save_pretrained(self, folder: str) -> None:
             Path(folder, "chat_template.jinja").write_text("{{ messages }}")
@@ -119,13 +119,13 @@ def test_a_processor_adds_its_files() -> None:
     assert {"config.json", "generation_config.json"} <= files.keys()
 
 
-def test_models_whose_names_do_not_change_have_no_names_file() -> None:
+def test_a_model_whose_names_do_not_change_has_no_names_file() -> None:
     assert HUB_FILE not in hub_files(llama()).keys() | hub_files({"model": gpt2()}).keys()
     assert hub_files(torch.nn.Linear(2, 2)) == {}
     assert hub_files([llama(), llama()]) == {}
 
 
-def test_fused_experts_have_the_names_that_save_pretrained_writes(tmp_path: Path, store: Store) -> None:
+def test_fused_experts_are_exported_under_the_names_that_save_pretrained_writes(tmp_path: Path, store: Store) -> None:
     model = mixtral()
     model.save_pretrained(tmp_path / "expected")
     save_model_and_optim_state(store, model, run="a", step=1)
@@ -271,7 +271,7 @@ def test_a_diffusers_model_is_exported_under_its_names(tmp_path: Path, store: St
     assert identical(dict(found.state_dict()), dict(model.state_dict()))
 
 
-def test_an_export_reports_a_head_only_if_it_is_untied(tmp_path: Path, store: Store) -> None:
+def test_an_export_reports_an_output_head_only_if_it_differs_from_the_embeddings(tmp_path: Path, store: Store) -> None:
     model = gpt2()
     model.lm_head.weight = torch.nn.Parameter(model.lm_head.weight.detach() + 1)
     save_model_and_optim_state(store, model, run="a", step=1)

@@ -1,4 +1,4 @@
-"""The names that Transformers gives to the parts of fused tensors, and loads of these parts."""
+"""The names that Transformers gives to the parts of fused tensors, and loads of parts with these names."""
 
 # ruff: noqa: E402 - skip before importing optional packages
 
@@ -42,7 +42,7 @@ def parts_of(convert: Callable[[dict[str, torch.Tensor]], dict[str, Any]], monke
     return saved_parts(None, {"a": (4, 6), "b": (6,)})
 
 
-def test_parts_are_the_views_that_a_conversion_makes(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_parts_of_fused_tensors_are_the_views_that_a_conversion_returns(monkeypatch: pytest.MonkeyPatch) -> None:
     found = parts_of(
         lambda state: {
             "rows": state["a"].chunk(2)[1].contiguous(),
@@ -77,12 +77,12 @@ def test_tensors_that_are_not_slices_are_rejected(convert: Any, monkeypatch: pyt
         parts_of(lambda state: {"x": convert(state["a"])}, monkeypatch)
 
 
-def test_an_older_transformers_saves_the_names_of_the_model(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_with_an_older_transformers_a_save_keeps_the_names_of_the_model(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "transformers.core_model_loading", None)
     assert saved_parts(None, {"a": (2,)}) == {"a": {"a": ()}}
 
 
-def test_rules_have_groups_for_the_numbers_that_vary() -> None:
+def test_name_rules_have_groups_for_the_numbers_that_vary() -> None:
     names = [(f"layers.{n}.mlp.w", {f"h.{n}.e.{e}.w1": (e,) for e in range(2)}) for n in range(12)]
     parts: Any = dict(names) | {"layers.3.norm": {"h.3.norm": ()}, "head": {"head": ()}}
     assert rules_of(parts) == {
@@ -91,7 +91,7 @@ def test_rules_have_groups_for_the_numbers_that_vary() -> None:
     }
 
 
-def test_names_without_a_common_rule_are_listed() -> None:
+def test_names_that_no_common_rule_covers_are_listed() -> None:
     parts: Any = {f"a.{n}": {f"b.{2 * n}": ()} for n in range(3)}
     assert rules_of(parts) == {"rename": {rf"a\.{n}": f"b.{2 * n}" for n in range(3)}}
     assert rules_of({"a.1": {"a.1": ()}, "a.2": {"b.2": ()}}) == {"rename": {r"a\.2": "b.2"}}
@@ -102,7 +102,7 @@ def test_rules_that_would_change_each_other_are_rejected() -> None:
         rules_of({"a": {"b": ()}, "b": {"c": (0,), "d": (1,)}})
 
 
-def test_globs_do_not_match_other_names() -> None:
+def test_globs_for_some_names_do_not_match_any_other_name() -> None:
     names = ["h.0.a.w", "h.1.a.w", "h.0.b"]
     assert globs(names, [*names, "h.0.c.a.w"]) == ["h.*.b", "h.0.a.w", "h.1.a.w"]
     assert globs(names, names) == ["h.*.a.w", "h.*.b"]
@@ -147,7 +147,7 @@ MORE: dict[str, dict[str, Any]] = {
 
 
 def small(config: Any) -> dict[str, Any]:
-    """Return arguments with which a config, and the configs in it, describe a small model."""
+    """Return arguments for a config, and for the configs in it, that describe a small model."""
     given = {name: getattr(config, name, None) for name in SIZES}
     found = {name: SIZES[name] for name, value in given.items() if type(value) in (int, list)}
     if getattr(config, "layer_types", None) and "num_hidden_layers" in found:
@@ -251,7 +251,7 @@ def test_a_hub_folder_loads_into_fused_experts(tmp_path: Path) -> None:
     assert places == {name: value.data_ptr() for name, value in target.state_dict().items()}
 
 
-def test_a_hub_folder_without_an_expert_is_not_loaded_in_part(tmp_path: Path) -> None:
+def test_a_hub_folder_that_lacks_an_expert_is_rejected(tmp_path: Path) -> None:
     model = mixtral()
     model.save_pretrained(tmp_path / "hub")
     tensors = load_file(tmp_path / "hub" / "model.safetensors")

@@ -81,7 +81,7 @@ LOADS: dict[str, Load] = {
 
 
 @pytest.mark.parametrize("load", LOADS.values(), ids=LOADS)
-def test_training_loaded_in_inference_mode_continues(
+def test_training_continues_after_a_load_in_inference_mode(
     store: casckpt.Store, trained: tuple[nn.Module, optim.Optimizer], load: Load
 ) -> None:
     model = made()

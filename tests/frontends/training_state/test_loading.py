@@ -1,4 +1,4 @@
-"""Loads into a model with a different dtype: state follows its parameter or keeps its dtype, and training
+"""Loads into a model with a different dtype: state gets the dtype of its parameter or keeps its own, and training
 continues."""
 
 from __future__ import annotations
@@ -172,11 +172,11 @@ def train(model: nn.Module, optimizer: optim.Optimizer, dtype: torch.dtype) -> N
     optimizer.step()
 
 
-def test_shards_load_into_a_different_dtype(store_path: Path, ranks: Pool) -> None:
+def test_shards_can_be_loaded_into_a_different_dtype(store_path: Path, ranks: Pool) -> None:
     ranks.run(2, shards_in_another_dtype, store_path, ["fsdp2 on 2", "fsdp1 nested"])
 
 
-def test_plug_ins_accept_cast(store: casckpt.Store) -> None:
+def test_the_plug_ins_accept_the_cast_option(store: casckpt.Store) -> None:
     accelerate: Any = pytest.importorskip("accelerate", reason="needs casckpt[transformers]")
     from casckpt.frontends.accelerate import AcceleratorCheckpointer
 

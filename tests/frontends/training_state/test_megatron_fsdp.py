@@ -1,6 +1,6 @@
-"""Megatron-FSDP: every strategy saves and loads the bits of an unsharded training.
+"""Megatron-FSDP: every strategy saves and loads exactly the state of an unsharded training run.
 
-It runs on CPUs with stubs of CUDA, see `tests.support.megatron_fsdp`.
+It runs on CPUs with stubs for CUDA, see `tests.support.megatron_fsdp`.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ WAYS = [(strategy, overlap) for strategy in STRATEGIES for overlap in (True, Fal
 
 
 def stack(seed: int, dtype: torch.dtype = torch.float32) -> Stack:
-    """A model with odd sizes, tied weights and buffers. All of it is trained."""
+    """Return a model with odd sizes, tied weights and buffers. All of its parameters are trained."""
     model = Stack(seed, 1).to(dtype)
     model.frozen.requires_grad_(True)  # Megatron-FSDP trains frozen parameters under some strategies only
     return model
@@ -68,7 +68,7 @@ def weights(model: nn.Module) -> dict[str, torch.Tensor]:
 
 
 def moments(model: nn.Module, optimizer: Optimizer) -> dict[str, dict[str, torch.Tensor]]:
-    """Return the whole moments by plain name. A rank without elements of a parameter has no state for it."""
+    """Return the whole moments by plain name. A rank that has no elements of a parameter has no state for it."""
     found = {}
     for name, parameter in model.named_parameters():
         empty = torch.empty_like(parameter[:0] if not isinstance(parameter, DTensor) else parameter)
@@ -78,7 +78,7 @@ def moments(model: nn.Module, optimizer: Optimizer) -> dict[str, dict[str, torch
 
 
 class Reference:
-    """The weights and moments of an unsharded training, which is saved as plain@1."""
+    """The weights and moments of an unsharded training run, which is saved as plain@1."""
 
     def __init__(self, path: Path) -> None:
         self.weights = unshard_model_state(path, "plain@1", no_dist=True)
@@ -109,7 +109,7 @@ def train_unsharded(path: Path) -> None:
 
 
 def is_reference(path: Path, ref: str) -> bool:
-    """Report whether a checkpoint has the values of the unsharded training."""
+    """Report whether a checkpoint has the values of the unsharded training run."""
     return identical(*(
         [unshard_model_state(path, one), dict(sorted(unshard_optim_state(path, one, by_name=True)["state"].items()))]
         for one in (ref, "plain@1")
@@ -117,7 +117,7 @@ def is_reference(path: Path, ref: str) -> bool:
 
 
 def loaded(rank: int, size: int, path: Path, ways: Sequence[tuple[str, bool]]) -> None:
-    """Load the unsharded training with each strategy into a model that has been trained, and save it again."""
+    """Load the unsharded state with each strategy into a model that has been trained, and save it again."""
     expected = Reference(path)
     with without_cuda():
         for strategy, overlap in ways:
@@ -132,7 +132,7 @@ def loaded(rank: int, size: int, path: Path, ways: Sequence[tuple[str, bool]]) -
 @pytest.mark.parametrize(
     ("size", "ways"), [(2, WAYS), pytest.param(4, [(one, False) for one in STRATEGIES], marks=pytest.mark.soak)]
 )
-def test_every_strategy_loads_and_saves_an_unsharded_training_state(
+def test_every_strategy_loads_and_saves_the_state_of_an_unsharded_training_run(
     tmp_path: Path, ranks: Pool, size: int, ways: Sequence[tuple[str, bool]]
 ) -> None:
     train_unsharded(tmp_path)
@@ -194,7 +194,7 @@ def test_checkpoints_load_on_other_numbers_of_ranks_and_with_fsdp2(tmp_path: Pat
 
 
 def on_mesh(rank: int, size: int, path: Path, kind: str) -> None:
-    """Load the unsharded training on a mesh with two dimensions, and save it again."""
+    """Load the unsharded state on a mesh with two dimensions, and save it again."""
     with without_cuda():
         model, options = stack(2), dict[str, Any]()
         if kind == "tp":
@@ -244,7 +244,9 @@ def in_low_precision(rank: int, size: int, path: Path, ways: Sequence[tuple[str,
             assert identical(before, after)
 
 
-def test_a_model_in_low_precision_computes_the_same_after_a_load(tmp_path: Path, ranks: Pool, full: bool) -> None:
+def test_a_model_in_low_precision_computes_the_same_values_after_a_load(
+    tmp_path: Path, ranks: Pool, full: bool
+) -> None:
     ranks.run(2, in_low_precision, tmp_path, WAYS if full else WAYS[::4] + WAYS[3::4])
 
 
@@ -301,7 +303,7 @@ def test_uneven_parts_without_a_description_are_rejected(tmp_path: Path, ranks: 
 
 
 def through_dcp(rank: int, size: int, path: Path, *, saves: bool) -> None:
-    """Save the unsharded training through DCP, or load it through DCP."""
+    """Save the unsharded state through DCP, or load it through DCP."""
     with without_cuda():
         model, optimizer = sharded(2, "optim_grads_params")
         if saves:

@@ -1,4 +1,4 @@
-"""Keys that a model saves but does not read are refused. Extra state and hooks work."""
+"""Keys that a model saves but does not read are refused. Extra state is saved and loaded, and hooks are called."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from tests.support.training import everything, identical
 
 
 class Scaled(nn.Linear):
-    """Saves a scale along with its weight, but does not read it."""
+    """A layer that saves a scale along with its weight, but does not read the scale."""
 
     def __init__(self, scale: float) -> None:
         super().__init__(3, 3)
@@ -194,7 +194,7 @@ class Unpacking(Packing):
         super()._load_from_state_dict(state_dict, prefix, *args)
 
 
-def test_a_copy_in_a_state_dict_is_filled_only_with_equal_values(store: casckpt.Store) -> None:
+def test_a_copy_of_a_value_in_a_state_dict_is_filled_only_with_equal_values(store: casckpt.Store) -> None:
     store.save({"model": Packing(1).state_dict()}, run="a", step=1)
     same, other = Packing(1), Packing(2)
     nn.init.zeros_(same.weight)
@@ -348,7 +348,7 @@ def turn(state: Any, prefix: str) -> None:
     state[f"{prefix}weight"] = state[f"{prefix}weight"].t().contiguous()
 
 
-def test_hooks_of_a_module_are_called(store: casckpt.Store) -> None:
+def test_saves_and_loads_call_the_hooks_of_a_module(store: casckpt.Store) -> None:
     model, fresh = Transposed(1), Transposed(2)
     saved = save_model_and_optim_state(store, model, run="a", step=1)
     assert saved.tensors["model.weight"].shape == (2, 3)

@@ -1,4 +1,4 @@
-"""Whole objects in a state: how `Store.save` stores them, and the order in which `Store.load` fills them."""
+"""Models, optimizers and other objects in a state: how `Store.save` stores them and how `Store.load` fills them."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def contents(model: nn.Module, optimizer: optim.Optimizer | None = None) -> Any:
 
 
 class Counter:
-    """An object with a state_dict. ``log``: the names of the objects, in call order."""
+    """An object with a state_dict. ``log``: the names of the objects in the order of calls."""
 
     def __init__(self, name: str, log: list[str], value: int = 0) -> None:
         self.name, self.log, self.value = name, log, value
@@ -103,7 +103,7 @@ def test_a_fresh_optimizer_receives_its_moments_and_learning_rate(caplog: pytest
     assert "did not read" not in warnings(caplog)
 
 
-def test_both_front_ends_can_load_each_others_checkpoints() -> None:
+def test_each_of_the_two_front_ends_can_load_checkpoints_of_the_other() -> None:
     store, (model, optimizer) = small(), trained()
     store.save({"model": model, "optim": optimizer}, run="a", step=1)
     save_model_and_optim_state(store, model, optimizer, run="b", step=1)
@@ -236,7 +236,7 @@ def draw(state: dict[str, Any]) -> list[float]:
     return [random.random(), float(torch.rand(1, generator=state["b"])), array.random(), plain.random()]
 
 
-def test_objects_can_be_saved_asynchronously_or_by_a_function_and_updated() -> None:
+def test_states_with_objects_can_be_saved_in_the_background_returned_by_a_function_and_updated() -> None:
     store, (model, optimizer) = small(), trained()
     state = {"model": model, "optim": optimizer, "t": torch.ones(3)}
     store.warm_up(state)
@@ -272,7 +272,7 @@ def test_a_list_of_objects_must_have_the_saved_length(count: int) -> None:
     assert [one.value for one in objects] == [0] * count
 
 
-def test_check_accepts_what_save_accepts() -> None:
+def test_check_accepts_every_state_that_save_accepts() -> None:
     store, (model, optimizer) = small(), trained()
     store.check({"model": model, "optim": optimizer})
     store.check(lambda: {"model": model, "optim": optimizer})
@@ -356,7 +356,7 @@ def test_an_object_inside_a_state_dict_is_stored_exactly_or_rejected(value: Any)
     assert [type(one) for one in found] == [type(value)] * 4
 
 
-def test_a_single_model_is_passed_by_name() -> None:
+def test_the_error_for_a_bare_model_says_to_pass_it_by_name() -> None:
     with pytest.raises(InvalidInput, match=r'\{"model": model\}'):
         small().save(made()[0], run="a", step=1)
 
@@ -406,7 +406,7 @@ def test_names_that_only_the_checkpoint_has_are_found_below_a_renamed_model() ->
         load_objects(store, "a@1", fresh, fresh_optimizer, rename={r"model\.(.*)": r"net.\1"})
 
 
-def test_an_optimizer_loads_different_names_only_with_a_rename() -> None:
+def test_an_optimizer_loads_state_under_different_names_only_with_a_rename() -> None:
     store, (model, optimizer) = small(), trained()
     store.save({"model": model, "optim": optimizer}, run="a", step=1)
     fresh, fresh_optimizer = made(seed=1)

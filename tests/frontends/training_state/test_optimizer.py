@@ -399,7 +399,7 @@ def test_tensors_composed_of_tensors_are_stored_if_pickles_are_allowed() -> None
     assert type(other.state[model.weight]["nested"]["codes"]) is TwoTensor
 
 
-def test_the_table_of_optimizers_has_the_expected_rows() -> None:
+def test_the_table_of_optimizers_has_a_row_for_each_expected_optimizer() -> None:
     text = TRAINING.read_text("utf-8")
     lines = [line for line in text.splitlines() if line.startswith("| `")]
     for row in ROWS:
@@ -444,7 +444,7 @@ def zero_resumed(rank: int, size: int, path: Path) -> Any:
     return {name: one.detach() for name, one in model.module.named_parameters()}, str(overlapping)
 
 
-def test_zero_redundancy_resumes_with_and_without_its_parts(store_path: Path, ranks: Pool) -> None:
+def test_the_zero_redundancy_optimizer_resumes_with_and_without_its_parts(store_path: Path, ranks: Pool) -> None:
     found, overlapping = ranks.run(2, zero_resumed, store_path)[0]
     assert "create it without overlap_with_ddp" in overlapping
     alone = network(3)
@@ -498,13 +498,13 @@ def maintained(model: nn.Module, optimizer: Optimizer, owners: Callable[[str], i
 
 
 @pytest.mark.parametrize("name", ["Muon", "MuonWithAuxAdam"])
-def test_muon_resumes_with_the_momentum_from_the_owning_ranks(store_path: Path, ranks: Pool, name: str) -> None:
+def test_muon_resumes_with_the_momentum_of_the_ranks_that_own_it(store_path: Path, ranks: Pool, name: str) -> None:
     pytest.importorskip("muon")
     for refused in ranks.run(2, muon_resumed, store_path, name):
         assert "owners=" in refused
 
 
-def test_hooks_of_an_optimizer_are_called(store: casckpt.Store) -> None:
+def test_saves_and_loads_call_the_hooks_of_an_optimizer(store: casckpt.Store) -> None:
     seen: list[str] = []
     model = Network(1)
     trained = optim.AdamW(model.parameters())

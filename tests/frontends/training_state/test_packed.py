@@ -1,4 +1,4 @@
-"""Quantized layers of bitsandbytes resume exactly. Those that do not fit are refused before anything changes."""
+"""Quantized layers of bitsandbytes resume exactly. Layers that do not match are refused before anything changes."""
 
 from __future__ import annotations
 
@@ -139,7 +139,7 @@ def test_a_model_must_be_quantized_before_the_load(store: casckpt.Store) -> None
     assert torch.equal(model(X), layer(0)(X))
 
 
-def test_weights_without_statistics_leave_a_4_bit_weight_unchanged_or_are_refused(store: casckpt.Store) -> None:
+def test_weights_without_statistics_either_do_not_change_a_4_bit_weight_or_are_refused(store: casckpt.Store) -> None:
     state = nn.Sequential(layer(0)).state_dict()
     store.save({"model": {"0.bias": state["0.bias"]}}, run="a", step=1)
     store.save({"model": {name: state[name] for name in ("0.weight", "0.bias", "0.weight.absmax")}}, run="a", step=2)
@@ -171,7 +171,7 @@ BROKEN = {
 
 
 @pytest.mark.parametrize("case", BROKEN)
-def test_broken_json_is_refused_before_anything_changes(store: casckpt.Store, case: str) -> None:
+def test_malformed_json_in_a_4_bit_weight_is_refused_before_anything_changes(store: casckpt.Store, case: str) -> None:
     state = dict(nn.Sequential(layer(0)).state_dict())
     state[JSON] = torch.tensor([*BROKEN[case]], dtype=torch.uint8)
     store.save({"model": state}, run="a", step=1)
@@ -193,7 +193,7 @@ WRONG = {
 
 
 @pytest.mark.parametrize("case", WRONG)
-def test_json_of_a_different_weight_is_refused(store: casckpt.Store, case: str) -> None:
+def test_the_json_of_a_different_4_bit_weight_is_refused(store: casckpt.Store, case: str) -> None:
     saved, message = WRONG[case]
     state = dict(nn.Sequential(layer(0)).state_dict())
     state[JSON] = torch.tensor([*saved], dtype=torch.uint8)
@@ -254,7 +254,7 @@ def test_an_8_bit_layer_that_does_not_fit_is_refused(store: casckpt.Store) -> No
         assert identical(copied(model), before)
 
 
-def test_a_load_into_a_state_dict_refuses_other_statistics(store: casckpt.Store) -> None:
+def test_a_load_into_a_state_dict_refuses_statistics_that_differ(store: casckpt.Store) -> None:
     save_model_and_optim_state(store, nn.Sequential(layer(0)), run="a", step=1)
     model = nn.Sequential(layer(1))
     before = copied(model)

@@ -63,7 +63,7 @@ def resumed_on_2(rank: int, size: int, path: Path, saved: Everything) -> list[li
 
 
 def by_hand(model: nn.Module, optimizer: Optimizer, saved: Everything) -> None:
-    """Set a saved state without casckpt."""
+    """Copy a saved state into a model and an optimizer without casckpt."""
 
     def like(parameter: DTensor, value: torch.Tensor) -> DTensor:
         return distribute_tensor(value, parameter.device_mesh, parameter.placements)
@@ -135,7 +135,7 @@ class Odd(Optimizer):
         self._others = others
 
     def step(self, closure: Any = None) -> Any:
-        """Take a step that has no useful effect."""
+        """Take a step without a useful effect."""
         for group in self.param_groups:
             for parameter in group["params"]:
                 if parameter.grad is not None:
@@ -205,7 +205,7 @@ def test_state_with_different_dtypes_and_shapes_is_sharded(store_path: Path, ran
 
 
 def stale_steps(rank: int, size: int, path: Path, factory: Factory) -> list[float]:
-    """Return step counts. Ranks that have no elements of a parameter must not affect them."""
+    """Return step counts, which ranks without elements of a parameter must not affect."""
     model, trained = build("fsdp1", 1, factory)
     step(model, trained, range(2))
     save_model_and_optim_state(path, model, trained, run="a", step=2)
@@ -219,7 +219,7 @@ def stale_steps(rank: int, size: int, path: Path, factory: Factory) -> list[floa
 
 
 @pytest.mark.parametrize("factory", [adamw, optim.Adagrad])  # Adagrad has state before the first step
-def test_step_counts_are_saved_by_ranks_that_perform_the_steps(store_path: Path, ranks: Pool, factory: Factory) -> None:
+def test_only_ranks_that_perform_steps_save_step_counts(store_path: Path, ranks: Pool, factory: Factory) -> None:
     assert ranks.run(4, stale_steps, store_path, factory) == [[5.0]] * 4
 
 

@@ -1,4 +1,4 @@
-"""Parameters whose saved names were different: ``rename`` applies to the model, its optimizer, and the checks."""
+"""Parameters that were saved under different names: ``rename`` applies to the model, its optimizer, and the checks."""
 
 from __future__ import annotations
 
@@ -84,7 +84,7 @@ def test_a_rename_leaves_no_missing_or_unread_keys(store: casckpt.Store) -> None
 
 
 @LOADS
-def test_names_that_still_differ_are_reported(store: casckpt.Store, load: Load) -> None:
+def test_names_that_still_differ_after_a_rename_are_reported(store: casckpt.Store, load: Load) -> None:
     save_model_and_optim_state(store, *trained("body", 1), run="a", step=1)
     found = made("trunk", 2, "tail")
     before = everything(*found)
@@ -131,7 +131,7 @@ def test_an_invalid_rename_is_rejected(store: casckpt.Store, load: Load, rename:
 
 
 @LOADS
-def test_top_level_weights_are_renamed(store: casckpt.Store, load: Load) -> None:
+def test_a_rename_applies_to_top_level_weights(store: casckpt.Store, load: Load) -> None:
     saved, _ = trained("body", 1)
     store.save(saved.state_dict(), run="a", step=1)
     found, _ = made("trunk", 2)
@@ -156,7 +156,7 @@ class Module:
         self.loaded = state
 
 
-def test_a_train_module_is_renamed(store: casckpt.Store) -> None:
+def test_a_rename_applies_to_a_train_module(store: casckpt.Store) -> None:
     store.save({"model": {"old": torch.ones(3)}, "train": {0: {"epoch": 3}}}, run="a", step=1)
     module = Module()
     train = Checkpointer(store, run="a").load("a@1", module, rename=lambda key: key.replace("w", "old"))
@@ -187,5 +187,5 @@ def on_ranks(rank: int, size: int, path: Path) -> list[bool]:
     return results
 
 
-def test_shards_are_renamed(ranks: Pool, tmp_path: Path) -> None:
+def test_a_rename_applies_to_sharded_parameters(ranks: Pool, tmp_path: Path) -> None:
     assert ranks.run(2, on_ranks, tmp_path / "s") == [[True, True]] * 2

@@ -106,7 +106,7 @@ class Quantized(Optimizer):
         super().__init__(params, {"lr": lr})
 
     def step(self, closure: Any = None) -> Any:
-        """Take a step that has no useful effect."""
+        """Take a step without a useful effect."""
         loss = closure()
         for group in self.param_groups:
             for parameter in group["params"]:
@@ -132,7 +132,7 @@ class Quantized(Optimizer):
 
 
 class Picky(Quantized):
-    """An optimizer with its own load_state_dict, which reads state by number, as in some packages."""
+    """An optimizer whose own load_state_dict reads state by number, as those of some packages do."""
 
     def load_state_dict(self, state_dict: Any) -> None:
         assert all(isinstance(key, int) for key in state_dict["state"])
@@ -202,7 +202,7 @@ def test_loading_a_checkpoint_without_state_empties_the_optimizer(store: casckpt
     assert len(trained.state) == 0
 
 
-def test_loading_fills_existing_tensors(store: casckpt.Store) -> None:
+def test_loading_fills_the_existing_tensors(store: casckpt.Store) -> None:
     model = Network(1)
     trained = optim.AdamW(model.parameters(), lr=torch.tensor(0.1), foreach=False)
     train(model, trained, range(2))
@@ -254,7 +254,7 @@ def test_state_is_loaded_in_the_memory_layout_of_its_parameter(store: casckpt.St
 # options of groups
 
 
-def test_options_are_restored_including_tensors(store: casckpt.Store) -> None:
+def test_all_optimizer_options_are_restored_including_tensors(store: casckpt.Store) -> None:
     def make(model: nn.Module, lr: Any, beta: float) -> Optimizer:
         betas = (torch.tensor(beta), torch.tensor(0.9))
         return optim.AdamW(model.parameters(), lr=lr, betas=betas, foreach=False, weight_decay=beta)
@@ -273,7 +273,7 @@ def test_options_are_restored_including_tensors(store: casckpt.Store) -> None:
     assert identical(unshard_optim_state(store, "a@2"), trained.state_dict())
 
 
-def test_a_scheduler_resumes(store: casckpt.Store) -> None:
+def test_a_scheduler_resumes_with_its_saved_state(store: casckpt.Store) -> None:
     def make(seed: int) -> tuple[Network, Optimizer, Any]:
         model = Network(seed)
         trained = optim.SGD(model.parameters(), lr=0.1, momentum=0.9)

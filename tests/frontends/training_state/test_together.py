@@ -1,4 +1,4 @@
-"""Several ranks save and load together: replicas, errors that all ranks raise, and ranks with parts of a model."""
+"""Several ranks save and load together: they share replicas, raise the same errors, and may have parts of a model."""
 
 from __future__ import annotations
 
@@ -82,7 +82,7 @@ def statistics(rank: int, size: int, path: Path, wrap: Callable[[nn.Module], nn.
     ],
     ids=["ddp", "fsdp1", "fsdp2"],
 )
-def test_statistics_are_stored_from_one_rank(
+def test_batch_norm_statistics_are_stored_once_from_a_single_rank(
     store_path: Path, ranks: Pool, wrap: Callable[[nn.Module], nn.Module]
 ) -> None:
     small_folder(store_path)  # its cells are smaller than the statistics
@@ -125,7 +125,7 @@ def shared_out(rank: int, size: int, path: Path, wrap: Callable[[Any], nn.Module
     [DistributedDataParallel, hsdp, Fsdp1("HYBRID_SHARD"), Fsdp1("NO_SHARD"), Fsdp1(), fsdp2],
     ids=["ddp", "hsdp", "fsdp1 HYBRID_SHARD", "fsdp1 NO_SHARD", "fsdp1", "fsdp2"],
 )
-def test_replicas_are_written_once_by_their_holders(
+def test_replicas_are_written_once_and_their_holders_share_the_work(
     store_path: Path, ranks: Pool, wrap: Callable[[Any], nn.Module]
 ) -> None:
     small_folder(store_path)
@@ -246,7 +246,7 @@ def test_all_ranks_reject_a_save_that_one_rank_rejects(store_path: Path, ranks: 
 
 
 def of_two_kinds(rank: int, size: int, path: Path) -> Any:
-    """Save with a different kind of optimizer on each rank: first for the whole model, then for a part of it per
+    """Save with a different kind of optimizer on each rank, first for the whole model, then for a part of it on each
     rank."""
     torch.manual_seed(1)
     model, kind = nn.ModuleList([nn.Linear(2, 2), nn.Linear(2, 2)]), (optim.AdamW, optim.SGD)[rank]
@@ -291,7 +291,7 @@ def unsharded(rank: int, size: int, path: Path) -> Any:
     return reads, kinds(outcome_of(lambda: unshard_model_state(store, "b@1", rank0_only=True)))
 
 
-def test_unsharding_works_on_several_ranks(store_path: Path, ranks: Pool) -> None:
+def test_unshard_works_on_several_ranks(store_path: Path, ranks: Pool) -> None:
     for rank, (reads, (kind, _)) in enumerate(ranks.run(2, unsharded, store_path)):
         assert kind == "NotFound"
         # rank 0 reads the manifest and sends it
@@ -362,7 +362,7 @@ def test_pipeline_stages_are_unsharded(store_path: Path, ranks: Pool) -> None:
     assert sum(len(group["params"]) for group in groups) == 8
 
 
-def test_groups_of_several_ranks_are_merged() -> None:
+def test_unshard_merges_the_parameter_groups_of_several_ranks() -> None:
     def group(names: str, **options: Any) -> dict[str, Any]:
         return {"lr": torch.tensor(0.5), "betas": [{"x": 1.0}], **options, "params": names.split()}
 
@@ -392,5 +392,5 @@ def group_of_two(rank: int, size: int, path: Path) -> None:
         assert identical([*fresh.parameters()], [*model.parameters()])
 
 
-def test_unsharding_works_in_a_subgroup_of_ranks(store_path: Path, ranks: Pool) -> None:
+def test_unshard_works_in_a_process_group_of_some_ranks(store_path: Path, ranks: Pool) -> None:
     ranks.run(4, group_of_two, store_path)

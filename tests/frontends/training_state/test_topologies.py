@@ -51,7 +51,8 @@ def saved(rank: int, size: int, path: Path, topologies: Sequence[str], seed: int
 def loaded(
     rank: int, size: int, path: Path, pairs: Mapping[str, Sequence[str]], seed: int, *, both: bool
 ) -> dict[tuple[str, str, str], Everything]:
-    """Load into a new optimizer or into one in use, or into both. Return the resulting values according to torch."""
+    """Load into a new optimizer, into one that was used, or into both. Return the resulting values according to
+    torch."""
     found = {}
     store = casckpt.open(path)
     for number, (topology, origins) in enumerate(pairs.items()):

@@ -1,4 +1,4 @@
-"""Train states: values that they accept, and values that a load fills in place."""
+"""Train states: the values that they accept, and the values that a load fills in place."""
 
 from __future__ import annotations
 

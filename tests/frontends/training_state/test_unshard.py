@@ -29,7 +29,9 @@ def two_groups(model: Network) -> optim.Optimizer:
     return optim.AdamW(groups, lr=0.1)
 
 
-def test_a_model_state_is_unsharded(store: casckpt.Store, saved: tuple[Network, optim.Optimizer]) -> None:
+def test_unshard_returns_the_whole_state_of_a_model(
+    store: casckpt.Store, saved: tuple[Network, optim.Optimizer]
+) -> None:
     found = unshard_model_state(store, "a@2")
     assert identical(found, saved[0].state_dict())
     Network(2).load_state_dict(found)
@@ -46,7 +48,7 @@ def test_a_model_state_is_unsharded(store: casckpt.Store, saved: tuple[Network, 
         (["model.*"], None),
     ],
 )
-def test_part_of_a_model_state_is_unsharded(
+def test_unshard_returns_selected_parts_of_the_state_of_a_model(
     store: casckpt.Store, saved: tuple[Network, optim.Optimizer], keys: list[str], names: list[str] | None
 ) -> None:
     state = saved[0].state_dict()
@@ -136,7 +138,9 @@ def test_patterns_select_the_keys_to_unshard(store: casckpt.Store, saved: tuple[
             unshard(store, "a@2", keys=5)  # type: ignore[arg-type]  # the invalid value
 
 
-def test_a_single_process_acts_as_rank_0(store: casckpt.Store, saved: tuple[Network, optim.Optimizer]) -> None:
+def test_options_for_ranks_do_not_affect_unshard_in_a_single_process(
+    store: casckpt.Store, saved: tuple[Network, optim.Optimizer]
+) -> None:
     choices: list[dict[str, Any]] = [{"rank0_only": True}, {"no_dist": True}, {"rank0_only": True, "no_dist": True}]
     for flags in choices:
         assert identical(unshard_model_state(store, "a@2", **flags), saved[0].state_dict())

@@ -45,7 +45,7 @@ pytestmark = pytest.mark.filterwarnings("ignore")  # Transformers and Accelerate
 
 
 def model() -> Any:
-    """Return MiniLM with its real weights. Only the head is trained."""
+    """Return MiniLM with its real weights, of which only the head is trained."""
     hub.set_seed(3)
     found = hub.AutoModelForSequenceClassification.from_pretrained(MODEL, num_labels=3)
     found.bert.requires_grad_(False)
@@ -172,7 +172,7 @@ def test_compressed_states_are_restored_bit_for_bit(tmp_path: Path, store: Store
     assert not store.verify(decode=True).is_damaged
 
 
-def test_store_retention_keeps_the_best_checkpoint(tmp_path: Path, store: Store) -> None:
+def test_the_retention_rules_of_a_store_keep_the_best_checkpoint(tmp_path: Path, store: Store) -> None:
     callback = CasCheckpointCallback(store, run="sft", max_checkpoints=2, tag_best="best", async_save=True)
     training = trainer(
         tmp_path, tiny(), callback, most=6, eval_strategy="steps", eval_steps=1, metric_for_best_model="loss",
@@ -205,7 +205,7 @@ class ManyFigures(hub.TrainerCallback):  # type: ignore[misc]  # Any, if Transfo
         state.log_history.append({"step": state.global_step, "eval_loss": 2.0, **figures})
 
 
-def test_if_there_are_too_many_metrics_those_of_the_evaluation_are_kept(tmp_path: Path, store: Store) -> None:
+def test_the_metrics_of_the_evaluation_are_kept_if_there_are_too_many(tmp_path: Path, store: Store) -> None:
     trainer(tmp_path, tiny(), CasCheckpointCallback(store, run="sft"), ManyFigures(), most=1).train()
     metrics = store.get("sft@1").metrics
     assert len(metrics) == MAX_METRICS
@@ -250,12 +250,12 @@ def test_optimizer_state_added_by_the_user_is_restored(tmp_path: Path, store: St
         assert identical(found["state"][key], entries)
 
 
-def test_save_intervals_of_the_callback_are_rejected(store: Store) -> None:
+def test_the_transformers_callback_rejects_save_intervals(store: Store) -> None:
     with pytest.raises(InvalidInput, match=r"save_interval has no effect here: .* save_steps of the Trainer"):
         CasCheckpointCallback(store, run="sft", save_interval=100, max_checkpoints=3)
 
 
-def test_restarted_training_overwrites_existing_steps(tmp_path: Path, store: Store) -> None:
+def test_a_restarted_training_run_overwrites_existing_steps(tmp_path: Path, store: Store) -> None:
     for most in (4, 3):  # the second training saves steps that exist
         trainer(tmp_path / str(most), tiny(), CasCheckpointCallback(store, run="sft"), most=most).train()
     assert [step for _, step in steps(store)] == [4, 1, 2, 3]
@@ -426,7 +426,7 @@ def test_a_job_without_checkpoints_starts_from_the_beginning(tmp_path: Path, cap
 
 
 class WithProjector(torch.optim.SGD):
-    """Its first step creates state that is not plain data."""
+    """An optimizer whose first step creates state that is not plain data."""
 
     def step(self, closure: Any = None) -> Any:
         super().step(closure)

@@ -1,4 +1,4 @@
-"""Any step of a training is loaded by `from_pretrained`, through an export, a server and a follower."""
+"""`from_pretrained` loads any step of a training run from an export, a server and a follower."""
 
 # ruff: noqa: E402 - skip before importing optional packages
 
@@ -104,7 +104,7 @@ def test_every_step_of_the_callback_loads(tmp_path: Path, store: Store, kind: st
     )
 
 
-def test_every_step_of_an_sft_with_peft_loads_and_resumes(tmp_path: Path, store: Store) -> None:
+def test_every_step_of_a_fine_tuning_run_with_peft_loads_and_resumes(tmp_path: Path, store: Store) -> None:
     trl: Any = pytest.importorskip("trl", reason="needs trl, which is too large for the dev extra")
     datasets: Any = pytest.importorskip("datasets", reason="needs datasets, which is too large for the dev extra")
     peft: Any = pytest.importorskip("peft", reason="needs peft")
@@ -139,7 +139,7 @@ def test_every_step_of_an_sft_with_peft_loads_and_resumes(tmp_path: Path, store:
     check_folders(store, tmp_path, first.found | second.found, with_adapter)
 
 
-def test_the_mixin_saves_with_other_attachments_once(tmp_path: Path, store: Store) -> None:
+def test_the_mixin_attaches_the_same_files_to_every_step(tmp_path: Path, store: Store) -> None:
     trainer(store, tmp_path / "out", learner=model("mixtral"), kind=MyTrainer, max_steps=4).train()
     first, second = (store.get(f"sft@{step}") for step in (2, 4))
     names = store.attachments(first)

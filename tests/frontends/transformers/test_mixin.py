@@ -1,4 +1,4 @@
-"""`CasTrainerMixin`: trainings of tiny models that are killed, resumed, sharded and exported."""
+"""`CasTrainerMixin`: training runs of tiny models that are killed, resumed, sharded and exported."""
 
 # ruff: noqa: E402 - skip before importing optional packages
 
@@ -115,7 +115,7 @@ BEST: dict[str, Any] = {"load_best_model_at_end": True, "eval_strategy": "steps"
 
 
 def whole(folder: Path) -> tuple[dict[int, float], Any]:
-    """Return the losses and the model of a training without a break."""
+    """Return the losses and the model of an uninterrupted training run."""
     losses = Losses()
     training = trainer(folder / "whole", folder / "out", losses)
     training.train()
@@ -181,7 +181,7 @@ def test_the_best_model_is_kept_and_loaded_at_the_end(tmp_path: Path, store: Sto
     assert store.get("sft@4").metrics["eval_loss"] == 1.0
 
 
-def test_a_limit_without_evaluations_keeps_the_newest_checkpoints(tmp_path: Path, store: Store) -> None:
+def test_a_save_limit_without_evaluations_keeps_the_newest_checkpoints(tmp_path: Path, store: Store) -> None:
     trainer(store, tmp_path / "out", save_total_limit=1).train()
     assert [step for _, step in steps(store)] == [6]
 
@@ -209,7 +209,7 @@ def test_training_in_a_different_thread_ignores_signals(
     assert "does not run in the main thread" in caplog.text
 
 
-def test_rejected_arguments_are_left_unchanged(tmp_path: Path, store: Store) -> None:
+def test_arguments_that_are_rejected_are_not_changed(tmp_path: Path, store: Store) -> None:
     arguments = hub.TrainingArguments(
         output_dir=tmp_path / "out", report_to="none", use_cpu=True, eval_strategy="steps", eval_steps=1
     )
@@ -218,7 +218,7 @@ def test_rejected_arguments_are_left_unchanged(tmp_path: Path, store: Store) -> 
     assert arguments.save_only_model is False
 
 
-def test_files_that_a_trainer_writes_and_reads_are_preserved(tmp_path: Path, store: Store) -> None:
+def test_files_that_a_trainer_writes_and_reads_are_saved_and_restored(tmp_path: Path, store: Store) -> None:
     class Writes(hub.Trainer):  # type: ignore[misc] # transformers has no types
         read: list[str]
 
@@ -277,7 +277,9 @@ def test_a_checkpoint_of_the_callback_is_rejected_with_advice(tmp_path: Path, st
         trainer(store, tmp_path / "other").train(resume_from_checkpoint=True)
 
 
-def test_a_different_batch_size_is_logged(tmp_path: Path, store: Store, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_resume_with_a_different_batch_size_is_logged(
+    tmp_path: Path, store: Store, caplog: pytest.LogCaptureFixture
+) -> None:
     trainer(store, tmp_path / "out", max_steps=2).train()
     trainer(store, tmp_path / "out", max_steps=3, per_device_train_batch_size=2).train(resume_from_checkpoint=True)
     assert "sft@2 was saved with 4 examples in each step, but this run uses 2" in caplog.text

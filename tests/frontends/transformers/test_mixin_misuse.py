@@ -1,4 +1,4 @@
-"""`CasTrainerMixin` with wrong arguments, odd trainings, and processes that die."""
+"""`CasTrainerMixin` with wrong arguments, unusual training runs, and processes that die."""
 
 # ruff: noqa: E402 - skip before importing optional packages
 
@@ -49,7 +49,7 @@ pytestmark = [
 
 
 class Rising(MyTrainer):
-    """Its evaluation loss is the step, so the first step is the best."""
+    """A trainer whose evaluation loss is the step, so that the first step is the best."""
 
     def evaluate(self, *args: Any, **kwargs: Any) -> dict[str, float]:
         found: dict[str, float] = super().evaluate(*args, **kwargs)
@@ -57,7 +57,7 @@ class Rising(MyTrainer):
         return found
 
 
-def test_a_training_run_without_saves_does_not_touch_the_store(tmp_path: Path) -> None:
+def test_a_training_run_without_saves_does_not_access_the_store(tmp_path: Path) -> None:
     training = trainer(tmp_path / "store", tmp_path / "out")
     assert training.evaluate()["eval_loss"] > 0
     training.predict(examples(2))
@@ -76,7 +76,7 @@ def test_a_training_run_without_saves_does_not_touch_the_store(tmp_path: Path) -
         ({"signal_every": 0}, "every=0 is not valid"),
     ],
 )
-def test_wrong_arguments_raise_before_the_training_starts(
+def test_wrong_arguments_raise_an_error_before_the_training_starts(
     tmp_path: Path, store: Store, options: Any, message: str
 ) -> None:
     mixin = {"store": store, "run": "sft"} | options
@@ -85,7 +85,7 @@ def test_wrong_arguments_raise_before_the_training_starts(
         MyTrainer(model(), args=arguments, train_dataset=examples(), **mixin)
 
 
-def test_the_mixin_must_be_the_first_base() -> None:
+def test_the_mixin_must_be_the_first_base_class() -> None:
     class Other(hub.Trainer):  # type: ignore[misc] # transformers has no types
         pass
 
@@ -130,7 +130,7 @@ def test_a_checkpoint_of_a_custom_loop_is_rejected(tmp_path: Path, store: Store)
         trainer(store, tmp_path / "out").train(resume_from_checkpoint=True)
 
 
-def test_one_trainer_trains_several_times(tmp_path: Path, store: Store) -> None:
+def test_a_trainer_can_train_several_times(tmp_path: Path, store: Store) -> None:
     losses = Losses()
     training = trainer(store, tmp_path / "out", losses, Stops(3, crash))
     for _ in range(2):
@@ -146,7 +146,7 @@ def test_one_trainer_trains_several_times(tmp_path: Path, store: Store) -> None:
     assert (tmp_path / "saved" / "model.safetensors").is_file()
 
 
-def test_a_finished_training_run_resumes_without_a_step(tmp_path: Path, store: Store) -> None:
+def test_resuming_a_finished_training_run_runs_no_further_step(tmp_path: Path, store: Store) -> None:
     done = trainer(store, tmp_path / "out", **BEST)
     done.train()
     losses = Losses()
@@ -162,7 +162,7 @@ def test_a_training_run_of_zero_epochs_writes_nothing(tmp_path: Path, store: Sto
     assert not store.exists()
 
 
-def test_two_trainers_of_one_run_replace_each_others_steps(tmp_path: Path, store: Store) -> None:
+def test_each_of_two_trainers_of_the_same_run_replaces_steps_of_the_other(tmp_path: Path, store: Store) -> None:
     first, second = (trainer(store, tmp_path / str(number), seed=number) for number in (5, 6))
     first.train()
     second.train()
@@ -172,7 +172,7 @@ def test_two_trainers_of_one_run_replace_each_others_steps(tmp_path: Path, store
     assert identical(found["model"], dict(second.model.state_dict()))
 
 
-def test_a_training_run_that_finds_its_batch_size_resumes_bit_for_bit(
+def test_a_training_run_that_finds_its_own_batch_size_resumes_bit_for_bit(
     tmp_path: Path, store: Store, caplog: pytest.LogCaptureFixture
 ) -> None:
     class Full(MyTrainer):
@@ -192,7 +192,7 @@ def test_a_training_run_that_finds_its_batch_size_resumes_bit_for_bit(
     assert "examples in each step" not in caplog.text
 
 
-def test_accumulated_gradients_resume_bit_for_bit(tmp_path: Path, store: Store) -> None:
+def test_a_training_run_that_accumulates_gradients_resumes_bit_for_bit(tmp_path: Path, store: Store) -> None:
     options: dict[str, Any] = {"gradient_accumulation_steps": 4, "per_device_train_batch_size": 1, "max_steps": 14}
     losses, again = Losses(), Losses()
     trainer(tmp_path / "whole", tmp_path / "out", losses, **options).train()
@@ -202,7 +202,7 @@ def test_accumulated_gradients_resume_bit_for_bit(tmp_path: Path, store: Store) 
     assert again.found == {step: losses.found[step] for step in range(11, 15)}
 
 
-def test_a_model_from_a_function_resumes(tmp_path: Path, store: Store) -> None:
+def test_a_trainer_with_a_model_function_resumes(tmp_path: Path, store: Store) -> None:
     def create() -> Any:
         return model()
 
@@ -239,7 +239,7 @@ def test_frozen_parameters_are_written_once(tmp_path: Path, store: Store) -> Non
     assert identical(dict(fresh.state_dict()), dict(learner.state_dict()))
 
 
-def test_an_early_stop_and_its_count_survive_a_crash(tmp_path: Path, store: Store) -> None:
+def test_early_stopping_continues_with_its_count_after_a_crash(tmp_path: Path, store: Store) -> None:
     options = BEST | {
         "kind": Rising, "max_steps": 20, "restore_callback_states_from_checkpoint": True, "save_total_limit": 1
     }  # fmt: skip
@@ -268,7 +268,7 @@ def test_a_metric_that_is_not_a_number_is_saved(tmp_path: Path, store: Store) ->
     assert steps(store)[-1] == ("sft", 6)
 
 
-def test_a_best_checkpoint_that_is_gone_is_logged(
+def test_a_training_run_logs_that_its_best_checkpoint_is_gone(
     tmp_path: Path, store: Store, caplog: pytest.LogCaptureFixture
 ) -> None:
     training = trainer(store, tmp_path / "out", Stops(6, lambda: store.forget("sft@2")), kind=Rising, **BEST)
@@ -279,7 +279,7 @@ def test_a_best_checkpoint_that_is_gone_is_logged(
     assert identical(found["model"], dict(training.model.state_dict()))
 
 
-def test_the_scale_of_gradients_is_saved_and_loaded(tmp_path: Path, store: Store) -> None:
+def test_the_scale_of_the_gradients_is_saved_and_loaded(tmp_path: Path, store: Store) -> None:
     def make(where: Any, *callbacks: Any) -> Any:
         training = trainer(where, tmp_path / "out", *callbacks)
         training.accelerator.scaler = torch.amp.GradScaler("cpu", init_scale=8.0, growth_interval=2)
@@ -302,7 +302,9 @@ def test_nothing_is_written_to_the_output_folder(tmp_path: Path, store: Store) -
 
 
 @pytest.mark.parametrize("resume", [True, None])
-def test_a_path_that_cannot_be_a_store_raises_before_the_first_step(tmp_path: Path, resume: bool | None) -> None:
+def test_a_path_that_cannot_be_a_store_raises_an_error_before_the_first_step(
+    tmp_path: Path, resume: bool | None
+) -> None:
     (tmp_path / "file").write_text("")
     training = trainer(tmp_path / "file" / "store", tmp_path / "out")
     with pytest.raises(InvalidInput, match="cannot be a store because it, or part of its path, is a file: use the"):
@@ -311,7 +313,7 @@ def test_a_path_that_cannot_be_a_store_raises_before_the_first_step(tmp_path: Pa
 
 
 @pytest.mark.parametrize("resume", [True, None])
-def test_a_dangling_link_raises_at_the_first_save(tmp_path: Path, resume: bool | None) -> None:
+def test_a_dangling_link_raises_an_error_at_the_first_save(tmp_path: Path, resume: bool | None) -> None:
     (tmp_path / "store").symlink_to(tmp_path / "gone")
     training = trainer(tmp_path / "store", tmp_path / "out")
     with pytest.raises(InvalidInput, match="which does not exist: create that folder first"):
@@ -322,7 +324,7 @@ def test_a_dangling_link_raises_at_the_first_save(tmp_path: Path, resume: bool |
     assert steps(casckpt.open(tmp_path / "store"))
 
 
-def test_a_store_that_may_not_be_created_raises_at_the_first_save(
+def test_a_store_that_the_user_may_not_create_raises_an_error_at_the_first_save(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def refuse(*_: Any) -> None:
@@ -335,8 +337,10 @@ def test_a_store_that_may_not_be_created_raises_at_the_first_save(
     assert training.state.global_step == 2
 
 
-def test_a_store_that_refuses_writes_raises_at_the_end(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """As when a folder is read-only. Other errors of a storage may be temporary, so the training continues."""
+def test_a_store_that_refuses_writes_raises_an_error_at_the_end(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """An example is a read-only folder. Other storage errors may be temporary, so the training continues."""
     storage = FaultyStore(memory())
     store = small(storage)
     trainer(store, tmp_path / "out", max_steps=2).train()

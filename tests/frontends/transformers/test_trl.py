@@ -32,7 +32,7 @@ class MyTrainer(CasTrainerMixin, trl.SFTTrainer):  # type: ignore[misc] # trl ha
 
 @pytest.fixture(autouse=True)
 def _own_fingerprints(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let datasets not hash the trainer's functions, of which it pickles everything that they reach."""
+    """Keep datasets from hashing the trainer's functions, because it would pickle everything that they refer to."""
     monkeypatch.setattr(datasets.fingerprint.Hasher, "hash", classmethod(lambda cls, value: os.urandom(8).hex()))
 
 
@@ -55,7 +55,7 @@ def trainer(store: Any, folder: Path, *callbacks: Any, adapters: bool) -> Any:
 
 
 @pytest.mark.parametrize("adapters", [False, True])
-def test_a_crashed_sft_training_run_resumes_with_identical_losses(tmp_path: Path, store: Store, adapters: bool) -> None:
+def test_a_crashed_fine_tuning_run_resumes_with_identical_losses(tmp_path: Path, store: Store, adapters: bool) -> None:
     losses, again = Losses(), Losses()
     whole = trainer(tmp_path / "whole", tmp_path / "out", losses, adapters=adapters)
     whole.train()

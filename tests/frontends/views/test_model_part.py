@@ -1,4 +1,4 @@
-"""The model is found in every layout that trainings save."""
+"""The model is found in every layout in which training code saves it."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ UNCLEAR: dict[str, tuple[Any, tuple[str, ...]]] = {
 
 
 @pytest.mark.parametrize("layout", UNCLEAR)
-def test_several_possible_models_are_rejected(store: Store, layout: str) -> None:
+def test_a_checkpoint_with_several_possible_models_is_rejected(store: Store, layout: str) -> None:
     state, choices = UNCLEAR[layout]
     with pytest.raises(InvalidInput, match="several parts of default@0 may be the model") as caught:
         view(store, state, model=True)
@@ -70,7 +70,7 @@ def test_several_possible_models_are_rejected(store: Store, layout: str) -> None
         assert names(store, state, strip_prefix=choice, model=True)
 
 
-def test_part_of_a_model_can_be_named_like_a_training_part(store: Store) -> None:
+def test_a_part_of_a_model_can_have_the_name_of_a_part_of_the_training(store: Store) -> None:
     assert names(store, flat("scaler.weight", "head.weight"), model=True).keys() == {"scaler.weight", "head.weight"}
 
 
@@ -88,7 +88,7 @@ def test_a_checkpoint_without_a_model_is_rejected(store: Store) -> None:
         for part in ("base_layer", "modules_to_save.x", "lora_A.x", "lora_B.x", "lora_embedding_A", "lora_embedding_B")
     ],
 )
-def test_a_model_with_adapters_does_not_match_its_config(store: Store, key: str) -> None:
+def test_a_model_with_adapters_is_rejected_unless_it_is_selected_explicitly(store: Store, key: str) -> None:
     with pytest.raises(InvalidInput, match="Merge the adapter") as caught:
         view(store, {"model": flat("h.0.weight", key)}, model=True)
     assert caught.value.key == key

@@ -30,7 +30,7 @@ def test_a_tensor_is_split_into_equal_or_specified_parts() -> None:
     assert [p.entry.shape for p in parts] == [(8, 5), (2, 5), (2, 5)]
 
 
-def test_tensors_are_concatenated() -> None:
+def test_a_view_concatenates_tensors() -> None:
     parts = [tensor("a.gate", 3, 2, number=0), tensor("b", 1, number=1), tensor("a.up", 5, 2, number=2)]
     found = recut(parts, {}, {r"(.*)\.gate": [r"\1.gate_up", r"\1.up"]})
     assert [(one.name, one.entry.shape) for one in found] == [("b", (1,)), ("a.gate_up", (8, 2))]
@@ -91,7 +91,7 @@ def test_an_index_selects_the_same_elements_as_in_numpy(shape: tuple[int, ...], 
     [{"a": [4]}, {"a": [[0, 5]]}, {"a": [[1, 1]]}, {"a": [0, 0, 0]}, {"a": [0], "b": [0], "c": [], "d": []}],
     ids=["number", "range", "empty", "dimensions", "elements"],
 )
-def test_indices_outside_a_tensor_are_rejected(parts: dict[str, Any]) -> None:
+def test_a_view_with_indices_outside_a_tensor_is_rejected(parts: dict[str, Any]) -> None:
     with pytest.raises(InvalidInput, match="has no part"):
         recut([tensor("x", 4, 2)], {"x": parts}, {})
 

@@ -91,7 +91,7 @@ QUERY = "model.layers.0.self_attn.q_proj.weight"
 
 
 @pytest.mark.parametrize("config", ["Int8WeightOnlyConfig", "Float8WeightOnlyConfig"])
-def test_an_imported_folder_loads_into_a_quantized_model_and_comes_back(tmp_path: Path, config: str) -> None:
+def test_an_imported_folder_loads_into_a_quantized_model_and_is_exported_unchanged(tmp_path: Path, config: str) -> None:
     model = llama(tmp_path / "plain", 1, config)
     model.save_pretrained(tmp_path / "theirs", max_shard_size="20KB")
     store = small()
@@ -113,7 +113,7 @@ def test_an_imported_folder_loads_into_a_quantized_model_and_comes_back(tmp_path
     assert again.commit.committed.bytes_written == 0
 
 
-def test_parts_of_weights_remain_parts_without_torchao(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_torchao_weights_are_exported_as_their_parts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     model, store = llama(tmp_path / "plain", 1), small()
     model.save_pretrained(tmp_path / "theirs")
 
@@ -155,7 +155,7 @@ NAMES = {"_tensor_data_names": ["qdata", "scale"]}
     ],
     ids=str,
 )
-def test_weights_with_invalid_descriptions_remain_in_parts(tmp_path: Path, described: Any) -> None:
+def test_weights_with_invalid_descriptions_are_exported_as_their_parts(tmp_path: Path, described: Any) -> None:
     parts = {"a._w_qdata": torch.ones(2, 2, dtype=torch.int8), "a._w_scale": torch.ones(2)}
     (tmp_path / "in").mkdir()
     (tmp_path / "in" / "config.json").write_text("{}")
@@ -168,7 +168,7 @@ def test_weights_with_invalid_descriptions_remain_in_parts(tmp_path: Path, descr
     assert contents(tmp_path / "out") == contents(tmp_path / "in")
 
 
-def test_a_weight_remains_in_parts_if_a_tensor_has_the_key_of_a_part(tmp_path: Path) -> None:
+def test_a_weight_is_exported_as_its_parts_if_another_tensor_has_the_key_of_a_part(tmp_path: Path) -> None:
     store, folder = small(), tmp_path / "in"
     store.save({"model": {"a": {"w": quantized()}}}, run="r", step=1)
     store.export("r@1", folder, format="hf")

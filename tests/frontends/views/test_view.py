@@ -12,7 +12,7 @@ from casckpt.store.store import Store
 from tests.support.views import LLAMA, OPTIMIZER, W, flat, names, view
 
 
-def test_rules_select_keys_then_strip_and_then_rename_them(store: Store) -> None:
+def test_rules_select_keys_and_then_remove_their_prefix_and_rename_them(store: Store) -> None:
     state = {"model": flat("h.0.w", "h.1.w", "head.w"), "optim": OPTIMIZER}
     assert names(store, state, keys=["model.h.*"], strip_prefix="model") == {
         "h.0.w": "model.h.0.w",
@@ -49,6 +49,6 @@ def test_invalid_rules_are_rejected(store: Store, rules: Any, kind: type[Casckpt
         view(store, {"model": flat("a.w", "b.w")}, **rules)
 
 
-def test_per_rank_values_are_named_by_rank(store: Store) -> None:
+def test_a_view_that_omits_per_rank_values_names_their_rank(store: Store) -> None:
     found = view(store, {"model": LLAMA, "train": {"rng": casckpt.PerRank(W), "lr": 0.1}}, model=True)
     assert found.left_out == ("train.lr", "train.rng (of rank 0)")

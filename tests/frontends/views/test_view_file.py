@@ -26,7 +26,7 @@ from casckpt.frontends.views.view_file import BoundedMatch, read_hub_names, ways
         (r"a|b(c|d|e)", 0, 6),
     ],
 )
-def test_the_attempts_that_a_pattern_can_need_are_counted(pattern: str, repeats: int, choices: int) -> None:
+def test_the_number_of_attempts_that_a_pattern_may_need_is_computed(pattern: str, repeats: int, choices: int) -> None:
     assert ways(pattern) == (repeats, choices)
 
 
@@ -56,7 +56,7 @@ def test_a_match_does_not_exceed_the_computed_attempts() -> None:
 
 
 def splits(left: int, repeats: int) -> Iterator[tuple[int, ...]]:
-    """Yield all ways to give ``repeats`` some of ``left`` letters, but not all."""
+    """Yield all ways to divide up to ``left`` letters among ``repeats``."""
     if not repeats:
         yield ()
         return
@@ -65,7 +65,7 @@ def splits(left: int, repeats: int) -> Iterator[tuple[int, ...]]:
             yield (taken, *rest)
 
 
-def test_patterns_match_like_re() -> None:
+def test_the_patterns_of_a_names_file_match_as_in_re() -> None:
     pattern = re.compile(r"(.*)\.layers\.(\d+)\.(?:self_attn|mlp)\.(.*)")
     match = BoundedMatch("the view", {pattern.pattern}, [r"\1.\2"])
     name = "model.language_model.layers.17.self_attn.q_proj.weight"
@@ -119,7 +119,7 @@ def test_an_invalid_names_file_is_rejected(text: bytes) -> None:
         read_hub_names(text, "the file")
 
 
-def test_a_names_file_is_read() -> None:
+def test_a_valid_names_file_is_read() -> None:
     views = {"other/adapter_model": {"strip_prefix": "model", "keys": ["model.a*"]}, "model": {}}
     found = read_hub_names(json.dumps({"views": views, "notes": ["x"], "tied": {"a": "b"}}).encode(), "the file")
     assert [view.stem for view in found.views] == [*views]

@@ -60,6 +60,6 @@ def test_a_read_shows_every_announced_record_in_larger_models(setup: str) -> Non
 
 
 @pytest.mark.parametrize("mutant", MUTANTS)
-def test_every_omission_from_the_protocol_loses_a_record(mutant: str) -> None:
+def test_every_omission_from_the_protocol_loses_an_announced_record(mutant: str) -> None:
     setup, broken = DIES[mutant]
     check_dies(model(mutant, **SAFE[setup]), broken.says)

@@ -54,18 +54,18 @@ def test_a_broken_invariant_is_reported_with_its_steps() -> None:
     assert (verdict.broken, verdict.trace) == ("It is not y.", ("two creates key = y",))
 
 
-def test_the_first_state_is_checked() -> None:
+def test_the_invariants_are_checked_in_the_first_state() -> None:
     wrong = Model(Store({("key",): "y"}), [], always=[never("It is not y.", "key", "y")])
     assert explore(wrong).broken == "It is not y."
 
 
-def test_steps_of_different_processes_are_distinct() -> None:
+def test_an_invariant_of_steps_is_told_which_process_made_the_step() -> None:
     processes = [Process("one", goto(puts, "x")), Process("two", goto(puts, "y"))]
     one_only = Invariant("Only one puts.", lambda who, before, after: who == "one" or before == after)
     assert explore(Model(Store({}), processes, steps=[one_only])).broken == "Only one puts."
 
 
-def test_a_lost_update_is_found() -> None:
+def test_the_explorer_finds_a_lost_update() -> None:
     def adds() -> Program:
         seen = yield look("reads", lambda store: len(store.under("put")))
         yield create(("put", seen), True)
@@ -92,7 +92,7 @@ def test_a_put_without_a_response_may_arrive_late_or_never() -> None:
     assert verdict.trace[-1] == "network delivers key = mine"
 
 
-def test_waiting_for_idle_includes_dead_processes() -> None:
+def test_waiting_until_all_processes_are_idle_includes_dead_ones() -> None:
     def after() -> Program:
         yield when_quiet()
         yield create(("after",), True)

@@ -75,5 +75,5 @@ def test_every_change_to_the_protocol_breaks_a_lease(mutant: str) -> None:
     check_dies(model(mutant, **SAFE[DIES[mutant]]), HELD.says)
 
 
-def test_setting_a_tag_is_followed_by_reading_the_log() -> None:
+def test_a_process_reads_the_log_after_it_sets_a_tag() -> None:
     check_dies(model("log_first", **SAFE["a tag"]), HELD.says)

@@ -33,14 +33,14 @@ DIES = {
 
 
 @pytest.mark.parametrize("setup", SAFE)
-def test_a_tagged_checkpoint_survives(setup: str) -> None:
+def test_a_tagged_checkpoint_is_never_lost(setup: str) -> None:
     check_holds(model(**SAFE[setup]), ("= restored",))
 
 
 @pytest.mark.soak
 @pytest.mark.timeout(3600)
 @pytest.mark.parametrize("setup", LARGE)
-def test_a_tagged_checkpoint_survives_in_larger_models(setup: str) -> None:
+def test_a_tagged_checkpoint_is_never_lost_in_larger_models(setup: str) -> None:
     check_holds(model(**LARGE[setup]), ("= restored",), limit=10_000_000)
 
 

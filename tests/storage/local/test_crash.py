@@ -1,4 +1,4 @@
-"""A put that is killed leaves the complete object or none."""
+"""A killed put leaves either the complete object or nothing."""
 
 from __future__ import annotations
 

@@ -23,7 +23,7 @@ def test_new_folders_above_the_store_are_made_durable(store: LocalStore) -> None
     assert store.counts.fsyncs == 5  # the file, the store; two folders with a new subfolder, one of them twice
 
 
-def test_a_failed_folder_sync_is_an_error(store: LocalStore, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_failed_sync_of_a_folder_raises_an_error(store: LocalStore, monkeypatch: pytest.MonkeyPatch) -> None:
     """The object exists, but its name may not be durable. A second put makes the name durable."""
     store.put("commits/0", b"")
     monkeypatch.setattr(syscalls, "sync", failing(syscalls.sync, errno.EIO, after=1))
@@ -35,7 +35,9 @@ def test_a_failed_folder_sync_is_an_error(store: LocalStore, monkeypatch: pytest
     assert store.counts.fsyncs == before + 1
 
 
-def test_file_systems_without_folder_fsync_are_supported(store: LocalStore, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_file_systems_that_cannot_sync_folders_are_supported(
+    store: LocalStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
     sync = syscalls.sync
 
     def refuse(fd: int) -> None:

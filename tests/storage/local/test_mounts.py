@@ -1,4 +1,4 @@
-"""Tests of which file systems have reliable listings and a cheap page cache."""
+"""Which file systems have reliable listings, and which have a cheap page cache."""
 
 from __future__ import annotations
 
@@ -39,11 +39,11 @@ def mounts(tmp_path: Path) -> Path:
         ("/data20", False),
     ],
 )
-def test_only_nfs_with_cached_attributes_is_stale(mounts: Path, path: str, stale: bool) -> None:
+def test_only_nfs_with_cached_attributes_counts_as_having_stale_listings(mounts: Path, path: str, stale: bool) -> None:
     assert bool(stale_listings(Path(path), mounts)) is stale
 
 
-def test_unknown_mounts_are_not_reported(tmp_path: Path) -> None:
+def test_a_folder_whose_mount_is_unknown_does_not_count_as_stale(tmp_path: Path) -> None:
     assert stale_listings(tmp_path, tmp_path / "absent") == ""
     assert LocalStore(tmp_path).traits.stale == ""
 

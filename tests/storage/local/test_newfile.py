@@ -27,7 +27,7 @@ class TestEachWay:
     def fs(self, way: Naming, monkeypatch: pytest.MonkeyPatch) -> None:
         only(way, monkeypatch)
 
-    def test_only_the_object_remains_after_a_put(self, store: LocalStore, way: Naming) -> None:
+    def test_a_put_leaves_only_the_object_behind(self, store: LocalStore, way: Naming) -> None:
         store.put(KEY, b"1")
         with pytest.raises(AlreadyExists):
             store.put(KEY, b"2")
@@ -58,7 +58,9 @@ class TestEachWay:
         assert store.counts.bytes_written == before + 2 * (2 * MIB + 1)
         assert store.counts.puts == 2
 
-    def test_two_failed_fsyncs_are_an_error(self, store: LocalStore, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_a_put_raises_an_error_after_two_failed_fsyncs(
+        self, store: LocalStore, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
         store.put("a", b"")
         monkeypatch.setattr(syscalls, "sync", failing(syscalls.sync, errno.EIO, times=2))
         with pytest.raises(StorageError, match=r"objects/x/a.*kernel log"):
@@ -67,7 +69,7 @@ class TestEachWay:
         store.put(KEY, b"2")
         assert store.get(KEY, limit=1) == b"2"
 
-    def test_a_put_that_loses_the_race_after_writing_is_a_conflict(
+    def test_a_put_that_loses_the_race_after_its_write_raises_conflict(
         self, store: LocalStore, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         store.put(KEY, b"first")
@@ -99,7 +101,7 @@ class TestEachWay:
         assert store.get(KEY, limit=1) == b"1"
         assert files(store) == [KEY]
 
-    def test_repeatedly_removing_the_folder_is_an_error(
+    def test_a_put_fails_if_its_folder_is_removed_repeatedly(
         self, store: LocalStore, way: Naming, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         name = {Naming.UNNAMED: "link_unnamed", Naming.LINK: "open_named", Naming.RENAME: "open_named"}[way]
@@ -121,7 +123,7 @@ def sweeping(call: Callable[..., Any], store: LocalStore, times: int) -> Callabl
     return wrapped
 
 
-def test_missing_system_calls_are_tried_once(store: LocalStore, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_system_call_that_is_missing_is_tried_only_once(store: LocalStore, monkeypatch: pytest.MonkeyPatch) -> None:
     tried: list[str] = []
 
     def log(name: str) -> None:
@@ -170,7 +172,7 @@ def test_a_lost_nfs_response_is_recognized(store: LocalStore, monkeypatch: pytes
 
 @pytest.mark.parametrize("step", [1000, 4096, 3 * 4096])
 @pytest.mark.parametrize("aligned", [True, False])
-def test_short_writes_are_continued(
+def test_a_short_write_is_continued(
     store: LocalStore, step: int, aligned: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     pwrite = os.pwrite
@@ -183,7 +185,7 @@ def test_short_writes_are_continued(
     assert (store.path / KEY).read_bytes() == data
 
 
-def test_a_write_of_zero_bytes_is_an_error(store: LocalStore, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_write_of_zero_bytes_raises_an_error(store: LocalStore, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(os, "pwrite", lambda fd, data, at: 0)
     with pytest.raises(StorageError, match="cannot write"):
         store.put(KEY, b"1")
@@ -204,7 +206,7 @@ def answering(answer: bool, monkeypatch: pytest.MonkeyPatch) -> list[bool]:
 @pytest.mark.parametrize(
     ("size", "shift", "direct"), [(MIB, 0, True), (MIB - 1, 0, False), (MIB + 1, 0, True), (2 * MIB, 1, False)]
 )
-def test_large_aligned_data_is_written_with_direct_io(
+def test_large_aligned_data_is_written_with_direct_input_and_output(
     store: LocalStore, size: int, shift: int, direct: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     asked = answering(False, monkeypatch)

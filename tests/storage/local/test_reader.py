@@ -1,4 +1,4 @@
-"""Reads of files in a local store, with and without the page cache."""
+"""Reads of files in a local store, through the page cache or around it."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from tests.storage.contract import noise
 from tests.support.local import KEY, failing
 
 
-def test_short_reads_are_continued(store: LocalStore, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_short_read_is_continued(store: LocalStore, monkeypatch: pytest.MonkeyPatch) -> None:
     preadv = os.preadv
     data = noise(100)
     store.put(KEY, data)
@@ -123,7 +123,7 @@ def test_an_unreadable_start_does_not_affect_other_ranges(store: LocalStore, mon
     assert target == data[512 << 10 :][:4096]
 
 
-def test_cachestat_and_mincore_agree(tmp_path: Path) -> None:
+def test_cachestat_and_mincore_report_the_same_cached_pages(tmp_path: Path) -> None:
     path = tmp_path / "file"
     path.write_bytes(bytes(1 << 20))
     with path.open("rb") as file:
@@ -147,7 +147,7 @@ def test_mincore_is_used_if_cachestat_is_unavailable(tmp_path: Path, monkeypatch
         assert localreader.is_cached(file.fileno(), 5000, 1 << 19)
 
 
-def test_just_written_pages_are_cached(tmp_path: Path) -> None:
+def test_pages_that_were_just_written_count_as_cached(tmp_path: Path) -> None:
     path = tmp_path / "file"
     path.write_bytes(bytes(1 << 20))
     with path.open("rb") as file:
@@ -219,14 +219,14 @@ def test_cgroup_v1_limits_are_found(host: Host) -> None:
 
 
 @pytest.mark.parametrize("text", ["", "MemTotal: 900 kB\n"])
-def test_there_is_no_limit_on_a_system_without_memory_information(host: Host, text: str) -> None:
+def test_a_system_without_memory_information_counts_as_having_no_limit(host: Host, text: str) -> None:
     host.tell("meminfo", text)
     assert host.found() == 0
     (host.root / "meminfo").unlink()
     assert host.found() == 0
 
 
-def test_an_unreadable_limit_counts_as_no_memory_left(host: Host) -> None:
+def test_an_unreadable_memory_limit_counts_as_no_memory_left(host: Host) -> None:
     host.limit("", "5", 5, 5)
     host.tell("groups/memory.stat", "anon 5\n")
     assert host.found() == 0

@@ -44,7 +44,7 @@ class TestContractOfPoorerFileSystems(LocalFixtures, StorageContract):
         monkeypatch.setattr(syscalls, "set_direct", lambda fd, on: not on)
 
 
-def test_calls_and_bytes_are_counted(store: LocalStore) -> None:
+def test_the_storage_counts_calls_and_bytes(store: LocalStore) -> None:
     store.path.mkdir(parents=True)
     fsyncs = [0]
 
@@ -95,7 +95,7 @@ def test_sweep_does_not_delete_unknown_files(store: LocalStore) -> None:
     assert files(store) == ["objects/x/.hidden"]
 
 
-def test_reading_does_not_create_anything(store: LocalStore) -> None:
+def test_reading_from_a_local_store_does_not_create_anything(store: LocalStore) -> None:
     assert list(store.list("")) == []
     assert store.size(KEY) is None
     with pytest.raises(NotFound, match=r"objects/x/a is not in /.*store"):
@@ -115,7 +115,7 @@ ODD: dict[str, Callable[[Path], object]] = {
 
 
 @pytest.mark.parametrize("odd", ODD)
-def test_anything_other_than_a_file_in_its_place_is_rejected(store: LocalStore, odd: str) -> None:
+def test_anything_other_than_a_file_in_the_place_of_an_object_is_rejected(store: LocalStore, odd: str) -> None:
     """If it were ignored, the object would appear never to have existed, and gc would act accordingly."""
     store.put("commits/a", b"1")
     ODD[odd](store.path / "commits/b")
@@ -131,7 +131,7 @@ def test_anything_other_than_a_file_in_its_place_is_rejected(store: LocalStore, 
 
 
 @pytest.mark.parametrize("odd", ["file", "pipe"])
-def test_anything_other_than_a_folder_in_its_place_is_rejected(store: LocalStore, odd: str) -> None:
+def test_a_file_or_pipe_in_the_place_of_a_folder_is_rejected(store: LocalStore, odd: str) -> None:
     store.put("casckpt.json", b"1")
     (Path.touch if odd == "file" else os.mkfifo)(store.path / "commits")
     acts: list[Callable[[], object]] = [
@@ -148,7 +148,7 @@ def test_anything_other_than_a_folder_in_its_place_is_rejected(store: LocalStore
             act()
 
 
-def test_file_descriptors_do_not_remain_open(store: LocalStore, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_local_store_leaves_no_file_descriptors_open(store: LocalStore, monkeypatch: pytest.MonkeyPatch) -> None:
     def use() -> None:
         put_aligned(store, KEY, noise(MIB + 1))
         store.replace(KEY, b"1")

@@ -33,7 +33,7 @@ def file(folder: int) -> Iterator[int]:
     ("name", "args"), [("open_unnamed", ()), ("link_named", ("a", "b")), ("rename_new", ("a", "b"))]
 )
 @pytest.mark.parametrize("code", [errno.EOPNOTSUPP, errno.EINVAL, errno.ENOSYS])
-def test_errors_for_missing_features_are_recognized(
+def test_errors_that_mean_a_missing_feature_are_recognized(
     name: str, args: tuple[str, ...], code: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def fail(*args: object, **kwargs: object) -> int:
@@ -100,7 +100,7 @@ def test_an_unnamed_file_in_a_removed_folder_is_an_error(tmp_path: Path) -> None
     os.close(folder)
 
 
-def test_other_libcs_and_systems_are_supported(folder: int, file: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_other_c_libraries_and_systems_are_supported(folder: int, file: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(syscalls, "_LIBC", SimpleNamespace())
     monkeypatch.setattr(syscalls, "_O_TMPFILE", 0)
     monkeypatch.setattr(syscalls, "_O_DIRECT", 0)
@@ -112,7 +112,7 @@ def test_other_libcs_and_systems_are_supported(folder: int, file: int, monkeypat
     assert (syscalls.set_direct(file, True), syscalls.set_direct(file, False)) == (False, True)
 
 
-def test_refused_direct_io_is_recognized(file: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_refusal_of_direct_input_and_output_is_recognized(file: int, monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(fd: int, command: int, flags: int = 0) -> int:
         if command == fcntl.F_SETFL:
             raise OSError(errno.EINVAL, "no")
@@ -123,7 +123,7 @@ def test_refused_direct_io_is_recognized(file: int, monkeypatch: pytest.MonkeyPa
 
 
 @pytest.mark.parametrize("code", [errno.ENOSPC, errno.EDQUOT, errno.EOPNOTSUPP, errno.EINTR])
-def test_space_is_allocated(file: int, code: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_space_is_allocated_for_a_new_file(file: int, code: int, monkeypatch: pytest.MonkeyPatch) -> None:
     def fail(*args: object) -> int:
         ctypes.set_errno(code)
         return -1

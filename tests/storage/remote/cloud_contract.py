@@ -58,7 +58,7 @@ class CloudContract(SharedContract):
         assert not store.verify().is_damaged
         assert not [found for found in examine(store.repository) if found.ok is False]
 
-    def test_a_missing_bucket_is_not_found(self, cloud: Cloud, tmp_path: Path) -> None:
+    def test_a_missing_bucket_raises_not_found(self, cloud: Cloud, tmp_path: Path) -> None:
         url = f"{cloud.scheme}://no-such-bucket/store"
         store = casckpt.open(url, storage_options=cloud.options, cache_dir=tmp_path)
         with pytest.raises(NotFound, match="no such bucket or container: create it first"):

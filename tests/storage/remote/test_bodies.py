@@ -1,4 +1,4 @@
-"""A put sends the caller's memory, which is never copied in full, and sends it again in each attempt."""
+"""A put sends the caller's memory without copying all of it, and sends it again in each attempt."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ SIZES = (0, 1, MIB, 2 * MIB + 5)
 
 
 @pytest.mark.parametrize("size", SIZES)
-def test_a_body_can_be_read_like_a_file(size: int) -> None:
+def test_the_body_of_a_put_can_be_read_like_a_file(size: int) -> None:
     data = noise(size)
     body, file = PutBody(memoryview(data)), io.BytesIO(data)
     assert len(body) == size
@@ -58,7 +58,7 @@ def test_a_response_is_read_only_up_to_its_expected_size() -> None:
 
 
 @pytest.mark.parametrize("size", SIZES)
-def test_a_body_can_be_iterated_repeatedly(size: int) -> None:
+def test_the_body_of_a_put_can_be_iterated_repeatedly(size: int) -> None:
     data = noise(size)
     body = PutBody(memoryview(data))
 

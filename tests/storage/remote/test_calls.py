@@ -45,7 +45,7 @@ class Plain:
         return self.found
 
 
-def test_an_object_in_place_of_a_folder_is_rejected_and_a_missing_folder_is_empty() -> None:
+def test_an_object_in_place_of_a_folder_is_rejected_and_a_missing_folder_counts_as_empty() -> None:
     assert Calls(Plain({"a": {"size": 3}}), Patience()).find("x") == {"a": {"size": 3}}
     nothing: list[Any] = [{}, [], None]
     for found in nothing:
@@ -62,11 +62,11 @@ def test_an_object_in_place_of_a_folder_is_rejected_and_a_missing_folder_is_empt
         ("http://h/", False), ("http://g/s/abc", False), ("http://h/t/a", False),
     ],
 )  # fmt: skip
-def test_a_page_links_to_its_direct_children(link: str, below: bool) -> None:
+def test_only_links_to_direct_children_of_a_web_page_count_as_its_files(link: str, below: bool) -> None:
     assert _is_below("http://h/s/", link) is below
 
 
-def test_clients_have_longer_timeouts_than_casckpt() -> None:
+def test_the_timeouts_of_clients_are_longer_than_those_of_casckpt() -> None:
     patience = Patience(request=60, call=180)
     web = with_timeouts("https", {"client_kwargs": {"trust_env": True}}, patience)["client_kwargs"]
     assert (web["timeout"].total, web["timeout"].sock_connect, web["timeout"].sock_read) == (None, 10, 65)

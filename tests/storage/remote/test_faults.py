@@ -72,7 +72,7 @@ def test_a_put_succeeds_despite_network_faults(
 
 
 @pytest.mark.parametrize("trouble", [Trouble.LOST, Trouble.BROKEN, Trouble.BUSY])
-def test_a_put_with_network_faults_is_a_conflict_if_the_key_exists(
+def test_a_put_with_network_faults_raises_conflict_if_the_key_exists(
     trouble: Trouble, storage: RemoteStore, proxy: Proxy
 ) -> None:
     storage.put("commits/1", b"first")
@@ -83,7 +83,7 @@ def test_a_put_with_network_faults_is_a_conflict_if_the_key_exists(
 
 
 @pytest.mark.parametrize("trouble", TROUBLES)
-def test_every_request_is_retried(trouble: Trouble, storage: RemoteStore, proxy: Proxy) -> None:
+def test_every_kind_of_request_is_retried(trouble: Trouble, storage: RemoteStore, proxy: Proxy) -> None:
     data, buffer = noise(3 * MIB), bytearray(MIB)
     storage.put("objects/x/a", data)
     for method in ("GET", "HEAD"):
@@ -102,7 +102,7 @@ def test_every_request_is_retried(trouble: Trouble, storage: RemoteStore, proxy:
 
 
 @pytest.mark.parametrize("trouble", [Trouble.LOST, Trouble.BUSY, Trouble.HALF])
-def test_endless_faults_raise_an_error_that_names_them(
+def test_faults_that_do_not_end_raise_an_error_that_names_them(
     trouble: Trouble, storage: RemoteStore, proxy: Proxy, naps: Naps
 ) -> None:
     proxy.plan(trouble, times=1000)
@@ -128,7 +128,7 @@ def test_a_conflict_after_faults_remains_a_conflict_if_the_object_is_unreadable(
         storage.put("a", b"1")
 
 
-def test_permanent_errors_are_not_retried(moto_server: Server, proxy: Proxy, naps: Naps) -> None:
+def test_requests_with_permanent_errors_are_not_retried(moto_server: Server, proxy: Proxy, naps: Naps) -> None:
     options = {**moto_server.options, "endpoint_url": proxy.endpoint}
     storage = RemoteStore(RemoteLocation("s3", "no-such-bucket/store", options), backoff=Backoff(sleep=naps))
     for act in (lambda: storage.put("a", b"1"), lambda: list(storage.list(""))):
@@ -197,7 +197,7 @@ def test_unknown_client_options_are_reported(options: dict[str, Any]) -> None:
 
 
 @pytest.mark.parametrize("seed", range(3))
-def test_exactly_one_concurrent_put_wins_despite_faults(
+def test_exactly_one_concurrent_put_succeeds_despite_faults(
     seed: int, storage: RemoteStore, proxy: Proxy, moto_server: Server, bucket: str
 ) -> None:
     proxy.chaos(seed, share=0.4)
@@ -217,7 +217,7 @@ def test_exactly_one_concurrent_put_wins_despite_faults(
     assert moto_server.look(bucket, "store/commits/1") == noise(1000, won.index(True))
 
 
-def test_casckpt_metadata_and_user_metadata_coexist(moto_server: Server, bucket: str) -> None:
+def test_objects_have_both_casckpt_metadata_and_user_metadata(moto_server: Server, bucket: str) -> None:
     extra = {"s3_additional_kwargs": {"Metadata": {"team": "a"}, "StorageClass": "STANDARD_IA"}}
     RemoteStore(RemoteLocation("s3", f"{bucket}/store", moto_server.options | extra)).put("a", b"1")
     found = moto_server.client.head_object(Bucket=bucket, Key="store/a")
@@ -226,13 +226,13 @@ def test_casckpt_metadata_and_user_metadata_coexist(moto_server: Server, bucket:
 
 
 def test_a_large_object_is_put_in_one_request(storage: RemoteStore, proxy: Proxy) -> None:
-    """s3fs alone would upload this in parts, several of which can win a race."""
+    """s3fs alone would upload the object in parts, and several such uploads can succeed in a race."""
     storage.put("objects/x/a", bytes(101 * MIB))
     puts = [one for one in proxy.seen if one.method != "HEAD"]
     assert [(one.method, one.query) for one in puts] == [("PUT", "")]
 
 
-def test_connections_are_reused(storage: RemoteStore, proxy: Proxy) -> None:
+def test_the_s3_client_reuses_connections(storage: RemoteStore, proxy: Proxy) -> None:
     storage.put("a", noise(MIB))
     buffer = memoryview(bytearray(MIB // 2))
     with storage.open("a") as reader:
@@ -243,7 +243,7 @@ def test_connections_are_reused(storage: RemoteStore, proxy: Proxy) -> None:
     assert proxy.count("GET") == 20
 
 
-def test_reads_run_concurrently(storage: RemoteStore, proxy: Proxy) -> None:
+def test_reads_from_a_bucket_run_concurrently(storage: RemoteStore, proxy: Proxy) -> None:
     """There are as many connections as the traits promise, and no connection waits for the response of a
     different one."""
     data = noise(64 * 1000)
@@ -296,7 +296,7 @@ def test_a_reader_never_mixes_two_objects(storage: RemoteStore) -> None:
             reader.read_into(5, [buffer])
 
 
-def test_calls_and_bytes_are_counted(storage: RemoteStore) -> None:
+def test_the_storage_counts_calls_and_bytes(storage: RemoteStore) -> None:
     storage.put("a", bytes(10))
     storage.get("a", limit=10)
     with storage.open("a") as reader:
@@ -306,7 +306,7 @@ def test_calls_and_bytes_are_counted(storage: RemoteStore) -> None:
     assert counts.requests == 3
 
 
-def test_a_call_from_the_event_loop_of_the_client_is_an_error(storage: RemoteStore) -> None:
+def test_a_call_from_the_event_loop_of_the_client_raises_an_error(storage: RemoteStore) -> None:
     storage.size("a")
     loop = storage._clients.get()._fs.loop  # type: ignore[attr-defined]  # of S3
 
@@ -318,7 +318,7 @@ def test_a_call_from_the_event_loop_of_the_client_is_an_error(storage: RemoteSto
 
 
 @pytest.mark.parametrize("nbytes", [1, 64 * MIB])
-def test_a_server_that_does_not_accept_bytes_is_an_error(nbytes: int, naps: Naps) -> None:
+def test_a_server_that_does_not_accept_bytes_raises_an_error(nbytes: int, naps: Naps) -> None:
     """The server accepts connections but is silent, so the client would wait forever for permission to continue."""
     with socket.create_server(("127.0.0.1", 0)) as silent:
         options = {"key": "k", "secret": "s", "endpoint_url": f"http://127.0.0.1:{silent.getsockname()[1]}"}
@@ -330,7 +330,7 @@ def test_a_server_that_does_not_accept_bytes_is_an_error(nbytes: int, naps: Naps
             storage.size("a")
 
 
-def test_a_refused_delete_is_an_error(moto_server: Server, naps: Naps, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_refused_delete_raises_an_error(moto_server: Server, naps: Naps, monkeypatch: pytest.MonkeyPatch) -> None:
     place = RemoteLocation("s3", f"{moto_server.new_place()}/store", moto_server.options)
     storage, call = RemoteStore(place, backoff=Backoff(sleep=naps)), S3Client.call
     storage.put("a", b"1")

@@ -106,7 +106,7 @@ def test_missing_objects_on_a_web_server_are_not_found(web: Server) -> None:
         storage.get("casckpt.json", limit=100)
 
 
-def test_a_pause_longer_than_the_remaining_time_is_skipped(tmp_path: Path) -> None:
+def test_a_retry_is_skipped_if_its_pause_exceeds_the_remaining_time(tmp_path: Path) -> None:
     class Odd(Exception):
         """An error of a cloud client."""
 
@@ -127,7 +127,7 @@ def test_a_pause_longer_than_the_remaining_time_is_skipped(tmp_path: Path) -> No
 
 
 @pytest.mark.parametrize(("status", "says"), [(403, "check the credentials"), (404, "create it first"), (400, "again")])
-def test_permanent_errors_are_not_retried(
+def test_requests_with_permanent_errors_are_not_retried(
     status: int, says: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     class Answer(Exception):
@@ -147,7 +147,7 @@ def test_permanent_errors_are_not_retried(
 
 
 class Unwell(BaseHTTPRequestHandler):
-    """Answers every request with 503, and those below /none/ with 404."""
+    """A server that answers every request with 503, and those below /none/ with 404."""
 
     def do_GET(self) -> None:
         self.send_error(404 if self.path.startswith("/none/") else 503)

@@ -1,4 +1,4 @@
-"""Servers that never respond or never finish: every call to them ends with an error, and does not exhaust memory."""
+"""Servers that never respond or never finish: every call to them ends with an error without exhausting memory."""
 
 from __future__ import annotations
 
@@ -132,8 +132,10 @@ def test_every_call_to_a_hostile_server_of_a_different_cloud_ends(
 @pytest.mark.timeout(60)
 @pytest.mark.parametrize("kind", [s3, web])
 @pytest.mark.parametrize("hostility", [Hostility.HEADERS, Hostility.BODY])
-def test_surplus_bytes_are_not_accepted(kind: Callable[..., ObjectStore], hostility: Hostility) -> None:
-    """This holds even with unlimited timeouts."""
+def test_bytes_beyond_the_expected_size_are_not_accepted(
+    kind: Callable[..., ObjectStore], hostility: Hostility
+) -> None:
+    """This is so even with unlimited timeouts."""
     with hostile(hostility, "206 Partial Content") as server:
         storage = kind(server, {})
         for name, act in (READS if kind is web else {**READS, **WRITES}).items():
@@ -223,7 +225,7 @@ def test_casckpt_waits_for_a_slow_server_that_makes_progress() -> None:
             assert found == {"get": None, "read": None}
 
 
-def test_accepted_pieces_of_a_put_count_as_progress() -> None:
+def test_each_piece_of_a_put_that_the_server_accepts_counts_as_progress() -> None:
     ticks = iter(range(0, 1000, 2))
     one = PatientRequest(Call(Patience(request=10, call=20)), 10, clock=lambda: next(ticks))
 

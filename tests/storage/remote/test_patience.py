@@ -1,4 +1,4 @@
-"""Timeouts include silence and slow trickles, but not the time in which bytes arrive fast enough."""
+"""Time limits include silence and slow transfers, but not the time in which bytes arrive fast enough."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def test_casckpt_waits_for_a_slow_server_that_makes_progress(every: float, faste
     assert lasts(int(faster * every * SLOWEST) + 1, every) == 1000
 
 
-def test_fast_bytes_do_not_extend_the_time_for_silence() -> None:
+def test_bytes_that_arrive_fast_do_not_extend_the_time_limit_for_silence() -> None:
     clock = Clock()
     one = PatientRequest(Call(PATIENCE), PATIENCE.request, clock=clock)
     for _ in range(1000):
@@ -56,7 +56,7 @@ def test_fast_bytes_do_not_extend_the_time_for_silence() -> None:
     assert one.left == 60
 
 
-def test_unreported_bytes_extend_the_time_limit() -> None:
+def test_a_transfer_that_does_not_report_its_bytes_has_a_longer_time_limit() -> None:
     assert lasts(0, 1, nbytes=800 * SLOWEST) == 160
 
 
@@ -89,11 +89,11 @@ def test_a_failed_request_counts_against_its_call() -> None:
     assert whole.left < 180
 
 
-def test_the_call_after_a_silent_one_has_less_time() -> None:
+def test_a_call_after_one_that_timed_out_in_silence_has_less_time() -> None:
     whole = Call(PATIENCE, hopeless=True)
     assert whole.left == 15
-    assert "after an earlier timeout, this call had only 15 s (by request_timeout in storage_options)" in whole.why
-    assert "20 s (by call_timeout in storage_options)" in Call(Patience(600, 20), hopeless=True).why
+    assert "this call had only 15 s (limited by request_timeout in storage_options)" in whole.why
+    assert "20 s (limited by call_timeout in storage_options)" in Call(Patience(600, 20), hopeless=True).why
 
 
 @pytest.mark.parametrize("value", [0, -1, True, "60", float("inf"), float("nan"), None])
@@ -108,7 +108,7 @@ def test_casckpt_options_and_client_options_are_separated() -> None:
 
 
 class Held(Future[None]):
-    """A call that its client does not end, and the seconds for which it waited."""
+    """A call that its client does not end, and the seconds that casckpt waited for it."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -122,7 +122,7 @@ class Held(Future[None]):
         raise TimeoutError
 
 
-def test_a_clients_timeout_is_one_second_longer_than_its_calls() -> None:
+def test_the_timeout_of_a_client_is_one_second_longer_than_its_call() -> None:
     held, patience = Held(), Patience(request=60, call=180)
     one = PatientRequest(Call(patience), patience.request, clock=lambda: held.now)
     with pytest.raises(TimeoutError, match=r"did not finish a request in time; the server was silent.* for 60 s"):
@@ -130,7 +130,7 @@ def test_a_clients_timeout_is_one_second_longer_than_its_calls() -> None:
     assert held.waited == [61, 1]
 
 
-def test_a_finished_late_result_is_used() -> None:
+def test_a_result_that_is_finished_late_is_used() -> None:
     done, patience = Future[int](), Patience(request=60, call=180)
     done.set_result(3)
     one = PatientRequest(Call(patience), patience.request)

@@ -70,7 +70,7 @@ def _put_in_child(storage: ObjectStore, key: str) -> None:
 
 
 @pytest.mark.parametrize("method", ["fork", "spawn"])
-def test_a_different_process_can_use_pickled_storage(method: str, moto_server: Server) -> None:
+def test_a_different_process_can_use_storage_that_was_pickled(method: str, moto_server: Server) -> None:
     """A fork copies neither the client's thread nor its connections, so the child creates new ones."""
     storage = open_storage(f"s3://{moto_server.new_bucket()}/store", moto_server.options)
     storage.put("a", b"1")

@@ -59,7 +59,7 @@ def test_invalid_bucket_urls_are_rejected(rest: str) -> None:
         open_storage(f"s3://{rest}")
 
 
-def test_secrets_are_never_shown() -> None:
+def test_secrets_in_storage_options_are_never_shown() -> None:
     store = open_storage("s3://bucket/prefix", {"key": "AKIAEXAMPLE", "secret": "hidden"})
     shown = f"{store!r} {store.url} {vars(store)!r}"
     assert "hidden" not in shown

@@ -35,7 +35,9 @@ from tests.support.rewrites import move
 # results
 
 
-def test_a_copy_preserves_ids_times_order_and_content(source: Repository, target: Repository) -> None:
+def test_a_copy_preserves_ids_and_times_and_the_order_and_content_of_checkpoints(
+    source: Repository, target: Repository
+) -> None:
     result = copy(source, target)
     assert (len(result.copied), result.failed, result.made_store) == (4, (), True)
     assert contents(target) == contents(source)
@@ -118,7 +120,7 @@ def test_copying_an_older_checkpoint_does_not_change_the_latest_of_a_run(
     assert parse_txid(mine).time > parse_txid(resolve(target, "run@3").txid).time
 
 
-def test_references_ranges_and_runs_select_checkpoints(source: Repository, target: Repository) -> None:
+def test_references_ranges_and_runs_select_the_checkpoints_to_copy(source: Repository, target: Repository) -> None:
     save_arrays(source, {"o": array(9)}, "other", 7)
     assert [one.step for one in copy(source, target, "run@1..2").copied] == [1, 2]
     assert [one.run for one in copy(source, target, run="other").copied] == ["other"]
@@ -134,7 +136,7 @@ def test_a_dry_run_writes_nothing(source: Repository, target: Repository) -> Non
     assert found.nbytes == copy(source, target).nbytes
 
 
-def test_the_progress_adds_up_to_the_planned_bytes(source: Repository, target: Repository) -> None:
+def test_the_progress_of_a_copy_adds_up_to_the_planned_bytes(source: Repository, target: Repository) -> None:
     done = ProgressCalls()
     plan = plan_copy(source, target)
     execute(source, target, plan, progress=Progress(done))
@@ -169,7 +171,7 @@ def test_sections_of_a_later_version_are_copied_byte_for_byte(tmp_path: Path, ta
 # state of the destination
 
 
-def test_an_occupied_step_is_a_conflict_and_all_other_checkpoints_are_copied(
+def test_a_copy_to_an_occupied_step_is_a_conflict_and_all_other_checkpoints_are_copied(
     source: Repository, target: Repository
 ) -> None:
     target.create()
@@ -183,7 +185,7 @@ def test_an_occupied_step_is_a_conflict_and_all_other_checkpoints_are_copied(
     check_clean(target)
 
 
-def test_a_step_occupied_at_the_last_moment_is_a_conflict(source: Repository, tmp_path: Path) -> None:
+def test_a_copy_raises_conflict_if_its_step_is_occupied_at_the_last_moment(source: Repository, tmp_path: Path) -> None:
     inner = memory()
     other = elsewhere(tmp_path, inner, seed=5)
     other.create()
@@ -242,7 +244,7 @@ def test_a_forgotten_checkpoint_is_copied_if_named(source: Repository, target: R
     assert [one.id for one in copy(source, target, old.id).copied] == [old.id]
 
 
-def test_invalid_copies_are_rejected(tmp_path: Path, source: Repository, target: Repository) -> None:
+def test_a_copy_with_invalid_arguments_is_rejected(tmp_path: Path, source: Repository, target: Repository) -> None:
     with pytest.raises(InvalidInput, match="into itself"):
         copy(source, source)
     with pytest.raises(NotFound, match="no store"):
@@ -262,7 +264,7 @@ def test_nothing_is_copied_into_a_store_with_unknown_requirements(source: Reposi
     assert (contents(target), snapshot(target)) == before
 
 
-def test_a_complete_checkpoint_is_copied_beside_a_thinned_one_and_takes_precedence(
+def test_a_complete_checkpoint_is_copied_even_if_the_target_has_a_thinned_one(
     source: Repository, target: Repository
 ) -> None:
     copy(source, target)
@@ -357,7 +359,8 @@ def test_a_copy_that_fails_with_a_storage_error_reports_its_progress(tmp_path: P
 
 
 def test_a_damaged_blob_is_read_once_for_all_checkpoints_that_share_it(tmp_path: Path, source: Repository) -> None:
-    """Otherwise, each of possibly thousands of checkpoints would leave a revoked transaction in the target."""
+    """Otherwise, each checkpoint that shares the blob, possibly thousands, would leave a revoked transaction in the
+    target."""
     flip(source, only_blob(source, resolve(source, "run@1")), DATA_OFFSET)
     target = elsewhere(tmp_path, storage := FaultyStore(memory()))
     result = copy(source, target)

@@ -57,7 +57,7 @@ class Copier:
                 self.conflicts += 1  # revoked repeatedly
 
     def check(self, repo: Repository) -> None:
-        """Check that all checkpoints were copied, whatever a policy has done to them since."""
+        """Check that all checkpoints were copied, even if a policy has since forgotten them."""
         found = [one.first for one in list_commits(repo).commits.values()]
         here = {one.manifest for one in found if isinstance(one, Committed)}
         assert {commit.id for commit in list_commits(self.source).live()} <= here

@@ -1,4 +1,4 @@
-"""A store restored from a backup continues differently, so information cached from the old store is no longer used."""
+"""A store that was restored from a backup: caches of the earlier store are no longer used."""
 
 from __future__ import annotations
 
@@ -105,7 +105,7 @@ def test_a_new_process_notices_a_restored_backup(store: Store, caplog: pytest.Lo
 
 
 def test_a_repeated_copy_uses_a_different_transaction(tmp_path: Path, source: Repository) -> None:
-    """It gets the transaction and ID of the first copy, but different blobs."""
+    """With the same transaction and ID, it would have different blobs."""
     store = Store(tmp_path, "bucket")
     repo = store.seen_from("host")
     first, *_, newest = list_commits(source).live()

@@ -1,4 +1,4 @@
-"""Tests of the mirror: saves never wait for it, no crash loses anything, and gc waits for it."""
+"""The mirror: saves never wait for it, no crash loses data, and gc waits for it."""
 
 from __future__ import annotations
 
@@ -143,8 +143,9 @@ def test_references_to_overwritten_steps_resolve_to_the_same_id_in_the_mirror(
     assert same_state(mirror.read("sft@latest"), {"w": torch.ones(3)})
 
 
-def test_a_repaired_checkpoint_is_safe_once_its_rewrite_is(store_path: Path, away: Path) -> None:
-    """The first commit can never be copied because its blob is gone. gc does not wait for it, and reports omit it."""
+def test_a_repaired_checkpoint_is_safe_once_its_rewrite_is_in_the_mirror(store_path: Path, away: Path) -> None:
+    """The original commit can never be copied, because its blob is gone. gc does not wait for it, and reports omit
+    it."""
     store = small_folder(store_path)
     store.save({"a": cells(3, seed=1), "b": cells(1, seed=2)}, step=1)
     ckpt = store.save({"a": cells(3, seed=1)}, step=2)
@@ -175,7 +176,7 @@ def test_a_damaged_checkpoint_is_named_and_does_not_block_others(store: Store, l
     assert store.mirror_lag().checkpoints == 1
 
 
-def test_a_new_mirror_receives_everything_before_gc_continues(store: Store, store_path: Path, away: Path) -> None:
+def test_gc_waits_until_a_new_mirror_has_received_everything(store: Store, store_path: Path, away: Path) -> None:
     save(store, 1, 2)
     store.wait_for_mirror()
     other = away.with_name("other")
@@ -199,7 +200,9 @@ def test_the_mirror_setting_can_be_removed(store: Store, link: FaultyStore, stor
     assert steps(plain) == [("sft", 2)]
 
 
-def test_a_manual_copy_into_the_mirror_counts(store: Store, link: FaultyStore, store_path: Path, away: Path) -> None:
+def test_a_manual_copy_into_the_mirror_counts_as_mirrored(
+    store: Store, link: FaultyStore, store_path: Path, away: Path
+) -> None:
     break_link(link)
     save(store, 1, 2)
     plain = casckpt.open(store_path)
@@ -210,7 +213,7 @@ def test_a_manual_copy_into_the_mirror_counts(store: Store, link: FaultyStore, s
     assert plain.stats().unmirrored == 0
 
 
-def test_a_checkpoint_deleted_in_the_mirror_is_not_recopied_while_its_note_exists(store: Store, away: Path) -> None:
+def test_a_checkpoint_deleted_in_the_mirror_is_not_copied_again_while_its_note_exists(store: Store, away: Path) -> None:
     save(store, 1, 2)
     store.wait_for_mirror()
     mirror = casckpt.open(away)
@@ -228,7 +231,7 @@ def test_a_checkpoint_restored_after_its_note_is_not_safe(
 ) -> None:
     """It was forgotten, noted as safe, restored, purged in the mirror, and forgotten again.
 
-    In this case, gc once lost it in both stores.
+    Regression: gc once deleted such a checkpoint in both stores.
     """
     cron = casckpt.open(
         store_path
@@ -477,7 +480,7 @@ def test_known_mirror_records_are_not_reread(store: Store, store_path: Path, awa
 def test_gc_keeps_everything_if_the_mirror_is_missing(
     how: str, is_open: bool, store_path: Path, away: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """The mirror may have lost the checkpoints that gc would purge: its folder was deleted, or a disk is not
+    """The mirror may have lost the checkpoints that gc would purge. Its folder may be deleted, or its disk not
     mounted."""
     small_folder(store_path)
     store = casckpt.open(store_path, mirror=away)
@@ -504,7 +507,7 @@ def test_gc_keeps_everything_if_the_mirror_is_missing(
         assert (cron.stats().mirror_found, cron.stats().unmirrored) == (True, 0)
 
 
-def test_stats_report_a_missing_mirror(store: Store, away: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_stats_report_a_missing_mirror(store: Store, away: Path, capsys: pytest.CaptureFixture[str]) -> None:
     save(store, 1, 2)
     store.wait_for_mirror()
     shutil.rmtree(away)
@@ -512,7 +515,7 @@ def test_stats_report_a_missing_mirror(store: Store, away: Path, capsys: pytest.
     assert f"{away}, 2 checkpoints recorded as safe, mirror not found" in capsys.readouterr().out
 
 
-def test_an_inaccessible_mirror_is_judged_by_its_notes(
+def test_gc_relies_on_the_notes_about_a_mirror_that_it_cannot_access(
     store_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
@@ -583,7 +586,7 @@ def test_notes_about_a_different_store_do_not_count(
         assert same_state(casckpt.open(away).read("sft@3"), {"w": cells(3, seed=3), "shared": cells(5, seed=0)})
 
 
-def test_training_rotates_nothing_while_its_mirror_is_missing(store_path: Path, away: Path) -> None:
+def test_rotation_forgets_nothing_while_the_mirror_is_missing(store_path: Path, away: Path) -> None:
     store = small_folder(store_path)
     store.change_settings(mirror=away)
     with Checkpointer(store, run="sft", max_checkpoints=1, gc=True) as checkpointer:

@@ -17,7 +17,7 @@ def safe(repo: Repository, commit: Commit) -> bool:
     return unmirrored(repo, [commit], URL) == []
 
 
-def test_a_note_is_valid_until_the_next_restore(repo: Repository) -> None:
+def test_a_note_about_a_mirrored_checkpoint_is_valid_until_the_next_restore(repo: Repository) -> None:
     commit = commit_bare(repo)
     assert not safe(repo, commit)
     note(repo, commit, URL)
@@ -34,7 +34,7 @@ def test_a_note_is_valid_until_the_next_restore(repo: Repository) -> None:
     assert [one.restored for one in (commit, gone, back, again, purge(repo, again))] == [0, 0, 2, 2, 2]
 
 
-def test_a_note_read_before_a_restore_does_not_cover_it(repo: Repository) -> None:
+def test_a_note_about_a_checkpoint_from_before_its_restore_is_not_valid(repo: Repository) -> None:
     """The copying process has read the log, listed the mirror, and pauses before it writes the note."""
     gone = forget(repo, commit_bare(repo))
     back = restore(repo, gone)
@@ -46,7 +46,7 @@ def test_a_note_read_before_a_restore_does_not_cover_it(repo: Repository) -> Non
 
 
 @pytest.mark.parametrize("restored", [False, True])
-def test_notes_are_withdrawn(repo: Repository, restored: bool) -> None:
+def test_a_note_about_a_mirror_can_be_withdrawn(repo: Repository, restored: bool) -> None:
     commit = commit_bare(repo)
     note(repo, commit, URL)
     if restored:

@@ -1,6 +1,6 @@
-"""A mirror with concurrent rewrites, forgets and gcs in both stores, in any order of calls and with kills at any call.
+"""A mirror, with concurrent rewrites, forgets and gcs in both stores. Calls run in any order, with kills at any call.
 
-A live checkpoint may be noted as safe, or purged, only if the mirror held it completely after its last save or restore
+A live checkpoint may be noted as safe, or purged, only if it was complete in the mirror after its last save or restore
 in the store. A note may outlive the purge of its checkpoint.
 """
 
@@ -136,7 +136,7 @@ def test_a_note_implies_a_complete_checkpoint_in_the_mirror(
     assert noted
 
 
-def test_a_copied_rewrite_replaces_nothing_and_keeps_its_order(tmp_path: Path) -> None:
+def test_a_copied_rewrite_replaces_nothing_in_the_mirror_and_keeps_its_order(tmp_path: Path) -> None:
     play = MirrorPlay(tmp_path, 1)
     rewrite_some(play, play.watcher)
     (made,) = (one for one in list_commits(play.watcher).visible() if one.replaces)

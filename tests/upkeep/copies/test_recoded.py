@@ -47,7 +47,8 @@ def sizes(repo: Repository) -> dict[int, int]:
 
 
 def odd_state() -> dict[str, Any]:
-    """A nested state: various dtypes and shapes, small and large cells, equal and tied tensors, objects and buffers."""
+    """Return a state with various dtypes and shapes, small and large cells, equal and tied tensors, objects and
+    buffers."""
     raw = cells(40, seed=1)
     tied = cells(2.5, seed=2)
     kinds = (torch.bfloat16, torch.float16, torch.float64, torch.complex64, torch.int64, torch.uint8, torch.bool)
@@ -114,7 +115,7 @@ def test_repacking_in_place_starts_with_the_newest_checkpoint_and_shares_its_blo
     assert contents(source) == before
 
 
-def test_small_blobs_used_by_a_newer_checkpoint_remain_shared(source: Repository) -> None:
+def test_small_blobs_that_a_newer_checkpoint_uses_remain_shared(source: Repository) -> None:
     save_arrays(source, {"t0": array(0), "own": array(9)}, step=4, reuse=resolve(source, "run@0"))
     recode(source, source)
     found = snapshot(source)
@@ -289,7 +290,9 @@ CHANGES: dict[str, Callable[[Repository], object]] = {
 
 @pytest.mark.parametrize("change", CHANGES)
 @pytest.mark.parametrize("where", ["objects/*", "commits/*", "commits/*.1"])
-def test_an_earlier_change_to_a_checkpoint_wins_over_repacking(tmp_path: Path, change: str, where: str) -> None:
+def test_a_change_to_a_checkpoint_made_during_repacking_takes_precedence(
+    tmp_path: Path, change: str, where: str
+) -> None:
     inner = memory()
     arrays = contents(chain(repository(tmp_path / "other", inner, seed=5)))
     other = repository(tmp_path / "other", inner, seed=6)
@@ -355,7 +358,7 @@ def test_repacking_frees_the_space_of_worn_blobs(tmp_path: Path) -> None:
 
 
 def floats() -> dict[str, Any]:
-    """Floats that are worth encoding, floats that are not, and other dtypes."""
+    """Return floats that are worth encoding, floats that are not, and other dtypes."""
     raw = cells(40, seed=5)
     noise = torch.randint(0, 255, (8 * 4096,), dtype=torch.uint8, generator=torch.Generator().manual_seed(1))
     kinds = {str(kind): raw[: 12 * 1024].to(kind) for kind in (torch.bfloat16, torch.float16, torch.float64)}

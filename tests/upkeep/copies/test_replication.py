@@ -1,4 +1,5 @@
-"""How one checkpoint is copied into another store: from damaged sources, by failing, killed, and concurrent copies."""
+"""How one checkpoint is copied into a different store: from damaged sources, and by failing, killed and concurrent
+copies."""
 
 from __future__ import annotations
 
@@ -95,7 +96,7 @@ def test_a_commit_that_contradicts_its_manifest_is_rejected(source: Repository, 
     assert not list_commits(target).commits
 
 
-def test_a_transaction_id_of_a_different_run_or_from_the_future_is_rejected(
+def test_a_copy_with_a_transaction_id_of_a_different_run_or_from_the_future_is_rejected(
     source: Repository, target: Repository
 ) -> None:
     commit = resolve(source, "run@2")
@@ -127,7 +128,7 @@ def test_unknown_encodings_are_copied_and_prevent_only_loads(source: Repository,
             found.extents(found.entries[0])
 
 
-def test_a_store_of_a_later_version_is_rejected(source: Repository, target: Repository) -> None:
+def test_a_copy_from_a_store_of_a_later_version_is_rejected(source: Repository, target: Repository) -> None:
     data = source.storage.get(MARKER, limit=1 << 20).replace(b'"format": 1', b'"format": 2')
     source.storage.replace(MARKER, data)
     with pytest.raises(Refused, match="Upgrade casckpt"):
@@ -139,7 +140,7 @@ def test_a_store_of_a_later_version_is_rejected(source: Repository, target: Repo
         copy(source, replace(target))
 
 
-def test_a_checkpoint_purged_during_its_copy_is_gone(tmp_path: Path, target: Repository) -> None:
+def test_copying_a_checkpoint_that_is_purged_meanwhile_raises_gone(tmp_path: Path, target: Repository) -> None:
     inner = memory()
     owner = chain(repository(tmp_path, inner))
 
@@ -242,7 +243,7 @@ def test_a_revoked_copy_starts_over(tmp_path: Path, source: Repository) -> None:
     check_clean(target)
 
 
-def test_a_repeatedly_revoked_copy_gives_up(tmp_path: Path, source: Repository) -> None:
+def test_a_copy_that_is_revoked_repeatedly_gives_up(tmp_path: Path, source: Repository) -> None:
     inner = memory()
     other = elsewhere(tmp_path, inner, seed=5)
     other.create()
@@ -301,7 +302,7 @@ def test_processes_that_share_a_copy_report_their_combined_bytes(tmp_path: Path,
 
 
 @pytest.mark.parametrize("part", [(0, 3), (1, 3), (2, 3)])
-def test_each_process_copies_everything_if_the_others_are_absent(
+def test_a_process_copies_everything_if_the_other_processes_are_absent(
     tmp_path: Path, source: Repository, part: tuple[int, int]
 ) -> None:
     target = elsewhere(tmp_path)
@@ -309,7 +310,7 @@ def test_each_process_copies_everything_if_the_others_are_absent(
     assert contents(target) == contents(source)
 
 
-def test_a_process_starts_with_its_own_part(tmp_path: Path) -> None:
+def test_each_process_that_shares_a_copy_starts_with_its_own_part(tmp_path: Path) -> None:
     source = chain(repository(tmp_path), 6)
     wanted = [ref.hash for ref in manifests.get(source, resolve(source, "run@5")).blobs]
     for number in range(3):
@@ -338,8 +339,8 @@ def test_a_joined_transaction_outlives_the_process_that_began_it(tmp_path: Path,
     assert transactions.join(target, msgspec.structs.replace(began, manifest=resolve(source, "run@1").id)) is None
 
 
-def test_a_save_with_the_same_txid_as_a_copy_is_left_unchanged(tmp_path: Path, source: Repository) -> None:
-    """This happens if a folder is copied while jobs save into it."""
+def test_a_copy_does_not_change_a_save_with_the_same_txid(tmp_path: Path, source: Repository) -> None:
+    """Such a save exists if a folder is copied while jobs save into it."""
     target = elsewhere(tmp_path)
     target.create()
     commit = resolve(source, "run@3")
@@ -372,7 +373,7 @@ Hook = Callable[[], None]
 
 
 @pytest.mark.parametrize("error", [CasckptError, KeyboardInterrupt])
-def test_a_failed_copy_leaves_its_transaction_for_the_next(
+def test_a_failed_copy_leaves_its_transaction_for_the_next_copy(
     tmp_path: Path, source: Repository, error: type[BaseException]
 ) -> None:
     target = elsewhere(tmp_path)
@@ -393,7 +394,7 @@ def _open(repo: Repository) -> list[records.Began]:
     return [one.began for one in found if one.began is not None]
 
 
-def test_policies_in_the_destination_use_save_times_from_the_source(source: Repository, target: Repository) -> None:
+def test_policies_in_the_destination_use_the_original_save_times(source: Repository, target: Repository) -> None:
     copy(source, target)
     plan = gc.plan_gc(target, Policy(keep_last=1), min_age=0.0)
     assert [one.step for one in plan.forget] == [0, 1, 2]
@@ -468,7 +469,7 @@ def found(places: BlobLocations, repo: Repository) -> str | None:
     return None if ref is None else ref.uploader
 
 
-def test_only_live_commits_provide_locations(repo: Repository) -> None:
+def test_only_live_commits_provide_blob_locations_for_a_copy(repo: Repository) -> None:
     places = BlobLocations(repo, {A})
     assert found(places, repo) is None
     commit = save(repo, texts=["a", "b"])
@@ -478,7 +479,7 @@ def test_only_live_commits_provide_locations(repo: Repository) -> None:
 
 
 @pytest.mark.parametrize("purged", [0, 1])
-def test_a_location_in_a_live_commit_is_preferred(repo: Repository, purged: int) -> None:
+def test_a_copy_prefers_blob_locations_in_live_commits(repo: Repository, purged: int) -> None:
     both = [save(repo, step=step, texts=["a"]) for step in (0, 1)]
     places = BlobLocations(repo, {A})
     assert found(places, repo) in {one.txid for one in both}
@@ -487,7 +488,7 @@ def test_a_location_in_a_live_commit_is_preferred(repo: Repository, purged: int)
 
 
 @pytest.mark.parametrize("marked", [0, 1])
-def test_an_undamaged_location_is_preferred(repo: Repository, marked: int) -> None:
+def test_a_copy_prefers_undamaged_blob_locations(repo: Repository, marked: int) -> None:
     both = [save(repo, step=step, texts=["a"]) for step in (0, 1)]
     places = BlobLocations(repo, {A})
     assert found(places, repo)

@@ -111,8 +111,8 @@ class Play:
         """Return a function that chooses the actor of the next call.
 
         ``switches``: the probability of a different actor. ``held_up``: the fraction of its changes before which an
-        actor waits until all others are done or wait too. What it knows is out of date by then, which is the usual
-        cause of protocol errors.
+        actor waits until all others are done or wait too. Its knowledge is then out of date, which is the usual cause
+        of protocol errors.
         """
         current, held = "", set[str]()
 
@@ -160,7 +160,7 @@ class Play:
 
 
 class Lost(AssertionError):
-    """A live commit lacks a blob, or a leased checkpoint is no longer live."""
+    """Raised if a live commit lacks a blob, or a leased checkpoint is no longer live."""
 
 
 def named(repo: Repository, found: CommitList) -> Iterator[str]:

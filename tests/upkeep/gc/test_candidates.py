@@ -92,7 +92,7 @@ def test_gc_works_again_once_the_damaged_checkpoint_is_purged(repo: Repository) 
     assert (steps(result.purged), result.deleted_blobs) == ([1], 1)
 
 
-def test_the_advice_for_a_damaged_checkpoint_is_correct(repo: Repository) -> None:
+def test_the_advice_in_the_error_for_a_damaged_checkpoint_lets_gc_continue(repo: Repository) -> None:
     """A day after the checkpoint was forgotten, gc continues without it.
 
     With `--min-age 0`, gc also purges all other forgotten checkpoints of the run.
@@ -196,7 +196,7 @@ def test_storage_without_exclusive_creates_is_rejected(tmp_path: Path) -> None:
 # other gcs
 
 
-def test_a_purge_by_a_concurrent_gc_makes_gc_start_over(tmp_path: Path) -> None:
+def test_gc_starts_over_if_a_concurrent_gc_purges_a_checkpoint(tmp_path: Path) -> None:
     store = FaultyStore(memory())
     repo = repository(tmp_path, store)
     other = repository(tmp_path / "other", store.inner, seed=2)

@@ -13,7 +13,7 @@ from tests.support.faulty import Call, FaultyStore, call_first, fail_before
 from tests.support.repositories import commit_bare, memory, repository
 
 
-def test_references_and_ranges_select_each_checkpoint_once(tmp_path: Path) -> None:
+def test_references_and_ranges_select_each_checkpoint_only_once(tmp_path: Path) -> None:
     repo = repository(tmp_path)
     made = [commit_bare(repo, "a", step) for step in (1, 2, 3)]
     assert plan_forget(repo, ["a@2..", "a@3", made[1]]) == made[1:]

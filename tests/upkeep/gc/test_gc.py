@@ -1,4 +1,4 @@
-"""gc as its callers see it: what it deletes, keeps, defers and reports."""
+"""What gc deletes, keeps, defers and reports."""
 
 from __future__ import annotations
 
@@ -151,7 +151,7 @@ def is_change(call: Call) -> bool:
     return call.method == "delete" and call.key.startswith("objects/")
 
 
-def test_progress_counts_every_deleted_object(repo: Repository) -> None:
+def test_the_progress_of_gc_counts_every_deleted_object(repo: Repository) -> None:
     for step in range(3):
         save(repo, step=step, texts=[f"{step}a", f"{step}b"])
     seen = ProgressCalls()
@@ -164,7 +164,7 @@ def test_progress_counts_every_deleted_object(repo: Repository) -> None:
 
 @pytest.mark.parametrize("where", ["repo", "remote"])
 def test_forgotten_checkpoints_are_kept_for_a_day(where: str, request: pytest.FixtureRequest) -> None:
-    """Test a folder and a bucket. Until then, gc reports how many bytes it will free, and when."""
+    """During the day, gc reports how many bytes it will free, and when. The test uses a folder and a bucket."""
     repo: Repository = request.getfixturevalue(where)
     old = save(repo, step=0, texts=["shared", "alone"])
     shared = next(ref for ref in manifests.get(repo, old).blobs if ref.size == len("shared"))
@@ -181,7 +181,7 @@ def test_forgotten_checkpoints_are_kept_for_a_day(where: str, request: pytest.Fi
     assert (steps(last.purged), last.deleted_blobs, last.later_blobs, last.waiting) == ([0], 1, 0, ())
 
 
-def test_the_minimum_age_is_an_option_and_a_setting(repo: Repository) -> None:
+def test_the_minimum_age_can_be_an_option_or_a_setting(repo: Repository) -> None:
     for step in range(3):
         save(repo, step=step, texts=[str(step)])
     repo.change_settings(min_age_seconds=100.0)
@@ -200,7 +200,7 @@ def test_ephemeral_checkpoints_have_a_shorter_minimum_age(remote: Repository) ->
     assert min_age_of(remote, None).of(short) == 10**6
 
 
-def test_the_age_is_measured_from_the_forgotten_record(remote: Repository) -> None:
+def test_the_age_of_a_forgotten_checkpoint_is_measured_from_its_forgotten_record(remote: Repository) -> None:
     old = save(remote, step=0, texts=["a"])
     ticking(remote)(10 * 86400)
     save(remote, step=1, texts=["b"])
@@ -389,7 +389,7 @@ def test_a_put_whose_temporary_file_gc_deleted_is_retried(tmp_path: Path, monkey
     assert list_commits(repo).live() == [commit]
 
 
-def test_a_mirror_set_after_the_plan_is_respected(repo: Repository) -> None:
+def test_gc_respects_a_mirror_that_was_set_after_the_plan(repo: Repository) -> None:
     save(repo, step=0, texts=["a"]), save(repo, step=1, texts=["b"])
     plan = plan_gc(repo, LAST, min_age=0.0)
     assert steps(plan.purge) == [0]

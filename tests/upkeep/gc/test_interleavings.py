@@ -167,7 +167,8 @@ def reuses_orphans(play: Play, repo: Repository, name: str) -> None:
 
 
 def is_lost(tmp_path: Path, seed: int, cast: Callable[[Play], None], quiet: int = 0) -> bool:
-    """Play until data is lost. ``quiet``: rounds to skip, because they lose nothing with the fixed seeds."""
+    """Run plays until data is lost. ``quiet``: the number of plays to skip, which lose nothing with the fixed
+    seeds."""
     for round_ in range(quiet, quiet + 1000):
         play = Play(tmp_path / str(round_), seed + round_)
         cast(play)

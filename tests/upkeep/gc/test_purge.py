@@ -1,4 +1,4 @@
-"""Expiring tags and requirements for writers prevent gc from forgetting and purging."""
+"""Expiring tags, and requirements for writers, prevent gc from forgetting and purging."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def in_its_place(repo: Repository) -> Commit:
     return commit_draft(repo, repo.new_txid("run", 0), draft([], "run", 0, created_at=repo.clock()))
 
 
-def test_an_expiring_tag_protects_until_an_hour_after_its_end(repo: Repository) -> None:
+def test_an_expiring_tag_protects_its_checkpoint_until_an_hour_after_its_end(repo: Repository) -> None:
     hold(repo, "eval", first(repo), HOUR)
     assert run_gc(repo, LAST).forgotten == ()
     gone = commits.forget(repo, first(repo))
@@ -75,7 +75,7 @@ def test_an_expiring_tag_protects_until_an_hour_after_its_end(repo: Repository) 
     assert [one.txid for one in run_gc(repo).purged] == [gone.txid]
 
 
-def test_an_expiring_tag_and_a_permanent_tag_together_protect_indefinitely(repo: Repository) -> None:
+def test_an_expiring_and_a_permanent_tag_together_protect_a_checkpoint_indefinitely(repo: Repository) -> None:
     hold(repo, "eval", first(repo), HOUR)
     commit = first(repo)
     tags.set_tag(repo, "best", commit)
@@ -121,7 +121,7 @@ def twin_of(repo: Repository, commit: Commit) -> Commit:
     return twin
 
 
-def test_a_tag_does_not_prevent_a_purge_if_a_twin_is_visible(repo: Repository) -> None:
+def test_a_tag_does_not_prevent_the_purge_of_a_commit_if_a_twin_is_visible(repo: Repository) -> None:
     commit = first(repo)
     tag, _ = hold(repo, "eval", commit, HOUR)
     tags.set_tag(repo, "best", commit)
@@ -181,8 +181,8 @@ def test_replaced_commits_are_purged_after_the_minimum_age(repo: Repository) -> 
     assert {one.txid for one in list_commits(repo).live()} == {made.txid, list_commits(repo).live()[1].txid}
 
 
-def test_unreadable_replaced_commits_are_purged_immediately(repo: Repository) -> None:
-    """Such a commit is useless, and gc could not delete anything while it is live."""
+def test_replaced_commits_that_cannot_be_read_are_purged_immediately(repo: Repository) -> None:
+    """Such a commit is useless, and gc could not delete anything while the commit is live."""
     commit = first(repo)
     move(repo, commit)
     repo.storage.delete(f"objects/{commit.txid}/{commit.id}.manifest")
@@ -230,7 +230,7 @@ def test_a_void_rewrite_is_purged_even_if_its_base_is_forgotten_and_leased(repo:
     assert not list_commits(repo).commits[made.txid].live
 
 
-def test_either_a_purge_or_a_restore_of_a_replaced_commit_wins(repo: Repository, faults: FaultyStore) -> None:
+def test_gc_does_not_purge_a_replaced_commit_that_is_restored_first(repo: Repository, faults: FaultyStore) -> None:
     commit = first(repo)
     made, plan = move(repo, commit), plan_gc(repo, min_age=0.0)
     assert [one.txid for one in plan.purge] == [commit.txid]
@@ -332,7 +332,7 @@ def test_a_tag_set_while_gc_lists_tags_is_not_granted(repo: Repository, faults: 
     assert len(refused) == 1
 
 
-def test_a_purge_succeeds_only_at_the_next_log_number(repo: Repository, faults: FaultyStore) -> None:
+def test_a_purge_takes_effect_only_if_it_gets_the_next_log_number(repo: Repository, faults: FaultyStore) -> None:
     """The checkpoint was restored, leased and forgotten again after the tags were listed.
 
     The next number in its log is already taken, so gc purges nothing.
@@ -351,7 +351,7 @@ def test_a_purge_succeeds_only_at_the_next_log_number(repo: Repository, faults: 
     assert [one.reason for one in run_gc(repo).waiting] == ["tagged"]
 
 
-def test_the_clock_is_read_before_tags_are_listed(repo: Repository, faults: FaultyStore) -> None:
+def test_gc_reads_the_clock_before_it_lists_tags(repo: Repository, faults: FaultyStore) -> None:
     """A tag that is renewed during the listing may be missing from it, so the time before the listing is used."""
     commit = first(repo)
     hold(repo, "eval", commit, HOUR)
@@ -414,7 +414,9 @@ def test_a_checkpoint_forgotten_by_name_stays_forgotten(repo: Repository) -> Non
     assert (result.restored, [one.reason for one in result.waiting]) == ((), ["tagged"])
 
 
-def test_a_tag_deleted_since_the_plan_restores_nothing(repo: Repository, faults: FaultyStore) -> None:
+def test_gc_does_not_restore_a_checkpoint_if_its_tag_was_deleted_since_the_plan(
+    repo: Repository, faults: FaultyStore
+) -> None:
     left_forgotten(repo, faults)
     plan = plan_gc(repo, min_age=0.0)
     assert steps(plan.restore) == [0]
@@ -423,7 +425,9 @@ def test_a_tag_deleted_since_the_plan_restores_nothing(repo: Repository, faults:
     assert not first(repo).visible
 
 
-def test_a_restore_by_gc_succeeds_only_at_the_next_log_number(repo: Repository, faults: FaultyStore) -> None:
+def test_a_restore_by_gc_takes_effect_only_if_it_gets_the_next_log_number(
+    repo: Repository, faults: FaultyStore
+) -> None:
     """A user restores, untags and forgets the checkpoint after gc has listed the tags. It remains forgotten."""
     left_forgotten(repo, faults)
     plan = plan_gc(repo, min_age=0.0)
@@ -442,7 +446,7 @@ def test_a_restore_by_gc_succeeds_only_at_the_next_log_number(repo: Repository, 
     assert (first(repo).last, tags.tags(repo)) == ("forgotten", {})
 
 
-def test_logs_are_read_before_tags_are_listed(repo: Repository, faults: FaultyStore) -> None:
+def test_gc_reads_logs_before_it_lists_tags(repo: Repository, faults: FaultyStore) -> None:
     """Otherwise, a checkpoint that is untagged and forgotten in between would look like one that gc forgot."""
     commit = first(repo)
     tags.set_tag(repo, "best", commit)
@@ -467,7 +471,7 @@ def test_nothing_is_restored_if_a_different_checkpoint_is_visible_at_the_step(
 
 
 def test_an_overwritten_checkpoint_remains_forgotten_if_its_successor_is_forgotten(repo: Repository) -> None:
-    """An overwrite does not remove tags. The overwritten checkpoint must not become the newest of the run later."""
+    """An overwrite does not remove tags. The overwritten checkpoint must not later become the newest of the run."""
     commit = first(repo)
     tags.set_tag(repo, "best", commit)
     other = in_its_place(repo)
@@ -490,7 +494,7 @@ def test_only_one_of_two_twins_is_restored(repo: Repository) -> None:
     assert [one.txid for one in list_commits(repo).visible() if one.step == 0] == [twin.txid]
 
 
-def test_gc_of_a_different_run_restores_nothing(repo: Repository, faults: FaultyStore) -> None:
+def test_gc_limited_to_a_different_run_restores_nothing(repo: Repository, faults: FaultyStore) -> None:
     left_forgotten(repo, faults)
     assert run_gc(repo, run="other").restored == ()
     assert steps(run_gc(repo, run="run").restored) == [0]

@@ -1,4 +1,4 @@
-"""How gc helps processes that follow runs: it completes announcements of dead processes, and announces all records."""
+"""gc helps processes that follow runs: it completes the announcements of dead processes, and announces all records."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ def test_an_announced_save_whose_process_died_is_revoked(repo: Repository) -> No
     assert list_commits(repo).commits[record.txid].last == "revoked"
 
 
-def test_an_open_save_is_not_revoked_by_recovery(repo: Repository) -> None:
+def test_recovery_does_not_revoke_an_open_save(repo: Repository) -> None:
     transaction = begin(repo, "run", 0)
     announce(repo, [(transaction.txid, 0)])
     settle(repo, 0)
@@ -85,7 +85,7 @@ def test_an_open_save_is_not_revoked_by_recovery(repo: Repository) -> None:
     transaction.commit(committed(repo, txid=transaction.txid))
 
 
-def test_a_slow_process_announces_the_next_number(repo: Repository) -> None:
+def test_a_slow_process_announces_the_next_log_number(repo: Repository) -> None:
     one = die_before_the_record(repo)
     settle(repo, 0)
     assert commits.forget(repo, one).number == 2
@@ -100,7 +100,7 @@ def test_other_processes_can_announce_during_recovery(repo: Repository) -> None:
     assert [list_commits(repo).commits[one.txid].number for one in dead] == [1, 1]
 
 
-def test_unannounced_records_are_announced(repo: Repository, tmp_path: Path) -> None:
+def test_gc_announces_records_that_were_not_announced(repo: Repository, tmp_path: Path) -> None:
     made = [commit_bare(repo, step=step) for step in range(3)]
     commits.forget(repo, made[2])
     for entry in list(repo.storage.list("runs/")):
@@ -118,7 +118,7 @@ def test_unannounced_records_are_announced(repo: Repository, tmp_path: Path) -> 
     assert faults(host, list_commits(host), anew=True) == []
 
 
-def test_a_missing_announcement_is_filled(repo: Repository, tmp_path: Path) -> None:
+def test_gc_fills_a_gap_in_the_announcements(repo: Repository, tmp_path: Path) -> None:
     """A reader that has read up to the gap continues after it.
 
     The records of the number that was filled are reannounced.
@@ -162,7 +162,7 @@ def test_purges_of_one_gc_are_announced_together(repo: Repository, tmp_path: Pat
     assert [len(record.announced) for record in records if record is not None] == [4]
 
 
-def test_marks_of_deleted_blobs_are_deleted(repo: Repository) -> None:
+def test_gc_deletes_the_marks_of_blobs_that_it_deletes(repo: Repository) -> None:
     one, two = (save(repo, step=step, texts=[str(step)]) for step in range(2))
     for commit in (one, two):
         for uploader, blob, _ in manifests.blobs_of(repo, commit):

@@ -63,7 +63,7 @@ def test_blobs_that_an_open_save_may_reuse_are_kept_even_if_purged(repo: Reposit
 
 
 def test_blobs_committed_and_purged_during_the_wait_are_kept_by_this_gc(repo: Repository) -> None:
-    """A process that this gc does not wait for may have started to reuse them."""
+    """A process that this gc does not wait for may have begun to reuse these blobs."""
     first = begin_elsewhere(repo)
     put_blob(repo, first, "shared")
 
@@ -99,7 +99,7 @@ def test_gc_reports_a_timeout_and_the_next_gc_continues(repo: Repository) -> Non
     assert repo.catalogue.note(RESUME_NOTE) is None
 
 
-def test_a_paused_gc_is_not_continued_in_a_copy_of_the_store(tmp_path: Path) -> None:
+def test_a_paused_gc_is_not_continued_in_a_copied_store(tmp_path: Path) -> None:
     one = repository(tmp_path)
     txid = begin_elsewhere(one)
     put_blob(one, txid, "half")
@@ -153,7 +153,7 @@ def test_gc_waits_for_a_save_of_its_own_process(repo: Repository) -> None:
     assert run_gc(repo).deleted_blobs == 1
 
 
-def test_silence_is_measured_across_several_gcs(repo: Repository) -> None:
+def test_the_silence_of_a_save_is_measured_across_several_gcs(repo: Repository) -> None:
     txid = begin_elsewhere(repo)
     put_blob(repo, txid, "half")
     assert run_gc(repo, wait=60.0).revoked == ()
@@ -167,7 +167,7 @@ def test_silence_is_measured_across_several_gcs(repo: Repository) -> None:
     assert (result.revoked, result.deleted_blobs) == ((txid,), 1)
 
 
-def test_revoke_after_is_an_option_and_a_setting(repo: Repository) -> None:
+def test_revoke_after_can_be_an_option_or_a_setting(repo: Repository) -> None:
     txid = begin_elsewhere(repo)
     put_blob(repo, txid, "half")
     assert run_gc(repo, wait=60.0).revoked == ()

@@ -40,7 +40,8 @@ KINDS_OF_BYTES: dict[str, tuple[int, set[str]]] = {
 
 
 def spread(repo: Repository) -> tuple[Commit, Commit, Commit]:
-    """Save three checkpoints in one blob: two cells of "a", padding, one cell of "b", and four small cells.
+    """Save three checkpoints in one blob, which contains two cells of "a", padding, one cell of "b", and four small
+    cells.
 
     Cells are 64 KiB.
     """

@@ -31,7 +31,7 @@ def test_every_byte_of_a_large_blob_is_checked(repo: Repository, position: int) 
 
 
 @pytest.mark.parametrize("mode", ["full", "exists"])
-def test_missing_and_short_blobs_are_found_in_both_modes(repo: Repository, mode: Mode) -> None:
+def test_missing_and_truncated_blobs_are_found_in_both_modes(repo: Repository, mode: Mode) -> None:
     saved = [save_arrays(repo, {"a": array(step)}, step=step) for step in range(3)]
     gone, short = only_blob(repo, saved[0]), only_blob(repo, saved[1])
     size = repo.storage.size(short) or 0

@@ -64,7 +64,7 @@ def flip_each(repo: Repository, commit: Commit, *positions: int) -> None:
 
 
 def test_damaged_copies_repair_each_other(repo: Repository, other: Repository) -> None:
-    """Each copy is damaged in different places: in its header, a large cell, padding, small cells, or its proof."""
+    """Each copy is damaged in a different part: in its header, a large cell, padding, small cells, or its proof."""
     one, two = (save_arrays(repo, LARGE, step=step, cell=LEAF) for step in range(2))
     three = save_arrays(other, LARGE, cell=LEAF)
     flip_each(repo, one, 100, A1, -3)
@@ -87,7 +87,7 @@ def test_only_cells_damaged_in_all_copies_are_lost(repo: Repository, other: Repo
 
 
 @pytest.mark.parametrize("position", [4, 100, PADDING, -1, -36, -35, -6 * 36, -6 * 36 + 3, -6 * 36 + 4])
-def test_unused_bytes_are_reconstructed(repo: Repository, position: int) -> None:
+def test_unused_bytes_of_a_blob_are_reconstructed(repo: Repository, position: int) -> None:
     """Header, padding and proof are reconstructed from the live cells alone."""
     one = save_arrays(repo, LARGE, cell=LEAF)
     before = repo.storage.get(only_blob(repo, one), limit=1 << 20)
@@ -107,8 +107,8 @@ def test_header_padding_and_proof_are_reconstructed_together(repo: Repository) -
 
 
 @pytest.mark.parametrize("position", [4, 100, PADDING, -1, -36, -35, -72, -6 * 36, -6 * 36 + 3, -6 * 36 + 4])
-def test_header_padding_and_proof_are_reconstructed_beside_dead_cells(repo: Repository, position: int) -> None:
-    """The bytes between live cells are intact, but it is unknown what they are."""
+def test_header_padding_and_proof_are_reconstructed_next_to_dead_cells(repo: Repository, position: int) -> None:
+    """The bytes between live cells are intact, but their meaning is unknown."""
     older = save_arrays(repo, LARGE, cell=LEAF)
     kept = {name: LARGE[name] for name in "abd"}
     newer = save_arrays(repo, kept, step=1, reuse=older, cell=LEAF)
@@ -124,7 +124,7 @@ def test_header_padding_and_proof_are_reconstructed_beside_dead_cells(repo: Repo
     assert read_arrays(repo, newer) == content(kept)
 
 
-def test_a_torn_proof_beside_a_damaged_dead_cell_is_lost(repo: Repository) -> None:
+def test_a_damaged_proof_beside_a_damaged_dead_cell_is_lost(repo: Repository) -> None:
     """The rebuilt bytes do not match the hash of the blob, so they are rejected."""
     older = save_arrays(repo, LARGE, cell=LEAF)
     kept = {name: LARGE[name] for name in "abd"}

@@ -72,9 +72,9 @@ def test_cells_are_recovered_from_the_host_cache(repo: Repository) -> None:
 
 
 def test_a_damaged_source_does_not_change_correct_bytes(repo: Repository) -> None:
-    """A leaf holds a live cell and a damaged dead cell.
+    """A leaf contains a live cell and a damaged dead cell.
 
-    In a blob with the same live bytes, the live cell is damaged instead.
+    A different blob has the same live bytes, but its live cell is damaged.
     """
     a, b = array(1, 0.25), array(2, 0.25)
     older = save_arrays(repo, {"a": a, "b": b})
@@ -90,7 +90,7 @@ def test_a_damaged_source_does_not_change_correct_bytes(repo: Repository) -> Non
     assert read_arrays(repo, resolve(repo, "run@1")) == content({"a": a})
 
 
-def test_a_missing_source_raises_even_if_nothing_is_damaged(repo: Repository, tmp_path: Path) -> None:
+def test_a_repair_source_that_is_missing_raises_an_error_even_without_damage(repo: Repository, tmp_path: Path) -> None:
     save_arrays(repo, STATE)
     with pytest.raises(NotFound, match="there is no store at"):
         repair(repo, sources=[Repository(LocalStore(tmp_path / "nope"), tmp_path)])

@@ -26,7 +26,7 @@ STEPS = (1, 2, 3)
 
 
 def weights(step: int, *, seed: int = 1, count: int = 4) -> torch.Tensor:
-    """A tensor of ``count`` cells, in which each step changes a few elements."""
+    """Return a tensor of ``count`` cells, in which each step changes a few elements."""
     data = cells(2 * count, seed).bfloat16().view(torch.int16)
     for number in range(1, step):
         data[number::97] += number
@@ -34,12 +34,12 @@ def weights(step: int, *, seed: int = 1, count: int = 4) -> torch.Tensor:
 
 
 def state(step: int) -> dict[str, torch.Tensor]:
-    """A state with a tensor that changes, one with different changes, and one that never changes."""
+    """Return a state with a tensor that changes, one with different changes, and one that never changes."""
     return {"hit": weights(step), "other": weights(step, seed=2), "stays": cells(2, 3)}
 
 
 def saved(key: str | None = None) -> Store:
-    """A store with three checkpoints of a run, each encoded against the previous one.
+    """Return a store with three checkpoints of a run, each encoded against the previous one.
 
     ``key``: whether the first one is raw or encoded in planes.
     """
@@ -138,7 +138,7 @@ def test_a_flipped_byte_in_an_extent_row_is_reported_as_manifest_damage(link: in
 
 
 def misframed(at: int = 3) -> Store:
-    """A store in which the frame of a step's second cell matches its leaf hash but decodes to a different cell."""
+    """Return a store in which the frame of a step's second cell has the right hash but decodes to a different cell."""
     store, wrong = small(), content(at)["hit"][CELL : 2 * CELL]
 
     def lying(data: memoryview, width: int, base: memoryview | None) -> bytes | None:
@@ -171,7 +171,7 @@ def test_an_incorrect_frame_is_not_reused_once_detected() -> None:
 @pytest.mark.parametrize("has", [(1, 2, 3), (3,), (2,), ()])
 @pytest.mark.parametrize("at", [2, 3])
 def test_an_incorrect_frame_is_rebuilt_from_an_equal_cell(at: int, has: tuple[int, ...]) -> None:
-    """It can also be rebuilt by undoing the frame of a cell encoded against it.
+    """It can also be rebuilt by undoing the frame of a cell that is encoded against it.
 
     A copy has the same incorrect frame, so it does not help.
     """
@@ -190,7 +190,7 @@ def test_an_incorrect_frame_is_rebuilt_from_an_equal_cell(at: int, has: tuple[in
     assert store.verify(decode=True).is_damaged == (len(right) < len(STEPS))
 
 
-def test_a_mark_on_correct_frames_is_removed() -> None:
+def test_a_mark_on_a_blob_with_correct_frames_is_removed() -> None:
     store = misframed()
     store.verify(decode=True)
     store.forget("r@3")
@@ -205,7 +205,7 @@ def test_a_mark_on_correct_frames_is_removed() -> None:
 
 
 def with_twin(**twin: Encode) -> tuple[Store, Store]:
-    """A store, and a second store with the same checkpoints, either raw or encoded differently."""
+    """Return a store, and a second store with the same checkpoints, either raw or encoded differently."""
     store, other = saved(), small()
     for step in STEPS:
         other.save(state(step), run="twin", step=step)
@@ -298,7 +298,7 @@ def test_a_base_computed_from_an_incorrect_frame_is_not_used() -> None:
         reopened(store).read("r@1")
 
 
-def test_a_search_through_cyclic_versions_terminates() -> None:
+def test_a_search_through_versions_in_a_cycle_terminates() -> None:
     store = small()
     for step, like in enumerate((1, 2, 1, 2, 3)):
         store.save(state(like), run="r", step=step, compress="auto", dedup="run")
@@ -346,7 +346,7 @@ def test_copying_a_damaged_checkpoint_names_the_affected_keys() -> None:
         store.copy_to(small(), "r@3")
 
 
-def test_copies_and_diffs_of_encoded_checkpoints_match_their_cells() -> None:
+def test_encoded_checkpoints_are_copied_and_compared_by_their_decoded_cells() -> None:
     store, other = saved(), small()
     store.copy_to(other, tags=True)
     assert not other.verify(decode=True).is_damaged
@@ -361,7 +361,7 @@ def test_copies_and_diffs_of_encoded_checkpoints_match_their_cells() -> None:
     assert [plain(forgetful, step) for step in (2, 3)] == [content(step) for step in (2, 3)]
 
 
-def test_a_mirror_supplies_a_cell_of_a_checkpoint_forgotten_there(tmp_path: Path) -> None:
+def test_a_mirror_supplies_a_cell_of_a_checkpoint_that_is_forgotten_in_the_mirror(tmp_path: Path) -> None:
     local = opened(tmp_path / "local", mirror=tmp_path / "mirror")
     local.create(cell_bytes=CELL, blob_bytes=BLOB)
     for step in STEPS:

@@ -20,12 +20,12 @@ STEPS = (1, 2, 3)
 
 
 def state(step: int) -> dict[str, torch.Tensor]:
-    """A state with a tensor that changes, one with different changes, and one that never changes."""
+    """Return a state with a tensor that changes, one with different changes, and one that never changes."""
     return {"hit": weights(step), "other": weights(step, seed=2), "stays": cells(2, 3)}
 
 
 def saved(key: str | None = None) -> Store:
-    """A store with three checkpoints of a run, each encoded against the previous one.
+    """Return a store with three checkpoints of a run, each encoded against the previous one.
 
     ``key``: whether the first one is raw or encoded in planes.
     """
@@ -75,7 +75,7 @@ def test_an_incorrect_frame_is_detected_only_by_decoding(at: int) -> None:
     assert (caught.value.key, caught.value.blob) == ("hit", found.blob)
 
 
-def test_few_cells_are_in_memory_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_check_keeps_only_a_few_cells_in_memory_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
     store = saved()
     whole = store.verify(decode=True)
     monkeypatch.setattr(frames, "_AT_ONCE", 5)

@@ -1,4 +1,4 @@
-"""A repair that rewrites a checkpoint and is killed before or after any of its changes, or does not get a response.
+"""A repair that rewrites a checkpoint, and is killed before or after any of its changes, or gets no response.
 
 At every instant, exactly one commit is valid for the ID, and no leftovers remain at the end.
 """

@@ -56,7 +56,7 @@ def test_lost_dead_cells_do_not_prevent_a_rewrite(repo: Repository, other: Repos
     assert list(repo.storage.list("transactions/")) == []
 
 
-def test_live_cells_beside_lost_dead_cells_are_moved_to_a_new_blob(repo: Repository) -> None:
+def test_live_cells_next_to_lost_dead_cells_are_moved_to_a_new_blob(repo: Repository) -> None:
     older = save_arrays(repo, LARGE, cell=LEAF)
     kept = {"a": LARGE["a"], "d": LARGE["d"]}
     save_arrays(repo, kept, step=1, reuse=older, cell=LEAF)
@@ -144,9 +144,7 @@ def test_shared_cells_are_stored_once_at_their_new_locations(repo: Repository, o
     assert not verify(repo).is_damaged
 
 
-def test_additional_damage_to_one_checkpoint_does_not_stop_others_that_share_cells(
-    repo: Repository, other: Repository
-) -> None:
+def test_damage_to_one_checkpoint_does_not_prevent_the_repair_of_others(repo: Repository, other: Repository) -> None:
     older = save_arrays(repo, STATE, step=0)
     save_arrays(repo, {"a": STATE["a"], "b": STATE["b"]}, step=1, reuse=older)
     save_arrays(repo, {"a": STATE["a"], "c": STATE["c"]}, step=2, reuse=older)

@@ -1,4 +1,4 @@
-"""repair recovers intact bytes from any source, and never stores damaged bytes in their place."""
+"""A repair recovers intact bytes from any source, and never stores damaged bytes."""
 
 from __future__ import annotations
 
@@ -130,7 +130,8 @@ def test_a_manifest_is_restored_from_a_different_store(
 def test_blobs_named_only_by_a_lost_manifest_are_kept(
     tmp_path: Path, repo: Repository, other: Repository, known: bool
 ) -> None:
-    """The catalogue has their locations. Without it, repair guesses them, and the manifest confirms the guess."""
+    """The catalogue has the locations of these blobs. Without it, repair guesses them, and the manifest confirms the
+    guess."""
     base = save_arrays(repo, {"a": STATE["a"], "old": array(9)})
     one = save_arrays(repo, STATE, step=1, reuse=base)
     commits.forget(repo, base)
@@ -195,7 +196,7 @@ def test_gc_during_the_repair_of_a_manifest_deletes_none_of_its_objects(tmp_path
 def test_a_checkpoint_whose_blob_locations_are_unknown_is_rewritten(
     tmp_path: Path, repo: Repository, other: Repository, blob: str
 ) -> None:
-    """Two uploaders have the reused blob, so the guess is ambiguous. IDs, tags and reads by ID keep working."""
+    """Two uploaders have the reused blob, so the guess is ambiguous. IDs, tags, and reads by ID still work."""
     bases = [save_arrays(repo, {"a": STATE["a"], "old": array(9)}, step=step) for step in range(2)]
     one = save_arrays(repo, STATE, step=2, reuse=bases[1])
     later = save_arrays(repo, {"x": array(20)}, step=3)

@@ -1,4 +1,4 @@
-"""A flipped byte at any position is reported with the kind of damage, and affects only its own part."""
+"""A flipped byte at any position is reported with the kind of damage, and affects only the part that contains it."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ STOP_GC = ("head", "blobs")
 
 
 def state() -> dict[str, Any]:
-    """A state that is saved in one blob: two large leaves, padding, a third leaf, joined small cells, and the proof."""
+    """Return a state whose blob has two large leaves, padding, a third leaf, joined small cells, and the proof."""
     return {
         "large": cells(40.25, seed=1),
         "short": cells(17, seed=2),

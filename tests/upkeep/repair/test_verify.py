@@ -98,7 +98,7 @@ def test_extent_rows_are_compared_with_blobs_that_have_different_leaves(
 
 
 def test_a_blob_with_a_wrong_header_is_reported_as_damaged_but_loads(repo: Repository) -> None:
-    """All hashes are correct, but no writer creates such a header."""
+    """All hashes are correct, but no writer produces such a header."""
     commit = save_arrays(repo, {"a": array(1)})
     (ref,) = manifests.get(repo, commit).blobs
     data = bytearray(repo.storage.get(blob_key(ref.uploader, ref.hash), limit=1 << 20))
@@ -130,7 +130,7 @@ def test_a_full_check_unmarks_an_undamaged_blob(repo: Repository) -> None:
     assert marks(repo) == set()
 
 
-def test_only_named_checkpoints_are_read(repo: Repository) -> None:
+def test_verify_reads_only_the_named_checkpoints(repo: Repository) -> None:
     saved = [save_arrays(repo, {"a": array(step)}, step=step) for step in range(3)]
     for commit in saved:
         repo.storage.delete(only_blob(repo, commit))
@@ -140,7 +140,7 @@ def test_only_named_checkpoints_are_read(repo: Repository) -> None:
         verify(repo, refs=["run@9"])
 
 
-def test_a_sample_reads_the_given_fraction(repo: Repository) -> None:
+def test_a_sample_verifies_the_given_fraction_of_the_blobs(repo: Repository) -> None:
     for step in range(10):
         save_arrays(repo, {"a": array(step)}, step=step)
     assert verify(repo, sample=0.3).checked_blobs == 3
@@ -218,7 +218,7 @@ def test_manifests_and_records_that_cannot_be_read_are_reported(repo: Repository
     assert found.damaged == ()
 
 
-def test_extents_that_point_outside_their_blob_are_reported(repo: Repository) -> None:
+def test_extents_that_lie_outside_their_blob_are_reported(repo: Repository) -> None:
     from tests.support import checkpoints
 
     txid = repo.new_txid("run", 0)
@@ -268,7 +268,7 @@ def test_a_store_with_unknown_requirements_is_verified_and_not_marked(
     assert marks(repo) == set()
 
 
-def test_a_lying_disk_is_detected(repo: Repository, faults: FaultyStore) -> None:
+def test_a_disk_that_returns_wrong_bytes_is_detected(repo: Repository, faults: FaultyStore) -> None:
     save_arrays(repo, {"a": array(1)})
     faults.inject(corrupt("read_into"))
     assert len(verify(repo).damaged) == 1

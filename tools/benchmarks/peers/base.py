@@ -21,7 +21,7 @@ DCP_SAVE, DCP_LOAD, DCP_PART = "save through DCP", "load through DCP", "part thr
 
 @dataclass
 class Part:
-    """A box of a tensor, with its position in the whole tensor and its memory."""
+    """A part of a tensor: its position in the whole tensor, and its memory."""
 
     data: torch.Tensor
     shape: tuple[int, ...]

@@ -169,7 +169,7 @@ def _open_group() -> None:
 
 
 def _dealt_out(state: State, files: int) -> dict[str, int]:
-    """Map tensors to files, which are numbered from 1 and balanced by bytes."""
+    """Assign tensors to files, which are numbered from 1 and have about the same size."""
     loads = [0] * files
     dealt: dict[str, int] = {}
     for name in sorted(state, key=lambda name: -state[name].nbytes):

@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
 
 class Olmo1(Peer):
-    """Release 0.1.0. Its NaN check is off, as in its own loads."""
+    """Release 0.1.0. Its NaN check is off, as it is in its own loads."""
 
     name = "olmo-0.1.0"
     environment = "olmo-0.1.0"

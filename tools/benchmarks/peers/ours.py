@@ -93,7 +93,7 @@ class Casckpt(Peer):
         return self._store(folder).save_async({"model": state}, **self._options(folder)).result
 
     def load(self, state: State, folder: Path) -> Mapping[str, float]:
-        """Load as a job that starts does: the store is reopened. Mapped tensors are copied, as for other peers."""
+        """Load as a job does when it starts: the store is reopened. Mapped tensors are copied, as for other peers."""
         if self.setting.get("mapped"):
             found = self._store(folder).read("latest", mapped=True)["model"]
             for name, tensor in state.items():

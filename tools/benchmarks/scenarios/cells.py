@@ -1,4 +1,4 @@
-"""The cost of a cell beyond that of its bytes, and the resulting limit for a process with any number of cores."""
+"""The cost of a cell in addition to that of its bytes, and the resulting limit for a process."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _WANTED = 100.0  # GB/s
 def cells(options: Options) -> ScenarioResult:
     """Measure the CPU time that additional cells take.
 
-    It is an upper bound for the time in which each cell blocks the interpreter.
+    This is an upper bound for the time during which each cell blocks the interpreter.
     """
     with Bench(options) as bench:
         size = bench.make_state(_STATE, "model", options.size_or(_USUAL))

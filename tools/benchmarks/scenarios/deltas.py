@@ -34,7 +34,7 @@ _KINDS = {"alone": (OURS, "zstd-1", "zipnn", "dcp"), "delta": (OURS, "zstd-1")}
 def deltas(options: Options) -> ScenarioResult:
     """Encode encoder matrices, or whole states.
 
-    Everything is decoded and compared. The traces come from training runs of a few minutes, and are kept.
+    Everything is decoded and compared. The traces are recorded in training runs of a few minutes, and are kept.
     """
     with Bench(options) as bench:
         traces = _QUICK if options.quick else _TRACES
@@ -131,7 +131,7 @@ def _coded_checks(rows: list[Row]) -> Iterator[Check]:
 
 
 def coding(options: Options) -> ScenarioResult:
-    """Encode and decode 1 GiB of RL weights in one thread: each version alone, and each against the previous one."""
+    """Encode and decode 1 GiB of RL weights in one thread, each version alone and each against the previous one."""
     with Bench(options) as bench:
         name = next(iter(_QUICK if options.quick else _TRACES))
         bench.team().call("deltas:make", folder=_folder(bench), name=name)
@@ -167,7 +167,7 @@ def _versions(bench: Bench, name: str) -> Iterator[Case]:
 
 
 def _distances(bench: Bench, name: str, about: str, steps: Sequence[int]) -> Iterator[Case]:
-    """For one training run, compare the weights with earlier ones, each part alone, and whole states."""
+    """For one training run, encode weights against earlier ones, each part alone, and whole states."""
     first, last = steps[0], steps[-1]
     half = name != "gpt"
     parts = ["weights", *(["master"] if half else []), "exp_avg", "exp_avg_sq"]

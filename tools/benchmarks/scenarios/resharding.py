@@ -1,4 +1,4 @@
-"""Loads on other ranks than those that saved, over real gloo process groups.
+"""Loads on different numbers of ranks than those that saved, in real gloo process groups.
 
 If there are more ranks than cores, the ranks take turns.
 """

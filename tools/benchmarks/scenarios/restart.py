@@ -26,7 +26,7 @@ _WHO = {FIRST: slice(0, 1), AGAIN: slice(1, 2), WARM: slice(1, 2)}
 
 
 def restart(options: Options) -> ScenarioResult:
-    """Until all files are read for the warm load, only the save and the loads use the page cache.
+    """Before all files are read for the warm load, only the save and the loads fill the page cache.
 
     Eight processes each load a state of an eighth of the size. All of them load the same bytes.
     """

@@ -1,4 +1,4 @@
-"""Saves by one process: a new state, an unchanged one, a mostly frozen one, and one in the background."""
+"""Saves by one process: of a new state, an unchanged state, and a mostly frozen state, and in the background."""
 
 from __future__ import annotations
 

@@ -40,7 +40,7 @@ def small(options: Options) -> ScenarioResult:
 def experts(options: Options) -> ScenarioResult:
     """Measure the names of a mixture of experts: 300,000 tensors of 1 KiB, and 100,000 of 16 KiB with ``full``.
 
-    Without it, a tenth of them. `--size` has no effect.
+    Without ``full``, a tenth of these numbers. `--size` has no effect.
     """
     share = 1000 if options.quick else 1 if options.full else 10
     checks, total = list[Check](), 0

@@ -1,4 +1,4 @@
-"""Coders for weights, by casckpt and by others. Each compresses an array, alone or against a different array."""
+"""Coders for weights, by casckpt and by others. Each compresses an array, alone or against another array."""
 
 from __future__ import annotations
 

@@ -21,7 +21,7 @@ _OBJECT = 5000  # bytes of random state per rank
 
 
 def make(here: Here, tensors: int, shards: int, ranks: int) -> int:
-    """Create tables of ``tensors`` tensors whose rows ``shards`` ranks wrote, each into its own blobs.
+    """Create the tables of ``tensors`` tensors. Each has rows from ``shards`` ranks, in separate blobs.
 
     No two cells of a tensor are adjacent in a blob, so each cell is an extent. ``ranks``: the number of ranks that
     have an object. Returns the number of extents.

@@ -1,4 +1,4 @@
-"""Versions of a trace, encoded against the bases that casckpt chooses: what a store would contain, without one."""
+"""Versions of a trace, encoded against the bases that casckpt chooses, as in a store, but without a store."""
 
 from __future__ import annotations
 

@@ -101,7 +101,7 @@ class S3Client:
     ) -> None:
         given = options.get("config_kwargs", {})
         self.patience = replace(patience, request=float(given.get("read_timeout", patience.request)))
-        # the client times out after us, because our message has advice
+        # the client times out later than casckpt, whose message has advice
         config = {**_CONFIG, **given, "read_timeout": self.patience.request + _LATER}
         secrets = {name: str(options[name]) for name in _TEXTS if options.get(name) is not None}
         self.bucket, self.prefix = bucket, prefix

@@ -37,7 +37,7 @@ _signing: ContextVar[bool] = ContextVar("signing", default=False)
 
 
 class _Ready(Exception):
-    """Stops the client from sending the request, its only argument, which has just been signed."""
+    """Raised with a request that has just been signed, so that the client does not send it."""
 
 
 class _Unreached(Exception):
@@ -77,7 +77,7 @@ def can_reach(url: str, config: Mapping[str, Any]) -> bool:
 
 
 class DirectReads:
-    """Connections to a server. Each read has a connection to itself, and leaves it open for the next read.
+    """Connections to a server. Each read has its own connection, and leaves it open for the next read.
 
     ``connect``: connection timeout in seconds. ``verify``: whether to verify the server's certificate, or the
     certificate file to use. ``works``: whether a read has succeeded.

@@ -96,7 +96,7 @@ def _lock(call: Call) -> Finding:
     return Finding(
         "lock",
         None,
-        f"new objects are locked for {span}: gc only hides them, and frees no space before that",
+        f"new objects are locked for {span}: until then, gc only hides them and frees no space",
         _EXPIRE_OLD,
     )
 
@@ -111,7 +111,7 @@ def _lifecycle(call: Call, prefix: str) -> Finding:
             )  # fmt: skip
         if any(step.get("StorageClass") in _FROZEN for step in rule.get("Transitions", ())):
             return Finding(
-                "lifecycle", False, f"rule {name!r} archives this store's objects, and loads cannot read them then",
+                "lifecycle", False, f"rule {name!r} archives this store's objects, so loads can no longer read them",
                 "remove the rule's Transition for this prefix",
             )  # fmt: skip
     return Finding("lifecycle", True, "no rule deletes or archives this store's objects")

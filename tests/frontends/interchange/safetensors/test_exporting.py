@@ -136,7 +136,7 @@ def test_an_export_overwrites_only_with_force(store: casckpt.Store, tmp_path: Pa
     assert same(safetensors.torch.load_file(file), {"a": torch.ones(2)})
 
 
-def test_an_empty_folder_is_filled(store: casckpt.Store, tmp_path: Path) -> None:
+def test_an_export_can_fill_an_empty_folder(store: casckpt.Store, tmp_path: Path) -> None:
     store.save({"a": torch.ones(2)}, step=0)
     (tmp_path / "out").mkdir()
     number = (tmp_path / "out").stat().st_ino

@@ -27,7 +27,7 @@ SHARDS = ("model-00001-of-000002.safetensors", "model-00002-of-000002.safetensor
 
 
 def odd_file(path: Path) -> None:
-    """A valid file that no library writes: names in their own order, an unaligned header, its own metadata."""
+    """Write a valid file that no library writes: unusual key order, an unaligned header, and additional metadata."""
     path.parent.mkdir(parents=True, exist_ok=True)
     data, described, start = b"", {}, 0
     for name, tensor in STATE.items():
@@ -52,7 +52,7 @@ def sharded(folder: Path, stem: str = "model") -> Path:
 
 
 @pytest.mark.parametrize("kind", ["odd", "shards", "adapter", "variant", "another name"])
-def test_an_imported_folder_is_restored_by_every_export(store: casckpt.Store, tmp_path: Path, kind: str) -> None:
+def test_every_export_restores_the_files_of_an_imported_folder(store: casckpt.Store, tmp_path: Path, kind: str) -> None:
     folder = tmp_path / "in"
     if kind == "shards":
         sharded(folder)
@@ -72,7 +72,7 @@ def test_an_imported_folder_is_restored_by_every_export(store: casckpt.Store, tm
     assert contents(switch.folder) == expected
 
 
-def test_a_single_file_is_restored_under_any_name(store: casckpt.Store, tmp_path: Path) -> None:
+def test_an_export_restores_a_single_file_under_any_name(store: casckpt.Store, tmp_path: Path) -> None:
     odd_file(tmp_path / "in" / "model.safetensors")
     import_safetensors(store, tmp_path / "in", step=1)
     store.export("latest", tmp_path / "x.safetensors")
@@ -82,7 +82,7 @@ def test_a_single_file_is_restored_under_any_name(store: casckpt.Store, tmp_path
     assert same(load_file(tmp_path / "y.safetensors"), STATE)
 
 
-def test_a_single_file_of_a_component_has_full_names(store: casckpt.Store, tmp_path: Path) -> None:
+def test_a_single_file_of_a_component_contains_the_full_names_of_tensors(store: casckpt.Store, tmp_path: Path) -> None:
     file_of(tmp_path / "in" / "unet", {"a": torch.ones(2)}, "diffusion_pytorch_model.safetensors", format="pt")
     (tmp_path / "in" / "model_index.json").write_text('{"unet": []}')
     import_safetensors(store, tmp_path / "in", step=1)
@@ -90,7 +90,7 @@ def test_a_single_file_of_a_component_has_full_names(store: casckpt.Store, tmp_p
     assert load_file(tmp_path / "x.safetensors").keys() == {"unet.a"}
 
 
-def test_a_changed_component_stays_in_its_folder(store: casckpt.Store, tmp_path: Path) -> None:
+def test_a_changed_component_is_exported_to_its_own_folder(store: casckpt.Store, tmp_path: Path) -> None:
     file_of(tmp_path / "in" / "unet", {"a": torch.ones(2)}, "diffusion_pytorch_model.safetensors", format="pt")
     (tmp_path / "in" / "model_index.json").write_text('{"unet": []}')
     made = import_safetensors(store, tmp_path / "in", step=1)
@@ -102,7 +102,7 @@ def test_a_changed_component_stays_in_its_folder(store: casckpt.Store, tmp_path:
     assert served(store).keys() == {"model_index.json", "unet/diffusion_pytorch_model.safetensors"}
 
 
-def test_a_plain_folder_needs_no_heads(store: casckpt.Store, tmp_path: Path) -> None:
+def test_a_folder_in_the_usual_layout_needs_no_stored_heads(store: casckpt.Store, tmp_path: Path) -> None:
     folder = tmp_path / "in"
     file_of(folder, STATE, "model.safetensors", format="pt")
     (folder / "config.json").write_text("{}")
@@ -113,7 +113,9 @@ def test_a_plain_folder_needs_no_heads(store: casckpt.Store, tmp_path: Path) -> 
     assert contents(tmp_path / "out") == contents(folder)
 
 
-def test_trained_weights_keep_the_imported_files(store: casckpt.Store, tmp_path: Path) -> None:
+def test_trained_weights_are_exported_to_files_named_like_the_imported_ones(
+    store: casckpt.Store, tmp_path: Path
+) -> None:
     made = import_safetensors(store, sharded(tmp_path / "in"), step=1)
     files = {name: store.read_attachment(made, name) for name in store.attachments(made)}
     trained = {key: tensor + 1 for key, tensor in STATE.items()}
@@ -145,7 +147,7 @@ def changed(how: str) -> dict[str, torch.Tensor]:
 
 
 @pytest.mark.parametrize("how", ["shape", "dtype", "missing", "new", "renamed"])
-def test_a_changed_model_gets_new_files(
+def test_a_changed_model_is_exported_to_new_files(
     store: casckpt.Store, tmp_path: Path, how: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     made = import_safetensors(store, sharded(tmp_path / "in", "adapter_model"), step=1)
@@ -160,9 +162,7 @@ def test_a_changed_model_gets_new_files(
     assert "adapter_model.safetensors.index.json" in contents(tmp_path / "shards")
 
 
-def test_an_adapter_of_an_imported_model_is_exported_under_an_adapters_file_name(
-    store: casckpt.Store, tmp_path: Path
-) -> None:
+def test_an_adapter_of_an_imported_model_is_exported_to_an_adapter_file(store: casckpt.Store, tmp_path: Path) -> None:
     made = import_safetensors(store, sharded(tmp_path / "in"), step=1)
     files = {name: store.read_attachment(made, name) for name in store.attachments(made)}
     view = {"strip_prefix": "model", "keys": ["model.lora_A"]}
@@ -172,7 +172,7 @@ def test_an_adapter_of_an_imported_model_is_exported_under_an_adapters_file_name
     assert contents(tmp_path / "out").keys() == {"adapter_model.safetensors", "config.json"}
 
 
-def test_new_files_have_the_name_of_the_index(store: casckpt.Store, tmp_path: Path) -> None:
+def test_new_files_are_named_after_the_index(store: casckpt.Store, tmp_path: Path) -> None:
     file_of(tmp_path / "in", {"a": torch.ones(2)}, "first.safetensors", format="pt")
     index = {"weight_map": {"a": "first.safetensors"}}
     (tmp_path / "in" / "model.safetensors.index.json").write_text(json.dumps(index))
@@ -242,7 +242,7 @@ def test_a_hostile_head_is_ignored_with_a_note(store: casckpt.Store, tmp_path: P
     assert served(store) == contents(tmp_path / "out")
 
 
-def test_altered_heads_never_change_what_is_exported(store: casckpt.Store, tmp_path: Path, seed: int) -> None:
+def test_altered_heads_never_change_the_exported_values(store: casckpt.Store, tmp_path: Path, seed: int) -> None:
     made = import_safetensors(store, sharded(tmp_path / "in"), step=1)
     files = {name: store.read_attachment(made, name) for name in store.attachments(made)}
     rng = random.Random(seed)
@@ -257,7 +257,7 @@ def test_altered_heads_never_change_what_is_exported(store: casckpt.Store, tmp_p
         assert same({key: tensor for state in found for key, tensor in state.items()}, STATE), (name, bytes(data))
 
 
-def test_heads_above_the_limit_are_not_parsed(
+def test_heads_above_the_size_limit_are_not_parsed(
     store: casckpt.Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     sharded(tmp_path / "in")
@@ -280,7 +280,7 @@ def test_a_head_does_not_replace_an_attachment(store: casckpt.Store, tmp_path: P
         store.export("latest", tmp_path / "out")
 
 
-def test_heads_are_not_files_of_an_export(store: casckpt.Store, tmp_path: Path) -> None:
+def test_an_export_does_not_write_heads_as_files(store: casckpt.Store, tmp_path: Path) -> None:
     made = import_safetensors(store, sharded(tmp_path / "in"), step=1)
     dcp = store.export(made, tmp_path / "dcp", format="dcp")
     assert (dcp.attachments, dcp.skipped) == (("config.json",), ())
@@ -325,6 +325,6 @@ def test_a_follower_updates_the_files_of_components(store: casckpt.Store, tmp_pa
         ("model.safetensors.index.json", "model"), ("model.safetensors.index.fp16.json", "model.fp16"),
     ],
 )  # fmt: skip
-def test_the_files_of_a_model_share_a_stem(name: str, stem: str) -> None:
+def test_all_files_of_a_model_share_the_beginning_of_their_names(name: str, stem: str) -> None:
     assert stem_of(name) == stem
     assert stem_of(index_name(stem)) == stem

@@ -41,7 +41,7 @@ pytestmark = pytest.mark.usefixtures("temporaries")
 # one file
 
 
-def test_unaligned_data_is_imported(store: casckpt.Store, tmp_path: Path) -> None:
+def test_a_file_with_unaligned_data_is_imported(store: casckpt.Store, tmp_path: Path) -> None:
     source = file_of(tmp_path, {"a": torch.arange(6, dtype=torch.float64)})
     data = source.read_bytes()
     length = int.from_bytes(data[:8], "little")
@@ -93,14 +93,14 @@ def test_a_json_path_that_is_not_a_file_is_never_read(
             import_safetensors(store, tmp_path, step=1)
 
 
-def test_a_missing_shard_is_named(tmp_path: Path) -> None:
+def test_the_error_for_a_missing_shard_names_it(tmp_path: Path) -> None:
     folder = hugging_face(tmp_path / "hf", {"a": torch.ones(2), "b": torch.ones(2)})
     (folder / "model-00002-of-00002.safetensors").unlink()
     with pytest.raises(NotFound, match=r"names model-00002-of-00002\.safetensors, which does not exist"):
         find_sources(folder)
 
 
-def test_a_tensor_that_is_only_in_the_index_is_reported(
+def test_a_tensor_that_only_the_index_names_is_reported(
     store: casckpt.Store, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     folder = hugging_face(tmp_path / "hf", {"a": torch.ones(2), "b": torch.ones(2)})
@@ -109,7 +109,7 @@ def test_a_tensor_that_is_only_in_the_index_is_reported(
     assert "names tensors that are not in any file: b" in caplog.text
 
 
-def test_links_that_point_out_of_the_folder_are_not_attached(tmp_path: Path) -> None:
+def test_links_to_files_outside_the_folder_are_not_attached(tmp_path: Path) -> None:
     folder = hugging_face(tmp_path / "hf", {"a": torch.ones(2)})
     (tmp_path / "secret.json").write_text("secret")
     (folder / "innocent.json").symlink_to(tmp_path / "secret.json")
@@ -134,7 +134,7 @@ def test_a_snapshot_in_the_hugging_face_cache_is_imported(store: casckpt.Store, 
     assert (list(made.tensors), list(store.attachments(made))) == (["a"], ["config.json"])
 
 
-def test_large_files_are_not_attached(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_import_does_not_attach_large_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(safetensors_import, "MAX_ATTACHMENT_BYTES", 1000)
     folder = hugging_face(tmp_path / "hf", {"a": torch.ones(2)})
     assert "vocab.txt" in find_sources(folder).skipped
@@ -200,7 +200,7 @@ def test_an_index_determines_the_imported_files_and_others_are_logged(store: cas
         (("pytorch_lora_weights.safetensors", "mine.safetensors"), "pytorch_lora_weights.safetensors"),
     ],
 )
-def test_the_file_that_libraries_load_is_imported(
+def test_an_import_reads_the_file_that_libraries_would_load(
     store: casckpt.Store, tmp_path: Path, names: tuple[str, ...], main: str
 ) -> None:
     for name in names:
@@ -210,7 +210,7 @@ def test_the_file_that_libraries_load_is_imported(
     assert notes == tuple(f"left out: {name}" for name in sorted(names) if name != main)
 
 
-def test_gits_files_are_attached(store: casckpt.Store, tmp_path: Path) -> None:
+def test_gitattributes_and_gitignore_files_are_attached(store: casckpt.Store, tmp_path: Path) -> None:
     folder = tmp_path / "in"
     file_of(folder, {"a": torch.ones(2)}, "model.safetensors", format="pt")
     for name in (".gitattributes", ".gitignore", "unet/.gitattributes"):
@@ -302,7 +302,9 @@ def components(folder: Path) -> Path:
     return folder
 
 
-def test_a_torch_file_may_hold_values_that_safetensors_cannot(store: casckpt.Store, tmp_path: Path) -> None:
+def test_a_torch_file_may_contain_values_that_safetensors_cannot_represent(
+    store: casckpt.Store, tmp_path: Path
+) -> None:
     torch.save({"a": torch.ones(2, dtype=torch.complex128)}, tmp_path / "pytorch_model.bin")
     made = import_safetensors(store, tmp_path, step=1)
     assert not store.attachments(made)
@@ -311,7 +313,7 @@ def test_a_torch_file_may_hold_values_that_safetensors_cannot(store: casckpt.Sto
         store.export(made, tmp_path / "out")
 
 
-def test_components_have_the_names_of_their_folders(store: casckpt.Store, tmp_path: Path) -> None:
+def test_components_are_named_after_their_folders(store: casckpt.Store, tmp_path: Path) -> None:
     folder = components(tmp_path / "in")
     file_of(folder, {"a": torch.ones(1)}, "v1.safetensors")  # the same weights for other programs
     found, notes = made_of(store, folder, tmp_path / "out")
@@ -345,7 +347,7 @@ def test_a_changed_component_gets_a_new_file(store: casckpt.Store, tmp_path: Pat
 
 
 @pytest.mark.parametrize("key", ["unet", "unet.w", "unet.other"])
-def test_a_component_whose_name_is_the_prefix_of_a_key_is_rejected(
+def test_a_component_whose_name_is_a_prefix_of_a_key_is_rejected(
     store: casckpt.Store, tmp_path: Path, key: str
 ) -> None:
     folder = components(tmp_path / "in")
@@ -394,7 +396,7 @@ def test_shards_of_several_ranks_are_joined_into_a_tensor(store: casckpt.Store, 
 # plans
 
 
-def test_a_pipe_is_rejected_immediately(tmp_path: Path) -> None:
+def test_an_import_of_a_pipe_fails_immediately(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "pipe.pt")
     writer = os.open(tmp_path / "pipe.pt", os.O_RDWR)  # open and close the pipe, so that the reader finds an empty file
     os.write(writer, b"none")
@@ -429,7 +431,7 @@ def two_ranks(rank: int, size: int, folder: Path, more: dict[str, Any]) -> None:
 
 
 def whole(store: casckpt.Store, ref: str) -> bool:
-    """Return whether the checkpoint holds the example, in any order."""
+    """Return whether the checkpoint contains the example, in any order."""
     found = store.read(ref)
     return identical(dict(sorted(found.items())), dict(sorted(example().items())))
 
@@ -451,7 +453,7 @@ def folder(written: Path, tmp_path: Path) -> Path:
     return tmp_path / "in"
 
 
-def test_files_of_ranks_are_joined(
+def test_the_files_of_several_ranks_are_joined(
     store: casckpt.Store, folder: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     assert sorted(path.name for path in folder.iterdir()) == [FIRST, SECOND]
@@ -471,7 +473,7 @@ def test_an_imported_model_is_exported_completely(store: casckpt.Store, folder: 
     assert identical(load(zeros(example()), HuggingFaceStorageReader(str(tmp_path / "out"))), example())
 
 
-def test_several_files_of_each_rank_are_joined(ranks: Pool, store: casckpt.Store, tmp_path: Path) -> None:
+def test_several_files_from_each_rank_are_joined(ranks: Pool, store: casckpt.Store, tmp_path: Path) -> None:
     chosen = {key: 1 + number % 2 for number, key in enumerate(example())}
     ranks.run(2, two_ranks, tmp_path / "in", {"fqn_to_index_mapping": chosen})
     assert len(list((tmp_path / "in").iterdir())) > 2
@@ -570,7 +572,7 @@ def test_an_incomplete_folder_is_rejected(
         ("model-rank-0-part-0.safetensors", "model-rank-1-part-0.safetensors"),  # vLLM's
     ],
 )
-def test_one_ranks_file_is_rejected_alone_if_files_of_other_ranks_are_beside_it(
+def test_the_file_of_one_rank_is_rejected_if_files_of_other_ranks_are_beside_it(
     store: casckpt.Store, tmp_path: Path, name: str, beside: str
 ) -> None:
     save_file({"w": torch.ones(3)}, tmp_path / name)
@@ -580,7 +582,9 @@ def test_one_ranks_file_is_rejected_alone_if_files_of_other_ranks_are_beside_it(
         import_safetensors(store, tmp_path / name, step=2)
 
 
-def test_the_rank_in_an_adapters_file_name_does_not_mark_it_as_a_part(store: casckpt.Store, tmp_path: Path) -> None:
+def test_an_adapter_file_with_a_rank_in_its_name_is_not_mistaken_for_a_part(
+    store: casckpt.Store, tmp_path: Path
+) -> None:
     for rank in (8, 16):
         save_file({"lora": torch.ones(rank)}, tmp_path / f"style_rank_{rank}.safetensors")
     found = import_safetensors(store, tmp_path / "style_rank_16.safetensors", step=1)
@@ -590,7 +594,7 @@ def test_the_rank_in_an_adapters_file_name_does_not_mark_it_as_a_part(store: cas
 @pytest.mark.parametrize(
     "chosen", ["model.fp16.safetensors", "model.safetensors.index.bf16.json", "consolidated.safetensors"]
 )
-def test_variants_and_consolidated_files_are_imported_by_their_paths(
+def test_variants_and_consolidated_files_can_be_imported_by_their_paths(
     store: casckpt.Store, tmp_path: Path, caplog: pytest.LogCaptureFixture, chosen: str
 ) -> None:
     shards = {name: f"model.bf16-0000{number}-of-00002.safetensors" for number, name in enumerate("ab", 1)}

@@ -47,7 +47,7 @@ def test_a_layout_determines_every_byte_before_anything_is_written(store: Store,
         assert data[len(file.head) :] == b"".join(expected)
 
 
-def test_a_file_equals_the_librarys_file_for_any_key_order(store: Store, tmp_path: Path) -> None:
+def test_casckpt_writes_the_same_file_as_the_library_for_any_key_order(store: Store, tmp_path: Path) -> None:
     safetensors.torch.save_file(STATE, tmp_path / "theirs.safetensors", metadata={"format": "pt"})
     for step, state in enumerate((STATE, dict(reversed(STATE.items())))):
         store.save(state, step=step)
@@ -59,7 +59,7 @@ some_streams = st.lists(st.tuples(st.sampled_from(["uint8", "float32", "float64"
 
 
 @given(given_streams=some_streams, most=st.integers(1, 2000))
-def test_files_hold_every_tensor_once_in_order(given_streams: list[ViewTensor], most: int) -> None:
+def test_the_files_contain_every_tensor_once_and_in_order(given_streams: list[ViewTensor], most: int) -> None:
     shards = plan_shards(given_streams, most)
     assert [one for shard in shards for one in shard] == given_streams
     for shard in shards:

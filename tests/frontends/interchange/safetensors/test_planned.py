@@ -64,7 +64,7 @@ def test_a_requested_export_with_unchanged_keys_includes_the_config(store: Store
 
 
 @pytest.mark.parametrize("is_nested", [False, True])
-def test_a_head_that_differs_from_the_embeddings_that_the_config_ties_is_noted(
+def test_an_export_reports_a_head_that_differs_from_the_embeddings_it_should_be_tied_to(
     store: Store, tmp_path: Path, is_nested: bool
 ) -> None:
     names = ["lm_head.weight", "model.embed_tokens.weight"]

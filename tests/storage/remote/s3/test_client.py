@@ -45,7 +45,7 @@ def test_a_missing_bucket_does_not_count_as_empty(moto_server: Server) -> None:
             look()
 
 
-def test_a_delete_in_a_versioned_bucket_frees_the_bytes(moto_server: Server) -> None:
+def test_a_delete_in_a_versioned_bucket_frees_the_bytes_of_the_object(moto_server: Server) -> None:
     bucket, client = moto_server.new_bucket(), moto_server.client
     client.put_bucket_versioning(Bucket=bucket, VersioningConfiguration={"Status": "Enabled"})
     storage = open_storage(f"s3://{bucket}/store", moto_server.options)

@@ -218,7 +218,7 @@ def test_a_response_for_the_wrong_range_is_rejected(
         read(storage, "a", 2, 3)
 
 
-def test_aiobotocore_2_bodies_are_read(moto_server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_response_bodies_of_aiobotocore_2_are_read(moto_server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
     """In that version, entering a body returns the inner response, which has a different ``read``."""
 
     async def inside(_: object) -> object:
@@ -298,7 +298,7 @@ def answer(body: bytes, *, length: int | None = None, more: str = RANGE, status:
 TEN = b"0123456789"
 
 
-def test_a_connection_is_reused(direct: DirectReads) -> None:
+def test_a_connection_is_reused_for_the_next_request(direct: DirectReads) -> None:
     with scripted([answer(TEN)] * 3) as (request, came):
         assert [ask(direct, request) for _ in range(3)] == [TEN] * 3
         assert came == [0, 0, 0]
@@ -318,13 +318,13 @@ def test_a_connection_idle_for_too_long_is_not_used(direct: DirectReads, monkeyp
         assert came == [0, 1]
 
 
-def test_a_chunked_body_is_read(direct: DirectReads) -> None:
+def test_a_chunked_response_body_is_read(direct: DirectReads) -> None:
     chunked = f"HTTP/1.1 206 Partial Content\r\n{RANGE}Transfer-Encoding: chunked\r\n\r\n".encode()
     with scripted([chunked + b"4\r\n0123\r\n6\r\n456789\r\n0\r\n\r\n", answer(TEN)]) as (request, _):
         assert [ask(direct, request), ask(direct, request)] == [TEN] * 2
 
 
-def test_surplus_bytes_do_not_leak_into_the_next_response(direct: DirectReads) -> None:
+def test_surplus_bytes_do_not_end_up_in_the_next_response(direct: DirectReads) -> None:
     with scripted([answer(TEN + b"more"), answer(TEN)]) as (request, came):
         assert [ask(direct, request), ask(direct, request)] == [TEN] * 2
         assert came == [0, 1]
@@ -344,7 +344,7 @@ def test_an_unrequested_response_is_not_used_for_the_next_request(direct: Direct
 
 
 @pytest.mark.parametrize("status", ["200 OK", "301 Moved", "307 There", "400 Bad", "403 No", "404 Gone", "416 Short"])
-def test_other_responses_are_left_to_the_client(status: str, direct: DirectReads) -> None:
+def test_responses_of_other_kinds_are_left_to_the_client(status: str, direct: DirectReads) -> None:
     with scripted([answer(b"<Error/>", status=status), answer(TEN)]) as (request, _):
         assert ask(direct, request) == b""
         assert not direct.works
@@ -386,7 +386,7 @@ def test_a_connection_waits_only_for_the_remaining_time() -> None:
         _wait_for(connection, one)
 
 
-def test_an_unreachable_server_is_an_error(direct: DirectReads) -> None:
+def test_an_unreachable_server_raises_an_error(direct: DirectReads) -> None:
     with scripted([answer(TEN)]) as (request, _):
         assert ask(direct, request) == TEN
     with pytest.raises(ConnectionRefusedError):
@@ -395,7 +395,7 @@ def test_an_unreachable_server_is_an_error(direct: DirectReads) -> None:
     assert ask(never, request) == b""  # the client may have a different method
 
 
-def test_the_check_sees_the_headers_before_any_byte_is_written(direct: DirectReads) -> None:
+def test_the_headers_are_checked_before_any_byte_is_written(direct: DirectReads) -> None:
     buffer = bytearray(10)
 
     def check(headers: HTTPMessage) -> None:

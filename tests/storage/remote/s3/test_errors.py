@@ -1,4 +1,4 @@
-"""Rejected requests: credentials are looked up again, and errors name the setting that helps."""
+"""Rejected requests: credentials are looked up again, and errors name the setting to change."""
 
 from __future__ import annotations
 
@@ -122,7 +122,7 @@ def test_threads_whose_credentials_expire_together_share_a_session(
     assert len(made) == 1
 
 
-def test_credentials_that_remain_invalid_in_a_new_session_are_an_error(
+def test_credentials_that_remain_invalid_in_a_new_session_raise_an_error(
     moto_server: Server, refusing: Callable[[Refuses], None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     expiring = Expiring(monkeypatch, "ExpiredToken", renewed="OLDER")

@@ -99,11 +99,11 @@ def test_old_versions_are_counted_across_all_pages() -> None:
         (403, None, "unknown: the server answers E403"),
         ({"ObjectLockConfiguration": {"ObjectLockEnabled": "Disabled"}}, True, "objects are not locked"),
         (locked(), True, "objects can be locked, but they are not locked by default"),
-        (locked(Days=3), None, "new objects are locked for 3 days: gc only hides them, and frees no space before that"),
+        (locked(Days=3), None, "new objects are locked for 3 days: until then, gc only hides them and frees no space"),
         (
             locked(Years=2),
             None,
-            "new objects are locked for 2 years: gc only hides them, and frees no space before that",
+            "new objects are locked for 2 years: until then, gc only hides them and frees no space",
         ),
     ],
 )
@@ -140,7 +140,7 @@ def test_unfinished_uploads_are_reported() -> None:
     assert told("multipart", list_multipart_uploads={})[0] is True
 
 
-def test_matching_and_unknown_clocks_are_not_reported() -> None:
+def test_clocks_that_match_or_are_unknown_are_not_reported() -> None:
     for seconds, ok in ((0, True), (-2 * _SKEW, False)):
         date = format_datetime(datetime.now(UTC) + timedelta(seconds=seconds), usegmt=True)
         meta = {"ResponseMetadata": {"HTTPHeaders": {"date": date}}}
