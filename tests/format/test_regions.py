@@ -190,7 +190,7 @@ def test_sizes_that_equal_an_int_do_not_replace_it_in_later_shapes(one: int) -> 
 
 def test_a_shape_with_a_fraction_is_rejected() -> None:
     with pytest.raises(InvalidInput, match=r"\[2\.5\] has a size that is not an integer"):
-        check_shape((2.5,))  # type: ignore[arg-type]  # a file can claim anything
+        check_shape((2.5,))
 
 
 def test_a_shape_outside_the_limits_is_rejected() -> None:
