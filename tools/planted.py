@@ -1932,9 +1932,61 @@ PLANTED = (
     Planted(
         "a rank alone checks the input of a background save",
         "Saver._checked",
-        "        return on_each(ranks, check)\n",
-        "        return check()\n",
+        "        (checked, prepared), fits = exchange_keeping(ranks, check, compare_sizes)\n",
+        "        (checked, prepared), shortage = check()\n        fits = not shortage\n",
         "tests/saving/test_async_ranks.py",
+    ),
+    Planted(
+        "each rank decides by itself whether it saves in the foreground",
+        "Saver._checked.compare_sizes",
+        "            return everyone(not lacking, ranks.size)\n",
+        "            return [shortage is None for shortage in found]\n",
+        "tests/saving/test_async_ranks.py",
+    ),
+    Planted(
+        "a save without a copy runs in the background",
+        "Saver.save_async",
+        "here=not fits",
+        "here=False",
+        "tests/saving/test_saver.py",
+    ),
+    Planted(
+        "a rejected save keeps its claim on memory",
+        "Saver.save_async",
+        """            finally:
+                self._budget.settle(staging.nbytes)
+            memory =""",
+        """            finally:
+                pass
+            self._budget.settle(staging.nbytes)
+            memory =""",
+        "tests/saving/test_async_ranks.py",
+    ),
+    Planted(
+        "a process adds up the copies of others before it writes its own claim",
+        "StagingBudget.claim",
+        """                self._write(nbytes, 0)
+                others = list(self._others())
+""",
+        """                self._write(0, 0)
+                others = list(self._others())
+                self._write(nbytes, 0)
+""",
+        "tests/saving/test_staging_budget.py",
+    ),
+    Planted(
+        "a killed process keeps its claim on memory",
+        "StagingBudget._others",
+        "                except BlockingIOError:\n",
+        "                except BlockingIOError:\n                    pass\n                if True:\n",
+        "tests/saving/test_staging_budget.py",
+    ),
+    Planted(
+        "a forked child keeps its parent's claim on memory",
+        "_close_in_child",
+        "        budget.close()\n",
+        "        pass\n",
+        "tests/saving/test_staging_budget.py",
     ),
     Planted(
         "a background save is retried although it must fail again",

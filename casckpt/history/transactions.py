@@ -120,7 +120,7 @@ class Transaction:
         """Make the checkpoint visible, and end the transaction. The caller must put the manifest first.
 
         Returns the commit that is stored. If several processes copy one checkpoint in this transaction, a different
-        process may have created it. gc removes files that this call cannot remove. Raises `Revoked` if the transaction
+        process may have created this commit. gc removes files that this call cannot remove. Raises `Revoked` if the transaction
         has ended in a different way, and `StorageError`.
         """
         try:

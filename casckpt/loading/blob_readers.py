@@ -204,9 +204,11 @@ def damaged_error(repo: Repository, manifest: Manifest, ref: BlobRef, key: str, 
         return gone(f"{name} ({manifest.id})", manifest.id, "while it was read", key=key)
     users = list(checkpoints_using(repo, commits, ref))
     listed = ", ".join(map(str, users[:8])) + (", ..." if len(users) > 8 else "")
+    others = f", and so do these checkpoints: {listed}" if users else ""
+    older = "" if same else f" This process does not list {name}, so it may see an older state of the store: try again."
     return Damaged(
-        f"blob {ref.hash} is damaged: {why}. Tensor {key!r} of {name} needs it, "
-        f"and so do these checkpoints: {listed}. The contents of the load's target are now undefined. "
+        f"blob {ref.hash} is damaged: {why}. Tensor {key!r} of {name} needs it{others}. "
+        f"The contents of the load's target are now undefined.{older} "
         "Run `casckpt verify`, then `casckpt repair`, on the store",
         key=key,
         blob=ref.hash,

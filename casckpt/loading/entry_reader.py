@@ -211,7 +211,7 @@ class EntryReader:
         ``nbytes``: the number of bytes that one rank reads.
         """
         wanted, most = self.repo.storage.traits.page_cache, _PLENTY * nbytes * self.ranks_here
-        return (most <= _ALWAYS or most <= headroom()) if wanted is None else wanted
+        return (most <= _ALWAYS or most <= (headroom() or 0)) if wanted is None else wanted
 
     @cached_property
     def turns(self) -> BoundedSemaphore:

@@ -239,11 +239,15 @@ class BlobCache:
         """Return the cached files. Raises Unusable if other users may access a cache in memory."""
         with usable(self.root):
             if self._in_memory:
-                with suppress(FileExistsError):
-                    self.root.mkdir(0o700)
-                if not self._is_private:
-                    raise Unusable(f"{self.root} is not a folder that only this user can access")
+                self.make_folder()
             return list(self._scan())
+
+    def make_folder(self) -> None:
+        """Create the folder of a cache in memory. Raises Unusable if other users may access it, and OSError."""
+        with suppress(FileExistsError):
+            self.root.mkdir(0o700)
+        if not self._is_private:
+            raise Unusable(f"{self.root} is not a folder that only this user can access")
 
     def _most(self, held: int) -> int:
         """Return the maximum size of the cache in bytes, given that it currently holds ``held`` bytes."""
@@ -251,7 +255,7 @@ class BlobCache:
             return self._limit
         disk = os.statvfs(next(path for path in (self.root, *self.root.parents) if path.exists()))
         free = disk.f_bavail * disk.f_frsize
-        most = (held + (min(free, headroom()) if self._in_memory else free)) // 2
+        most = (held + (min(free, headroom() or 0) if self._in_memory else free)) // 2
         return most if self._limit is None else min(most, self._limit)
 
     def _scan(self) -> Iterator[_Held]:

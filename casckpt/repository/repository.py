@@ -54,14 +54,14 @@ class Repository:
 
     ``cache_dir``: the cache folder, or None for the user's cache folder. ``cache_bytes``: see
     `casckpt.repository.blob_cache`. ``share_reads``: see `ShareReads`. ``cache_saves``: whether saves add their blobs
-    to the blob cache. ``single_writer``: the caller promises to be the only writer, which allows storage that does not
-    refuse to create an existing key. ``mirror``: the mirror's storage, whose URL is written to the settings before the
-    first save. ``trusted``: public keys; only checkpoints signed with one of them are loaded (None: all).
-    ``found_signed``: ids whose signatures have been verified. ``signer``: the private key that signs each save.
-    ``listeners``: called after each commit of this process. ``seen_blobs``: blobs that this process has seen in the
-    store. ``verified_extents``: the extents that `casckpt.loading.mapped` has verified. ``last_commit``: the key of
-    this process's last commit. ``runs``: announcements by run hash. Thread-safe, picklable, and usable in forked
-    children.
+    to the blob cache. ``staging_bytes``: see `casckpt.saving.staging_budget`. ``single_writer``: the caller promises to
+    be the only writer, which allows storage that does not refuse to create an existing key. ``mirror``: the mirror's
+    storage, whose URL is written to the settings before the first save. ``trusted``: public keys; only checkpoints
+    signed with one of them are loaded (None: all). ``found_signed``: ids whose signatures have been verified.
+    ``signer``: the private key that signs each save. ``listeners``: called after each commit of this process.
+    ``seen_blobs``: blobs that this process has seen in the store. ``verified_extents``: the extents that
+    `casckpt.loading.mapped` has verified. ``last_commit``: the key of this process's last commit. ``runs``:
+    announcements by run hash. Thread-safe, picklable, and usable in forked children.
     """
 
     storage: ObjectStore
@@ -73,6 +73,7 @@ class Repository:
     cache_bytes: int | None = None
     share_reads: ShareReads = "auto"
     cache_saves: bool = False
+    staging_bytes: int | None = None
     trusted: frozenset[PublicKey] | None = None
     signer: bytes | None = field(default=None, repr=False)
     found_signed: set[ManifestId] = field(default_factory=set, init=False, repr=False, compare=False)
@@ -407,6 +408,7 @@ def open_repository(
     cache_bytes: int | str | None = None,
     share_reads: ShareReads = "auto",
     cache_saves: bool = False,
+    staging_bytes: int | str | None = None,
     single_writer: bool = False,
     page_cache: bool | None = None,
     sign_with: KeyFile | None = None,
@@ -421,6 +423,9 @@ def open_repository(
     """
     if share_reads not in ("auto", "off"):
         raise InvalidInput(f'share_reads={share_reads!r:.40} is not valid: pass "auto" or "off"')
+    staging = parse_size(staging_bytes) if isinstance(staging_bytes, str) else staging_bytes
+    if staging is not None and (type(staging) is not int or staging < 0):
+        raise InvalidInput(f"staging_bytes={staging!r:.40} is not valid: pass a size, or 0 to save without copies")
     storage = open_storage(url, storage_options, single_writer=single_writer, page_cache=page_cache)
     folder = cache_dir if cache_dir is not None else os.environ.get(CACHE_VARIABLE) or None
     return Repository(
@@ -430,6 +435,7 @@ def open_repository(
         cache_bytes=parse_size(cache_bytes) if isinstance(cache_bytes, str) else cache_bytes,
         share_reads=share_reads,
         cache_saves=cache_saves,
+        staging_bytes=staging,
         signer=None if sign_with is None else private_key(sign_with).private_bytes_raw(),
         trusted=None if require_signature is None else public_keys(require_signature),
     )

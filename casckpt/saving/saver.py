@@ -3,16 +3,22 @@
 from __future__ import annotations
 
 import errno
+import logging
 import threading
+import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, wait
 from contextlib import suppress
 from typing import Any, NoReturn, TypeAlias, get_args
 
+import torch
+
 from casckpt.base.cycle_collector import collector_paused
+from casckpt.base.units import format_size
 from casckpt.contents.checkpoint import Checkpoint
 from casckpt.errors import CasckptError, Conflict, InvalidInput, StorageError
-from casckpt.ranks.ranks import Ranks, everyone, on_each, open_ranks
+from casckpt.ranks.ranks import Ranks, everyone, exchange_keeping, on_each, open_ranks
+from casckpt.repository.blob_cache import in_memory
 from casckpt.repository.repository import Repository
 from casckpt.saving.exit_status import unreported
 from casckpt.saving.leader import GroupMemory
@@ -20,7 +26,10 @@ from casckpt.saving.options import SaveOptions, WhenBusy
 from casckpt.saving.prepare import Prepared, prepare, snapshot, tensors_of
 from casckpt.saving.replicas import memory_of
 from casckpt.saving.save import compare, save
+from casckpt.saving.staging_budget import Shortage, StagingBudget
 from casckpt.tensors.staging import Staging
+
+log = logging.getLogger(__name__)
 
 _LASTING = frozenset((errno.EACCES, errno.EPERM, errno.EROFS, errno.ELOOP, errno.ENAMETOOLONG))
 """Operating system errors that recur until somebody changes the path, the permissions or the mount."""
@@ -83,23 +92,31 @@ class Background:
         last = self._last
         return None if last is None or last.awaited or last.name not in unreported else last.exception()
 
-    def submit(self, call: Callable[[], Checkpoint]) -> SaveFuture:
-        """Run ``call`` in a new thread, or in the caller's thread if no thread can start. Call `wait` first."""
-        future = self._last = SaveFuture()
+    def submit(self, call: Callable[[], Checkpoint], *, here: bool = False) -> SaveFuture:
+        """Run ``call`` in a new thread. Call `wait` first.
+
+        ``here``: run it in the caller's thread, as if no thread can start. Ctrl-C then interrupts it.
+        """
+        future, caller = SaveFuture(), threading.current_thread()
+        self._last = future
 
         def run() -> None:
             try:
                 checkpoint = call()
-            except BaseException as error:  # noqa: BLE001 - the future raises the error
+            except BaseException as error:
+                if threading.current_thread() is caller and not isinstance(error, Exception):
+                    future.set_exception(error)
+                    raise
                 unreported[future.name] = str(error)
                 future.set_exception(error)
             else:
                 future.set_result(checkpoint)
 
-        try:
-            _Saving(target=run, name="casckpt-async").start()
-        except RuntimeError:
-            run()
+        with suppress(RuntimeError):
+            if not here:
+                _Saving(target=run, name="casckpt-async").start()
+                return future
+        run()
         return future
 
 
@@ -133,6 +150,8 @@ class Saver:
         self.background = Background()
         self._repo, self._without_objects = repo, without_objects
         self._memories: dict[str, GroupMemory] = {}
+        self._budget = StagingBudget(in_memory(), repo.staging_bytes)
+        self._has_warned = False
 
     def save(self, state: State, options: SaveOptions) -> Checkpoint:
         """Save the state. Return when the checkpoint is durable and visible."""
@@ -146,23 +165,36 @@ class Saver:
         return Checkpoint(self._repo, save(self._repo, ranks, memory, lambda: _prepare(state, checked, ranks), checked))
 
     def save_async(self, state: State, options: SaveOptions, when_busy: WhenBusy) -> Future[Checkpoint]:
-        """Check the arguments on all ranks, copy the state, and save the copy in the background."""
+        """Check the arguments on all ranks, copy the state, and save the copy in the background.
+
+        If a copy does not fit on any rank, all ranks save the state itself before the call returns.
+        """
         if when_busy == "refuse":
             self._refuse_busy(options)
         with self.background.lock:
             self.background.wait()
             ranks = open_ranks(options.process_group, no_dist=options.no_dist, purpose="async")
-            checked, prepared = self._checked(state, ranks, options, when_busy, create=True)
-            copied = self._copy(prepared)
+            begun, staging = time.monotonic(), self.background.staging
+            try:
+                checked, prepared, fits = self._checked(state, ranks, options, when_busy, copies=True)
+                if not fits:
+                    staging.release()
+                copied = self._copy(prepared) if fits else lambda: prepared
+            finally:
+                self._budget.settle(staging.nbytes)
             memory = self._memory(ranks)
-            return self.background.submit(
-                lambda: Checkpoint(self._repo, save(self._repo, ranks, memory, copied, checked))
+            future = self.background.submit(
+                lambda: Checkpoint(self._repo, save(self._repo, ranks, memory, copied, checked)), here=not fits
             )
+            if not fits and ranks.rank == 0:
+                seconds = time.monotonic() - begun
+                log.info("the save of %s@%d ran in the foreground for %.1f s", checked.run, checked.step, seconds)
+            return future
 
     def check(self, state: State, options: SaveOptions) -> None:
         """Do everything that a save does before its first write. Every rank must make this call."""
         ranks = open_ranks(options.process_group, no_dist=options.no_dist)
-        checked, prepared = self._checked(state, ranks, options, "wait")
+        checked, prepared, _ = self._checked(state, ranks, options, "wait")
         if ranks.size > 1:
             memory = GroupMemory(memory_of(self._repo.storage.url, ranks.group))
             compare(self._repo, ranks, memory, prepared, checked)
@@ -182,19 +214,22 @@ class Saver:
         with self.background.lock:
             self.background.wait()
             state, options = self._without_objects(ranks, state, options)
-            self.background.staging.reserve(tensors_of(on_each(ranks, lambda: _prepare(state, options, ranks))))
+            tensors = tensors_of(on_each(ranks, lambda: _prepare(state, options, ranks)))
+            if self._claim(tensors, ranks) is None:
+                self.background.staging.reserve(tensors)
+            self._budget.settle(self.background.staging.nbytes)
 
     def _checked(
-        self, state: State, ranks: Ranks, options: SaveOptions, when_busy: WhenBusy, *, create: bool = False
-    ) -> tuple[SaveOptions, Prepared]:
+        self, state: State, ranks: Ranks, options: SaveOptions, when_busy: WhenBusy, *, copies: bool = False
+    ) -> tuple[SaveOptions, Prepared, bool]:
         """Check the arguments, every leaf and the store's path. If a check fails on one rank, all raise the error.
 
-        If the previous save failed and no caller has queried its future, raise its error. ``create``: create the store
-        if it does not exist.
+        If the previous save failed and no caller has queried its future, raise its error. ``copies``: create the store
+        if it does not exist, and claim memory for a copy. Return also whether the copies of all ranks fit.
         """
         state, options = self._without_objects(ranks, state, options)
 
-        def check() -> tuple[SaveOptions, Prepared]:
+        def check() -> tuple[tuple[SaveOptions, Prepared], Shortage | None]:
             if when_busy not in get_args(WhenBusy):
                 raise InvalidInput(f"when_busy={when_busy!r} is not valid: pass 'wait' or 'refuse'")
             if failed := self.background.unreported():
@@ -202,10 +237,28 @@ class Saver:
             checked = options.checked()
             prepared = _prepare(state, checked, ranks)
             if ranks.rank == 0:
-                self._check_path(create=create)
-            return checked, prepared
+                self._check_path(create=copies)
+            return (checked, prepared), self._claim(tensors_of(prepared), ranks) if copies else None
 
-        return on_each(ranks, check)
+        def compare_sizes(_: object, found: Sequence[Shortage | None]) -> Sequence[bool]:
+            lacking = [(shortage, rank) for rank, shortage in enumerate(found) if shortage is not None]
+            if lacking and not self._has_warned:
+                self._has_warned = True
+                (total, most), rank = max(lacking)
+                log.warning(
+                    "the save of %s@%d runs in the foreground, because the copies on the host of rank %d would take "
+                    "%s, and may take %s: free memory there, or open the store with staging_bytes=%d or more. This is "
+                    "logged once", options.run, options.step, rank, format_size(total), format_size(most), total,
+                )  # fmt: skip
+            return everyone(not lacking, ranks.size)
+
+        (checked, prepared), fits = exchange_keeping(ranks, check, compare_sizes)
+        return checked, prepared, fits
+
+    def _claim(self, tensors: Sequence[torch.Tensor], ranks: Ranks) -> Shortage | None:
+        """Claim memory for a copy of ``tensors``, unless the present memory is enough."""
+        need = self.background.staging.lacks(tensors)
+        return self._budget.claim(need, self.background.staging.nbytes, ranks.size) if need else None
 
     def _check_path(self, *, create: bool) -> None:
         """Raise the error if the store cannot be at its path. Skip errors that may be temporary: a save raises them."""

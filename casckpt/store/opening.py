@@ -25,6 +25,7 @@ def open(
     cache_bytes: int | str | None = None,
     share_reads: ShareReads = "auto",
     cache_saves: bool = False,
+    staging_bytes: int | str | None = None,
     mirror: Store | str | os.PathLike[str] | None = None,
     single_writer: bool = False,
     page_cache: bool | None = None,
@@ -41,22 +42,24 @@ def open(
     on that disk; 0 disables the cache). See `Store.pre_download`. ``share_reads``: whether the ranks of a host that
     load the same bytes read them from the store once, and share them in the host's memory (/dev/shm). "auto" does so if
     the store is remote. ``cache_saves``: whether saves also put their blobs into the cache, so that a restart on the
-    same host finds them there. Without ``cache_dir``, they are kept in the host's memory. ``mirror``: a second store to
-    which casckpt copies commits in the background. See `Store.wait_for_mirror`. ``single_writer``: your promise that no
-    other process writes to the store at the same time. This allows storage that cannot create keys exclusively.
-    ``page_cache``: for a store in a folder, True leaves saved and loaded bytes in the page cache for the next load, and
-    False does not. By default, a load leaves them there if that costs nothing, which means that there is enough memory
-    and the file system fills its cache in large pieces. ``sign_with``: a file with a private key (Ed25519, without a
-    password) that signs each save before its commit; `Store.sign` signs checkpoints later. ``require_signature``: one
-    or more public keys. Loads, exports and the server refuse a checkpoint that is not signed with any of these keys,
-    and raise Unsigned.
+    same host finds them there. Without ``cache_dir``, they are kept in the host's memory. ``staging_bytes``: the memory
+    that the copies of background saves may take on this host, in all processes of this user ("64GiB"; default: 80 % of
+    what is free when a copy is made). If the copy of one rank does not fit, all ranks save in the foreground.
+    ``mirror``: a second store to which casckpt copies commits in the background. See `Store.wait_for_mirror`.
+    ``single_writer``: your promise that no other process writes to the store at the same time. This allows storage that
+    cannot create keys exclusively. ``page_cache``: for a store in a folder, True leaves saved and loaded bytes in the
+    page cache for the next load, and False does not. By default, a load leaves them there if that costs nothing, which
+    means that there is enough memory and the file system fills its cache in large pieces. ``sign_with``: a file with a
+    private key (Ed25519, without a password) that signs each save before its commit; `Store.sign` signs checkpoints
+    later. ``require_signature``: one or more public keys. Loads, exports and the server refuse a checkpoint that is not
+    signed with any of these keys, and raise Unsigned.
 
     Raises InvalidInput or Unsupported for an invalid or unsupported URL, and NotFound for a missing key file.
     """
     here = open_repository(
         url, storage_options=storage_options, cache_dir=cache_dir, cache_bytes=cache_bytes,
-        share_reads=share_reads, cache_saves=cache_saves, single_writer=single_writer, page_cache=page_cache,
-        sign_with=sign_with, require_signature=require_signature,
+        share_reads=share_reads, cache_saves=cache_saves, staging_bytes=staging_bytes,
+        single_writer=single_writer, page_cache=page_cache, sign_with=sign_with, require_signature=require_signature,
     )  # fmt: skip
     if mirror is None:
         return Store(here)

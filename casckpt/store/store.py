@@ -154,9 +154,11 @@ class Store:
 
         A store's saves run one after the other and share the memory of a single copy. If a save is still running, the
         call waits until it ends (``when_busy="wait"``), or raises Conflict on every rank if any rank is busy
-        ("refuse"). Before copying, this method creates the store if it does not exist. It raises `save`'s errors for
-        invalid arguments, for values that cannot be stored, and for a path that cannot be a store, on every rank. The
-        future raises later errors. If your code never queries the future, the next call raises its error once.
+        ("refuse"). If the copy of any rank does not fit into ``staging_bytes`` (see `casckpt.open`), the call saves
+        ``state`` itself, and returns when the save has ended. Before copying, this method creates the store if it does
+        not exist. It raises `save`'s errors for invalid arguments, for values that cannot be stored, and for a path
+        that cannot be a store, on every rank. The future raises later errors. If your code never queries the future,
+        the next call raises its error once.
         """
         check_keywords("Store.save_async", options, SaveArguments)
         return self._saver.get().save_async(state, SaveOptions(run=run, step=step, **options), when_busy)

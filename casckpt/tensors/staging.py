@@ -32,6 +32,18 @@ class Staging:
         """The size of the memory in bytes."""
         return self._arena.nbytes
 
+    def lacks(self, tensors: Sequence[torch.Tensor]) -> int:
+        """Return the size of the new memory that a copy of ``tensors`` needs, or 0 if the present memory is enough."""
+        need = sum(_room(data) for data in _distinct(tensors).values())
+        return 0 if self._is_enough(need, on_gpu(tensors)) else need
+
+    def release(self) -> None:
+        """Free the memory, once no tensor refers to it."""
+        self._arena, self._pinned = torch.empty(0, dtype=torch.uint8, device="cpu"), False
+        if self._memory is not None:
+            self._memory.close()
+            self._memory = None
+
     def reserve(self, tensors: Sequence[torch.Tensor]) -> None:
         """Reserve memory for a copy of ``tensors``, and touch its pages."""
         before = self.nbytes
@@ -62,13 +74,15 @@ class Staging:
             return torch.empty(data.shape, dtype=data.dtype, device="cpu")
         return self._arena[start : start + data.numel() * data.element_size()].view(data.dtype).view(data.shape)
 
+    def _is_enough(self, nbytes: int, pinned: bool) -> bool:
+        return nbytes <= self.nbytes and (self._pinned or not pinned or not nbytes)
+
     def _grow(self, nbytes: int, pinned: bool) -> None:
-        if nbytes <= self.nbytes and (self._pinned or not pinned or not nbytes):
+        if self._is_enough(nbytes, pinned):
             return
-        self._arena = torch.empty(0, dtype=torch.uint8, device="cpu")  # release the old memory first
-        if self._memory is not None:
-            self._memory.close()
+        self.release()
         self._memory = AlignedBuffer(nbytes)
+        self._memory.wipe_in_forks()  # otherwise, the next copy would duplicate the pages that a child still has
         self._arena = torch.frombuffer(self._memory.view, dtype=torch.uint8)
         self._pinned = pinned
         if pinned:  # not pinned with torch, which rounds up to a power of two and never frees pinned memory

@@ -22,6 +22,7 @@ from casckpt.errors import (
     Unsigned,
     Unsupported,
 )
+from casckpt.repository import blob_cache
 from casckpt.repository.repository import Repository
 from casckpt.storage.local.store import LocalStore
 from tests.hints.conftest import Run, changed_blob, words
@@ -336,6 +337,20 @@ def test_a_checkpoint_without_a_signature_can_be_signed_as_advised(
 
 
 # caches
+
+
+@follows("saving/saver.py:Saver._checked.compare_sizes", "or open the store with staging_bytes=%d or more")
+def test_a_larger_budget_allows_saves_in_the_background(
+    tmp_path: Path, messages: Messages, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(blob_cache, "MEMORY", tmp_path)
+    state, store = {"w": torch.arange(2000.0)}, casckpt.open(tmp_path / "store", staging_bytes="1KiB")
+    with messages.log() as advice:
+        assert store.save_async(state, run="a", step=1).done()
+    more: Any = advice.argument("staging_bytes")
+    store = casckpt.open(tmp_path / "store", **more)
+    store.save_async(state, run="a", step=2).result()
+    assert store._saver.get().background.staging.nbytes == state["w"].nbytes
 
 
 @follows("repository/blob_cache.py:BlobCache.fill", "allow more (cache_bytes), or use a larger disk (cache_dir)")

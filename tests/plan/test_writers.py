@@ -71,7 +71,7 @@ def duties(rows: list[Row], ranks: int, order: list[int] | None = None) -> dict[
 
 @st.composite
 def worlds(draw: st.DrawFn) -> tuple[list[Row], int]:
-    """Draw tensors of some regions, each held by some ranks."""
+    """Draw tensors with a few regions each. Some of the ranks hold each region."""
     ranks = draw(st.integers(1, 6))
     rows = []
     for name in range(draw(st.integers(0, 6))):

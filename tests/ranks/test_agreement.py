@@ -116,7 +116,7 @@ def test_all_ranks_agree_on_a_recreated_store(tmp_path: Path, ranks: Pool) -> No
 
 
 class Late(LocalStore):
-    """A mount that caches for a while that a name does not exist."""
+    """A mount that reports a new name as missing for a while."""
 
     traits = replace(LocalStore("/").traits, stale="it is said to lag behind")
     asked = 0

@@ -82,7 +82,7 @@ def part(root: Path, load: str = "load") -> Path:
     return root / PARTS / load / "0"
 
 
-def test_a_second_rank_reads_what_the_first_rank_has_read(begin: Begin) -> None:
+def test_a_second_rank_reuses_what_the_first_rank_has_read(begin: Begin) -> None:
     source = Source()
     for rank in (0, 1):
         reader = begin(rank).reader(0, REF, source)

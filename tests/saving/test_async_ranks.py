@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import signal
+import threading
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -10,11 +12,13 @@ import torch
 from torch.distributed.tensor import Shard
 
 import casckpt
-from casckpt.errors import CasckptError, Conflict, InvalidInput, StorageError
-from tests.support.faulty import Call, call_first, fail_before
+from casckpt.errors import CasckptError, Conflict, InvalidInput, RankFailed, StorageError
+from casckpt.repository import blob_cache
+from tests.saving.test_replicas import Heard
+from tests.support.faulty import Call, FaultyStore, call_first, fail_before
 from tests.support.ranks import outcome_of, tell, wait_for
-from tests.support.saves import small_folder
-from tests.support.together import line, numbers, spread, watched
+from tests.support.saves import cells, small_folder
+from tests.support.together import impatient, killing, line, numbers, spread, watched
 
 if TYPE_CHECKING:
     from tests.support.ranks import Pool
@@ -103,3 +107,89 @@ def test_each_save_stores_the_state_at_the_time_of_the_call(ranks: Pool, path: P
     store = casckpt.open(path)
     for step in range(4):
         assert torch.equal(store.read(f"default@{step}")["w"], numbers("w", 64, 100, dtype=torch.int32) + step)
+
+
+# the memory for copies
+
+
+COPY = cells(4).nbytes
+
+
+def limited(folder: Path, name: str, nbytes: int) -> tuple[casckpt.Store, FaultyStore]:
+    """Open the store ``name`` as one rank does, with ``folder`` as this host's memory."""
+    blob_cache.MEMORY = folder
+    impatient()
+    store, storage = watched(folder / name)
+    store.repository.staging_bytes = nbytes
+    return store, storage
+
+
+def staged(store: casckpt.Store) -> int:
+    return store._saver.get().background.staging.nbytes
+
+
+def save_with_limits(rank: int, size: int, folder: Path, limits: list[int], *, fits: bool) -> list[str]:
+    """Save with the rank's limit, and check whether the call returns before the save ends. Return what was logged."""
+    (store, storage), go, heard = limited(folder, "store", limits[rank]), threading.Event(), Heard()
+
+    def wait(_: Call) -> None:
+        assert go.wait(60)
+
+    if fits:
+        storage.inject(call_first("put", wait, key="objects/*"))
+    state = {f"w{rank}": cells(4, seed=rank)}
+    future = store.save_async(state, step=1)
+    assert (future.done(), staged(store)) == (not fits, COPY if fits else 0)
+    go.set()
+    assert future.result(60).step == 1
+    assert torch.equal(store.read("latest")[f"w{rank}"], state[f"w{rank}"])
+    return heard.taken()
+
+
+@pytest.mark.parametrize(
+    ("limits", "fits", "warning"),
+    [
+        ([3 * COPY] * 3, True, None),
+        ([3 * COPY - 1] * 3, False, f"staging_bytes={3 * COPY} or more"),
+        ([3 * COPY, COPY - 1, 3 * COPY], False, "on the host of rank 1 would take"),
+    ],
+    ids=["enough", "too little", "too little on one rank"],
+)
+def test_all_ranks_save_in_the_foreground_if_the_copy_of_one_does_not_fit(
+    limits: list[int], fits: bool, warning: str | None, tmp_path: Path, ranks: Pool
+) -> None:
+    first, *others = ranks.run(3, save_with_limits, tmp_path, limits, fits=fits)
+    assert others == [[], []]
+    assert len(first) == (warning is not None)
+    assert warning is None or warning in first[0]
+
+
+def reject_on_one(rank: int, size: int, folder: Path) -> Any:
+    (store, _), (other, _) = limited(folder, "store", 2 * COPY), limited(folder, "other", 2 * COPY)
+    error = outcome_of(lambda: store.save_async({f"w{rank}": cells(4) if rank == 0 else object()}, step=1))
+    other.save_async({f"w{rank}": cells(4)}, step=1).result(60)
+    return type(error), staged(store), staged(other)
+
+
+def test_a_save_that_is_rejected_on_one_rank_keeps_no_memory(tmp_path: Path, ranks: Pool) -> None:
+    assert ranks.run(2, reject_on_one, tmp_path) == [(InvalidInput, 0, COPY)] * 2
+
+
+def die_in_a_save(rank: int, size: int, folder: Path, nbytes: int) -> tuple[type, int, int]:
+    """Rank 1 dies while it writes. Afterwards, rank 0 makes another copy."""
+    (store, storage), (other, _) = limited(folder, "store", nbytes), limited(folder, "other", nbytes)
+    if rank == 1:
+        storage.inject(call_first("put", killing, key="objects/*"))
+    future = store.save_async({f"w{rank}": cells(4, seed=rank)}, step=1)
+    error = future.exception(60)
+    other.save_async({"w": cells(4)}, step=1, no_dist=True).result(60)
+    return type(error), staged(store), staged(other)
+
+
+@pytest.mark.parametrize(("nbytes", "first"), [(2 * COPY, COPY), (2 * COPY - 1, 0)], ids=["copies", "no copies"])
+def test_other_processes_of_the_host_get_the_memory_of_a_killed_rank(
+    nbytes: int, first: int, tmp_path: Path, ranks: Pool
+) -> None:
+    found = ranks.outcomes(2, die_in_a_save, tmp_path, nbytes)
+    assert found[1].died == -signal.SIGKILL
+    assert found[0].value == (RankFailed, first, COPY), found[0].text

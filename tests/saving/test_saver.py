@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import logging
 import threading
 import weakref
 from collections import OrderedDict
+from collections.abc import Callable
 from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
@@ -15,6 +17,8 @@ import torch
 
 import casckpt
 from casckpt.errors import Conflict, InvalidInput, StorageError
+from casckpt.repository import blob_cache
+from casckpt.store.store import Store
 from tests.support.faulty import Call, FaultyStore, call_first, fail_before
 from tests.support.repositories import memory
 from tests.support.saves import cells, same_state, small, steps
@@ -293,3 +297,89 @@ def test_a_background_save_raises_immediately_if_its_path_can_never_be_a_store(t
         store.save_async({"w": torch.ones(3)}, step=1)
     with pytest.raises(StorageError, match="cannot look at"):
         store.check({"w": torch.ones(3)})
+
+
+# the memory for copies
+
+
+@pytest.fixture
+def shared_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """This host's memory, with no copies of other tests."""
+    monkeypatch.setattr(blob_cache, "MEMORY", tmp_path)
+    return tmp_path
+
+
+def limited(nbytes: int, storage: FaultyStore | None = None) -> Store:
+    store = small(storage)
+    store.repository.staging_bytes = nbytes
+    return store
+
+
+def waiting(go: threading.Event) -> Callable[[Call], None]:
+    def wait(_: Call) -> None:
+        assert go.wait(SECONDS)
+
+    return wait
+
+
+def staged(store: Store) -> int:
+    return store._saver.get().background.staging.nbytes
+
+
+def test_a_state_whose_copy_does_not_fit_is_saved_before_the_call_returns(
+    shared_memory: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO, "casckpt")
+    store, weight = limited(cells(4).nbytes - 1), cells(4)  # one tensor that is larger than the limit
+    for step in (1, 2):
+        weight += 1
+        future = store.save_async({"w": weight}, step=step)
+        assert future.done()
+        assert torch.equal(store.read(f"default@{step}")["w"], weight)
+    assert staged(store) == 0
+    [warning] = [record.message for record in caplog.records if record.levelno == logging.WARNING]
+    assert f"staging_bytes={weight.nbytes} or more" in warning
+    assert len([record for record in caplog.records if "ran in the foreground for" in record.message]) == 2
+
+
+def test_tensors_that_share_memory_need_room_for_one_copy(shared_memory: Path) -> None:
+    weight, storage = cells(4), FaultyStore(memory())
+    store, go = limited(weight.nbytes, storage), threading.Event()
+    storage.inject(call_first("put", waiting(go), key="objects/*"))
+    future = store.save_async({"w": weight, "v": weight}, step=1)
+    assert not future.done()
+    go.set()
+    assert future.result(SECONDS).step == 1
+    assert staged(store) == weight.nbytes
+
+
+def test_the_memory_is_freed_if_the_next_copy_does_not_fit(shared_memory: Path) -> None:
+    store, other = limited(cells(4).nbytes), limited(cells(4).nbytes)
+    store.save_async({"w": cells(3)}, step=1).result(SECONDS)
+    assert other.save_async({"w": cells(2)}, step=1).done()
+    assert store.save_async({"w": cells(5)}, step=2).done()
+    assert staged(store) == 0
+    other.save_async({"w": cells(4)}, step=2).result(SECONDS)
+    assert staged(other) == cells(4).nbytes
+
+
+def test_warm_up_does_not_exceed_the_limit(shared_memory: Path) -> None:
+    store, other = limited(cells(4).nbytes), limited(cells(4).nbytes)
+    store.warm_up({"w": cells(5)})
+    assert staged(store) == 0
+    other.warm_up({"w": cells(4)})
+    store.warm_up({"w": cells(1)})
+    assert (staged(store), staged(other)) == (0, cells(4).nbytes)
+
+
+def test_ctrl_c_ends_a_save_in_the_foreground(shared_memory: Path) -> None:
+    def interrupt(_: Call) -> None:
+        raise KeyboardInterrupt
+
+    storage = FaultyStore(memory())
+    store = limited(0, storage)
+    storage.inject(call_first("put", interrupt, key="objects/*.manifest"))
+    with pytest.raises(KeyboardInterrupt):
+        store.save_async({"w": cells(1)}, step=1)
+    assert steps(store) == []
+    assert store.save_async({"w": cells(1)}, step=1).result(SECONDS).step == 1

@@ -32,3 +32,11 @@ def test_a_mistyped_path_raises_not_found_and_creates_nothing(tmp_path: Path) ->
             call()
     assert not path.parent.exists()
     assert store.repository.exists() is False
+
+
+def test_sizes_are_accepted_with_and_without_a_unit(tmp_path: Path) -> None:
+    assert open_store(tmp_path, staging_bytes="2GiB").repository.staging_bytes == 2 << 30
+    assert open_store(tmp_path, staging_bytes=0).repository.staging_bytes == 0
+    for wrong in (-1, True, 1.5):
+        with pytest.raises(InvalidInput, match=f"staging_bytes={wrong} is not valid: pass a size"):
+            open_store(tmp_path, staging_bytes=wrong)  # type: ignore[arg-type]  # wrong values on purpose

@@ -56,7 +56,7 @@ def run_gc(repo: Repository, policy: Policy | None = None, **options: Any) -> Gc
 
 
 def steps(found: Sequence[Commit]) -> list[int]:
-    """Return the steps of commits in order."""
+    """Return the step of each commit, in the given order."""
     return [commit.step for commit in found]
 
 

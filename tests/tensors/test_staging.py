@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import sys
+
 import pytest
 import torch
 
 from casckpt.tensors.staging import Staging
+from tests.support.forks import forked
 from tests.support.saves import same_state
 from tests.support.tensors import LAYOUTS, NAMES
 
@@ -54,3 +57,26 @@ def test_an_empty_state_does_not_use_memory() -> None:
     assert staging.copy([]) == []
     assert staging.copy([torch.empty(0, 3)])[0].shape == (0, 3)
     assert staging.nbytes == 0
+
+
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="other kernels cannot exclude memory from forks")
+def test_a_forked_child_does_not_keep_the_memory_of_a_copy() -> None:
+    """Otherwise, the next copy would need new pages while a data loader worker lives."""
+    (copy,) = Staging().copy([torch.ones(1000)])
+
+    def check() -> None:
+        assert not copy.any()
+
+    with forked(check):
+        pass
+    assert copy.all()
+
+
+def test_memory_that_is_released_is_needed_again() -> None:
+    staging, data = Staging(), torch.ones(16)
+    assert staging.lacks([data, data]) == 64
+    staging.reserve([data])
+    assert staging.lacks([data]) == 0
+    assert staging.lacks([data, torch.ones(17)]) == 64 + 128
+    staging.release()
+    assert (staging.nbytes, staging.lacks([data])) == (0, 64)

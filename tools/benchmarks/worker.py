@@ -50,7 +50,7 @@ class Here:
     on_gpu: bool = False
 
     def peer(self, name: str, setting: dict[str, Any]) -> Peer:
-        """Return an adapter. For equal settings, it is the same adapter."""
+        """Return an adapter. Equal settings return the same adapter."""
         from benchmarks.peers import peer_class
 
         key = name + json.dumps(setting, sort_keys=True)

@@ -237,7 +237,7 @@ def tag(worker: Worker) -> None:
 
 
 def _tagged(worker: Worker, name: str, chosen: Any) -> Any:
-    """Return the checkpoint of a tag.
+    """Return the checkpoint that a tag names.
 
     A gc that did not see the tag may forget the checkpoint, and be killed before it restores it.
     """

@@ -157,7 +157,7 @@ def _add_prepared(values: Values, key: str, prepared: Prepared, value: Any) -> N
 def _comes_back(value: Any) -> bool:
     """Return whether a value loads unchanged.
 
-    It must have only plain tensors and container types that casckpt preserves.
+    This is the case if it contains only plain tensors, and containers of types that casckpt preserves.
     """
     waiting, seen = [value], set[int]()
     while waiting:

@@ -77,8 +77,8 @@ class _Arguments(SaveArguments):
 class CasSaveShardedStrategy(TorchDistSaveShardedStrategy):  # type: ignore[misc] # Megatron-core has no types
     """A save strategy: ``dist_checkpointing.save(state, folder, sharded_strategy=CasSaveShardedStrategy(...))``.
 
-    ``run``, ``step``: the run and step of all saves, or functions of the folder. If the step is None, it is the number
-    at the end of the folder's name (``iter_0000100``). ``forget_removed``: after a save, forget checkpoints whose
+    ``run``, ``step``: the run and step of all saves, or functions of the folder. If ``step`` is None, the step is the
+    number at the end of the folder's name (``iter_0000100``). ``forget_removed``: after a save, forget checkpoints whose
     folder next to this one was removed; see `casckpt.frontends.megatron.forget_removed`. ``overwrite`` (True by
     default): replace an existing step, just as Megatron overwrites a folder, for example after the training was rolled
     back. ``fully_parallel``, ``options``: see `casckpt.frontends.megatron.save`. One strategy can serve many saves.

@@ -259,20 +259,20 @@ def _rest(buffers: Sequence[memoryview], count: int) -> Sequence[memoryview]:
 
 _MEMINFO, _MINE, _GROUPS = Path("/proc/meminfo"), Path("/proc/self/cgroup"), Path("/sys/fs/cgroup")
 _FILES = (
-    ("memory.max", "memory.current", "inactive_file"),
-    ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
+    ("memory.max", "memory.current", "(?:in)?active_file"),
+    ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_(?:in)?active_file"),
 )
-"""For cgroup v2 and v1: the limit file, the usage file, and the memory.stat field for memory that is reclaimed
-first."""
+"""For cgroup v2 and v1: the limit file, the usage file, and the memory.stat fields of the page cache, which the kernel
+reclaims."""
 
 
-def headroom(meminfo: Path = _MEMINFO, mine: Path = _MINE, groups: Path = _GROUPS) -> int:
-    """Return the number of bytes available without swapping, or 0 if the system does not report it."""
+def headroom(meminfo: Path = _MEMINFO, mine: Path = _MINE, groups: Path = _GROUPS) -> int | None:
+    """Return the number of bytes available without swapping, or None if the system does not report it."""
     try:
         available = _number("MemAvailable:", meminfo.read_text()) << 10
         return max(0, min([available, *_left(mine.read_text(), groups)]))
     except (OSError, ValueError):
-        return 0
+        return None
 
 
 def _left(mine: str, groups: Path) -> Iterator[int]:
@@ -291,12 +291,13 @@ def _left_in(folder: Path, limit: str, use: str, part: str) -> Iterator[int]:
     with suppress(FileNotFoundError):
         most = (folder / limit).read_text().strip()
         if most != "max":
-            taken_back = _number(part, (folder / "memory.stat").read_text())
-            yield int(most) - int((folder / use).read_text()) + taken_back
+            reclaimed = _number(part, (folder / "memory.stat").read_text())
+            yield int(most) - int((folder / use).read_text()) + reclaimed
 
 
 def _number(name: str, text: str) -> int:
-    match = re.search(rf"^{name}\s+(\d+)", text, re.MULTILINE)
-    if match is None:
+    """Return the sum of the fields that match ``name``."""
+    numbers = re.findall(rf"^{name}\s+(\d+)", text, re.MULTILINE)
+    if not numbers:
         raise ValueError(f"{name} is missing")
-    return int(match[1])
+    return sum(map(int, numbers))

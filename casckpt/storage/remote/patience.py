@@ -114,7 +114,7 @@ class PatientRequest:
     def __init__(
         self, call: Call, seconds: float, nbytes: int = 0, clock: Callable[[], float] = time.monotonic
     ) -> None:
-        """Begin the request. ``nbytes``: bytes transferred without progress reports, which extend the time limit."""
+        """Begin the request. ``nbytes``: bytes that extend the limit, because their transfer reports no progress."""
         self._call, self._seconds, self._clock = call, seconds, clock
         self._unheard = nbytes / _UNHEARD
         self._waited, self._last = 0.0, clock()

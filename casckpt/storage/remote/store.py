@@ -86,7 +86,7 @@ class RemoteStore(ObjectStore):
 
     @property
     def traits(self) -> Traits:
-        """The traits of this storage. Few clients know whether creates are ``exclusive``; the others are probed."""
+        """The traits of this storage. Few clients report whether creates are ``exclusive``; a probe finds out for the others."""
         client = self._clients.get()
         return Traits(
             remote=True, read_gap=GAP, parallel=REQUESTS, exclusive=client.exclusive, uploads=UPLOADS,

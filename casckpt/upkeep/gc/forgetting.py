@@ -69,7 +69,7 @@ class CommitFailure:
 
 @dataclass(frozen=True)
 class RestorePlan:
-    """The commits to restore, with their state in ``listed``."""
+    """The commits to restore, and the listing that has their state."""
 
     chosen: tuple[Commit, ...]
     listed: CommitList

@@ -372,7 +372,7 @@ def test_15_a_rank_can_hold_several_chunks_of_a_key(ranks: Pool, store_path: Pat
     assert len(store.checkpoints()) == 1
 
 
-def test_15_chunks_of_user_types_are_saved(store: Store) -> None:
+def test_15_a_user_type_can_provide_its_chunks(store: Store) -> None:
     full = numbers("a", 4, 2)
     state: dict[str, Any] = {"a": Chunks(torch.Size((4, 2)), {(0, 0): full[:1], (1, 0): full[1:]})}
     save(state, StorageWriter(store, step=1))

@@ -282,3 +282,15 @@ def test_a_summary_includes_the_time_that_the_loop_waited(how: str) -> None:
     assert told is not None
     assert 0 < told.blocked <= told.durable <= took
     assert (told.checkpoint.step, told.forgotten) == (1, ())
+
+
+def test_the_time_of_a_save_in_the_foreground_counts_as_blocked(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = [0.0]
+    storage, store = broken(look_on("put", lambda _: now.__setitem__(0, now[0] + 100), key="objects/*.manifest"))
+    store.repository.staging_bytes = 0
+    monkeypatch.setattr(time, "monotonic", lambda: now[0])
+    checkpointer = Checkpointer(store, run="sft")
+    assert checkpointer.save_async(1, nn.Linear(2, 2)).done()
+    summary = checkpointer.summary
+    assert summary is not None
+    assert (storage.count("put", "objects/*.manifest"), summary.blocked, summary.durable) == (1, 100, 100)

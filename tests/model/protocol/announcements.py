@@ -112,7 +112,7 @@ def revokes(txid: str) -> Program:
 def settles() -> Program:
     """Act as a gc after all other processes have ended or died.
 
-    It fills in each announced record that was never created with a record that changes nothing.
+    For each announced record that was never created, it creates a record that changes nothing.
     """
     yield when_quiet()
     return goto(settles_one)

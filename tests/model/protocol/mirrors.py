@@ -89,7 +89,7 @@ def is_safe(other: Logs, one: Wanted, mutant: str = "") -> bool:
 
 
 def covered_by(now: Logs, txid: str, mutant: str = "") -> str:
-    """Return the replacement that dropped nothing, which has to be safe instead of this commit."""
+    """Return the commit's replacement if it dropped nothing, or "". The mirror must hold it in place of the commit."""
     state = now.state(txid)
     if not isinstance(state, Replaced) or mutant == "each_its_own_note":
         return ""

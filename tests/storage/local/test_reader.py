@@ -172,12 +172,12 @@ class Host:
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(text)
 
-    def limit(self, folder: str, most: str, used: int, file: int) -> None:
+    def limit(self, folder: str, most: str, used: int, file: int, active: int = 0) -> None:
         self.tell(f"groups/{folder}/memory.max", f"{most}\n")
         self.tell(f"groups/{folder}/memory.current", f"{used}\n")
-        self.tell(f"groups/{folder}/memory.stat", f"anon 5\ninactive_file {file}\nactive_file 7\n")
+        self.tell(f"groups/{folder}/memory.stat", f"anon 5\ninactive_file {file}\nactive_file {active}\n")
 
-    def found(self) -> int:
+    def found(self) -> int | None:
         return headroom(self.root / "meminfo", self.root / "mine", self.root / "groups")
 
 
@@ -192,7 +192,7 @@ def test_the_available_memory_of_the_host_is_found(host: Host) -> None:
 
 def test_the_nearest_cgroup_limit_applies_and_reclaimable_memory_counts_as_available(host: Host) -> None:
     host.tell("mine", "0::/slice/job\n")
-    host.limit("slice", str(300 * KIB), 200 * KIB, 50 * KIB)
+    host.limit("slice", str(300 * KIB), 200 * KIB, 20 * KIB, 30 * KIB)
     host.limit("slice/job", "max", 100 * KIB, 0)
     assert host.found() == 150 * KIB
     host.limit("slice/job", str(120 * KIB), 100 * KIB, 0)
@@ -211,7 +211,7 @@ def test_cgroup_v1_limits_are_found(host: Host) -> None:
     host.tell("mine", "9:cpu,cpuacct:/a\n4:memory:/job\n0::/\n")
     host.tell("groups/memory/job/memory.limit_in_bytes", "102400\n")
     host.tell("groups/memory/job/memory.usage_in_bytes", "92160\n")
-    host.tell("groups/memory/job/memory.stat", "inactive_file 1\ntotal_inactive_file 2048\n")
+    host.tell("groups/memory/job/memory.stat", "inactive_file 1\ntotal_inactive_file 1024\ntotal_active_file 1024\n")
     host.tell("groups/memory/memory.limit_in_bytes", "9223372036854771712\n")
     host.tell("groups/memory/memory.usage_in_bytes", "92160\n")
     host.tell("groups/memory/memory.stat", "total_inactive_file 0\n")
@@ -221,12 +221,12 @@ def test_cgroup_v1_limits_are_found(host: Host) -> None:
 @pytest.mark.parametrize("text", ["", "MemTotal: 900 kB\n"])
 def test_a_system_without_memory_information_counts_as_having_no_limit(host: Host, text: str) -> None:
     host.tell("meminfo", text)
-    assert host.found() == 0
+    assert host.found() is None
     (host.root / "meminfo").unlink()
-    assert host.found() == 0
+    assert host.found() is None
 
 
-def test_an_unreadable_memory_limit_counts_as_no_memory_left(host: Host) -> None:
+def test_an_unreadable_memory_limit_counts_as_unknown(host: Host) -> None:
     host.limit("", "5", 5, 5)
     host.tell("groups/memory.stat", "anon 5\n")
-    assert host.found() == 0
+    assert host.found() is None

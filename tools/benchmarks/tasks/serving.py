@@ -55,7 +55,7 @@ def make(here: Here, folder: str, size: int) -> int:
 
 
 def _weights(size: int, step: int) -> dict[str, Any]:
-    """Create bfloat16 weights, of which one in 100 elements changes at each step."""
+    """Create bfloat16 weights in which one element in 100 changes at each step."""
     import torch
 
     generator, found = torch.Generator().manual_seed(1), {}

@@ -239,7 +239,7 @@ def test_response_bodies_of_aiobotocore_2_are_read(moto_server: Server, monkeypa
 def scripted(answers: Sequence[bytes | None]) -> Iterator[tuple[Signed, list[int]]]:
     """Yield the request to send, and the list of the connections (0, 1, ...) on which requests arrived.
 
-    None closes the connection. After the last response, the server is silent.
+    An answer of None closes the connection. After the last response, the server is silent.
     """
     left, came, ends = iter(answers), [], threading.Event()
     connections: list[socket.socket] = []

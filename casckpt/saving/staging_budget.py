@@ -1,0 +1,123 @@
+"""Limits the memory that the copies of background saves take on this host.
+
+Each process that has a copy keeps a locked file in a folder that all processes of this user on this host share. The
+file holds the size of the copy. A process that needs memory first writes the new size, and then adds the sizes in all
+locked files. If the sum is too large, the save runs in the foreground, without a copy. No process waits for another
+one. If several processes write at the same time, the last one sees all sizes, so the sum never exceeds the limit.
+
+If a process dies, the kernel releases its lock, and the next process removes the file. Forked children do not keep the
+lock.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import struct
+import weakref
+from collections.abc import Iterator
+from contextlib import suppress
+from pathlib import Path
+from typing import NamedTuple
+
+from casckpt.repository.blob_cache import BlobCache, Unusable, usable
+from casckpt.storage.local.reader import headroom
+
+FOLDER = "copies"
+_MOST = 0.8  # of the free memory; the rest is for the buffers of the save, and for what the program still allocates
+_SIZES = struct.Struct("=qq")  # the size of a copy, and how much of it already takes memory
+
+
+class Shortage(NamedTuple):
+    """The bytes that all copies on this host would take, and the maximum."""
+
+    total: int
+    most: int
+
+
+class StagingBudget:
+    """The memory of one copy in this process.
+
+    ``memory``: the cache whose folder the processes share. ``limit``: the maximum for all copies on this host, in
+    bytes. None means a fixed part of what is free.
+    """
+
+    def __init__(self, memory: BlobCache, limit: int | None) -> None:
+        self._memory, self._limit = memory, limit
+        self._folder = memory.root / FOLDER
+        self._path = Path()
+        self._fd = -1
+        _budgets.add(self)
+
+    def claim(self, nbytes: int, held: int, ranks: int) -> Shortage | None:
+        """Claim ``nbytes`` for a copy that replaces one of ``held`` bytes. Return a Shortage if they do not fit.
+
+        Call `settle` afterwards in both cases. If the processes of this host have no common folder, this assumes that
+        each of ``ranks`` processes on this host needs as much.
+        """
+        try:
+            with usable(self._folder):
+                self._write(nbytes, 0)
+                others = list(self._others())
+        except Unusable:
+            others = [(nbytes, 0)] * (ranks - 1)
+        total, free = nbytes + sum(size for size, _ in others), headroom()  # after the sizes, which may change
+        if self._limit is not None:
+            most = self._limit
+        elif free is None:
+            return None
+        else:
+            most = int(_MOST * (free + held)) + sum(filled for _, filled in others)
+        return None if total <= most else Shortage(total, most)
+
+    def settle(self, nbytes: int) -> None:
+        """Record that the copy takes ``nbytes`` from now on."""
+        with suppress(OSError):
+            if self._fd >= 0:
+                os.pwrite(self._fd, _SIZES.pack(nbytes, nbytes), 0)
+
+    def close(self) -> None:
+        """Give up this process's claim. In a forked child, this does not affect the parent's."""
+        if self._fd >= 0:
+            self._closing()
+            self._fd = -1
+
+    def _write(self, *sizes: int) -> None:
+        if self._fd < 0 or not os.fstat(self._fd).st_nlink:  # a cleanup of the host may have removed the file
+            self.close()
+            self._memory.make_folder()
+            self._folder.mkdir(exist_ok=True)
+            self._path = self._folder / os.urandom(8).hex()
+            self._fd = os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600)
+            self._closing = weakref.finalize(self, os.close, self._fd)
+            fcntl.flock(self._fd, fcntl.LOCK_EX)
+        os.pwrite(self._fd, _SIZES.pack(*sizes), 0)
+
+    def _others(self) -> Iterator[tuple[int, int]]:
+        """Yield the sizes of all other copies of living processes."""
+        for path in self._folder.iterdir():
+            if path == self._path:
+                continue
+            with suppress(FileNotFoundError), path.open("rb") as file:
+                data = file.read()
+                if len(data) != _SIZES.size:  # its process is about to lock it
+                    continue
+                try:
+                    fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+                except BlockingIOError:
+                    size, filled = _SIZES.unpack(data)
+                    yield size, filled
+                else:
+                    path.unlink()
+
+
+_budgets = weakref.WeakSet[StagingBudget]()
+
+
+def _close_in_child() -> None:
+    """Close the files that a forked child has inherited, because they would keep its parent's locks."""
+    for budget in list(_budgets):
+        budget.close()
+
+
+os.register_at_fork(after_in_child=_close_in_child)
