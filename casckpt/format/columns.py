@@ -11,13 +11,10 @@ from casckpt.errors import Refused
 
 Ints: TypeAlias = npt.NDArray[np.int64]
 _WIDTHS = (1, 2, 4, 8)
-_SHORT = 64  # with this many items or fewer, an array is not worthwhile
 
 
 def pack(values: npt.ArrayLike) -> bytes:
     """Encode a column: one byte for the width of an item in bytes, then the little-endian unsigned items."""
-    if isinstance(values, list) and len(values) <= _SHORT and max(values, default=0) < 256:
-        return b"\1" + bytes(values)
     array = np.asarray(values, dtype=np.int64).reshape(-1)
     top = int(array.max()) if array.size else 0
     width = next(w for w in _WIDTHS if top < 1 << min(8 * w, 63))

@@ -19,6 +19,7 @@ from typing import NamedTuple
 import msgspec
 import numpy as np
 
+from casckpt.base.groups import runs
 from casckpt.format.names import CellDigest
 from casckpt.format.regions import Box, Region, Shape, full_box
 
@@ -162,9 +163,6 @@ class ExtentTable(msgspec.Struct, frozen=True, gc=False):
     def extents_in(self, box: int, lo: int, hi: int) -> Sequence[Extent]:
         """Find, in order, the extents that hold any of the elements [lo, hi) of the box with this number."""
         every = self.extents if lo < hi else ()
-        if len(every) == 1:  # a fast path for most tensors
-            (only,) = every
-            return every if only.box == box and only.lo < hi and lo < only.hi else ()
         first = bisect_right(every, (box, lo), key=_end)
         return every[first : bisect_left(every, (box, hi), lo=first, key=_begin)]
 
@@ -195,13 +193,8 @@ class ExtentTable(msgspec.Struct, frozen=True, gc=False):
     def _plain(self, extent: Extent, lo: int, hi: int) -> Iterator[StoredCell]:
         box, size, step, begin, end = self.boxes[extent.box], self.itemsize, self.cell, extent.lo, extent.hi
         first = begin // step
-        for number in range((begin if lo < begin else lo) // step, -(-(end if hi > end else hi) // step)):
-            start, stop = number * step, (number + 1) * step
-            # like `min`, but twice as fast
-            start, stop = (
-                begin if start < begin else start,
-                end if stop > end else stop,
-            )
+        for number in range(max(lo, begin) // step, -(-min(hi, end) // step)):
+            start, stop = max(number * step, begin), min((number + 1) * step, end)
             place, at = extent.offset + (start - begin) * size, (number - first) * DIGEST_BYTES
             digest = CellDigest(extent.digests[at : at + DIGEST_BYTES])
             yield StoredCell(extent.blob, place, (stop - start) * size, box, start, stop, digest)
@@ -238,13 +231,8 @@ def moved(table: ExtentTable, place: Callable[[StoredCell], tuple[int, int]]) ->
 
 def _joined(cells: Iterable[tuple[int, StoredCell]], cell: int) -> tuple[Extent, ...]:
     """Join cells into extents. Each cell comes with its box number."""
-    runs: list[tuple[int, list[StoredCell]]] = []
-    for box, stored in cells:
-        if runs and runs[-1][0] == box and _follows(stored, runs[-1][1][-1], cell):
-            runs[-1][1].append(stored)
-        else:
-            runs.append((box, [stored]))
-    return tuple([_extent(box, run[0].lo, run[-1].hi, run) for box, run in runs])
+    joined = runs(cells, lambda run, one: run[-1][0] == one[0] and _follows(one[1], run[-1][1], cell))
+    return tuple([_extent(run[0][0], run[0][1].lo, run[-1][1].hi, [stored for _, stored in run]) for run in joined])
 
 
 def _extent(box: int, lo: int, hi: int, run: Sequence[StoredCell]) -> Extent:

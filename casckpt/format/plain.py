@@ -160,7 +160,8 @@ class _Encoder:
         codec, children = self._enter(value)
         packed = []
         for index, child in enumerate(children):
-            if type(child) is str and child.isascii():  # a fast path for most keys
+            kind = type(child)
+            if (kind is str and child.isascii()) or (kind is int and 0 <= child < 1 << 63):  # as most keys and leaves
                 packed.append(child)
                 continue
             self.indices[-1] = index

@@ -7,7 +7,7 @@ topology. All functions are pure. Sizes and offsets count elements.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from math import prod
 from threading import Lock
@@ -68,34 +68,18 @@ def plan_cells(region: Region, shape: Shape, cell: int, parent: ExtentTable | No
 
 
 def _group(region: Region, part: Box | None, cell: int, parent: ExtentTable | None) -> Group:
-    cuts = _cuts_along(region, cell, parent) if parent is not None else _plain_cuts(region.lo, region.hi, cell)
-    return Group(region.box, region.lo, region.hi, part, cuts)
+    return Group(region.box, region.lo, region.hi, part, _cuts(region, cell, parent))
 
 
-def _plain_cuts(lo: int, hi: int, cell: int) -> list[NewCell]:
-    return [NewCell(a, b) for a, b in cut(lo, hi, cell)]
-
-
-def _cuts_along(region: Region, cell: int, parent: ExtentTable) -> list[Cut]:
-    """Split a region along the parent's cells that are completely inside it."""
+def _cuts(region: Region, cell: int, parent: ExtentTable | None) -> list[Cut]:
+    """Split a region along the parent's cells of the same box that are completely inside it."""
     cuts: list[Cut] = []
-    position = region.lo
-    for stored in _known_cells(region, parent):
-        if position < stored.lo:
-            cuts += _plain_cuts(position, stored.lo, cell)
-        cuts.append(stored)
-        position = stored.hi
-    if position < region.hi:
-        cuts += _plain_cuts(position, region.hi, cell)
-    return cuts
-
-
-def _known_cells(region: Region, parent: ExtentTable) -> Iterator[StoredCell]:
-    """Iterate, in order, over the parent's cells of the same box that are completely inside a region."""
-    if region.box not in parent.boxes:
-        return iter(())
-    cells = parent.cells_in(parent.boxes.index(region.box), region.lo, region.hi)
-    return (cell for cell in cells if region.lo <= cell.lo and cell.hi <= region.hi)
+    if parent is not None and region.box in parent.boxes:
+        for stored in parent.cells_in(parent.boxes.index(region.box), region.lo, region.hi):
+            if region.lo <= stored.lo and stored.hi <= region.hi:
+                cuts += [NewCell(*ends) for ends in cut(cuts[-1].hi if cuts else region.lo, stored.lo, cell)]
+                cuts.append(stored)
+    return cuts + [NewCell(*ends) for ends in cut(cuts[-1].hi if cuts else region.lo, region.hi, cell)]
 
 
 def _parts(box: Box, shape: Shape, cell: int, parent: ExtentTable | None) -> list[Box] | None:

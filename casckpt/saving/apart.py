@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 
 from casckpt.format.forms import encode_form
 from casckpt.format.records import changed
-from casckpt.format.regions import normalise, whole
+from casckpt.format.regions import normalise
 from casckpt.format.sections.index import TENSOR
 from casckpt.format.tree import TENSOR as TENSOR_LEAF
 from casckpt.format.tree import Element, Node, Wrapper, children, container, join, kind_of, may_wrap, units
@@ -72,7 +72,7 @@ def apart(prepared: Prepared, keys: Collection[str]) -> Prepared:
 
 def _part(source: LocalEntry, key: str, piece: Piece, shape: Iterable[int]) -> LocalEntry:
     own = tuple(shape)
-    return changed(source, key=key, shape=own, pieces=[Piece(whole(own), piece.data.reshape(own))], replicated=True)
+    return changed(source, key=key, shape=own, data=piece.data.reshape(own), shards=(), replicated=True)
 
 
 def _replaced(node: Node, key: str, nodes: Mapping[str, Wrapper]) -> Node:

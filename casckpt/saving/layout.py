@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
+from math import prod
 
 import numpy as np
 import numpy.typing as npt
@@ -22,6 +23,7 @@ from casckpt.format.sections.index import ATTACHMENT, PART, TENSOR, Name
 from casckpt.format.sections.tables import Streams
 from casckpt.format.tree import merge
 from casckpt.plan.writers import HeldRegions, Holders, Words, WriteRanges, plan_writers
+from casckpt.saving.local_entries import LocalEntry
 from casckpt.saving.prepare import Prepared
 from casckpt.tensors.state import decode_tree, encode_tree
 
@@ -84,12 +86,9 @@ def layout_of(prepared: Prepared, cell_bytes: int) -> RankLayout:
         rows.append((_hash(repr(stream)), 0, 0, 1, 1, 1, False, True))
         row_stream.append(len(streams))
         streams.append((stream, "", ()))
-    names = np.array([row[0] for row in rows], dtype=np.uint64)
-    regions = np.array([row[1] for row in rows], dtype=np.uint64)
-    lo, hi, cell, size_column = (np.array([row[i] for row in rows], dtype=np.int64) for i in (2, 3, 4, 5))
-    shared, may_differ = (np.array([row[i] for row in rows], dtype=bool) for i in (6, 7))
-    held = HeldRegions(names, regions, lo, hi, cell, size_column, shared)
-    return RankLayout(streams, row_stream, held, prepared.tree, may_differ, prepared.left)
+    table = np.array(rows, "u8, u8, i8, i8, i8, i8, ?, ?")
+    *held, may_differ = (table[column].copy() for column in table.dtype.names or ())
+    return RankLayout(streams, row_stream, HeldRegions(*held), prepared.tree, may_differ, prepared.left)
 
 
 def region_hash(box: Box, lo: int, hi: int) -> int:
@@ -189,14 +188,17 @@ def _check_kinds(streams: dict[Name, tuple[str, Shape]]) -> None:
             )
 
 
+def _limited(source: LocalEntry, limits: Sequence[tuple[int, int]]) -> LocalEntry:
+    is_whole = source.data is not None and limits == [(0, prod(source.shape))]
+    return source if is_whole else changed(source, limits=limits)
+
+
 def assigned(prepared: Prepared, ranges: WriteRanges, rank: int) -> Prepared:
     """Return the part of the entries that a rank must write according to its ``ranges``."""
     rows = iter(zip(ranges.lo.tolist(), ranges.hi.tolist(), strict=True))
-    tensors = [changed(s, limits=[next(rows) for _ in s.pieces]) for s in prepared.sources if s.kind == TENSOR]
+    tensors = [_limited(s, [next(rows) for _ in s.pieces]) for s in prepared.sources if s.kind == TENSOR]
     objects = [entry for entry in prepared.objects if (row := next(rows))[0] < row[1]]
     owned = {(entry.key, entry.rank) for entry in objects}
     buffers = [s for s in prepared.sources if s.kind == PART and (s.key, s.rank) in owned]
-    if rank != 0:  # only rank 0 writes attachments
-        return Prepared([*tensors, *buffers], objects, [], prepared.tree)
-    large = [s for s in prepared.sources if s.kind == ATTACHMENT]
-    return Prepared([*tensors, *buffers, *large], objects, prepared.attachments, prepared.tree)
+    large = [s for s in prepared.sources if s.kind == ATTACHMENT and rank == 0]  # only rank 0 writes attachments
+    return Prepared([*tensors, *buffers, *large], objects, prepared.attachments if rank == 0 else [], prepared.tree)

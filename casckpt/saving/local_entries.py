@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from itertools import groupby, pairwise
-from math import prod
+from itertools import pairwise
 from types import MappingProxyType
 from typing import Any, NamedTuple, TypeAlias
 
@@ -33,10 +32,10 @@ Data: TypeAlias = torch.Tensor | bytes
 class LocalEntry(LightStruct, frozen=True):
     """A tensor, a large buffer of an object, or an attachment; see `casckpt.format.sections.index.Entry`.
 
-    ``limits``: for each piece, the elements [lo, hi) of its normalized region that this rank writes. None means all of
-    them. ``buffer``: the whole stream, which replaces the pieces if this is not a tensor. ``replicated``: see
-    `LocalTensor`. ``may_differ``: see `casckpt.tensors.shards.may_differ`. ``frozen``: the caller declares that the
-    tensor did not change.
+    ``data``, ``shards``, ``replicated``: see `casckpt.tensors.shards.LocalTensor`. The data is bytes if this is not a
+    tensor. ``limits``: for each piece, the elements [lo, hi) of its normalized region that this rank writes. None means
+    all of them. ``frozen``: the caller declares that the tensor did not change. ``may_differ``: see
+    `casckpt.tensors.shards.may_differ`.
     """
 
     kind: str
@@ -45,8 +44,8 @@ class LocalEntry(LightStruct, frozen=True):
     rank: int | None
     dtype: str
     shape: Shape
-    pieces: Sequence[Piece] = ()
-    buffer: bytes | None = None
+    data: Data | None = None
+    shards: Sequence[Piece] = ()
     replicated: bool = False
     limits: Sequence[tuple[int, int]] | None = None
     frozen: bool = False
@@ -58,29 +57,19 @@ class LocalEntry(LightStruct, frozen=True):
         return self.kind, self.key, self.index, self.rank
 
     @property
-    def nbytes(self) -> int:
-        """The size of the whole stream in bytes. This rank may hold only a part of it."""
-        return prod(self.shape) * dtypes.itemsize(self.dtype)
+    def pieces(self) -> Sequence[Piece]:
+        """The pieces of a tensor that this rank holds."""
+        return (Piece(whole(self.shape), self.data),) if isinstance(self.data, torch.Tensor) else self.shards
 
     @property
-    def order(self) -> tuple[tuple[int, str], str, str, int]:
-        """The sort key. A save fills blobs in this order, which keeps every tensor aligned."""
-        return blob.order(self.dtype), self.key, self.kind, self.index
-
-    @property
-    def only(self) -> torch.Tensor | None:
-        """The data of a plain tensor that this rank holds and writes completely. Otherwise, None."""
-        if len(self.pieces) != 1 or self.frozen or type(self.pieces[0].data) not in PLAIN:
-            return None
-        region, data = self.pieces[0].region, self.pieces[0].data
-        is_written = self.limits is None or self.limits[0] == (region.lo, region.hi)
-        return data if is_written and region.box.shape == self.shape and region.is_whole else None
+    def tensors(self) -> Sequence[torch.Tensor]:
+        """The data of its pieces."""
+        return (self.data,) if isinstance(self.data, torch.Tensor) else [piece.data for piece in self.shards]
 
     def parts(self) -> Iterator[tuple[Region, Data, int]]:
         """Yield the writes of this rank as (region, data, element of the data at which the region begins)."""
-        if self.buffer is not None:
-            yield whole(self.shape), self.buffer, 0
-            return
+        if isinstance(self.data, bytes):
+            yield whole(self.shape), self.data, 0
         for number, piece in enumerate(self.pieces):
             region = normalise(piece.region, self.shape)
             lo, hi = self.limits[number] if self.limits is not None else (region.lo, region.hi)
@@ -125,7 +114,7 @@ class SmallCells(NamedTuple):
     """
 
     source: Ints
-    data: Sequence[torch.Tensor]
+    data: Sequence[torch.Tensor | None]
     address: Ints
     known: WholeCells
     placed: WholeCells
@@ -148,31 +137,37 @@ class SmallCells(NamedTuple):
 
     def runs(self, labels: npt.NDArray[Any]) -> Iterator[tuple[Any, SmallCells]]:
         """Split the rows wherever their labels change, and yield the label and the rows of each run."""
-        ends = [*(np.flatnonzero(labels[1:] != labels[:-1]) + 1).tolist(), len(labels)]
-        return ((labels[start], self.rows(slice(start, end))) for start, end in pairwise([0, *ends]))
+        starts = np.flatnonzero(np.diff(labels, prepend=-1)).tolist()
+        return ((labels[start], self.rows(slice(start, end))) for start, end in pairwise([*starts, len(labels)]))
+
+
+def _plain_data(source: LocalEntry) -> torch.Tensor | None:
+    """Return the data of a plain tensor that this rank writes completely."""
+    data = source.data
+    if isinstance(data, torch.Tensor) and type(data) in PLAIN and source.limits is None and not source.frozen:
+        return data.data  # keeps the memory alive, even if another thread assigns to the `data` of the first tensor
+    return None
 
 
 def _small_cells(
-    sources: Sequence[LocalEntry],
-    order: Sequence[int],
-    cell_bytes: int,
-    known: ReusableCells,
-    *,
-    streams: Streams,
-    most: int,
-) -> SmallCells:
-    """Return the tensors below ``most`` bytes that can be in columns, in blob order."""
-    usable = len(streams) == len(sources)  # two sources with the same name are rejected later, by name
-    found = [(number, data.data) for number in order if usable and (data := sources[number].only) is not None]
-    held = [(number, address_of(data), data.nbytes) for number, data in found]
-    numbers, address, nbytes = np.array(held, np.int64).reshape(-1, 3).T
-    cells = known.parent.find(streams, cell_bytes).take(numbers)
+    sources: Sequence[LocalEntry], order: Ints, known: ReusableCells, streams: Streams, *, cell_bytes: int, most: int
+) -> tuple[SmallCells, npt.NDArray[np.bool_]]:
+    """Return all sources as columns, in this order, and which rows are valid.
+
+    Valid rows are plain tensors below ``most`` bytes. The others have to become `Cell` values.
+    """
+    none = WholeCells.none(len(order))
+    if not most or len(streams) != len(sources):  # two sources with the same name are rejected later, by name
+        return SmallCells(order, (), none.blob, none, none), none.is_whole
+    data = [_plain_data(sources[number]) for number in order.tolist()]
+    address = np.array([0 if tensor is None else address_of(tensor) for tensor in data], np.int64)
+    nbytes = np.array([0 if tensor is None else tensor.nbytes for tensor in data], np.int64)
+    cells = known.parent.find(streams, cell_bytes).take(order)
     fits = (address != 0) & (nbytes > 0) & (nbytes < most) & (nbytes <= cell_bytes)
-    for number, row in zip(numbers[new := fits & ~cells.is_whole].tolist(), np.flatnonzero(new).tolist(), strict=True):
-        source = sources[number]
+    for row in np.flatnonzero(fits & ~cells.is_whole).tolist():
+        source = sources[order[row]]
         fits[row] = known.parent.table(source.name, source.dtype, source.shape) is None
-    placed = WholeCells.none(int(fits.sum()))._replace(nbytes=nbytes[fits])
-    return SmallCells(numbers[fits], [data for _, data in found], address[fits], cells.take(fits), placed)
+    return SmallCells(order, data, address, cells, none._replace(nbytes=nbytes)), fits
 
 
 @collector_paused()
@@ -185,27 +180,28 @@ def plan_work(
 ) -> list[list[Cell | SmallCells]]:
     """Return the cells of all sources, group by group, in blob order.
 
-    Within a dtype, groups that begin with a large cell come first. Such cells begin at a page boundary, and leave only
-    small gaps. ``streams``: the names and forms of the sources. If they are given, tensors below ``small_bytes`` may
-    be in `SmallCells`.
+    Sources are sorted by the order of their dtype, which keeps every tensor aligned, and then by name. Within a dtype,
+    groups that begin with a large cell come first. Such cells begin at a page boundary, and leave only small gaps.
+    ``streams``: the names and forms of the sources. If they are given, tensors below ``small_bytes`` may be in
+    `SmallCells`.
     """
-    places = [source.order for source in sources]
-    order = sorted(range(len(sources)), key=places.__getitem__)
-    every = _small_cells(sources, order, cell_bytes, known, streams=streams, most=min(small_bytes, LEAF_BYTES))
-    row_of = {number: row for row, number in enumerate(every.source.tolist())}
-    work: list[list[Cell | SmallCells]] = []
-    for _, numbers in groupby(order, key=lambda number: places[number][0]):
-        small: list[list[Cell | SmallCells]] = []
-        for is_row, some in groupby(numbers, key=row_of.__contains__):
-            first, *more = some
-            if is_row:
-                small.append([every.rows(slice(row_of[first], row_of[first] + len(more) + 1))])
-                continue
-            for number in (first, *more):
-                for cells in _cells(number, sources[number], cell_bytes, known):
-                    (small if cells[0].nbytes < LEAF_BYTES else work).append([*cells])
-        work += small
-    return work
+    orders = {dtype: blob.order(dtype) for dtype in {source.dtype for source in sources}}
+    type_of = {dtype: sorted({*orders.values()}).index(order) for dtype, order in orders.items()}
+    places = [(type_of[source.dtype], source.key, source.kind, source.index) for source in sources]
+    order = np.array(sorted(range(len(sources)), key=places.__getitem__), np.int64)
+    types = np.array([place[0] for place in places], np.int64)[order]
+    most = min(small_bytes, LEAF_BYTES)
+    every, fits = _small_cells(sources, order, known, streams, cell_bytes=cell_bytes, most=most)
+    # for each dtype, the groups that begin with a large cell, and all others
+    parts: list[list[list[Cell | SmallCells]]] = [[] for _ in range(2 * len(orders))]
+    for label, some in every.runs(2 * types + fits):
+        if label % 2:
+            parts[label].append([some])
+            continue
+        for number in some.source.tolist():
+            for cells in _cells(number, sources[number], cell_bytes, known):
+                parts[label + (cells[0].nbytes < LEAF_BYTES)].append([*cells])
+    return [group for part in parts for group in part]
 
 
 def _cells(number: int, source: LocalEntry, cell_bytes: int, known: ReusableCells) -> Iterator[list[Cell]]:

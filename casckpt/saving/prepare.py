@@ -18,6 +18,7 @@ from casckpt.errors import InvalidInput
 from casckpt.format.manifest import Attachment, ObjectEntry
 from casckpt.format.plain import Spill
 from casckpt.format.records import changed
+from casckpt.format.regions import check_shape
 from casckpt.format.sections.index import ATTACHMENT, PART, TENSOR
 from casckpt.format.sections.tables import Streams
 from casckpt.format.tree import show
@@ -55,12 +56,7 @@ class Prepared:
     @cached_property
     def streams(self) -> Streams:
         """The dtype and shape of each entry, in order."""
-        return {source.name: (source.dtype, source.shape) for source in self.sources}
-
-    @property
-    def bytes_total(self) -> int:
-        """The total size of this rank's tensors, in bytes."""
-        return sum(source.nbytes for source in self.sources if source.kind == TENSOR)
+        return {(one.kind, one.key, one.index, one.rank): (one.dtype, one.shape) for one in self.sources}
 
 
 def prepare(
@@ -91,7 +87,7 @@ def prepare(
             continue
         own = rank if leaf.per_rank else None
         if leaf.is_tensor:
-            marked = is_frozen(key) or (unit is not leaf and is_frozen(unit.key))
+            marked = frozen is not None and (is_frozen(key) or (unit is not leaf and is_frozen(unit.key)))
             source = tensor_source(key, leaf.value, own, frozen=marked, together=size > 1)
             sources.append(source if leaf.outer is None else _inner_source(source, leaf.outer))
         else:
@@ -163,17 +159,9 @@ def tensor_source(
     """
     local = local_tensor(key, value)
     return LocalEntry(
-        TENSOR,
-        key,
-        0,
-        rank,
-        dtype_name(local.dtype),
-        local.shape,
-        local.pieces,
-        replicated=local.replicated,
-        frozen=frozen,
-        may_differ=together and may_differ(value, local),
-    )
+        TENSOR, key, 0, rank, dtype_name(local.dtype), check_shape(local.shape), local.data, local.shards,
+        local.replicated, None, frozen, together and may_differ(value, local),
+    )  # fmt: skip
 
 
 def stored_object(
@@ -190,7 +178,7 @@ def stored_object(
         return len(parts) - 1
 
     data, pickled = encode(spill)
-    sources = [_stream(PART, key, number, rank, part) for number, part in enumerate(parts)]
+    sources = [LocalEntry(PART, key, number, rank, "uint8", (len(part),), part) for number, part in enumerate(parts)]
     return ObjectEntry(key, rank, data, len(parts), pickled), sources
 
 
@@ -213,7 +201,9 @@ def snapshot(prepared: Prepared, staging: Staging) -> Prepared:
     """Copy all tensor data into ``staging``. Afterwards, the caller may change the original."""
     copies = iter(staging.copy(tensors_of(prepared)))
     sources = [
-        changed(source, pieces=[Piece(piece.region, next(copies)) for piece in source.pieces])
+        changed(source, data=next(copies))
+        if isinstance(source.data, torch.Tensor)
+        else changed(source, shards=[Piece(piece.region, next(copies)) for piece in source.shards])
         for source in prepared.sources
     ]
     return replace(prepared, sources=sources)
@@ -221,11 +211,7 @@ def snapshot(prepared: Prepared, staging: Staging) -> Prepared:
 
 def tensors_of(prepared: Prepared) -> list[torch.Tensor]:
     """Return the data of all pieces, in order."""
-    return [piece.data for source in prepared.sources for piece in source.pieces]
-
-
-def _stream(kind: str, key: str, index: int, rank: int | None, data: bytes) -> LocalEntry:
-    return LocalEntry(kind, key, index, rank, "uint8", (len(data),), buffer=data)
+    return [data for source in prepared.sources for data in source.tensors]
 
 
 def _attachments(given: Mapping[str, bytes | bytearray | memoryview]) -> tuple[list[Attachment], list[LocalEntry]]:
@@ -243,5 +229,5 @@ def _attachments(given: Mapping[str, bytes | bytearray | memoryview]) -> tuple[l
         if len(content) < _INLINE_BYTES:
             inline.append(Attachment(name, content))
         else:
-            large.append(_stream(ATTACHMENT, name, 0, None, content))
+            large.append(LocalEntry(ATTACHMENT, name, 0, None, "uint8", (len(content),), content))
     return inline, large

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
+import torch
+
 from casckpt.base.parallel import usable_threads
 from casckpt.base.progress import Progress
 from casckpt.contents import blobs
@@ -62,7 +64,8 @@ def write_part(
     shares, objects, attachments = [], list[ObjectEntry](), list[Attachment]()
     with coding(repo, known, options, offered=offer.compress) as coder:
         for each in prepared:
-            wait_for_gpus(tensors_of(each))
+            if torch.cuda.is_initialized():  # type: ignore[no-untyped-call] # torch's
+                wait_for_gpus(tensors_of(each))
             work = plan_work(each.sources, cell_bytes, known, each.streams, LEAF_BYTES if coder is None else MIN_CELL)
             total = sum(cell.nbytes for cells in work for cell in cells)
             upload = Upload(repo, txid, each.sources, known, threads, coder, scan, progress)

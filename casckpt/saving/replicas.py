@@ -153,8 +153,8 @@ def _object_digests(prepared: Prepared, *, pickles: bool) -> Words:
     """Digest each object together with its large buffers. If ``pickles`` is False, the digest of a pickle is 0."""
     parts: dict[tuple[str, int | None], list[bytes]] = {}
     for source in prepared.sources:
-        if source.kind == PART and source.buffer is not None:
-            parts.setdefault((source.key, source.rank), []).append(cell_digest(source.buffer))
+        if source.kind == PART and isinstance(source.data, bytes):
+            parts.setdefault((source.key, source.rank), []).append(cell_digest(source.data))
     contents = [b"".join([one.data, *parts.get((one.key, one.rank), [])]) for one in prepared.objects]
     found = _words([cell_digest(content) for content in contents])
     return np.where([one.pickled and not pickles for one in prepared.objects], np.uint64(0), found)

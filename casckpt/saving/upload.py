@@ -18,9 +18,10 @@ The workers' buffers limit memory use, whatever the size of the state. The next 
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
+from functools import partial
 from random import Random
 from threading import BoundedSemaphore, Event, Lock
 from time import perf_counter
@@ -172,8 +173,9 @@ class Upload:
             self._trust(work, placed)
             work = [cells for cells in work if id(cells[0]) not in placed]
         probed = [cells for cells in work if self._is_probed(cells)]
-        self._compare_each([cells[0] for cells in probed], placed)
-        self._compare_each([cell for cells in probed if id(cells[0]) in placed for cell in cells[1:]], placed)
+        compare = partial(self._compare_all, placed)
+        self._in_lots([cells[0] for cells in probed], compare)
+        self._in_lots([cell for cells in probed if id(cells[0]) in placed for cell in cells[1:]], compare)
 
     def _is_probed(self, cells: Sequence[Cell]) -> bool:
         """Return whether the first of these cells should be hashed in place."""
@@ -213,15 +215,16 @@ class Upload:
                 id(cell) for cell in lot if cell.known is None or cell_digest(cell.data()) != cell.known.digest
             )
 
-        threads = useful_threads(self.threads, sum(cell.nbytes for cell in cells), len(cells))
-        run_all(compare, _tasks(cells), threads)
+        self._in_lots(cells, compare)
         return changed
 
-    def _compare_each(self, cells: Sequence[Cell], placed: dict[int, PlacedCell]) -> None:
+    def _in_lots(self, cells: Sequence[Cell], call: Callable[[Sequence[Cell]], None]) -> None:
+        """Call ``call`` in parallel, with lots of cells of a size that suits one task."""
         threads = useful_threads(self.threads, sum(cell.nbytes for cell in cells), len(cells))
-        run_all(lambda lot: self._compare_all(lot, placed), _tasks(cells), threads)
+        lots = in_batches(cells, lambda cell: max(cell.nbytes, _TASK_BYTES // _TASK_CELLS), _TASK_BYTES)
+        run_all(call, lots, threads)
 
-    def _compare_all(self, cells: Sequence[Cell], placed: dict[int, PlacedCell]) -> None:
+    def _compare_all(self, placed: dict[int, PlacedCell], cells: Sequence[Cell]) -> None:
         for cell in cells:
             view = cell.memory.view(cell.start, cell.stop)
             if view is None:
@@ -352,16 +355,16 @@ class Upload:
         spans = list(zip((ends - sizes).tolist(), ends.tolist(), strict=True))
         hashed = cell_digests(buffer, spans)
         placed.digest[:] = np.frombuffer(hashed, np.uint8).reshape(-1, DIGEST_BYTES)
-        digests = [CellDigest(hashed[at : at + DIGEST_BYTES]) for at in range(0, len(hashed), DIGEST_BYTES)]
         is_same = known.is_whole & (known.digest == placed.digest).all(axis=1)
         if self.scan is not None:
-            for source, (lo, hi), digest, same in zip(cells.source, spans, digests, is_same, strict=True):
-                self.scan.scan(self.sources[source], buffer[lo:hi], digest, is_unchanged=same)
+            for row, ((lo, hi), same) in enumerate(zip(spans, is_same, strict=True)):
+                digest = CellDigest(placed.digest[row].tobytes())
+                self.scan.scan(self.sources[cells.source[row]], buffer[lo:hi], digest, is_unchanged=same)
         placed.is_whole[:], placed.blob[:], placed.offset[:] = False, known.blob, known.offset
         places, dtype = list[tuple[bool, int, int]](), self.sources[_first(cells)].dtype
         others = np.flatnonzero(~(is_same & self.known.usable_cells(known)))
         for row in others.tolist():
-            digest, (lo, hi), at = digests[row], spans[row], writer.end
+            digest, (lo, hi), at = CellDigest(placed.digest[row].tobytes()), spans[row], writer.end
             place, is_new = self._claim(self._find(None, digest), digest, number, at)
             if place.frame is not None:  # a frame of a different tensor, which columns cannot describe
                 place, is_new = PlacedCell(digest, True, number, at), True
@@ -474,8 +477,3 @@ class _Packing:
     capacity: int  # the number of data bytes in a blob
     stop: Event = field(default_factory=Event)
     turns: BoundedSemaphore = field(default_factory=lambda: BoundedSemaphore(usable_cores()))
-
-
-def _tasks(cells: Sequence[Cell]) -> Iterable[Sequence[Cell]]:
-    """Divide cells into lots of a size that suits one task."""
-    return in_batches(cells, lambda cell: max(cell.nbytes, _TASK_BYTES // _TASK_CELLS), _TASK_BYTES)

@@ -26,6 +26,7 @@ if TYPE_CHECKING:
 _STATISTICS = frozenset({"running_mean", "running_var", "num_batches_tracked"})
 """The names of buffers in torch's norm modules."""
 _EXTRA_STATE = "_extra_state"
+_STRIDED = torch.strided
 
 
 class Piece(LightStruct, frozen=True):
@@ -36,35 +37,53 @@ class Piece(LightStruct, frozen=True):
 
 
 class LocalTensor(LightStruct, frozen=True):
-    """The part of a tensor that this process holds. ``shape``: the global tensor's shape. ``pieces`` may be empty.
+    """The part of a tensor that this process holds. ``shape``: the global tensor's shape.
 
+    ``data``: the whole tensor, or None if this process holds only ``shards`` of it, of which there may be none.
     ``replicated``: whether it is expected to be equal on all ranks that hold it. If so, these ranks share the writing.
     """
 
     key: str
     dtype: torch.dtype
     shape: Shape
-    pieces: Sequence[Piece]
+    data: torch.Tensor | None
+    shards: Sequence[Piece] = ()
     replicated: bool = False
+
+    @property
+    def pieces(self) -> Sequence[Piece]:
+        """The pieces that this process holds."""
+        return self.shards if self.data is None else (Piece(whole(self.shape), self.data),)
+
+
+def data_and_shards(shape: Shape, pieces: Sequence[Piece]) -> tuple[torch.Tensor | None, Sequence[Piece]]:
+    """Return pieces as the fields of a `LocalTensor`."""
+    return (pieces[0].data, ()) if len(pieces) == 1 and pieces[0].region == whole(shape) else (None, pieces)
 
 
 def local_tensor(key: str, leaf: Any) -> LocalTensor:
     """Return a leaf's pieces. Raises an InvalidInput that names the key for a tensor without bytes of its own."""
-    if type(leaf) in PLAIN and not hasattr(leaf, CHUNK_LIST):
-        return _from_whole(key, leaf)
+    is_plain = type(leaf) in PLAIN and not hasattr(leaf, CHUNK_LIST)
+    if not is_plain and (local := _sharded(key, leaf)) is not None:
+        return local
+    is_usual = is_plain and leaf.layout is _STRIDED and not leaf.is_nested and not leaf.is_quantized
+    if not is_usual or leaf.storage_offset() or not leaf.data_ptr() or hasattr(leaf, "ds_id"):
+        check_storable(key, leaf)  # slow, and not necessary for most tensors
+    is_parameter = type(leaf) is not torch.Tensor and isinstance(leaf, torch.nn.Parameter)
+    return LocalTensor(key, leaf.dtype, tuple(leaf.shape), leaf, (), is_parameter)
+
+
+def _sharded(key: str, leaf: Any) -> LocalTensor | None:
+    """Return the pieces of a leaf of which this process may hold only a part. Return None for a whole tensor."""
     if not isinstance(leaf, torch.Tensor):
         return _from_shards(key, _shards(key, leaf))
-    parts: LocalParts | None = None
     described = described_shards(key, leaf)
-    if described is not None:
-        parts = LocalParts(tuple(leaf.shape), leaf.dtype, described)
-    elif is_dtensor(leaf):
+    if described is None and is_dtensor(leaf):
         return _from_dtensor(key, leaf)
-    else:
-        parts = parts_of(key, leaf)
+    parts = parts_of(key, leaf) if described is None else LocalParts(tuple(leaf.shape), leaf.dtype, described)
     if parts is None:
-        return _from_whole(key, leaf)
-    return _from_shards(key, parts.shards) if parts.shards else LocalTensor(key, parts.dtype, parts.shape, [])
+        return None
+    return _from_shards(key, parts.shards) if parts.shards else LocalTensor(key, parts.dtype, parts.shape, None)
 
 
 def may_differ(leaf: Any, local: LocalTensor) -> bool:
@@ -83,14 +102,6 @@ def may_differ(leaf: Any, local: LocalTensor) -> bool:
     return is_buffer or not is_parameter or prod(local.shape) <= 1
 
 
-def _from_whole(key: str, leaf: torch.Tensor) -> LocalTensor:
-    if not _is_usual(leaf):
-        check_storable(key, leaf)
-    region = whole(tuple(leaf.shape))
-    is_parameter = type(leaf) is not torch.Tensor and isinstance(leaf, torch.nn.Parameter)
-    return LocalTensor(key, leaf.dtype, region.box.shape, (Piece(region, leaf),), is_parameter)
-
-
 def _shards(key: str, leaf: Any) -> list[Shard]:
     if isinstance(leaf, torch.Tensor):
         parts = None if is_dtensor(leaf) else parts_of(key, leaf)
@@ -107,7 +118,7 @@ def _from_dtensor(key: str, leaf: DTensor) -> LocalTensor:
     pieces = [
         Piece(Region(box, 0, box.numel), narrow(local, inner)) for box, inner in local_boxes(key, leaf) if box.numel
     ]
-    return LocalTensor(key, leaf.dtype, tuple(leaf.shape), pieces, replicated=True)
+    return LocalTensor(key, leaf.dtype, tuple(leaf.shape), *data_and_shards(tuple(leaf.shape), pieces), replicated=True)
 
 
 def _from_shards(key: str, shards: Sequence[Shard]) -> LocalTensor:
@@ -124,7 +135,8 @@ def _from_shards(key: str, shards: Sequence[Shard]) -> LocalTensor:
         check_storable(key, shard.data)
         pieces += _shard_pieces(shard)
     replicated = all(shard.replicated for shard in shards)
-    return LocalTensor(key, shards[0].data.dtype, shards[0].global_shape, pieces, replicated)
+    shape = shards[0].global_shape
+    return LocalTensor(key, shards[0].data.dtype, shape, *data_and_shards(shape, pieces), replicated)
 
 
 def _shard_pieces(shard: Shard) -> list[Piece]:
@@ -188,13 +200,6 @@ def _problem(data: Any) -> str | None:
     is_fine = not data.numel() or has_memory(data)
     advice = "store the tensors that it wraps, or pass a flatten for its class to casckpt.register_wrapper"
     return None if is_fine else f"a {type(data).__name__} has no memory of its own; {advice}"
-
-
-def _is_usual(data: torch.Tensor) -> bool:
-    """Return whether a tensor is like most tensors, whose bytes can be stored directly. This is a fast path."""
-    if type(data) not in PLAIN or data.layout is not torch.strided or data.is_nested or data.is_quantized:
-        return False
-    return not data.storage_offset() and data.data_ptr() != 0 and not hasattr(data, "ds_id")
 
 
 def check_in_place(key: str, leaf: Any) -> None:

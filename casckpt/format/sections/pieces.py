@@ -15,6 +15,7 @@ import numpy as np
 import numpy.typing as npt
 
 from casckpt.base.digest import Buffer
+from casckpt.base.groups import runs
 from casckpt.base.lazy import cached_property
 from casckpt.errors import Damaged, Refused
 from casckpt.format.columns import Ints, pack, unpack
@@ -126,15 +127,10 @@ class PieceReader:
         bounds, start = self._bounds, self._section.offset
         if self._section.length <= _SMALL:
             groups = range(len(bounds) - 1)
-        runs: list[list[int]] = []
-        for group in groups:
-            if runs and group == runs[-1][-1] + 1:
-                runs[-1].append(group)
-            else:
-                runs.append([group])
-        spans = [(start + bounds[run[0]], bounds[run[-1] + 1] - bounds[run[0]]) for run in runs]
+        adjacent = list(runs(groups, lambda run, group: group == run[-1] + 1))
+        spans = [(start + bounds[run[0]], bounds[run[-1] + 1] - bounds[run[0]]) for run in adjacent]
         found = self._read(spans) if any(length for _, length in spans) else [b""] * len(spans)
-        for run, data in zip(runs, found, strict=True):
+        for run, data in zip(adjacent, found, strict=True):
             view, begin = memoryview(data), bounds[run[0]]
             for group in run:
                 part = view[bounds[group] - begin : bounds[group + 1] - begin]

@@ -196,9 +196,6 @@ def decode_table(
     Raises Refused or InvalidInput for anything that does not fit the tensor or the blobs. No number in the returned
     table points outside the tensor, a box, a blob or the digests. Also raises msgspec's errors.
     """
-    only = _one_row(cells, rows, blob_sizes, shape, itemsize=itemsize, cell=cell)
-    if only is not None:
-        return only
     if bool(cells) != bool(rows):
         raise Refused(
             "a tensor has cells without locations (this checkpoint may have dropped them), or locations without cells"
@@ -211,25 +208,6 @@ def decode_table(
         cut = partial(cut, blob_sizes=blob_sizes, itemsize=0, cell=cell)  # frame sizes are not known yet
         extents = decode_coded(rows[1:], cut, blob_sizes, cells=count, itemsize=itemsize, cell_bytes=cell * itemsize)
     return ExtentTable(shape, itemsize, cell, boxes, extents)
-
-
-def _one_row(
-    cells: Buffer, rows: Buffer, blob_sizes: Sequence[int], shape: Shape, *, itemsize: int, cell: int
-) -> ExtentTable | None:
-    """Return the table of a tensor that is stored as a single row, as most are, or None. This is a fast path.
-
-    Also return None for invalid bytes, so that the caller determines the reason.
-    """
-    if len(rows) != len(ROWS) + ROW.size or bytes(rows[:1]) != ROWS or bytes(cells[:1]) != WHOLE:
-        return None
-    (count, blob, offset), tensor, digests = ROW.unpack_from(rows, len(ROWS)), full_box(shape), bytes(cells[1:])
-    numel = tensor.numel
-    fits = numel and count == -(-numel // cell) and len(digests) == count * DIGEST_BYTES
-    if not fits or blob >= len(blob_sizes):
-        return None
-    if offset < DATA_OFFSET or offset + numel * itemsize > blob_sizes[blob]:
-        return None
-    return ExtentTable(shape, itemsize, cell, (tensor,), (Extent(0, 0, numel, blob, offset, digests),))
 
 
 class WholeCells(NamedTuple):
@@ -315,7 +293,7 @@ class Extents(Mapping[Name, tuple[str, ExtentTable]]):
 
     def has_only(self, streams: Streams) -> bool:
         """Return whether these are the same entries in the same order, which is the case in most saves."""
-        return list(self.streams.items()) == list(streams.items())
+        return self.streams is streams or list(self.streams.items()) == list(streams.items())
 
     def find(self, streams: Streams, cell_bytes: int) -> WholeCells:
         """Return a row for each of these entries. It is not whole unless the same entry is a single cell here."""

@@ -25,7 +25,7 @@ from casckpt.saving.prepare import Prepared, prepare, stored_object
 from casckpt.tensors.dtensors import is_dtensor
 from casckpt.tensors.dtypes import dtype_name
 from casckpt.tensors.objects import TORCH_EXTENSIONS, is_archive, is_only_torchs, read_archive, write_archive
-from casckpt.tensors.shards import Piece, check_storable, local_tensor
+from casckpt.tensors.shards import Piece, check_storable, data_and_shards, local_tensor
 from casckpt.tensors.state import decode_tree, encode_tree, flatten, inflate
 from casckpt.tensors.untrusted import MISREAD
 
@@ -284,7 +284,7 @@ def sources_of(parts: Sequence[_Part], planner: Resolver, is_frozen: Any) -> lis
         if part.region.numel:
             held.append(Piece(part.region, data))
     return [
-        LocalEntry(TENSOR, key, 0, None, dtype, shape, pieces[key], frozen=is_frozen(key))
+        LocalEntry(TENSOR, key, 0, None, dtype, shape, *data_and_shards(shape, pieces[key]), frozen=is_frozen(key))
         for key, (dtype, shape) in first.items()
     ]
 
