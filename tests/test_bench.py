@@ -184,6 +184,15 @@ def test_a_planned_manifest_has_the_requested_size(tmp_path: Path) -> None:
     assert {len(row["rounds"]) for row in rows.values()} == {ROUNDS}
 
 
+def test_groups_of_processes_and_of_simulated_ranks_are_measured(tmp_path: Path) -> None:
+    results = tmp_path / "ranks.json"
+    done = bench("ranks", "--quick", "--dir", tmp_path, "--json", results)
+    assert done.status == 0, done.told
+    rows = rows_of(results, "ranks")
+    assert {group for group, _, _ in rows} == {"3 processes", "50 simulated ranks"}
+    assert {len(row["rounds"]) for row in rows.values()} == {ROUNDS}
+
+
 @pytest.mark.soak
 def test_a_bucket_is_measured_together_with_a_raw_client(tmp_path: Path) -> None:
     (tmp_path / "work").mkdir()

@@ -11,6 +11,8 @@ around rank 0. As a result, the failure of one rank never leaves another rank wa
   rank that reports that it is alive (`Ranks.alive`) does not exceed the timeout.
 - If rank 0 dies, the other ranks see that their connection is closed, find no note, and name rank 0.
 - If rank 0 stalls, the other ranks wait for a longer timeout and then leave a note, which rank 0 finds.
+- A rank that cannot swap bytes with another rank only suspects that rank, which may itself be waiting for a third one.
+  It sends its suspicion to rank 0, which knows the rank from which no message comes.
 
 After a rank dies or stalls, casckpt drops the group. After a stall, the next call creates a new group.
 """
@@ -20,9 +22,9 @@ from __future__ import annotations
 import logging
 import os
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from datetime import timedelta
-from functools import cache, wraps
+from functools import cache, partial, wraps
 from threading import Lock, current_thread, main_thread
 from time import monotonic
 from typing import TYPE_CHECKING, Any, NoReturn, TypeAlias, TypeVar
@@ -33,9 +35,9 @@ import torch
 from casckpt.base.progress import Progress
 from casckpt.errors import CasckptError, InvalidInput, RankFailed, Unsupported
 from casckpt.ranks import waiting
-from casckpt.ranks.messages import Message, astray, first_line, public_call, seen_from
+from casckpt.ranks.messages import Message, astray, first_line, public_call, seen_from, suspected, suspicion
 from casckpt.ranks.waiting import Meeting
-from casckpt.ranks.wire import Transfer, Wire
+from casckpt.ranks.wire import Transfer, Wire, greet
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -255,10 +257,9 @@ class GroupRanks:
             mine.call = public_call(sys._getframe())
             answer = self._lead(mine, decide) if self.rank == 0 else self._follow(mine)
             self._wire.end()
-        if mine.error is not None:
-            raise mine.error
-        if answer.error is not None:
-            raise answer.error
+        error = answer.error if suspected(mine.error) and answer.error else mine.error or answer.error
+        if error is not None:
+            raise error
         found: Down = answer.value
         return found
 
@@ -296,7 +297,7 @@ class GroupRanks:
         except RankFailed as failure:
             self._give_up(failure)
             raise
-        if isinstance(answer.error, RankFailed) and answer.error.lost:
+        if isinstance(answer.error, RankFailed) and answer.error.lost and not suspected(answer.error):
             self._drop(answer.error)
         return seen_from(answer, self.rank)
 
@@ -317,12 +318,15 @@ class GroupRanks:
 
 
 def _first_failure(messages: Sequence[Message], mine: Message) -> Message | None:
-    """Return the first error of any rank, or else an error for a rank at a different point in the code, or None."""
+    """Return the first error of any rank, or else an error for a rank at a different point in the code, or None.
+
+    A suspicion comes last, because it may be a consequence of one of the other errors.
+    """
     failed = [Message(error=message.error, rank=message.rank) for message in messages if message.error is not None]
     strayed = astray(messages, mine)
     if strayed is not None:
         failed.append(Message(error=strayed, rank=strayed.rank))
-    return failed[0] if failed else None
+    return min(failed, key=lambda message: suspected(message.error), default=None)
 
 
 def _timeout_of(group: ProcessGroup) -> timedelta:
@@ -351,20 +355,57 @@ def _connect(parent: ProcessGroup, name: str, rank: int, size: int) -> Wire:
         shared = shared.clone()  # a torch store serves one thread at a time, and another thread may be waiting in it
     store = dist.PrefixStore(name, shared)
     timeout = _timeout_of(parent)
-    _, problem = _gloo(dist.HashStore(), 0, 1, timeout)  # a group of one rank, to check whether gloo can start
+    on_demand = _devices()
+    _, problem = _tried(lambda: _gloo(dist.HashStore(), 0, 1, timeout, on_demand))  # to check whether gloo can start
     meeting, seconds = Meeting(store, rank, size), timeout.total_seconds()
     meeting.come("start", seconds, problem and f"gloo cannot start on rank {rank}: {problem}")
     end = monotonic() + seconds + waiting.HEARD_SECONDS
-    group, problem = _gloo(store, rank, size, timeout)
-    problem = problem and f"gloo cannot connect rank {rank} to the other ranks: {problem}"
-    meeting.come("connected", end - monotonic(), problem)
-    return Wire(group, store, rank, size, timeout=timeout, patience=2 * timeout + MARGIN)
+    unable = f"gloo cannot connect rank {rank} to the other ranks: "
+    group, problem = _tried(lambda: _gloo(store, rank, size, timeout, on_demand and _devices()))
+    meeting.come("addresses", end - monotonic(), problem and unable + problem)
+    _, problem = _tried(partial(waiting.within, seconds / 2, partial(greet, group, rank, size, timeout)))
+    if problem:
+        group = None  # no reference may be left, see `_gloo`
+    meeting.come("connected", end - monotonic(), problem and unable + problem)
+
+    def another(which: str, others: Collection[int]) -> Any:
+        """Return a group that can connect to ``others``."""
+        own = dist.PrefixStore(f"{name}/{which}", shared.clone() if hasattr(shared, "clone") else shared)
+        made, problem = _tried(lambda: _gloo(own, rank, size, timeout, _devices()))
+        if problem:
+            raise Unsupported(f"gloo cannot start on rank {rank}: {problem}")
+        own.set(f"ready {rank}", "")
+        for other in others:
+            try:
+                own.wait([f"ready {other}"], timeout / 2)
+            except RuntimeError as error:
+                raise suspicion(other, error) from None
+        return made
+
+    wire = Wire(group, store, rank, size, timeout=timeout, patience=2 * timeout + MARGIN)
+    wire.another = another if on_demand else None
+    return wire
 
 
-def _gloo(store: Any, rank: int, size: int, timeout: timedelta) -> tuple[Any, str]:
-    """Return a gloo group, or the reason why it cannot be created."""
+def _gloo(store: Any, rank: int, size: int, timeout: timedelta, devices: list[Any]) -> Any:
+    """Return a gloo group, whose ranks connect on demand if there are ``devices``. Raises RuntimeError.
+
+    gloo waits for a connection for five times ``timeout``. The caller must give up earlier, from another thread: if a
+    rank that was stopped connects after gloo has given up, gloo ends the process.
+    """
+    dist: Any = torch.distributed
+    if not devices:
+        return dist.ProcessGroupGloo(store, rank, size, timeout)
+    options = dist.ProcessGroupGloo._Options()
+    options._devices, options._threads, options._timeout = devices, 1, timeout
+    # the prefix: ranks that connect all pairs at once cannot read the addresses of ranks that do not
+    return dist.ProcessGroupGloo(dist.PrefixStore("on demand", store), rank, size, options)
+
+
+def _tried(call: Callable[[], Kept]) -> tuple[Kept | None, str]:
+    """Return the result of a call to gloo, or the reason why it failed."""
     try:
-        return torch.distributed.ProcessGroupGloo(store, rank, size, timeout), ""
+        return call(), ""
     except RuntimeError as error:
         name = os.environ.get("GLOO_SOCKET_IFNAME")
         chosen = f" (here it is {name})" if name else ""
@@ -372,6 +413,21 @@ def _gloo(store: Any, rank: int, size: int, timeout: timedelta) -> tuple[Any, st
             f"{first_line(error)}. On each host, set GLOO_SOCKET_IFNAME to a network interface that the other "
             f"hosts can reach{chosen}. `ip address` lists the interfaces"
         )
+
+
+def _devices() -> list[Any]:
+    """Return gloo devices that connect ranks on demand, for the interfaces that torch would use.
+
+    Returns [] if this torch (before 2.8) or its transport cannot connect on demand.
+    """
+    gloo: Any = torch.distributed.ProcessGroupGloo
+    names = os.environ.get("GLOO_SOCKET_IFNAME", "")
+    try:
+        if len(names) > 1:  # as in torch
+            return [gloo.create_device(interface=name, lazy_init=True) for name in names.split(",")]
+        return [gloo.create_default_device(lazy_init=True)]
+    except (AttributeError, TypeError, ValueError, RuntimeError):
+        return []
 
 
 class _Groups:

@@ -12,17 +12,20 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from threading import Event, Lock, Thread
 from time import monotonic, sleep
-from typing import Any, Final
+from typing import Any, Final, TypeVar
 
 from casckpt.base.text import listed
 from casckpt.errors import RankFailed
 
 log = logging.getLogger(__name__)
 
+Value = TypeVar("Value")
+
 FIRST = 30.0  # seconds from the beginning of a wait to the first warning,
 NEXT = 300.0  # and from one warning to the next
 HEARD_SECONDS = 5.0  # seconds that a failed rank waits for the others to read the reason
 _LONGEST: Final = 0.25  # seconds between two polls of the store
+_POLL: Final = 2e-5  # seconds that the store needs for one poll
 _NAMED: Final = 8  # ranks
 _END: Final = "\n"  # of the rank in a verdict
 
@@ -63,6 +66,29 @@ def announced(missing: Callable[[], Sequence[int]], tell: Callable[[str], None],
             over.set()
 
 
+def within(seconds: float, call: Callable[[], Value]) -> Value:
+    """Call ``call`` in another thread. Raises RuntimeError after ``seconds``.
+
+    A call to a store of torch or to gloo may wait forever for a stopped process.
+    """
+    values, errors = list[Value](), list[Exception]()
+
+    def run() -> None:
+        try:
+            values.append(call())
+        except Exception as error:  # noqa: BLE001 - raised by the thread that waits
+            errors.append(error.with_traceback(None))  # its frames would keep a gloo group alive
+
+    thread = Thread(target=run, name="casckpt-within", daemon=True)
+    thread.start()
+    thread.join(seconds)
+    if errors:
+        raise errors.pop()  # not from a variable, which would form a cycle with the traceback
+    if not values:
+        raise RuntimeError(f"timed out after {seconds:.0f} s")
+    return values[0]
+
+
 @dataclass(frozen=True)
 class Meeting:
     """A meeting of the ranks of one group in ``store``, a torch store. It works before the ranks are connected."""
@@ -78,11 +104,11 @@ class Meeting:
         ranks raise the same RankFailed, including ranks that arrive later.
         """
         try:
-            verdict = self._verdict(stage, seconds, problem)
-        except RuntimeError as error:  # the process that hosts the store died: rank 0 or its launcher
+            verdict = within(max(seconds, 0) + 2 * HEARD_SECONDS, lambda: self._verdict(stage, seconds, problem))
+        except RuntimeError as error:  # the process that hosts the store died or was stopped: rank 0 or its launcher
             raise RankFailed(
-                "rank 0 died, or the process that hosts the store of the process group died: nothing was saved or "
-                f"loaded. Restart the job ({str(error)[:200]})",
+                "rank 0 or the process that hosts the store of the process group died or was stopped: nothing was "
+                f"saved or loaded. Restart the job ({str(error)[:200]})",
                 rank=0,
             ) from error
         if verdict:
@@ -106,7 +132,8 @@ class Meeting:
                     self._decide(stage, absent or [self.rank])
                 elif absent:
                     log.warning("%s", late(absent, waited))
-            sleep(min(_LONGEST, waited / 10))  # short at first: the ranks of a job arrive almost together
+            # short at first, because the ranks of a job arrive almost together, but many ranks share one store
+            sleep(min(_LONGEST, max(waited / 10, self.size * _POLL)))
         verdict: str = store.get(key).decode()[1:]
         if verdict:
             self._let_all_hear(stage)

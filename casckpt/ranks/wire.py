@@ -7,9 +7,10 @@ Each error names the rank that failed. All messages are between rank 0 and anoth
 from __future__ import annotations
 
 import logging
-from collections.abc import Container, Sequence
+from collections.abc import Callable, Collection, Container, Sequence
 from contextlib import suppress
 from datetime import timedelta
+from functools import partial
 from threading import Lock
 from time import monotonic
 from typing import Any, NoReturn, TypeAlias
@@ -27,6 +28,7 @@ from casckpt.ranks.messages import (
     has_come,
     is_alive,
     pack,
+    suspicion,
     timed_out,
     to_frames,
     unpack,
@@ -39,9 +41,11 @@ Transfer: TypeAlias = "tuple[torch.Tensor, int]"
 """Bytes to send or receive, and the other rank."""
 
 WORD_SECONDS = 5.0  # time to find a note from rank 0 after a connection breaks
+_MOMENT = 0.5  # seconds in which gloo receives what has already arrived
 _REST_SECONDS = 60.0  # minimum time for the rest of a message
 _LOST = "lost"
 _SWAP = 1  # the tag for bytes that are not part of a message
+_PIECE = 1 << 26  # bytes that a swap sends before it may report progress
 _SIGNS = 4  # signs of life per timeout; an exchange's first sign is sent before any rank warns
 AFTER_RANK_0 = 10.0  # seconds; rank 0 warns first, because it knows which ranks are missing
 
@@ -54,11 +58,15 @@ class Wire:
     waits for all ranks.
     """
 
+    another: Callable[[str, Collection[int]], Any] | None = None
+    """Returns a new group, by name, that can connect to some ranks on demand (None: gloo cannot do that)."""
+
     def __init__(
         self, group: Any, store: Any, rank: int, size: int, *, timeout: timedelta, patience: timedelta
     ) -> None:
         self._group, self._store = group, store
         self._rank, self._size = rank, size
+        self._exchanges = self._swaps = 0  # all exchanges, and the swaps of this exchange; equal on all ranks
         self._timeout, self._patience = timeout, patience
         self._alive_lock = Lock()
         self._signs: list[Any] = []  # signs of life in transit, kept until the message that follows them is sent
@@ -66,6 +74,7 @@ class Wire:
 
     def begin(self) -> None:
         """Begin an exchange, and restart the pauses between signs of life."""
+        self._exchanges, self._swaps = self._exchanges + 1, 0
         self._reported, self._pause = monotonic(), min(self._timeout.total_seconds() / _SIGNS, waiting.FIRST * 2 / 3)
 
     def end(self) -> None:
@@ -88,14 +97,37 @@ class Wire:
 
     def swap(self, sends: Sequence[Transfer], receives: Sequence[Transfer]) -> None:
         """See `casckpt.ranks.ranks.GroupRanks.swap`."""
-        works = [(rank, self._irecv(data, rank, _SWAP)) for data, rank in receives]
-        works += [(rank, self._isend(data, rank, _SWAP)) for data, rank in sends]
-        for rank, work in works:
-            try:
-                work.wait(self._timeout)
-            except RuntimeError as error:
-                raise broken(rank, error) from error  # the exchange then finds the reason
-            self.alive()
+        self._swaps += 1
+        transfers = [(rank, True, piece) for data, rank in receives for piece in _pieces(data)]
+        transfers += [(rank, False, piece) for data, rank in sends for piece in _pieces(data)]
+        if not transfers:
+            return
+        works: list[Any] = []
+        pause = self._timeout.total_seconds() / 2  # rank 0 receives a suspicion before it exceeds its own timeout
+        deadline, rank = monotonic() + pause, None
+        try:
+            waiting.within(pause, partial(self._start, transfers, works))
+            for number, (rank, *_) in enumerate(transfers):  # noqa: B007 - named in the error
+                self.alive()
+                _wait(works[number], deadline)
+                deadline = monotonic() + pause
+        except RankFailed:
+            raise
+        except RuntimeError as error:
+            rank = transfers[min(len(works), len(transfers) - 1)][0] if rank is None else rank
+            raise suspicion(rank, error) from error.with_traceback(None)
+        finally:
+            # no reference to the group may be left, even by a traceback: gloo ends this process if a rank that was
+            # stopped connects to a group in which a wait has timed out
+            works.clear()
+            del works  # `_start` may still add to it
+
+    def _start(self, transfers: Sequence[tuple[int, bool, torch.Tensor]], works: list[Any]) -> None:
+        """Start the transfers of a swap in a group of its own, because a timeout closes all connections of a group."""
+        name, others = f"swap/{self._exchanges}/{self._swaps}", dict.fromkeys(rank for rank, *_ in transfers)
+        group = self.another(name, others) if self.another else self._group
+        for rank, receives, piece in transfers:
+            works.append((group.recv if receives else group.send)([piece], rank, _SWAP))
 
     # rank 0
 
@@ -143,11 +175,14 @@ class Wire:
                 sent += [(rank, self._isend(frame, rank)) for frame in frames]
         for rank, work in sent:
             try:
-                work.wait(self._patience)
+                work.wait(self._timeout)
             except RuntimeError as error:
                 why = self._why_lost(rank, error)
                 if why.rank == 0:
                     return why
+                if why.lost == "late":  # gloo has closed all connections
+                    self.leave_word(why)  # also for this rank's next exchange
+                    return None
                 continue  # it died after it sent its message; the next exchange raises an error
         return None
 
@@ -170,15 +205,15 @@ class Wire:
 
     # frames
 
-    def _irecv(self, data: torch.Tensor, rank: int, tag: int = 0) -> Any:
+    def _irecv(self, data: torch.Tensor, rank: int) -> Any:
         try:
-            return self._group.recv([data], rank, tag)
+            return self._group.recv([data], rank, 0)
         except RuntimeError as error:  # the connection is already broken
             return _Broken(error)
 
-    def _isend(self, frame: torch.Tensor, rank: int, tag: int = 0) -> Any:
+    def _isend(self, frame: torch.Tensor, rank: int) -> Any:
         try:
-            return self._group.send([frame], rank, tag)
+            return self._group.send([frame], rank, 0)
         except RuntimeError as error:
             return _Broken(error)
 
@@ -212,10 +247,11 @@ class Wire:
     def _why_lost(self, rank: int, error: RuntimeError) -> RankFailed:
         """Return the reason for a failed connection.
 
-        A rank that gives up on another rank closes all its connections and leaves a note.
+        A rank that gives up on another rank closes all its connections and leaves a note. After a timeout, only rank 0
+        looks for a note, because a stopped rank 0 may host the store.
         """
-        if not timed_out(error):
-            with suppress(RuntimeError):  # there is no note, or the store no longer exists
+        with suppress(RuntimeError):  # there is no note, or the store no longer exists
+            if not timed_out(error) or (self._rank == 0 and self._store.check([_LOST])):
                 self._store.wait([_LOST], timedelta(seconds=WORD_SECONDS))
                 who, lost, text = self._store.get(_LOST).decode().split("\n", 2)
                 return RankFailed(text, rank=int(who), lost=lost)
@@ -233,5 +269,18 @@ class _Broken:
         raise self._error
 
 
+def greet(group: Any, rank: int, size: int, timeout: timedelta) -> None:
+    """Connect rank 0 to each other rank of ``group``. Raises RuntimeError."""
+    deadline = monotonic() + timeout.total_seconds()
+    call, others = (group.send, [0]) if rank else (group.recv, range(1, size))
+    for other in others:
+        _wait(call([torch.ones(1, dtype=torch.uint8, device="cpu")], other, 0), deadline)
+
+
+def _pieces(data: torch.Tensor) -> list[torch.Tensor]:
+    return [data[at : at + _PIECE] for at in range(0, len(data), _PIECE)]
+
+
 def _wait(work: Any, deadline: float) -> None:
-    work.wait(timedelta(seconds=max(deadline - monotonic(), 0.001)))
+    """Wait until ``deadline``, or for a moment if it has passed: this process may have been stopped in the meantime."""
+    work.wait(timedelta(seconds=max(deadline - monotonic(), _MOMENT)))

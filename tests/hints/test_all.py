@@ -34,7 +34,7 @@ NO_HINTS = {
 """Messages that look like advice but are not, and why."""
 
 FOLLOWED_ELSEWHERE: dict[Case, str] = {
-    Case("ranks/ranks.py:_gloo", "set GLOO_SOCKET_IFNAME to a network interface"): (
+    Case("ranks/ranks.py:_tried", "set GLOO_SOCKET_IFNAME to a network interface"): (
         "tests/ranks/test_waiting.py::test_a_gloo_startup_failure_is_reported_on_all_ranks"
     ),
     Case("ranks/messages.py:astray", "pass the objects on every rank, or pass the state_dict of each"): (

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import os
 import threading
 from collections.abc import Iterator
+from contextlib import suppress
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
+import torch
 import torch.distributed as dist
 
 from casckpt.errors import CasckptError, InvalidInput, MissingKey, RankFailed
@@ -209,6 +213,62 @@ def test_ranks_may_be_in_different_numbers_of_groups(ranks: Pool) -> None:
 def test_messages_work_without_a_cpu_backend_in_the_default_group(ranks: Pool) -> None:
     """NCCL, for example, cannot send objects from host memory."""
     assert ranks.run(4, answers, backend="fake") == ranks.run(4, answers)
+
+
+# connections
+
+
+def sockets() -> set[str]:
+    """Return the sockets of this process."""
+    links = set()
+    for one in Path("/proc/self/fd").iterdir():
+        with suppress(FileNotFoundError):  # another thread closed it
+            links.add(os.readlink(one))
+    return {link for link in links if link.startswith("socket:")}
+
+
+def connecting(rank: int, size: int) -> Any:
+    before = sockets()
+    found = total(open_ranks(purpose="more"))
+    return found, len(sockets() - before)
+
+
+@pytest.mark.skipif(not module._devices(), reason="gloo before torch 2.8 connects all pairs of ranks")
+def test_a_rank_connects_only_to_rank_0(ranks: Pool) -> None:
+    """In addition, each rank has a socket that listens."""
+    assert ranks.run(5, connecting) == [(10, 5), *[(10, 2)] * 4]
+
+
+def all_connected(rank: int, size: int) -> Any:
+    """Work as with a gloo that cannot connect on demand."""
+    real, module._devices = module._devices, list
+    try:
+        ranks = open_ranks()
+    finally:
+        module._devices = real
+    received = torch.zeros(1, dtype=torch.uint8)
+    sends = [(torch.full((1,), 7, dtype=torch.uint8), 2)] if rank == 1 else []
+    ranks.exchange(lambda: ranks.swap(sends, [(received, 1)] if rank == 2 else []), lambda done: done)
+    return total(ranks), int(received)
+
+
+def test_ranks_work_with_a_gloo_that_connects_all_pairs(ranks: Pool) -> None:
+    assert ranks.run(3, all_connected) == [(3, 0), (3, 0), (3, 7)]
+
+
+def on_interfaces(rank: int, size: int) -> Any:
+    before = os.environ.get("GLOO_SOCKET_IFNAME")
+    os.environ["GLOO_SOCKET_IFNAME"] = "lo,lo"
+    try:
+        return total(open_ranks())
+    finally:
+        os.environ.pop("GLOO_SOCKET_IFNAME")
+        if before is not None:
+            os.environ["GLOO_SOCKET_IFNAME"] = before
+
+
+def test_ranks_may_use_several_interfaces(ranks: Pool) -> None:
+    assert ranks.run(3, on_interfaces) == [3] * 3
 
 
 # stalls

@@ -20,6 +20,7 @@ from torch.distributed import HashStore  # type: ignore[attr-defined] # public, 
 
 import casckpt
 from casckpt.errors import InvalidInput, RankFailed
+from casckpt.ranks import ranks as module
 from casckpt.ranks import waiting, wire
 from casckpt.ranks.messages import alive_frame, empty_frame, has_come, is_alive, warning_in
 from casckpt.ranks.ranks import Ranks, everyone, open_ranks
@@ -256,6 +257,26 @@ def test_rank_0_is_named_without_the_rendezvous_store() -> None:
     assert caught.value.rank == 0
 
 
+class _Stopped:
+    """A store whose host was stopped."""
+
+    def __init__(self) -> None:
+        self.goes_on = Event()
+
+    def __getattr__(self, name: str) -> Any:
+        assert self.goes_on.wait(60)
+        raise RuntimeError("Connection reset by peer")
+
+
+def test_rank_0_is_named_if_the_rendezvous_store_does_not_answer(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(waiting, "HEARD_SECONDS", 0.01)
+    store = _Stopped()
+    with pytest.raises(RankFailed, match=r"rank 0 .*stopped.*timed out") as caught:
+        Meeting(store, 1, 2).come("start", 0)
+    store.goes_on.set()
+    assert caught.value.rank == 0
+
+
 # connections
 
 
@@ -265,12 +286,7 @@ def dying_early(rank: int, size: int, *, connecting: bool) -> Any:
     if rank == size - 1 and not connecting:
         die()
     if rank == size - 1:
-        real = torch.distributed.ProcessGroupGloo
-
-        def made(store: Any, number: int, count: int, timeout: Any) -> Any:
-            return die() if count > 1 else real(store, number, count, timeout)
-
-        torch.distributed.ProcessGroupGloo = made  # type: ignore[misc,assignment]
+        module.greet = lambda *_: die()  # type: ignore[attr-defined]  # where it connects
     return outcome_of(open_ranks)
 
 

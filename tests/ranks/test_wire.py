@@ -9,13 +9,15 @@ from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
 import pytest
+import torch
 import torch.distributed as dist
 from torch.distributed import FileStore  # type: ignore[attr-defined] # public, though not in its __all__
 
-from casckpt.errors import RankFailed
+from casckpt.errors import MissingKey, RankFailed
 from casckpt.ranks import ranks as module
 from casckpt.ranks import wire
-from casckpt.ranks.ranks import Ranks, Solo, everyone, open_ranks
+from casckpt.ranks.ranks import GroupRanks, Ranks, Solo, everyone, open_ranks
+from tests.ranks.test_ranks import sockets
 from tests.support.ranks import die, outcome_of, tell, wait_for
 
 if TYPE_CHECKING:
@@ -200,6 +202,64 @@ def test_a_stall_of_rank_0_during_its_decision_is_detected(ranks: Pool) -> None:
         assert "rank 0 did not answer in time: the call may already have committed" in str(error)
         assert again == 3
         assert not same
+
+
+def not_receiving(rank: int, size: int) -> Any:
+    """Rank 2 does not receive its answer, which is too large for the buffers of its connection."""
+    module.MARGIN = timedelta(0)
+    ranks = open_ranks()
+    assert isinstance(ranks, GroupRanks)
+    if rank == 2:
+        wait, receive = True, ranks._wire._message
+
+        def later(*args: Any) -> Any:
+            nonlocal wait
+            if wait:
+                wait_for("the others")
+            wait = False
+            return receive(*args)
+
+        ranks._wire._message = later  # type: ignore[method-assign,assignment]
+    first = outcome_of(lambda: len(ranks.exchange(lambda: rank, lambda values: everyone(b"x" * (1 << 27), size))))
+    error = outcome_of(lambda: total(ranks)) if rank != 2 else first
+    tell(f"given up {rank}")
+    if rank == 0:
+        wait_for("given up 1")
+        tell("the others")
+    return first if rank != 2 else 1 << 27, error, total(open_ranks())
+
+
+def test_a_rank_that_does_not_receive_its_answer_is_named_in_the_next_exchange(ranks: Pool) -> None:
+    for rank, (first, error, again) in enumerate(ranks.run(3, not_receiving, timeout=SHORT)):
+        assert first == 1 << 27
+        assert isinstance(error, RankFailed)
+        assert error.rank == 2, rank
+        assert again == 3
+
+
+# swaps
+
+
+def cut_short(rank: int, size: int) -> Any:
+    """Rank 1 waits for two tensors, but rank 2 sends only one, and then raises an error."""
+    ranks, received = open_ranks(), [torch.zeros(1, dtype=torch.uint8) for _ in range(2)]
+    total(ranks)
+
+    def call() -> None:
+        ranks.swap([(received[0], 1)] if rank == 2 else [], [(one, 2) for one in received] if rank == 1 else [])
+        if rank == 2:
+            raise MissingKey("no")
+
+    before = sockets()
+    error = outcome_of(lambda: ranks.exchange(call, lambda done: done))
+    return type(error), str(error), len(sockets() - before), total(open_ranks()), open_ranks() is ranks
+
+
+def test_the_reason_why_a_swap_failed_is_raised_on_all_ranks(ranks: Pool) -> None:
+    """The error does not keep the swap's connections open, although its traceback still exists."""
+    for rank, (kind, text, left, again, same) in enumerate(ranks.run(3, cut_short, timeout=SHORT)):
+        assert (kind, text) == (MissingKey, "no" if rank == 2 else "rank 2: no")
+        assert (left, again, same) == (0, 3, True)
 
 
 def slow(rank: int, size: int, who: int, seconds: float) -> Any:

@@ -11,6 +11,7 @@ from benchmarks.scenarios.catalogue import catalogue
 from benchmarks.scenarios.cells import cells
 from benchmarks.scenarios.dcp import through_dcp
 from benchmarks.scenarios.deltas import coded, coding, deltas, runs
+from benchmarks.scenarios.groups import ranks
 from benchmarks.scenarios.history import history
 from benchmarks.scenarios.loading import load, partial
 from benchmarks.scenarios.manifests import manifest
@@ -37,6 +38,7 @@ SCENARIOS: dict[str, Callable[[Options], ScenarioResult]] = {
     "cells": cells,
     "dcp": through_dcp,
     "plan": plan,
+    "ranks": ranks,
     "manifest": manifest,
     "catalogue": catalogue,
     "history": history,
