@@ -205,6 +205,16 @@ def test_a_bucket_is_measured_together_with_a_raw_client(tmp_path: Path) -> None
 
 
 @pytest.mark.soak
+def test_hosts_share_what_they_read_from_a_bucket(tmp_path: Path) -> None:
+    (tmp_path / "work").mkdir()
+    done = bench("hosts", "--quick", "--dir", tmp_path / "work", "--json", tmp_path / "hosts.json")
+    assert done.status == 0, done.told
+    rows = rows_of(tmp_path / "hosts.json", "hosts")
+    assert len(rows) == 4
+    assert all(row["rounds"] or "only root" in row["note"] for row in rows.values())
+
+
+@pytest.mark.soak
 def test_training_states_are_encoded_and_decoded(tmp_path: Path) -> None:
     """The first scenario creates the trace, and the second one finds it."""
     results, traces = tmp_path / "deltas.json", tmp_path / "traces"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Generator, Iterable
 from concurrent.futures import Future
 from itertools import islice
 from queue import SimpleQueue
@@ -44,10 +44,13 @@ def usable_threads(threads: int | None) -> int:
     return threads
 
 
-def in_parallel(threads: int, function: Callable[[A], B], items: Iterable[A], *, name: str = "read") -> Iterator[B]:
+def in_parallel(
+    threads: int, function: Callable[[A], B], items: Iterable[A], *, name: str = "read", waiting: int = _WAITING
+) -> Generator[B, None, None]:
     """Call ``function`` with every item, and yield the results in order. With one thread, the caller does the work.
 
-    Raises the first error and skips the remaining items. ``name`` is part of the thread names. A thread starts only
+    Raises the first error and skips the remaining items. ``name`` is part of the thread names. For each thread, there
+    are at most ``waiting`` items whose results the caller has not yet received. A thread starts only
     when there is an item for it. The threads are daemons, so a program can exit without waiting for them.
     """
     if threads <= 1:
@@ -68,7 +71,7 @@ def in_parallel(threads: int, function: Callable[[A], B], items: Iterable[A], *,
                 workers.append(worker)
 
     try:
-        submit(_WAITING * threads)
+        submit(waiting * threads)
         while pending:
             done = pending.popleft().result()
             submit(1)

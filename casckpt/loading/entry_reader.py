@@ -100,6 +100,7 @@ class EntryReader:
     shared: bool = False
     decoded: dict[Link, bytes] | None = None
     reads: HostReads | None = None
+    _planned: tuple[Sequence[RegionRequest], Reads] | None = None
 
     def __post_init__(self) -> None:
         body = self.manifest.body
@@ -138,7 +139,7 @@ class EntryReader:
             log.info("%s; the load continues with a different commit of %s", error, self.manifest.id)
         filled = {filled for batch in finished for _, _, item in batch.items for filled in item.filled}
         left = [changed(want, table=None) for want in wants]
-        replace(self, manifest=other, reads=None)._run(left, done | filled, tried)
+        replace(self, manifest=other, reads=None, _planned=None)._run(left, done | filled, tried)
 
     def _other(self, tried: Set[str]) -> Manifest | None:
         """Return the manifest of a different commit of the checkpoint. Its cells are in different blobs."""
@@ -157,7 +158,8 @@ class EntryReader:
     ) -> None:
         if not is_first:
             self.manifest.ready({want.entry for want in wants}, ())
-        reads = self._reads(wants, done)
+        planned, self._planned = self._planned, None
+        reads = planned[1] if planned is not None and planned[0] is wants and not done else self._reads(wants, done)
         written = [tensor for want in wants for tensor in want.sink.written]
         note_writes(written)
         if is_first:
@@ -188,6 +190,9 @@ class EntryReader:
         """Return lists of tasks, each of which a single thread runs in order, and the number of threads."""
         traits, each = self.repo.storage.traits, [[task] for task in tasks]
         if traits.remote:
+            passed = {} if self.reads is None else self.reads.passed
+            if passed and tasks and tasks[0].lot is tasks[-1].lot:  # begin with what this rank does not wait for
+                each.sort(key=lambda lot: lot[0].batch.blob in passed)
             return each, traits.parallel
         items = [item for task in tasks for _, _, item in task.batch.items]
         plain, cells = sum(item.plain for item in items), sum(item.cells for item in items)
@@ -222,6 +227,12 @@ class EntryReader:
     def _cores(self) -> int:
         """The number of threads that may compute at the same time."""
         return min(self.threads, usable_cores(self.ranks_here))
+
+    def plan(self, wants: Sequence[RegionRequest]) -> Reads:
+        """Plan the reads of `fill`, which then does not plan them again."""
+        reads = self._reads(wants)
+        self._planned = wants, reads
+        return reads
 
     def blobs(self, wants: Sequence[RegionRequest]) -> list[BlobRef]:
         """Return the blobs that `fill` would read."""

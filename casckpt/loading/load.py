@@ -9,7 +9,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -27,6 +27,7 @@ from casckpt.format.tree import Node, Path, Wrapper, children, join, leaves, uni
 from casckpt.history.commits import Commit
 from casckpt.loading.arguments import check_used, matches, usable_patterns
 from casckpt.loading.fit import Fit, log_once
+from casckpt.loading.job_reads import Deal, JobReads, Needs
 from casckpt.loading.load_plan import LoadPlan
 from casckpt.loading.options import LoadOptions
 from casckpt.loading.template import Template
@@ -61,6 +62,14 @@ class _ResolveAnswer:
     ranks_here: int
     load_id: str
     home: StoreIdentity
+
+
+class _Planned(NamedTuple):
+    """Every rank's second message. ``needs``: the blobs that it can share with other hosts."""
+
+    empties: Mapping[str, str]
+    is_full: bool
+    needs: Needs | None
 
 
 @dataclass(frozen=True)
@@ -107,32 +116,33 @@ def _load(repo: Repository, ranks: Ranks, state: Any, answer: _ResolveAnswer, op
         planned.plan(repo, state)
         return planned
 
-    def plan() -> tuple[Template, tuple[Mapping[str, str], bool]]:
+    def plan() -> tuple[Template, _Planned]:
         answer.home.check(repo)
         mine = manifests.use(repo, commit, plan_by)
-        return mine, (mine.empties, mine.is_full)
+        return mine, _Planned(mine.empties, mine.is_full, mine.needs(repo))
 
-    def compare(
-        first: Template, planned: Sequence[tuple[Mapping[str, str], bool]]
-    ) -> Sequence[tuple[tuple[str, ...], bool]]:
-        first.check_empty([empties for empties, _ in planned])
+    def compare(first: Template, planned: Sequence[_Planned]) -> Sequence[tuple[tuple[str, ...], bool, Deal | None]]:
+        first.check_empty([one.empties for one in planned])
         warns, held = options.unread == "warn", first.per_rank
         own = [key for key in first.unread if key in held and not that_hold(first.subtrees, [key])]
         asked = tuple(dict.fromkeys((*first.subtrees, *((*first.dropped, *own) if warns else ()))))
-        return everyone((asked, warns and not all(is_full for _, is_full in planned)), ranks.size)
+        partly, deals = warns and not all(one.is_full for one in planned), first.deals([one.needs for one in planned])
+        same = {id(one): (asked, partly, one) for one in deals}  # an answer for several ranks is packed once
+        return [same[id(one)] for one in deals]
 
     def check(fits: Sequence[Fit]) -> Sequence[str | None]:
         return everyone(template.check_fit(fits), ranks.size)
 
-    template, (asked, partly) = exchange_keeping(ranks, plan, compare)
+    template, (asked, partly, deal) = exchange_keeping(ranks, plan, compare)
     warning = ranks.exchange(lambda: template.fit, check) if partly else None
+    job = None if deal is None else JobReads(deal, ranks.beside(), ranks.alive)
 
-    def run() -> list[bool]:
-        template.run(repo, state)
-        return also_unread(asked, (*template.subtrees, *template.unread))
+    def run() -> tuple[list[bool], bool]:
+        template.run(repo, state, job)
+        return also_unread(asked, (*template.subtrees, *template.unread)), job is not None and job.has_failed
 
-    def finish(left: Sequence[list[bool]]) -> Sequence[tuple[str, ...]]:
-        unread = on_all(asked, left)
+    def finish(done: Sequence[tuple[list[bool], bool]]) -> Sequence[tuple[tuple[str, ...], bool]]:
+        unread = on_all(asked, [left for left, _ in done])
         if options.unread == "warn":
             logged = [key for key in unread if not that_hold(options.meant, [key])]
             warn_unread(commit.run, commit.step, logged, 'pass unread="ignore"')
@@ -141,10 +151,28 @@ def _load(repo: Repository, ranks: Ranks, state: Any, answer: _ResolveAnswer, op
             read = {key: held for key, held in template.per_rank.items() if key not in left_here}
             warn_moved(commit.run, commit.step, read, ranks.size)
         subtrees = frozenset(template.subtrees)
-        return everyone(tuple(key for key in unread if key in subtrees), ranks.size)
+        return everyone(
+            (tuple(key for key in unread if key in subtrees), any(failed for _, failed in done)), ranks.size
+        )
 
-    subtrees = ranks.exchange(run, finish)
+    subtrees = _run_exchange(ranks, job, run, finish)
     return Loaded(commit, template.missing, template.mismatched, template.unread, subtrees, template.frames)
+
+
+def _run_exchange(
+    ranks: Ranks,
+    job: JobReads | None,
+    run: Callable[[], tuple[list[bool], bool]],
+    finish: Callable[[list[tuple[list[bool], bool]]], Sequence[tuple[tuple[str, ...], bool]]],
+) -> tuple[str, ...]:
+    """Return what no rank read. After any failure, drop the group of ``job`` on all ranks."""
+    has_failed = True
+    try:
+        unread, has_failed = ranks.exchange(run, finish)
+    finally:
+        if job is not None and has_failed:
+            job.ranks.drop()
+    return unread
 
 
 def _resolved(

@@ -8,6 +8,7 @@ from __future__ import annotations
 import re
 from collections import Counter, defaultdict
 from collections.abc import Callable, Mapping, MutableMapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
 from functools import partial
 from math import prod
@@ -25,6 +26,7 @@ from casckpt.format.regions import whole
 from casckpt.format.sections.index import Entry, StoredObject
 from casckpt.format.tree import Node, Wrapper, find, join, kind_of, leaves
 from casckpt.loading.entry_reader import EntryReader, RegionRequest
+from casckpt.loading.job_reads import JobReads, Needs
 from casckpt.loading.mapped import MappedTensors
 from casckpt.loading.options import LoadOptions
 from casckpt.loading.tied_tensors import Content, TiedTensors
@@ -122,6 +124,7 @@ class LoadPlan:
         self._casts: dict[str, LocalTensor] = {}
         self._entries: dict[str, Entries] = {}
         self._tied = TiedTensors(contents.manifest)
+        self._planned: tuple[EntryReader, Sequence[RegionRequest], Sequence[RegionRequest]] | None = None
         self._mapped = MappedTensors(contents) if options.mapped else None
         self.named: set[str] = set()
         self.frames: Frames = {}
@@ -299,13 +302,30 @@ class LoadPlan:
         """Raise Mismatch if any memory would be filled twice, with different values. Changes nothing."""
         self._tied.check(replace(self.reader(repo), reads=None, progress=Progress(None, self.options.alive)))
 
-    def run(self, repo: Repository) -> dict[str, Any]:
-        """Read everything. Return the new leaves, by template key."""
-        reader, options = self.reader(repo), self.options
-        if self._mapped is not None:
-            self._wants += self._mapped.fill(reader)
+    def needs(self, repo: Repository) -> Needs | None:
+        """Plan the reads. Return the blobs that this rank can share with other hosts, or None if it reads alone."""
+        options = self.options
+        if options.ranks_here == options.ranks or options.updates or repo.fills_cache:
+            return None
+        reader = self.reader(repo)
+        if reader.reads is None:
+            return None
         together, alone = self._tied.in_turns(self.wants())
-        with reader.sharing():
+        self._planned = reader, together, alone
+        return Needs.of(repo, self.contents.manifest, reader.plan(together).every, reader.reads)
+
+    def run(self, repo: Repository, job: JobReads | None = None) -> dict[str, Any]:
+        """Read everything. Return the new leaves, by template key. ``job``: the reads that hosts share."""
+        if self._planned is None or self._planned[0].repo is not repo:
+            reader = self.reader(repo)
+            if self._mapped is not None:
+                self._wants += self._mapped.fill(reader)
+            self._planned = reader, *self._tied.in_turns(self.wants())
+        options, (reader, together, alone) = self.options, self._planned
+        passing: AbstractContextManager[None] = nullcontext()
+        if job is not None and reader.reads is not None:
+            passing = job.passing(repo, self.contents.manifest, reader.reads)
+        with reader.sharing(), passing:
             if options.updates:
                 self.frames = update(reader, together, options.held, options.rank, check=options.check)
             else:
@@ -322,7 +342,13 @@ class LoadPlan:
         """Return the reader for the requests."""
         options, manifest = self.options, self.contents.manifest
         threads, progress = usable_threads(options.threads), Progress(options.progress, options.alive)
-        reads = repo.host_reads(manifest.head.digest, options.load_id, options.rank, options.ranks_here)
+        reads = repo.host_reads(
+            manifest.head.digest,
+            options.load_id,
+            options.rank,
+            options.ranks_here,
+            hosts=options.ranks_here < options.ranks,
+        )
         return EntryReader(
             repo, manifest, options.verify, threads, progress, options.ranks, options.ranks_here, reads=reads
         )

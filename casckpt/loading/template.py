@@ -20,6 +20,7 @@ from casckpt.format.sections.blobs import BlobRef
 from casckpt.format.tree import Node, Path, children, find, join, leaves
 from casckpt.loading.arguments import matches, renamer
 from casckpt.loading.fit import PACKED, Fit, check_fit, merged, missed_pairs, rename_hint, saved_shapes, shape_of
+from casckpt.loading.job_reads import Deal, JobReads, Needs, deals
 from casckpt.loading.load_plan import LoadPlan, no_entry
 from casckpt.loading.options import LoadOptions
 from casckpt.loading.unread import EVERYTHING, is_generator, left_unread, prefixes
@@ -271,9 +272,17 @@ class Template:
         """Return the blobs that the load reads."""
         return self._plan.reader(repo).blobs(self._plan.wants())
 
-    def run(self, repo: Repository, state: Any) -> None:
+    def deals(self, needs: Sequence[Needs | None]) -> list[Deal | None]:
+        """See `casckpt.loading.job_reads.deals`."""
+        return deals(needs, self._plan.contents.manifest.blob_sizes)
+
+    def needs(self, repo: Repository) -> Needs | None:
+        """See `casckpt.loading.load_plan.LoadPlan.needs`."""
+        return self._plan.needs(repo)
+
+    def run(self, repo: Repository, state: Any, job: JobReads | None = None) -> None:
         """Read everything, and put the new leaves into ``state``. Raises Damaged and StorageError."""
-        replace_leaves(state, self._plan.run(repo))
+        replace_leaves(state, self._plan.run(repo, job))
 
 
 def _empty_mappings(node: Node, path: Path) -> Iterator[tuple[str, bool]]:

@@ -23,6 +23,7 @@ import logging
 import os
 import sys
 from collections.abc import Callable, Collection, Sequence
+from contextlib import suppress
 from datetime import timedelta
 from functools import cache, partial, wraps
 from threading import Lock, current_thread, main_thread
@@ -114,6 +115,16 @@ class Solo:
     def swap(self, sends: Sequence[Transfer], receives: Sequence[Transfer]) -> None:
         """Do nothing, because there is no other rank."""
 
+    def beside(self) -> Solo:
+        """Return this process."""
+        return self
+
+    def pass_on(self, sends: Sequence[Transfer], receives: Sequence[Transfer], within: float) -> None:
+        """Do nothing, because there is no other rank."""
+
+    def drop(self) -> None:
+        """Do nothing, because there is no connection."""
+
     def exchange(self, call: Callable[[], Up], decide: Callable[[list[Up]], Sequence[Down]]) -> Down:
         """Run ``call`` and ``decide``."""
         self.exchanges += 1
@@ -199,7 +210,7 @@ class GroupRanks:
     def __init__(self, parent: ProcessGroup, purpose: str, generation: int) -> None:
         """Set up the ranks. ``generation``: the number of dropped groups for this purpose. It is equal on all ranks."""
         self.parent = ref(parent)
-        self.group = parent.group_name
+        self.group, self.purpose = parent.group_name, purpose
         self.name = f"casckpt/{parent.group_name}/{purpose}/{generation}"
         self.generation = generation
         self.dropped = True  # until it is connected
@@ -239,6 +250,28 @@ class GroupRanks:
         RankFailed.
         """
         self._wire.swap(sends, receives)
+
+    def beside(self) -> GroupRanks:
+        """Return a separate group of the same ranks for `pass_on`. All ranks must make the call."""
+        parent = self.parent()
+        if parent is None:
+            raise InvalidInput("the process group was destroyed: create it again")
+        return _groups.get(parent, f"{self.purpose} bytes")
+
+    def pass_on(self, sends: Sequence[Transfer], receives: Sequence[Transfer], within: float) -> None:
+        """Send bytes to other ranks and receive theirs, at any time, in a group that is only for this.
+
+        Several threads may make the call, but each pair of ranks must use the same order in each direction.
+        ``within``: the longest wait in seconds. It is at most half of the timeout. Raises RankFailed, and the ranks
+        must then `drop` the group.
+        """
+        self._wire.pass_on(sends, receives, within)
+
+    def drop(self) -> None:
+        """Drop this group, so that the next call creates a new one. All ranks must make the call."""
+        self.dropped = True
+        with suppress(AttributeError):
+            del self._wire  # gloo ends a process if a rank connects after a wait has timed out
 
     def exchange(self, call: Callable[[], Up], decide: Callable[[list[Up]], Sequence[Down]]) -> Down:
         """Run ``call`` on every rank, then run ``decide`` on rank 0 with all results.

@@ -24,6 +24,7 @@ from casckpt.ranks.messages import (
     alive_frame,
     broken,
     empty_frame,
+    first_line,
     from_frame,
     has_come,
     is_alive,
@@ -128,6 +129,17 @@ class Wire:
         group = self.another(name, others) if self.another else self._group
         for rank, receives, piece in transfers:
             works.append((group.recv if receives else group.send)([piece], rank, _SWAP))
+
+    def pass_on(self, sends: Sequence[Transfer], receives: Sequence[Transfer], within: float) -> None:
+        """See `casckpt.ranks.ranks.GroupRanks.pass_on`."""
+        timeout = min(timedelta(seconds=within), self._timeout / 2)
+        try:
+            works = [self._group.recv([data], rank, _SWAP) for data, rank in receives]
+            works += [self._group.send([data], rank, _SWAP) for data, rank in sends]
+            for work in works:
+                work.wait(timeout)
+        except RuntimeError as error:
+            raise RankFailed(first_line(error)) from None
 
     # rank 0
 

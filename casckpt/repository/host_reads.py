@@ -8,6 +8,10 @@ their state bytes. If a process dies, the kernel releases its locks.
 Each rank also writes a file with the ranges that it needs, which is empty for a rank that reads alone. If no other
 rank of this host needs a range, a rank reads it directly and does not write it to memory.
 
+Some blobs are also passed between hosts (`casckpt.loading.job_reads`). On each host, one rank brings such a blob: it
+reads the blob from the store, or receives it from another host. It holds locks on a separate file, its gate, at the
+positions of the bytes that it has not written yet. The other ranks wait for these locks.
+
 If a shared file cannot be used, the process reads from the store, and the load does not fail. A load verifies the
 cells that it reads here.
 """
@@ -16,14 +20,16 @@ from __future__ import annotations
 
 import errno
 import fcntl
+import logging
 import os
 import shutil
 import struct
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from itertools import groupby
 from pathlib import Path
+from threading import Lock
 
 import numpy as np
 from typing_extensions import override
@@ -40,16 +46,21 @@ from casckpt.storage.local.reader import LocalReader
 LEAST_ROOM = 512 << 20  # bytes; with less memory, ranks would evict bytes that others have not read yet
 PATIENCE = 180.0  # seconds to wait for a process that reads the same bytes: as long as for a silent server
 _PAUSES = (0.001, 0.05)  # the first and the longest pause between two attempts to lock, in seconds
+_GATE_PAUSE = 0.02  # the longest pause while bytes arrive, in seconds
 _STALE = 3600  # seconds without a new file after which a killed job's files are removed
 _THERE = b"\1"
 _SET_LOCK: int = getattr(fcntl, "F_OFD_SETLK", 0)  # locks of an open file, which also exclude threads. Linux only
+_GET_LOCK: int = getattr(fcntl, "F_OFD_GETLK", 0)
+
+log = logging.getLogger(__name__)
 
 
 class HostReads:
     """The reads of one rank in one load.
 
     ``folder``: the name of a folder for this checkpoint. ``name``: LOAD-RANK. LOAD is unique, and the same on all
-    ranks. ``ranks_here``: the number of ranks on this host.
+    ranks. ``ranks_here``: the number of ranks on this host. ``passed``: the blobs that hosts pass to each other, each
+    with the rank of this host that brings it, and the rank that reads it from the store.
     """
 
     def __init__(self, cache: BlobCache, folder: str, name: str, ranks_here: int) -> None:
@@ -59,6 +70,28 @@ class HostReads:
         self._ranks_here = ranks_here
         self._others: Sequence[Ints] | None = None  # the ranges of each other rank, once all have written them
         self._is_on = False
+        self.passed: Mapping[int, tuple[int, int]] = {}
+        self._alive: Callable[[], object] = bool
+        self._gate = self._gate_of(int(name.rpartition("-")[2]))
+        self._held_fd = -1  # of this rank's gate, if it brings blobs
+        self._gates: dict[int, int] = {}  # the files of other gates, by rank
+        self._gates_lock = Lock()
+
+    @property
+    def can_receive(self) -> int:
+        """The number of bytes that may arrive from other hosts. 0 if this rank reads alone, which is logged once."""
+        try:
+            return self.cache.room() if _SET_LOCK and not self.cache.is_off else 0
+        except Unusable as error:
+            self.cache.give_up(error)
+            return 0
+
+    def expect(self, passed: Mapping[int, tuple[int, int]], alive: Callable[[], object]) -> None:
+        """Set which blobs are ``passed`` between hosts.
+
+        ``alive``: called at intervals while this rank waits for their bytes.
+        """
+        self.passed, self._alive = passed, alive
 
     def begin(self, ranges: Sequence[tuple[int, int, int]]) -> bool:
         """Announce the ranges that this rank needs: (blob number, offset, bytes). Return whether to share reads."""
@@ -93,6 +126,8 @@ class HostReads:
         """Record that this rank has read everything. The last rank of this host removes the folder."""
         if not self._is_on:  # this rank does not need any bytes, or has failed
             self.begin(())
+        while self._gates:
+            os.close(self._gates.popitem()[1])
         if self._is_on:
             self._is_on = False
             with suppress(OSError):
@@ -104,14 +139,107 @@ class HostReads:
         """Return a reader of blob ``number`` that shares its reads. ``source``: the blob in the store."""
         return _SharedReader(self, number, ref, source)
 
+    @contextmanager
+    def bringing(self) -> Iterator[None]:
+        """Let the other ranks wait for what this rank brings, until `put` or `release` is called for it."""
+        temporary = self._gate.with_suffix(".tmp")
+        try:
+            self.cache.room()  # creates the private folder
+            with usable(self._folder):
+                self._folder.mkdir(parents=True, exist_ok=True)
+                self._held_fd = os.open(temporary, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
+                _lock(self._held_fd, temporary, fcntl.F_WRLCK, 0, 0)
+                temporary.replace(self._gate)
+        except Unusable as error:
+            self.cache.give_up(error)
+        try:
+            yield
+        finally:
+            if self._held_fd >= 0:
+                self.release(0, 0, 0)
+                os.close(self._held_fd)
+                self._held_fd = -1
+
+    def put(self, number: int, size: int, offset: int, data: memoryview) -> None:
+        """Write bytes of a blob that this rank brings. If that fails, the ranks read them from the store."""
+        try:
+            if not self.cache.is_off:
+                with self.opened(number, size, create=True) as part:
+                    if part is not None:
+                        part.write(offset, [data])
+        except Unusable as error:
+            self.cache.give_up(error)
+        self.release(number, offset, data.nbytes)
+
+    def release(self, number: int, offset: int, nbytes: int) -> None:
+        """Let the other ranks read these bytes. 0 bytes: everything from ``offset`` on."""
+        if self._held_fd >= 0:
+            with suppress(OSError, Unusable):
+                _lock(self._held_fd, self._gate, fcntl.F_UNLCK, number * SPAN + offset, nbytes)
+                os.utime(self._held_fd)  # those who wait see that this rank makes progress
+
+    def wait(self, number: int, start: int, stop: int) -> None:
+        """Wait until these bytes are there, or no rank brings them. Raises Unusable without progress for too long."""
+        if number not in self.passed:
+            return
+        who, seen, since, pause = self.passed[number][0], -1, 0.0, _PAUSES[0]
+        while (sign := self._sign(who, number * SPAN + start, stop - start)) is not None:
+            if sign != seen:
+                seen, since = sign, time.monotonic()
+                self._alive()
+            elif time.monotonic() - since > PATIENCE:
+                raise Unusable(f"rank {who} has not brought bytes of {self.path(number)} for {PATIENCE:.0f} s")
+            time.sleep(pause)
+            pause = min(2 * pause, _GATE_PAUSE)
+
+    def _sign(self, who: int, lo: int, nbytes: int) -> int | None:
+        """Return a number that changes with the progress of a rank, or None if a range of its gate is not locked."""
+        with usable(self._folder), self._gates_lock:
+            if who not in self._gates:
+                try:
+                    self._gates[who] = os.open(self._gate_of(who), os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC)
+                except FileNotFoundError:  # it has not begun
+                    return 0
+            found = fcntl.fcntl(self._gates[who], _GET_LOCK, _range(fcntl.F_WRLCK, lo, nbytes))
+            is_free = struct.unpack_from("h", found)[0] == fcntl.F_UNLCK
+            return None if is_free else os.fstat(self._gates[who]).st_mtime_ns
+
+    def _gate_of(self, rank: int) -> Path:
+        return self._folder / f"{self._wants.name.partition('-')[0]}-{rank}-gate"
+
     def drop(self, number: int) -> None:
         """Remove the shared bytes of a blob, because some of them are wrong."""
+        who, sender = self.passed.get(number, (-1, -1))
+        if who != sender:
+            log.warning("bytes that rank %d passed on are wrong; this rank reads them from the store", sender)
         with suppress(OSError):
             self.path(number).unlink()
 
     def path(self, number: int) -> Path:
         """Return the file with the shared bytes of a blob."""
         return self._folder / str(number)
+
+    @contextmanager
+    def opened(self, number: int, size: int, *, create: bool) -> Iterator[_Part | None]:
+        """Open the file of a blob of ``size`` bytes. Yield None if it is missing, or if there is no room for it."""
+        path = self.path(number)
+        if create and not path.exists() and not self.cache.make_room(size):
+            yield None
+            return
+        flags = os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC | (os.O_CREAT if create else 0)
+        with usable(path):
+            try:
+                fd = os.open(path, flags, 0o600)
+            except FileNotFoundError:  # this rank did not create it, or the folder was removed
+                fd = -1
+        if fd < 0:
+            yield None
+            return
+        try:
+            part = _Part(fd, size, path)
+            yield part if part.is_complete else None
+        finally:
+            os.close(fd)
 
     def is_wanted(self, number: int, start: int, stop: int) -> bool:
         """Return whether another rank of this host needs any of these bytes, or may need them."""
@@ -148,7 +276,7 @@ class _SharedReader(Reader):
 
     def __init__(self, reads: HostReads, number: int, ref: BlobRef, source: Reader) -> None:
         self._reads, self._number, self._ref, self._source = reads, number, ref, source
-        self._cache, self._path = reads.cache, reads.path(number)
+        self._cache = reads.cache
 
     @property
     def size(self) -> int:
@@ -171,8 +299,9 @@ class _SharedReader(Reader):
         Raises Unusable, and the errors of the source.
         """
         stop = offset + sum(view.nbytes for view in views)
+        self._reads.wait(self._number, offset, stop)
         wanted = self._reads.is_wanted(self._number, offset, stop)
-        with self._open(create=wanted) as part:
+        with self._reads.opened(self._number, self._ref.size, create=wanted) as part:
             if part is None:
                 return False
             if not part.has(offset, stop):
@@ -195,27 +324,6 @@ class _SharedReader(Reader):
                 continue
             self._source.read_into(start, pieces)
             part.write(start, pieces)
-
-    @contextmanager
-    def _open(self, *, create: bool) -> Iterator[_Part | None]:
-        """Open the blob's file. Yield None if it is missing, or if there is no room for it."""
-        if create and not self._path.exists() and not self._cache.make_room(self._ref.size):
-            yield None
-            return
-        flags = os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC | (os.O_CREAT if create else 0)
-        with usable(self._path):
-            try:
-                fd = os.open(self._path, flags, 0o600)
-            except FileNotFoundError:  # this rank did not create it, or the folder was removed
-                fd = -1
-        if fd < 0:
-            yield None
-            return
-        try:
-            part = _Part(fd, self._ref.size, self._path)
-            yield part if part.is_complete else None
-        finally:
-            os.close(fd)
 
 
 class _Part:
@@ -280,7 +388,7 @@ class _Part:
         """Lock the blocks of a range. Raises Unusable if another process holds one of them for too long."""
         lo, hi = self.blocks(start, stop)
         give_up, pause = time.monotonic() + PATIENCE, _PAUSES[0]
-        while not self._lock(fcntl.F_WRLCK, lo, hi):
+        while not _lock(self._fd, self._path, fcntl.F_WRLCK, lo, hi - lo):
             if time.monotonic() > give_up:
                 raise Unusable(f"a process has been reading bytes of {self._path} for {PATIENCE:.0f} s")
             time.sleep(pause)
@@ -288,17 +396,25 @@ class _Part:
         try:
             yield
         finally:
-            self._lock(fcntl.F_UNLCK, lo, hi)  # closing is not enough: a forked child also has the file open
+            # closing is not enough: a forked child also has the file open
+            _lock(self._fd, self._path, fcntl.F_UNLCK, lo, hi - lo)
 
-    def _lock(self, kind: int, lo: int, hi: int) -> bool:
-        with usable(self._path):
-            try:
-                fcntl.fcntl(self._fd, _SET_LOCK, struct.pack("hhqqi4x", kind, os.SEEK_SET, lo, hi - lo, 0))
-            except OSError as error:
-                if error.errno not in (errno.EAGAIN, errno.EACCES):
-                    raise
-                return False
-        return True
+
+def _lock(fd: int, path: Path, kind: int, lo: int, nbytes: int) -> bool:
+    """Lock or unlock a range of an open file. Return False if another open file has locked a part of it."""
+    with usable(path):
+        try:
+            fcntl.fcntl(fd, _SET_LOCK, _range(kind, lo, nbytes))
+        except OSError as error:
+            if error.errno not in (errno.EAGAIN, errno.EACCES):
+                raise
+            return False
+    return True
+
+
+def _range(kind: int, lo: int, nbytes: int) -> bytes:
+    """Return a `struct flock`. 0 bytes: everything from ``lo`` on."""
+    return struct.pack("hhqqi4x", kind, os.SEEK_SET, lo, nbytes, 0)
 
 
 def _write(path: Path, ranges: Ints) -> None:

@@ -38,7 +38,7 @@ Clock: TypeAlias = Callable[[], int]
 Entropy: TypeAlias = Callable[[int], bytes]
 """A function that returns the given number of random bytes."""
 ShareReads: TypeAlias = Literal["auto", "off"]
-"""Whether bytes that several ranks of a host need are read only once. "auto": if the store is remote."""
+"""Whether bytes that several ranks of a host or several hosts need are read only once. "auto": if it is remote."""
 
 _STORE_ID = re.compile(r"[0-9A-Za-z-]{1,64}")  # because a cache folder is named after it
 
@@ -309,12 +309,15 @@ class Repository:
             name += f" {memory.st_dev} {memory.st_ino}"
         return name
 
-    def host_reads(self, manifest: str, load_id: str, rank: int, ranks_here: int) -> HostReads | None:
+    def host_reads(
+        self, manifest: str, load_id: str, rank: int, ranks_here: int, *, hosts: bool = False
+    ) -> HostReads | None:
         """Return the reads that this rank shares with the other ranks on this host, or None if it reads alone.
 
-        ``manifest``: the digest of the manifest's head. ``load_id``: the same unique name on all ranks.
+        ``manifest``: the digest of the manifest's head. ``load_id``: the same unique name on all ranks. ``hosts``:
+        whether this host may share its reads with other hosts.
         """
-        if ranks_here < 2 or self.share_reads == "off" or not self.storage.traits.remote:
+        if (ranks_here < 2 and not hosts) or self.share_reads == "off" or not self.storage.traits.remote:
             return None
         from casckpt.repository.host_reads import HostReads  # slow to import
 

@@ -40,19 +40,19 @@ def open(
     of the store (default: the user's cache folder). If you pass it and the store is remote, the folder also caches each
     blob of which a load reads more than half, up to ``cache_bytes`` in total ("200GiB"; default: half of the free space
     on that disk; 0 disables the cache). See `Store.pre_download`. ``share_reads``: whether the ranks of a host that
-    load the same bytes read them from the store once, and share them in the host's memory (/dev/shm). "auto" does so if
-    the store is remote. ``cache_saves``: whether saves also put their blobs into the cache, so that a restart on the
-    same host finds them there. Without ``cache_dir``, they are kept in the host's memory. ``staging_bytes``: the memory
-    that the copies of background saves may take on this host, in all processes of this user ("64GiB"; default: 80 % of
-    what is free when a copy is made). If the copy of one rank does not fit, all ranks save in the foreground.
-    ``mirror``: a second store to which casckpt copies commits in the background. See `Store.wait_for_mirror`.
-    ``single_writer``: your promise that no other process writes to the store at the same time. This allows storage that
-    cannot create keys exclusively. ``page_cache``: for a store in a folder, True leaves saved and loaded bytes in the
-    page cache for the next load, and False does not. By default, a load leaves them there if that costs nothing, which
-    means that there is enough memory and the file system fills its cache in large pieces. ``sign_with``: a file with a
-    private key (Ed25519, without a password) that signs each save before its commit; `Store.sign` signs checkpoints
-    later. ``require_signature``: one or more public keys. Loads, exports and the server refuse a checkpoint that is not
-    signed with any of these keys, and raise Unsigned.
+    load the same bytes read them from the store once, and share them in the host's memory (/dev/shm), and whether hosts
+    pass on to each other what several of them need. "auto" does so if the store is remote. ``cache_saves``: whether
+    saves also put their blobs into the cache, so that a restart on the same host finds them there. Without
+    ``cache_dir``, they are kept in the host's memory. ``staging_bytes``: the memory that the copies of background saves
+    may take on this host, in all processes of this user ("64GiB"; default: 80 % of what is free when a copy is made).
+    If the copy of one rank does not fit, all ranks save in the foreground. ``mirror``: a second store to which casckpt
+    copies commits in the background. See `Store.wait_for_mirror`. ``single_writer``: your promise that no other process
+    writes to the store at the same time. This allows storage that cannot create keys exclusively. ``page_cache``: for a
+    store in a folder, True leaves saved and loaded bytes in the page cache for the next load, and False does not. By
+    default, a load leaves them there if that costs nothing, which means that there is enough memory and the file system
+    fills its cache in large pieces. ``sign_with``: a file with a private key (Ed25519, without a password) that signs
+    each save before its commit; `Store.sign` signs checkpoints later. ``require_signature``: one or more public keys.
+    Loads, exports and the server refuse a checkpoint that is not signed with any of these keys, and raise Unsigned.
 
     Raises InvalidInput or Unsupported for an invalid or unsupported URL, and NotFound for a missing key file.
     """

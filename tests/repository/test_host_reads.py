@@ -12,7 +12,9 @@ import shutil
 import signal
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import nullcontext
 from pathlib import Path
+from queue import SimpleQueue
 from typing import Any
 
 import pytest
@@ -433,3 +435,116 @@ def test_a_child_forked_during_a_read_does_not_keep_the_lock(begin: Begin) -> No
     read(begin(0).reader(0, REF, Source(before=fork)), 0, BLOCK)
     assert read(begin(1).reader(0, REF, Source())) == DATA
     children[0].__exit__(None, None, None)
+
+
+# blobs that hosts pass to each other
+
+
+@pytest.fixture
+def pair(begin: Begin) -> tuple[HostReads, HostReads]:
+    """Rank 0, which brings the blob from rank 7, and rank 1, which waits for it."""
+    bringer, waiter = begin(0), begin(1)
+    for reads in (bringer, waiter):
+        reads.expect({0: (0, 7)}, bool)
+    return bringer, waiter
+
+
+def test_a_rank_waits_until_the_bytes_that_it_needs_have_arrived(pair: tuple[HostReads, HostReads]) -> None:
+    bringer, waiter = pair
+    source, middle = Source(), 20 * BLOCK
+    with ThreadPoolExecutor(2) as pool:
+        early = pool.submit(read, waiter.reader(0, REF, source), 5, middle)  # before the gate exists
+        with bringer.bringing():
+            late = pool.submit(read, waiter.reader(0, REF, source))
+            assert not early.done()
+            bringer.put(0, SIZE, 0, memoryview(DATA)[:middle])
+            assert early.result(60) == DATA[5:middle]
+            assert not late.done()
+            bringer.put(0, SIZE, middle, memoryview(DATA)[middle:])
+            assert late.result(60) == DATA
+    assert source.ranges == []
+
+
+def test_a_rank_reads_from_the_store_what_is_released_without_bytes(pair: tuple[HostReads, HostReads]) -> None:
+    bringer, waiter = pair
+    source = Source()
+    with bringer.bringing():
+        bringer.put(0, SIZE, 0, memoryview(DATA)[:BLOCK])
+        bringer.release(0, BLOCK, SIZE - BLOCK)
+        assert read(waiter.reader(0, REF, source), 0, BLOCK) == DATA[:BLOCK]
+        assert source.ranges == []
+        assert read(waiter.reader(0, REF, source)) == DATA
+    assert source.ranges == [(BLOCK, SIZE)]
+    assert read(waiter.reader(0, REF, source)) == DATA
+    assert len(source.ranges) == 1
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+def test_a_killed_bringer_does_not_block_others(pair: tuple[HostReads, HostReads]) -> None:
+    bringer, waiter = pair
+    ready, tell = os.pipe()
+    child = os.fork()
+    if not child:
+        with bringer.bringing():
+            os.write(tell, b".")
+            signal.pause()
+    assert os.read(ready, 1) == b"."
+    source = Source()
+    with ThreadPoolExecutor(1) as pool:
+        waits = pool.submit(read, waiter.reader(0, REF, source))
+        os.kill(child, signal.SIGKILL)
+        os.waitpid(child, 0)
+        assert waits.result(60) == DATA
+    assert source.ranges == [(0, SIZE)]
+    for end in (ready, tell):
+        os.close(end)
+
+
+@pytest.mark.parametrize("begins", [False, True])
+def test_a_rank_does_not_wait_forever_for_bytes_that_do_not_arrive(
+    pair: tuple[HostReads, HostReads], begins: bool, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    bringer, waiter = pair
+    monkeypatch.setattr(module, "PATIENCE", 0.05)
+    with bringer.bringing() if begins else nullcontext():
+        for _ in range(2):
+            assert read(waiter.reader(0, REF, Source())) == DATA
+    assert "rank 0 has not brought bytes of" in caplog.text
+    assert len(caplog.records) == 1
+
+
+def test_a_rank_that_waits_is_alive_as_long_as_bytes_arrive(begin: Begin) -> None:
+    bringer, waiter, signs = begin(0), begin(1), SimpleQueue[int]()
+    bringer.expect({0: (0, 7)}, bool)
+    waiter.expect({0: (0, 7)}, lambda: signs.put(1))
+    with ThreadPoolExecutor(1) as pool, bringer.bringing():
+        waits = pool.submit(read, waiter.reader(0, REF, Source()), SIZE - 1, SIZE)
+        for block in range(3):
+            assert signs.get(timeout=60)
+            bringer.put(0, SIZE, block * BLOCK, memoryview(DATA)[block * BLOCK : (block + 1) * BLOCK])
+        bringer.release(0, 0, 0)
+        assert waits.result(60) == DATA[-1:]
+
+
+def test_wrong_bytes_from_another_host_name_its_rank(
+    pair: tuple[HostReads, HostReads], caplog: pytest.LogCaptureFixture
+) -> None:
+    pair[1].drop(0)
+    pair[1].drop(1)
+    assert [one.message for one in caplog.records] == [
+        "bytes that rank 7 passed on are wrong; this rank reads them from the store"
+    ]
+
+
+def test_a_folder_that_another_job_removes_does_not_keep_ranks_waiting(
+    pair: tuple[HostReads, HostReads], root: Path
+) -> None:
+    bringer, waiter = pair
+    with bringer.bringing():
+        with ThreadPoolExecutor(1) as pool:
+            first = pool.submit(read, waiter.reader(0, REF, Source()), 0, BLOCK)
+            bringer.put(0, SIZE, 0, memoryview(DATA)[:BLOCK])
+            assert first.result(60) == DATA[:BLOCK]
+        shutil.rmtree(part(root).parent)
+        bringer.release(0, 0, 0)
+        assert read(waiter.reader(0, REF, Source())) == DATA

@@ -273,10 +273,12 @@ def in_container(rank: int, size: int, folder: Path, memory: Path) -> Any:
     return load(rank, size, folder, memory / str(rank), "replicas")
 
 
-def test_containers_with_the_same_host_name_do_not_share_reads(ranks: Pool, folder: Path, memory: Path) -> None:
-    found = every(ranks.run(2, in_container, folder, memory))
-    assert nbytes(found) == 2 * union(found)
-    assert sorted(path.name for path in memory.rglob("*")) == ["0", "1"]
+def test_containers_with_the_same_host_name_do_not_wait_for_files_of_each_other(
+    ranks: Pool, folder: Path, memory: Path
+) -> None:
+    found = ranks.run(2, in_container, folder, memory)
+    assert nbytes(every(found)) == union(every(found))  # they pass on what they read, as hosts do
+    assert 0 < union(found[0]) < union(every(found))
 
 
 # saves

@@ -6,7 +6,7 @@ import json
 import os
 import select
 import subprocess
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
 from tempfile import mkdtemp
@@ -34,11 +34,19 @@ class Team:
     """``ranks`` workers in one environment. If there are several, they form a gloo process group."""
 
     def __init__(
-        self, folder: Path, environment: str = "", ranks: int = 1, *, quick: bool = False, tree: Path | None = None
+        self,
+        folder: Path,
+        environment: str = "",
+        ranks: int = 1,
+        *,
+        quick: bool = False,
+        tree: Path | None = None,
+        inside: Callable[[int], Sequence[str]] = lambda rank: (),
     ) -> None:
         """Start the workers. ``folder``: for logs and the rendezvous.
 
-        ``quick``: see `Here`. ``tree``: the source tree of casckpt and the tasks.
+        ``quick``: see `Here`. ``tree``: the source tree of casckpt and the tasks. ``inside``: the beginning of the
+        command line of a rank, such as ``ip netns exec NAME``.
 
         Raises `Absent` if the environment is absent.
         """
@@ -47,7 +55,12 @@ class Team:
         self.broken = False
         self._folder = Path(mkdtemp(prefix="team-", dir=folder))
         self._workers = [
-            _Worker(python, tree or _TOOLS.parent, self._folder, {"rank": rank, "ranks": ranks, "quick": quick})
+            _Worker(
+                (*inside(rank), str(python)),
+                tree or _TOOLS.parent,
+                self._folder,
+                {"rank": rank, "ranks": ranks, "quick": quick},
+            )
             for rank in range(ranks)
         ]
 
@@ -102,10 +115,10 @@ def _path(tree: Path) -> str:
 
 
 class _Worker:
-    def __init__(self, python: Path, tree: Path, folder: Path, about: dict[str, int]) -> None:
+    def __init__(self, python: Sequence[str], tree: Path, folder: Path, about: dict[str, int]) -> None:
         self._log = folder / f"rank-{about['rank']}.log"
         text = json.dumps(about | {"rendezvous": str(folder / "rendezvous")})
-        command: Sequence[str] = (str(python), "-m", "benchmarks.worker", text)
+        command = (*python, "-m", "benchmarks.worker", text)
         with self._log.open("wb") as log:
             self._process = subprocess.Popen(
                 command,

@@ -13,6 +13,7 @@ from benchmarks.scenarios.dcp import through_dcp
 from benchmarks.scenarios.deltas import coded, coding, deltas, runs
 from benchmarks.scenarios.groups import ranks
 from benchmarks.scenarios.history import history
+from benchmarks.scenarios.hosts import hosts
 from benchmarks.scenarios.loading import load, partial
 from benchmarks.scenarios.manifests import manifest
 from benchmarks.scenarios.memory import memory
@@ -44,6 +45,7 @@ SCENARIOS: dict[str, Callable[[Options], ScenarioResult]] = {
     "history": history,
     "memory": memory,
     "s3": s3,
+    "hosts": hosts,
     "deltas": deltas,
     "runs": runs,
     "coded": coded,

@@ -1,0 +1,387 @@
+"""The hosts of a job read each blob of a remote store once. Each imitated host has its own folder for memory."""
+
+from __future__ import annotations
+
+import errno
+import logging
+import os
+import signal
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext, suppress
+from dataclasses import dataclass, replace
+from datetime import timedelta
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
+from unittest.mock import patch
+
+import pytest
+import torch
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Replicate, Shard
+
+from casckpt.errors import RankFailed, StorageError
+from casckpt.loading.job_reads import JobReads
+from casckpt.ranks import ranks as ranks_module
+from casckpt.ranks.ranks import GroupRanks
+from casckpt.repository import host_reads as module
+from casckpt.repository.blob_cache import PARTS, Unusable
+from casckpt.repository.host_reads import HostReads
+from casckpt.store.store import Store
+from tests.store.test_share_reads import changed, equal, every, fill, opened, save, save_change, state
+from tests.support.bucket_reads import ReadRange, nbytes, union
+from tests.support.cut import cut
+from tests.support.faulty import fail_before
+from tests.support.ranks import outcome_of, tell, wait_for
+from tests.support.saves import cells
+from tests.support.tally import tally
+from tests.support.together import impatient
+
+if TYPE_CHECKING:
+    from tests.support.ranks import Pool
+
+SHORT = 4.0  # seconds until the others give up on a stopped rank
+
+
+@dataclass(frozen=True)
+class Place:
+    """A store in ``folder``, and ``hosts`` hosts, whose memory is in ``memory``."""
+
+    folder: Path
+    memory: Path
+    hosts: int = 2
+
+    def open(self, rank: int, **options: Any) -> Store:
+        """Open the store as a rank. Neighboring ranks are on different hosts."""
+        here = self.memory / str(rank % self.hosts)
+        here.mkdir(exist_ok=True)
+        return opened(self.folder, here, **options)
+
+    @property
+    def left(self) -> list[Path]:
+        """Return the files that the ranks of all hosts share."""
+        return list(self.memory.glob(f"*/*/{PARTS}/*/*"))
+
+
+def load(rank: int, size: int, place: Place, layout: str = "replicas", **options: Any) -> list[ReadRange]:
+    store = place.open(rank, **options)
+    return fill(store, layout, size, lambda filled: store.load(filled, "latest"))
+
+
+@pytest.fixture
+def empty(tmp_path: Path) -> Place:
+    (tmp_path / "memory").mkdir()
+    return Place(tmp_path / "store", tmp_path / "memory")
+
+
+@pytest.fixture
+def place(ranks: Pool, empty: Place) -> Place:
+    ranks.run(2, save, empty.folder, "mixed")
+    return empty
+
+
+# what is read
+
+
+@pytest.mark.parametrize(("size", "hosts"), [(2, 2), (4, 2), (3, 3), (5, 2)])
+def test_the_hosts_of_a_job_read_each_byte_once(ranks: Pool, place: Place, size: int, hosts: int) -> None:
+    place = replace(place, hosts=hosts)
+    found = ranks.run(size, load, place)
+    alone = every(ranks.run(size, load, place, share_reads="off"))
+    assert nbytes(every(found)) == union(every(found)) < 1.1 * union(alone)  # blobs also have headers
+    assert nbytes(alone) == size * union(alone)
+    by_host = [nbytes(every(found[host::hosts])) for host in range(hosts)]
+    assert max(by_host) - min(by_host) <= 1 << 17  # two blobs
+    assert place.left == []
+
+
+def cut_within_hosts(size: int) -> dict[str, torch.Tensor]:
+    """Return a state that is sharded over the ranks of a host, and the same on both hosts."""
+    mesh = init_device_mesh("cpu", (size // 2, 2))
+    return {f"w{n}": cut(cells(24, seed=n).reshape(-1, 256), mesh, [Shard(0), Replicate()]) for n in range(6)}
+
+
+def load_sharded(rank: int, size: int, place: Place) -> list[ReadRange]:
+    store, expected = place.open(rank), cut_within_hosts(size)
+    filled = {key: torch.zeros_like(value) for key, value in expected.items()}
+    store.load(filled, "latest")
+    assert equal(filled, expected)
+    return [one for one in store.repository.storage.ranges if one.key.endswith(".safetensors")]  # type: ignore[attr-defined]
+
+
+def test_ranks_that_need_parts_of_a_blob_share_it_if_their_hosts_need_all_of_it(ranks: Pool, place: Place) -> None:
+    found = every(ranks.run(4, load_sharded, place))
+    assert nbytes(found) == union(found)
+
+
+def load_twice(rank: int, size: int, place: Place, layout: str, **options: Any) -> list[str]:
+    """Load twice, and return the purposes of the groups that were connected."""
+    connect, found = GroupRanks.connect, list[str]()
+
+    def connected(group: GroupRanks, *args: Any) -> None:
+        found.append(group.purpose)
+        connect(group, *args)
+
+    with patch.object(GroupRanks, "connect", connected):
+        load(rank, size, place, layout, **options)
+        load(rank, size, place, layout, **options)
+    return found
+
+
+def test_the_ranks_form_a_second_group_only_if_hosts_pass_on_bytes(ranks: Pool, empty: Place, tmp_path: Path) -> None:
+    ranks.run(2, save, empty.folder, "rows")
+    job = (load_twice, empty)
+    assert ranks.run(2, *job, "replicas") == [["main", "main bytes"]] * 2
+    assert ranks.run(2, *job, "rows") == [["main"]] * 2
+    assert ranks.run(2, *job, "replicas", share_reads="off") == [["main"]] * 2
+    assert ranks.run(2, *job, "replicas", cache_bytes=1 << 12) == [["main"]] * 2
+    assert ranks.run(2, *job, "replicas", cache_dir=tmp_path / "disk") == [["main"]] * 2
+
+
+def some_alone(rank: int, size: int, place: Place) -> list[ReadRange]:
+    return load(rank, size, place, share_reads="off" if rank == 1 else "auto")
+
+
+def test_a_rank_that_reads_alone_does_not_keep_others_from_sharing(ranks: Pool, place: Place) -> None:
+    found = ranks.run(4, some_alone, place)
+    others = every([found[0], found[2], found[3]])
+    assert nbytes(others) == union(others)
+    assert nbytes(found[1]) == union(found[1]) > 0
+
+
+def save_and_load(rank: int, size: int, place: Place) -> list[ReadRange]:
+    """Save parts of a state on two hosts that keep what they save in memory, and then load all of it on both."""
+    store = place.open(rank, cache_saves=True)
+    store.create(cell_bytes=1 << 12, blob_bytes=1 << 16)
+    store.save(state("rows", size), step=1)
+    return load(rank, size, place, cache_saves=True)
+
+
+def test_a_host_that_has_a_blob_in_memory_passes_it_on(ranks: Pool, empty: Place) -> None:
+    assert ranks.run(2, save_and_load, empty) == [[], []]
+
+
+def update(rank: int, size: int, place: Place) -> None:
+    store = place.open(rank)
+    filled = {key: torch.zeros_like(value) for key, value in state("replicas", size).items()}
+    held = store.load(filled, "default@1")
+    store.update(filled, "default@2", held=held)
+    assert equal(filled, changed(size))
+
+
+def test_updates_on_several_hosts_read_from_the_store(ranks: Pool, place: Place) -> None:
+    ranks.run(2, save_change, place.folder)
+    ranks.run(2, update, place)
+    assert place.left == []
+
+
+# harm
+
+
+@contextmanager
+def logged() -> Iterator[list[str]]:
+    """Collect the warnings of casckpt in this process."""
+    found: list[str] = []
+    handler = logging.Handler(logging.WARNING)
+    handler.emit = lambda record: found.append(record.getMessage())  # type: ignore[method-assign]  # of this handler
+    log = logging.getLogger("casckpt")
+    log.addHandler(handler)
+    try:
+        yield found
+    finally:
+        log.removeHandler(handler)
+
+
+Harm = Callable[[], Any]
+
+
+def flip_sent() -> Any:
+    """Flip a bit of each byte of what is sent."""
+
+    def exchange(job: JobReads, sends: list[Any], receives: list[Any]) -> None:
+        for data, _ in sends:
+            data[:-1].bitwise_xor_(1)
+        exchanged(job, sends, receives)
+
+    exchanged = JobReads._exchange
+    return patch.object(JobReads, "_exchange", exchange)
+
+
+def flip_written() -> Any:
+    """Flip a bit of each byte in the files that the ranks of the host share."""
+
+    def put(reads: HostReads, number: int, size: int, offset: int, data: memoryview) -> None:
+        written(reads, number, size, offset, memoryview(bytes(byte ^ 1 for byte in data)))
+
+    written = HostReads.put
+    return patch.object(HostReads, "put", put)
+
+
+def evict() -> Any:
+    """Remove each file as soon as something has arrived."""
+
+    def put(reads: HostReads, number: int, *args: Any) -> None:
+        written(reads, number, *args)
+        reads.path(number).unlink(missing_ok=True)
+
+    written = HostReads.put
+    return patch.object(HostReads, "put", put)
+
+
+def full_disk() -> Any:
+    """Let no write succeed."""
+
+    def full(*_: object) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    return patch.object(module, "write_all", full)
+
+
+def no_gate() -> Any:
+    """Let the rank that receives fail to create the file with the locks."""
+    return patch.object(module, "_lock", side_effect=Unusable("a test"))
+
+
+def broken_connection() -> Any:
+    """Let the first message fail."""
+    return patch.object(JobReads, "_exchange", side_effect=RankFailed("a test", rank=0, lost="late"))
+
+
+def harmed(rank: int, size: int, place: Place, harm: Harm) -> tuple[list[ReadRange], list[str]]:
+    """Load while rank 1 does harm. Return what this rank read, and its warnings."""
+    module.PATIENCE = 1.0
+    with logged() as warnings, harm() if rank == 1 else nullcontext():
+        return load(rank, size, place), warnings
+
+
+@pytest.mark.parametrize(
+    ("harm", "warning"),
+    [
+        (flip_sent, "bytes that rank 1 passed on are wrong"),
+        (flip_written, "bytes that rank 0 passed on are wrong"),
+        (evict, None),
+        (full_disk, "No space left on device"),
+        (no_gate, "a test"),
+    ],
+)
+def test_harm_to_what_is_passed_on_costs_only_reads(ranks: Pool, place: Place, harm: Harm, warning: str | None) -> None:
+    found = ranks.run(4, harmed, place, harm)
+    warnings = [text for _, texts in found for text in texts]
+    assert any(warning in text for text in warnings) if warning else warnings == []
+    ranges = every([ranges for ranges, _ in found])
+    assert nbytes(ranges) > union(ranges)
+    assert place.left == []
+
+
+def after_a_failure(rank: int, size: int, place: Place) -> list[ReadRange]:
+    """Load while the connections between hosts fail, and then load again. Rank 2 reads alone and does not notice."""
+    module.PATIENCE = 1.0 if rank == 0 else 30.0
+    options: dict[str, Any] = {"share_reads": "off"} if rank == 2 else {}
+    with logged() as warnings, broken_connection() if rank == 1 else nullcontext():
+        load(rank, size, place, **options)
+    assert rank == 0 or not any("has not brought" in text for text in warnings)
+    return load(rank, size, place, **options)
+
+
+def test_after_a_broken_connection_the_next_load_shares_its_reads(ranks: Pool, place: Place) -> None:
+    found = every(ranks.run(3, after_a_failure, place, timeout=SHORT)[:2])
+    assert nbytes(found) == union(found)
+
+
+def failing(rank: int, size: int, place: Place, who: int, last: int, *, verify: bool = True) -> Any:
+    """Load while the reads of one rank fail, until its read number ``last``."""
+    store = place.open(rank)
+    if rank == who:
+        faults = [fail_before("read_into", key="*.safetensors", at=at) for at in range(1, last + 1)]
+        store.repository.storage.inject(*faults)  # type: ignore[attr-defined]  # it is a ReadBucket
+    return outcome_of(lambda: fill(store, "replicas", size, lambda filled: store.load(filled, "latest", verify=verify)))
+
+
+@pytest.mark.parametrize("who", [0, 1])
+def test_an_error_of_the_store_on_one_host_is_raised_on_all_ranks(ranks: Pool, place: Place, who: int) -> None:
+    for rank, error in enumerate(ranks.run(3, failing, replace(place, hosts=3), who, 1000)):
+        assert isinstance(error, StorageError)
+        assert rank == who or error.__dict__["rank"] == who
+
+
+def test_a_failed_read_is_not_passed_on_as_bytes(ranks: Pool, place: Place) -> None:
+    for last in (1, 4):
+        for found in ranks.run(2, failing, place, 1, last, verify=False):
+            assert isinstance(found, list | StorageError), found
+
+
+# ranks that die or stop
+
+
+class Strike(NamedTuple):
+    """One of ``size`` ranks, ``who``, receives a signal at its message number ``at`` to another host."""
+
+    size: int
+    who: int
+    at: int
+    sends: signal.Signals = signal.SIGKILL
+
+
+STRIKES = [Strike(2, 1, 1), Strike(2, 0, 5), Strike(3, 1, 4), Strike(4, 1, 2)]
+"""The strikes of the default run."""
+
+
+def struck(rank: int, size: int, place: Place, strike: Strike) -> Any:
+    """Load while a rank is struck.
+
+    The other ranks kill a stopped rank when all of them have failed. Return whether they have failed, and how.
+    """
+    impatient()
+    module.PATIENCE = SHORT
+    ranks_module.MARGIN = timedelta(seconds=1)
+    who, at, sends = strike[1:]
+    Path(f"pid-{rank}").write_text(str(os.getpid()))
+    count = 0
+
+    def counted(job: JobReads, *args: Any) -> None:
+        nonlocal count
+        count += 1
+        if rank == who and count == at:
+            tally(f"{sends.name} at a message to another host")
+            os.kill(os.getpid(), sends)
+        passed(job, *args)
+
+    passed = JobReads._exchange
+    with patch.object(JobReads, "_exchange", counted):
+        found = outcome_of(lambda: load(rank, size, place))
+    if count < at and rank == who:
+        return "not struck"
+    if isinstance(found, RankFailed):
+        tell(f"failed {rank}")
+        for other in range(size):
+            if other != who:
+                wait_for(f"failed {other}")
+        with suppress(ProcessLookupError):
+            os.kill(int(Path(f"pid-{who}").read_text()), signal.SIGKILL)
+        return found.rank
+    return "loaded" if isinstance(found, list) else found
+
+
+def check_struck(ranks: Pool, place: Place, strike: Strike) -> bool:
+    """Strike one rank, and check that all others name it. Return False if it has fewer messages."""
+    size, who = strike[:2]
+    outcomes = ranks.outcomes(size, struck, replace(place, hosts=2 if size == 4 else size), strike, timeout=SHORT)
+    others = [outcome.value for rank, outcome in enumerate(outcomes) if rank != who]
+    if outcomes[who].value == "not struck":
+        assert others == ["loaded"] * (size - 1)
+        return False
+    assert others == [who] * (size - 1), (strike, outcomes)
+    return True
+
+
+@pytest.mark.parametrize("sends", [signal.SIGKILL, signal.SIGSTOP])
+@pytest.mark.timeout(3600)
+def test_a_rank_that_dies_or_stops_at_a_message_is_named(
+    ranks: Pool, place: Place, sends: signal.Signals, full: bool
+) -> None:
+    for strike in STRIKES:
+        assert check_struck(ranks, place, strike._replace(sends=sends))
+    for size, who in ((2, 0), (2, 1), (3, 0), (3, 1), (3, 2), (4, 0), (4, 3)) if full else ():
+        at = 1
+        while check_struck(ranks, place, Strike(size, who, at, sends)):
+            at += 1
+        assert at > 3
