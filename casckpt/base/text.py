@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from html import escape
 from pathlib import Path
+from typing import Any
 from urllib.parse import unquote
 
 from casckpt.errors import InvalidInput
@@ -18,6 +19,22 @@ def listed(names: Sequence[object], most: int = 5) -> str:
     """Format the first few names or numbers for a message."""
     more = f" and {len(names) - most} more" if len(names) > most else ""
     return ", ".join(repr(name) for name in names[:most]) + more
+
+
+def lineage_text(lineage: Mapping[str, Any] | None, most: int = 3) -> str:
+    """Format where a checkpoint came from, such as "resumed from sft@100 (0123456789ab)". The text may be hostile."""
+
+    def named(value: Any) -> str:
+        if value is None:
+            return "(too long for the listing)"
+        if isinstance(value, list):
+            more = f" and {len(value) - most} more" if len(value) > most else ""
+            return ", ".join(map(named, value[:most])) + more
+        if isinstance(value, dict) and "run" in value and "step" in value:
+            return f"{value['run']}@{value['step']} ({str(value.get('id'))[:12]})"
+        return str(value.get("path", value) if isinstance(value, dict) else value)
+
+    return "; ".join(f"{name.replace('_', ' ')} {named(value):.300}" for name, value in (lineage or {}).items())
 
 
 def in_one_line(error: BaseException) -> str:

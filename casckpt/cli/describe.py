@@ -52,6 +52,7 @@ def summary(checkpoint: Checkpoint) -> dict[str, Any]:
         "healthy": checkpoint.healthy,
         "health": _fields(checkpoint.commit.committed.health),
         "metrics": checkpoint.commit.committed.metrics,
+        "lineage": checkpoint.commit.committed.lineage,
         "forgotten": checkpoint.forgotten,
         "dropped": _fields(checkpoint.dropped),
         "replaced": checkpoint.replaced,

@@ -194,6 +194,22 @@ class Checkpoint:
         return deepcopy(found) if (found := self._record.metadata) is not None else self._manifest.metadata
 
     @property
+    def lineage(self) -> dict[str, Any]:
+        """The checkpoints or files that the saved state came from; empty if the save recorded none.
+
+        "resumed_from": the ``id``, ``run`` and ``step`` of the checkpoint that the training last loaded.
+        "imported_from": the ``path`` that an import read, and its ``digest``. "merged_from": a list of checkpoints. Any
+        of them may no longer exist. Raises Unsigned if the store requires a signature and there is none.
+        """
+        recorded = self._record.lineage or {}
+        if self.repo.trusted is None and None not in recorded.values():  # a signature does not cover the record
+            return deepcopy(recorded)
+        from casckpt.contents.signatures import get_trusted
+        from casckpt.format.sections.index import lineage_of
+
+        return lineage_of(get_trusted(self.repo, self.commit).body.notes)
+
+    @property
     def tags(self) -> list[str]:
         """The tags that currently name it, sorted. Tags with damaged records are omitted."""
         return tags.tags_of(tags.list_tags(self.repo).tags, self.commit.id)

@@ -10,7 +10,7 @@ from collections.abc import Iterable, Mapping
 from math import isfinite
 from numbers import Integral, Real
 from pathlib import PurePath
-from typing import Any, TypeAlias
+from typing import Any, Final, TypeAlias
 
 import msgspec
 
@@ -20,6 +20,8 @@ from casckpt.errors import InvalidInput, Refused
 MAX_METADATA_BYTES = 64 << 10
 """The maximum size, in JSON bytes, of metadata that the commit record also contains, so that listings show it."""
 MAX_METADATA_DEPTH = 32
+LINEAGE: Final = ("resumed_from", "imported_from", "merged_from")
+"""The notes of a manifest that say where the saved state came from. The commit record also contains them."""
 _TEXTS = ("nan", "inf", "-inf")  # JSON cannot represent these as numbers
 _UNFIT_RE = re.compile("[\0-\x1f\x7f\ud800-\udfff]")
 
@@ -108,8 +110,8 @@ def encode_metadata(metadata: Mapping[str, Any]) -> tuple[msgspec.Raw, dict[str,
     return msgspec.Raw(msgspec.msgpack.encode(plain)), plain if exact else None
 
 
-def plain_metadata(metadata: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a copy of the user's metadata.
+def plain_metadata(metadata: Mapping[str, Any], name: str = "metadata") -> dict[str, Any]:
+    """Return a copy of the user's metadata, or of a different argument ``name``.
 
     It may contain None, bool, int, float, str, lists, and dicts with str keys.
 
@@ -117,12 +119,12 @@ def plain_metadata(metadata: Mapping[str, Any]) -> dict[str, Any]:
     else.
     """
     if not isinstance(metadata, Mapping):
-        raise InvalidInput(f"metadata must be a dict that maps names to values, not a {type(metadata).__name__}")
+        raise InvalidInput(f"{name} must be a dict that maps names to values, not a {type(metadata).__name__}")
     try:
-        return {key: _plain(value, f"metadata[{key!r}]", 1) for key, value in _items(metadata, "metadata")}
+        return {key: _plain(value, f"{name}[{key!r}]", 1) for key, value in _items(metadata, name)}
     except UnicodeEncodeError as error:
         raise InvalidInput(
-            "metadata contains a string with a lone surrogate, which JSON cannot represent; replace it"
+            f"{name} contains a string with a lone surrogate, which JSON cannot represent; replace it"
         ) from error
 
 

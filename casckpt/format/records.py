@@ -165,6 +165,8 @@ class Committed(Record, tag="committed", frozen=True, kw_only=True):
     the size of the frames that have bases. ``metadata`` is None if it is too large for the record. In that case, the
     manifest contains it. ``healthy``: the value that the user passed. Without one, it is False if the save found NaN,
     and otherwise None. ``health``: what the save found, or None if it did not scan.
+    ``lineage``: the notes of `casckpt.format.metrics.LINEAGE` in the manifest, or None if there are none. The values
+    are None if they are too large for the record.
 
     ``replaces``: for a rewrite, the transaction that it replaces and the number of its `replaced` record. ``origin``:
     the transaction of the first save, which defines the order, or None if it is this transaction. ``dropped``: what it
@@ -195,6 +197,7 @@ class Committed(Record, tag="committed", frozen=True, kw_only=True):
     healthy: bool | None = None
     health: Health | None = None
     metrics: dict[str, Stored] = {}
+    lineage: dict[str, Any] | None = None
     replaces: tuple[TxId, int] | None = None
     origin: TxId | None = None
     dropped: Dropped | None = None

@@ -99,11 +99,13 @@ class AcceleratorCheckpointer:
         strict: bool | None = None,
         rename: Rename = None,
         options: GroupOptions = "checkpoint",
+        prove: bool = False,
     ) -> Checkpoint | None:
         """Load the newest checkpoint of the run, if there is one. See `Checkpointer.resume`."""
         return self.checkpointer.resume(
-            *self._all(), missing=missing, unread=unread, cast=cast, strict=strict, rename=rename, options=options
-        )
+            *self._all(), missing=missing, unread=unread, cast=cast, strict=strict, rename=rename, options=options,
+            prove=prove,
+        )  # fmt: skip
 
     def load(self, ref: str | Checkpoint, *, cast: bool = False) -> None:
         """Load a checkpoint, even one that contains only weights. ``cast``: see `Checkpointer.load`."""

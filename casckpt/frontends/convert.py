@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import logging
 import os
+import re
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Unpack
 
+from casckpt.base.digest import files_digest
 from casckpt.base.text import is_url, local_path
 from casckpt.contents.checkpoint import Checkpoint
 from casckpt.errors import CasckptError, InvalidInput, NotFound
@@ -55,17 +57,31 @@ _ZIP, _PICKLES = b"PK\x03\x04", (b"\x80\x02", b"\x80\x03", b"\x80\x04", b"\x80\x
 class DetectedFormat:
     """The format of a file or folder. ``kind``: "safetensors", "torch", "dcp", "olmo" or "olmo-trainer".
 
-    ``path``: a local path, or a URL that the import reads directly.
+    ``path``: a local path, or a URL that the import reads directly. ``url``: the URL if the files at ``path`` are a
+    temporary copy.
     """
 
     kind: str
     path: Path | str
     sources: ImportSources
+    url: str = ""
 
     @property
     def nbytes(self) -> int:
         """The total bytes of the files with weights."""
         return self.sources.nbytes
+
+    @property
+    def origin(self) -> dict[str, str]:
+        """The lineage of an import: the ``path`` or URL without passwords and parameters, and the files' ``digest``.
+
+        There is no digest if the import reads a URL directly. Raises OSError.
+        """
+        if not isinstance(self.path, Path):
+            return {"path": _public(self.path)}
+        named = os.fsencode(self.path.absolute()).decode(errors="replace")
+        digest = files_digest(self.path, self.sources.weights)
+        return {"path": _public(self.url) if self.url else named, "digest": digest}
 
 
 @contextmanager
@@ -86,7 +102,11 @@ def looked_at(path: str | os.PathLike[str]) -> Iterator[DetectedFormat]:
     from casckpt.storage.remote.files import RemoteFiles  # fsspec takes a while to import
 
     with TemporaryDirectory(prefix="casckpt-") as folder:
-        yield look_at(RemoteFiles(url).fetch(Path(folder)))
+        yield replace(look_at(RemoteFiles(url).fetch(Path(folder))), url=url)
+
+
+def _public(url: str) -> str:
+    return re.sub("(?<=://)[^/@]*:[^/@]*@", "", url).partition("?")[0]
 
 
 def look_at(path: str | os.PathLike[str]) -> DetectedFormat:
@@ -137,10 +157,12 @@ def import_any(
 ) -> Checkpoint:
     """Import a checkpoint with the import function for its detected format. ``options``: those of `ImportArguments`.
 
-    ``as_is``: for a torch.save file; other formats are always saved unchanged.
+    ``as_is``: for a torch.save file; other formats are always saved unchanged. The checkpoint's ``lineage`` names the
+    path, with the digest of the files with weights, which are read once more for it.
     """
     log.info("reading %s as %s", detected.path, detected.kind)
     with _reading(detected.path):
+        options.setdefault("lineage", {"imported_from": detected.origin})
         if detected.kind == "safetensors":
             return import_safetensors(store, detected.path, step=step, **options)
         if detected.kind == "torch":

@@ -22,7 +22,7 @@ from casckpt.format.metrics import encode_metadata, stored_metrics
 from casckpt.format.names import BlobHash, TxId
 from casckpt.format.records import Committed, Health
 from casckpt.format.sections.health import Rows
-from casckpt.format.sections.index import REPLICAS_NOTE, TENSOR
+from casckpt.format.sections.index import REPLICAS_NOTE, TENSOR, lineage_of
 from casckpt.format.sections.tables import Streams
 from casckpt.history.commits import Commit, forget, read_log
 from casckpt.history.following import newest_reusable
@@ -245,7 +245,8 @@ class Leader:
         if self._transaction is None:
             raise InvalidInput("a save was finished before it began; this is a bug in casckpt")
         whole = merge([part.share for part in parts], streams, self.repo.marker.cell_bytes)
-        notes = {**(notes or {}), **self._replica_note(whole, parts)}
+        lineage = {name: plain.encode(value) for name, value in (self.options.lineage or {}).items()}
+        notes = {**(notes or {}), **lineage, **self._replica_note(whole, parts)}
         record, worn = self._put_manifest(self._transaction.txid, whole, parts, tree, notes)
         sign_save(self.repo, record.manifest)
         self._transaction.commit(record)
@@ -323,6 +324,7 @@ class Leader:
         total = int(single.nbytes.sum()) + sum(prod(table.shape) * table.itemsize for table in tables)
         new = {number: ref.size for number, ref in enumerate(draft.blobs) if ref.uploader == txid}
         health = None if draft.health is None else summed_health(draft.streams, draft.health)
+        lineage = lineage_of(draft.notes)
         return Committed(
             txid=txid,
             run=draft.run,
@@ -346,6 +348,7 @@ class Leader:
             healthy=self._healthy(health),
             health=health,
             metrics=stored_metrics(self.options.metrics),
+            lineage=encode_metadata(lineage)[1] or dict.fromkeys(lineage) or None,
         )
 
     def _healthy(self, health: Health | None) -> bool | None:

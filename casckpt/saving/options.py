@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, Literal, Self, SupportsFloat, TypeAlias, 
 from casckpt.base.names import check_run, check_step
 from casckpt.base.parallel import usable_threads
 from casckpt.errors import InvalidInput
-from casckpt.format.metrics import plain_metadata, stored_metrics
+from casckpt.format.metrics import LINEAGE, plain_metadata, stored_metrics
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -53,6 +53,7 @@ class SaveArguments(WriterArguments, total=False):
     """The keyword arguments of `Store.save`, except run and step."""
 
     owners: Owners
+    lineage: Mapping[str, Any] | None
     process_group: ProcessGroup | None
     no_dist: bool
 
@@ -65,6 +66,7 @@ class ImportArguments(TypedDict, total=False):
     metadata: Mapping[str, Any] | None
     compress: Compress | None
     progress: Shown | None
+    lineage: Mapping[str, Any] | None
 
 
 def usable_compress(given: str) -> Compress:
@@ -104,6 +106,7 @@ class SaveOptions:
     progress: Shown | None = None
     check_replicas: CheckReplicas = "sample"
     owners: Owners = None
+    lineage: Mapping[str, Any] | None = None
     process_group: ProcessGroup | None = None
     no_dist: bool = False
 
@@ -124,11 +127,14 @@ class SaveOptions:
             raise InvalidInput(f"health={self.health!r:.40} is not valid: pass True to scan changed cells, or False")
         if self.owners is not None and not callable(self.owners):
             raise InvalidInput(f"owners={self.owners!r:.40} is not valid: pass a function from a flat key to a rank")
+        lineage = None if self.lineage is None else plain_metadata(self.lineage, "lineage")
+        if unknown := [name for name in lineage or () if name not in LINEAGE]:
+            raise InvalidInput(f"lineage has the name {unknown[0]!r:.80}: use one of {', '.join(LINEAGE)}")
         check = usable_check(self.check_replicas)
         run, step, threads = check_run(self.run), check_step(self.step), usable_threads(self.threads)
         metadata = None if self.metadata is None else plain_metadata(self.metadata)
         metrics, ephemeral = stored_metrics(self.metrics), bool(self.ephemeral)
         return replace(
             self, run=run, step=step, metadata=metadata, metrics=metrics, ephemeral=ephemeral, threads=threads,
-            check_replicas=check,
+            check_replicas=check, lineage=lineage,
         )  # fmt: skip

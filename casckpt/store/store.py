@@ -131,8 +131,9 @@ class Store:
         when this process first saves it. Otherwise, it warns and saves the lowest rank's value. "raise" compares all
         bytes and refuses any difference. "off" saves the lowest rank's value. ``owners``: a function that maps a flat
         key to the only rank that maintains and saves that leaf, or to None if all ranks hold the same value. A load
-        gives the value to each rank that asks for it. ``allow_pickle``: pickle leaves that are neither tensors nor
-        plain data. ``threads``: the number of threads that hash and write (default: 2 to 8, depending on the number of
+        gives the value to each rank that asks for it. ``lineage``: where the state came from, to show in
+        listings (see `Checkpoint.lineage`). ``allow_pickle``: pickle leaves that are neither tensors nor plain data.
+        ``threads``: the number of threads that hash and write (default: 2 to 8, depending on the number of
         cores). ``progress``: called with the number of finished bytes and the total.
 
         Every rank raises the error: Conflict if the step exists, InvalidInput (with key and rank) for values that

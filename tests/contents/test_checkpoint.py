@@ -1,14 +1,24 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from datetime import UTC, datetime, timedelta
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
+from casckpt.contents import manifests
+from casckpt.contents.checkpoint import Checkpoint
+from casckpt.format.metrics import MAX_METADATA_BYTES
+from casckpt.format.records import changed
+from casckpt.format.sections.index import lineage_of
+from casckpt.store.opening import open as open_store
 from casckpt.store.store import Store
-from tests.support.saves import small
+from tests.support.rewrites import move
+from tests.support.saves import BLOB, small
+from tests.support.signing import pair
 
 STATE = {"w": torch.arange(6.0), "x": [1]}
 
@@ -48,3 +58,37 @@ def test_metadata_absent_from_the_record_is_read_from_the_manifest(metadata: dic
     store = small()
     store.save(STATE, step=1, metadata=metadata)
     assert repr(store.get("default@1").metadata) == repr(metadata)
+
+
+LINEAGE = {"resumed_from": {"id": "ab" * 32, "run": "gone", "step": 7}, "imported_from": {"path": "/tmp/x"}}
+
+
+def test_the_lineage_survives_copies_thinning_repacking_and_rewrites() -> None:
+    store, other, repacked = small(), small(), small()
+    saved = store.save({"w": torch.ones(3000), "x": torch.ones(4)}, step=1, lineage=LINEAGE)
+    store.copy_to(other)
+    other.copy_to(repacked, blob_bytes=2 * BLOB)
+    move(store.repository, saved.commit)
+    store.thin("default@1", drop="w")
+    for place in (store, other, repacked):
+        found = place.get("default@1")
+        assert found.id == saved.id
+        assert found.lineage == found.commit.committed.lineage == LINEAGE
+        assert lineage_of(manifests.get(place.repository, found.commit).body.notes) == LINEAGE
+
+
+def test_a_lineage_that_is_too_large_for_the_record_is_in_the_manifest() -> None:
+    store, lineage = small(), {"merged_from": ["x" * MAX_METADATA_BYTES]}
+    saved = store.save(STATE, step=1, lineage=lineage)
+    assert saved.commit.committed.lineage == {"merged_from": None}
+    assert saved.lineage == lineage
+    assert store.save(STATE, step=2).lineage == {}
+
+
+def test_a_store_that_requires_signatures_shows_the_signed_lineage(tmp_path: Path) -> None:
+    keys = pair(tmp_path)
+    store = open_store(tmp_path / "store", sign_with=keys.private, require_signature=keys.public)
+    saved = store.save(STATE, step=1, lineage=LINEAGE)
+    claimed = changed(saved.commit.committed, lineage={"resumed_from": "elsewhere"})
+    found = Checkpoint(store.repository, replace(saved.commit, first=claimed))
+    assert found.lineage == LINEAGE

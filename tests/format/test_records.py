@@ -55,6 +55,7 @@ COMMITTED = Committed(
     metadata={"loss": 1.5},
     healthy=False,
     metrics={"loss": 0.25, "tokens": 12, "grad": "nan"},
+    lineage={"resumed_from": {"run": "sft", "step": 3}},
 )
 EXAMPLES: list[Record] = [
     Settings(created_at=1, min_age_seconds=2.5, requires=["rewrites"]),
@@ -140,6 +141,7 @@ def test_forged_lines_are_rejected_or_decode_to_valid_records(data: st.DataObjec
         {"type": "unheard-of"},
         {"parent": "0"},
         {"metadata": [1]},
+        {"lineage": ["sft@1"]},
         {"time": -1},
         {"created_at": 253_402_300_800_000_000},  # the year 10000, which is not a valid date
         {"metrics": {f"m{n}": n for n in range(65)}},

@@ -12,13 +12,18 @@ import safetensors.torch
 import torch
 
 import casckpt
+from casckpt.base.digest import hex_digest
 from casckpt.errors import Conflict, NotFound
 from casckpt.frontends.convert import (
+    DetectedFormat,
+    ImportSources,
     dcp_to_casckpt,
     export_safetensors,
+    import_any,
     import_olmo,
     import_olmo_trainer,
     import_safetensors,
+    looked_at,
     torch_save_to_casckpt,
 )
 from tests.support.safetensors_files import contents, file_of, hugging_face, same, tensors
@@ -107,3 +112,19 @@ def test_an_unknown_keyword_of_an_import_is_rejected_before_anything_is_read(
         importer(*first, step=1, **{keyword: True})
     with pytest.raises(TypeError, match=rf"^{importer.__name__}\(\) missing .*'step'$"):
         importer(*first)
+
+
+def test_an_import_from_a_url_names_the_url_without_its_password() -> None:
+    found = DetectedFormat("dcp", "ftp://me:secret@host/run/step-5?token=x", ImportSources((), {}))
+    assert found.origin == {"path": "ftp://host/run/step-5"}
+    bucket = DetectedFormat("dcp", "abfs://container@account.dfs.core.windows.net/x", ImportSources((), {}))
+    assert bucket.origin == {"path": "abfs://container@account.dfs.core.windows.net/x"}
+
+
+def test_a_file_that_is_fetched_from_a_url_is_named_by_the_url(store: casckpt.Store) -> None:
+    fsspec = pytest.importorskip("fsspec", reason="needs casckpt[remote]")
+    data = safetensors.torch.save({"w": torch.ones(3)})
+    fsspec.filesystem("memory").pipe("/lineage/w.safetensors", data)
+    with looked_at("memory://lineage/w.safetensors") as found:
+        made = import_any(store, found, step=1)
+    assert made.lineage == {"imported_from": {"path": "memory://lineage/w.safetensors", "digest": hex_digest(data)}}

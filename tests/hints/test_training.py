@@ -585,6 +585,28 @@ def test_the_suggested_option_preserves_a_new_learning_rate(store: Store, model:
     assert (lower.param_groups[0]["lr"], texts) == (1e-9, [])
 
 
+@follows("frontends/training_state/proof.py:prove.decide", "With prove=False, a resume does not make this comparison")
+def test_a_resume_without_a_proof_accepts_values_that_a_hook_changed(
+    store: Store, model: Two, messages: Messages
+) -> None:
+    made = checkpointer(store)
+    made.save(1, model)
+
+    def changed() -> Any:
+        fresh: Any = Two()
+
+        def reset(*_: object) -> None:
+            fresh.b.weight.data.zero_()
+
+        fresh.register_load_state_dict_post_hook(reset)
+        return fresh
+
+    with messages.error(Mismatch) as advice:
+        made.resume(changed(), prove=True)
+    advice.says("'model.b.weight'")
+    assert made.resume(changed(), **advice.argument("prove")) is not None
+
+
 @follows("frontends/trainer/run_checkpoints.py:newest_healthy", "to load one of them, name its step")
 def test_an_unhealthy_checkpoint_can_be_loaded_by_its_step(store: Store, model: Two, messages: Messages) -> None:
     made = checkpointer(store)

@@ -33,6 +33,9 @@ STATE = {"w": torch.arange(6.0), "x": [1]}
         ({"metrics": 3}, "metrics is a int"),
         ({"healthy": 1}, "healthy=1 is not valid"),
         ({"healthy": "no"}, "healthy='no' is not valid"),
+        ({"lineage": 3}, "lineage must be a dict"),
+        ({"lineage": {"replicas": []}}, "lineage has the name 'replicas': use one of resumed_from"),
+        ({"lineage": {"resumed_from": {1, 2}}}, r"lineage\['resumed_from'\] is a set"),
     ],
 )
 def test_invalid_metrics_are_rejected(arguments: dict[str, Any], error: str) -> None:

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from casckpt.base.text import lineage_text
 from casckpt.cli.describe import brief, plain, summary
 from casckpt.cli.progress import progress_bar
 from casckpt.cli.session import Session, store_command
@@ -72,6 +73,7 @@ def details(store: Store, ref: str, patterns: tuple[str, ...] = ()) -> dict[str,
         "tags": checkpoint.tags,
         "signers": checkpoint.signers,
         "metadata": checkpoint.metadata,
+        "lineage": checkpoint.lineage or None,
         "parent": details.parent,
         "world_size": details.world_size,
         "versions": {"casckpt": details.casckpt, "torch": details.torch},
@@ -117,6 +119,7 @@ def _text(result: dict[str, Any], with_tensors: bool) -> None:
         ("metrics", ", ".join(f"{name} {value}" for name, value in result["metrics"].items())),
         ("metadata", json.dumps(result["metadata"], ensure_ascii=False) if result["metadata"] else ""),
         ("thinned", _thinned(result["dropped"])),
+        ("lineage", lineage_text(result["lineage"])),
         ("parent", result["parent"] or ""),
         ("ranks", str(result["world_size"])),
         ("files", attachments),

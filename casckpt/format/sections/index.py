@@ -13,9 +13,10 @@ import numpy as np
 from casckpt.base.lazy import cached_property
 from casckpt.base.names import check_attachment_name, check_run, check_step
 from casckpt.errors import InvalidInput, Refused
-from casckpt.format import dtypes
+from casckpt.format import dtypes, plain
 from casckpt.format.columns import Ints, pack, unpack
 from casckpt.format.keys import check_hash
+from casckpt.format.metrics import LINEAGE
 from casckpt.format.names import ManifestId
 from casckpt.format.regions import MAX_DIMENSIONS, Shape, check_shape
 from casckpt.format.sections.pieces import Pieces
@@ -189,6 +190,11 @@ class ManifestBody(Description, frozen=True, kw_only=True, dict=True, rename=_ST
         """All short attachments. Long ones are entries."""
         first = len(self.object_columns.keys)
         return [StoredObject(name, None, 0, False, first + n) for n, name in enumerate(self.attachment_names)]
+
+
+def lineage_of(notes: Mapping[str, bytes]) -> dict[str, Any]:
+    """Return the notes that say where the state came from, decoded. Raises Refused if one of them is not valid."""
+    return {name: plain.decode(notes[name], strict=True) for name in LINEAGE if name in notes}
 
 
 def _entries(columns: EntryColumns) -> list[Entry]:

@@ -16,6 +16,7 @@ from casckpt.frontends.lightning.files import AnyPath, Pointer, RunFiles
 from casckpt.frontends.lightning.io import monitored
 from casckpt.frontends.stores import AnyStore, as_store
 from casckpt.frontends.trainer import Checkpointer
+from casckpt.frontends.trainer.events import OnEvent
 from casckpt.frontends.trainer.settings import TrainerArguments
 from casckpt.frontends.training_state.contents import GroupOptions
 from casckpt.ranks.agreement import check_same
@@ -35,7 +36,7 @@ class CasModelParallelStrategy(ModelParallelStrategy):
     ``ema``, and loads it if the checkpoint has it. If a value cannot be saved, InvalidInput is raised before the first
     batch; for the optimizer's state, before the second batch. ``health``, ``check_replicas``, ``owners``: as for
     `Store.save`. ``cast``: as for `Checkpointer.load`. ``group_options``: the ``options`` of `Checkpointer.load`.
-    ``options``: the options of ModelParallelStrategy.
+    ``on_event``: as for `Checkpointer`. ``options``: the options of ModelParallelStrategy.
     """
 
     def __init__(
@@ -50,13 +51,16 @@ class CasModelParallelStrategy(ModelParallelStrategy):
         check_replicas: CheckReplicas = "sample",
         owners: Owners = None,
         group_options: GroupOptions = "checkpoint",
+        on_event: OnEvent | None = None,
         **options: Any,  # Lightning's own arguments, which depend on its version
     ) -> None:
         super().__init__(**options)
         self._book = RunFiles(as_store(store), run, gc=gc)
         self._cast, self._group_options = cast, group_options
+        self._lineage: dict[str, Any] | None = None
         self._settings: TrainerArguments = {
-            "allow_pickle": allow_pickle, "health": health, "check_replicas": check_replicas, "owners": owners
+            "allow_pickle": allow_pickle, "health": health, "check_replicas": check_replicas, "owners": owners,
+            "on_event": on_event,
         }  # fmt: skip
         self._checks = self._checkpointer(run)
 
@@ -122,7 +126,7 @@ class CasModelParallelStrategy(ModelParallelStrategy):
         rest = checkpointer.load(
             ref, models, optims, load_optim_state=bool(optims), cast=self._cast, options=self._group_options
         )
-        rest = rest or {}
+        rest, self._lineage = rest or {}, checkpointer.lineage
         if average is not None:  # the callback loads these; they have been filled by now
             source = average.module if has_average else module
             rest |= {"state_dict": source.state_dict(), "current_model_state": module.state_dict()}
@@ -153,7 +157,9 @@ class CasModelParallelStrategy(ModelParallelStrategy):
         super().teardown()
 
     def _checkpointer(self, run: str) -> Checkpointer:
-        return Checkpointer(self._book.store, run=run, **self._settings)
+        made = Checkpointer(self._book.store, run=run, **self._settings)
+        made.lineage = self._lineage
+        return made
 
     def _models(self) -> Any:
         """Return the model, or a dict of the model and the averaged model."""

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Final
 
 from casckpt._version import __version__
 from casckpt.base.groups import grouped
+from casckpt.base.text import lineage_text
 from casckpt.base.units import format_size, time_of
 from casckpt.errors import Damaged, Refused
 from casckpt.frontends.interchange.new_files import new_file
@@ -182,8 +183,10 @@ def _checkpoints(content: _Content) -> str:
 def _row(entry: Added, named: Sequence[str]) -> str:
     commit = entry.commit
     marks = "".join(f" <i>{_text(name)}</i>" for name in sorted(named))
+    lineage = lineage_text(commit.committed.lineage)
+    origin = f"<br><small>{_text(lineage)}</small>" if lineage else ""
     cells = (
-        ("", f"{_text(f'{commit.run}@{commit.step}')}{marks}"),
+        ("", f"{_text(f'{commit.run}@{commit.step}')}{marks}{origin}"),
         ("Saved", f"{time_of(commit.committed.created_at):%Y-%m-%d %H:%M}"),
         ("Size", format_size(commit.committed.bytes_total)),
         ("Added", format_size(entry.bytes_added)),

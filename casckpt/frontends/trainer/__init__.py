@@ -17,12 +17,14 @@ holds each rank's train state as ``train.<rank>``.
 from __future__ import annotations
 
 from casckpt.frontends.trainer.checkpointer import Checkpointer, CheckpointerConfig
+from casckpt.frontends.trainer.events import CheckpointEvent
 from casckpt.frontends.trainer.last_save import SaveOnSignal
 from casckpt.frontends.trainer.resumed import Resumed
 from casckpt.frontends.trainer.saves import SaveSummary
 from casckpt.frontends.training_state.train_state import TrainState, restore_rng, rng_state
 
 __all__ = [
+    "CheckpointEvent",
     "Checkpointer",
     "CheckpointerConfig",
     "Resumed",

@@ -4,17 +4,20 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Mapping, MutableMapping
+from collections.abc import Callable, Iterator, Mapping, MutableMapping
 from concurrent.futures import Future
-from dataclasses import dataclass
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
 from functools import cache, partial
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self, Unpack
 
 from casckpt.base.names import check_attachment_name, check_keywords, check_step
+from casckpt.base.text import in_one_line
 from casckpt.contents.checkpoint import Checkpoint
 from casckpt.errors import CasckptError, Conflict, InvalidInput
 from casckpt.frontends.stores import AnyStore, as_store
+from casckpt.frontends.trainer.events import CheckpointEvent, Events, of_checkpoint
 from casckpt.frontends.trainer.janitor import Janitor
 from casckpt.frontends.trainer.resumed import Resumed, check_given, of_all_ranks, outcome_of
 from casckpt.frontends.trainer.run_checkpoints import RunCheckpoints, newest_together
@@ -34,6 +37,8 @@ from casckpt.frontends.training_state.contents import (
 )
 from casckpt.frontends.training_state.hub_config import with_hub_files
 from casckpt.frontends.training_state.parts import AnyOptimizer, as_optimizers
+from casckpt.frontends.training_state.proof import Proof
+from casckpt.frontends.training_state.proof import prove as prove_state
 from casckpt.frontends.training_state.stored import MODEL
 from casckpt.frontends.training_state.train_state import restore_rng, rng_state
 from casckpt.ranks.ranks import Ranks, everyone, open_ranks, this_rank
@@ -96,7 +101,9 @@ class Checkpointer(RunCheckpoints):
     save compares only a sample of them. ``compress``: as for `Store.save`. ``health``: check changed cells for NaN. A
     checkpoint with NaN is unhealthy, and retention also keeps the newest healthy checkpoint. ``check_replicas``,
     ``owners``: for tensors that several ranks hold, as for `Store.save`. ``allow_pickle``: for values in the train
-    state or an optimizer's state that are neither tensors nor plain data. Raises InvalidInput.
+    state or an optimizer's state that are neither tensors nor plain data. ``on_event``: a function that rank 0 calls
+    with each `CheckpointEvent`, for a background save in the save's thread. The next save waits until the function
+    returns. It must not call the checkpointer. Its errors are only logged. Raises InvalidInput.
     """
 
     def __init__(
@@ -116,8 +123,11 @@ class Checkpointer(RunCheckpoints):
         self._janitor = Janitor(self.store)
         self._files: dict[str, bytes] = {}
         self._pending: _Pending | None = None
+        self._events = Events(self.config.on_event)
         self._failures = Failures(self.config.max_failures, self.store.repository.clock)
         self.saved_step: int | None = None
+        self.lineage: dict[str, Any] | None = None
+        """The checkpoint that `resume` or `load` last loaded, as `Checkpoint.lineage` of the saves since then."""
         self._begun: int | None = None
         self._reached: int | None = None
         self._warned_of_space = False
@@ -160,13 +170,15 @@ class Checkpointer(RunCheckpoints):
         check_keywords("Checkpointer.save", options, StepArguments)
         begun = time.monotonic()
         ranks, _ = self._begin()
-        state = state_to_save(ranks, model, optim, train_state)
-        saved = self.store.save(state, run=self.run, step=step, **self._save_arguments(model, **options))
+        waited = time.monotonic() - begun
+        with self._reporting(ranks, step):
+            state = state_to_save(ranks, model, optim, train_state)
+            saved = self.store.save(state, run=self.run, step=step, **self._save_arguments(model, **options))
         self._files.clear()
         self._failures.note(None)
         self.saved_step = saved.step
         seconds = time.monotonic() - begun
-        self._after(saved, seconds, seconds, leads=ranks.rank == 0)
+        self._after(SaveSummary(checkpoint=saved, blocked=seconds, durable=seconds, waited=waited), ranks)
         return saved
 
     def save_async(
@@ -188,15 +200,19 @@ class Checkpointer(RunCheckpoints):
         check_keywords("Checkpointer.save_async", options, StepArguments)
         begun = time.monotonic()
         ranks, waits = self._begin()
-        state = state_to_save(ranks, model, optim, train_state)
-        saving = self.store.save_async(state, run=self.run, step=step, **self._save_arguments(model, **options))
+        waited = time.monotonic() - begun
+        with self._reporting(ranks, step):
+            state = state_to_save(ranks, model, optim, train_state)
+            saving = self.store.save_async(state, run=self.run, step=step, **self._save_arguments(model, **options))
         blocked = time.monotonic() - begun
         done = HeardFuture()
 
         def finish(saving: Future[Checkpoint]) -> None:
             try:
-                saved = saving.result()
-                self._after(saved, blocked, time.monotonic() - begun, leads=ranks.rank == 0)
+                with self._reporting(ranks, step):
+                    saved = saving.result()
+                durable = time.monotonic() - begun
+                self._after(SaveSummary(checkpoint=saved, blocked=blocked, durable=durable, waited=waited), ranks)
             except BaseException as error:  # noqa: BLE001 - the future raises it; without this, it would never finish
                 done.set_exception(error)
             else:
@@ -270,6 +286,8 @@ class Checkpointer(RunCheckpoints):
         if kind is not None:
             saving = self.save_async(step, model, optim, train_state, ephemeral=kind == "ephemeral", **options)
         else:
+            if self.config.is_skipped(step, self.saved_step) and open_ranks(self.process_group).rank == 0:
+                self._events.emit(CheckpointEvent(kind="skipped", run=self.run, step=step, reason="ephemeral_cooldown"))
             self.check_first_steps(model, optim, train_state)
         self._bound_risk(step)
         return saving
@@ -330,11 +348,14 @@ class Checkpointer(RunCheckpoints):
         or "keep" them. Raises the errors of `Store.load`.
         """
         check_keywords("Checkpointer.load", match, MatchArguments)
+        begun = time.monotonic()
         wanted = LoadRequest(
             optim=load_optim_state, train=load_trainer_state, pre_download=self.config.pre_download, options=options,
             given=self._load_arguments(unread=unread, cast=cast, **match),
         )  # fmt: skip
-        return self._restore(ref, model, optim, wanted)[1]
+        loaded, train = self._restore(ref, model, optim, wanted)
+        self._report_load(loaded, begun)
+        return train
 
     def resume(
         self,
@@ -349,6 +370,7 @@ class Checkpointer(RunCheckpoints):
         strict: bool | None = None,
         rename: Rename = None,
         options: GroupOptions = "checkpoint",
+        prove: bool = False,
     ) -> Checkpoint | None:
         """Load the newest checkpoint of the run and set ``train_state``.
 
@@ -361,15 +383,21 @@ class Checkpointer(RunCheckpoints):
         ``options``: as for `load`. ``train_state``: a dict is filled in place. The log and ``resumed`` list the
         restored parts, and the skipped parts with the reasons.
 
+        ``prove``: after everything is loaded, compare the live state with the checkpoint, as the next save would store
+        it. ``resumed.proof`` has the result. Raises Mismatch, which names the keys, if anything differs that no
+        argument explains. Each rank hashes all its values, and copies those on a device to the host.
+
         At the end, `resume` runs `check`, so errors of a later save appear before the training starts. If the run has
         no checkpoint but a run with a similar name exists, a warning is logged. Raises the errors of `load` and
         `check`, and InvalidInput for a train state that is not a dict and has no load_state_dict.
         """
+        begun = time.monotonic()
         self.resumed, before = None, cache(partial(check_given, train_state, missing, model, optim))
         self._settle()
         checkpoint = newest_together(
             open_ranks(self.process_group), self.store, self.run, healthy=healthy, check=before
         )
+        self.lineage = None
         if checkpoint is not None:
             given = [*model] if isinstance(model, Mapping) else [MODEL]
             given += [name for name, value in ((OPTIM, optim), (TRAIN, train_state)) if value is not None]
@@ -383,9 +411,15 @@ class Checkpointer(RunCheckpoints):
             checkpoint, state = self._restore(checkpoint, model, optim, wanted)
             ranks, mine = open_ranks(self.process_group), (checkpoint, given, wanted, state, before(), model, optim)
             self.resumed = Resumed(checkpoint, *ranks.exchange(lambda: outcome_of(*mine), of_all_ranks))
+            if prove:
+                excuse = self.resumed.excuse(given, wanted)
+                proof = self._prove(checkpoint, wanted.given, excuse, model, optim, train_state)
+                self.resumed = replace(self.resumed, proof=proof)
             if ranks.rank == 0:
                 self.resumed.log()
         self._check(model, optim, train_state, "off")  # without samples, because DDP may make the ranks equal later
+        if checkpoint is not None:
+            self._report_load(checkpoint, begun)
         return checkpoint
 
     def newest_of_all_ranks(self, step: int | None = None) -> Checkpoint | None:
@@ -408,6 +442,17 @@ class Checkpointer(RunCheckpoints):
         finally:
             restore_rng(generators)  # the state_dict of a data loader may draw from them
 
+    def _prove(
+        self, loaded: Checkpoint, given: LoadArguments, excuse: Callable[[str], str | None], model: Any, *others: Any
+    ) -> Proof:
+        """Compare the live state with ``loaded``. ``others``: the optimizer and the train state."""
+        ranks, generators = open_ranks(self.process_group), rng_state()
+        try:
+            state = state_to_save(ranks, model, *others)
+            return prove_state(ranks, self.store, loaded, state, model, given=given, excuse=excuse)
+        finally:
+            restore_rng(generators)  # as in `_check`
+
     def _restore(
         self, ref: str | Checkpoint, model: TrainModel, optim: AnyOptimizer | None, wanted: LoadRequest
     ) -> tuple[Checkpoint, Any]:
@@ -416,7 +461,25 @@ class Checkpointer(RunCheckpoints):
         loaded, train = Restoring(open_ranks(self.process_group), self.store, wanted).load(ref, model, optim)
         self.saved_step, self._begun = (loaded.step if loaded.run == self.run else None), None
         self._reached = None
+        self.lineage = {"resumed_from": {"id": loaded.id, "run": loaded.run, "step": loaded.step}}
         return loaded, train
+
+    def _report_load(self, loaded: Checkpoint, begun: float) -> None:
+        """Emit the event of a load, on rank 0. ``begun``: its beginning, in seconds of the monotonic clock."""
+        if open_ranks(self.process_group).rank == 0:
+            figures = {"blocked_seconds": time.monotonic() - begun, "bytes_total": loaded.stats.bytes_total}
+            self._events.emit(of_checkpoint("resumed", loaded, figures))
+
+    @contextmanager
+    def _reporting(self, ranks: Ranks, step: int) -> Iterator[None]:
+        """Emit an event if the save of ``step`` fails, on rank 0."""
+        try:
+            yield
+        except BaseException as error:
+            if ranks.rank == 0:
+                event = CheckpointEvent(kind="failed", run=self.run, step=step, error=error, reason=in_one_line(error))
+                self._events.emit(event)
+            raise
 
     def _load_arguments(self, **given: Unpack[LoadArguments]) -> LoadArguments:
         return {
@@ -439,27 +502,31 @@ class Checkpointer(RunCheckpoints):
             "health": self.config.health,
             "check_replicas": self.config.check_replicas,
             "owners": self.config.owners,
+            "lineage": self.lineage,
             "allow_pickle": self.config.allow_pickle,
             "process_group": self.process_group,
             "threads": self.config.save_threads,
         }
 
-    def _after(self, saved: Checkpoint, blocked: float, durable: float, *, leads: bool) -> None:
+    def _after(self, summary: SaveSummary, ranks: Ranks) -> None:
         """Forget and thin checkpoints after a save, on rank 0.
 
         Errors are only logged, because the checkpoint is saved.
         """
-        if not leads:
+        if ranks.rank != 0:
             return
+        saved = summary.checkpoint
         gone, thinned = list[Checkpoint](), list[Checkpoint]()
         try:
             gone = self.store.rotate(self.run, self._rotation)
             thinned = self.store.thin_now(self.run, self._rotation.thin)
         except CasckptError as error:
             log.warning("retention after the save of %s@%d failed: %s", saved.run, saved.step, error)
-        steps = tuple(checkpoint.step for checkpoint in gone)
-        self.summary = SaveSummary(checkpoint=saved, blocked=blocked, durable=durable, forgotten=steps)
+        self.summary = replace(summary, forgotten=tuple(checkpoint.step for checkpoint in gone))
         log.info("%s", self.summary)
+        self._events.emit(of_checkpoint("saved", saved, self.summary.figures))
+        for checkpoint in gone:
+            self._events.emit(of_checkpoint("forgotten", checkpoint))
         if self.config.gc:
             self._janitor.ask(self.run)
         elif (gone or thinned) and not self._warned_of_space:

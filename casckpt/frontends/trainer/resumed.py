@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Collection, Mapping, MutableMapping, Sequence
+import re
+from collections.abc import Callable, Collection, Iterable, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeAlias, get_args
 
@@ -14,6 +15,7 @@ from casckpt.errors import InvalidInput
 from casckpt.frontends.training_state.contents import OPTIM, TRAIN, LoadRequest, Missing, TrainModel
 from casckpt.frontends.training_state.objects import is_optimizer
 from casckpt.frontends.training_state.parts import AnyOptimizer, as_optimizers
+from casckpt.frontends.training_state.proof import Proof
 from casckpt.frontends.training_state.stored import GROUPS
 from casckpt.frontends.training_state.train_state import RNG, as_parts
 from casckpt.ranks.ranks import everyone
@@ -40,20 +42,39 @@ class Resumed:
     ``checkpoint``: the loaded checkpoint. ``restored``: which of "model", "optim" and "train" were restored,
     completely or in part. ``left``: why parts were not restored or not read, by flat key ("optim.state.head.bias",
     "train.scheduler"). ``replaced``: the learning rates that differ from the checkpoint's, as (given, saved) by key
-    ("optim.param_groups.0.lr"; "initial_lr" if a scheduler changes the rate).
+    ("optim.param_groups.0.lr"; "initial_lr" if a scheduler changes the rate). ``proof``: the result of ``prove=True``.
     """
 
     checkpoint: Checkpoint
     restored: tuple[str, ...]
     left: Mapping[str, str]
     replaced: Mapping[str, tuple[float, float]]
+    proof: Proof | None = None
+
+    def excuse(self, given: Collection[str], wanted: LoadRequest) -> Callable[[str], str | None]:
+        """Return a function that says why a key of the checkpoint may differ from the live state, or None."""
+        unread = dict.fromkeys((*self.checkpoint.unread_subtrees, *self.checkpoint.unread_keys), _NOT_HERE)
+        unread |= {name: _NOT_GIVEN for name in (OPTIM, TRAIN) if name not in given}
+        known = unread | dict(self.left)
+        known |= {key.partition(".")[0]: why for key, why in self.left.items() if why == _NO_OPTIMIZER}
+
+        def excuse(key: str) -> str | None:
+            at = re.sub(r"^train\.\d+(?=\.)", TRAIN, key)
+            if wanted.options == "keep" and ".param_groups." in f"{key}.":
+                return _KEPT
+            return next((why for name, why in known.items() if f"{at}.".startswith(f"{name}.")), None)
+
+        return excuse
 
     def __str__(self) -> str:
         saved, values = self.checkpoint, self.replaced.items()
         replaced = {key: f"{one} was given, but the checkpoint has {other}; {_TO_KEEP}" for key, (one, other) in values}
         lines = [f"resumed {', '.join(self.restored)} from {saved.run}@{saved.step} of {saved.repo.storage.url}"]
         for what, why in (("left", self.left), ("replaced", replaced)):
-            lines += [f"{what}: {listed(keys)} ({text})" for text, keys in grouped(why, why.__getitem__).items()]
+            lines += [f"{what}: {listed(keys)} ({text})" for text, keys in _by_value(why)]
+        if self.proof is not None:
+            lines += [f"proved: {self.proof.proved} values are equal in every bit"]
+            lines += [f"not proved: {listed(keys)} ({text})" for text, keys in _by_value(self.proof.unproved)]
         return "\n  ".join(lines)
 
     def log(self) -> None:
@@ -65,6 +86,10 @@ class Resumed:
         """
         is_odd = {*self.left.values()} - {_KEPT} or any(key.endswith(".initial_lr") for key in self.replaced)
         log.log(logging.WARNING if is_odd else logging.INFO, "%s", self)
+
+
+def _by_value(why: Mapping[str, str]) -> Iterable[tuple[str, list[str]]]:
+    return grouped(why, why.__getitem__).items()
 
 
 Outcome: TypeAlias = tuple[tuple[str, ...], dict[str, str], dict[str, tuple[float, float]]]

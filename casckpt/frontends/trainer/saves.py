@@ -72,6 +72,7 @@ _MIB = 1 << 20
 class SaveSummary:
     """The cost of a save. ``blocked``: how long the training waited, in seconds.
 
+    ``waited``: the part of ``blocked`` before the save began: for the previous save and for the other ranks.
     ``durable``: the seconds until the commit. ``bytes_new``: the bytes that all ranks wrote. ``bytes_reused``: the
     bytes that the store already held. ``forgotten``: the steps that retention forgot after the save.
     """
@@ -79,6 +80,7 @@ class SaveSummary:
     checkpoint: Checkpoint
     blocked: float
     durable: float
+    waited: float = 0.0
     forgotten: tuple[int, ...] = ()
 
     @property
@@ -90,6 +92,16 @@ class SaveSummary:
     def bytes_reused(self) -> int:
         """The bytes of tensors that the store already held."""
         return self.checkpoint.stats.bytes_reused
+
+    @property
+    def figures(self) -> dict[str, float]:
+        """The figures of the save's `CheckpointEvent`."""
+        stats = self.checkpoint.stats
+        return {
+            "blocked_seconds": self.blocked, "waited_seconds": self.waited, "durable_seconds": self.durable,
+            "bytes_total": stats.bytes_total, "bytes_written": stats.bytes_written,
+            "bytes_reused": stats.bytes_reused,
+        }  # fmt: skip
 
     def __str__(self) -> str:
         ckpt = self.checkpoint

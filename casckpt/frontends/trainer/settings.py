@@ -9,6 +9,7 @@ from typing import Any, Literal, TypeAlias, TypedDict
 
 from casckpt.base.names import check_run, check_step
 from casckpt.errors import InvalidInput
+from casckpt.frontends.trainer.events import OnEvent
 from casckpt.plan.retention import Policy, Rotation, thinning_of
 from casckpt.store.types import CheckReplicas, Compress, Frozen, Metrics, Owners, check_save_arguments
 
@@ -43,6 +44,7 @@ class TrainerArguments(TypedDict, total=False):
     check_replicas: CheckReplicas
     owners: Owners
     allow_pickle: bool
+    on_event: OnEvent | None
 
 
 class DueArguments(TypedDict, total=False):
@@ -89,6 +91,7 @@ class TrainerSettings:
     check_replicas: CheckReplicas = "sample"
     owners: Owners = None
     allow_pickle: bool = False
+    on_event: OnEvent | None = None
 
     def __post_init__(self) -> None:
         check_run(self.run)
@@ -99,6 +102,8 @@ class TrainerSettings:
             value = getattr(self, name)
             if value is not None and (type(value) is not int or value < 1):
                 raise InvalidInput(f"{name}={value!r} is not valid; pass an int of 1 or more, or None")
+        if self.on_event is not None and not callable(self.on_event):
+            raise InvalidInput(f"on_event={self.on_event!r:.40} is not valid; pass a function of a CheckpointEvent")
         if not isinstance(self.fixed_steps, Iterable | None):
             raise InvalidInput(f"fixed_steps={self.fixed_steps!r} is not valid; pass a list of steps, or None")
         steps = None if self.fixed_steps is None else frozenset(check_step(step) for step in self.fixed_steps)
@@ -139,6 +144,10 @@ class TrainerSettings:
             return "permanent"
         near = last is not None and 0 <= step - last < (self.ephemeral_cooldown or 0)
         return "ephemeral" if _is_multiple(step, self.ephemeral_save_interval) and not near else None
+
+    def is_skipped(self, step: int, last: int | None) -> bool:
+        """Return whether ``step`` would be due without ``ephemeral_cooldown``."""
+        return self.due(step, last) is None and self.due(step, None) is not None
 
     @property
     def rotation(self) -> Rotation:

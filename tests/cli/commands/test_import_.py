@@ -5,7 +5,8 @@ from pathlib import Path
 
 import torch
 
-from tests.cli.conftest import Run
+from casckpt.base.digest import hex_digest
+from tests.cli.conftest import AsJson, Run
 
 
 def test_an_import_reports_values_that_it_did_not_translate(store_path: Path, tmp_path: Path, run: Run) -> None:
@@ -28,3 +29,14 @@ def test_the_error_for_a_file_of_the_wrong_kind_names_its_actual_kind(
     assert "cannot read xxx" in too_long  # as for any error of the operating system
     assert "too long" in too_long
     assert not store_path.exists()
+
+
+def test_an_imported_checkpoint_names_its_file_and_digest(
+    store_path: Path, tmp_path: Path, run: Run, as_json: AsJson
+) -> None:
+    torch.save({"w": torch.ones(3)}, tmp_path / "w.pt")
+    run("import", store_path, tmp_path / "w.pt", "--step", 1)
+    origin = {"path": str(tmp_path / "w.pt"), "digest": hex_digest((tmp_path / "w.pt").read_bytes())}
+    for rows in (as_json("list", store_path), [as_json("show", store_path, "default@1")]):
+        assert rows[0]["lineage"] == {"imported_from": origin}
+    assert f"lineage  imported from {tmp_path / 'w.pt'}" in run("show", store_path, "default@1").stdout

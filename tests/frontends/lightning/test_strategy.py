@@ -98,6 +98,7 @@ def test_shards_are_saved_and_loaded_without_gathering(tmp_path: Path, ranks: Po
     assert first | second == whole
     more = ranks.run(1, fitted, tmp_path / "parts", 4, "sft@9")[0]  # by reference, on one rank
     assert sorted(more) == [9, 10, 11]
+    assert "resumed_from" in store.get("sft@12").lineage
     store.save({"model": store.read("sft@9")["model"]}, run="weights", step=1)
     with pytest.raises(JobFailed, match="has no optimizer that can be loaded"):
         ranks.run(2, fitted, tmp_path / "parts", 4, "weights@1")

@@ -88,6 +88,13 @@ def test_names_from_a_store_are_escaped(store_path: Path) -> None:
     assert "<script>" in words
 
 
+def test_the_page_shows_where_a_checkpoint_came_from(store_path: Path) -> None:
+    store = casckpt.open(store_path)
+    store.save({"w": torch.ones(9)}, step=1, lineage={"imported_from": {"path": "/data/<b>base"}})
+    words = checked(page(store))
+    assert "imported from /data/<b>base" in words
+
+
 def test_the_page_of_a_store_with_many_checkpoints_is_small(store_path: Path) -> None:
     store = casckpt.open(store_path)
     for run in range(13):

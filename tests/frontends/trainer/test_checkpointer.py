@@ -355,3 +355,25 @@ def test_a_conflict_in_a_background_save_is_raised_by_the_next_save(how: str) ->
         with pytest.raises(Conflict, match="sft@2 already exists"):
             getattr(checkpointer, how)(3, model, optimizer)
     assert steps(store) == [("sft", 2)]
+
+
+# lineage
+
+
+def test_saves_name_the_checkpoint_that_was_last_loaded() -> None:
+    store, (model, optimizer) = small(), trained()
+    with Checkpointer(store, run="sft") as first:
+        assert first.save(1, model, optimizer).lineage == {}
+    with Checkpointer(store, run="sft", max_checkpoints=1) as second:
+        resumed = second.resume(model, optimizer)
+        assert resumed is not None
+        lineage = {"resumed_from": {"id": resumed.id, "run": "sft", "step": 1}}
+        assert second.save(2, model, optimizer).lineage == lineage
+        assert second.save_async(3, model, optimizer).result().lineage == lineage
+    assert steps(store) == [("sft", 3)]  # the parent is forgotten, and stays a name
+    other = Checkpointer(store, run="other")
+    other.load("sft@3", model, optimizer)
+    assert other.save(1, model).lineage["resumed_from"]["step"] == 3
+    other.run = "new"
+    assert other.resume(model) is None  # a run without checkpoints begins anew
+    assert other.save(1, model).lineage == {}

@@ -1,0 +1,200 @@
+"""Proves a resume: compares the live state with the checkpoint that was loaded, value by value."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+
+from casckpt.base.text import listed
+from casckpt.contents.checkpoint import Checkpoint
+from casckpt.contents.contents import Contents
+from casckpt.errors import InvalidInput, Mismatch
+from casckpt.loading.fit import memory_of
+from casckpt.loading.load import values_at
+from casckpt.loading.options import LoadArguments, LoadOptions
+from casckpt.ranks.ranks import Ranks, everyone
+from casckpt.store.store import Store
+from casckpt.tensors.objects import TORCH_EXTENSIONS, encode_object
+from casckpt.tensors.state import LeafValue, flatten
+
+_HOOKED = "changed by a hook of its module, so its digest proves nothing"
+_CAST = "converted by the cast, so its digest proves nothing"
+_PICKLED = "stored as a pickle, which is not compared"
+_TRAIN = re.compile(r"train\.(\d+)\.")
+_RENAMED = "stored under a different name, so it was not compared"
+_LACKING, _CHANGED, _ADDED = "missing now", "value", "missing"
+_GROUPS = re.compile(r"^[^.]*\.param_groups(\.|$)")
+_NAMES_OF_GROUP = ("params", "param_names")
+_NAMES = {_LACKING, _ADDED}
+_BESIDE = re.compile(r"(train|optim(_\d+)?)\.")
+
+
+@dataclass(frozen=True)
+class Proof:
+    """The result of a comparison after a resume. ``proved``: the number of values that are equal in every bit.
+
+    The count is over the keys of all ranks. ``bytes``: the bytes of tensors that all ranks compared. ``unproved``: why
+    other values could not be proved, by flat key.
+    """
+
+    proved: int
+    bytes: int
+    unproved: Mapping[str, str]
+
+
+@dataclass(frozen=True)
+class _Found:
+    """What one rank found. ``live``: its keys. ``differs``: how values differ, by key. ``excused``: why, by key."""
+
+    live: Collection[str]
+    differs: Mapping[str, str]
+    excused: Mapping[str, str]
+
+
+def prove(
+    ranks: Ranks,
+    store: Store,
+    loaded: Checkpoint,
+    state: Mapping[str, Any],
+    model: Any,
+    *,
+    given: LoadArguments,
+    excuse: Callable[[str], str | None],
+) -> Proof:
+    """Compare ``state``, as the next save would store it, with ``loaded``. Every rank makes the call.
+
+    ``model``: a module, a list of modules, or a dict with modules. ``given``: the arguments of the load. ``excuse``:
+    why a key may differ, such as a part that the load left out, or None. Raises Mismatch, which names the keys, if
+    anything else differs.
+    """
+    options = LoadOptions(**given)
+    compared = store.compare(state, loaded, process_group=options.process_group)
+
+    def look() -> _Found:
+        contents = Contents.open(store.repository, loaded.commit, ranks.rank, TORCH_EXTENSIONS)
+        flat = flatten(state, is_whole=lambda key, _: key in contents.objects, apart=contents.is_in_parts)
+        objects = {key: leaf for key, leaf in flat.leaves.items() if not leaf.is_tensor and not _GROUPS.search(key)}
+        differs = {one.key: one.what for one in compared.differs if one.rank == ranks.rank}
+        differs |= dict(_objects_that_differ(store, contents, objects, options))
+        stored = {*contents.tensors, *contents.objects}
+        differs |= dict.fromkeys(sorted(stored - flat.leaves.keys()), _LACKING)
+        differs = {k: what for k, what in differs.items() if not _GROUPS.search(k) or k.partition(".")[0] not in state}
+        differs |= dict(_groups_that_differ(store, contents, state, options))
+        hooked = {memory_of(value) for value in _hooked(model)}
+        excused = {key: why for key in differs if (why := excuse(key) or _excuse(key, ranks.rank, stored)) is not None}
+        for key in differs.keys() - excused.keys():
+            leaf = flat.leaves.get(key)
+            # the second case: a wrapper, or one whose dequantized values were loaded
+            if options.cast and (differs[key] == "dtype" or key in contents.wrappers or key in contents.outer):
+                excused[key] = _CAST
+            elif differs[key] == _PICKLED:
+                excused[key] = _PICKLED
+            elif leaf is not None and memory_of(leaf.unit.value) in hooked:
+                excused[key] = _HOOKED
+        return _Found({*flat.leaves}, differs, excused)
+
+    def decide(found: Sequence[_Found]) -> Sequence[Proof]:
+        live = {key for one in found for key in one.live}
+        unproved, wrong = dict[str, str](), dict[str, str]()
+        for one in found:
+            differs = {key: what for key, what in one.differs.items() if what != _LACKING or key not in live}
+            unproved |= {key: one.excused[key] for key in differs if key in one.excused}
+            wrong |= {key: what for key, what in differs.items() if key not in one.excused}
+        is_renamed = options.rename is not None
+        named = [key for key, what in wrong.items() if what in _NAMES and (is_renamed or not _BESIDE.match(key))]
+        if is_renamed or {wrong[key] for key in named} == _NAMES:  # a load may fill a model from different names
+            unproved |= {key: _RENAMED for key in named if wrong.pop(key)}
+        if wrong:
+            kinds = ", ".join(dict.fromkeys(wrong.values()))
+            raise Mismatch(
+                f"after the resume, {listed([*wrong])} differ from {loaded.run}@{loaded.step} ({kinds}): something "
+                "changed them after they were loaded, or they were not loaded. Look for hooks and callbacks, and "
+                "resume before other code uses the model. With prove=False, a resume does not make this comparison",
+                keys=tuple(wrong),
+            )
+        return everyone(Proof(len(live - unproved.keys()), compared.bytes, unproved), len(found))
+
+    return ranks.exchange(look, decide)
+
+
+def _objects_that_differ(
+    store: Store, contents: Contents, objects: Mapping[str, LeafValue], options: LoadOptions
+) -> Iterator[tuple[str, str]]:
+    """Yield the keys of values other than tensors that differ from the stored ones, and how."""
+    pickled = {key for key in objects if key in contents.objects and contents.objects[key].pickled}
+    there = [key for key in objects if key in contents.objects and key not in pickled]
+    stored = values_at(store.repository, contents, there, options)
+    for key, leaf in objects.items():
+        if key in pickled:
+            yield key, _PICKLED
+        elif key not in stored:
+            yield key, _ADDED
+        elif _encoded(key, leaf.value) != _encoded(key, stored[key]):
+            yield key, _CHANGED
+
+
+def _groups_that_differ(
+    store: Store, contents: Contents, state: Mapping[str, Any], options: LoadOptions
+) -> Iterator[tuple[str, str]]:
+    """Yield the keys of an optimizer's groups that give a parameter other options than the stored ones, and how.
+
+    A load matches parameters by name, so the groups may be different ones. Options that the checkpoint lacks do not
+    count, because torch or a scheduler may have added them.
+    """
+    for at, live in state.items():
+        key = f"{at}.param_groups"
+        if not isinstance(live, Mapping) or "param_groups" not in live:
+            continue
+        if options.rename is not None or not {key, f"{key}.0.params"} & {*contents.objects, *contents.tensors}:
+            yield key, _ADDED
+            continue
+        groups: Any = values_at(store.repository, contents, [key], options)[key]
+        saved = {name: group for group in groups for name in group["params"]}
+        for group in live["param_groups"]:
+            pairs = [(group, saved[name]) for name in group["params"] if name in saved]
+            names = [(one, other, name) for one, other in pairs for name in other if name not in _NAMES_OF_GROUP]
+            if not all(name in one and _is_same(name, one[name], other[name]) for one, other, name in names):
+                yield key, _CHANGED
+
+
+def _is_same(name: str, live: Any, saved: Any) -> bool:
+    """Return whether two options are equal. A tensor may stand for a number."""
+    for one, other in ((live, saved), (saved, live)):
+        if isinstance(one, torch.Tensor):
+            return torch.equal(one.cpu(), torch.as_tensor(other, dtype=one.dtype).cpu())
+    return _encoded(name, live) == _encoded(name, saved)
+
+
+def _excuse(key: str, rank: int, stored: Collection[str]) -> str | None:
+    """Return why a key of a train state may differ on a rank, or None."""
+    match = _TRAIN.match(key)
+    if match is None:
+        return None
+    if int(match[1]) != rank:
+        return "of a different rank"
+    return None if any(other.startswith(match[0]) for other in stored) else "taken from a different rank"
+
+
+def _encoded(key: str, value: Any) -> bytes | None:
+    if isinstance(value, np.random.Generator):  # a load sets the state, but cannot set the seeds of spawned generators
+        value = value.bit_generator.state
+    try:
+        return encode_object(key, value, allow_pickle=False)[0]
+    except InvalidInput:
+        return None
+
+
+def _hooked(model: Any) -> Iterator[Any]:
+    """Yield the parameters and buffers of modules that have hooks for their state_dict."""
+    given = model.values() if isinstance(model, Mapping) else model if isinstance(model, list | tuple) else [model]
+    for inner in (inner for one in given if isinstance(one, nn.Module) for inner in one.modules()):
+        hooks = (inner._load_state_dict_pre_hooks, inner._load_state_dict_post_hooks, inner._state_dict_hooks)
+        if any(hooks) or inner._state_dict_pre_hooks:
+            yield from inner.parameters(recurse=False)
+            yield from inner.buffers(recurse=False)
