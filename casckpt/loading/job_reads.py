@@ -127,13 +127,13 @@ def deals(needs: Sequence[Needs | None], sizes: Sequence[int]) -> list[Deal | No
 
     A host that has the blob passes it on. Otherwise, the reads are balanced by bytes. This function is pure.
     """
-    ranks_of = grouped((rank for rank, one in enumerate(needs) if one), lambda rank: needs[rank].host)  # type: ignore[union-attr]  # not None
-    hosts = [_host(ranks, [one for rank in ranks if (one := needs[rank])]) for ranks in ranks_of.values()]
+    ranks_of = grouped((rank for rank, need in enumerate(needs) if need), lambda rank: needs[rank].host)  # type: ignore[union-attr]  # not None
+    hosts = [_host(ranks, [need for rank in ranks if (need := needs[rank])]) for ranks in ranks_of.values()]
     groups = (hosts[at : at + HOSTS] for at in range(0, len(hosts), HOSTS))
-    passes = [one for some in groups if len(some) > 1 for one in _deal(some, sizes)]
+    passes = [dealt for some in groups if len(some) > 1 for dealt in _deal(some, sizes)]
     if not passes:
         return [None] * len(needs)
-    each = sum(sizes[one.blob] for one in passes) // len(needs)
+    each = sum(sizes[dealt.blob] for dealt in passes) // len(needs)
     piece = min(_PIECE, max(_LEAST_PIECE, min(_RECEIVED // len(hosts), each // _PIECES)))
     answers: list[Deal | None] = [Deal((), piece)] * len(needs)
     for host in hosts:

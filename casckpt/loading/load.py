@@ -122,13 +122,16 @@ def _load(repo: Repository, ranks: Ranks, state: Any, answer: _ResolveAnswer, op
         return mine, _Planned(mine.empties, mine.is_full, mine.needs(repo))
 
     def compare(first: Template, planned: Sequence[_Planned]) -> Sequence[tuple[tuple[str, ...], bool, Deal | None]]:
-        first.check_empty([one.empties for one in planned])
+        first.check_empty([plan.empties for plan in planned])
         warns, held = options.unread == "warn", first.per_rank
         own = [key for key in first.unread if key in held and not that_hold(first.subtrees, [key])]
         asked = tuple(dict.fromkeys((*first.subtrees, *((*first.dropped, *own) if warns else ()))))
-        partly, deals = warns and not all(one.is_full for one in planned), first.deals([one.needs for one in planned])
-        same = {id(one): (asked, partly, one) for one in deals}  # an answer for several ranks is packed once
-        return [same[id(one)] for one in deals]
+        partly, deals = (
+            warns and not all(plan.is_full for plan in planned),
+            first.deals([plan.needs for plan in planned]),
+        )
+        same = {id(deal): (asked, partly, deal) for deal in deals}  # an answer for several ranks is packed once
+        return [same[id(deal)] for deal in deals]
 
     def check(fits: Sequence[Fit]) -> Sequence[str | None]:
         return everyone(template.check_fit(fits), ranks.size)

@@ -99,13 +99,13 @@ def prove(
                 excused[key] = _HOOKED
         return _Found({*flat.leaves}, differs, excused)
 
-    def decide(found: Sequence[_Found]) -> Sequence[Proof]:
-        live = {key for one in found for key in one.live}
+    def decide(reports: Sequence[_Found]) -> Sequence[Proof]:
+        live = {key for report in reports for key in report.live}
         unproved, wrong = dict[str, str](), dict[str, str]()
-        for one in found:
-            differs = {key: what for key, what in one.differs.items() if what != _LACKING or key not in live}
-            unproved |= {key: one.excused[key] for key in differs if key in one.excused}
-            wrong |= {key: what for key, what in differs.items() if key not in one.excused}
+        for report in reports:
+            differs = {key: what for key, what in report.differs.items() if what != _LACKING or key not in live}
+            unproved |= {key: report.excused[key] for key in differs if key in report.excused}
+            wrong |= {key: what for key, what in differs.items() if key not in report.excused}
         is_renamed = options.rename is not None
         named = [key for key, what in wrong.items() if what in _NAMES and (is_renamed or not _BESIDE.match(key))]
         if is_renamed or {wrong[key] for key in named} == _NAMES:  # a load may fill a model from different names
@@ -118,7 +118,7 @@ def prove(
                 "resume before other code uses the model. With prove=False, a resume does not make this comparison",
                 keys=tuple(wrong),
             )
-        return everyone(Proof(len(live - unproved.keys()), compared.bytes, unproved), len(found))
+        return everyone(Proof(len(live - unproved.keys()), compared.bytes, unproved), len(reports))
 
     return ranks.exchange(look, decide)
 
