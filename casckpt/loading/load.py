@@ -122,14 +122,12 @@ def _load(repo: Repository, ranks: Ranks, state: Any, answer: _ResolveAnswer, op
         return mine, _Planned(mine.empties, mine.is_full, mine.needs(repo))
 
     def compare(first: Template, planned: Sequence[_Planned]) -> Sequence[tuple[tuple[str, ...], bool, Deal | None]]:
-        first.check_empty([plan.empties for plan in planned])
+        first.check_empty([rank.empties for rank in planned])
         warns, held = options.unread == "warn", first.per_rank
         own = [key for key in first.unread if key in held and not that_hold(first.subtrees, [key])]
         asked = tuple(dict.fromkeys((*first.subtrees, *((*first.dropped, *own) if warns else ()))))
-        partly, deals = (
-            warns and not all(plan.is_full for plan in planned),
-            first.deals([plan.needs for plan in planned]),
-        )
+        partly = warns and not all(rank.is_full for rank in planned)
+        deals = first.deals([rank.needs for rank in planned])
         same = {id(deal): (asked, partly, deal) for deal in deals}  # an answer for several ranks is packed once
         return [same[id(deal)] for deal in deals]
 
