@@ -380,7 +380,7 @@ OPEN = (
     *("casckpt.tensors", "casckpt.format", "casckpt.plan", "casckpt.storage", "casckpt.repository.repository"),
     *("casckpt.contents.contents", "casckpt.saving", "casckpt.loading.load.values_at"),
     *(f"casckpt.loading.{name}" for name in ("arguments", "options", "entry_reader", "regions", "fit", "unread")),
-    "casckpt.loading.tied_tensors",
+    *("casckpt.loading.tied_tensors", "casckpt.loading.update.change_from"),
 )
 """What front ends that handle tensors may reference: the parts of a save, the contents of a checkpoint and their
 readers.

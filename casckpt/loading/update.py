@@ -123,13 +123,20 @@ def change(
     keys = {reader.manifest.entries[want.entry].key for want in wants if not want.is_new}
     contents = None if held is None else _contents(held, rank, keys)
     known = {} if held is None else held.frames
-    decoded = dict[Link, bytes]()
-    work = _Update(replace(reader, decoded=decoded), contents, known, check, decoded)
-    left = work.run(wants)
-    work.reader.fill(left, work.done)
-    frames = work.frames()
+    frames = change_from(reader, wants, contents, known, check=check)
     known.clear()
     return frames
+
+
+def change_from(
+    reader: EntryReader, wants: Sequence[RegionRequest], held: Contents | None, known: Frames, *, check: bool
+) -> Frames:
+    """Perform an update from the version ``held``, whose frames are ``known``. Return the frames of the new version."""
+    decoded = dict[Link, bytes]()
+    work = _Update(replace(reader, decoded=decoded), held, known, check, decoded)
+    left = work.run(wants)
+    work.reader.fill(left, work.done)
+    return work.frames()
 
 
 def _contents(held: Checkpoint, rank: int, keys: Iterable[str]) -> Contents | None:

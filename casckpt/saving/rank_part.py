@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -15,16 +15,17 @@ from casckpt.format.encodings.frames import MIN_CELL
 from casckpt.format.keys import uploader_folder
 from casckpt.format.manifest import Attachment, ObjectEntry
 from casckpt.format.names import TxId
+from casckpt.plan.reuse import ReusableCells
 from casckpt.plan.writers import Words
 from casckpt.repository.repository import Repository
 from casckpt.saving.encoder import coding
 from casckpt.saving.health_scan import HealthScan, ScanReport
-from casckpt.saving.local_entries import SmallCells, plan_work
+from casckpt.saving.local_entries import plan_work
 from casckpt.saving.options import SaveOptions
 from casckpt.saving.prepare import Prepared, tensors_of
 from casckpt.saving.reuse_offer import LastShare, ReuseOffer, reusable_cells
 from casckpt.saving.shares import Share, joined, share_of
-from casckpt.saving.upload import PlacedCell, Upload
+from casckpt.saving.upload import Upload
 from casckpt.tensors.gpu import wait_for_gpus
 
 
@@ -63,18 +64,20 @@ def write_part(
     threads, cell_bytes = usable_threads(options.threads), repo.marker.cell_bytes
     shares, objects, attachments = [], list[ObjectEntry](), list[Attachment]()
     with coding(repo, known, options, offered=offer.compress) as coder:
+        upload = Upload(repo, txid, (), known, threads, coder, scan, progress)  # of all rounds, to find equal cells
         for each in prepared:
             if torch.cuda.is_initialized():  # type: ignore[no-untyped-call] # torch's
                 wait_for_gpus(tensors_of(each))
             work = plan_work(each.sources, cell_bytes, known, each.streams, LEAF_BYTES if coder is None else MIN_CELL)
             total = sum(cell.nbytes for cells in work for cell in cells)
-            upload = Upload(repo, txid, each.sources, known, threads, coder, scan, progress)
+            upload.sources = each.sources
             if coder is not None:
                 coder.expect(each.sources, work)
             while True:
                 progress.expect(total)
                 places = upload.place(work)
-                if not _exclude_missing(upload, places):
+                reused = {number for placed in places for place in placed for number in place.needs}
+                if not exclude_missing(repo, txid, known, reused):
                     break
             if any(upload.written):
                 repo.storage.settle(uploader_folder(txid))
@@ -84,17 +87,15 @@ def write_part(
     return RankPart(joined(shares), objects, attachments, {} if scan is None else scan.report)
 
 
-def _exclude_missing(upload: Upload, places: Sequence[Sequence[PlacedCell | SmallCells]]) -> bool:
-    """Find the reused blobs that are missing or truncated. Mark them, so that no save reuses them from now on.
+def exclude_missing(repo: Repository, txid: TxId, known: ReusableCells, reused: Collection[int]) -> bool:
+    """Find the ``reused`` blobs that are missing or truncated. Mark them, so that no save reuses them from now on.
 
     Return whether there are any. If so, the caller must place the cells again.
     """
-    known = upload.known
-    reused = {number for placed in places for place in placed for number in place.needs}
-    lost = blobs.check_reused(upload.repo, upload.uploader, [known.blobs[number] for number in sorted(reused)])
-    if upload.repo.cache_saves:
+    lost = blobs.check_reused(repo, txid, [known.blobs[number] for number in sorted(reused)])
+    if repo.cache_saves:
         for number in reused:
-            upload.repo.blob_cache.touch(known.blobs[number])
+            repo.blob_cache.touch(known.blobs[number])
     names = {(ref.uploader, ref.hash) for ref in lost}
     missing = {number for number in reused if (known.blobs[number].uploader, known.blobs[number].hash) in names}
     for number in missing:

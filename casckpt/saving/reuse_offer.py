@@ -14,7 +14,7 @@ from casckpt.format.names import BlobHash, TxId
 from casckpt.format.sections.blobs import BlobRef
 from casckpt.format.sections.index import Name
 from casckpt.format.sections.tables import Streams
-from casckpt.history.commits import Commit
+from casckpt.history.commits import Commit, read_log
 from casckpt.history.following import is_live, newest_of_runs
 from casckpt.plan.reuse import CellSource, ReusableCells
 from casckpt.repository.repository import Repository
@@ -85,6 +85,14 @@ def make_offer(
     if dedup == "store" and not streams.items() <= held.items():
         commits += newest_of_runs(repo, is_live, but=run, skip_doubtful=True)[:_MAX_BASES]
     return ReuseOffer(commits, damaged=frozenset(blobs.damaged_marks(repo) if commits else ()))
+
+
+def with_commit(repo: Repository, offer: ReuseOffer, commit: Commit) -> ReuseOffer:
+    """Add the cells of ``commit`` to an offer if it is live. The transaction must begin before this call."""
+    now = read_log(repo, commit.txid)
+    if now is None or not now.live or now.txid in {one.txid for one in offer.commits}:
+        return offer
+    return replace(offer, commits=[*offer.commits, now], damaged=frozenset(blobs.damaged_marks(repo)))
 
 
 def reusable_cells(repo: Repository, run: str, offer: ReuseOffer, last: LastShare | None = None) -> ReusableCells:

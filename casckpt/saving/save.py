@@ -43,12 +43,17 @@ def save(
     try:
         return _Attempt(repo, ranks, memory, once, options, progress=progress, reuse=True).run()
     except Revoked:
-        log.warning(
-            "gc assumed that the save of %s@%d was dead, and revoked it; casckpt retries it once, without reuse",
-            options.run,
-            options.step,
-        )
+        log_retry(options)
         return _Attempt(repo, ranks, memory, once, options, progress=progress, reuse=False).run()
+
+
+def log_retry(options: SaveOptions) -> None:
+    """Log that a save was revoked, and that a second attempt begins."""
+    log.warning(
+        "gc assumed that the save of %s@%d was dead, and revoked it; casckpt retries it once, without reuse",
+        options.run,
+        options.step,
+    )
 
 
 def compare(repo: Repository, ranks: Ranks, memory: GroupMemory, prepared: Prepared, options: SaveOptions) -> None:

@@ -1,19 +1,22 @@
-"""Export types, and the hook through which `Store.export` finds the exporter.
+"""Export and merge types, and the hooks through which `Store.export` and `Store.merge` find their functions.
 
-Formats are front ends, which are above the store, so `casckpt` sets the exporter.
+Formats and the names of model parts belong to front ends, which are above the store, so `casckpt` sets the hooks.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal, TypeAlias, TypedDict
+from typing import TYPE_CHECKING, Any, Literal, TypeAlias, TypedDict
 
 if TYPE_CHECKING:
+    import torch
+
     from casckpt.base.progress import Shown
     from casckpt.contents.checkpoint import Checkpoint
     from casckpt.loading.arguments import Rename
+    from casckpt.plan.averages import Weight
 
 Format: TypeAlias = Literal["hf", "safetensors", "dcp", "torch"]
 
@@ -35,6 +38,22 @@ class ExportOptions(FileOptions, total=False):
     rename: Rename
     max_shard_size: int | str | None
     attachments: bool
+
+
+class MergeOptions(TypedDict, total=False):
+    """The keyword arguments of `casckpt.Store.merge`, except run and step."""
+
+    weights: Sequence[Weight] | None
+    ema: Weight | None
+    half_life: Weight | None
+    keys: Sequence[str] | None
+    keep: Sequence[str] | None
+    dtype: str | torch.dtype | None
+    accumulate: Literal["float32", "float64"]
+    strict: bool
+    overwrite: bool
+    metadata: Mapping[str, Any] | None
+    progress: Shown | None
 
 
 @dataclass(frozen=True)
@@ -60,3 +79,6 @@ class Exported:
 
 exporter: Callable[[], Callable[..., Exported]]
 """A function that imports and returns `casckpt.export`. The `casckpt` module sets it on import."""
+
+merger: Callable[[], Callable[..., Checkpoint]]
+"""A function that imports and returns `casckpt.frontends.merging.merge`. The `casckpt` module sets it on import."""

@@ -34,7 +34,7 @@ from casckpt.saving.options import SaveArguments, SaveOptions, WhenBusy
 from casckpt.storage.base import Finding
 from casckpt.storage.forking import PerProcess
 from casckpt.store import exports, objects, reading
-from casckpt.store.exports import Exported, ExportOptions
+from casckpt.store.exports import Exported, ExportOptions, MergeOptions
 from casckpt.store.listing import Listing, list_store
 from casckpt.store.reading import lease, plain, resolve
 from casckpt.store.types import SettingChanges, StoreSettings, change_settings, settings_from
@@ -284,6 +284,32 @@ class Store:
     def export(self, ref: str | Checkpoint, path: str | os.PathLike[str], **options: Unpack[ExportOptions]) -> Exported:
         """Export a checkpoint as a folder for from_pretrained, safetensors, DCP or torch.save. See `casckpt.export`."""
         return exports.exporter()(self, ref, path, **options)
+
+    def merge(self, *named: str | Checkpoint, run: str, step: int, **options: Unpack[MergeOptions]) -> Checkpoint:
+        """Save a linear combination of checkpoints, such as their mean, as a new checkpoint. Memory use is bounded.
+
+        ``named``: checkpoints or ranges of steps, in the order in which they are added. ``weights``: a number for each
+        (default: the mean). They may be negative, and a checkpoint with the weight 0 is not read. ``ema``: the decay of
+        an exponential moving average, which begins with the first checkpoint. ``half_life``: the same, with a decay of
+        0.5 in this number of steps. ``keys``: fnmatch patterns for what to merge (default: everything except
+        optimizers and other training state). ``keep``: patterns for what to take from the last checkpoint, such as
+        ``["optimizer.*"]``. ``dtype``: the dtype of the combined tensors (default: that in the last checkpoint).
+
+        Floating-point and complex tensors are combined: total = weight * value, and then total += weight * value for
+        each further checkpoint, in the dtype ``accumulate`` ("float32" or "float64") or in a wider one that a tensor
+        has. If the weights sum to exactly 1 (as decimal numbers), what is equal in all checkpoints stays as it is, and
+        is neither read nor stored again. Other tensors, values of single ranks and plain data are those of the last
+        checkpoint, as are metadata (unless you pass ``metadata``) and attachments. A warning names those that differ.
+
+        Raises MissingKey or Mismatch for a key that a checkpoint lacks or has in a different shape, unless ``strict``
+        is False: then it is left out, and ``notes`` of the result names it. Raises Mismatch for tensors that consist of
+        other tensors, such as quantized ones, if they differ. Raises the errors of `save` and `load`.
+        """
+        check_keywords("Store.merge", options, MergeOptions)
+        chosen = [
+            Checkpoint(self.repository, commit) for commit in refs.resolve_many(self.repository, map(plain, named))
+        ]
+        return exports.merger()(self, chosen, run=run, step=step, **options)
 
     # looking
 

@@ -14,7 +14,7 @@ WIDTH = 88
 GROUPS = {
     "All commands": COMMON,
     "All commands except cache and demo": ON_STORES,
-    "export, follow, serve, verify": [REQUIRE_SIGNATURE],
+    "export, follow, merge, serve, verify": [REQUIRE_SIGNATURE],
     "Retention rules of gc, stats and thin": click.command("rules")(keep_options(lambda: None)).params,
 }
 """Options that many commands share."""

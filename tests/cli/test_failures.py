@@ -135,6 +135,7 @@ def test_commands_that_only_read_do_not_create_a_store(
         "export": ["a@1", "out"],
         "thin": ["--drop", "x", "--keep-last", "1"],
         "follow": ["a", "--to", str(tmp_path / "to"), "--once"],
+        "merge": ["a@1", "--run", "m", "--step", "1"],
     }
     more = given.get(name, ["a@1"] if more else [])
     assert as_json(name, store_path, *more, status=3)["error"]["kind"] == "not-found"

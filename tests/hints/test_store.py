@@ -17,6 +17,8 @@ from casckpt.errors import (
     Damaged,
     Gone,
     InvalidInput,
+    Mismatch,
+    MissingKey,
     NotFound,
     StorageError,
     Unsigned,
@@ -410,3 +412,44 @@ def test_a_catalogue_can_be_created_in_a_writable_folder(
     advice = messages.text(run("reindex", tmp_path / "store", "--cache-dir", tmp_path / "full", status=1).output)
     run("reindex", tmp_path / "store", advice.says("--cache-dir"), tmp_path / "other")
     assert list((tmp_path / "other").rglob("*"))
+
+
+# merging
+
+
+@follows("frontends/merging.py:", "leave it out with strict=False (--no-strict), or select other keys with keys=")
+def test_a_merge_leaves_out_what_a_checkpoint_lacks(saved: Store, run: Run, messages: Messages) -> None:
+    saved.save({"w": torch.ones(6)}, run="b", step=1)
+    with messages.error(MissingKey) as advice:
+        saved.merge("a@1", "b@1", run="m", step=1)
+    saved.merge("a@1", "b@1", run="m", step=1, **advice.argument("strict"))
+    run("merge", saved.url, "a@1", "b@1", "--run", "m", "--step", "2", advice.says("--no-strict"))
+    run("merge", saved.url, "a@1", "b@1", "--run", "m", "--step", "3", advice.says("--keys"), "w")
+    assert [[*saved.read(f"m@{step}")] for step in (1, 2, 3)] == [["w"]] * 3
+
+
+@follows("frontends/merging.py:_Merging.choose", "keep that of the last one with keep= (--keep), or select")
+def test_a_merge_keeps_the_last_version_of_a_wrapper(saved: Store, run: Run, messages: Messages) -> None:
+    for step in (2, 3):
+        saved.save({"w": torch.ones(2), "s": torch.eye(3).mul(step).to_sparse()}, run="b", step=step)
+    with messages.error(Mismatch) as advice:
+        saved.merge("b@..", run="m", step=1)
+    advice.says("keep=")
+    assert saved.read(saved.merge("b@..", run="m", step=1, keep=["s"]))["s"].to_dense()[0, 0] == 3
+    run("merge", saved.url, "b@..", "--run", "m", "--step", "2", advice.says("--keep"), "s")
+    run("merge", saved.url, "b@..", "--run", "m", "--step", "3", advice.says("--keys"), "w")
+
+
+@follows(
+    "frontends/merging.py:_Merging.choose",
+    "`casckpt show --tensors` lists its keys; select tensors of floats with keys=",
+)
+def test_a_merge_selects_tensors_of_floats(saved: Store, run: Run, messages: Messages) -> None:
+    saved.save({"optimizer": {"m": torch.ones(2)}, "n": torch.tensor(1)}, run="b", step=1)
+    with messages.error(MissingKey) as advice:
+        saved.merge("b@1", run="m", step=1)
+    command = advice.command("show")
+    assert "optimizer.m" in run(*command[:1], saved.url, "b@1", *command[1:]).stdout
+    advice.says("keys=")
+    saved.merge("b@1", run="m", step=1, keys=["optimizer.*"])
+    run("merge", saved.url, "b@1", "--run", "m", "--step", "2", advice.says("--keys"), "optimizer.*")

@@ -38,6 +38,17 @@ def test_values_are_uploaded_individually_and_described_together() -> None:
     assert [attachment.name for attachment in part.attachments] == ["x.txt", "y.txt"]
 
 
+def test_a_cell_that_is_equal_in_two_rounds_is_stored_once() -> None:
+    repo, same = small().repository, cells(2)
+    transaction, _, _ = begin_save(repo, "a", 1)
+    prepared = (prepare({key: same}, None, rank=0, allow_pickle=False) for key in "xy")
+    options = SaveOptions(run="a", step=1).checked()
+    part = write_part(repo, transaction.txid, ReuseOffer(), prepared, options, progress=silent)
+    transaction.abort("the test ended")
+    assert len(part.share.refs) == 1
+    assert len(list(repo.storage.list("objects/"))) == 1
+
+
 def test_cells_of_missing_blobs_are_stored_again_in_blob_order(tmp_path: Path) -> None:
     saved = {
         "a": torch.arange(40.0).double(),  # is in columns, and the others are not

@@ -41,6 +41,8 @@ from tests.support.servers import KEY, SECRET
 DROP = "optim.*"
 KEPT, NEW, LATER = (2, 3), 9, 20
 """Steps: the ones that nobody forgets, the step of the save that is struck, and a later step of a different process."""
+WEIGHTS = (0.25, 0.75)
+"""The weights of the two checkpoints that are merged. An equal cell is the result."""
 AT_ONCE = 3
 PATIENCE = 120  # seconds before a hanging process is killed
 
@@ -163,13 +165,28 @@ def _follow(scene: Scene) -> None:
     list(Follower(scene.store, "default", scene.folder / "to").follow(once=True))
 
 
+def _merge(scene: Scene) -> None:
+    refs = [f"default@{step}" for step in KEPT]
+    scene.store.merge(*refs, run="merged", step=NEW, weights=WEIGHTS, keep=[DROP])
+
+
+def merged() -> dict[str, Any]:
+    """Return the state that a merge stores."""
+    old, new = (state(step) for step in KEPT)
+    model = {key: torch.zeros_like(value) for key, value in new["model"].items()}
+    for key, value in model.items():
+        total = old["model"][key].float() * WEIGHTS[0]
+        value.copy_(total.add_(new["model"][key].float() * WEIGHTS[1]))
+    return {**new, "model": model}
+
+
 RUNS: dict[str, Callable[[Scene], None]] = {
     "save": _save, "gc": _gc, "verify": _verify, "copy": _copy, "mirror": _mirror, "repair": _repair, "thin": _thin,
-    "follow": _follow,
+    "follow": _follow, "merge": _merge,
 }  # fmt: skip
 MEET = ("save before a gc", "gc before a save")
 """Two concurrent operations. The first is stopped at any of its calls, the second at its decisive call."""
-KILLED = ("gc", "verify", "copy", "mirror", "repair")
+KILLED = ("gc", "verify", "copy", "mirror", "repair", "merge")
 """The operations for which no separate sweep covers kills."""
 
 

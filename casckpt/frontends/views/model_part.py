@@ -52,6 +52,12 @@ def model_part(tree: Node, keys: Collection[str], where: str) -> tuple[str, list
     return below, [key for key in parts[prefix] if key.startswith(below)]
 
 
+def without_training_state(tree: Node, keys: Collection[str]) -> set[str]:
+    """Return the keys that do not belong to an optimizer or other training state."""
+    parts = _parts(tree, set(keys))
+    return {key for prefix, below in parts.items() if _head(prefix) not in _TRAINING for key in below}
+
+
 def _is_either(tree: Node, names: Sequence[str]) -> bool:
     """Return whether keys that look like training state may belong to the model, or all ``names`` share a prefix."""
     is_flat = any(_head(str(element)) in _OPTIMIZER for element, node in children(tree) if isinstance(node, int))

@@ -1,0 +1,385 @@
+"""Merges checkpoints: stores a linear combination of their tensors as a new checkpoint, in bounded memory.
+
+The tensors are read, combined and stored window by window. The first checkpoint is read into a buffer. Each further one
+is then an update of this buffer, so a cell that consecutive checkpoints share is read once.
+
+If the weights sum to exactly 1, a cell that is equal in all checkpoints is the result, and the save names it.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import reduce
+from itertools import accumulate
+from operator import mul
+from typing import TYPE_CHECKING, Final, Unpack
+
+import torch
+
+from casckpt.base.groups import runs
+from casckpt.base.parallel import run_all, usable_threads
+from casckpt.base.progress import Progress
+from casckpt.base.text import listed
+from casckpt.contents.checkpoint import Checkpoint, Frames, warn_if_forgotten
+from casckpt.contents.contents import Contents
+from casckpt.errors import CasckptError, InvalidInput, Mismatch, MissingKey
+from casckpt.format import blob, dtypes
+from casckpt.format.extents import StoredCell, build
+from casckpt.format.manifest import Attachment, ObjectEntry
+from casckpt.format.regions import Box
+from casckpt.format.sections.index import ATTACHMENT, TENSOR, Entry, Name, StoredObject
+from casckpt.format.tree import Wrapper, rebuild
+from casckpt.frontends.views.model_part import without_training_state
+from casckpt.loading.arguments import check_used, usable_patterns
+from casckpt.loading.entry_reader import EntryReader
+from casckpt.loading.regions import EntrySlice, RegionReader, plan_windows, requests
+from casckpt.loading.update import change_from
+from casckpt.plan.averages import weights_of
+from casckpt.plan.reuse import ReusableCells
+from casckpt.repository.repository import Repository
+from casckpt.saving.local_entries import LocalEntry
+from casckpt.saving.options import SaveOptions
+from casckpt.saving.prepare import Prepared
+from casckpt.saving.rounds import ComputedState, Rounds, save_in_rounds
+from casckpt.tensors.dtypes import torch_dtype
+from casckpt.tensors.memory import tensor_over
+from casckpt.tensors.objects import TORCH_EXTENSIONS
+from casckpt.tensors.shards import Piece
+from casckpt.tensors.state import encode_tree
+
+if TYPE_CHECKING:
+    from casckpt.store.exports import MergeOptions
+    from casckpt.store.store import Store
+
+_WINDOW_BYTES: Final = 64 << 20  # of accumulators
+_BLOCK = (32 << 10) - 16  # elements that are combined together: in the CPU's cache, and too few for torch's threads
+_BLOCKS = 32  # combined by one thread
+_ALIGN = 64  # bytes
+_NAMED = 8
+_WIDER = 8  # an accumulator has at most this multiple of the size of an element, unless both are large
+_REAL = (
+    "float16",
+    "bfloat16",
+    "float32",
+    "float64",
+    "float8_e4m3fn",
+    "float8_e5m2",
+    "float8_e4m3fnuz",
+    "float8_e5m2fnuz",
+)
+_COMPLEX = ("complex32", "complex64", "complex128")
+_LEAVE_OUT = "leave it out with strict=False (--no-strict), or select other keys with keys= (--keys)"
+
+log = logging.getLogger("casckpt")
+
+
+def merge(
+    store: Store, chosen: Sequence[Checkpoint], *, run: str, step: int, **given: Unpack[MergeOptions]
+) -> Checkpoint:
+    """Merge the ``chosen`` checkpoints. See `casckpt.Store.merge`."""
+    if not chosen:
+        raise InvalidInput("there is nothing to merge: name at least one checkpoint")
+    steps = [checkpoint.step for checkpoint in chosen]
+    weights = weights_of(steps, given.get("weights"), given.get("ema"), given.get("half_life"))
+    weighed = [(checkpoint, weight) for checkpoint, weight in zip(chosen, weights, strict=True) if weight]
+    dtype, into = given.get("dtype"), given.get("accumulate", "float32")
+    merging = _Merging(
+        store.repository,
+        [_Version(store.repository, checkpoint, float(weight)) for checkpoint, weight in weighed],
+        torch_dtype(_known(into, "accumulate", ("float32", "float64"))),
+        None if dtype is None else _known(str(dtype).removeprefix("torch."), "dtype", _REAL),
+        is_average=sum(weight for _, weight in weighed) == 1,
+        progress=Progress(given.get("progress")),
+    )
+    keep = usable_patterns(given.get("keep"), "keep") or ()
+    merging.choose(usable_patterns(given.get("keys")), keep, strict=given.get("strict", True))
+    metadata = given.get("metadata")
+    metadata = merging.last.contents.manifest.metadata if metadata is None else metadata
+    origins = [{"id": one.id, "run": one.run, "step": one.step, "weight": float(weight)} for one, weight in weighed]
+    options = SaveOptions(
+        run=run, step=step, overwrite=given.get("overwrite", False), metadata=metadata,
+        lineage={"merged_from": origins},
+    ).checked()  # fmt: skip
+    saved = save_in_rounds(store.repository, merging.state(), options, merging.progress)
+    return Checkpoint(store.repository, saved, notes=tuple(merging.notes))
+
+
+def _known(value: str, name: str, known: Sequence[str]) -> str:
+    if value not in known:
+        raise InvalidInput(f"{name}={value!r:.40} is not valid: pass one of {', '.join(known)}")
+    return value
+
+
+class _Version:
+    """One of the checkpoints to merge."""
+
+    def __init__(self, repo: Repository, checkpoint: Checkpoint, weight: float) -> None:
+        warn_if_forgotten(checkpoint.commit)
+        self.checkpoint, self.weight = checkpoint, weight
+        self.contents = Contents.open(repo, checkpoint.commit, 0, TORCH_EXTENSIONS)
+        self.entries = {entry.name: entry for entry in self.contents.manifest.entries}
+        self.objects = {(stored.key, stored.rank): stored for stored in self.contents.manifest.objects}
+        self.reader = EntryReader(repo, self.contents.manifest, True, usable_threads(None))
+
+    def cells(self, name: Name) -> Iterator[StoredCell]:
+        """Iterate over the cells of an entry."""
+        return self.contents.manifest.extents(self.entries[name]).stored_cells()
+
+
+@dataclass
+class _Merging:
+    """One merge. ``accumulator``: the least dtype to compute in. ``dtype``: of the results, or None for their own.
+
+    ``is_average``: whether the weights sum to 1. ``entries``, ``objects``: what to store, of the last version.
+    ``combined``: the names of the entries to combine, with the dtype to compute in. ``memory``: see `_rooms`.
+    """
+
+    repo: Repository
+    versions: Sequence[_Version]
+    accumulator: torch.dtype
+    dtype: str | None
+    is_average: bool
+    progress: Progress
+    notes: list[str] = field(default_factory=list)
+    entries: Sequence[Entry] = ()
+    objects: Sequence[StoredObject] = ()
+    combined: dict[Name, torch.dtype] = field(default_factory=dict)
+    memory: dict[str, torch.Tensor] = field(default_factory=dict)
+
+    @property
+    def last(self) -> _Version:
+        """The last version, which has everything that is not combined."""
+        return self.versions[-1]
+
+    # what to merge
+
+    def choose(self, patterns: Sequence[str] | None, keep: Sequence[str], *, strict: bool) -> None:
+        """Choose what to store. Raises MissingKey and Mismatch for what cannot be combined."""
+        contents, manifest = self.last.contents, self.last.contents.manifest
+        for given in (patterns, keep):
+            check_used(given, [*contents.keys(), *contents.wrappers], contents.where)
+        kept = _matching(contents, keep)
+        wanted = {key for version in self.versions for key in _matching(version.contents, patterns)} - kept
+        for version in self.versions:
+            version.contents.ready(wanted | kept)
+        left_out = {str(error.key): error for error in self._misfits(wanted)}
+        if strict and left_out:
+            raise next(iter(left_out.values()))
+        wanted -= left_out.keys()
+        self.entries = [one for one in manifest.entries if one.kind == ATTACHMENT or one.key in wanted | kept]
+        self.objects = [one for one in manifest.objects if one.key in wanted | kept]
+        named = [entry for entry in self.entries if entry.kind != ATTACHMENT and entry.key in wanted]
+        self.combined = {entry.name: dtype for entry in named if (dtype := self._computed_in(entry)) is not None}
+        if not self.combined:
+            raise MissingKey(
+                f"there is nothing to combine in {contents.where}: `casckpt show --tensors` lists its keys; select "
+                "tensors of floats with keys= (--keys)"
+            )
+        contents.check_whole(self.entries)
+        differing = {one.key for one in named if one.name not in self.combined and not self._is_same(one)}
+        differing |= {one.key for one in self.objects if one.key in wanted and not self._is_same_object(one)}
+        for key in differing & contents.outer.keys():
+            raise Mismatch(
+                f"{contents.outer[key]!r} consists of other tensors, which cannot be combined, and it differs between "
+                "the checkpoints: keep that of the last one with keep= (--keep), or select other keys with keys= "
+                "(--keys)",
+                key=contents.outer[key],
+            )
+        for keys, what in ((left_out, "left out"), (differing, f"not combined, but taken from {contents.where}")):
+            if keys:
+                self.notes.append(f"{what}: {listed(sorted(keys), _NAMED)}")
+                log.warning("%s", self.notes[-1])
+
+    def _misfits(self, wanted: set[str]) -> Iterator[CasckptError]:
+        """Return an error for each key that a version lacks or has in a different shape."""
+        last = self.last.contents
+        for version in self.versions:
+            contents = version.contents
+            lacking = wanted - {*contents.keys()}
+            for key in wanted & last.tensors.keys() - last.per_rank.keys() - lacking:
+                there = contents.tensors.get(key)
+                if there is None or contents.manifest.lacks(there):
+                    lacking.add(key)
+                elif there.shape != last.tensors[key].shape:
+                    yield Mismatch(
+                        f"{key!r} has the shape {list(there.shape)} in {contents.where}, but "
+                        f"{list(last.tensors[key].shape)} in {last.where}: {_LEAVE_OUT}",
+                        key=key,
+                    )
+            for key in sorted(lacking):
+                why = contents.manifest.left_out if key in contents.tensors else None
+                more = f" ({why})" if why else ""
+                yield MissingKey(f"{contents.where} does not hold {key!r}{more}: {_LEAVE_OUT}", key=key, keys=(key,))
+
+    def _dtypes(self, name: Name) -> set[str]:
+        """Return the dtypes of an entry. One that a version lacks has none there."""
+        return {version.entries[name].dtype if name in version.entries else "" for version in self.versions}
+
+    def _computed_in(self, entry: Entry) -> torch.dtype | None:
+        """Return the dtype in which to combine a tensor, or None if it is not combined."""
+        found = self._dtypes(entry.name)
+        is_plain = entry.kind == TENSOR and entry.rank is None and entry.key not in self.last.contents.outer
+        if not is_plain or not (found <= {*_REAL} or found <= {*_COMPLEX}):
+            return None
+        # torch does not promote dtypes of 8 bits
+        return reduce(torch.promote_types, [torch_dtype(one) for one in found if "float8" not in one], self.accumulator)
+
+    def _is_same(self, entry: Entry) -> bool:
+        """Return whether all versions are known to hold the same entry."""
+        if self._dtypes(entry.name) != {entry.dtype}:
+            return False
+        cells = [one.contents.manifest.raw_cells(one.entries[entry.name]) for one in self.versions]
+        return all(of_version == cells[-1] for of_version in cells)
+
+    def _is_same_object(self, stored: StoredObject) -> bool:
+        """Return whether all versions hold the same object, except for its parts, which are entries."""
+        every = [(one.contents.manifest, one.objects.get((stored.key, stored.rank))) for one in self.versions]
+        found = [there and (manifest.data(there), there.pickled) for manifest, there in every]
+        return all(there == found[-1] for there in found)
+
+    # the checkpoint
+
+    def _dtype(self, name: Name) -> str:
+        """Return the dtype of the result. Complex tensors keep theirs."""
+        own = self.last.entries[name].dtype
+        return self.dtype if self.dtype is not None and name in self.combined and own in _REAL else own
+
+    def state(self) -> ComputedState:
+        """Return the state to save."""
+        keys = {entry.key for entry in self.entries if entry.kind == TENSOR} | {one.key for one in self.objects}
+        tree = rebuild(
+            self.last.contents.tree, lambda _, leaf: leaf, keys.__contains__,
+            lambda _, node, values: Wrapper(node.form, values),
+        )  # fmt: skip
+        streams = {entry.name: (self._dtype(entry.name), entry.shape) for entry in self.entries}
+        return ComputedState(streams, encode_tree(tree), self.last.checkpoint.commit, self._plan)
+
+    def _plan(self, known: ReusableCells) -> Rounds:
+        """Divide all cells into those that are stored, those to copy from the last version, and those to compute."""
+        stored, copies, computed = {}, list[EntrySlice](), list[EntrySlice]()
+        cell_bytes = self.repo.marker.cell_bytes
+        may_name = known.any and self.last.contents.manifest.body.cell_bytes == cell_bytes
+        for entry in self.entries:
+            named, copied, rest = list[StoredCell](), list[StoredCell](), list[StoredCell]()
+            equal = self._equal_cells(entry.name) if entry.name in self.combined else None
+            for cell in self.last.cells(entry.name):
+                if equal is not None and equal.get(cell[3:6]) != cell.digest:
+                    rest.append(cell)
+                elif (place := known.find(cell.digest) if may_name else None) is None:
+                    copied.append(cell)
+                else:
+                    named.append(place._replace(box=cell.box, lo=cell.lo, hi=cell.hi))
+            if named:
+                table = build(entry.shape, entry.itemsize, cell_bytes // entry.itemsize, named)
+                stored[entry.name] = (entry.dtype, table)
+            copies += _slices(entry, copied)
+            computed += _slices(entry, rest)
+        sizes = ((part, dtypes.itemsize(self._dtype(part.entry.name))) for part in (*copies, *computed))
+        self.progress.of(sum((part.hi - part.lo) * size for part, size in sizes))
+        return Rounds(stored, self._rounds(copies, computed))
+
+    def _equal_cells(self, name: Name) -> Mapping[tuple[Box, int, int], bytes]:
+        """Return the digests of the cells that are equal in all versions and are the result, by region."""
+        if not self.is_average or self._dtypes(name) != {self._dtype(name)}:
+            return {}
+        equal = {cell[3:6]: cell.digest for cell in self.last.cells(name)}
+        for version in self.versions[:-1]:
+            cells = version.cells(name)
+            equal = {cell[3:6]: cell.digest for cell in cells if equal.get(cell[3:6]) == cell.digest}
+        return equal
+
+    def _rounds(self, copies: Sequence[EntrySlice], computed: Sequence[EntrySlice]) -> Iterator[Prepared]:
+        contents, data = self.last.contents, self.last.contents.manifest.data
+        objects = [ObjectEntry(one.key, one.rank, data(one), one.parts, one.pickled) for one in self.objects]
+        inline = (one for one in contents.attachments.values() if isinstance(one, StoredObject))
+        yield Prepared([], objects, [Attachment(one.key, data(one)) for one in inline], b"")
+        reader = RegionReader(self.repo, contents.manifest, 0, Progress())
+        for window in reader.windows(copies):
+            read = reader.read([window])
+            yield self._prepared((part, _flat(view, part.entry.dtype)) for part, view in read)
+        wide = [
+            part._replace(entry=part.entry.converted("", self.combined[part.entry.name].itemsize)) for part in computed
+        ]
+        wide.sort(key=lambda part: (blob.order(self._dtype(part.entry.name)), part.entry.key))
+        for window in plan_windows(wide, _WINDOW_BYTES, _WIDER * self.repo.marker.cell_bytes):
+            yield self._prepared(self._combine(window))
+
+    def _prepared(self, parts: Iterable[tuple[EntrySlice, torch.Tensor]]) -> Prepared:
+        """Return the entries for flat tensors, each with its slice."""
+        held: dict[Name, LocalEntry] = {}
+        for part, data in parts:
+            name, region, dtype = part.entry.name, part.region, self._dtype(part.entry.name)
+            if region.is_whole and region.box.shape == part.entry.shape:
+                held[name] = LocalEntry(*name, dtype, part.entry.shape, data.view(part.entry.shape))
+                continue
+            piece = Piece(region, data.view(region.box.shape) if region.is_whole else data)
+            before = held[name].shards if name in held else ()
+            held[name] = LocalEntry(*name, dtype, part.entry.shape, shards=(*before, piece))
+        return Prepared(list(held.values()), [], [], b"")
+
+    def _combine(self, window: Sequence[EntrySlice]) -> Iterator[tuple[EntrySlice, torch.Tensor]]:
+        """Combine the slices of a window. The first version is read, and then updated to each further one."""
+        counts = [part.hi - part.lo for part in window]
+        into = [self.combined[part.entry.name] for part in window]
+        widest = [max(map(dtypes.itemsize, self._dtypes(part.entry.name))) for part in window]
+        rooms = [room.numpy().data for room in self._rooms("read", map(mul, counts, widest))]
+        totals = self._rooms("sum", (count * dtype.itemsize for count, dtype in zip(counts, into, strict=True)))
+        sums = [room.view(dtype) for room, dtype in zip(totals, into, strict=True)]
+        before: Contents | None = None
+        frames: Frames = {}
+        for version in self.versions:
+            parts = [part._replace(entry=version.entries[part.entry.name]) for part in window]
+            held = [(part, room[: part.nbytes]) for part, room in zip(parts, rooms, strict=True)]
+            frames = change_from(version.reader, requests(held, {}), before, frames, check=False)
+            for (part, view), total in zip(held, sums, strict=True):
+                _add(total, _flat(view, part.entry.dtype), version.weight, is_first=before is None)
+            before = version.contents
+        for part, total in zip(window, sums, strict=True):
+            yield part, total.to(torch_dtype(self._dtype(part.entry.name)))
+
+    def _rooms(self, name: str, sizes: Iterable[int]) -> list[torch.Tensor]:
+        """Return memory for these sizes in bytes. The next window gets the same memory."""
+        given = list(sizes)
+        starts = list(accumulate((-(-size // _ALIGN) * _ALIGN for size in given), initial=0))
+        if name not in self.memory or len(self.memory[name]) < starts[-1]:
+            self.memory.pop(name, None)
+            self.memory[name] = torch.empty(starts[-1], dtype=torch.uint8, device="cpu")
+        return [self.memory[name][start : start + size] for start, size in zip(starts, given, strict=False)]
+
+
+def _matching(contents: Contents, patterns: Sequence[str] | None) -> set[str]:
+    """Return the keys that match. If one tensor of a wrapper matches, they include the others.
+
+    None stands for everything except training state.
+    """
+    keys, outer, matches = contents.keys(), contents.outer, contents.manifest.matches
+    if patterns is None:
+        return without_training_state(contents.tree, keys)
+    units = {outer.get(key, key) for key in keys if matches(key, patterns)}
+    return {key for key in keys if outer.get(key, key) in units}
+
+
+def _slices(entry: Entry, cells: Iterable[StoredCell]) -> Iterator[EntrySlice]:
+    """Return the slices of an entry that these cells make up."""
+    for run in runs(cells, lambda run, cell: run[-1].box == cell.box and run[-1].hi == cell.lo):
+        yield EntrySlice(entry, run[0].lo, run[-1].hi, run[0].box)
+
+
+def _flat(view: memoryview, dtype: str) -> torch.Tensor:
+    return tensor_over(view, torch_dtype(dtype), (view.nbytes // dtypes.itemsize(dtype),))
+
+
+def _add(total: torch.Tensor, value: torch.Tensor, weight: float, *, is_first: bool) -> None:
+    """Compute ``total += weight * value`` in the dtype of ``total``, as torch does, in blocks."""
+
+    def add(start: int) -> None:
+        scratch = torch.empty(0 if is_first else _BLOCK, dtype=total.dtype, device="cpu")
+        for lo in range(start, min(start + _BLOCKS * _BLOCK, len(total)), _BLOCK):
+            into, part = total[lo : lo + _BLOCK], value[lo : lo + _BLOCK]
+            product = torch.mul(part.to(total.dtype), weight, out=into if is_first else scratch[: len(into)])
+            if not is_first:
+                into.add_(product)
+
+    run_all(add, range(0, len(total), _BLOCKS * _BLOCK), usable_threads(None))

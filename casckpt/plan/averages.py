@@ -1,0 +1,72 @@
+"""The weights of linear combinations, as exact fractions, so that the weights of an average sum to exactly 1. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from fractions import Fraction
+from itertools import pairwise
+from typing import SupportsFloat, TypeAlias
+
+from casckpt.errors import InvalidInput
+
+Weight: TypeAlias = SupportsFloat | str
+"""A number, which counts as the decimal number that Python prints, or a string such as "0.1" or "1/3"."""
+
+
+def weights_of(
+    steps: Sequence[int],
+    weights: Sequence[Weight] | None = None,
+    ema: Weight | None = None,
+    half_life: Weight | None = None,
+) -> list[Fraction]:
+    """Return the weight of each checkpoint, from one argument at most. Without an argument, all weights are equal.
+
+    ``steps``: the steps of the checkpoints. ``ema``: see `moving_average`; each decay is this number. ``half_life``: a
+    number of steps, after which the weight of a checkpoint is halved. Raises InvalidInput.
+    """
+    if sum(argument is not None for argument in (weights, ema, half_life)) > 1:
+        raise InvalidInput("weights, ema and half_life exclude each other: pass only one of them")
+    if weights is not None:
+        exact = [fraction(weight, "weights") for weight in weights]
+        if len(exact) != len(steps):
+            raise InvalidInput(f"there are {len(exact)} weights for {len(steps)} checkpoints: pass one for each")
+        if not any(exact):
+            raise InvalidInput("all weights are 0: pass at least one other weight")
+        return exact
+    if ema is not None:
+        decay = fraction(ema, "ema")
+        if not 0 < decay < 1:
+            raise InvalidInput(f"ema={ema} is not valid: pass a decay between 0 and 1, such as 0.99")
+        return moving_average([decay] * (len(steps) - 1))
+    if half_life is not None:
+        life = fraction(half_life, "half_life")
+        if life <= 0:
+            raise InvalidInput(f"half_life={half_life} is not valid: pass a positive number of steps")
+        if any(after <= before for before, after in pairwise(steps)):
+            raise InvalidInput(
+                "half_life needs checkpoints in the order of their steps: sort them, or pass ema instead"
+            )
+        return moving_average([Fraction(0.5 ** float((after - before) / life)) for before, after in pairwise(steps)])
+    return [Fraction(1, len(steps))] * len(steps)
+
+
+def moving_average(decays: Sequence[Fraction]) -> list[Fraction]:
+    """Return the weights of an exponential moving average that begins with the first value.
+
+    ``decays``: for each later value, the factor d in average = d * average + (1 - d) * value. The weights sum to 1.
+    """
+    made, factor = list[Fraction](), Fraction(1)
+    for decay in reversed(decays):
+        made.append(factor * (1 - decay))
+        factor *= decay
+    return [factor, *reversed(made)]
+
+
+def fraction(number: Weight, name: str) -> Fraction:
+    """Return a number as an exact fraction. ``name``: the argument, for the message. Raises InvalidInput."""
+    try:
+        return Fraction(str(number))
+    except (ValueError, ZeroDivisionError) as error:
+        raise InvalidInput(
+            f"{name}: {number!r:.40} is not a finite number; pass a number such as 0.5 or 1/3"
+        ) from error
