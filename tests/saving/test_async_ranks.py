@@ -7,6 +7,7 @@ import signal
 import threading
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -183,12 +184,10 @@ def no_memory(_: int) -> AlignedBuffer:
 
 
 def copy_without_memory_on_one(rank: int, size: int, folder: Path) -> Any:
-    """Rank 1 fails to allocate memory for its copy. Afterwards, it has enough memory."""
+    """Rank 1 fails to allocate memory for its first copy, as under `ulimit -v`."""
     store, state = small_folder(folder / "store"), {f"w{rank}": cells(4, seed=rank)}
-    if rank == 1:
-        staging.AlignedBuffer = no_memory  # type: ignore[assignment,misc] # as under `ulimit -v`
-    error = store.save_async(state, step=1).exception(60)
-    staging.AlignedBuffer = AlignedBuffer  # type: ignore[misc]
+    with patch.object(staging, "AlignedBuffer", no_memory if rank == 1 else AlignedBuffer):
+        error = store.save_async(state, step=1).exception(60)
     return type(error), str(error).removeprefix("rank 1: "), store.save_async(state, step=2).result(60).step
 
 
