@@ -215,9 +215,11 @@ class Saver:
             self.background.wait()
             state, options = self._without_objects(ranks, state, options)
             tensors = tensors_of(on_each(ranks, lambda: _prepare(state, options, ranks)))
-            if self._claim(tensors, ranks) is None:
-                self.background.staging.reserve(tensors)
-            self._budget.settle(self.background.staging.nbytes)
+            try:
+                if self._claim(tensors, ranks) is None:
+                    self.background.staging.reserve(tensors)
+            finally:
+                self._budget.settle(self.background.staging.nbytes)
 
     def _checked(
         self, state: State, ranks: Ranks, options: SaveOptions, when_busy: WhenBusy, *, copies: bool = False
@@ -276,7 +278,7 @@ class Saver:
         """
         try:
             copied = snapshot(prepared, self.background.staging)
-        except CasckptError as error:
+        except Exception as error:  # noqa: BLE001 - raised later, on all ranks
             return _failing(error)
         return lambda: copied
 

@@ -71,10 +71,10 @@ class StagingBudget:
         return None if total <= most else Shortage(total, most)
 
     def settle(self, nbytes: int) -> None:
-        """Record that the copy takes ``nbytes`` from now on."""
-        with suppress(OSError):
+        """Record that the copy takes ``nbytes`` from now on. If a cleanup of the host removed the file, replace it."""
+        with suppress(OSError, Unusable):
             if self._fd >= 0:
-                os.pwrite(self._fd, _SIZES.pack(nbytes, nbytes), 0)
+                self._write(nbytes, nbytes)
 
     def close(self) -> None:
         """Give up this process's claim. In a forked child, this does not affect the parent's."""

@@ -394,6 +394,11 @@ def address_of(data: torch.Tensor) -> int:
     return data.data_ptr() if is_plain else 0
 
 
+WIDE = 16 << 10
+"""The size in bytes from which ranges are copied one by one. numpy limits the number of items times their size to
+2**63, and addresses may be 2**48 bytes apart."""
+
+
 class _HostMemory:
     """Host memory at an address, as an array of overlapping items of ``width`` bytes.
 
@@ -418,6 +423,10 @@ def copy_addresses(targets: Ints, sources: Ints, nbytes: Ints) -> None:
     """
     for width in np.unique(nbytes).tolist():
         same = nbytes == width
+        if width >= WIDE:
+            for target, source in zip(targets[same].tolist(), sources[same].tolist(), strict=True):
+                ctypes.memmove(target, source, width)
+            continue
         into, first = targets[same], int(targets[same].min())
         memory = np.asarray(_HostMemory(first, int(into.max()) - first + 1, width, writable=True))
         memory[into - first] = _at(sources[same], width)

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import errno
 import signal
 import threading
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -14,6 +16,8 @@ from torch.distributed.tensor import Shard
 import casckpt
 from casckpt.errors import CasckptError, Conflict, InvalidInput, RankFailed, StorageError
 from casckpt.repository import blob_cache
+from casckpt.storage.buffers import AlignedBuffer
+from casckpt.tensors import staging
 from tests.saving.test_replicas import Heard
 from tests.support.faulty import Call, FaultyStore, call_first, fail_before
 from tests.support.ranks import outcome_of, tell, wait_for
@@ -173,6 +177,26 @@ def reject_on_one(rank: int, size: int, folder: Path) -> Any:
 
 def test_a_save_that_is_rejected_on_one_rank_keeps_no_memory(tmp_path: Path, ranks: Pool) -> None:
     assert ranks.run(2, reject_on_one, tmp_path) == [(InvalidInput, 0, COPY)] * 2
+
+
+def no_memory(_: int) -> AlignedBuffer:
+    raise OSError(errno.ENOMEM, "Cannot allocate memory")
+
+
+def copy_without_memory_on_one(rank: int, size: int, folder: Path) -> Any:
+    """Rank 1 fails to allocate memory for its first copy, as under `ulimit -v`."""
+    store, state = small_folder(folder / "store"), {f"w{rank}": cells(4, seed=rank)}
+    with patch.object(staging, "AlignedBuffer", no_memory if rank == 1 else AlignedBuffer):
+        error = store.save_async(state, step=1).exception(60)
+    return type(error), str(error).removeprefix("rank 1: "), store.save_async(state, step=2).result(60).step
+
+
+def test_a_copy_that_fails_on_one_rank_fails_the_save_on_all_ranks(tmp_path: Path, ranks: Pool) -> None:
+    first, second = ranks.run(2, copy_without_memory_on_one, tmp_path)
+    assert first == second
+    assert first[0] is InvalidInput
+    assert "Cannot allocate memory; allow this process more memory" in first[1]
+    assert first[2] == 2
 
 
 def die_in_a_save(rank: int, size: int, folder: Path, nbytes: int) -> tuple[type, int, int]:

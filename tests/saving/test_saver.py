@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import logging
 import threading
 import weakref
@@ -19,6 +20,7 @@ import casckpt
 from casckpt.errors import Conflict, InvalidInput, StorageError
 from casckpt.repository import blob_cache
 from casckpt.store.store import Store
+from casckpt.tensors import staging
 from tests.support.faulty import Call, FaultyStore, call_first, fail_before
 from tests.support.repositories import memory
 from tests.support.saves import cells, same_state, small, steps
@@ -369,6 +371,19 @@ def test_warm_up_does_not_exceed_the_limit(shared_memory: Path) -> None:
     assert staged(store) == 0
     other.warm_up({"w": cells(4)})
     store.warm_up({"w": cells(1)})
+    assert (staged(store), staged(other)) == (0, cells(4).nbytes)
+
+
+def test_warm_up_without_memory_keeps_no_claim(shared_memory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def no_memory(_: int) -> None:
+        raise OSError(errno.ENOMEM, "Cannot allocate memory")
+
+    store, other = limited(cells(4).nbytes), limited(cells(4).nbytes)
+    with monkeypatch.context() as patch:
+        patch.setattr(staging, "AlignedBuffer", no_memory)
+        with pytest.raises(InvalidInput, match="Cannot allocate memory; allow this"):
+            store.warm_up({"w": cells(4)})
+    other.warm_up({"w": cells(4)})
     assert (staged(store), staged(other)) == (0, cells(4).nbytes)
 
 

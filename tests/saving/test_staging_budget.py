@@ -144,6 +144,16 @@ def test_a_removed_file_is_written_again(make: Make, root: Path) -> None:
     assert copied(two, 60) == Shortage(121, 100)
 
 
+def test_a_copy_that_stays_is_written_again_if_its_file_was_removed(make: Make, root: Path) -> None:
+    one, two = make(), make()
+    assert copied(one, 60) is None
+    for path in (root / FOLDER).iterdir():
+        path.unlink()
+    one.settle(60)  # a save that needs no more memory
+    assert copied(two, 41) == Shortage(101, 100)
+    assert copied(two, 40) is None
+
+
 @pytest.fixture(params=["missing", "mode", "file"])
 def unusable(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[BlobCache]:
     root = tmp_path / "root"

@@ -9,7 +9,18 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from casckpt.format.regions import Box, Region, Shape, full_box
-from casckpt.tensors.memory import BufferMemory, Destination, TensorMemory, as_bits, copy_bytes, narrow, tensor_bytes
+from casckpt.tensors import memory as module
+from casckpt.tensors.memory import (
+    WIDE,
+    BufferMemory,
+    Destination,
+    TensorMemory,
+    as_bits,
+    copy_addresses,
+    copy_bytes,
+    narrow,
+    tensor_bytes,
+)
 from tests.support.geometry import elements, full_shapes, regions
 from tests.support.tensors import COMPLEX, LAYOUTS, NAMES, bytes_of, conjugated, dtype_of, raw, same
 
@@ -180,3 +191,19 @@ def test_a_copy_into_a_different_dtype_converts_the_values() -> None:
     assert destination.view(0, 5) is None
     _filled(destination, bytes_of(source), (5,), 2, [region])
     assert target.tolist() == source.tolist()
+
+
+def test_ranges_of_all_sizes_are_copied_between_addresses() -> None:
+    sizes = np.array([1, WIDE - 1, 7, WIDE, 4 * WIDE - 1, 7, WIDE, WIDE - 1])
+    source, target = torch.randint(256, (int(sizes.sum()),), dtype=torch.uint8), torch.zeros(1 << 18, dtype=torch.uint8)
+    starts = np.cumsum(sizes) - sizes
+    places = np.cumsum(np.append(0, sizes[:-1] + 3))
+    copy_addresses(target.data_ptr() + places, source.data_ptr() + starts, sizes)
+    for place, start, size in zip(places.tolist(), starts.tolist(), sizes.tolist(), strict=True):
+        assert torch.equal(target[place : place + size], source[start : start + size])
+    assert not target[places[:-1] + sizes[:-1]].any()
+
+
+def test_small_ranges_may_be_as_far_apart_as_addresses_are() -> None:
+    """On Arm, a program's heap and its maps may be at both ends of an address space of 48 bits."""
+    assert len(np.asarray(module._HostMemory(1 << 16, (1 << 48) - (1 << 16), WIDE - 1)))
