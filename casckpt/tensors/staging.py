@@ -11,7 +11,7 @@ from typing import TypeAlias
 
 import torch
 
-from casckpt.errors import InvalidInput
+from casckpt.errors import CasckptError
 from casckpt.storage.buffers import AlignedBuffer
 from casckpt.tensors.gpu import on_gpu, pin
 from casckpt.tensors.memory import as_bits
@@ -46,7 +46,7 @@ class Staging:
             self._memory = None
 
     def reserve(self, tensors: Sequence[torch.Tensor]) -> None:
-        """Reserve memory for a copy of ``tensors``, and touch its pages. Raises InvalidInput if this is impossible."""
+        """Reserve memory for a copy of ``tensors``, and touch its pages. Raises CasckptError if this is impossible."""
         before = self.nbytes
         self._grow(sum(_room(data) for data in _distinct(tensors).values()), on_gpu(tensors))
         if self.nbytes != before:
@@ -85,7 +85,7 @@ class Staging:
         try:
             self._memory = AlignedBuffer(nbytes)
         except OSError as error:  # `ulimit -v` or the kernel's overcommit policy
-            raise InvalidInput(
+            raise CasckptError(
                 f"cannot allocate {nbytes} bytes for a copy of the state: {error}; allow this process more memory, or "
                 "open the store with staging_bytes=0, which saves without copies"
             ) from error

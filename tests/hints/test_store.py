@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import shutil
 import sqlite3
@@ -14,6 +15,7 @@ import torch
 
 import casckpt
 from casckpt.errors import (
+    CasckptError,
     Damaged,
     Gone,
     InvalidInput,
@@ -27,6 +29,7 @@ from casckpt.errors import (
 from casckpt.repository import blob_cache
 from casckpt.repository.repository import Repository
 from casckpt.storage.local.store import LocalStore
+from casckpt.tensors import staging
 from tests.hints.conftest import Run, changed_blob, words
 from tests.repository.test_exclusive import Ignoring
 from tests.support.far import FarStore, far
@@ -353,6 +356,20 @@ def test_a_larger_budget_allows_saves_in_the_background(
     store = casckpt.open(tmp_path / "store", **more)
     store.save_async(state, run="a", step=2).result()
     assert store._saver.get().background.staging.nbytes == state["w"].nbytes
+
+
+@follows("tensors/staging.py:Staging._grow", "or open the store with staging_bytes=0, which saves without copies")
+def test_a_process_without_memory_for_a_copy_can_save_without_one(
+    tmp_path: Path, messages: Messages, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def no_memory(_: int) -> None:
+        raise OSError(errno.ENOMEM, "Cannot allocate memory")
+
+    monkeypatch.setattr(staging, "AlignedBuffer", no_memory)
+    with messages.error(CasckptError) as advice:
+        casckpt.open(tmp_path).save_async({"w": torch.arange(2000.0)}, run="a", step=1).result()
+    more: Any = advice.argument("staging_bytes")
+    assert casckpt.open(tmp_path, **more).save_async({"w": torch.arange(2000.0)}, run="a", step=1).result().step == 1
 
 
 @follows("repository/blob_cache.py:BlobCache.fill", "allow more (cache_bytes), or use a larger disk (cache_dir)")

@@ -194,7 +194,7 @@ def copy_without_memory_on_one(rank: int, size: int, folder: Path) -> Any:
 def test_a_copy_that_fails_on_one_rank_fails_the_save_on_all_ranks(tmp_path: Path, ranks: Pool) -> None:
     first, second = ranks.run(2, copy_without_memory_on_one, tmp_path)
     assert first == second
-    assert first[0] is InvalidInput
+    assert first[0] is CasckptError
     assert "Cannot allocate memory; allow this process more memory" in first[1]
     assert first[2] == 2
 

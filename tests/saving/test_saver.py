@@ -17,7 +17,7 @@ import pytest
 import torch
 
 import casckpt
-from casckpt.errors import Conflict, InvalidInput, StorageError
+from casckpt.errors import CasckptError, Conflict, InvalidInput, StorageError
 from casckpt.repository import blob_cache
 from casckpt.store.store import Store
 from casckpt.tensors import staging
@@ -381,7 +381,7 @@ def test_warm_up_without_memory_keeps_no_claim(shared_memory: Path, monkeypatch:
     store, other = limited(cells(4).nbytes), limited(cells(4).nbytes)
     with monkeypatch.context() as patch:
         patch.setattr(staging, "AlignedBuffer", no_memory)
-        with pytest.raises(InvalidInput, match="Cannot allocate memory; allow this"):
+        with pytest.raises(CasckptError, match="Cannot allocate memory; allow this"):
             store.warm_up({"w": cells(4)})
     other.warm_up({"w": cells(4)})
     assert (staged(store), staged(other)) == (0, cells(4).nbytes)
