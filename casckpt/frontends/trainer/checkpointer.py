@@ -193,9 +193,9 @@ class Checkpointer(RunCheckpoints):
 
         One save runs at a time. The call raises errors in its arguments or in the state. The future, `wait` and `close`
         raise later errors. If the next save would fail for the same reason (InvalidInput, or Conflict because the step
-        already exists), it raises the error on every rank, unless all ranks have read the future. Errors that may be temporary, such as
-        StorageError, are logged by the next save or load. After ``max_failures`` such errors, the call waits for its
-        own save and raises its error.
+        already exists), it raises the error on every rank, unless all ranks have read the future. Errors that may be
+        temporary, such as StorageError, are logged by the next save or load. After ``max_failures`` such errors, the
+        call waits for its own save and raises its error.
         """
         check_keywords("Checkpointer.save_async", options, StepArguments)
         begun = time.monotonic()
