@@ -6,6 +6,7 @@ the object from the store. Any SQLite error turns the catalogue off for this pro
 
 from __future__ import annotations
 
+import atexit
 import logging
 import os
 import sqlite3
@@ -52,13 +53,19 @@ _sqlite = threading.RLock()
 _files: WeakSet[_File] = WeakSet()
 
 
+def _close_files() -> None:
+    with _sqlite:
+        for file in list(_files):
+            file.close()
+
+
 def _before_fork() -> None:
     """Close all files. SQLite's locks and counters are per process, and a forked child would never release them."""
     _sqlite.acquire()
-    for file in list(_files):
-        file.close()
+    _close_files()
 
 
+atexit.register(_close_files)
 os.register_at_fork(before=_before_fork, after_in_parent=_sqlite.release, after_in_child=_sqlite.release)
 
 
@@ -75,7 +82,8 @@ class Catalogue:
         self.is_off = False
         with _sqlite:
             _files.add(self._file)
-        weakref.finalize(self, self._file.close)  # unlocked: this may run while another lock is held
+        # unlocked, because this may run while another lock is held; not at exit, when other threads may use the file
+        weakref.finalize(self, self._file.close).atexit = False
 
     def records(self, prefix: str, first: str = "") -> dict[str, bytes]:
         """Return the bytes of all known records under ``prefix`` ("commits/") by key, from the key ``first`` on."""

@@ -5,6 +5,8 @@ from __future__ import annotations
 import logging
 import os
 import sqlite3
+import subprocess
+import sys
 import threading
 from collections.abc import Callable
 from contextlib import closing
@@ -354,3 +356,29 @@ def test_different_hosts_list_a_folder_identically(tmp_path: Path) -> None:
     other = repository(tmp_path / "two", storage)
     assert list_commits(writer) == list_commits(other)
     assert [commit.txid for commit in list_commits(other).live()] == [commit.txid for commit in made]
+
+
+USED_AT_EXIT = """
+import sys, threading
+from pathlib import Path
+from casckpt.repository.catalogue import Catalogue
+
+catalogue = Catalogue(Path(sys.argv[1]) / "catalogue.db")
+catalogue.add_records({f"commits/{i}": b"" for i in range(1000)})
+started = threading.Event()
+
+def use():
+    while True:
+        catalogue.records("commits/")
+        started.set()
+
+threading.Thread(target=use, daemon=True).start()
+started.wait()
+"""
+
+
+def test_a_thread_may_use_the_file_while_the_process_ends(tmp_path: Path) -> None:
+    for _ in range(5):
+        command = [sys.executable, "-c", USED_AT_EXIT, tmp_path]
+        done = subprocess.run(command, check=False, capture_output=True, timeout=60)
+        assert (done.returncode, done.stderr) == (0, b"")

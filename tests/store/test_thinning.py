@@ -132,7 +132,7 @@ def test_tags_move_to_the_thinned_commit_and_protect_only_its_entries(store: Sto
 
 def test_a_lease_protects_entries_that_are_thinned_later(store: Store) -> None:
     with store.lease("run@1") as held:
-        with pytest.raises(Conflict, match="expires"):
+        with pytest.raises(Conflict, match="have expired"):
             store.thin("run@1", drop=DROP, tagged=True)
         assert [one.step for one in store.thin(drop=DROP, keep_last=1, tagged=True).thinned] == [2, 3, 4]
         assert same_state(store.read(held), state(1))
