@@ -36,7 +36,7 @@ from casckpt.plan.reads import Batch
 from casckpt.ranks.ranks import Ranks
 from casckpt.repository.host_reads import PATIENCE, HostReads
 from casckpt.repository.repository import Repository
-from casckpt.storage.base import ShortObject
+from casckpt.storage.base import BLOCK, ShortObject
 from casckpt.storage.local.reader import LocalReader
 
 HOSTS = 64  # the most hosts that pass blobs to each other; more hosts form several groups
@@ -46,6 +46,7 @@ _PIECE, _LEAST_PIECE, _RECEIVED = 4 << 20, 1 << 20, 64 << 20  # bytes; the last 
 _PIECES = 128  # if a rank reads fewer, they are smaller, so that passing on begins early
 _WAITING = 2  # pieces in memory for each thread that reads
 _REQUESTS = 16
+_WAIT_SHARE = 0.6  # of the timeout; `Ranks.pass_on` gives up after half of it
 
 log = logging.getLogger(__name__)
 
@@ -135,6 +136,7 @@ def deals(needs: Sequence[Needs | None], sizes: Sequence[int]) -> list[Deal | No
         return [None] * len(needs)
     each = sum(sizes[dealt.blob] for dealt in passes) // len(needs)
     piece = min(_PIECE, max(_LEAST_PIECE, min(_RECEIVED // len(hosts), each // _PIECES)))
+    piece -= piece % BLOCK  # a piece is whole blocks, because `HostReads.put` marks whole blocks as written
     answers: list[Deal | None] = [Deal((), piece)] * len(needs)
     for host in hosts:
         here = frozenset(host.ranks)
@@ -198,7 +200,9 @@ class JobReads:
         me, passes = self.ranks.rank, self.deal.passes
         leaving = [one for one in passes if one.sender == me]
         arriving = grouped((one for one in passes if me in one.receivers), lambda one: one.sender)
-        reads.expect(self.deal.bringers, self.alive)
+        # after a rank that brings bytes gives up, and before rank 0 gives up on this rank
+        within = _WAIT_SHARE * self.ranks.timeout
+        reads.expect(self.deal.bringers, len(self.deal.ranks), self.alive, within)
         calls: list[Callable[[], None]] = [partial(self._send, repo, manifest, reads, leaving)] if leaving else []
         calls += [partial(self._receive, manifest, reads, sender, some) for sender, some in arriving.items()]
         threads = [Thread(target=self._attempt, args=(call,), name="casckpt-pass", daemon=True) for call in calls]
@@ -221,7 +225,7 @@ class JobReads:
             self._stop.set()
             if not self.has_failed:  # one of several threads logs this
                 self.has_failed = True
-                log.warning("this host reads from the store what has not arrived from other hosts (%s)", error)
+                log.warning("this host reads from the store what has not arrived from other hosts (%s)", str(error))
             self.ranks.drop()
 
     def _send(self, repo: Repository, manifest: Manifest, reads: HostReads, passes: Sequence[Pass]) -> None:

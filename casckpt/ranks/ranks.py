@@ -26,6 +26,7 @@ from collections.abc import Callable, Collection, Sequence
 from contextlib import suppress
 from datetime import timedelta
 from functools import cache, partial, wraps
+from math import inf
 from threading import Lock, current_thread, main_thread
 from time import monotonic
 from typing import TYPE_CHECKING, Any, NoReturn, TypeAlias, TypeVar
@@ -101,6 +102,7 @@ class Solo:
     rank = 0
     size = 1
     name = group = "alone"
+    timeout = inf
 
     def __init__(self) -> None:
         self.exchanges = 0
@@ -218,6 +220,11 @@ class GroupRanks:
         self.exchanges = 0
         self._dead: RankFailed | None = None
         self._lock = Lock()
+
+    @property
+    def timeout(self) -> float:
+        """How long rank 0 waits for another rank, in seconds."""
+        return self._wire.timeout
 
     def connect(self, parent: ProcessGroup) -> None:
         """Connect to the other ranks.
@@ -471,6 +478,7 @@ class _Groups:
         self._locks: dict[tuple[str, str], Lock] = {}
 
     def get(self, parent: ProcessGroup, purpose: str) -> GroupRanks:
+        self._forget_destroyed()
         key = (parent.group_name, purpose)
         with self._locks.setdefault(key, Lock()):  # a lock per group: ranks may connect two groups in any order
             group = self._made.get(key)
@@ -481,6 +489,12 @@ class _Groups:
                 group = self._made[key] = GroupRanks(parent, purpose, group.generation + 1 if group else 0)
                 group.connect(parent)
             return group
+
+    def _forget_destroyed(self) -> None:
+        """Forget the groups of destroyed process groups, because gloo keeps sockets and threads for them."""
+        for key, group in list(self._made.items()):
+            if group.parent() is None and self._made.get(key) is group:
+                self._made.pop(key, None)
 
 
 _groups = _Groups()

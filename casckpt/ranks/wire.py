@@ -70,8 +70,14 @@ class Wire:
         self._exchanges = self._swaps = 0  # all exchanges, and the swaps of this exchange; equal on all ranks
         self._timeout, self._patience = timeout, patience
         self._alive_lock = Lock()
+        self._met: set[int] = set()  # the ranks that `pass_on` has connected to
         self._signs: list[Any] = []  # signs of life in transit, kept until the message that follows them is sent
         self.begin()
+
+    @property
+    def timeout(self) -> float:
+        """How long rank 0 waits for another rank, in seconds."""
+        return self._timeout.total_seconds()
 
     def begin(self) -> None:
         """Begin an exchange, and restart the pauses between signs of life."""
@@ -132,12 +138,22 @@ class Wire:
 
     def pass_on(self, sends: Sequence[Transfer], receives: Sequence[Transfer], within: float) -> None:
         """See `casckpt.ranks.ranks.GroupRanks.pass_on`."""
-        timeout = min(timedelta(seconds=within), self._timeout / 2)
+        seconds = min(within, self._timeout.total_seconds() / 2)
+        deadline, others = monotonic() + seconds, {rank for _, rank in (*sends, *receives)}
+        works: list[Any] = []
+
+        def start() -> None:
+            works.extend(self._group.recv([data], rank, _SWAP) for data, rank in receives)
+            works.extend(self._group.send([data], rank, _SWAP) for data, rank in sends)
+
         try:
-            works = [self._group.recv([data], rank, _SWAP) for data, rank in receives]
-            works += [self._group.send([data], rank, _SWAP) for data, rank in sends]
+            if others <= self._met:
+                start()
+            else:  # gloo connects, and may wait for a rank that was stopped
+                waiting.within(seconds, start)
+                self._met |= others
             for work in works:
-                work.wait(timeout)
+                _wait(work, deadline)
         except RuntimeError as error:
             raise RankFailed(first_line(error)) from None
 

@@ -71,8 +71,13 @@ class HostReads:
         self._others: Sequence[Ints] | None = None  # the ranges of each other rank, once all have written them
         self._is_on = False
         self.passed: Mapping[int, tuple[int, int]] = {}
+        self._within = PATIENCE
+        self._passing = 0  # the number of ranks of this host that use them
         self._alive: Callable[[], object] = bool
-        self._gate = self._gate_of(int(name.rpartition("-")[2]))
+        load, _, rank = name.rpartition("-")
+        self._own = cache.root / PARTS / load  # the gates of this load; another job may remove ``folder``
+        self._rank = int(rank)
+        self._gate = self._gate_of(self._rank)
         self._held_fd = -1  # of this rank's gate, if it brings blobs
         self._gates: dict[int, int] = {}  # the files of other gates, by rank
         self._gates_lock = Lock()
@@ -86,12 +91,15 @@ class HostReads:
             self.cache.give_up(error)
             return 0
 
-    def expect(self, passed: Mapping[int, tuple[int, int]], alive: Callable[[], object]) -> None:
-        """Set which blobs are ``passed`` between hosts.
+    def expect(
+        self, passed: Mapping[int, tuple[int, int]], ranks: int, alive: Callable[[], object], within: float
+    ) -> None:
+        """Set which blobs are ``passed`` between hosts. ``ranks``: how many ranks of this host use them.
 
-        ``alive``: called at intervals while this rank waits for their bytes.
+        ``alive``: called at intervals while this rank waits for their bytes. ``within``: how long it waits at most
+        without progress, in seconds.
         """
-        self.passed, self._alive = passed, alive
+        self.passed, self._passing, self._alive, self._within = passed, ranks, alive, within
 
     def begin(self, ranges: Sequence[tuple[int, int, int]]) -> bool:
         """Announce the ranges that this rank needs: (blob number, offset, bytes). Return whether to share reads."""
@@ -102,6 +110,8 @@ class HostReads:
             fits = room >= min(sum(nbytes for _, _, nbytes in ranges), LEAST_ROOM)
             shares = fits and not self.cache.is_off
             with usable(self.cache.root):
+                if self.passed:
+                    self._own.mkdir(parents=True, exist_ok=True)
                 self._announce(_merged(ranges if shares else ()))  # other ranks must know that this one reads alone
                 self._remove_stale()
             self._is_on = True
@@ -131,9 +141,17 @@ class HostReads:
         if self._is_on:
             self._is_on = False
             with suppress(OSError):
-                os.replace(self._wants, self._done)
+                try:
+                    os.replace(self._wants, self._done)
+                except FileNotFoundError:  # another job has removed the folder, and a rank may have made it again
+                    self._done.touch()
                 if len(self._files_of_ranks("done")) == self._ranks_here:
                     shutil.rmtree(self._folder, ignore_errors=True)
+            with suppress(OSError):
+                if self.passed:
+                    (self._own / f"{self._rank}-done").touch()
+                    if sum(name.endswith("-done") for name in os.listdir(self._own)) == self._passing:
+                        shutil.rmtree(self._own, ignore_errors=True)
 
     def reader(self, number: int, ref: BlobRef, source: Reader) -> Reader:
         """Return a reader of blob ``number`` that shares its reads. ``source``: the blob in the store."""
@@ -146,7 +164,8 @@ class HostReads:
         try:
             self.cache.room()  # creates the private folder
             with usable(self._folder):
-                self._folder.mkdir(parents=True, exist_ok=True)
+                for folder in (self._folder, self._own):
+                    folder.mkdir(parents=True, exist_ok=True)
                 self._held_fd = os.open(temporary, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
                 _lock(self._held_fd, temporary, fcntl.F_WRLCK, 0, 0)
                 temporary.replace(self._gate)
@@ -183,12 +202,13 @@ class HostReads:
         if number not in self.passed:
             return
         who, seen, since, pause = self.passed[number][0], -1, 0.0, _PAUSES[0]
+        most = min(PATIENCE, self._within)
         while (sign := self._sign(who, number * SPAN + start, stop - start)) is not None:
             if sign != seen:
                 seen, since = sign, time.monotonic()
                 self._alive()
-            elif time.monotonic() - since > PATIENCE:
-                raise Unusable(f"rank {who} has not brought bytes of {self.path(number)} for {PATIENCE:.0f} s")
+            elif time.monotonic() - since > most:
+                raise Unusable(f"rank {who} has not brought bytes of {self.path(number)} for {most:.0f} s")
             time.sleep(pause)
             pause = min(2 * pause, _GATE_PAUSE)
 
@@ -198,14 +218,14 @@ class HostReads:
             if who not in self._gates:
                 try:
                     self._gates[who] = os.open(self._gate_of(who), os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC)
-                except FileNotFoundError:  # it has not begun
-                    return 0
+                except FileNotFoundError:  # it has not begun, or the folder was removed
+                    return 0 if self._own.exists() else None
             found = fcntl.fcntl(self._gates[who], _GET_LOCK, _range(fcntl.F_WRLCK, lo, nbytes))
             is_free = struct.unpack_from("h", found)[0] == fcntl.F_UNLCK
             return None if is_free else os.fstat(self._gates[who]).st_mtime_ns
 
     def _gate_of(self, rank: int) -> Path:
-        return self._folder / f"{self._wants.name.partition('-')[0]}-{rank}-gate"
+        return self._own / f"{rank}-gate"
 
     def drop(self, number: int) -> None:
         """Remove the shared bytes of a blob, because some of them are wrong."""

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import threading
 from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
+from time import monotonic
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -17,7 +19,7 @@ from casckpt.errors import CasckptError, InvalidInput, MissingKey, RankFailed
 from casckpt.ranks import ranks as module
 from casckpt.ranks.ranks import GroupRanks, Ranks, Solo, everyone, exchange_keeping, open_ranks
 from tests.support.forks import forked
-from tests.support.ranks import outcome_of
+from tests.support.ranks import outcome_of, tell, wait_for
 
 if TYPE_CHECKING:
     from tests.support.ranks import Pool
@@ -277,3 +279,36 @@ def test_ranks_may_use_several_interfaces(ranks: Pool) -> None:
 def test_an_incorrect_number_of_answers_is_an_error() -> None:
     assert everyone("x", 3) == ["x", "x", "x"]
     assert issubclass(RankFailed, CasckptError)
+
+
+def passed_to_absent(rank: int, size: int, who: int) -> float:
+    """Pass a byte to a rank that does not take part. Return the seconds until that fails."""
+    ranks, begun = open_ranks(), monotonic()
+    if rank == who:
+        with pytest.raises(RankFailed):
+            ranks.pass_on([(torch.zeros(1, dtype=torch.uint8), 3 - who)], [], 0.5)
+        tell("failed")
+    wait_for("failed")
+    return monotonic() - begun
+
+
+@pytest.mark.parametrize("who", [1, 2])
+def test_bytes_for_a_rank_that_does_not_connect_do_not_wait_longer_than_asked(ranks: Pool, who: int) -> None:
+    assert max(ranks.run(3, passed_to_absent, who, timeout=6)) < 15  # gloo waits for five times the timeout
+
+
+def destroyed(rank: int, size: int) -> int:
+    """Use several process groups and destroy them. Return how many more files are open in the end than at first."""
+    counts = []
+    for _ in range(6):
+        group = dist.new_group(list(range(size)))
+        open_ranks(group).exchange(lambda: None, lambda values: values)
+        dist.destroy_process_group(group)
+        del group
+        gc.collect()
+        counts.append(len(os.listdir("/proc/self/fd")))
+    return counts[-1] - counts[1]
+
+
+def test_connections_of_destroyed_groups_are_closed(ranks: Pool) -> None:
+    assert max(ranks.run(2, destroyed)) < 4

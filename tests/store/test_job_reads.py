@@ -19,7 +19,9 @@ import torch
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate, Shard
 
+from casckpt.base.parallel import in_parallel
 from casckpt.errors import RankFailed, StorageError
+from casckpt.loading import job_reads
 from casckpt.loading.job_reads import JobReads
 from casckpt.ranks import ranks as ranks_module
 from casckpt.ranks.ranks import GroupRanks
@@ -309,6 +311,42 @@ def test_a_failed_read_is_not_passed_on_as_bytes(ranks: Pool, place: Place) -> N
             assert isinstance(found, list | StorageError), found
 
 
+def slow_store(rank: int, size: int, place: Place, who: int, *, verify: bool) -> list[str]:
+    """Load while one read of rank ``who`` fails, with pieces of any size. Return the warnings."""
+    job_reads._LEAST_PIECE = job_reads._PIECE = 10_000
+    store = place.open(rank)
+    if rank == who:
+        store.repository.storage.inject(fail_before("read_into", key="*.safetensors", at=3))  # type: ignore[attr-defined]  # it is a ReadBucket
+    with logged() as warnings:
+        fill(store, "replicas", size, lambda filled: store.load(filled, "latest", verify=verify))
+    return warnings
+
+
+@pytest.mark.parametrize("verify", [False, True])
+def test_a_block_of_which_only_a_part_has_arrived_is_not_used(ranks: Pool, place: Place, verify: bool) -> None:
+    for who in (0, 1):
+        assert ranks.run(4, slow_store, place, who, verify=verify) == [[]] * 4
+
+
+def at_once(rank: int, size: int, place: Place) -> None:
+    """Load the same checkpoint in two threads, each with its own process group."""
+    groups, expected = [torch.distributed.new_group(list(range(size))) for _ in range(2)], state("replicas", size)
+
+    def loads(number: int) -> None:
+        for _ in range(6):
+            filled = {key: torch.zeros_like(value) for key, value in expected.items()}
+            place.open(rank).load(filled, "latest", process_group=groups[number])
+            assert equal(filled, expected)
+
+    for _ in in_parallel(2, loads, range(2), name="test"):
+        pass
+
+
+def test_two_loads_at_once_do_not_wait_for_each_other(ranks: Pool, place: Place) -> None:
+    ranks.run(4, at_once, place)
+    assert place.left == []
+
+
 # ranks that die or stop
 
 
@@ -331,7 +369,6 @@ def struck(rank: int, size: int, place: Place, strike: Strike) -> Any:
     The other ranks kill a stopped rank when all of them have failed. Return whether they have failed, and how.
     """
     impatient()
-    module.PATIENCE = SHORT
     ranks_module.MARGIN = timedelta(seconds=1)
     who, at, sends = strike[1:]
     Path(f"pid-{rank}").write_text(str(os.getpid()))
