@@ -379,6 +379,6 @@ started.wait()
 
 def test_a_thread_may_use_the_file_while_the_process_ends(tmp_path: Path) -> None:
     for _ in range(5):
-        command = [sys.executable, "-c", USED_AT_EXIT, tmp_path]
+        command = [sys.executable, "-c", USED_AT_EXIT, str(tmp_path)]
         done = subprocess.run(command, check=False, capture_output=True, timeout=60)
         assert (done.returncode, done.stderr) == (0, b"")

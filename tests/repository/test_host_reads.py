@@ -63,9 +63,17 @@ Begin = Callable[..., HostReads]
 @pytest.fixture
 def begin(root: Path) -> Begin:
     def begun(
-        rank: int = 0, ranges: Sequence[tuple[int, int, int]] = EVERYTHING, *, ranks_here: int = 2, load: str = "load"
+        rank: int = 0,
+        ranges: Sequence[tuple[int, int, int]] = EVERYTHING,
+        *,
+        ranks_here: int = 2,
+        load: str = "load",
+        alive: Callable[[], object] | None = None,
     ) -> HostReads:
+        """Begin the reads of a rank. ``alive``: rank 0 of this host brings blob 0, which rank 7 reads."""
         reads = HostReads(BlobCache(root, in_memory=True), load, f"{load}-{rank}", ranks_here)
+        if alive is not None:
+            reads.expect({0: (0, 7)}, ranks_here, alive, 60.0)
         assert reads.begin(ranges)
         return reads
 
@@ -443,10 +451,7 @@ def test_a_child_forked_during_a_read_does_not_keep_the_lock(begin: Begin) -> No
 @pytest.fixture
 def pair(begin: Begin) -> tuple[HostReads, HostReads]:
     """Rank 0, which brings the blob from rank 7, and rank 1, which waits for it."""
-    bringer, waiter = begin(0), begin(1)
-    for reads in (bringer, waiter):
-        reads.expect({0: (0, 7)}, bool)
-    return bringer, waiter
+    return begin(0, alive=bool), begin(1, alive=bool)
 
 
 def test_a_rank_waits_until_the_bytes_that_it_needs_have_arrived(pair: tuple[HostReads, HostReads]) -> None:
@@ -514,9 +519,8 @@ def test_a_rank_does_not_wait_forever_for_bytes_that_do_not_arrive(
 
 
 def test_a_rank_that_waits_is_alive_as_long_as_bytes_arrive(begin: Begin) -> None:
-    bringer, waiter, signs = begin(0), begin(1), SimpleQueue[int]()
-    bringer.expect({0: (0, 7)}, bool)
-    waiter.expect({0: (0, 7)}, lambda: signs.put(1))
+    signs = SimpleQueue[int]()
+    bringer, waiter = begin(0, alive=bool), begin(1, alive=lambda: signs.put(1))
     with ThreadPoolExecutor(1) as pool, bringer.bringing():
         waits = pool.submit(read, waiter.reader(0, REF, Source()), SIZE - 1, SIZE)
         for block in range(3):
