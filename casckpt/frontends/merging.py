@@ -9,7 +9,7 @@ If the weights sum to exactly 1, a cell that is equal in all checkpoints is the 
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import reduce
 from itertools import accumulate
@@ -31,7 +31,7 @@ from casckpt.format.manifest import Attachment, ObjectEntry
 from casckpt.format.regions import Box
 from casckpt.format.sections.index import ATTACHMENT, TENSOR, Entry, Name, StoredObject
 from casckpt.format.tree import Wrapper, rebuild
-from casckpt.frontends.views.model_part import without_training_state
+from casckpt.frontends.views.model_part import is_training_state, without_training_state
 from casckpt.loading.arguments import check_used, usable_patterns
 from casckpt.loading.entry_reader import EntryReader
 from casckpt.loading.regions import EntrySlice, RegionReader, plan_windows, requests
@@ -90,7 +90,8 @@ def merge(
         [_Version(store.repository, checkpoint, float(weight)) for checkpoint, weight in weighed],
         torch_dtype(_known(into, "accumulate", ("float32", "float64"))),
         None if dtype is None else _known(str(dtype).removeprefix("torch."), "dtype", _REAL),
-        is_average=sum(weight for _, weight in weighed) == 1,
+        # the sum of large fractions is slow
+        is_average=given.get("weights") is None or sum(weight for _, weight in weighed) == 1,
         progress=Progress(given.get("progress")),
     )
     keep = usable_patterns(given.get("keep"), "keep") or ()
@@ -133,7 +134,8 @@ class _Merging:
     """One merge. ``accumulator``: the least dtype to compute in. ``dtype``: of the results, or None for their own.
 
     ``is_average``: whether the weights sum to 1. ``entries``, ``objects``: what to store, of the last version.
-    ``combined``: the names of the entries to combine, with the dtype to compute in. ``memory``: see `_rooms`.
+    ``combined``: the names of the entries to combine, with the dtype to compute in. ``is_chosen``: whether to store a
+    container that was saved empty. ``memory``: see `_rooms`.
     """
 
     repo: Repository
@@ -146,6 +148,7 @@ class _Merging:
     entries: Sequence[Entry] = ()
     objects: Sequence[StoredObject] = ()
     combined: dict[Name, torch.dtype] = field(default_factory=dict)
+    is_chosen: Callable[[str], bool] = bool
     memory: dict[str, torch.Tensor] = field(default_factory=dict)
 
     @property
@@ -167,7 +170,8 @@ class _Merging:
         left_out = {str(error.key): error for error in self._misfits(wanted)}
         if strict and left_out:
             raise next(iter(left_out.values()))
-        wanted -= left_out.keys()
+        absent = self._with_parts({*left_out}, wanted)
+        wanted -= absent
         self.entries = [one for one in manifest.entries if one.kind == ATTACHMENT or one.key in wanted | kept]
         self.objects = [one for one in manifest.objects if one.key in wanted | kept]
         named = [entry for entry in self.entries if entry.kind != ATTACHMENT and entry.key in wanted]
@@ -178,6 +182,12 @@ class _Merging:
                 "tensors of floats with keys= (--keys)"
             )
         contents.check_whole(self.entries)
+
+        def is_chosen(key: str) -> bool:
+            by_default = patterns is None and not is_training_state(key)
+            return by_default or manifest.matches(key, [*(patterns or ()), *keep])
+
+        self.is_chosen = is_chosen
         differing = {one.key for one in named if one.name not in self.combined and not self._is_same(one)}
         differing |= {one.key for one in self.objects if one.key in wanted and not self._is_same_object(one)}
         for key in differing & contents.outer.keys():
@@ -187,10 +197,18 @@ class _Merging:
                 "(--keys)",
                 key=contents.outer[key],
             )
-        for keys, what in ((left_out, "left out"), (differing, f"not combined, but taken from {contents.where}")):
+        for keys, what in ((absent, "left out"), (differing, f"not combined, but taken from {contents.where}")):
             if keys:
                 self.notes.append(f"{what}: {listed(sorted(keys), _NAMED)}")
                 log.warning("%s", self.notes[-1])
+
+    def _with_parts(self, keys: set[str], wanted: set[str]) -> set[str]:
+        """Return the keys, and those of ``wanted`` that belong to the same wrapper in any version."""
+        found = {*keys}
+        for outer in (version.contents.outer for version in self.versions):
+            wrappers = {outer[key] for key in keys if key in outer}
+            found |= {key for key in wanted if outer.get(key) in wrappers}
+        return found
 
     def _misfits(self, wanted: set[str]) -> Iterator[CasckptError]:
         """Return an error for each key that a version lacks or has in a different shape."""
@@ -249,8 +267,10 @@ class _Merging:
     def state(self) -> ComputedState:
         """Return the state to save."""
         keys = {entry.key for entry in self.entries if entry.kind == TENSOR} | {one.key for one in self.objects}
+        leaves = self.last.contents.keys()
         tree = rebuild(
-            self.last.contents.tree, lambda _, leaf: leaf, keys.__contains__,
+            self.last.contents.tree, lambda _, leaf: leaf,
+            lambda key: key in keys if key in leaves else self.is_chosen(key),
             lambda _, node, values: Wrapper(node.form, values),
         )  # fmt: skip
         streams = {entry.name: (self._dtype(entry.name), entry.shape) for entry in self.entries}

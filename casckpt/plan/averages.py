@@ -5,9 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from fractions import Fraction
 from itertools import pairwise
-from typing import SupportsFloat, TypeAlias
+from typing import Final, SupportsFloat, TypeAlias
 
 from casckpt.errors import InvalidInput
+
+_MOST_LIVES: Final = 2000  # more half-lives leave a weight of 0
 
 Weight: TypeAlias = SupportsFloat | str
 """A number, which counts as the decimal number that Python prints, or a string such as "0.1" or "1/3"."""
@@ -27,12 +29,7 @@ def weights_of(
     if sum(argument is not None for argument in (weights, ema, half_life)) > 1:
         raise InvalidInput("weights, ema and half_life exclude each other: pass only one of them")
     if weights is not None:
-        exact = [fraction(weight, "weights") for weight in weights]
-        if len(exact) != len(steps):
-            raise InvalidInput(f"there are {len(exact)} weights for {len(steps)} checkpoints: pass one for each")
-        if not any(exact):
-            raise InvalidInput("all weights are 0: pass at least one other weight")
-        return exact
+        return _given(weights, len(steps))
     if ema is not None:
         decay = fraction(ema, "ema")
         if not 0 < decay < 1:
@@ -46,8 +43,20 @@ def weights_of(
             raise InvalidInput(
                 "half_life needs checkpoints in the order of their steps: sort them, or pass ema instead"
             )
-        return moving_average([Fraction(0.5 ** float((after - before) / life)) for before, after in pairwise(steps)])
+        lives = [min((after - before) / life, Fraction(_MOST_LIVES)) for before, after in pairwise(steps)]
+        return moving_average([Fraction(0.5 ** float(number)) for number in lives])
     return [Fraction(1, len(steps))] * len(steps)
+
+
+def _given(weights: Sequence[Weight], count: int) -> list[Fraction]:
+    if isinstance(weights, str):
+        raise InvalidInput(f"weights={weights!r:.40} is not valid: pass a list of numbers")
+    exact = [fraction(weight, "weights") for weight in weights]
+    if len(exact) != count:
+        raise InvalidInput(f"there are {len(exact)} weights for {count} checkpoints: pass one for each")
+    if not any(exact):
+        raise InvalidInput("all weights are 0: pass at least one other weight")
+    return exact
 
 
 def moving_average(decays: Sequence[Fraction]) -> list[Fraction]:
@@ -65,8 +74,10 @@ def moving_average(decays: Sequence[Fraction]) -> list[Fraction]:
 def fraction(number: Weight, name: str) -> Fraction:
     """Return a number as an exact fraction. ``name``: the argument, for the message. Raises InvalidInput."""
     try:
-        return Fraction(str(number))
-    except (ValueError, ZeroDivisionError) as error:
+        made = Fraction(str(number))
+        float(made)  # the weights are used as floats
+        return made
+    except (ArithmeticError, ValueError) as error:
         raise InvalidInput(
             f"{name}: {number!r:.40} is not a finite number; pass a number such as 0.5 or 1/3"
         ) from error

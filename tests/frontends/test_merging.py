@@ -353,6 +353,26 @@ def test_wrappers_are_taken_only_if_they_are_equal(store: Store) -> None:
     assert same_state(found["w"], torch.ones(2) * 2)
 
 
+def test_wrappers_are_left_out_as_a_whole(store: Store) -> None:
+    plain = torch.eye(4).to_sparse()
+    hybrid = torch.stack([torch.eye(4)] * 3, -1).to_sparse(2)  # the same indices, but values of a different shape
+    refs = save(store, *({"w": torch.ones(2), "s": one} for one in (plain, hybrid)))
+    merged = store.merge(*refs, run="m", step=1, strict=False)
+    assert merged.notes == ("left out: 's.indices', 's.values'",)
+    assert same_state(store.read(merged), {"w": torch.ones(2)})
+
+
+def test_empty_containers_are_those_of_the_last_checkpoint(store: Store) -> None:
+    kept: dict[str, Any] = {"w": torch.ones(2), "empty": {}, "nested": [{}, ()]}
+    optimizer: dict[str, Any] = {"state": {}, "param_groups": []}
+    refs = save(store, *(kept | {"optimizer": optimizer} for _ in range(2)))
+    assert same_state(store.read(store.merge(*refs, run="m", step=1)), kept)
+    whole = store.merge(*refs, run="m", step=2, keep=["optimizer.*"])
+    assert same_state(store.read(whole), kept | {"optimizer": optimizer})
+    some = store.merge(*refs, run="m", step=3, keys=["w", "nested*"])
+    assert same_state(store.read(some), {"w": torch.ones(2), "nested": [{}, ()]})
+
+
 @pytest.mark.parametrize(
     ("options", "why"),
     [

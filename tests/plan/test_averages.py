@@ -40,6 +40,10 @@ def test_a_half_life_halves_what_came_before_in_that_many_steps(gaps: list[int],
     assert weights_of([0, life], half_life=life) == [Fraction(1, 2)] * 2
 
 
+def test_a_tiny_half_life_leaves_the_last_checkpoint() -> None:
+    assert weights_of([1, 2**62], half_life="1e-320") == [0, 1]
+
+
 def test_a_decay_applies_to_each_checkpoint() -> None:
     assert weights_of([5, 3, 9], ema=0.9) == [Fraction(81, 100), Fraction(9, 100), Fraction(1, 10)]
     assert weights_of([7], ema="0.5") == [1]
@@ -59,6 +63,8 @@ def test_given_weights_are_decimal_numbers_or_fractions() -> None:
         ([1, 2], {"weights": [0, 0.0]}, "all weights are 0"),
         ([1], {"weights": [float("nan")]}, "weights: nan is not a finite number"),
         ([1], {"weights": ["1/0"]}, "'1/0' is not a finite number"),
+        ([1], {"weights": ["1e400"]}, "weights: '1e400' is not a finite number"),
+        ([1, 2], {"weights": "12"}, "weights='12' is not valid: pass a list"),
         ([1, 2], {"weights": [1, 2], "ema": 0.9}, "exclude each other"),
         ([1, 2], {"ema": 1}, "pass a decay between 0 and 1"),
         ([1, 2], {"ema": 0}, "pass a decay between 0 and 1"),

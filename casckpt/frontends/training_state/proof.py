@@ -191,10 +191,16 @@ def _encoded(key: str, value: Any) -> bytes | None:
 
 
 def _hooked(model: Any) -> Iterator[Any]:
-    """Yield the parameters and buffers of modules that have hooks for their state_dict."""
+    """Yield the parameters and buffers of modules that have hooks for their state_dict.
+
+    Those of torch.distributed do not count: FSDP2 has them on all its modules, and they change no values.
+    """
     given = model.values() if isinstance(model, Mapping) else model if isinstance(model, list | tuple) else [model]
     for inner in (inner for one in given if isinstance(one, nn.Module) for inner in one.modules()):
-        hooks = (inner._load_state_dict_pre_hooks, inner._load_state_dict_post_hooks, inner._state_dict_hooks)
-        if any(hooks) or inner._state_dict_pre_hooks:
+        hooks = (
+            *inner._load_state_dict_pre_hooks.values(), *inner._load_state_dict_post_hooks.values(),
+            *inner._state_dict_hooks.values(), *inner._state_dict_pre_hooks.values(),
+        )  # fmt: skip
+        if not all(str(getattr(hook, "__module__", "")).startswith("torch.distributed.") for hook in hooks):
             yield from inner.parameters(recurse=False)
             yield from inner.buffers(recurse=False)

@@ -58,6 +58,11 @@ def without_training_state(tree: Node, keys: Collection[str]) -> set[str]:
     return {key for prefix, below in parts.items() if _head(prefix) not in _TRAINING for key in below}
 
 
+def is_training_state(key: str) -> bool:
+    """Return whether a flat key belongs to an optimizer or other training state."""
+    return _head(key) in _TRAINING
+
+
 def _is_either(tree: Node, names: Sequence[str]) -> bool:
     """Return whether keys that look like training state may belong to the model, or all ``names`` share a prefix."""
     is_flat = any(_head(str(element)) in _OPTIMIZER for element, node in children(tree) if isinstance(node, int))

@@ -13,6 +13,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn, optim
+from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import distribute_tensor
 
 from casckpt.errors import Mismatch
@@ -369,6 +370,27 @@ def proves(rank: int, size: int, path: Path) -> list[Any]:
         result = outcome_of(lambda: checkpointer.resume(whole, None, train, prove=True))
         found.append(sorted(result.keys) if isinstance(result, Mismatch) else type(result).__name__)
     return found
+
+
+def proves_fsdp2(rank: int, size: int, path: Path) -> list[Any]:
+    mesh = dist.device_mesh.init_device_mesh("cpu", (size,))
+    model = nn.Linear(4, 4)
+    fully_shard(model, mesh=mesh)
+    checkpointer, train = Checkpointer(path, run="sft"), TrainState(number=rank)
+    checkpointer.save(1, model, None, train)
+    found: list[Any] = []
+    for number in (0, 1):
+        sharded: Any = model.weight
+        train.set_parts = _after(lambda n=number, one=sharded: one.to_local().detach().add_(n))  # type: ignore[method-assign,misc]
+        result = outcome_of(lambda: checkpointer.resume(model, None, train, prove=True))
+        found.append(sorted(result.keys) if isinstance(result, Mismatch) else type(result).__name__)
+    return found
+
+
+def test_values_that_fsdp2_shards_are_compared(store_path: Path, ranks: Pool) -> None:
+    small_folder(store_path)
+    for found in ranks.run(2, proves_fsdp2, store_path):
+        assert found == ["Checkpoint", ["model.weight"]]
 
 
 def _after(act: Callable[[], object]) -> Any:
