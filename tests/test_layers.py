@@ -83,23 +83,26 @@ FENCES = (
     ),
     Fence(("sqlite_utils", "sqlite3"), ("repository/catalogue.py",), "the catalogue can be done without"),
     Fence(("blake3",), ("format/", "base/digest.py"), "the format has one hash"),
-    Fence(("msgspec",), ("format/",), "bytes of the wire are made and read in one place"),
+    Fence(("msgspec",), ("format/",), "one package encodes and decodes all stored bytes"),
     Fence(("backports", "compression"), ("format/encodings/parts.py",), "the format has one coder"),
     Fence(
         ("cryptography",),
         ("repository/signing_keys.py", "contents/signatures.py", "store/store.py"),
         "keys are read, and signatures checked, in one place; others name the type of a key",
     ),
-    Fence(("functools.cached_property",), ("base/lazy.py",), "a forked child could wait for its lock for ever"),
-    Fence(("datetime.strptime", "datetime.datetime.strptime"), (), "a forked child could wait for its lock for ever"),
+    Fence(("functools.cached_property",), ("base/lazy.py",), "a forked child could wait for its lock forever"),
+    Fence(("datetime.strptime", "datetime.datetime.strptime"), (), "a forked child could wait for its lock forever"),
     Fence(("starlette", "uvicorn"), ("frontends/serve/",), "one front end listens, and is an extra"),
     Fence(("matplotlib",), ("frontends/report/",), "it is needed for charts only, and takes a while to import"),
     Fence(("click", "rich"), ("cli/",), "only the command line talks to a person"),
-    Fence(("os.environ", "os.environb", "os.getenv", "os.putenv"), ("cli/",), "no knob is read deep inside"),
+    Fence(("os.environ", "os.environb", "os.getenv", "os.putenv"), ("cli/",), "settings are arguments of the library"),
 )
 
 EXCEPTIONS: dict[tuple[str, str], str] = {
-    ("ranks/ranks.py", "os.environ"): "WORLD_SIZE is what a launcher says of this process, and no knob",
+    (
+        "ranks/ranks.py",
+        "os.environ",
+    ): "a launcher sets WORLD_SIZE, and torch reads GLOO_SOCKET_IFNAME: both are not settings",
     ("repository/repository.py", "os.environ"): "CASCKPT_CACHE_DIR is for programs too, which all open stores there",
 }
 """(module of the package, what it names although a fence is around it, or a layer is above it) -> why it must."""

@@ -2509,7 +2509,7 @@ PLANTED = (
     ),
     Planted(
         "a resume on fewer ranks names moved keys twice",
-        "_load.finish",
+        "_warn",
         "logged = [key for key in unread if not that_hold(options.meant, [key])]",
         "logged = [*unread]",
         "tests/frontends/trainer/test_moved_parts.py",
@@ -2810,7 +2810,7 @@ PLANTED = (
     ),
     Planted(
         "a proof ignores values that are missing now",
-        "prove.look",
+        "_look",
         "sorted(stored - flat.leaves.keys())",
         "sorted(stored - stored)",
         "tests/frontends/training_state/test_proof.py",

@@ -34,7 +34,8 @@ def lineage_text(lineage: Mapping[str, Any] | None, most: int = 3) -> str:
             return f"{value['run']}@{value['step']} ({str(value.get('id'))[:12]})"
         return str(value.get("path", value) if isinstance(value, dict) else value)
 
-    return "; ".join(f"{name.replace('_', ' ')} {named(value):.300}" for name, value in (lineage or {}).items())
+    text = "; ".join(f"{name.replace('_', ' ')} {named(value):.300}" for name, value in (lineage or {}).items())
+    return f"{text:.1000}"
 
 
 def in_one_line(error: BaseException) -> str:

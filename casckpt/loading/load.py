@@ -145,19 +145,23 @@ def _load(repo: Repository, ranks: Ranks, state: Any, answer: _ResolveAnswer, op
     def finish(done: Sequence[tuple[list[bool], bool]]) -> Sequence[tuple[tuple[str, ...], bool]]:
         unread = on_all(asked, [left for left, _ in done])
         if options.unread == "warn":
-            logged = [key for key in unread if not that_hold(options.meant, [key])]
-            warn_unread(commit.run, commit.step, logged, 'pass unread="ignore"')
-            log_once(commit.id, warning, template.missing)
-            left_here = frozenset(template.unread)
-            read = {key: held for key, held in template.per_rank.items() if key not in left_here}
-            warn_moved(commit.run, commit.step, read, ranks.size)
+            _warn(commit, template, options, unread, warning)
         subtrees = frozenset(template.subtrees)
-        return everyone(
-            (tuple(key for key in unread if key in subtrees), any(failed for _, failed in done)), ranks.size
-        )
+        has_failed = any(failed for _, failed in done)
+        return everyone((tuple(key for key in unread if key in subtrees), has_failed), ranks.size)
 
     subtrees = _run_exchange(ranks, job, run, finish)
     return Loaded(commit, template.missing, template.mismatched, template.unread, subtrees, template.frames)
+
+
+def _warn(commit: Commit, template: Template, options: LoadOptions, unread: Sequence[str], warning: str | None) -> None:
+    """Log what no rank read, the ``warning`` about unfilled tensors, and other ranks' values that no rank read."""
+    logged = [key for key in unread if not that_hold(options.meant, [key])]
+    warn_unread(commit.run, commit.step, logged, 'pass unread="ignore"')
+    log_once(commit.id, warning, template.missing)
+    left_here = frozenset(template.unread)
+    read = {key: held for key, held in template.per_rank.items() if key not in left_here}
+    warn_moved(commit.run, commit.step, read, options.ranks)
 
 
 def _run_exchange(

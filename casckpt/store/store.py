@@ -175,8 +175,7 @@ class Store:
     def warm_up(self, state: State, *, process_group: ProcessGroup | None = None, no_dist: bool = False) -> None:
         """Prepare for `save_async` of a similar state: allocate the memory for its copy, and connect the ranks.
 
-        Without this call, the first `save_async` does so. Every rank must make the call. Raises InvalidInput as `save`
-        does.
+        Without this call, the first `save_async` does so. Every rank must make the call. Raises InvalidInput.
         """
         options = SaveOptions(step=0, allow_pickle=True, process_group=process_group, no_dist=no_dist)
         self._saver.get().warm_up(state, options)
@@ -295,20 +294,17 @@ class Store:
         optimizers and other training state). ``keep``: patterns for what to take from the last checkpoint, such as
         ``["optimizer.*"]``. ``dtype``: the dtype of the combined tensors (default: that in the last checkpoint).
 
-        Floating-point and complex tensors are combined: total = weight * value, and then total += weight * value for
-        each further checkpoint, in the dtype ``accumulate`` ("float32" or "float64") or in a wider one that a tensor
-        has. If the weights sum to exactly 1 (as decimal numbers), what is equal in all checkpoints stays as it is, and
-        is neither read nor stored again. Other tensors, values of single ranks and plain data are those of the last
-        checkpoint, as are metadata (unless you pass ``metadata``) and attachments. A warning names those that differ.
+        Tensors of floats are combined in the dtype ``accumulate`` ("float32" or "float64"), or in a wider one that they
+        have. If the weights sum to exactly 1, what is equal in all checkpoints is neither read nor stored again. All
+        else is that of the last checkpoint, except ``metadata``. A warning names what differs.
 
-        Raises MissingKey or Mismatch for a key that a checkpoint lacks or has in a different shape, unless ``strict``
-        is False: then it is left out, and ``notes`` of the result names it. Raises Mismatch for tensors that consist of
-        other tensors, such as quantized ones, if they differ. Raises the errors of `save` and `load`.
+        Raises MissingKey or Mismatch for a key that a checkpoint lacks or has in a different shape. With
+        ``strict=False``, the key is left out, and the result's ``notes`` name it. Raises Mismatch for tensors that
+        consist of other tensors, such as quantized ones, if they differ, and the errors of `save` and `load`.
         """
         check_keywords("Store.merge", options, MergeOptions)
-        chosen = [
-            Checkpoint(self.repository, commit) for commit in refs.resolve_many(self.repository, map(plain, named))
-        ]
+        commits = refs.resolve_many(self.repository, map(plain, named))
+        chosen = [Checkpoint(self.repository, commit) for commit in commits]
         return exports.merger()(self, chosen, run=run, step=step, **options)
 
     # looking
@@ -410,10 +406,9 @@ class Store:
         """Return the tensors of a live ``state`` that differ from a checkpoint in any bit, with ranks and positions.
 
         Every rank of ``process_group`` must call this method with its own shards, in any topology. ``no_dist``: this
-        process compares alone. Each rank hashes all its values, including replicas, and reads only cells that differ
-        or that cross a shard boundary. The state does not change. Non-tensor leaves, and keys that exist only in the
-        checkpoint, are ignored. Raises NotFound, Damaged, MissingKey for thinned tensors, InvalidInput, and
-        StorageError.
+        process compares alone. Each rank hashes all its values, including replicas, and reads only cells that differ or
+        that cross a shard boundary. Non-tensor leaves, and keys that exist only in the checkpoint, are ignored. Raises
+        NotFound, Damaged, MissingKey for thinned tensors, InvalidInput, and StorageError.
         """
         return reading.compare(self.repository, state, ref, process_group, no_dist=no_dist)
 
@@ -449,9 +444,8 @@ class Store:
 
         For forgotten checkpoints, the result has the earliest time at which gc may purge them. ``run``: only this run.
         ``branches``: also group the bytes by the first element of the key, and show how many bytes only deltas need.
-        This reads manifests that are new to this host. ``keep_last=2`` and the other rules of `gc`: also return how
-        many bytes each rule would free if it were the only one. Raises InvalidInput, NotFound, Damaged, and
-        StorageError.
+        This reads manifests that are new to this host. ``keep_last=2`` and the other rules of `gc`: also return what
+        each of them alone would free. Raises InvalidInput, NotFound, Damaged, and StorageError.
         """
         from casckpt.upkeep.footprint import footprint
 
@@ -576,18 +570,17 @@ class Store:
         """Drop tensors, such as optimizer state, from checkpoints. Keep the other tensors and the id.
 
         ``drop``: fnmatch patterns on the flat keys of tensors. ``refs``: checkpoints or ranges of steps. Without
-        ``refs``, this method thins all checkpoints, or those of ``run``, except the newest checkpoint of each run,
-        tagged ones unless ``tagged`` is set, and those that ``keep_last=2`` or another `gc` rule keeps whole. Thinning
-        does not move tensor bytes. gc later purges the old commits and frees the space. Until then, `restore` can
-        bring all tensors back from an old commit (`checkpoints` with ``forgotten`` lists them). Raises InvalidInput,
-        NotFound, MissingKey if no pattern matches, Conflict if one of ``refs`` is tagged, and StorageError. If a
-        checkpoint cannot be thinned because it is damaged, the others are thinned before its error is raised.
+        ``refs``, ``keep_last=2`` or another `gc` rule says which checkpoints stay whole. The newest checkpoint of each
+        run does too, and so do tagged ones, unless ``tagged`` is set. ``run``: only this run. Thinning does not move
+        tensor bytes. gc later purges the old commits and frees the space. Until then, `restore` can bring all tensors
+        back from an old commit (`checkpoints` with ``forgotten`` lists them). Raises InvalidInput, NotFound, MissingKey
+        if no pattern matches, Conflict if one of ``refs`` is tagged, and StorageError. If a checkpoint cannot be
+        thinned because it is damaged, the others are thinned before its error is raised.
         """
         from casckpt.upkeep.thin import thin_chosen
 
         check_keywords("Store.thin", keep, KeepRules)
-        rule = Policy(**keep)
-        chosen = map(plain, refs)
+        chosen, rule = map(plain, refs), Policy(**keep)
         return thin_chosen(self.repository, chosen, rule, drop=drop, run=run, tagged=tagged, dry_run=dry_run)
 
     def restore(self, ref: str | Checkpoint, *, whole: bool = False) -> Checkpoint:
@@ -656,17 +649,11 @@ class Store:
 
         check_keywords("Store.gc", keep, KeepRules)
         return collect(
-            self.repository,
-            Policy(**keep),
-            thin=thinning_of(thin),
-            run=run,
-            min_age=optional_seconds(min_age, "min-age"),
-            dry_run=dry_run,
-            wait=seconds_of(wait, "wait"),
+            self.repository, Policy(**keep), thin=thinning_of(thin), run=run, dry_run=dry_run,
+            min_age=optional_seconds(min_age, "min-age"), wait=seconds_of(wait, "wait"),
             revoke_after=optional_seconds(revoke_after, "revoke-after"),
-            progress=Progress(progress),
-            tell=tell or (lambda waiting: None),
-        )
+            progress=Progress(progress), tell=tell or (lambda waiting: None),
+        )  # fmt: skip
 
     @property
     def settings(self) -> StoreSettings:
@@ -781,8 +768,7 @@ class Store:
         plan = copying.plan_copy(source, other, map(plain, refs), run=run, blob_bytes=blob_bytes, compress=compress)
         if dry_run:
             return copying.preview(source, other, plan)
-        shown = Progress(progress)
-        result = copying.execute(source, other, plan, with_tags=tags, jobs=jobs, part=part, progress=shown)
+        result = copying.execute(source, other, plan, with_tags=tags, jobs=jobs, part=part, progress=Progress(progress))
         if check:
             result.raise_failure()
         return result

@@ -190,7 +190,7 @@ def test_either_of_two_ambiguous_names_can_be_loaded(store: casckpt.Store, messa
     assert equal(model.state_dict(), below.state_dict())
 
 
-@follows("loading/load.py:_load.finish", 'pass unread="ignore"')
+@follows("loading/load.py:_warn", 'pass unread="ignore"')
 def test_the_suggested_option_hides_unread_keys(store: casckpt.Store, messages: Messages) -> None:
     store.save({"optim": {"lr": 0.1, "step": 5}}, run="leaving-keys", step=1)
     with messages.log() as advice:

@@ -12,9 +12,8 @@ if TYPE_CHECKING:
     from casckpt.contents.checkpoint import Checkpoint
 
 log = logging.getLogger("casckpt.events")
-log.setLevel(
-    logging.WARNING
-)  # the lines of JSON are for programs: without this, they would follow each line for people
+if not log.level:  # the lines of JSON are for programs that ask for them
+    log.setLevel(logging.WARNING)
 
 EventKind: TypeAlias = Literal["saved", "failed", "skipped", "resumed", "forgotten"]
 

@@ -77,27 +77,8 @@ def prove(
     compared = store.compare(state, loaded, process_group=options.process_group)
 
     def look() -> _Found:
-        contents = Contents.open(store.repository, loaded.commit, ranks.rank, TORCH_EXTENSIONS)
-        flat = flatten(state, is_whole=lambda key, _: key in contents.objects, apart=contents.is_in_parts)
-        objects = {key: leaf for key, leaf in flat.leaves.items() if not leaf.is_tensor and not _GROUPS.search(key)}
         differs = {one.key: one.what for one in compared.differs if one.rank == ranks.rank}
-        differs |= dict(_objects_that_differ(store, contents, objects, options))
-        stored = {*contents.tensors, *contents.objects}
-        differs |= dict.fromkeys(sorted(stored - flat.leaves.keys()), _LACKING)
-        differs = {k: what for k, what in differs.items() if not _GROUPS.search(k) or k.partition(".")[0] not in state}
-        differs |= dict(_groups_that_differ(store, contents, state, options))
-        hooked = {memory_of(value) for value in _hooked(model)}
-        excused = {key: why for key in differs if (why := excuse(key) or _excuse(key, ranks.rank, stored)) is not None}
-        for key in differs.keys() - excused.keys():
-            leaf = flat.leaves.get(key)
-            # the second case: a wrapper, or one whose dequantized values were loaded
-            if options.cast and (differs[key] == "dtype" or key in contents.wrappers or key in contents.outer):
-                excused[key] = _CAST
-            elif differs[key] == _PICKLED:
-                excused[key] = _PICKLED
-            elif leaf is not None and memory_of(leaf.unit.value) in hooked:
-                excused[key] = _HOOKED
-        return _Found({*flat.leaves}, differs, excused)
+        return _look(store, loaded, state, model, rank=ranks.rank, differs=differs, options=options, excuse=excuse)
 
     def decide(reports: Sequence[_Found]) -> Sequence[Proof]:
         live = {key for report in reports for key in report.live}
@@ -121,6 +102,40 @@ def prove(
         return everyone(Proof(len(live - unproved.keys()), compared.bytes, unproved), len(reports))
 
     return ranks.exchange(look, decide)
+
+
+def _look(
+    store: Store,
+    loaded: Checkpoint,
+    state: Mapping[str, Any],
+    model: Any,
+    *,
+    rank: int,
+    differs: dict[str, str],
+    options: LoadOptions,
+    excuse: Callable[[str], str | None],
+) -> _Found:
+    """Compare the values of one rank. ``differs``: how its tensors differ. For the other arguments, see `prove`."""
+    contents = Contents.open(store.repository, loaded.commit, rank, TORCH_EXTENSIONS)
+    flat = flatten(state, is_whole=lambda key, _: key in contents.objects, apart=contents.is_in_parts)
+    objects = {key: leaf for key, leaf in flat.leaves.items() if not leaf.is_tensor and not _GROUPS.search(key)}
+    differs |= dict(_objects_that_differ(store, contents, objects, options))
+    stored = {*contents.tensors, *contents.objects}
+    differs |= dict.fromkeys(sorted(stored - flat.leaves.keys()), _LACKING)
+    differs = {k: what for k, what in differs.items() if not _GROUPS.search(k) or k.partition(".")[0] not in state}
+    differs |= dict(_groups_that_differ(store, contents, state, options))
+    hooked = {memory_of(value) for value in _hooked(model)}
+    excused = {key: why for key in differs if (why := excuse(key) or _excuse(key, rank, stored)) is not None}
+    for key in differs.keys() - excused.keys():
+        leaf = flat.leaves.get(key)
+        # the second case: a wrapper, or one whose dequantized values were loaded
+        if options.cast and (differs[key] == "dtype" or key in contents.wrappers or key in contents.outer):
+            excused[key] = _CAST
+        elif differs[key] == _PICKLED:
+            excused[key] = _PICKLED
+        elif leaf is not None and memory_of(leaf.unit.value) in hooked:
+            excused[key] = _HOOKED
+    return _Found({*flat.leaves}, differs, excused)
 
 
 def _objects_that_differ(

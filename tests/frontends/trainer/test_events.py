@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import logging
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -127,3 +129,16 @@ def test_the_recipe_for_mlflow_links_a_checkpoint_and_the_run_of_the_tracker(tmp
     pytest.importorskip("mlflow", reason="needs mlflow, which the tests do not install")
     reader = Reader(tmp_path, ROOT, {}, lambda size, block: None)
     assert reader.follow(ROOT / "docs" / "howto.md", needs="mlflow") == 2
+
+
+def test_a_level_that_was_set_before_the_import_is_kept() -> None:
+    program = """
+import logging
+import subprocess
+import sys
+log = logging.getLogger("casckpt.events")
+log.setLevel("INFO")
+import casckpt.frontends.trainer
+assert log.level == logging.INFO
+"""
+    subprocess.run([sys.executable, "-c", program], check=True)
