@@ -186,7 +186,8 @@ def _as_it_is(repo: Repository, listed: CommitList, commit: Commit) -> Commit:
 
 def _text(ref: object) -> str:
     if not isinstance(ref, str):
-        raise InvalidInput(f"{ref!r:.80} is not a str, so it does not name a checkpoint: {GRAMMAR}")
+        kind = type(ref).__name__  # not its repr: that of a large state takes minutes
+        raise InvalidInput(f"a reference must be a str, and not of type {kind}: {GRAMMAR}")
     return ref
 
 

@@ -162,6 +162,15 @@ def test_a_tag_on_a_missing_checkpoint_is_not_found(repo: Repository, tmp_path: 
         resolve(repo, "tag:best")
 
 
+def test_a_state_in_place_of_a_reference_is_rejected_without_printing_it(repo: Repository) -> None:
+    class Silent(dict[str, object]):
+        def __repr__(self) -> str:
+            raise AssertionError("the repr of a large state takes minutes")
+
+    with pytest.raises(InvalidInput, match="of type Silent"):
+        resolve(repo, Silent())  # type: ignore[arg-type]  # the arguments of load, swapped
+
+
 @pytest.mark.parametrize(
     "ref",
     ["", "a", "abc", "abcde", "0" * 65, "a@", "a@x", "a@-1", "a@1.5", "@1", "a b@1", "a@@1", "a@1..", "a@1..2",
