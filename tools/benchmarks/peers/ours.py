@@ -137,7 +137,8 @@ class Casckpt(Peer):
 
     def _store(self, folder: Path) -> casckpt.Store:
         if folder not in self._stores:
-            self._stores.clear()  # of removed folders
+            for removed in [known for known in self._stores if not known.exists()]:
+                del self._stores[removed]
             self._stores[folder] = self._open(folder)
         return self._stores[folder]
 
