@@ -105,7 +105,7 @@ class CasCheckpointIO(CheckpointIO):
         Lightning wrote the loaded file itself. Raises Mismatch, which names the keys, if anything else differs.
         """
         if self._loaded is None:
-            log.warning("prove=True has no effect: the resumed file was written by Lightning, and is not in a store")
+            log.warning("the resume is not proved, because Lightning wrote the file itself, and it is not in a store")
             return None
         proof = prove(
             open_ranks(no_dist=True), self.store, self._loaded, to_state(checkpoint), model,

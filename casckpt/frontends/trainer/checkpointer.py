@@ -437,7 +437,7 @@ class Checkpointer(RunCheckpoints):
         Raises Mismatch, which names the keys, if anything else differs, and InvalidInput if nothing was loaded.
         """
         if self._loaded is None:
-            raise InvalidInput("there is no loaded checkpoint to compare the state with; call load or resume first")
+            raise InvalidInput("there is no loaded checkpoint to compare the state with; call load() or resume() first")
         ranks, generators, (loaded, wanted) = open_ranks(self.process_group), rng_state(), self._loaded
         excused = {**excuses(loaded, self._given(model, optim, train_state), wanted), **excused}
         try:
@@ -587,8 +587,9 @@ class Checkpointer(RunCheckpoints):
 
         If the save failed on any rank and the next save would fail in the same way, the error is raised on all ranks.
         """
-        begun, error, settled = time.monotonic(), self._settle(to_save=True), time.monotonic()
-        self._checked = True
+        begun = time.monotonic()
+        error = self._settle(to_save=True)
+        self._checked, settled = True, time.monotonic()
         ranks = open_ranks(self.process_group)
 
         def look() -> bool:

@@ -29,7 +29,7 @@ _CAST = "converted by the cast, so its digest proves nothing"
 _PICKLED = "stored as a pickle, which is not compared"
 _TRAIN = re.compile(r"^train\.(\d+)\.")
 _RENAMED = "stored under a different name, so it was not compared"
-_LEFT_OUT = "only in the checkpoint, which strict=False permits"
+_LEFT_OUT = "only in the checkpoint, and left out by the load"
 _LACKING, _CHANGED, _ADDED = "missing now", "value", "missing"
 _GROUPS = re.compile(r"^[^.]*\.param_groups(\.|$)")
 _NAMES_OF_GROUP = ("params", "param_names")

@@ -152,7 +152,7 @@ def test_a_file_that_lightning_wrote_cannot_be_proved(tmp_path: Path, caplog: py
     plain.fit(Model(), data())
     plain.save_checkpoint(path)
     assert fit(small(), tmp_path, epochs=2, path=str(path)) is None
-    assert "prove=True has no effect: the resumed file was written by Lightning" in caplog.text
+    assert "the resume is not proved, because Lightning wrote the file itself" in caplog.text
 
 
 def first_bias(trainer: Any) -> Any:
