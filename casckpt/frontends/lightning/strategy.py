@@ -61,9 +61,8 @@ class CasModelParallelStrategy(ModelParallelStrategy):
     ) -> None:
         super().__init__(**options)
         self._book = RunFiles(as_store(store), run, gc=gc)
-        self._cast, self._group_options = cast, group_options
+        self._cast, self._group_options, self._is_proving = cast, group_options, prove
         self._lineage: dict[str, Any] | None = None
-        self._is_proving = prove
         self._prove: Callable[..., Proof] | None = None
         self.proof: Proof | None = None
         self._settings: TrainerArguments = {

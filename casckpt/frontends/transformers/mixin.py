@@ -381,10 +381,7 @@ class CasTrainerMixin(Trainer):
         super()._load_optimizer_and_scheduler(checkpoint)
 
     def _load_rng_state(self, checkpoint: str | None) -> None:
-        """Set the random generators, and prove the resume.
-
-        `Trainer` calls this method last, after it has skipped the batches of earlier steps.
-        """
+        """Set the random generators, and prove the resume. `Trainer` calls this last, after it has skipped batches."""
         found = self._resumed_from(checkpoint)
         if found is None:
             super()._load_rng_state(checkpoint)
