@@ -2783,8 +2783,8 @@ PLANTED = (
     Planted(
         "a save keeps the lineage of an earlier resume",
         "Checkpointer.resume",
-        "        self.lineage = None\n",
-        "",
+        "        self.lineage = self._loaded = None\n",
+        "        self._loaded = None\n",
         "tests/frontends/trainer/test_checkpointer.py",
     ),
     Planted(
@@ -2814,6 +2814,52 @@ PLANTED = (
         "sorted(stored - flat.leaves.keys())",
         "sorted(stored - stored)",
         "tests/frontends/training_state/test_proof.py",
+    ),
+    Planted(
+        "a proof ignores parameters that an optimizer without state lost",
+        "_groups_that_differ",
+        "how) for name in sorted(lost))",
+        "how) for name in sorted(lost - saved.keys()))",
+        "tests/frontends/training_state/test_proof.py",
+    ),
+    Planted(
+        "a proof compares generators after a data loader has drawn from them",
+        "Checkpointer.prove",
+        "            restore_rng(generators)\n            state = ",
+        "            state = ",
+        "tests/frontends/training_state/test_proof.py",
+    ),
+    Planted(
+        "a proof in Lightning excuses all callbacks",
+        "may_differ",
+        "isinstance(one, ModelCheckpoint | Timer)",
+        "one is not None",
+        "tests/frontends/lightning/test_proof.py",
+    ),
+    Planted(
+        "a trainer proves a resume before its random generators are restored",
+        "CasTrainerMixin._load_rng_state",
+        "        if found.generators is not None:\n            restore_rng(found.generators)\n"
+        "        if self._is_proving:\n"
+        "            self.proof = self.checkpointer.prove(self.model, self._optim(), self._train_state())\n",
+        "        if self._is_proving:\n"
+        "            self.proof = self.checkpointer.prove(self.model, self._optim(), self._train_state())\n"
+        "        if found.generators is not None:\n            restore_rng(found.generators)\n",
+        "tests/frontends/transformers/test_mixin_proof.py",
+    ),
+    Planted(
+        "a proof in torchtitan requires parts that were excluded from the load",
+        "CasCheckpointManager._load_newest",
+        "for name in excluded}",
+        "for name in excluded - excluded}",
+        "tests/frontends/test_torchtitan.py",
+    ),
+    Planted(
+        "Megatron's training loop forgets which checkpoint it resumed from",
+        "CasLoadShardedStrategy.load",
+        "        self.loaded = stored.checkpoint\n",
+        "",
+        "tests/frontends/megatron/test_training_loop.py",
     ),
     Planted(
         "a hook of one module excuses all modules below it",

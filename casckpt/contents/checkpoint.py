@@ -210,6 +210,11 @@ class Checkpoint:
         return lineage_of(get_trusted(self.repo, self.commit).body.notes)
 
     @property
+    def child_lineage(self) -> dict[str, Any]:
+        """The ``lineage`` for the saves of a training that has loaded this checkpoint."""
+        return {"resumed_from": {"id": self.id, "run": self.run, "step": self.step}}
+
+    @property
     def tags(self) -> list[str]:
         """The tags that currently name it, sorted. Tags with damaged records are omitted."""
         return tags.tags_of(tags.list_tags(self.repo).tags, self.commit.id)

@@ -30,6 +30,7 @@ from casckpt.errors import InvalidInput, MissingKey, NotFound, Unsupported
 from casckpt.frontends.trainer import Checkpointer, TrainState
 from casckpt.frontends.training_state.model import model_state
 from casckpt.frontends.training_state.parts import as_model
+from casckpt.frontends.training_state.proof import Proof
 from casckpt.store.opening import open as open_store
 
 OPTIMIZER = "optimizer"  # the names in torchtitan
@@ -52,8 +53,9 @@ class CasCheckpointManager(BaseCheckpointManager):  # type: ignore[misc]  # torc
         regular expressions for the model's keys, ``model.<name>``, to their keys in ``initial_load_ref``; see
         `casckpt.Store.load`. ``async_save``: save in the background. ``fixed_steps``: steps that are always saved and
         kept. ``throttle``, ``pre_download``, ``health``, ``check_replicas``: see `Checkpointer`. ``cast``,
-        ``options``: see its `load`. ``mirror``, ``sign_with``, ``require_signature`` ("" and () for none): see
-        `casckpt.open`.
+        ``options``: see its `load`. ``prove``: after a load, compare the live state with the checkpoint, as its
+        `resume` does; the manager's ``proof`` has the result. ``mirror``, ``sign_with``, ``require_signature`` ("" and
+        () for none): see `casckpt.open`.
         """
 
         store: str = ""
@@ -66,6 +68,7 @@ class CasCheckpointManager(BaseCheckpointManager):  # type: ignore[misc]  # torc
         pre_download: bool = False
         health: bool = False
         cast: bool = False
+        prove: bool = False
         options: Literal["checkpoint", "keep"] = "checkpoint"
         check_replicas: Literal["raise", "sample", "off"] = "sample"
         mirror: str = ""
@@ -86,6 +89,7 @@ class CasCheckpointManager(BaseCheckpointManager):  # type: ignore[misc]  # torc
     ) -> None:
         self.enable = config.enable
         self.save_future: Future[Checkpoint] | None = None
+        self.proof: Proof | None = None
         if not self.enable:
             return
         _refuse(config)
@@ -163,6 +167,10 @@ class CasCheckpointManager(BaseCheckpointManager):  # type: ignore[misc]  # torc
         if loaded is not None:
             wanted = {name: part for name, part in self.states.items() if name not in excluded}
             TrainState(**wanted).load_state_dict(loaded)
+        if self.config.prove:
+            train = None if loaded is None else TrainState(**self.states)
+            left = {f"train.{name}": "excluded from loading" for name in excluded}
+            self.proof = self.checkpointer.prove(self.model_parts, optims, train, excused=left)
         return True
 
     def _ref(self, step: int) -> Checkpoint | str | None:

@@ -47,13 +47,13 @@ class WriterArguments(TypedDict, total=False):
     threads: int | None
     progress: Shown | None
     check_replicas: CheckReplicas
+    lineage: Mapping[str, Any] | None
 
 
 class SaveArguments(WriterArguments, total=False):
     """The keyword arguments of `Store.save`, except run and step."""
 
     owners: Owners
-    lineage: Mapping[str, Any] | None
     process_group: ProcessGroup | None
     no_dist: bool
 

@@ -38,8 +38,11 @@ _LASTING = frozenset((errno.EACCES, errno.EPERM, errno.EROFS, errno.ELOOP, errno
 class SaveFuture(Future[Checkpoint]):
     """The future of a save in the background.
 
-    It cannot be cancelled, because the other ranks would keep waiting for this rank.
+    It cannot be cancelled, because the other ranks would keep waiting for this rank. ``bytes_copied``: the size of this
+    rank's copy of the state.
     """
+
+    bytes_copied = 0
 
     def __init__(self) -> None:
         super().__init__()
@@ -186,6 +189,7 @@ class Saver:
             future = self.background.submit(
                 lambda: Checkpoint(self._repo, save(self._repo, ranks, memory, copied, checked)), here=not fits
             )
+            future.bytes_copied = staging.used if fits else 0
             if not fits and ranks.rank == 0:
                 seconds = time.monotonic() - begun
                 log.info("the save of %s@%d ran in the foreground for %.1f s", checked.run, checked.step, seconds)

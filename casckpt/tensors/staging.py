@@ -21,12 +21,15 @@ _Same: TypeAlias = tuple[torch.device, int, tuple[int, ...], tuple[int, ...], to
 
 
 class Staging:
-    """The memory for copies. Not thread-safe. Each `copy` overwrites the tensors that the previous one returned."""
+    """The memory for copies. Not thread-safe. Each `copy` overwrites the tensors that the previous one returned.
+
+    ``used``: the bytes that the last copy takes up.
+    """
 
     def __init__(self) -> None:
         self._arena = torch.empty(0, dtype=torch.uint8, device="cpu")
         self._memory: AlignedBuffer | None = None
-        self._pinned = False
+        self._pinned, self.used = False, 0
 
     @property
     def nbytes(self) -> int:
@@ -67,6 +70,7 @@ class Staging:
         finally:
             for stream in streams.values():
                 stream.synchronize()
+        self.used = start
         return [copies[_same(data)] for data in tensors]
 
     def _view(self, data: torch.Tensor, start: int) -> torch.Tensor:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Mapping
+from contextlib import nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from unittest.mock import patch
@@ -281,3 +282,80 @@ def keeps(rank: int, size: int, path: Path) -> Any:
 
 def test_torchtitan_preserves_a_new_learning_rate_on_a_resume(store_path: Path, ranks: Pool) -> None:
     assert ranks.run(2, keeps, store_path) == [(2, {0.125})] * 2
+
+
+class SickLoop(Loop):
+    """A loop whose trainer state, which a load sets last, changes other state, as user code may do."""
+
+    sick: Any = None
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        super().load_state_dict(state)
+        if self.sick is not None:
+            with torch.no_grad():
+                self.sick(self)
+
+
+def first_optimizer(loop: Loop) -> Any:
+    return next(iter(loop.optimizers))
+
+
+def shift_on_rank_1(loop: Any) -> None:
+    if torch.distributed.get_rank() == 1:
+        loop.parts[1].layers["2"].weight.to_local().add_(1)
+
+
+WRONG: dict[str, tuple[Any, str]] = {
+    "one rank changes its shard": (shift_on_rank_1, "model.layers.2.weight"),
+    "a buffer is reset": (lambda loop: loop.parts[0].tokens_0.zero_(), "model.tokens_0"),
+    "the optimizer has no state": (lambda loop: first_optimizer(loop).state.clear(), "optim.state.layers.0.bias.step"),
+    "the learning rate is set by hand": (
+        lambda loop: first_optimizer(loop).param_groups[0].update(lr=7.0), "optim.param_groups"
+    ),
+    "the position of a rank is lost": (lambda loop: setattr(loop, "at", -1), "train.1.train_state.at"),
+    "a random number is drawn": (None, "train.1.rng.torch"),
+}  # fmt: skip
+
+
+def proves(rank: int, size: int, path: Path) -> Any:
+    first = SickLoop(rank, size, path)
+    first.train(2)
+    first.manager.close()
+    found: dict[str, Any] = {}
+    for name, (sick, _) in WRONG.items():
+        loop = SickLoop(rank, size, path, prove=True)
+        loop.sick = sick
+        with patch("casckpt.frontends.training_state.train_state.restore_rng") if sick is None else nullcontext():
+            error = outcome_of(loop.load)
+        found[name] = sorted(error.keys) if isinstance(error, Mismatch) else error
+        assert loop.manager.proof is None
+    return found
+
+
+def test_a_wrong_resume_of_torchtitan_is_found_on_all_ranks(store_path: Path, ranks: Pool) -> None:
+    first, second = ranks.run(2, proves, store_path)
+    assert first == second
+    assert all(key in first[name] for name, (_, key) in WRONG.items()), first
+
+
+def proved(rank: int, size: int, path: Path) -> Any:
+    first = Loop(rank, size, path)
+    first.train(2)
+    first.manager.close()
+    found = []
+    for settings in (
+        {"run": "titan"},
+        {"run": "titan", "options": "keep"},
+        {"run": "titan", "exclude_from_loading": ["lr_scheduler", "optimizer"]},
+        {"run": "new", "initial_load_ref": "titan@2"},
+    ):
+        loop = Loop(rank, size, path, prove=True, **settings)
+        assert loop.load()
+        found.append({key.split(".")[0] for key in loop.manager.proof.unproved})
+        assert loop.manager.proof.proved > 8
+    return found
+
+
+def test_a_right_resume_of_torchtitan_is_proved(store_path: Path, ranks: Pool) -> None:
+    expected = [set(), {"optim"}, {"optim", "train"}, {"optim", "train"}]
+    assert ranks.run(2, proved, store_path) == [expected] * 2

@@ -607,6 +607,19 @@ def test_a_resume_without_a_proof_accepts_values_that_a_hook_changed(
     assert made.resume(changed(), **advice.argument("prove")) is not None
 
 
+@follows("frontends/trainer/checkpointer.py:Checkpointer.prove", "call load() or resume() first")
+def test_a_state_is_compared_with_the_checkpoint_that_was_loaded_first(
+    store: Store, model: Two, messages: Messages
+) -> None:
+    made = checkpointer(store)
+    made.save(1, model)
+    with messages.error(InvalidInput) as advice:
+        made.prove(model)
+    advice.says("call load() or resume() first")
+    made.load("sft@1", model)
+    assert made.prove(model).unproved == {}
+
+
 @follows("frontends/trainer/run_checkpoints.py:newest_healthy", "to load one of them, name its step")
 def test_an_unhealthy_checkpoint_can_be_loaded_by_its_step(store: Store, model: Two, messages: Messages) -> None:
     made = checkpointer(store)

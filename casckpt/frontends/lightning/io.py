@@ -11,12 +11,14 @@ from typing import Any
 import torch
 from lightning.fabric.plugins import CheckpointIO, TorchCheckpointIO
 from lightning.pytorch import Callback, Trainer
+from lightning.pytorch.callbacks import ModelCheckpoint, Timer
 
 from casckpt.contents.checkpoint import Checkpoint
 from casckpt.errors import CasckptError, InvalidInput
 from casckpt.frontends.interchange.new_files import new_file
 from casckpt.frontends.lightning.files import AnyPath, Pointer, RunFiles
 from casckpt.frontends.stores import AnyStore, as_store, check_foreign
+from casckpt.frontends.training_state.proof import Proof, prove
 from casckpt.ranks.ranks import on_each, open_ranks
 from casckpt.store.types import Compress, SaveArguments
 from casckpt.tensors.values import OfObjects
@@ -55,6 +57,7 @@ class CasCheckpointIO(CheckpointIO):
         self._async = async_save
         self._allow_pickle, self._threads, self._compress, self._health = allow_pickle, threads, compress, health
         self._torch_io = TorchCheckpointIO()
+        self._loaded: Checkpoint | None = None
         self._is_checked = False
         self._queue: ThreadPoolExecutor | None = None
         self._waiting: list[Future[None]] = []
@@ -92,7 +95,24 @@ class CasCheckpointIO(CheckpointIO):
         return {
             "no_dist": True, "allow_pickle": self._allow_pickle, "threads": self._threads, "compress": self._compress,
             "health": self._health, "metrics": monitored(checkpoint),
+            "lineage": None if self._loaded is None else self._loaded.child_lineage,
         }  # fmt: skip
+
+    def prove(self, checkpoint: Mapping[str, Any], model: Any, excused: Mapping[str, str]) -> Proof | None:
+        """Compare the state that Lightning would save now with the checkpoint that was loaded. Rank 0 makes the call.
+
+        ``excused``: why values may differ, by the beginning of their keys. Returns None, and logs a warning, if
+        Lightning wrote the loaded file itself. Raises Mismatch, which names the keys, if anything else differs.
+        """
+        if self._loaded is None:
+            log.warning("the resume is not proved, because Lightning wrote the file itself, and it is not in a store")
+            return None
+        proof = prove(
+            open_ranks(no_dist=True), self.store, self._loaded, to_state(checkpoint), model,
+            given={"no_dist": True, "allow_pickle": self._allow_pickle, "threads": self._threads}, excused=excused,
+        )  # fmt: skip
+        log.info("%s@%d: %s", self._loaded.run, self._loaded.step, proof)
+        return proof
 
     def load_checkpoint(
         self, path: AnyPath, map_location: Any = None, weights_only: bool | None = None
@@ -108,11 +128,13 @@ class CasCheckpointIO(CheckpointIO):
         pointer = Pointer(path)
         if pointer.is_foreign():
             check_foreign(self.store, path)
+            self._loaded = None
             more = {} if map_location is None else {"map_location": map_location}
             return self._torch_io.load_checkpoint(Path(path), weights_only=weights_only, **more)
         device = map_location if isinstance(map_location, str | torch.device) else "cpu"
-        ref, threads = self._run_files.named(pointer), self._threads
-        return from_state(self.store.read(ref, device=device, allow_pickle=self._allow_pickle, threads=threads))
+        self._loaded, threads = self.store.get(self._run_files.named(pointer)), self._threads
+        state = self.store.read(self._loaded, device=device, allow_pickle=self._allow_pickle, threads=threads)
+        return from_state(state)
 
     def remove_checkpoint(self, path: AnyPath) -> None:
         """Remove the file, and forget the checkpoint if no other file names it."""
@@ -173,13 +195,19 @@ class CasCheckpointCheck(Callback):
     """A callback for ``Trainer(callbacks=[...])``. Use it with `CasCheckpointIO`, which Lightning calls only for saves.
 
     If a value cannot be saved, the callback raises InvalidInput on every rank: for the optimizer's state after the
-    first step, and for all other values before the first batch.
+    first step, and for all other values before the first batch. ``prove``: when a resumed training starts, compare
+    rank 0's live state with the checkpoint, as `Checkpointer.resume` does; ``proof`` has the result. To include what
+    other callbacks change when the training starts, put this callback last.
     """
+
+    def __init__(self, *, prove: bool = False) -> None:
+        self._is_proving = prove
+        self.proof: Proof | None = None
 
     def on_train_start(self, trainer: Trainer, pl_module: Any) -> None:
         """Check the state when the training starts."""
         self._begun: int | None = trainer.global_step
-        self._check(trainer)
+        self._check(trainer, pl_module if self._is_proving and trainer.ckpt_path else None)
 
     def on_train_batch_end(self, trainer: Trainer, pl_module: Any, *args: Any) -> None:
         """Repeat the check after the optimizer's first step."""
@@ -187,11 +215,22 @@ class CasCheckpointCheck(Callback):
             self._begun = None
             self._check(trainer)
 
-    def _check(self, trainer: Trainer) -> None:
+    def _check(self, trainer: Trainer, proving: Any = None) -> None:
+        """Check the state. If the model ``proving`` is given, also prove the resume."""
         checkpoint = trainer._checkpoint_connector.dump_checkpoint(weights_only=False)
         io = trainer.strategy.checkpoint_io
         if isinstance(io, CasCheckpointIO):
             on_each(open_ranks(), lambda: io.check(checkpoint) if trainer.is_global_zero else None)
+            if proving is not None:
+                why, is_first = may_differ(trainer, REST), trainer.is_global_zero
+                self.proof = on_each(open_ranks(), lambda: io.prove(checkpoint, proving, why) if is_first else None)
+
+
+def may_differ(trainer: Any, at: str) -> dict[str, str]:
+    """Return why values of a resumed trainer may differ, by the beginning of their keys. ``at``: where they are."""
+    loops = dict.fromkeys((f"{at}.loops", f"{at}.epoch"), "counted on by Lightning's loops when they continue")
+    own = [one.state_key for one in trainer.callbacks if isinstance(one, ModelCheckpoint | Timer)]
+    return loops | {f"{at}.callbacks.{key}": "not restored completely by its callback" for key in own}
 
 
 def to_state(checkpoint: Mapping[str, Any]) -> dict[str, Any]:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any
 
 from lightning.fabric.plugins import CheckpointIO
@@ -13,12 +14,13 @@ from torch.optim import Optimizer
 
 from casckpt.errors import InvalidInput
 from casckpt.frontends.lightning.files import AnyPath, Pointer, RunFiles
-from casckpt.frontends.lightning.io import monitored
+from casckpt.frontends.lightning.io import may_differ, monitored
 from casckpt.frontends.stores import AnyStore, as_store
 from casckpt.frontends.trainer import Checkpointer
 from casckpt.frontends.trainer.events import OnEvent
 from casckpt.frontends.trainer.settings import TrainerArguments
-from casckpt.frontends.training_state.contents import GroupOptions
+from casckpt.frontends.training_state.contents import TRAIN, GroupOptions
+from casckpt.frontends.training_state.proof import Proof
 from casckpt.ranks.agreement import check_same
 from casckpt.ranks.ranks import everyone, on_each, open_ranks
 from casckpt.store.types import CheckReplicas, Owners
@@ -36,7 +38,9 @@ class CasModelParallelStrategy(ModelParallelStrategy):
     ``ema``, and loads it if the checkpoint has it. If a value cannot be saved, InvalidInput is raised before the first
     batch; for the optimizer's state, before the second batch. ``health``, ``check_replicas``, ``owners``: as for
     `Store.save`. ``cast``: as for `Checkpointer.load`. ``group_options``: the ``options`` of `Checkpointer.load`.
-    ``on_event``: as for `Checkpointer`. ``options``: the options of ModelParallelStrategy.
+    ``on_event``: as for `Checkpointer`. ``prove``: when a resumed training starts, after the ``on_train_start`` of
+    callbacks and of the model, compare the live state with the checkpoint, as `Checkpointer.resume` does; ``proof``
+    has the result. ``options``: the options of ModelParallelStrategy.
     """
 
     def __init__(
@@ -52,12 +56,15 @@ class CasModelParallelStrategy(ModelParallelStrategy):
         owners: Owners = None,
         group_options: GroupOptions = "checkpoint",
         on_event: OnEvent | None = None,
+        prove: bool = False,
         **options: Any,  # Lightning's own arguments, which depend on its version
     ) -> None:
         super().__init__(**options)
         self._book = RunFiles(as_store(store), run, gc=gc)
-        self._cast, self._group_options = cast, group_options
+        self._cast, self._group_options, self._is_proving = cast, group_options, prove
         self._lineage: dict[str, Any] | None = None
+        self._prove: Callable[..., Proof] | None = None
+        self.proof: Proof | None = None
         self._settings: TrainerArguments = {
             "allow_pickle": allow_pickle, "health": health, "check_replicas": check_replicas, "owners": owners,
             "on_event": on_event,
@@ -127,6 +134,7 @@ class CasModelParallelStrategy(ModelParallelStrategy):
             ref, models, optims, load_optim_state=bool(optims), cast=self._cast, options=self._group_options
         )
         rest, self._lineage = rest or {}, checkpointer.lineage
+        self._prove = partial(checkpointer.prove, models, optims) if self._is_proving and fitting else None
         if average is not None:  # the callback loads these; they have been filled by now
             source = average.module if has_average else module
             rest |= {"state_dict": source.state_dict(), "current_model_state": module.state_dict()}
@@ -142,6 +150,9 @@ class CasModelParallelStrategy(ModelParallelStrategy):
         super().on_train_start()
         self._checks = self._checkpointer(self._book.run)
         self._check()
+        if self._prove is not None:
+            trainer = self._module().trainer
+            self.proof, self._prove = self._prove(_Rest(trainer), excused=may_differ(trainer, TRAIN)), None
 
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
         """Repeat the check until the optimizer has state; see `on_train_start`."""

@@ -25,6 +25,7 @@ from megatron.core.dist_checkpointing import mapping as theirs
 from megatron.core.dist_checkpointing.strategies import async_utils
 from megatron.core.dist_checkpointing.strategies.torch import TorchDistSaveShardedStrategy
 
+from casckpt.contents.checkpoint import Checkpoint
 from casckpt.frontends.megatron import mapping as ours
 from casckpt.frontends.megatron.claims import Claim, Sharing, plan_sharing
 from casckpt.frontends.megatron.common import COMMON_NAME, classes_to_register, places_of
@@ -81,7 +82,9 @@ class CasSaveShardedStrategy(TorchDistSaveShardedStrategy):  # type: ignore[misc
     number at the end of the folder's name (``iter_0000100``). ``forget_removed``: after a save, forget checkpoints
     whose folder next to this one was removed; see `casckpt.frontends.megatron.forget_removed`. ``overwrite`` (True by
     default): replace an existing step, just as Megatron overwrites a folder, for example after the training was rolled
-    back. ``fully_parallel``, ``options``: see `casckpt.frontends.megatron.save`. One strategy can serve many saves.
+    back. ``loads``: the strategy with which this training loads; the checkpoint that it last loaded becomes the lineage
+    of all saves. ``fully_parallel``, ``options``: see `casckpt.frontends.megatron.save`. One strategy can serve many
+    saves.
     """
 
     can_handle_sharded_objects = True  # the store also holds objects
@@ -94,6 +97,7 @@ class CasSaveShardedStrategy(TorchDistSaveShardedStrategy):  # type: ignore[misc
         step: StepOf = None,
         fully_parallel: bool = False,
         forget_removed: bool = False,
+        loads: CasLoadShardedStrategy | None = None,
         **options: Unpack[SaveArguments],
     ) -> None:
         # The base class has different arguments in each version, and nothing that it sets is needed.
@@ -101,7 +105,7 @@ class CasSaveShardedStrategy(TorchDistSaveShardedStrategy):  # type: ignore[misc
         self.store = as_store(store)
         self.run, self.step = run, step
         self.fully_parallel, self.options = fully_parallel, options
-        self.forget_removed, self._warned = forget_removed, False
+        self.forget_removed, self._loads, self._warned = forget_removed, loads, False
 
     def save(self, sharded_state_dict: Nested, checkpoint_dir: Folder) -> None:
         """Save, and return after the commit. Raises the errors of `casckpt.frontends.megatron.save`."""
@@ -154,8 +158,9 @@ class CasSaveShardedStrategy(TorchDistSaveShardedStrategy):  # type: ignore[misc
             saving.leave_out(_COMMON_KEY)
         files = {COMMON_NAME: common()[0].file} if common() else {}
         run, step = place.run_and_step()
+        loaded = None if self._loads is None else self._loads.loaded
         given: _Arguments = {
-            **self.options, "run": run, "step": step,
+            "lineage": None if loaded is None else loaded.child_lineage, **self.options, "run": run, "step": step,
             "attachments": {**(self.options.get("attachments") or {}), **saving.files, **files},
             "metadata": {**(self.options.get("metadata") or {}), **folder_noted(folder)},
             "overwrite": self.options.get("overwrite", True) or replaces,
@@ -237,7 +242,8 @@ class CasLoadShardedStrategy:
     """A load strategy: ``dist_checkpointing.load(state, folder, sharded_strategy=CasLoadShardedStrategy())``.
 
     ``store``: the store to load from, or None for the store that ``casckpt.json`` in the folder names.
-    ``fully_parallel`` and ``options``: see `casckpt.frontends.megatron.load`.
+    ``fully_parallel`` and ``options``: see `casckpt.frontends.megatron.load`. ``loaded``: the checkpoint that was last
+    loaded.
     """
 
     can_handle_sharded_objects = True  # the store also holds objects
@@ -252,6 +258,7 @@ class CasLoadShardedStrategy:
     ) -> None:
         self.store = None if store is None else as_store(store)
         self.fully_parallel, self.process_group, self.options = fully_parallel, process_group, options
+        self.loaded: Checkpoint | None = None
 
     def load(self, sharded_state_dict: Nested, checkpoint_dir: Folder, async_strategy: Any = None) -> Nested:
         """Load the values of a sharded state dict. Raises the errors of `casckpt.frontends.megatron.load`."""
@@ -271,6 +278,7 @@ class CasLoadShardedStrategy:
 
             sharing = ranks.exchange(plan, decide)
             loading.read(ranks, sharing, process_group=self.process_group, **self.options)
+        self.loaded = stored.checkpoint
         return loading.loaded()
 
     @_errors_of_both()

@@ -84,11 +84,11 @@ def install(
     if _installed:
         raise Conflict("Megatron-core already saves into a store; call undo() on the result of install()")
     step_of = _iteration if step is None else step
+    loads = _Loads(store, allow_pickle=options.get("allow_pickle", False))
     saves = CasSaveShardedStrategy(
-        store, run=partial(_run_of, run), step=cast(StepOf, step_of), fully_parallel=fully_parallel,
-        forget_removed=forget_removed, **options,
+        loads.store or store, run=partial(_run_of, run), step=cast(StepOf, step_of), fully_parallel=fully_parallel,
+        forget_removed=forget_removed, loads=loads, **options,
     )  # fmt: skip
-    loads = _Loads(saves.store, allow_pickle=options.get("allow_pickle", False))
     installed = Installed()
 
     def takes(folder: Folder) -> bool:

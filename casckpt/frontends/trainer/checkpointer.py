@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Iterator, Mapping, MutableMapping
+from collections.abc import Iterator, Mapping, MutableMapping
 from concurrent.futures import Future
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import cache, partial
-from types import TracebackType
+from types import MappingProxyType, TracebackType
 from typing import TYPE_CHECKING, Any, Self, Unpack
 
 from casckpt.base.names import check_attachment_name, check_keywords, check_step
@@ -19,7 +19,7 @@ from casckpt.errors import CasckptError, Conflict, InvalidInput
 from casckpt.frontends.stores import AnyStore, as_store
 from casckpt.frontends.trainer.events import CheckpointEvent, Events, of_checkpoint
 from casckpt.frontends.trainer.janitor import Janitor
-from casckpt.frontends.trainer.resumed import Resumed, check_given, of_all_ranks, outcome_of
+from casckpt.frontends.trainer.resumed import Resumed, check_given, excuses, of_all_ranks, outcome_of
 from casckpt.frontends.trainer.run_checkpoints import RunCheckpoints, newest_together
 from casckpt.frontends.trainer.saves import Failures, HeardFuture, SaveSummary, will_repeat
 from casckpt.frontends.trainer.settings import DueArguments, Kind, StepArguments, TrainerArguments, TrainerSettings
@@ -128,6 +128,7 @@ class Checkpointer(RunCheckpoints):
         self.saved_step: int | None = None
         self.lineage: dict[str, Any] | None = None
         """The checkpoint that `resume` or `load` last loaded, as `Checkpoint.lineage` of the saves since then."""
+        self._loaded: tuple[Checkpoint, LoadRequest] | None = None
         self._begun: int | None = None
         self._reached: int | None = None
         self._warned_of_space = False
@@ -169,8 +170,7 @@ class Checkpointer(RunCheckpoints):
         """
         check_keywords("Checkpointer.save", options, StepArguments)
         begun = time.monotonic()
-        ranks, _ = self._begin()
-        waited = time.monotonic() - begun
+        ranks, _, waits = self._begin()
         with self._reporting(ranks, step):
             state = state_to_save(ranks, model, optim, train_state)
             saved = self.store.save(state, run=self.run, step=step, **self._save_arguments(model, **options))
@@ -178,7 +178,7 @@ class Checkpointer(RunCheckpoints):
         self._failures.note(None)
         self.saved_step = saved.step
         seconds = time.monotonic() - begun
-        self._after(SaveSummary(checkpoint=saved, blocked=seconds, durable=seconds, waited=waited), ranks)
+        self._after(SaveSummary(checkpoint=saved, blocked=seconds, durable=seconds, waits=waits), ranks)
         return saved
 
     def save_async(
@@ -199,8 +199,7 @@ class Checkpointer(RunCheckpoints):
         """
         check_keywords("Checkpointer.save_async", options, StepArguments)
         begun = time.monotonic()
-        ranks, waits = self._begin()
-        waited = time.monotonic() - begun
+        ranks, is_foreground, waits = self._begin()
         with self._reporting(ranks, step):
             state = state_to_save(ranks, model, optim, train_state)
             saving = self.store.save_async(state, run=self.run, step=step, **self._save_arguments(model, **options))
@@ -211,8 +210,11 @@ class Checkpointer(RunCheckpoints):
             try:
                 with self._reporting(ranks, step):
                     saved = saving.result()
-                durable = time.monotonic() - begun
-                self._after(SaveSummary(checkpoint=saved, blocked=blocked, durable=durable, waited=waited), ranks)
+                durable, copied = time.monotonic() - begun, getattr(saving, "bytes_copied", 0)
+                summary = SaveSummary(
+                    checkpoint=saved, blocked=blocked, durable=durable, waits=waits, bytes_copied=copied
+                )
+                self._after(summary, ranks)
             except BaseException as error:  # noqa: BLE001 - the future raises it; without this, it would never finish
                 done.set_exception(error)
             else:
@@ -221,7 +223,7 @@ class Checkpointer(RunCheckpoints):
         self._pending = _Pending(done, step, self.saved_step, self._files)
         self._files, self.saved_step = {}, step
         saving.add_done_callback(finish)
-        if waits:
+        if is_foreground:
             self.wait()
         return done
 
@@ -397,10 +399,9 @@ class Checkpointer(RunCheckpoints):
         checkpoint = newest_together(
             open_ranks(self.process_group), self.store, self.run, healthy=healthy, check=before
         )
-        self.lineage = None
+        self.lineage = self._loaded = None
         if checkpoint is not None:
-            given = [*model] if isinstance(model, Mapping) else [MODEL]
-            given += [name for name, value in ((OPTIM, optim), (TRAIN, train_state)) if value is not None]
+            given = self._given(model, optim, train_state)
             demand = True if missing == "raise" else None
             strict = missing == "raise" if strict is None else strict
             wanted = LoadRequest(
@@ -412,8 +413,7 @@ class Checkpointer(RunCheckpoints):
             ranks, mine = open_ranks(self.process_group), (checkpoint, given, wanted, state, before(), model, optim)
             self.resumed = Resumed(checkpoint, *ranks.exchange(lambda: outcome_of(*mine), of_all_ranks))
             if prove:
-                excuse = self.resumed.excuse(given, wanted)
-                proof = self._prove(checkpoint, wanted.given, excuse, model, optim, train_state)
+                proof = self.prove(model, optim, train_state, excused=self.resumed.left)
                 self.resumed = replace(self.resumed, proof=proof)
             if ranks.rank == 0:
                 self.resumed.log()
@@ -421,6 +421,35 @@ class Checkpointer(RunCheckpoints):
         if checkpoint is not None:
             self._report_load(checkpoint, begun)
         return checkpoint
+
+    def prove(
+        self,
+        model: TrainModel,
+        optim: AnyOptimizer | None = None,
+        train_state: AnyTrainState = None,
+        *,
+        excused: Mapping[str, str] = MappingProxyType({}),
+    ) -> Proof:
+        """Compare the live state with the checkpoint that `load` or `resume` last loaded; see ``prove`` of `resume`.
+
+        Call it on every rank after all state is applied, and before the first step. ``excused``: why other values may
+        differ, by key or by the beginning of keys, such as ``{"train.loader": "starts again"}``. The result is logged.
+        Raises Mismatch, which names the keys, if anything else differs, and InvalidInput if nothing was loaded.
+        """
+        if self._loaded is None:
+            raise InvalidInput("there is no loaded checkpoint to compare the state with; call load() or resume() first")
+        ranks, generators, (loaded, wanted) = open_ranks(self.process_group), rng_state(), self._loaded
+        excused = {**excuses(loaded, self._given(model, optim, train_state), wanted), **excused}
+        try:
+            state_to_save(ranks, model, optim, train_state)  # a data loader may draw random numbers in the first call
+            restore_rng(generators)
+            state = state_to_save(ranks, model, optim, train_state)
+            proof = prove_state(ranks, self.store, loaded, state, model, given=wanted.given, excused=excused)
+        finally:
+            restore_rng(generators)  # as in `_check`
+        if ranks.rank == 0:
+            log.info("%s@%d: %s", loaded.run, loaded.step, proof)
+        return proof
 
     def newest_of_all_ranks(self, step: int | None = None) -> Checkpoint | None:
         """Return the checkpoint of ``step``, or the newest one, as rank 0 finds it. Every rank makes the call."""
@@ -442,16 +471,11 @@ class Checkpointer(RunCheckpoints):
         finally:
             restore_rng(generators)  # the state_dict of a data loader may draw from them
 
-    def _prove(
-        self, loaded: Checkpoint, given: LoadArguments, excuse: Callable[[str], str | None], model: Any, *others: Any
-    ) -> Proof:
-        """Compare the live state with ``loaded``. ``others``: the optimizer and the train state."""
-        ranks, generators = open_ranks(self.process_group), rng_state()
-        try:
-            state = state_to_save(ranks, model, *others)
-            return prove_state(ranks, self.store, loaded, state, model, given=given, excuse=excuse)
-        finally:
-            restore_rng(generators)  # as in `_check`
+    @staticmethod
+    def _given(model: TrainModel, optim: AnyOptimizer | None, train_state: Any) -> list[str]:
+        """Return the keys of the live state."""
+        names = [name for name, value in ((OPTIM, optim), (TRAIN, train_state)) if value is not None]
+        return [*(model if isinstance(model, Mapping) else [MODEL]), *names]
 
     def _restore(
         self, ref: str | Checkpoint, model: TrainModel, optim: AnyOptimizer | None, wanted: LoadRequest
@@ -461,7 +485,7 @@ class Checkpointer(RunCheckpoints):
         loaded, train = Restoring(open_ranks(self.process_group), self.store, wanted).load(ref, model, optim)
         self.saved_step, self._begun = (loaded.step if loaded.run == self.run else None), None
         self._reached = None
-        self.lineage = {"resumed_from": {"id": loaded.id, "run": loaded.run, "step": loaded.step}}
+        self.lineage, self._loaded = loaded.child_lineage, (loaded, wanted)
         return loaded, train
 
     def _report_load(self, loaded: Checkpoint, begun: float) -> None:
@@ -556,13 +580,16 @@ class Checkpointer(RunCheckpoints):
             "the last save_if_due", after + 1, reached, self.run, reached,
         )  # fmt: skip
 
-    def _begin(self) -> tuple[Ranks, bool]:
-        """Wait for the background save. Return the ranks and whether they must also wait for the next save.
+    def _begin(self) -> tuple[Ranks, bool, tuple[float, float]]:
+        """Wait for the background save and for the other ranks.
+
+        Return the ranks, whether they must also wait for the next save, and the ``waits`` of its `SaveSummary`.
 
         If the save failed on any rank and the next save would fail in the same way, the error is raised on all ranks.
         """
+        begun = time.monotonic()
         error = self._settle(to_save=True)
-        self._checked = True
+        self._checked, settled = True, time.monotonic()
         ranks = open_ranks(self.process_group)
 
         def look() -> bool:
@@ -575,7 +602,7 @@ class Checkpointer(RunCheckpoints):
             log.warning(
                 "%d consecutive saves of %s failed: the training waits for the next one", self._failures.count, self.run
             )
-        return ranks, waits
+        return ranks, waits, (settled - begun, time.monotonic() - settled)
 
     def _settle(self, *, to_save: bool = False) -> BaseException | None:
         """Wait for the background save, and log its error if it failed.

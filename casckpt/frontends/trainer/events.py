@@ -25,7 +25,8 @@ class CheckpointEvent:
     ``kind``: "saved": durable and visible. "failed": the save raised ``error``. "skipped": a due save was left out.
     "resumed": loaded by `Checkpointer.resume` or `Checkpointer.load`. "forgotten": by retention, after a save.
     ``checkpoint``: None for a failed or skipped save. ``reason``: why it failed or was skipped. ``figures``: numbers by
-    name. Names that end in ``_seconds`` are times, and those that begin with ``bytes_`` are sizes over all ranks.
+    name. Names that end in ``_seconds`` are times, and those that begin with ``bytes_`` are sizes over all ranks
+    (``bytes_copied``: on rank 0).
     """
 
     kind: EventKind

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import logging
-import re
-from collections.abc import Callable, Collection, Iterable, Mapping, MutableMapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeAlias, get_args
 
@@ -51,30 +50,12 @@ class Resumed:
     replaced: Mapping[str, tuple[float, float]]
     proof: Proof | None = None
 
-    def excuse(self, given: Collection[str], wanted: LoadRequest) -> Callable[[str], str | None]:
-        """Return a function that says why a key of the checkpoint may differ from the live state, or None."""
-        unread = dict.fromkeys((*self.checkpoint.unread_subtrees, *self.checkpoint.unread_keys), _NOT_HERE)
-        unread |= {name: _NOT_GIVEN for name in (OPTIM, TRAIN) if name not in given}
-        known = unread | dict(self.left)
-        known |= {key.partition(".")[0]: why for key, why in self.left.items() if why == _NO_OPTIMIZER}
-
-        def excuse(key: str) -> str | None:
-            at = re.sub(r"^train\.\d+(?=\.)", TRAIN, key)
-            if wanted.options == "keep" and ".param_groups." in f"{key}.":
-                return _KEPT
-            return next((why for name, why in known.items() if f"{at}.".startswith(f"{name}.")), None)
-
-        return excuse
-
     def __str__(self) -> str:
         saved, values = self.checkpoint, self.replaced.items()
         replaced = {key: f"{one} was given, but the checkpoint has {other}; {_TO_KEEP}" for key, (one, other) in values}
         lines = [f"resumed {', '.join(self.restored)} from {saved.run}@{saved.step} of {saved.repo.storage.url}"]
         for what, why in (("left", self.left), ("replaced", replaced)):
             lines += [f"{what}: {listed(keys)} ({text})" for text, keys in _by_value(why)]
-        if self.proof is not None:
-            lines += [f"proved: {self.proof.proved} values are equal in every bit"]
-            lines += [f"not proved: {listed(keys)} ({text})" for text, keys in _by_value(self.proof.unproved)]
         return "\n  ".join(lines)
 
     def log(self) -> None:
@@ -86,6 +67,24 @@ class Resumed:
         """
         is_odd = {*self.left.values()} - {_KEPT} or any(key.endswith(".initial_lr") for key in self.replaced)
         log.log(logging.WARNING if is_odd else logging.INFO, "%s", self)
+
+
+def excuses(loaded: Checkpoint, given: Collection[str], wanted: LoadRequest) -> dict[str, str]:
+    """Return why live values may differ from the checkpoint, by key or by the beginning of keys.
+
+    ``given``: the keys of the live state.
+    """
+    kept = dict.fromkeys((f"{name}.param_groups" for name in given), _KEPT) if wanted.options == "keep" else {}
+    unread = dict.fromkeys((*loaded.unread_subtrees, *loaded.unread_keys), _NOT_HERE)
+    unread |= {name: _NOT_GIVEN for name in (OPTIM, TRAIN) if name not in given}
+    left = _left_by(loaded, given)
+    return kept | unread | left | {key.partition(".")[0]: why for key, why in left.items() if why == _NO_OPTIMIZER}
+
+
+def _left_by(loaded: Checkpoint, given: Collection[str]) -> dict[str, str]:
+    """Return why a load left keys of the live state unchanged."""
+    left = dict.fromkeys(loaded.missing_keys, _NOT_THERE) | dict.fromkeys(loaded.mismatched_keys, _RESIZED)
+    return left | {key: _NO_OPTIMIZER for key in (f"{name}.param_groups" for name in given) if key in left}
 
 
 def _by_value(why: Mapping[str, str]) -> Iterable[tuple[str, list[str]]]:
@@ -145,9 +144,8 @@ def outcome_of(
     ``given``: the keys of the template. ``optimized``: the model and the optimizer. ``rates``: the result of `rates_of`
     for them before the load. Raises the errors of the train state's ``load_state_dict``.
     """
-    left = dict.fromkeys(loaded.missing_keys, _NOT_THERE) | dict.fromkeys(loaded.mismatched_keys, _RESIZED)
+    left = _left_by(loaded, given)
     absent = [name for name in given if f"{name}.param_groups" in left]
-    left |= {f"{name}.param_groups": _NO_OPTIMIZER for name in absent}
     restored = [name for name in given if name not in (TRAIN, *absent, *loaded.unread_subtrees)]
     if OPTIM in restored and wanted.options == "keep":
         left[GROUPS] = _KEPT

@@ -72,7 +72,8 @@ _MIB = 1 << 20
 class SaveSummary:
     """The cost of a save. ``blocked``: how long the training waited, in seconds.
 
-    ``waited``: the part of ``blocked`` before the save began: for the previous save and for the other ranks.
+    ``waits``: the parts of ``blocked`` before the save began: for the previous save, and for the other ranks.
+    ``bytes_copied``: the size of rank 0's copy of its state.
     ``durable``: the seconds until the commit. ``bytes_new``: the bytes that all ranks wrote. ``bytes_reused``: the
     bytes that the store already held. ``forgotten``: the steps that retention forgot after the save.
     """
@@ -80,7 +81,8 @@ class SaveSummary:
     checkpoint: Checkpoint
     blocked: float
     durable: float
-    waited: float = 0.0
+    waits: tuple[float, float] = (0.0, 0.0)
+    bytes_copied: int = 0
     forgotten: tuple[int, ...] = ()
 
     @property
@@ -98,9 +100,9 @@ class SaveSummary:
         """The figures of the save's `CheckpointEvent`."""
         stats = self.checkpoint.stats
         return {
-            "blocked_seconds": self.blocked, "waited_seconds": self.waited, "durable_seconds": self.durable,
-            "bytes_total": stats.bytes_total, "bytes_written": stats.bytes_written,
-            "bytes_reused": stats.bytes_reused,
+            "blocked_seconds": self.blocked, "waited_seconds": sum(self.waits), "ranks_seconds": self.waits[1],
+            "durable_seconds": self.durable, "bytes_total": stats.bytes_total, "bytes_copied": self.bytes_copied,
+            "bytes_written": stats.bytes_written, "bytes_reused": stats.bytes_reused,
         }  # fmt: skip
 
     def __str__(self) -> str:

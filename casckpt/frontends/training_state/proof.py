@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,6 +11,7 @@ import numpy as np
 import torch
 from torch import nn
 
+from casckpt.base.groups import grouped
 from casckpt.base.text import listed
 from casckpt.contents.checkpoint import Checkpoint
 from casckpt.contents.contents import Contents
@@ -26,13 +27,14 @@ from casckpt.tensors.state import LeafValue, flatten
 _HOOKED = "changed by a hook of its module, so its digest proves nothing"
 _CAST = "converted by the cast, so its digest proves nothing"
 _PICKLED = "stored as a pickle, which is not compared"
-_TRAIN = re.compile(r"train\.(\d+)\.")
+_TRAIN = re.compile(r"^train\.(\d+)\.")
 _RENAMED = "stored under a different name, so it was not compared"
+_LEFT_OUT = "only in the checkpoint, and left out by the load"
 _LACKING, _CHANGED, _ADDED = "missing now", "value", "missing"
 _GROUPS = re.compile(r"^[^.]*\.param_groups(\.|$)")
 _NAMES_OF_GROUP = ("params", "param_names")
 _NAMES = {_LACKING, _ADDED}
-_BESIDE = re.compile(r"(train|optim(_\d+)?)\.")
+_BESIDE = re.compile(r"(train|lightning|optim(_\d+)?)\.")
 
 
 @dataclass(frozen=True)
@@ -46,6 +48,11 @@ class Proof:
     proved: int
     bytes: int
     unproved: Mapping[str, str]
+
+    def __str__(self) -> str:
+        reasons = grouped(self.unproved, self.unproved.__getitem__).items()
+        lines = [f"not proved: {listed(keys)} ({why})" for why, keys in reasons]
+        return "\n  ".join([f"proved: {self.proved} values are equal in every bit", *lines])
 
 
 @dataclass(frozen=True)
@@ -65,20 +72,20 @@ def prove(
     model: Any,
     *,
     given: LoadArguments,
-    excuse: Callable[[str], str | None],
+    excused: Mapping[str, str],
 ) -> Proof:
     """Compare ``state``, as the next save would store it, with ``loaded``. Every rank makes the call.
 
-    ``model``: a module, a list of modules, or a dict with modules. ``given``: the arguments of the load. ``excuse``:
-    why a key may differ, such as a part that the load left out, or None. Raises Mismatch, which names the keys, if
-    anything else differs.
+    ``model``: a module, a list of modules, or a dict with modules. ``given``: the arguments of the load. ``excused``:
+    why values may differ, by key or by the beginning of keys, such as parts that the load left out. There, "train" is
+    the train state of any rank. Raises Mismatch, which names the keys, if anything else differs.
     """
     options = LoadOptions(**given)
-    compared = store.compare(state, loaded, process_group=options.process_group)
+    compared = store.compare(state, loaded, process_group=options.process_group, no_dist=options.no_dist)
 
     def look() -> _Found:
         differs = {one.key: one.what for one in compared.differs if one.rank == ranks.rank}
-        return _look(store, loaded, state, model, rank=ranks.rank, differs=differs, options=options, excuse=excuse)
+        return _look(store, loaded, state, model, rank=ranks.rank, differs=differs, options=options, known=excused)
 
     def decide(reports: Sequence[_Found]) -> Sequence[Proof]:
         live = {key for report in reports for key in report.live}
@@ -113,9 +120,9 @@ def _look(
     rank: int,
     differs: dict[str, str],
     options: LoadOptions,
-    excuse: Callable[[str], str | None],
+    known: Mapping[str, str],
 ) -> _Found:
-    """Compare the values of one rank. ``differs``: how its tensors differ. For the other arguments, see `prove`."""
+    """Compare the values of one rank. ``differs``: how its tensors differ. ``known``: the ``excused`` of `prove`."""
     contents = Contents.open(store.repository, loaded.commit, rank, TORCH_EXTENSIONS)
     flat = flatten(state, is_whole=lambda key, _: key in contents.objects, apart=contents.is_in_parts)
     objects = {key: leaf for key, leaf in flat.leaves.items() if not leaf.is_tensor and not _GROUPS.search(key)}
@@ -125,14 +132,14 @@ def _look(
     differs = {k: what for k, what in differs.items() if not _GROUPS.search(k) or k.partition(".")[0] not in state}
     differs |= dict(_groups_that_differ(store, contents, state, options))
     hooked = {memory_of(value) for value in _hooked(model)}
-    excused = {key: why for key in differs if (why := excuse(key) or _excuse(key, rank, stored)) is not None}
+    excused = {key: why for key in differs if (why := _excuse(key, rank, stored, known)) is not None}
     for key in differs.keys() - excused.keys():
         leaf = flat.leaves.get(key)
         # the second case: a wrapper, or one whose dequantized values were loaded
         if options.cast and (differs[key] == "dtype" or key in contents.wrappers or key in contents.outer):
             excused[key] = _CAST
-        elif differs[key] == _PICKLED:
-            excused[key] = _PICKLED
+        elif differs[key] in {_PICKLED, _RENAMED, _LEFT_OUT}:
+            excused[key] = differs[key]
         elif leaf is not None and memory_of(leaf.unit.value) in hooked:
             excused[key] = _HOOKED
     return _Found({*flat.leaves}, differs, excused)
@@ -157,10 +164,10 @@ def _objects_that_differ(
 def _groups_that_differ(
     store: Store, contents: Contents, state: Mapping[str, Any], options: LoadOptions
 ) -> Iterator[tuple[str, str]]:
-    """Yield the keys of an optimizer's groups that give a parameter other options than the stored ones, and how.
+    """Yield the keys of an optimizer's groups that differ from the stored ones, and how.
 
-    A load matches parameters by name, so the groups may be different ones. Options that the checkpoint lacks do not
-    count, because torch or a scheduler may have added them.
+    They have other parameters, or give a parameter other options. A load matches parameters by name, so the groups may
+    be different ones. Options that the checkpoint lacks do not count, because torch or a scheduler may have added them.
     """
     for at, live in state.items():
         key = f"{at}.param_groups"
@@ -171,6 +178,11 @@ def _groups_that_differ(
             continue
         groups: Any = values_at(store.repository, contents, [key], options)[key]
         saved = {name: group for group in groups for name in group["params"]}
+        here = dict.fromkeys(name for group in live["param_groups"] for name in group["params"])
+        lost, added = saved.keys() - here, here.keys() - saved
+        how = _RENAMED if lost and added else _LACKING if options.strict else _LEFT_OUT
+        yield from ((f"{at}.state.{name}", how) for name in sorted(lost))
+        yield from ((f"{at}.state.{name}", _RENAMED if lost else _ADDED) for name in sorted(added))
         for group in live["param_groups"]:
             pairs = [(group, saved[name]) for name in group["params"] if name in saved]
             names = [(one, other, name) for one, other in pairs for name in other if name not in _NAMES_OF_GROUP]
@@ -186,11 +198,13 @@ def _is_same(name: str, live: Any, saved: Any) -> bool:
     return _encoded(name, live) == _encoded(name, saved)
 
 
-def _excuse(key: str, rank: int, stored: Collection[str]) -> str | None:
-    """Return why a key of a train state may differ on a rank, or None."""
-    match = _TRAIN.match(key)
+def _excuse(key: str, rank: int, stored: Collection[str], known: Mapping[str, str]) -> str | None:
+    """Return why a key may differ on a rank, or None. ``known``: the ``excused`` of `prove`."""
+    at = _TRAIN.sub("train.", f"{key}.")
+    why = next((why for start, why in known.items() if at.startswith(f"{start}.")), None)
+    match = None if why is not None else _TRAIN.match(key)
     if match is None:
-        return None
+        return why
     if int(match[1]) != rank:
         return "of a different rank"
     return None if any(other.startswith(match[0]) for other in stored) else "taken from a different rank"

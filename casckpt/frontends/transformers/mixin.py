@@ -38,6 +38,7 @@ from casckpt.frontends.trainer import Checkpointer, CheckpointerConfig, SaveOnSi
 from casckpt.frontends.trainer.run_checkpoints import newest, warn_of_similar
 from casckpt.frontends.trainer.settings import TrainerArguments
 from casckpt.frontends.training_state.hub_config import hub_files
+from casckpt.frontends.training_state.proof import Proof
 from casckpt.frontends.training_state.train_state import RNG, TrainState, restore_rng
 from casckpt.frontends.transformers.callback import (
     STATE,
@@ -73,7 +74,8 @@ class CasTrainerMixin(Trainer):
     ``store``, ``run``: where to save. ``async_save``: save in the background, one save at a time. ``signals``: if any
     rank receives one of these, all ranks save the current step and exit. ``signal_every``: compare with the other
     ranks only at steps that are a multiple of this number. ``settings``: the settings of `CheckpointerConfig`, except
-    those that determine when to save.
+    those that determine when to save. ``prove``: before the first step after a resume, compare the live state with the
+    checkpoint, as `Checkpointer.resume` does; ``trainer.proof`` has the result.
 
     ``save_strategy`` and ``save_steps`` in the training arguments determine when to save. ``save_total_limit`` is the
     number of checkpoints to keep. With ``load_best_model_at_end``, the best checkpoint is kept in addition to these.
@@ -87,6 +89,7 @@ class CasTrainerMixin(Trainer):
     model: Any
     args: Any
     state: Any
+    proof: Proof | None
 
     def __init__(
         self,
@@ -97,6 +100,7 @@ class CasTrainerMixin(Trainer):
         signals: Sequence[signal.Signals] = (signal.SIGTERM,),
         signal_every: int = 1,
         settings: TrainerArguments | None = None,
+        prove: bool = False,
         **kwargs: Any,
     ) -> None:
         absent = [name for name in _USED if not hasattr(Trainer, name)]
@@ -106,6 +110,7 @@ class CasTrainerMixin(Trainer):
         self._store, self._run, self._is_async = as_store(store), run, async_save
         self._signals, self._signal_every = tuple(signals), signal_every
         self._settings, self._signal = settings or {}, 0
+        self._is_proving, self.proof = prove, None
         self._resumed: _Resumed | None = None
         changed = self._changed = list[tuple[Any, bool]]()
         try:
@@ -376,12 +381,15 @@ class CasTrainerMixin(Trainer):
         super()._load_optimizer_and_scheduler(checkpoint)
 
     def _load_rng_state(self, checkpoint: str | None) -> None:
-        """Set the random generators. `Trainer` calls this method after it has skipped the batches of earlier steps."""
+        """Set the random generators, and prove the resume. `Trainer` calls this last, after it has skipped batches."""
         found = self._resumed_from(checkpoint)
         if found is None:
             super()._load_rng_state(checkpoint)
-        elif found.generators is not None:
+            return
+        if found.generators is not None:
             restore_rng(found.generators)
+        if self._is_proving:
+            self.proof = self.checkpointer.prove(self.model, self._optim(), self._train_state())
 
     def _load_best_model(self) -> None:
         best = self.state.best_model_checkpoint

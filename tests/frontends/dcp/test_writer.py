@@ -189,6 +189,8 @@ def test_a_writer_accepts_the_options_of_a_save(store: Store) -> None:
     save({"a": torch.zeros(2)}, StorageWriter(store, step=1, overwrite=True, ephemeral=True))
     assert torch.equal(store.read("default@1")["a"], torch.zeros(2))
     assert store.get("default@1").ephemeral
+    save({"a": torch.ones(2)}, StorageWriter(store, step=2, lineage=store.get("default@1").child_lineage))
+    assert store.get("default@2").lineage["resumed_from"]["step"] == 1
     with pytest.raises(InvalidInput, match="dedup"):
         StorageWriter(store, step=1, dedup="what")  # type: ignore[arg-type] # that it is refused is the point
     with pytest.raises(InvalidInput, match="threads"):

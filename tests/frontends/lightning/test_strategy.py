@@ -66,12 +66,13 @@ def fitted(
     path: str | None = None,
     *,
     callbacks: Sequence[Callback] = (),
+    prove: bool = False,
     **options: Any,
 ) -> dict[int, str]:
     with as_torchrun_says(rank, size):
         model = Model()
         strategy = CasModelParallelStrategy(
-            folder / "store", run="sft", health=True,
+            folder / "store", run="sft", health=True, prove=prove,
             data_parallel_size=size, tensor_parallel_size=1, process_group_backend="gloo",
         )  # fmt: skip
         keeping = [*callbacks, ModelCheckpoint(folder / "files", save_top_k=-1, save_last=True, **options)]
@@ -81,6 +82,7 @@ def fitted(
             use_distributed_sampler=False,
         )  # fmt: skip
         trainer.fit(model, ckpt_path=path)
+        assert prove is (strategy.proof is not None)
         return model.losses
 
 
@@ -96,7 +98,7 @@ def test_shards_are_saved_and_loaded_without_gathering(tmp_path: Path, ranks: Po
     second = ranks.run(2, fitted, tmp_path / "parts", 3, "last")[0]
     assert sorted(second) == [6, 7, 8]
     assert first | second == whole
-    more = ranks.run(1, fitted, tmp_path / "parts", 4, "sft@9")[0]  # by reference, on one rank
+    more = ranks.run(1, fitted, tmp_path / "parts", 4, "sft@9", prove=True)[0]  # by reference, on one rank
     assert sorted(more) == [9, 10, 11]
     assert "resumed_from" in store.get("sft@12").lineage
     store.save({"model": store.read("sft@9")["model"]}, run="weights", step=1)

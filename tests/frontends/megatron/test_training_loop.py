@@ -80,12 +80,14 @@ def resumed(rank: int, size: int, path: Path) -> list[Any]:
         _, load = strategies_of_the_loop({}, folder, fully_parallel=False)
         found = core().load(theirs(gpt.emptied(state)), str(folder), load)
         metadata = core(".serialization").load_tensors_metadata(str(folder))
-    return [differences(found, gpt.expected(state)), "layers.norm" in metadata]
+        saved_by_the_loop({}, path / "runs/iter_0000030", theirs(state), fully_parallel=False)
+    lineage = casckpt.open(path / "another").get("gpt@30").lineage
+    return [differences(found, gpt.expected(state)), "layers.norm" in metadata, lineage["resumed_from"]["step"]]
 
 
 def test_the_loop_loads_from_the_store_named_in_a_folder(tmp_path: Path, ranks: Pool) -> None:
     ranks.run(2, a_loop, tmp_path, True, False)
-    assert ranks.run(1, resumed, tmp_path) == [[[], True]]
+    assert ranks.run(1, resumed, tmp_path) == [[[], True, 20]]
 
 
 def methods() -> list[dict[str, Any]]:

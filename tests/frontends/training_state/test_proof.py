@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import random
 import re
 from collections.abc import Callable, Mapping
@@ -250,8 +251,9 @@ UNSEEN: dict[str, Callable[[World], Any]] = {
 """What no comparison of the saved state can see. docs/training.md lists the same."""
 
 
-def test_a_resume_that_restores_everything_is_proved(store: Store) -> None:
-    checkpointer = resumed(store, lambda world: None)
+def test_a_resume_that_restores_everything_is_proved(store: Store, caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.INFO):
+        checkpointer = resumed(store, lambda world: None)
     assert checkpointer.resumed is not None
     proof = checkpointer.resumed.proof
     assert proof is not None
@@ -259,7 +261,7 @@ def test_a_resume_that_restores_everything_is_proved(store: Store) -> None:
     assert proof.proved == len({*contents.tensors, *contents.details.objects})
     assert proof.bytes == contents.stats.bytes_total
     assert proof.unproved == {}
-    assert f"proved: {proof.proved} values are equal in every bit" in str(checkpointer.resumed)
+    assert f"sft-3@3: proved: {proof.proved} values are equal in every bit" in caplog.messages
 
 
 @pytest.mark.parametrize("name", WRONG)
@@ -315,6 +317,82 @@ def test_values_of_a_module_with_a_hook_are_listed_and_others_are_not() -> None:
     assert list(unproved(checkpointer)) == ["model.0.weight"]
     with pytest.raises(Mismatch, match=r"'model\.1\.weight'"):
         checkpointer.resume(reset(1), prove=True)
+
+
+def plain_sgd(model: Any, *, without: int = 0) -> optim.SGD:
+    parameters = [*model.parameters()]
+    return optim.SGD(parameters[: len(parameters) - without], lr=1.0)
+
+
+class Forgets:
+    """A part of the train state that changes an optimizer when it is loaded, as a callback of a framework does."""
+
+    def __init__(self, change: Callable[[], object]) -> None:
+        self.change = change
+
+    def state_dict(self) -> dict[str, Any]:
+        return {}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        self.change()
+
+
+@pytest.mark.parametrize("is_added", [False, True])
+def test_a_parameter_that_an_optimizer_without_state_lost_or_gained_is_found(is_added: bool) -> None:
+    checkpointer, model = Checkpointer(small(), run="sft"), nn.Linear(2, 2)
+    checkpointer.save(1, model, plain_sgd(model, without=is_added), {"last": Forgets(lambda: None)})
+    optimizer = plain_sgd(model, without=is_added)
+    members = optimizer.param_groups[0]["params"]
+    change: Callable[[], object] = (lambda: members.append(model.bias)) if is_added else members.pop
+    with pytest.raises(Mismatch, match="after the resume") as caught:
+        checkpointer.resume(model, optimizer, {"last": Forgets(change)}, prove=True)
+    assert caught.value.keys == ("optim.state.bias",)
+
+
+@pytest.mark.parametrize("is_added", [False, True])
+def test_parameters_that_only_one_optimizer_has_are_listed_after_a_load_that_permits_them(is_added: bool) -> None:
+    checkpointer, model = Checkpointer(small(), run="sft"), nn.Linear(2, 2)
+    checkpointer.save(1, model, plain_sgd(model, without=is_added))
+    checkpointer.resume(model, plain_sgd(model, without=not is_added), missing="warn", prove=True)
+    assert list(unproved(checkpointer)) == ["optim.state.bias"]
+
+
+def test_a_load_is_proved_after_the_caller_has_set_the_train_state() -> None:
+    checkpointer, model = Checkpointer(small(), run="sft"), nn.Linear(2, 2)
+    checkpointer.save(1, model, plain_sgd(model), {"epoch": 3, "loader": Loader(2)})
+    fresh, loader = nn.Linear(2, 2), Loader()
+    optimizer = plain_sgd(fresh)
+    train = checkpointer.load("sft@1", fresh, optimizer)
+    with pytest.raises(Mismatch) as caught:
+        checkpointer.prove(fresh, optimizer, {"epoch": 3, "loader": loader})
+    assert {key.rpartition(".")[0] for key in caught.value.keys} == {"train.0.loader.at", "train.0.loader"}
+    why = "starts again"
+    proof = checkpointer.prove(fresh, optimizer, {"epoch": 3, "loader": loader}, excused={"train.loader": why})
+    assert set(proof.unproved.values()) == {why}
+    loader.load_state_dict(train["loader"])
+    set_to(fresh.bias, 7)
+    with pytest.raises(Mismatch, match=r"'model\.bias'"):
+        checkpointer.prove(fresh, optimizer, {"epoch": 3, "loader": loader}, excused={"train.loader": why})
+
+
+class Drawing(Loader):
+    """A loader that draws a random number for its first state, as iterators of torch's data loaders do."""
+
+    has_drawn = False
+
+    def state_dict(self) -> dict[str, Any]:
+        if not self.has_drawn:
+            torch.rand(1)
+            self.has_drawn = True
+        return super().state_dict()
+
+
+def test_a_loader_that_draws_a_random_number_for_its_first_state_is_proved() -> None:
+    checkpointer, model = Checkpointer(small(), run="sft"), nn.Linear(2, 2)
+    with torch.random.fork_rng():
+        checkpointer.save(1, model, None, TrainState(loader=Drawing()))
+        checkpointer.resume(model, None, TrainState(loader=Drawing()), prove=True)
+    assert unproved(checkpointer) == {}
 
 
 def test_what_the_caller_leaves_out_is_listed_with_the_reason() -> None:

@@ -89,7 +89,8 @@ def examples(count: int = 24) -> list[dict[str, torch.Tensor]]:
 def trainer(
     store: Any, folder: Path, *callbacks: Any, learner: Any = None, kind: type = MyTrainer, **options: Any
 ) -> Any:
-    mixin = {name: options.pop(name) for name in ("run", "async_save", "signals", "settings") if name in options}
+    names = {"run", "async_save", "signals", "settings", "prove"}
+    mixin = {name: options.pop(name) for name in names.intersection(options)}
     settings = {
         "output_dir": folder, "max_steps": STEPS, "per_device_train_batch_size": 4, "save_strategy": "steps",
         "save_steps": 2, "logging_steps": 1, "report_to": "none", "disable_tqdm": True, "use_cpu": True, "seed": 5,
