@@ -47,9 +47,16 @@ PLANTED = (
     Planted(
         "a rank that has not announced its reads counts as one that reads nothing",
         "HostReads._read_others",
-        "if len(paths) >= self._ranks_here - 1:",
+        "if len(paths) >= self._sharing - 1:",
         "if True:",
         "tests/repository/test_host_reads.py",
+    ),
+    Planted(
+        "a rank that reads alone counts as one that shares its reads",
+        "_resolved.find",
+        " if request.shares)",
+        ")",
+        "tests/store/test_share_reads.py",
     ),
     Planted(
         "memory that other users could write is used",
@@ -92,6 +99,13 @@ PLANTED = (
         "if job is not None and has_failed:",
         "if False:",
         "tests/store/test_job_reads.py",
+    ),
+    Planted(
+        "ranks number groups for bytes by their own failures",
+        "GroupRanks.beside",
+        "self.exchanges)",
+        "self._beside.generation + 1 if self._beside else 0)",
+        "tests/ranks/test_ranks.py",
     ),
     Planted(
         "a host receives more than it has room for",
@@ -2014,6 +2028,13 @@ PLANTED = (
         "StagingBudget._others",
         "                except BlockingIOError:\n",
         "                except BlockingIOError:\n                    pass\n                if True:\n",
+        "tests/saving/test_staging_budget.py",
+    ),
+    Planted(
+        "a claim on memory is written to a file that another process has removed",
+        "StagingBudget._write",
+        "while self._fd < 0 or",
+        "if self._fd < 0 or",
         "tests/saving/test_staging_budget.py",
     ),
     Planted(

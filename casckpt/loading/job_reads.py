@@ -33,7 +33,7 @@ from casckpt.format.columns import Ints
 from casckpt.format.manifest import Manifest
 from casckpt.loading.blob_readers import BlobReader
 from casckpt.plan.reads import Batch
-from casckpt.ranks.ranks import Ranks
+from casckpt.ranks.ranks import GroupRanks
 from casckpt.repository.host_reads import PATIENCE, HostReads
 from casckpt.repository.repository import Repository
 from casckpt.storage.base import BLOCK, ShortObject
@@ -46,7 +46,6 @@ _PIECE, _LEAST_PIECE, _RECEIVED = 4 << 20, 1 << 20, 64 << 20  # bytes; the last 
 _PIECES = 128  # if a rank reads fewer, they are smaller, so that passing on begins early
 _WAITING = 2  # pieces in memory for each thread that reads
 _REQUESTS = 16
-_WAIT_SHARE = 0.6  # of the timeout; `Ranks.pass_on` gives up after half of it
 
 log = logging.getLogger(__name__)
 
@@ -67,7 +66,7 @@ class Needs:
     @classmethod
     def of(cls, repo: Repository, manifest: Manifest, batches: Sequence[Batch[Any]], reads: HostReads) -> Needs | None:
         """Return what a rank needs that makes the reads ``batches``, or None if it reads alone."""
-        room = reads.can_receive
+        room = reads.room(sum(batch.nbytes for batch in batches))
         if not room:
             return None
         sizes = np.array(manifest.blob_sizes, np.int64)
@@ -189,7 +188,7 @@ class JobReads:
     """
 
     deal: Deal
-    ranks: Ranks
+    ranks: GroupRanks
     alive: Callable[[], None]
     has_failed: bool = False
     _stop: Event = field(default_factory=Event)
@@ -200,9 +199,7 @@ class JobReads:
         me, passes = self.ranks.rank, self.deal.passes
         leaving = [one for one in passes if one.sender == me]
         arriving = grouped((one for one in passes if me in one.receivers), lambda one: one.sender)
-        # after a rank that brings bytes gives up, and before rank 0 gives up on this rank
-        within = _WAIT_SHARE * self.ranks.timeout
-        reads.expect(self.deal.bringers, len(self.deal.ranks), self.alive, within)
+        reads.expect(self.deal.bringers, len(self.deal.ranks), self.alive)
         calls: list[Callable[[], None]] = [partial(self._send, repo, manifest, reads, leaving)] if leaving else []
         calls += [partial(self._receive, manifest, reads, sender, some) for sender, some in arriving.items()]
         threads = [Thread(target=self._attempt, args=(call,), name="casckpt-pass", daemon=True) for call in calls]

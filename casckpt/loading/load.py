@@ -33,20 +33,22 @@ from casckpt.loading.options import LoadOptions
 from casckpt.loading.template import Template
 from casckpt.loading.unread import also_unread, on_all, that_hold, warn_moved, warn_unread
 from casckpt.ranks.agreement import StoreIdentity, check_same, named
-from casckpt.ranks.ranks import Ranks, everyone, exchange_keeping
+from casckpt.ranks.ranks import GroupRanks, Ranks, everyone, exchange_keeping
 from casckpt.repository.repository import Repository
 from casckpt.tensors.objects import TORCH_EXTENSIONS
 from casckpt.tensors.state import LeafValue, inflate
 
+_WAIT_SHARE = 0.6  # of the timeout: after `Ranks.pass_on` gives up, and before rank 0 gives up on a rank that waits
 _QUICK_BYTES = 256 << 20  # a smaller checkpoint loads in well under a second
 
 
 @dataclass(frozen=True)
 class _ResolveRequest:
-    """Every rank's first message. ``names``: the manifests that the rank holds."""
+    """Every rank's first message. ``shares``: whether it shares reads. ``names``: the manifests that it holds."""
 
     ref: str
     host: str
+    shares: bool
     names: set[tuple[TxId, str]]
 
 
@@ -54,12 +56,14 @@ class _ResolveRequest:
 class _ResolveAnswer:
     """The answer of rank 0. ``manifest``: None if the receiving rank already holds the manifest.
 
-    ``ranks_here``: the number of ranks on the receiver's host. ``load_id``: a unique name of this load.
+    ``ranks_here``: the number of ranks on the receiver's host. ``sharing``: see `LoadOptions`. ``load_id``: a unique
+    name of this load.
     """
 
     commit: Commit
     manifest: Manifest | None
     ranks_here: int
+    sharing: int
     load_id: str
     home: StoreIdentity
 
@@ -136,7 +140,7 @@ def _load(repo: Repository, ranks: Ranks, state: Any, answer: _ResolveAnswer, op
 
     template, (asked, partly, deal) = exchange_keeping(ranks, plan, compare)
     warning = ranks.exchange(lambda: template.fit, check) if partly else None
-    job = None if deal is None else JobReads(deal, ranks.beside(), ranks.alive)
+    job = JobReads(deal, ranks.beside(), ranks.alive) if deal is not None and isinstance(ranks, GroupRanks) else None
 
     def run() -> tuple[list[bool], bool]:
         template.run(repo, state, job)
@@ -188,27 +192,28 @@ def _resolved(
     def hello() -> tuple[LoadOptions, _ResolveRequest]:
         checked = options.checked()
         check_verified(repo, verify=options.verify)
-        return checked, _ResolveRequest(named(ref), repo.host, repo.manifests.names())
+        return checked, _ResolveRequest(named(ref), repo.host, repo.shares, repo.manifests.names())
 
     def find(_: LoadOptions, requests: Sequence[_ResolveRequest]) -> list[_ResolveAnswer]:
         check_same([request.ref for request in requests])
         commit, manifest = manifests.use(repo, resolve(), lambda commit, manifest: (commit, manifest))
         home, name, load_id = StoreIdentity.of(repo), (commit.txid, commit.committed.head), repo.entropy(8).hex()
         on_host = Counter(request.host for request in requests)
+        sharing = Counter(request.host for request in requests if request.shares)
+        sharing = sharing if sharing.total() > 1 else Counter()
         answers = {}  # a single object for all ranks that receive the same answer
         for request in requests:
             known = name in request.names
             answers[request.host, known] = _ResolveAnswer(
-                commit, None if known else manifest, on_host[request.host], load_id, home
+                commit, None if known else manifest, on_host[request.host], sharing[request.host], load_id, home
             )
         return [answers[request.host, name in request.names] for request in requests]
 
     checked, answer = exchange_keeping(ranks, hello, find)
-    alive = ranks.alive if ranks.size > 1 else None
-    rank, size = ranks.rank, ranks.size
     return answer, replace(
-        checked, rank=rank, ranks=size, ranks_here=answer.ranks_here, load_id=answer.load_id, alive=alive
-    )
+        checked, rank=ranks.rank, ranks=ranks.size, ranks_here=answer.ranks_here, sharing=answer.sharing,
+        load_id=answer.load_id, alive=ranks.alive if ranks.size > 1 else None, patience=_WAIT_SHARE * ranks.timeout,
+    )  # fmt: skip
 
 
 def wanted_blobs(repo: Repository, manifest: Manifest, state: Any, options: LoadOptions) -> list[BlobRef]:

@@ -342,13 +342,7 @@ class LoadPlan:
         """Return the reader for the requests."""
         options, manifest = self.options, self.contents.manifest
         threads, progress = usable_threads(options.threads), Progress(options.progress, options.alive)
-        reads = repo.host_reads(
-            manifest.head.digest,
-            options.load_id,
-            options.rank,
-            options.ranks_here,
-            hosts=options.ranks_here < options.ranks,
-        )
+        reads = repo.host_reads(manifest.head.digest, options.load_id, options.rank, options.sharing, options.patience)
         return EntryReader(
             repo, manifest, options.verify, threads, progress, options.ranks, options.ranks_here, reads=reads
         )

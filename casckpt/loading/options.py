@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from math import inf
 from typing import TYPE_CHECKING, Literal, Self, TypeAlias, TypedDict, get_args
 
 from casckpt.base.parallel import usable_threads
@@ -95,8 +96,10 @@ class LoadOptions:
     rank: int = 0
     ranks: int = 1
     ranks_here: int = 1  # the ranks on this host
+    sharing: int = 0  # those of them that share reads; 0 if no other rank of the load does
     load_id: str = ""
     alive: Callable[[], None] | None = None
+    patience: float = inf  # the most seconds without progress of another rank whose bytes this rank needs
 
     def checked(self) -> Self:
         """Check the options. Raises InvalidInput. Call this inside an exchange, so that all ranks raise the error."""

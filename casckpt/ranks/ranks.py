@@ -117,16 +117,6 @@ class Solo:
     def swap(self, sends: Sequence[Transfer], receives: Sequence[Transfer]) -> None:
         """Do nothing, because there is no other rank."""
 
-    def beside(self) -> Solo:
-        """Return this process."""
-        return self
-
-    def pass_on(self, sends: Sequence[Transfer], receives: Sequence[Transfer], within: float) -> None:
-        """Do nothing, because there is no other rank."""
-
-    def drop(self) -> None:
-        """Do nothing, because there is no connection."""
-
     def exchange(self, call: Callable[[], Up], decide: Callable[[list[Up]], Sequence[Down]]) -> Down:
         """Run ``call`` and ``decide``."""
         self.exchanges += 1
@@ -219,6 +209,7 @@ class GroupRanks:
         self.rank, self.size = torch.distributed.get_rank(parent), torch.distributed.get_world_size(parent)
         self.exchanges = 0
         self._dead: RankFailed | None = None
+        self._beside: GroupRanks | None = None
         self._lock = Lock()
 
     @property
@@ -259,11 +250,17 @@ class GroupRanks:
         self._wire.swap(sends, receives)
 
     def beside(self) -> GroupRanks:
-        """Return a separate group of the same ranks for `pass_on`. All ranks must make the call."""
+        """Return a separate group of the same ranks for `pass_on`. All ranks must make the call after an exchange.
+
+        Its name contains the number of that exchange, because ranks may disagree on how many such groups have failed.
+        """
         parent = self.parent()
         if parent is None:
             raise InvalidInput("the process group was destroyed: create it again")
-        return _groups.get(parent, f"{self.purpose} bytes")
+        if self._beside is None or self._beside.dropped:
+            self._beside = GroupRanks(parent, f"{self.purpose} {self.generation} bytes", self.exchanges)
+            self._beside.connect(parent)
+        return self._beside
 
     def pass_on(self, sends: Sequence[Transfer], receives: Sequence[Transfer], within: float) -> None:
         """Send bytes to other ranks and receive theirs, at any time, in a group that is only for this.

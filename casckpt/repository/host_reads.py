@@ -28,6 +28,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from itertools import groupby
+from math import inf
 from pathlib import Path
 from threading import Lock
 
@@ -59,19 +60,19 @@ class HostReads:
     """The reads of one rank in one load.
 
     ``folder``: the name of a folder for this checkpoint. ``name``: LOAD-RANK. LOAD is unique, and the same on all
-    ranks. ``ranks_here``: the number of ranks on this host. ``passed``: the blobs that hosts pass to each other, each
-    with the rank of this host that brings it, and the rank that reads it from the store.
+    ranks. ``sharing``: the number of ranks on this host that share reads. ``patience``: how long this rank waits for
+    another one without progress, in seconds. It is at most `PATIENCE`. ``passed``: the blobs that hosts pass to each
+    other, each with the rank of this host that brings it, and the rank that reads it from the store.
     """
 
-    def __init__(self, cache: BlobCache, folder: str, name: str, ranks_here: int) -> None:
+    def __init__(self, cache: BlobCache, folder: str, name: str, sharing: int, patience: float = inf) -> None:
         self.cache = cache
         self._folder = cache.root / PARTS / folder
         self._wants, self._done = self._folder / f"{name}-wants", self._folder / f"{name}-done"
-        self._ranks_here = ranks_here
+        self._sharing, self.patience = sharing, min(patience, PATIENCE)
         self._others: Sequence[Ints] | None = None  # the ranges of each other rank, once all have written them
         self._is_on = False
         self.passed: Mapping[int, tuple[int, int]] = {}
-        self._within = PATIENCE
         self._passing = 0  # the number of ranks of this host that use them
         self._alive: Callable[[], object] = bool
         load, _, rank = name.rpartition("-")
@@ -82,44 +83,45 @@ class HostReads:
         self._gates: dict[int, int] = {}  # the files of other gates, by rank
         self._gates_lock = Lock()
 
-    @property
-    def can_receive(self) -> int:
-        """The number of bytes that may arrive from other hosts. 0 if this rank reads alone, which is logged once."""
+    def room(self, nbytes: int) -> int:
+        """Return how many bytes the ranks of this host may share.
+
+        0 if this rank, which needs ``nbytes``, reads alone, which is logged once.
+        """
         try:
-            return self.cache.room() if _SET_LOCK and not self.cache.is_off else 0
+            if not _SET_LOCK or self.cache.is_off:
+                return 0
+            room = self.cache.room()
+            if room < min(nbytes, LEAST_ROOM):
+                raise Unusable(f"{self.cache.root} has room for only {room} bytes")
         except Unusable as error:
             self.cache.give_up(error)
             return 0
+        return room
 
-    def expect(
-        self, passed: Mapping[int, tuple[int, int]], ranks: int, alive: Callable[[], object], within: float
-    ) -> None:
+    def expect(self, passed: Mapping[int, tuple[int, int]], ranks: int, alive: Callable[[], object]) -> None:
         """Set which blobs are ``passed`` between hosts. ``ranks``: how many ranks of this host use them.
 
-        ``alive``: called at intervals while this rank waits for their bytes. ``within``: how long it waits at most
-        without progress, in seconds.
+        ``alive``: called at intervals while this rank waits for their bytes.
         """
-        self.passed, self._passing, self._alive, self._within = passed, ranks, alive, within
+        self.passed, self._passing, self._alive = passed, ranks, alive
 
     def begin(self, ranges: Sequence[tuple[int, int, int]]) -> bool:
         """Announce the ranges that this rank needs: (blob number, offset, bytes). Return whether to share reads."""
         if not _SET_LOCK:
             return False
+        shares = self.room(sum(nbytes for _, _, nbytes in ranges)) > 0
         try:
-            room = self.cache.room()
-            fits = room >= min(sum(nbytes for _, _, nbytes in ranges), LEAST_ROOM)
-            shares = fits and not self.cache.is_off
             with usable(self.cache.root):
+                self.cache.make_folder()
                 if self.passed:
                     self._own.mkdir(parents=True, exist_ok=True)
                 self._announce(_merged(ranges if shares else ()))  # other ranks must know that this one reads alone
                 self._remove_stale()
-            self._is_on = True
-            if not fits:
-                raise Unusable(f"{self.cache.root} has room for only {room} bytes")
         except Unusable as error:
             self.cache.give_up(error)
             return False
+        self._is_on = True
         return shares
 
     def _announce(self, ranges: Ints, *, retry: bool = True) -> None:
@@ -145,7 +147,7 @@ class HostReads:
                     os.replace(self._wants, self._done)
                 except FileNotFoundError:  # another job has removed the folder, and a rank may have made it again
                     self._done.touch()
-                if len(self._files_of_ranks("done")) == self._ranks_here:
+                if len(self._files_of_ranks("done")) == self._sharing:
                     shutil.rmtree(self._folder, ignore_errors=True)
             with suppress(OSError):
                 if self.passed:
@@ -167,8 +169,10 @@ class HostReads:
                 for folder in (self._folder, self._own):
                     folder.mkdir(parents=True, exist_ok=True)
                 self._held_fd = os.open(temporary, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
-                _lock(self._held_fd, temporary, fcntl.F_WRLCK, 0, 0)
-                temporary.replace(self._gate)
+                try:
+                    _lock(self._held_fd, temporary, fcntl.F_WRLCK, 0, 0)
+                finally:  # the other ranks do not wait for a gate without locks
+                    temporary.replace(self._gate)
         except Unusable as error:
             self.cache.give_up(error)
         try:
@@ -202,13 +206,12 @@ class HostReads:
         if number not in self.passed:
             return
         who, seen, since, pause = self.passed[number][0], -1, 0.0, _PAUSES[0]
-        most = min(PATIENCE, self._within)
         while (sign := self._sign(who, number * SPAN + start, stop - start)) is not None:
             if sign != seen:
                 seen, since = sign, time.monotonic()
                 self._alive()
-            elif time.monotonic() - since > most:
-                raise Unusable(f"rank {who} has not brought bytes of {self.path(number)} for {most:.0f} s")
+            elif time.monotonic() - since > self.patience:
+                raise Unusable(f"rank {who} has not brought bytes of {self.path(number)} for {self.patience:.0f} s")
             time.sleep(pause)
             pause = min(2 * pause, _GATE_PAUSE)
 
@@ -273,7 +276,7 @@ class HostReads:
         # another job has removed the folder, a rank has just ended, or a file is damaged
         with usable(self._folder), suppress(FileNotFoundError, ValueError):
             paths = [path for path in self._files_of_ranks("wants", "done") if path != self._wants]
-            if len(paths) >= self._ranks_here - 1:
+            if len(paths) >= self._sharing - 1:
                 return [np.fromfile(path, np.int64).reshape(2, -1) for path in paths]
         return None
 
@@ -327,7 +330,7 @@ class _SharedReader(Reader):
             if not part.has(offset, stop):
                 if not wanted:
                     return False
-                with part.locked(offset, stop):
+                with part.locked(offset, stop, self._reads.patience):
                     self._fill(part, offset, stop, views)
                 return True
             part.read(offset, views)
@@ -404,13 +407,13 @@ class _Part:
             write_all(self._fd, memoryview(_THERE * count), self._states + offset // BLOCK)
 
     @contextmanager
-    def locked(self, start: int, stop: int) -> Iterator[None]:
-        """Lock the blocks of a range. Raises Unusable if another process holds one of them for too long."""
+    def locked(self, start: int, stop: int, patience: float) -> Iterator[None]:
+        """Lock the blocks of a range. Raises Unusable if another process holds one for ``patience`` seconds."""
         lo, hi = self.blocks(start, stop)
-        give_up, pause = time.monotonic() + PATIENCE, _PAUSES[0]
+        give_up, pause = time.monotonic() + patience, _PAUSES[0]
         while not _lock(self._fd, self._path, fcntl.F_WRLCK, lo, hi - lo):
             if time.monotonic() > give_up:
-                raise Unusable(f"a process has been reading bytes of {self._path} for {PATIENCE:.0f} s")
+                raise Unusable(f"a process has been reading bytes of {self._path} for {patience:.0f} s")
             time.sleep(pause)
             pause = min(2 * pause, _PAUSES[1])
         try:

@@ -9,6 +9,7 @@ import uuid
 from collections.abc import Callable, Hashable, Iterable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
+from math import inf
 from pathlib import Path
 from socket import gethostname
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias
@@ -309,21 +310,26 @@ class Repository:
             name += f" {memory.st_dev} {memory.st_ino}"
         return name
 
-    def host_reads(
-        self, manifest: str, load_id: str, rank: int, ranks_here: int, *, hosts: bool = False
-    ) -> HostReads | None:
-        """Return the reads that this rank shares with the other ranks on this host, or None if it reads alone.
+    @property
+    def shares(self) -> bool:
+        """Whether this process shares the reads of its loads with other ranks."""
+        return self.share_reads != "off" and self.storage.traits.remote
 
-        ``manifest``: the digest of the manifest's head. ``load_id``: the same unique name on all ranks. ``hosts``:
-        whether this host may share its reads with other hosts.
+    def host_reads(
+        self, manifest: str, load_id: str, rank: int, sharing: int, patience: float = inf
+    ) -> HostReads | None:
+        """Return the reads that this rank shares with other ranks, or None if it reads alone.
+
+        ``manifest``: the digest of the manifest's head. ``load_id``: the same unique name on all ranks. ``sharing``:
+        how many ranks of this host share reads, or 0 if no other rank does. ``patience``: see `HostReads`.
         """
-        if (ranks_here < 2 and not hosts) or self.share_reads == "off" or not self.storage.traits.remote:
+        if not sharing or not self.shares:
             return None
         from casckpt.repository.host_reads import HostReads  # slow to import
 
         # the URL is part of the name because unverified bytes must come from this store
         folder = hex_digest(os.fsencode(f"{manifest} {self.storage.url}"))[:32]
-        return HostReads(self.memory, folder, f"{load_id}-{rank}", ranks_here)
+        return HostReads(self.memory, folder, f"{load_id}-{rank}", sharing, patience)
 
     @property
     def _cache_folder(self) -> Path:

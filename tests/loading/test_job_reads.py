@@ -155,5 +155,7 @@ def test_a_rank_says_of_which_eighths_it_needs_half(store: Store, tmp_path: Path
     assert [parts((number, 0, 100))[number] for number in others] == [0xFF for _ in others]  # they are small
 
 
-def test_a_rank_without_memory_reads_alone(store: Store, tmp_path: Path) -> None:
-    assert of(store, [(0, 0, 100)], tmp_path, limit=0) is None
+@pytest.mark.parametrize("limit", [0, 99])
+def test_a_rank_without_enough_memory_reads_alone(store: Store, tmp_path: Path, limit: int) -> None:
+    assert of(store, [(0, 0, 100)], tmp_path, limit=100) is not None
+    assert of(store, [(0, 0, 100)], tmp_path, limit=limit) is None

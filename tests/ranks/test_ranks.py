@@ -17,6 +17,7 @@ import torch.distributed as dist
 
 from casckpt.errors import CasckptError, InvalidInput, MissingKey, RankFailed
 from casckpt.ranks import ranks as module
+from casckpt.ranks import waiting
 from casckpt.ranks.ranks import GroupRanks, Ranks, Solo, everyone, exchange_keeping, open_ranks
 from tests.support.forks import forked
 from tests.support.ranks import outcome_of, tell, wait_for
@@ -284,6 +285,7 @@ def test_an_incorrect_number_of_answers_is_an_error() -> None:
 def passed_to_absent(rank: int, size: int, who: int) -> float:
     """Pass a byte to a rank that does not take part. Return the seconds until that fails."""
     ranks, begun = open_ranks(), monotonic()
+    assert isinstance(ranks, GroupRanks)
     if rank == who:
         with pytest.raises(RankFailed):
             ranks.pass_on([(torch.zeros(1, dtype=torch.uint8), 3 - who)], [], 0.5)
@@ -295,6 +297,34 @@ def passed_to_absent(rank: int, size: int, who: int) -> float:
 @pytest.mark.parametrize("who", [1, 2])
 def test_bytes_for_a_rank_that_does_not_connect_do_not_wait_longer_than_asked(ranks: Pool, who: int) -> None:
     assert max(ranks.run(3, passed_to_absent, who, timeout=6)) < 15  # gloo waits for five times the timeout
+
+
+def passed(ranks: GroupRanks, *, drops: bool) -> int:
+    """Pass a byte from each rank to the next one. Return the byte that this rank receives."""
+    total(ranks)
+    beside, received = ranks.beside(), torch.zeros(1, dtype=torch.uint8)
+    sends = [(torch.full((1,), ranks.rank, dtype=torch.uint8), (ranks.rank + 1) % ranks.size)]
+    try:
+        beside.pass_on(sends, [(received, (ranks.rank - 1) % ranks.size)], 60)
+    except RankFailed:
+        beside.drop()
+        raise
+    if drops:
+        beside.drop()
+    return int(received)
+
+
+def disagreeing(rank: int, size: int) -> list[Any]:
+    """Pass bytes three times. Rank 1 never drops the group, as if it had been interrupted in each load."""
+    waiting.HEARD_SECONDS = 1
+    ranks = open_ranks()
+    assert isinstance(ranks, GroupRanks)
+    found = [outcome_of(lambda: passed(ranks, drops=rank != 1)) for _ in range(3)]
+    return [None if isinstance(one, RankFailed) else one for one in found]
+
+
+def test_ranks_that_disagree_on_a_failure_can_pass_on_bytes_later(ranks: Pool) -> None:
+    assert ranks.run(3, disagreeing, timeout=3) == [[2, None, 2], [0, None, 0], [1, None, 1]]
 
 
 def destroyed(rank: int, size: int) -> int:

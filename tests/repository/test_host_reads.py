@@ -66,14 +66,15 @@ def begin(root: Path) -> Begin:
         rank: int = 0,
         ranges: Sequence[tuple[int, int, int]] = EVERYTHING,
         *,
-        ranks_here: int = 2,
+        sharing: int = 2,
         load: str = "load",
         alive: Callable[[], object] | None = None,
+        patience: float = 60.0,
     ) -> HostReads:
         """Begin the reads of a rank. ``alive``: rank 0 of this host brings blob 0, which rank 7 reads."""
-        reads = HostReads(BlobCache(root, in_memory=True), load, f"{load}-{rank}", ranks_here)
+        reads = HostReads(BlobCache(root, in_memory=True), load, f"{load}-{rank}", sharing, patience)
         if alive is not None:
-            reads.expect({0: (0, 7)}, ranks_here, alive, 60.0)
+            reads.expect({0: (0, 7)}, sharing, alive)
         assert reads.begin(ranges)
         return reads
 
@@ -114,10 +115,10 @@ def test_bytes_that_no_other_rank_needs_are_not_written_to_memory(begin: Begin, 
 
 def test_bytes_are_shared_until_all_ranks_have_announced_what_they_need(begin: Begin) -> None:
     source = Source()
-    first = begin(0, ranks_here=3)
-    begin(1, [(7, 0, 1)], ranks_here=3)
+    first = begin(0, sharing=3)
+    begin(1, [(7, 0, 1)], sharing=3)
     read(first.reader(0, REF, source))
-    assert read(begin(2, ranks_here=3).reader(0, REF, source)) == DATA
+    assert read(begin(2, sharing=3).reader(0, REF, source)) == DATA
     assert len(source.ranges) == 1
 
 
@@ -179,7 +180,7 @@ def test_a_rank_can_begin_to_read_while_another_job_removes_the_folder(
 
 def test_threads_of_several_ranks_read_each_block_once(begin: Begin) -> None:
     source, chance = Source(), random.Random(7)
-    readers = [begin(rank, ranks_here=3).reader(0, REF, source) for rank in range(3)]
+    readers = [begin(rank, sharing=3).reader(0, REF, source) for rank in range(3)]
     starts = [chance.randrange(SIZE - 1) for _ in range(60)]
     ranges = [(start, chance.randrange(start + 1, SIZE)) for start in starts]
 
@@ -420,11 +421,8 @@ def test_a_killed_process_does_not_block_other_ranks(begin: Begin, holder: int) 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
 @pytest.mark.usefixtures("holder")
-def test_a_rank_does_not_wait_forever_for_a_stopped_process(
-    begin: Begin, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    monkeypatch.setattr(module, "PATIENCE", 0.05)
-    reader = begin(1).reader(0, REF, Source())
+def test_a_rank_does_not_wait_forever_for_a_stopped_process(begin: Begin, caplog: pytest.LogCaptureFixture) -> None:
+    reader = begin(1, patience=0.05).reader(0, REF, Source())
     assert read(reader) == DATA
     assert read(reader) == DATA
     assert "has been reading bytes of" in caplog.text
@@ -507,15 +505,31 @@ def test_a_killed_bringer_does_not_block_others(pair: tuple[HostReads, HostReads
 
 @pytest.mark.parametrize("begins", [False, True])
 def test_a_rank_does_not_wait_forever_for_bytes_that_do_not_arrive(
-    pair: tuple[HostReads, HostReads], begins: bool, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    begin: Begin, begins: bool, caplog: pytest.LogCaptureFixture
 ) -> None:
-    bringer, waiter = pair
-    monkeypatch.setattr(module, "PATIENCE", 0.05)
+    bringer, waiter = begin(0, alive=bool), begin(1, alive=bool, patience=0.05)
     with bringer.bringing() if begins else nullcontext():
         for _ in range(2):
             assert read(waiter.reader(0, REF, Source())) == DATA
     assert "rank 0 has not brought bytes of" in caplog.text
     assert len(caplog.records) == 1
+
+
+def test_no_rank_waits_for_a_bringer_without_locks(
+    pair: tuple[HostReads, HostReads], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    bringer, waiter = pair
+    with monkeypatch.context() as patched:
+        patched.setattr(module, "_lock", fail)
+        bringing = bringer.bringing()
+        bringing.__enter__()
+    assert read(waiter.reader(0, REF, Source())) == DATA
+    bringing.__exit__(None, None, None)
+    assert [record.message for record in caplog.records if "has not brought" in record.message] == []
+
+
+def fail(*_: object) -> bool:
+    raise Unusable("No locks available")
 
 
 def test_a_rank_that_waits_is_alive_as_long_as_bytes_arrive(begin: Begin) -> None:

@@ -132,7 +132,7 @@ def load_twice(rank: int, size: int, place: Place, layout: str, **options: Any) 
 def test_the_ranks_form_a_second_group_only_if_hosts_pass_on_bytes(ranks: Pool, empty: Place, tmp_path: Path) -> None:
     ranks.run(2, save, empty.folder, "rows")
     job = (load_twice, empty)
-    assert ranks.run(2, *job, "replicas") == [["main", "main bytes"]] * 2
+    assert ranks.run(2, *job, "replicas") == [["main", "main 0 bytes"]] * 2
     assert ranks.run(2, *job, "rows") == [["main"]] * 2
     assert ranks.run(2, *job, "replicas", share_reads="off") == [["main"]] * 2
     assert ranks.run(2, *job, "replicas", cache_bytes=1 << 12) == [["main"]] * 2
@@ -148,6 +148,7 @@ def test_a_rank_that_reads_alone_does_not_keep_others_from_sharing(ranks: Pool, 
     others = every([found[0], found[2], found[3]])
     assert nbytes(others) == union(others)
     assert nbytes(found[1]) == union(found[1]) > 0
+    assert place.left == []
 
 
 def save_and_load(rank: int, size: int, place: Place) -> list[ReadRange]:
@@ -269,6 +270,7 @@ def test_harm_to_what_is_passed_on_costs_only_reads(ranks: Pool, place: Place, h
     found = ranks.run(4, harmed, place, harm)
     warnings = [text for _, texts in found for text in texts]
     assert any(warning in text for text in warnings) if warning else warnings == []
+    assert not any("has not brought" in text for text in warnings)
     ranges = every([ranges for ranges, _ in found])
     assert nbytes(ranges) > union(ranges)
     assert place.left == []

@@ -4,7 +4,9 @@ saved."""
 from __future__ import annotations
 
 import os
+import signal
 from collections.abc import Callable
+from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from unittest.mock import patch
@@ -17,9 +19,10 @@ from torch.distributed.tensor import Placement, Replicate, Shard
 import casckpt
 from casckpt.errors import InvalidInput, RankFailed
 from casckpt.frontends.dcp import StorageReader
+from casckpt.ranks import ranks as ranks_module
 from casckpt.repository import blob_cache as module
 from casckpt.repository.blob_cache import FOLDER, PARTS
-from casckpt.repository.host_reads import HostReads
+from casckpt.repository.host_reads import HostReads, _SharedReader
 from casckpt.repository.repository import Repository
 from casckpt.storage.base import Reader
 from casckpt.storage.remote.store import RemoteStore
@@ -39,6 +42,7 @@ if TYPE_CHECKING:
 
 LAYOUTS: dict[str, list[Placement]] = {"replicas": [Replicate()], "rows": [Shard(0)], "columns": [Shard(1)]}
 ROWS = list(LAYOUTS.values())
+SHORT = 4.0  # seconds until the others give up on a stopped rank
 
 
 def state(layout: str, size: int) -> dict[str, Any]:
@@ -78,8 +82,8 @@ def load(rank: int, size: int, folder: Path, memory: Path, layout: str, *, verif
     return fill(store, layout, size, lambda filled: store.load(filled, "latest", verify=verify))
 
 
-def by_dcp(rank: int, size: int, folder: Path, memory: Path, layout: str) -> list[ReadRange]:
-    store = opened(folder, memory)
+def by_dcp(rank: int, size: int, folder: Path, memory: Path, layout: str, **options: Any) -> list[ReadRange]:
+    store = opened(folder, memory, **options)
     reader = StorageReader(store, "latest")
     return fill(store, layout, size, lambda filled: by_torch(filled, reader))
 
@@ -200,7 +204,7 @@ def test_folders_and_single_processes_do_not_share_reads(
     monkeypatch.setattr(module, "MEMORY", memory)
     assert casckpt.open(folder).repository.host_reads("", "", 0, 2) is None
     assert isinstance(bucket(folder)[0].repository.host_reads("", "", 0, 2), HostReads)
-    assert bucket(folder)[0].repository.host_reads("", "", 0, 1) is None
+    assert bucket(folder)[0].repository.host_reads("", "", 0, 0) is None
     assert bucket(folder, share_reads="off")[0].repository.host_reads("", "", 0, 2) is None
     with pytest.raises(InvalidInput, match="share_reads='often' is not valid"):
         casckpt.open(folder, share_reads="often")  # type: ignore[arg-type]  # a wrong value on purpose
@@ -260,6 +264,52 @@ def test_a_killed_rank_is_named_and_its_files_serve_the_next_load(ranks: Pool, f
     assert found[0].value.rank == 1
     assert shared(memory)
     ranks.run(2, load, folder, memory, "replicas")
+    assert shared(memory) == []
+
+
+def stopped(rank: int, size: int, folder: Path, memory: Path) -> Any:
+    """Load while rank 1 is stopped in a shared read. Return the rank that the others name."""
+    impatient()
+    ranks_module.MARGIN = timedelta(seconds=1)
+    Path(f"pid-{rank}").write_text(str(os.getpid()))
+    begun = HostReads.reader
+
+    def reader(reads: HostReads, *args: Any) -> Reader:
+        wait_for("stopped")
+        return begun(reads, *args)
+
+    def stop(*_: object) -> None:
+        tell("stopped")
+        os.kill(os.getpid(), signal.SIGSTOP)
+
+    with patch.object(_SharedReader, "_fill", stop) if rank == 1 else patch.object(HostReads, "reader", reader):
+        found = outcome_of(lambda: load(rank, size, folder, memory, "replicas"))
+    tell(f"failed {rank}")
+    for other in {0, 2} - {rank}:
+        wait_for(f"failed {other}")
+    os.kill(int(Path("pid-1").read_text()), signal.SIGKILL)
+    return found.rank if isinstance(found, RankFailed) else found
+
+
+def test_a_rank_that_is_stopped_in_a_shared_read_is_named(ranks: Pool, folder: Path, memory: Path) -> None:
+    found = ranks.outcomes(3, stopped, folder, memory, timeout=SHORT)
+    assert [found[rank].value for rank in (0, 2)] == [1, 1]
+
+
+def some_alone(rank: int, size: int, folder: Path, memory: Path, by: Callable[..., Any]) -> list[ReadRange]:
+    found: list[ReadRange] = by(rank, size, folder, memory, "replicas", share_reads="off" if rank == 1 else "auto")
+    return found
+
+
+@pytest.mark.parametrize("by", [load, by_dcp])
+def test_ranks_remove_what_they_share_even_if_one_of_them_reads_alone(
+    ranks: Pool, folder: Path, memory: Path, by: Callable[..., Any]
+) -> None:
+    first, alone, last = ranks.run(3, some_alone, folder, memory, by)
+    assert nbytes(first + last) == union(first + last) == nbytes(alone)
+    assert shared(memory) == []
+    first, alone = ranks.run(2, some_alone, folder, memory, by)
+    assert nbytes(first) == nbytes(alone)
     assert shared(memory) == []
 
 

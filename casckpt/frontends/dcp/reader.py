@@ -46,16 +46,17 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class _Seen:
-    """A message that load plans carry: the checkpoint that a rank found, and its host.
+    """A message that load plans carry: the checkpoint that a rank found, its host, and whether it shares reads.
 
-    The reply carries the number of all ranks, the number of ranks on the receiver's host, and a name for the load.
-    ``checkpoint``: empty for a checkpoint that a rank saved without the others.
+    The reply carries the number of all ranks, the number of ranks on the receiver's host, how many of these share
+    reads, and a name for the load. ``checkpoint``: empty for a checkpoint that a rank saved without the others.
     """
 
     checkpoint: str
     host: str = ""
     ranks: int = 1
     ranks_here: int = 1
+    sharing: int = 0
     load_id: str = ""
 
 
@@ -173,7 +174,8 @@ class StorageReader(Protocol):
     def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
         """Add to the plan the checkpoint that this rank found."""
         found = "" if self._alone else self._now.checkpoint.id
-        return replace(plan, storage_data=_Seen(found, self._store.repository.host))
+        repo = self._store.repository
+        return replace(plan, storage_data=_Seen(found, repo.host, sharing=repo.shares))
 
     @hook
     def prepare_global_plan(self, plans: list[LoadPlan]) -> list[LoadPlan]:
@@ -190,11 +192,12 @@ class StorageReader(Protocol):
                 "or use RUN@STEP",
                 checkpoints=tuple(sorted(ids)),
             )
-        on_host = Counter(one.host for one in seen)
-        return [
-            replace(plan, storage_data=_Seen("", one.host, len(plans), on_host[one.host], self._load_id))
-            for plan, one in zip(plans, seen, strict=True)
-        ]
+        on_host, sharing = Counter(one.host for one in seen), Counter(one.host for one in seen if one.sharing)
+        shared = {host: count for host, count in sharing.items() if count > 1}
+        answers = (
+            _Seen("", h, len(plans), on_host[h], shared.get(h, 0), self._load_id) for h in (s.host for s in seen)
+        )
+        return [replace(plan, storage_data=answer) for plan, answer in zip(plans, answers, strict=True)]
 
     @hook
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
@@ -205,7 +208,7 @@ class StorageReader(Protocol):
         self._read_values([item for item in plan.items if item.type == LoadItemType.BYTE_IO], planner)
         repo, verify, progress = self._store.repository, self._options.verify, Progress(self._shown).of(None)
         manifest = self._now.contents.manifest
-        reads = repo.host_reads(manifest.head.digest, seen.load_id, this_rank(), seen.ranks_here)
+        reads = repo.host_reads(manifest.head.digest, seen.load_id, this_rank(), seen.sharing)
         download = EntryReader(
             repo, manifest, verify, self._threads, progress, seen.ranks, seen.ranks_here, reads=reads
         )
