@@ -6,9 +6,9 @@ import errno
 import logging
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, wait
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from typing import Any, NoReturn, TypeAlias, get_args
 
 import torch
@@ -26,7 +26,7 @@ from casckpt.saving.options import SaveOptions, WhenBusy
 from casckpt.saving.prepare import Prepared, prepare, snapshot, tensors_of
 from casckpt.saving.replicas import memory_of
 from casckpt.saving.save import compare, save
-from casckpt.saving.staging_budget import Shortage, StagingBudget
+from casckpt.saving.staging_budget import Shortage, StagingBudget, shortages
 from casckpt.tensors.staging import Staging
 
 log = logging.getLogger(__name__)
@@ -73,12 +73,27 @@ class SaveFuture(Future[Checkpoint]):
 
 
 class Background:
-    """The thread that runs a save, and the memory for one copy of a state. ``lock``: held while a save begins."""
+    """The thread that runs a save, and the memory for one copy of a state."""
 
     def __init__(self) -> None:
-        self.lock = threading.Lock()
         self.staging = Staging()
         self._last: SaveFuture | None = None
+        self._lock, self._is_beginning = threading.RLock(), False
+
+    @contextmanager
+    def beginning(self) -> Iterator[None]:
+        """Wait until no save is running, and let no other call begin one. Raises Conflict in a signal handler."""
+        with self._lock:
+            if self._is_beginning:  # this thread holds the lock, and would wait for itself
+                raise Conflict(
+                    "save_async was interrupted, and called again by a signal handler: only set a flag in the handler"
+                )
+            self._is_beginning = True
+            try:
+                self.wait()
+                yield
+            finally:
+                self._is_beginning = False
 
     @property
     def busy(self) -> bool:
@@ -96,7 +111,7 @@ class Background:
         return None if last is None or last.awaited or last.name not in unreported else last.exception()
 
     def submit(self, call: Callable[[], Checkpoint], *, here: bool = False) -> SaveFuture:
-        """Run ``call`` in a new thread. Call `wait` first.
+        """Run ``call`` in a new thread. Make this call within `beginning`.
 
         ``here``: run it in the caller's thread, as if no thread can start. Ctrl-C then interrupts it.
         """
@@ -174,8 +189,7 @@ class Saver:
         """
         if when_busy == "refuse":
             self._refuse_busy(options)
-        with self.background.lock:
-            self.background.wait()
+        with self.background.beginning():
             ranks = open_ranks(options.process_group, no_dist=options.no_dist, purpose="async")
             begun, staging = time.monotonic(), self.background.staging
             try:
@@ -215,8 +229,7 @@ class Saver:
     def warm_up(self, state: State, options: SaveOptions) -> None:
         """Allocate memory for a copy of the state, and connect the ranks."""
         ranks = open_ranks(options.process_group, no_dist=options.no_dist, purpose="async")
-        with self.background.lock:
-            self.background.wait()
+        with self.background.beginning():
             state, options = self._without_objects(ranks, state, options)
             tensors = tensors_of(on_each(ranks, lambda: _prepare(state, options, ranks)))
             try:
@@ -247,10 +260,10 @@ class Saver:
             return (checked, prepared), self._claim(tensors_of(prepared), ranks) if copies else None
 
         def compare_sizes(_: object, found: Sequence[Shortage | None]) -> Sequence[bool]:
-            lacking = [(shortage, rank) for rank, shortage in enumerate(found) if shortage is not None]
+            lacking = shortages(found)
             if lacking and not self._has_warned:
                 self._has_warned = True
-                (total, most), rank = max(lacking)
+                (total, most, _), rank = max(lacking)
                 log.warning(
                     "the save of %s@%d runs in the foreground, because the copies on the host of rank %d would take "
                     "%s, and may take %s: free memory there, or open the store with staging_bytes=%d or more. This is "
@@ -263,8 +276,8 @@ class Saver:
 
     def _claim(self, tensors: Sequence[torch.Tensor], ranks: Ranks) -> Shortage | None:
         """Claim memory for a copy of ``tensors``, unless the present memory is enough."""
-        need = self.background.staging.lacks(tensors)
-        return self._budget.claim(need, self.background.staging.nbytes, ranks.size) if need else None
+        need, host = self.background.staging.lacks(tensors), self._repo.host if ranks.size > 1 else ""
+        return self._budget.claim(need, self.background.staging.nbytes, host) if need else None
 
     def _check_path(self, *, create: bool) -> None:
         """Raise the error if the store cannot be at its path. Skip errors that may be temporary: a save raises them."""

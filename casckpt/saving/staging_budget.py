@@ -6,7 +6,7 @@ locked files. If the sum is too large, the save runs in the foreground, without 
 one. If several processes write at the same time, the last one sees all sizes, so the sum never exceeds the limit.
 
 If a process dies, the kernel releases its lock, and the next process removes the file. Forked children do not keep the
-lock.
+lock. If the processes of this host have no common folder, rank 0 adds up the sizes.
 """
 
 from __future__ import annotations
@@ -15,7 +15,8 @@ import fcntl
 import os
 import struct
 import weakref
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import NamedTuple
@@ -29,10 +30,24 @@ _SIZES = struct.Struct("=qq")  # the size of a copy, and how much of it already 
 
 
 class Shortage(NamedTuple):
-    """The bytes that all copies on this host would take, and the maximum."""
+    """The bytes that all copies on this host would take, and the maximum.
+
+    ``host``: set if ``total`` is only the size of one copy, because the processes of this host have no common folder.
+    """
 
     total: int
     most: int
+    host: str = ""
+
+
+def shortages(claims: Sequence[Shortage | None]) -> list[tuple[Shortage, int]]:
+    """Return the shortages of all hosts, each with a rank. ``claims``: what `StagingBudget.claim` returned by rank."""
+    found = [(claim, rank) for rank, claim in enumerate(claims) if claim is not None]
+    totals = Counter[str]()
+    for claim, _ in found:
+        totals[claim.host] += claim.total
+    summed = [(claim._replace(total=totals[claim.host]) if claim.host else claim, rank) for claim, rank in found]
+    return [(claim, rank) for claim, rank in summed if claim.total > claim.most]
 
 
 class StagingBudget:
@@ -49,18 +64,18 @@ class StagingBudget:
         self._fd = -1
         _budgets.add(self)
 
-    def claim(self, nbytes: int, held: int, ranks: int) -> Shortage | None:
-        """Claim ``nbytes`` for a copy that replaces one of ``held`` bytes. Return a Shortage if they do not fit.
+    def claim(self, nbytes: int, held: int, host: str = "") -> Shortage | None:
+        """Claim ``nbytes`` for a copy that replaces one of ``held`` bytes. Return None if they fit.
 
-        Call `settle` afterwards in both cases. If the processes of this host have no common folder, this assumes that
-        each of ``ranks`` processes on this host needs as much.
+        Otherwise, or if the processes of ``host`` have no common folder, return a Shortage for `shortages`. Call
+        `settle` afterwards in all cases.
         """
         try:
             with usable(self._folder):
                 self._write(nbytes, 0)
-                others = list(self._others())
+                others, host = list(self._others()), ""
         except Unusable:
-            others = [(nbytes, 0)] * (ranks - 1)
+            others = []
         total, free = nbytes + sum(size for size, _ in others), headroom()  # after the sizes, which may change
         if self._limit is not None:
             most = self._limit
@@ -68,7 +83,7 @@ class StagingBudget:
             return None
         else:
             most = int(_MOST * (free + held)) + sum(filled for _, filled in others)
-        return None if total <= most else Shortage(total, most)
+        return None if total <= most and not host else Shortage(total, most, host)
 
     def settle(self, nbytes: int) -> None:
         """Record that the copy takes ``nbytes`` from now on. If a cleanup of the host removed the file, replace it."""
@@ -83,7 +98,7 @@ class StagingBudget:
             self._fd = -1
 
     def _write(self, *sizes: int) -> None:
-        if self._fd < 0 or not os.fstat(self._fd).st_nlink:  # a cleanup of the host may have removed the file
+        while self._fd < 0 or not os.fstat(self._fd).st_nlink:  # a cleanup, or `_others` before the lock, removed it
             self.close()
             self._memory.make_folder()
             self._folder.mkdir(exist_ok=True)
@@ -99,14 +114,12 @@ class StagingBudget:
             if path == self._path:
                 continue
             with suppress(FileNotFoundError), path.open("rb") as file:
-                data = file.read()
-                if len(data) != _SIZES.size:  # its process is about to lock it
-                    continue
                 try:
                     fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
                 except BlockingIOError:
-                    size, filled = _SIZES.unpack(data)
-                    yield size, filled
+                    if len(data := file.read()) == _SIZES.size:  # otherwise its process is about to write it
+                        size, filled = _SIZES.unpack(data)
+                        yield size, filled
                 else:
                     path.unlink()
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import os
 import signal
 import threading
 from pathlib import Path
@@ -166,6 +167,22 @@ def test_all_ranks_save_in_the_foreground_if_the_copy_of_one_does_not_fit(
     assert others == [[], []]
     assert len(first) == (warning is not None)
     assert warning is None or warning in first[0]
+
+
+@pytest.mark.parametrize(("limit", "fits"), [(2 * COPY, True), (2 * COPY - 1, False)])
+def test_without_a_common_folder_only_the_copies_of_the_same_host_count(
+    limit: int, fits: bool, tmp_path: Path, ranks: Pool
+) -> None:
+    ranks.run(3, save_without_folder, tmp_path, limit, fits=fits)
+
+
+def save_without_folder(rank: int, size: int, folder: Path, limit: int, *, fits: bool) -> None:
+    """Save on two hosts, each with its own folder for memory, in which no process can create files."""
+    memory = folder / f"memory-{rank % 2}"
+    (memory / f"casckpt-{os.geteuid()}").mkdir(mode=0o755, parents=True, exist_ok=True)
+    store = limited(memory, "../store", limit)[0]
+    store.save_async({f"w{rank}": cells(4, seed=rank)}, step=1).result(60)
+    assert staged(store) == (COPY if fits else 0)
 
 
 def reject_on_one(rank: int, size: int, folder: Path) -> Any:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import logging
+import signal
 import threading
 import weakref
 from collections import OrderedDict
@@ -22,6 +23,7 @@ from casckpt.repository import blob_cache
 from casckpt.store.store import Store
 from casckpt.tensors import staging
 from tests.support.faulty import Call, FaultyStore, call_first, fail_before
+from tests.support.ranks import outcome_of
 from tests.support.repositories import memory
 from tests.support.saves import cells, same_state, small, steps
 from tests.support.tensors import LAYOUTS, NAMES
@@ -342,6 +344,25 @@ def test_a_state_whose_copy_does_not_fit_is_saved_before_the_call_returns(
     [warning] = [record.message for record in caplog.records if record.levelno == logging.WARNING]
     assert f"staging_bytes={weight.nbytes} or more" in warning
     assert len([record for record in caplog.records if "ran in the foreground for" in record.message]) == 2
+
+
+def test_a_signal_handler_cannot_save_in_the_middle_of_a_foreground_save(shared_memory: Path) -> None:
+    storage, errors = FaultyStore(memory()), list[Any]()
+    store = limited(0, storage)
+
+    def handle(*_: object) -> None:
+        errors.append(outcome_of(lambda: store.save_async({"w": cells(1)}, step=2)))
+        errors.append(outcome_of(lambda: store.warm_up({"w": cells(1)})))
+
+    before = signal.signal(signal.SIGUSR1, handle)
+    try:
+        storage.inject(call_first("put", lambda _: signal.raise_signal(signal.SIGUSR1), key="*.manifest"))
+        assert store.save_async({"w": cells(1)}, step=1).done()
+    finally:
+        signal.signal(signal.SIGUSR1, before)
+    assert [type(error) for error in errors] == [Conflict] * 2
+    assert store.save_async({"w": cells(1)}, step=3).result(SECONDS).step == 3
+    assert steps(store) == [("default", 1), ("default", 3)]
 
 
 def test_tensors_that_share_memory_need_room_for_one_copy(shared_memory: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import os
 import subprocess
 import sys
@@ -13,7 +14,7 @@ import pytest
 
 from casckpt.repository.blob_cache import BlobCache
 from casckpt.saving import staging_budget as module
-from casckpt.saving.staging_budget import FOLDER, Shortage, StagingBudget
+from casckpt.saving.staging_budget import FOLDER, Shortage, StagingBudget, shortages
 from tests.support.forks import forked
 
 Make: TypeAlias = Callable[..., StagingBudget]
@@ -37,7 +38,7 @@ def free(monkeypatch: pytest.MonkeyPatch) -> Callable[[int | None], None]:
 
 def copied(budget: StagingBudget, nbytes: int, held: int = 0) -> Shortage | None:
     """Claim memory. If the copy fits, make it, and otherwise save without it."""
-    shortage = budget.claim(nbytes, held, 1)
+    shortage = budget.claim(nbytes, held)
     budget.settle(nbytes if shortage is None else 0)
     return shortage
 
@@ -63,19 +64,19 @@ def test_of_two_processes_that_claim_at_the_same_time_one_sees_the_claim_of_the_
 
     def meanwhile() -> Iterator[tuple[int, int]]:
         found = list(others())
-        inside.append(two.claim(60, 0, 1))
+        inside.append(two.claim(60, 0))
         return iter(found)
 
     monkeypatch.setattr(one, "_others", meanwhile)
-    assert (one.claim(60, 0, 1), inside) == (None, [Shortage(120, 100)])
+    assert (one.claim(60, 0), inside) == (None, [Shortage(120, 100)])
 
 
 def test_by_default_copies_leave_a_fifth_of_the_free_memory(make: Make, free: Callable[[int | None], None]) -> None:
     one, two = make(None), make(None)
     free(100)
-    assert one.claim(81, 0, 1) == Shortage(81, 80)
-    assert one.claim(50, 0, 1) is None
-    assert two.claim(31, 0, 1) == Shortage(81, 80)  # the other copy does not take memory yet
+    assert one.claim(81, 0) == Shortage(81, 80)
+    assert one.claim(50, 0) is None
+    assert two.claim(31, 0) == Shortage(81, 80)  # the other copy does not take memory yet
     one.settle(50)
     free(50)
     assert copied(two, 41) == Shortage(91, 90)
@@ -91,7 +92,7 @@ def test_a_killed_process_does_not_keep_its_claim(make: Make, root: Path) -> Non
         "import sys; from pathlib import Path; from casckpt.repository.blob_cache import BlobCache;"
         "from casckpt.saving.staging_budget import StagingBudget;"
         "budget = StagingBudget(BlobCache(Path(sys.argv[1]), in_memory=True), 100);"
-        "print(budget.claim(60, 0, 1), flush=True); input()"
+        "print(budget.claim(60, 0), flush=True); input()"
     )
     command = [sys.executable, "-c", code, str(root)]
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:
@@ -127,12 +128,35 @@ def test_a_forked_child_cannot_release_the_claim(make: Make) -> None:
     assert copied(make(), 60) == Shortage(120, 100)
 
 
-def test_a_claim_that_is_not_written_yet_counts_nothing_and_remains(make: Make, root: Path) -> None:
+def test_the_empty_file_of_a_process_that_was_killed_early_is_removed(make: Make, root: Path) -> None:
     budget = make()
     assert copied(budget, 1) is None
     (root / FOLDER / "new").touch()
     assert copied(budget, 100, held=1) is None
-    assert (root / FOLDER / "new").exists()
+    assert len(list((root / FOLDER).iterdir())) == 1
+
+
+def test_a_claim_that_is_not_written_yet_counts_nothing_and_remains(
+    make: Make, root: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Another process claims memory before this one locks its file, and again after this one locks its next file."""
+    one, two = make(), make()
+    assert copied(two, 30) is None
+    flock, moments = fcntl.flock, ["before", "after"]
+
+    def meanwhile(fd: int, kind: int) -> None:
+        moment = moments.pop(0) if kind == fcntl.LOCK_EX and moments else ""
+        if moment == "before":
+            assert copied(two, 31) is None
+        flock(fd, kind)
+        if moment == "after":
+            assert copied(two, 32) is None
+
+    monkeypatch.setattr(fcntl, "flock", meanwhile)
+    assert copied(one, 69) == Shortage(101, 100)
+    assert copied(one, 68) is None
+    assert moments == []
+    assert len(list((root / FOLDER).iterdir())) == 2
 
 
 def test_a_removed_file_is_written_again(make: Make, root: Path) -> None:
@@ -168,8 +192,14 @@ def unusable(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[BlobCac
     assert request.param != "mode" or not os.listdir(root)
 
 
-def test_without_a_common_folder_each_rank_of_the_host_gets_an_equal_part(unusable: BlobCache) -> None:
+def test_without_a_common_folder_rank_0_adds_up_the_copies_of_each_host(unusable: BlobCache) -> None:
     budget = StagingBudget(unusable, 100)
-    assert budget.claim(25, 0, 4) is None
-    assert budget.claim(26, 0, 4) == Shortage(104, 100)
+    assert budget.claim(100, 0) is None
+    assert budget.claim(101, 0) == Shortage(101, 100)
+    here, there = [budget.claim(nbytes, 0, host) for nbytes, host in ((60, "here"), (90, "there"))]
+    assert shortages([here, None, there, budget.claim(40, 0, "here")]) == []
+    assert shortages([here, None, there, budget.claim(41, 0, "here")]) == [
+        (Shortage(101, 100, "here"), 0),
+        (Shortage(101, 100, "here"), 3),
+    ]
     budget.settle(0)
