@@ -27,6 +27,7 @@ _STATISTICS = frozenset({"running_mean", "running_var", "num_batches_tracked"})
 """The names of buffers in torch's norm modules."""
 _EXTRA_STATE = "_extra_state"
 _STRIDED = torch.strided
+_MOST_BYTES = 1 << 48  # no host has more memory, so the elements of a larger tensor share memory
 
 
 class Piece(LightStruct, frozen=True):
@@ -67,6 +68,7 @@ def local_tensor(key: str, leaf: Any) -> LocalTensor:
     if not is_plain and (local := _sharded(key, leaf)) is not None:
         return local
     is_usual = is_plain and leaf.layout is _STRIDED and not leaf.is_nested and not leaf.is_quantized
+    is_usual = is_usual and leaf.is_contiguous() and leaf.untyped_storage().nbytes() >= leaf.nbytes
     if not is_usual or leaf.storage_offset() or not leaf.data_ptr() or hasattr(leaf, "ds_id"):
         check_storable(key, leaf)  # slow, and not necessary for most tensors
     is_parameter = type(leaf) is not torch.Tensor and isinstance(leaf, torch.nn.Parameter)
@@ -197,9 +199,20 @@ def _problem(data: Any) -> str | None:
         )
         return f"a quantized tensor cannot be stored directly; store int_repr() with {scales}"
     dtype_name(data.dtype)
-    is_fine = not data.numel() or has_memory(data)
-    advice = "store the tensors that it wraps, or pass a flatten for its class to casckpt.register_wrapper"
-    return None if is_fine else f"a {type(data).__name__} has no memory of its own; {advice}"
+    return _memory_problem(data) if data.numel() else None
+
+
+def _memory_problem(data: torch.Tensor) -> str | None:
+    if not has_memory(data):
+        advice = "store the tensors that it wraps, or pass a flatten for its class to casckpt.register_wrapper"
+        return f"a {type(data).__name__} has no memory of its own; {advice}"
+    if data.numel() * data.element_size() > _MOST_BYTES:
+        return f"an expanded tensor of shape {list(data.shape)} is too large to be stored; store it before expand"
+    last = data.storage_offset() + sum((n - 1) * stride for n, stride in zip(data.shape, data.stride(), strict=True))
+    held, need = data.untyped_storage().nbytes(), (last + 1) * data.element_size()
+    if held < need:
+        return f"its storage was resized to {held} bytes, but its elements need {need}; resize the storage back first"
+    return None
 
 
 def check_in_place(key: str, leaf: Any) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import NoReturn
 
 import pytest
@@ -125,6 +126,24 @@ def test_an_expanded_tensor_can_be_saved_but_not_loaded_into() -> None:
         check_destination("w", tensor)
     check_destination("w", torch.zeros(1, 3).expand(1, 3))
     check_destination("w", torch.zeros(3, 2).t())
+
+
+def test_an_expanded_tensor_that_no_host_could_hold_is_rejected() -> None:
+    local_tensor("w", torch.zeros(1).expand(1 << 46))
+    with pytest.raises(InvalidInput, match="'w': an expanded tensor"):
+        local_tensor("w", torch.zeros(1).expand(1 << 61))
+
+
+@pytest.mark.parametrize("part", [lambda whole: whole, lambda whole: whole[6:], lambda whole: whole.view(2, 4)[:, ::3]])
+def test_a_tensor_whose_storage_is_too_small_is_rejected(part: Callable[[torch.Tensor], torch.Tensor]) -> None:
+    whole = torch.zeros(8)
+    tensor = part(whole)
+    whole.untyped_storage().resize_(31)
+    for call in (local_tensor, check_destination):
+        with pytest.raises(InvalidInput, match="'w': its storage was resized to 31 bytes, but its elements need 32"):
+            call("w", tensor)
+    whole.untyped_storage().resize_(32)
+    local_tensor("w", tensor)
 
 
 def test_a_tensor_that_overlaps_itself_cannot_be_loaded_into() -> None:
