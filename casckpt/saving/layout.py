@@ -196,7 +196,8 @@ def _limited(source: LocalEntry, limits: Sequence[tuple[int, int]]) -> LocalEntr
 def assigned(prepared: Prepared, ranges: WriteRanges, rank: int) -> Prepared:
     """Return the part of the entries that a rank must write according to its ``ranges``."""
     rows = iter(zip(ranges.lo.tolist(), ranges.hi.tolist(), strict=True))
-    tensors = [_limited(s, [next(rows) for _ in s.pieces]) for s in prepared.sources if s.kind == TENSOR]
+    limits = [(s, [next(rows) for _ in s.pieces]) for s in prepared.sources if s.kind == TENSOR]
+    tensors = [_limited(s, mine) for s, mine in limits if any(lo < hi for lo, hi in mine)]
     objects = [entry for entry in prepared.objects if (row := next(rows))[0] < row[1]]
     owned = {(entry.key, entry.rank) for entry in objects}
     buffers = [s for s in prepared.sources if s.kind == PART and (s.key, s.rank) in owned]

@@ -10,6 +10,8 @@ import torch
 import casckpt
 from casckpt.errors import InvalidInput
 from casckpt.frontends.trainer import Checkpointer
+from casckpt.saving.layout import assigned, layout_of, plan_writes
+from casckpt.saving.prepare import prepare
 from tests.saving.test_replicas import Experts
 from tests.support.ranks import outcome_of
 from tests.support.saves import small_folder
@@ -87,3 +89,16 @@ def test_an_owned_tensor_is_saved_from_its_owner(ranks: Pool, path: Path, size: 
     alone = {"ema": {"w": torch.zeros(4 + size)}}
     casckpt.open(path).load(alone, "a@1")
     assert alone["ema"]["w"].tolist() == [size - 1] * (4 + size)
+
+
+# what a rank writes
+
+
+def test_a_rank_describes_only_the_tensors_of_which_it_writes_a_part() -> None:
+    state = {f"w{n}": torch.nn.Parameter(torch.rand(1024)) for n in range(6)} | {"none": torch.zeros(0), "n": 1}
+    prepared = [prepare(state, None, rank=rank, size=2, allow_pickle=False) for rank in range(2)]
+    plan = plan_writes([layout_of(each, 4096) for each in prepared])
+    own = [assigned(each, plan.ranges[rank], rank) for rank, each in enumerate(prepared)]
+    assert sorted(source.key for each in own for source in each.sources) == [f"w{n}" for n in range(6)]
+    assert all(list(source.parts()) for each in own for source in each.sources)
+    assert all(len(each.sources) == 3 for each in own)
