@@ -73,7 +73,8 @@ class StagingBudget:
         try:
             with usable(self._folder):
                 self._write(nbytes, 0)
-                others, host = list(self._others()), ""
+                others = list(self._others())
+                host = ""
         except Unusable:
             others = []
         total, free = nbytes + sum(size for size, _ in others), headroom()  # after the sizes, which may change

@@ -199,18 +199,17 @@ def _problem(data: Any) -> str | None:
         )
         return f"a quantized tensor cannot be stored directly; store int_repr() with {scales}"
     dtype_name(data.dtype)
-    return _memory_problem(data) if data.numel() else None
+    is_fine = not data.numel() or has_memory(data)
+    advice = "store the tensors that it wraps, or pass a flatten for its class to casckpt.register_wrapper"
+    return _size_problem(data) if is_fine else f"a {type(data).__name__} has no memory of its own; {advice}"
 
 
-def _memory_problem(data: torch.Tensor) -> str | None:
-    if not has_memory(data):
-        advice = "store the tensors that it wraps, or pass a flatten for its class to casckpt.register_wrapper"
-        return f"a {type(data).__name__} has no memory of its own; {advice}"
+def _size_problem(data: torch.Tensor) -> str | None:
     if data.numel() * data.element_size() > _MOST_BYTES:
         return f"an expanded tensor of shape {list(data.shape)} is too large to be stored; store it before expand"
     last = data.storage_offset() + sum((n - 1) * stride for n, stride in zip(data.shape, data.stride(), strict=True))
     held, need = data.untyped_storage().nbytes(), (last + 1) * data.element_size()
-    if held < need:
+    if held < need and data.numel():
         return f"its storage was resized to {held} bytes, but its elements need {need}; resize the storage back first"
     return None
 
