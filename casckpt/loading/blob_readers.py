@@ -81,6 +81,11 @@ class BlobReader:
             return None
         return repo.blob_cache.open(self.ref) if here else None
 
+    @property
+    def is_cached(self) -> bool:
+        """Whether the open reader reads from this host's cache."""
+        return self._cached
+
     def distrust(self, reader: Reader | None, *, failed: bool = False) -> bool:
         """Return whether there is another reader to try after ``reader`` returned wrong bytes.
 

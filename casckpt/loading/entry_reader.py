@@ -29,8 +29,9 @@ from casckpt.format.extents import ExtentTable
 from casckpt.format.light import LightStruct
 from casckpt.format.manifest import Manifest
 from casckpt.format.records import changed
-from casckpt.format.regions import normalise
+from casckpt.format.regions import Region, normalise
 from casckpt.format.sections.blobs import BlobRef
+from casckpt.format.sections.index import Entry
 from casckpt.loading.blob_readers import BlobReaders, Lost, damaged_error
 from casckpt.loading.frames import Lot
 from casckpt.loading.planned_reads import (
@@ -38,13 +39,14 @@ from casckpt.loading.planned_reads import (
     FilledRange,
     Item,
     PlannedRead,
+    Range,
     Reads,
     SmallReads,
     new_item,
     part,
     place,
-    place_of,
     plan_lots,
+    ranges_of,
 )
 from casckpt.loading.transfer import Task, Transfer
 from casckpt.plan.reads import Batch, plan_units
@@ -100,7 +102,7 @@ class EntryReader:
     shared: bool = False
     decoded: dict[Link, bytes] | None = None
     reads: HostReads | None = None
-    _planned: tuple[Sequence[RegionRequest], Reads] | None = None
+    _planned: tuple[Sequence[int], Set[FilledRange], Reads] | None = None  # of requests by their ids
 
     def __post_init__(self) -> None:
         body = self.manifest.body
@@ -159,7 +161,8 @@ class EntryReader:
         if not is_first:
             self.manifest.ready({want.entry for want in wants}, ())
         planned, self._planned = self._planned, None
-        reads = planned[1] if planned is not None and planned[0] is wants and not done else self._reads(wants, done)
+        is_planned = planned is not None and planned[:2] == ([id(want) for want in wants], done)
+        reads = planned[2] if planned is not None and is_planned else self._reads(wants, done)
         written = [tensor for want in wants for tensor in want.sink.written]
         note_writes(written)
         if is_first:
@@ -189,7 +192,7 @@ class EntryReader:
     def _in_order(self, tasks: Sequence[Task], slots: BlobReaders) -> tuple[Sequence[Sequence[Task]], int]:
         """Return lists of tasks, each of which a single thread runs in order, and the number of threads."""
         traits, each = self.repo.storage.traits, [[task] for task in tasks]
-        if traits.remote:
+        if traits.remote or self.reads is not None:
             passed = {} if self.reads is None else self.reads.passed
             if passed and tasks and tasks[0].lot is tasks[-1].lot:  # begin with what this rank does not wait for
                 each.sort(key=lambda lot: lot[0].batch.blob in passed)
@@ -228,15 +231,21 @@ class EntryReader:
         """The number of threads that may compute at the same time."""
         return min(self.threads, usable_cores(self.ranks_here))
 
-    def plan(self, wants: Sequence[RegionRequest]) -> Reads:
+    def plan(self, wants: Sequence[RegionRequest], done: Set[FilledRange] = frozenset()) -> Reads:
         """Plan the reads of `fill`, which then does not plan them again."""
-        reads = self._reads(wants)
-        self._planned = wants, reads
+        reads = self._reads(wants, done)
+        self._planned = [id(want) for want in wants], done, reads
         return reads
 
     def blobs(self, wants: Sequence[RegionRequest]) -> list[BlobRef]:
         """Return the blobs that `fill` would read."""
         return [self.manifest.blob(number) for number in sorted({batch.blob for batch in self._reads(wants).every})]
+
+    def ranges(self, parts: Iterable[tuple[Entry, Region]]) -> list[Range]:
+        """Return the ranges of blobs that parts of entries consist of."""
+        tables = ((self.manifest.extents(entry), region) for entry, region in parts)
+        units = (unit for table, region in tables for unit in plan_units(table, region, verify=self.verify))
+        return sorted({where for unit in units for where in ranges_of(unit)})
 
     @collector_paused()
     def _reads(self, wants: Sequence[RegionRequest], done: Set[FilledRange] = frozenset()) -> Reads:
@@ -276,7 +285,7 @@ class EntryReader:
             for unit in plan_units(table, region, verify=self.verify, long=long and sink.address != 0):
                 if done and part(sink, unit) in done:
                     continue
-                taker, name = Consumer(sink, unit, place(sink, region, unit)), place_of(unit)
+                taker, name = Consumer(sink, unit, place(sink, region, unit)), ranges_of(unit)
                 if name not in items:
                     items[name] = new_item(unit, entry.key)
                 items[name].takers.append(taker)

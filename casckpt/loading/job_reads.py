@@ -17,11 +17,11 @@ from __future__ import annotations
 import logging
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import closing, contextmanager, nullcontext
+from contextlib import AbstractContextManager, closing, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
 from threading import Event, Thread
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -32,12 +32,10 @@ from casckpt.errors import CasckptError
 from casckpt.format.columns import Ints
 from casckpt.format.manifest import Manifest
 from casckpt.loading.blob_readers import BlobReader
-from casckpt.plan.reads import Batch
 from casckpt.ranks.ranks import GroupRanks
 from casckpt.repository.host_reads import PATIENCE, HostReads
 from casckpt.repository.repository import Repository
 from casckpt.storage.base import BLOCK, ShortObject
-from casckpt.storage.local.reader import LocalReader
 
 HOSTS = 64  # the most hosts that pass blobs to each other; more hosts form several groups
 _EIGHTHS = 8
@@ -64,13 +62,15 @@ class Needs:
     held: bytes
 
     @classmethod
-    def of(cls, repo: Repository, manifest: Manifest, batches: Sequence[Batch[Any]], reads: HostReads) -> Needs | None:
-        """Return what a rank needs that makes the reads ``batches``, or None if it reads alone."""
-        room = reads.room(sum(batch.nbytes for batch in batches))
+    def of(
+        cls, repo: Repository, manifest: Manifest, ranges: Sequence[tuple[int, int, int]], reads: HostReads
+    ) -> Needs | None:
+        """Return what a rank needs that reads ``ranges`` (blob, offset, bytes), or None if it reads alone."""
+        room = 0 if repo.fills_cache else reads.room(sum(nbytes for _, _, nbytes in ranges))
         if not room:
             return None
         sizes = np.array(manifest.blob_sizes, np.int64)
-        rows = np.array([(batch.blob, batch.offset, batch.nbytes) for batch in batches], np.int64).reshape(-1, 3)
+        rows = np.array(ranges, np.int64).reshape(-1, 3)
         blob, start, end = rows[:, 0], rows[:, 1], rows[:, 1] + rows[:, 2]
         parts = np.zeros((len(sizes), _EIGHTHS), bool)
         for part in range(_EIGHTHS):
@@ -265,7 +265,7 @@ class JobReads:
         except (CasckptError, ShortObject):  # the ranks that need these bytes raise it
             self._stop.set()
             return False
-        if isinstance(reader, LocalReader):  # all ranks of this host find the blob in its cache
+        if piece.slot.is_cached:  # all ranks of this host find it there
             reads.release(piece.blob, piece.start, data.nbytes)
         else:
             reads.put(piece.blob, piece.slot.ref.size, piece.start, data)
@@ -293,6 +293,13 @@ class JobReads:
     def _ranges(self, size: int) -> Iterator[tuple[int, int]]:
         piece = self.deal.piece
         return ((start, min(start + piece, size)) for start in range(0, size, piece))
+
+
+def passing(
+    job: JobReads | None, repo: Repository, manifest: Manifest, reads: HostReads | None
+) -> AbstractContextManager[None]:
+    """Return the context of `JobReads.passing`, or an empty context if this rank does not share its reads."""
+    return nullcontext() if job is None or reads is None else job.passing(repo, manifest, reads)
 
 
 def _release(reads: HostReads, blobs: Iterable[tuple[int, int]]) -> None:

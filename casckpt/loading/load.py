@@ -9,7 +9,8 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
-from typing import Any, NamedTuple
+from functools import wraps
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 
@@ -27,7 +28,7 @@ from casckpt.format.tree import Node, Path, Wrapper, children, join, leaves, uni
 from casckpt.history.commits import Commit
 from casckpt.loading.arguments import check_used, matches, usable_patterns
 from casckpt.loading.fit import Fit, log_once
-from casckpt.loading.job_reads import Deal, JobReads, Needs
+from casckpt.loading.job_reads import Deal, JobReads, Needs, deals
 from casckpt.loading.load_plan import LoadPlan
 from casckpt.loading.options import LoadOptions
 from casckpt.loading.template import Template
@@ -39,6 +40,8 @@ from casckpt.tensors.objects import TORCH_EXTENSIONS
 from casckpt.tensors.state import LeafValue, inflate
 
 _WAIT_SHARE = 0.6  # of the timeout: after `Ranks.pass_on` gives up, and before rank 0 gives up on a rank that waits
+Up = TypeVar("Up")
+Down = TypeVar("Down")
 _QUICK_BYTES = 256 << 20  # a smaller checkpoint loads in well under a second
 
 
@@ -140,21 +143,19 @@ def _load(repo: Repository, ranks: Ranks, state: Any, answer: _ResolveAnswer, op
 
     template, (asked, partly, deal) = exchange_keeping(ranks, plan, compare)
     warning = ranks.exchange(lambda: template.fit, check) if partly else None
-    job = JobReads(deal, ranks.beside(), ranks.alive) if deal is not None and isinstance(ranks, GroupRanks) else None
 
-    def run() -> tuple[list[bool], bool]:
+    def run(job: JobReads | None) -> list[bool]:
         template.run(repo, state, job)
-        return also_unread(asked, (*template.subtrees, *template.unread)), job is not None and job.has_failed
+        return also_unread(asked, (*template.subtrees, *template.unread))
 
-    def finish(done: Sequence[tuple[list[bool], bool]]) -> Sequence[tuple[tuple[str, ...], bool]]:
-        unread = on_all(asked, [left for left, _ in done])
+    def finish(done: Sequence[list[bool]]) -> tuple[str, ...]:
+        unread = on_all(asked, done)
         if options.unread == "warn":
             _warn(commit, template, options, unread, warning)
         subtrees = frozenset(template.subtrees)
-        has_failed = any(failed for _, failed in done)
-        return everyone((tuple(key for key in unread if key in subtrees), has_failed), ranks.size)
+        return tuple(key for key in unread if key in subtrees)
 
-    subtrees = _run_exchange(ranks, job, run, finish)
+    subtrees = _run_exchange(ranks, deal, run, finish)
     return Loaded(commit, template.missing, template.mismatched, template.unread, subtrees, template.frames)
 
 
@@ -169,19 +170,28 @@ def _warn(commit: Commit, template: Template, options: LoadOptions, unread: Sequ
 
 
 def _run_exchange(
-    ranks: Ranks,
-    job: JobReads | None,
-    run: Callable[[], tuple[list[bool], bool]],
-    finish: Callable[[list[tuple[list[bool], bool]]], Sequence[tuple[tuple[str, ...], bool]]],
-) -> tuple[str, ...]:
-    """Return what no rank read. After any failure, drop the group of ``job`` on all ranks."""
+    ranks: Ranks, deal: Deal | None, run: Callable[[JobReads | None], Up], finish: Callable[[Sequence[Up]], Down]
+) -> Down:
+    """Run the reads on every rank, and return the result of ``finish`` on rank 0.
+
+    After any failure of the connections between hosts, drop them on all ranks.
+    """
+    job = JobReads(deal, ranks.beside(), ranks.alive) if deal is not None and isinstance(ranks, GroupRanks) else None
     has_failed = True
+
+    def call() -> tuple[Up, bool]:
+        return run(job), job is not None and job.has_failed
+
+    @wraps(finish)  # ranks compare its name to check that they are at the same point
+    def decide(done: Sequence[tuple[Up, bool]]) -> Sequence[tuple[Down, bool]]:
+        return everyone((finish([up for up, _ in done]), any(failed for _, failed in done)), ranks.size)
+
     try:
-        unread, has_failed = ranks.exchange(run, finish)
+        answer, has_failed = ranks.exchange(call, decide)
     finally:
         if job is not None and has_failed:
             job.ranks.drop()
-    return unread
+    return answer
 
 
 def _resolved(
@@ -232,8 +242,47 @@ def read(
     """Load new tensors on ``device``, and the other leaves, in the saved structure. ``keys``: fnmatch patterns."""
     patterns = usable_patterns(keys)
     plan = manifests.use(repo, commit, lambda _, manifest: _plan_to_read(manifest, patterns, device, options))
-    tree, values = plan.contents.tree, plan.run(repo)
-    return inflate(tree, lambda key, leaf: values[key], lambda key: key in values or matches(key, patterns))
+    return _in_structure(plan, plan.run(repo), patterns)
+
+
+def read_together(
+    repo: Repository,
+    ranks: Ranks,
+    checkpoint: Checkpoint,
+    *,
+    keys: Callable[[], Sequence[str] | None],
+    device: Callable[[], torch.device],
+    options: LoadOptions,
+) -> Any:
+    """Read as `read` does, on every rank of ``ranks``, which share their reads. All ranks raise the errors of any rank.
+
+    ``keys``, ``device``: functions that return these arguments.
+    """
+    answer, options = _resolved(repo, ranks, checkpoint, options, lambda: checkpoint.commit)
+
+    def plan() -> tuple[tuple[LoadPlan, Sequence[str] | None], Needs | None]:
+        patterns, target = usable_patterns(keys()), device()
+        mine = manifests.use(
+            repo, answer.commit, lambda _, manifest: _plan_to_read(manifest, patterns, target, options)
+        )
+        return (mine, patterns), mine.needs(repo)
+
+    def deal_out(first: tuple[LoadPlan, Any], needs: Sequence[Needs | None]) -> Sequence[Deal | None]:
+        return deals(needs, first[0].contents.manifest.blob_sizes)
+
+    def run(job: JobReads | None) -> None:
+        values.update(planned.run(repo, job))
+
+    values = dict[str, Any]()
+    (planned, patterns), deal = exchange_keeping(ranks, plan, deal_out)
+    _run_exchange(ranks, deal, run, lambda _: None)
+    return _in_structure(planned, values, patterns)
+
+
+def _in_structure(plan: LoadPlan, values: Mapping[str, Any], patterns: Sequence[str] | None) -> Any:
+    return inflate(
+        plan.contents.tree, lambda key, leaf: values[key], lambda key: key in values or matches(key, patterns)
+    )
 
 
 def _plan_to_read(

@@ -8,12 +8,11 @@ from __future__ import annotations
 import re
 from collections import Counter, defaultdict
 from collections.abc import Callable, Mapping, MutableMapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
 from functools import partial
 from math import prod
 from types import NoneType
-from typing import Any, Final
+from typing import Any, Final, TypeAlias
 
 import torch
 
@@ -26,11 +25,11 @@ from casckpt.format.regions import whole
 from casckpt.format.sections.index import Entry, StoredObject
 from casckpt.format.tree import Node, Wrapper, find, join, kind_of, leaves
 from casckpt.loading.entry_reader import EntryReader, RegionRequest
-from casckpt.loading.job_reads import JobReads, Needs
+from casckpt.loading.job_reads import JobReads, Needs, passing
 from casckpt.loading.mapped import MappedTensors
 from casckpt.loading.options import LoadOptions
 from casckpt.loading.tied_tensors import Content, TiedTensors
-from casckpt.loading.update import update
+from casckpt.loading.update import Update, plan_update, update
 from casckpt.loading.wrapped import dequantizes, fill_dequantized
 from casckpt.plan.reads import covers
 from casckpt.repository.repository import Repository
@@ -41,6 +40,9 @@ from casckpt.tensors.memory import Destination, new_empty
 from casckpt.tensors.objects import decode_object, refuse_pickle
 from casckpt.tensors.shards import LocalTensor, check_apart, check_in_place, local_tensor
 from casckpt.tensors.state import LeafValue, inflate
+
+_Planned: TypeAlias = tuple[EntryReader, Sequence[RegionRequest], Sequence[RegionRequest]]
+"""A reader, the requests that are filled together, and those that are filled one after the other."""
 
 _ATOMS: Final = frozenset((NoneType, bool, int, float, str, bytes))
 
@@ -124,7 +126,8 @@ class LoadPlan:
         self._casts: dict[str, LocalTensor] = {}
         self._entries: dict[str, Entries] = {}
         self._tied = TiedTensors(contents.manifest)
-        self._planned: tuple[EntryReader, Sequence[RegionRequest], Sequence[RegionRequest]] | None = None
+        self._planned: _Planned | None = None
+        self._update: Update | None = None
         self._mapped = MappedTensors(contents) if options.mapped else None
         self.named: set[str] = set()
         self.frames: Frames = {}
@@ -302,32 +305,33 @@ class LoadPlan:
         """Raise Mismatch if any memory would be filled twice, with different values. Changes nothing."""
         self._tied.check(replace(self.reader(repo), reads=None, progress=Progress(None, self.options.alive)))
 
+    def _plan(self, repo: Repository) -> _Planned:
+        reader = self.reader(repo)
+        if self._mapped is not None:
+            self._wants += self._mapped.fill(reader)
+        planned, options = (reader, *self._tied.in_turns(self.wants())), self.options
+        if options.updates:
+            self._update = plan_update(reader, planned[1], options.held, options.rank, check=options.check)
+        self._planned = planned
+        return planned
+
     def needs(self, repo: Repository) -> Needs | None:
         """Plan the reads. Return the blobs that this rank can share with other hosts, or None if it reads alone."""
-        options = self.options
-        if options.ranks_here == options.ranks or options.updates or repo.fills_cache:
+        if self.options.ranks_here == self.options.ranks:
             return None
-        reader = self.reader(repo)
+        reader, together, _ = self._plan(repo)
         if reader.reads is None:
             return None
-        together, alone = self._tied.in_turns(self.wants())
-        self._planned = reader, together, alone
-        return Needs.of(repo, self.contents.manifest, reader.plan(together).every, reader.reads)
+        ranges = reader.plan(together).ranges if self._update is None else self._update.ranges()
+        return Needs.of(repo, self.contents.manifest, ranges, reader.reads)
 
     def run(self, repo: Repository, job: JobReads | None = None) -> dict[str, Any]:
         """Read everything. Return the new leaves, by template key. ``job``: the reads that hosts share."""
-        if self._planned is None or self._planned[0].repo is not repo:
-            reader = self.reader(repo)
-            if self._mapped is not None:
-                self._wants += self._mapped.fill(reader)
-            self._planned = reader, *self._tied.in_turns(self.wants())
-        options, (reader, together, alone) = self.options, self._planned
-        passing: AbstractContextManager[None] = nullcontext()
-        if job is not None and reader.reads is not None:
-            passing = job.passing(repo, self.contents.manifest, reader.reads)
-        with reader.sharing(), passing:
-            if options.updates:
-                self.frames = update(reader, together, options.held, options.rank, check=options.check)
+        planned = self._planned
+        reader, together, alone = self._plan(repo) if planned is None or planned[0].repo is not repo else planned
+        with reader.sharing(), passing(job, repo, self.contents.manifest, reader.reads):
+            if self._update is not None:
+                self.frames = update(self._update)
             else:
                 reader.fill(together)
             for want in alone:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, Self, TypeAlias
 
@@ -28,6 +28,8 @@ _FEW = 8  # if at most 1/8 of the bytes must be copied, reads are as large as if
 _SPARE_BYTES, _SPARE_SHARE = 4 << 20, 25
 
 
+Range: TypeAlias = tuple[int, int, int]
+"""The number of a blob, an offset in it, and a number of bytes."""
 FilledRange: TypeAlias = tuple[int, Box, int, int]
 """The elements [lo, hi) of a box that are in a destination, which is identified by its `id`."""
 
@@ -268,6 +270,11 @@ class Reads:
         """All reads."""
         return [batch for lot in self.lots for batches in lot for batch in batches]
 
+    @property
+    def ranges(self) -> list[Range]:
+        """The ranges of all reads."""
+        return [(batch.blob, batch.offset, batch.nbytes) for batch in self.every]
+
 
 def new_item(unit: Unit, key: str) -> PlannedRead:
     """Return the read of a unit, without consumers."""
@@ -277,9 +284,9 @@ def new_item(unit: Unit, key: str) -> PlannedRead:
     return PlannedRead(unit, key, [], root, frames[::-1])
 
 
-def place_of(unit: Unit) -> Hashable:
-    """Return a key that is the same for all units that consist of the same stored bytes."""
-    return unit[:3] if unit.frame is None else tuple(map(_range, unit.chain))
+def ranges_of(unit: Unit) -> tuple[Range, ...]:
+    """Return the ranges of the stored bytes that a unit consists of."""
+    return (unit[:3],) if unit.frame is None else tuple(map(_range, unit.chain))
 
 
 def plan_lots(
@@ -315,7 +322,7 @@ def _frames(items: Iterable[Item]) -> Iterator[tuple[int, int, int, Item]]:
     return ((*place, item) for place, item in frames.items())
 
 
-def _range(unit: Unit) -> tuple[int, int, int]:
+def _range(unit: Unit) -> Range:
     return unit[:3] if unit.frame is None else (unit.blob, unit.offset, unit.frame.nbytes)
 
 

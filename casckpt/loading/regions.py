@@ -17,7 +17,7 @@ from casckpt.format.manifest import Manifest
 from casckpt.format.regions import Box, Region, full_box
 from casckpt.format.sections.index import Entry
 from casckpt.loading.entry_reader import EntryReader, RegionRequest
-from casckpt.loading.update import change
+from casckpt.loading.update import plan_update
 from casckpt.repository.repository import Repository
 from casckpt.storage.buffers import AlignedBuffer
 from casckpt.tensors.dtypes import torch_dtype
@@ -146,7 +146,7 @@ class RegionReader:
                     f"{file.name} was truncated while it was being read; make sure that nothing else writes to it"
                 )
             before = bytes(window)
-            change(self._reader, wants, held, 0, check=True)
+            plan_update(self._reader, wants, held, 0, check=True).run()
             for at in range(0, len(window), _BLOCK):
                 if window[at : at + _BLOCK] != before[at : at + _BLOCK]:
                     file.seek(start + at)

@@ -12,6 +12,7 @@ from __future__ import annotations
 import logging
 from collections import Counter
 from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
+from contextlib import closing
 from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import chain, repeat
@@ -37,9 +38,10 @@ from casckpt.format.sections.blobs import BlobRef
 from casckpt.format.sections.index import Entry
 from casckpt.loading.blob_readers import BlobReaders
 from casckpt.loading.entry_reader import EntryReader, RegionRequest
-from casckpt.loading.planned_reads import Consumer, FilledRange, part, place
+from casckpt.loading.planned_reads import Consumer, FilledRange, Range, part, place
 from casckpt.plan.reads import Batch, affordable_gap, plan_batches, plan_units
 from casckpt.plan.routes import Link, Route, Span, common, find_extent_route, find_route, links, within
+from casckpt.repository.host_reads import HostReads
 from casckpt.storage.base import ShortObject
 from casckpt.tensors.gpu import wait_for_copies
 from casckpt.tensors.memory import Destination, note_writes
@@ -53,9 +55,6 @@ _UNKNOWN = (Damaged, MissingKey, NotFound, Refused)
 """The errors for a manifest that is gone, thinned or unreadable."""
 
 log = logging.getLogger(__name__)
-
-Range: TypeAlias = tuple[int, int, int]
-"""The number of a blob, an offset in it, and a number of bytes."""
 
 
 class Move(NamedTuple):
@@ -102,41 +101,29 @@ Lot: TypeAlias = "tuple[Sequence[Step], Sequence[Batch[None]]]"
 """Steps, and the reads of their frames."""
 
 
-def update(
-    reader: EntryReader, wants: Sequence[RegionRequest], held: Checkpoint | None, rank: int, *, check: bool
-) -> Frames:
-    """Fill destinations. Those that are not new hold the version ``held``. Raises the errors of a load.
-
-    Returns the frames of the cells that the destinations hold afterwards, and clears the frames of ``held``.
-    """
+def update(planned: Update) -> Frames:
+    """Perform an update. Raises the errors of a load, with advice for the destinations."""
     try:
-        return change(reader, wants, held, rank, check=check)
+        return planned.run()
     except CasckptError as error:
         more = "The updated tensors are now undefined; to repair them, load all of them, or update with check=True"
         raise type(error)(f"{error}. {more}", **error.__dict__) from error
 
 
-def change(
+def plan_update(
     reader: EntryReader, wants: Sequence[RegionRequest], held: Checkpoint | None, rank: int, *, check: bool
-) -> Frames:
-    """Perform an update. The errors do not mention the destinations."""
+) -> Update:
+    """Plan an update. The destinations that are not new hold the version ``held``."""
     keys = {reader.manifest.entries[want.entry].key for want in wants if not want.is_new}
     contents = None if held is None else _contents(held, rank, keys)
-    known = {} if held is None else held.frames
-    frames = change_from(reader, wants, contents, known, check=check)
-    known.clear()
-    return frames
+    return Update(reader, wants, contents, {} if held is None else held.frames, check)
 
 
 def change_from(
     reader: EntryReader, wants: Sequence[RegionRequest], held: Contents | None, known: Frames, *, check: bool
 ) -> Frames:
     """Perform an update from the version ``held``, whose frames are ``known``. Return the frames of the new version."""
-    decoded = dict[Link, bytes]()
-    work = _Update(replace(reader, decoded=decoded), held, known, check, decoded)
-    left = work.run(wants)
-    work.reader.fill(left, work.done)
-    return work.frames()
+    return Update(reader, wants, held, known, check).run()
 
 
 def _contents(held: Checkpoint, rank: int, keys: Iterable[str]) -> Contents | None:
@@ -155,45 +142,62 @@ def _contents(held: Checkpoint, rank: int, keys: Iterable[str]) -> Contents | No
 
 
 @dataclass
-class _Update:
-    """One update. ``known``: the frames of the held cells. ``decoded``: the frames that were decoded since then.
-
-    ``done``: the ranges that hold correct data.
-    """
+class Update:
+    """An update, which is planned when it is created. ``known``: the frames of the cells of the version ``held``."""
 
     reader: EntryReader
+    wants: Sequence[RegionRequest]
     held: Contents | None
     known: Frames
     check: bool
-    decoded: dict[Link, bytes]
-    done: set[FilledRange] = field(default_factory=set)
+    _decoded: dict[Link, bytes] = field(default_factory=dict)  # the frames that were decoded since then
+    _done: set[FilledRange] = field(default_factory=set)  # the ranges that hold correct data
+    _differ: list[RegionRequest] = field(default_factory=list)  # the requests for tensors that are not equal
     _steps: dict[Hashable, Step] = field(default_factory=dict)
     _links: dict[str, list[Iterator[Link]]] = field(default_factory=dict)  # the links of the wanted cells, by key
     _equal: set[str] = field(default_factory=set)  # the keys of equal tensors
     _cells: Counter[int] = field(default_factory=Counter)  # the number of cells in each sink, by its id
 
-    def run(self, wants: Sequence[RegionRequest]) -> list[RegionRequest]:
-        """Compute as many cells as the held version allows.
-
-        Return the requests that may not be completely ``done``.
-        """
-        left = list[RegionRequest]()
-        note_writes(tensor for want in wants for tensor in want.sink.written)
-        for want in wants:
+    def __post_init__(self) -> None:
+        self.reader = replace(self.reader, decoded=self._decoded)
+        for want in self.wants:
             entry = self.reader.manifest.entries[want.entry]
             table = self.reader.manifest.extents(entry) if want.table is None else want.table
             before = None if want.is_new else self._held_table(entry)
             if before is not None and not self.check and _are_equal(before, table):
                 self._equal.add(entry.key)
                 continue
-            left.append(want)
+            self._differ.append(want)
             region = normalise(want.sink.region, table.shape)
             self._compare(_Place(entry.key, want.sink, region, self.known.get(entry.key, {})), before, table)
+
+    def run(self) -> Frames:
+        """Fill the destinations. Return the frames of the cells that they hold afterwards, and clear those ``known``.
+
+        Raises the errors of a load.
+        """
+        tensors = [tensor for want in self.wants for tensor in want.sink.written]
+        note_writes(tensors)
         if self._steps:
             self._take(list(self._steps.values()))
-            wait_for_copies(tensor for want in wants for tensor in want.sink.written)
-        made = Counter(sink for sink, *_ in self.done)
-        return [want for want in left if made[id(want.sink)] < self._cells[id(want.sink)]]
+            wait_for_copies(tensors)
+        self.reader.fill(self._left(self._done), self._done)
+        frames = self._frames()
+        self.known.clear()
+        return frames
+
+    def ranges(self) -> list[Range]:
+        """Return the ranges of the wanted version's blobs that the update reads if it can compute all planned cells."""
+        steps = self._steps.values()
+        made = self._done.union(part(taker.sink, taker.unit) for step in steps for taker in step.takers)
+        reads = self.reader.plan(self._left(made), made)
+        frames = (where for step in steps for where in step.ranges if where[0] < self._behind)
+        return [*frames, *reads.ranges]
+
+    def _left(self, done: set[FilledRange]) -> list[RegionRequest]:
+        """Return the requests that are not completely ``done``."""
+        made = Counter(sink for sink, *_ in done)
+        return [want for want in self._differ if made[id(want.sink)] < self._cells[id(want.sink)]]
 
     def _held_table(self, entry: Entry) -> ExtentTable | None:
         """Return the extents of a tensor's held version, or None if it is unknown or has a different shape or dtype."""
@@ -207,12 +211,17 @@ class _Update:
         except _UNKNOWN:
             return None
 
-    def frames(self) -> Frames:
+    @property
+    def _behind(self) -> int:
+        """The number of the held version's first blob. They are numbered after those of the wanted version."""
+        return len(self.reader.manifest.blob_sizes)
+
+    def _frames(self) -> Frames:
         """Return the frames of the wanted cells that are in memory, by key."""
         frames = {key: self.known.get(key, {}) for key in self._equal}
         for key, wanted in self._links.items():
             known = self.known.get(key, {})
-            at_hand = ((link, known.get(link) or self.decoded.get(link)) for link in chain.from_iterable(wanted))
+            at_hand = ((link, known.get(link) or self._decoded.get(link)) for link in chain.from_iterable(wanted))
             frames[key] = {link: frame for link, frame in at_hand if frame}
         return frames
 
@@ -265,33 +274,31 @@ class _Update:
     def _plan(self, at: _Place, old: CellDigest, cell: StoredCell, moves: Sequence[Move]) -> None:
         """Plan the computation of a cell from ``old``, once for all destinations that hold ``old``."""
         if old == cell.digest and not self.check:
-            self.done.add(part(at.sink, cell))
+            self._done.add(part(at.sink, cell))
         elif at.sink.holds(cell.region):
             step = self._steps.setdefault((old, cell.digest), Step(cell, moves, []))
             step.takers.append(Consumer(at.sink, cell, place(at.sink, at.region, cell)))
 
     def _moves_of(self, extent: Extent, span: Span, kept: Mapping[Link, bytes], *, is_undone: bool) -> list[Move]:
         """Return the moves for an extent's frames, one for each cell of a span."""
-        first = len(self.reader.manifest.blob_sizes) if is_undone else 0
+        first = self._behind if is_undone else 0
         pairs = zip(span.links(extent), span.places(extent), strict=True)
         return [Move(link, (first + blob, at, size), is_undone, kept.get(link)) for link, (blob, at, size) in pairs]
 
     def _moves(self, route: Route, kept: Mapping[Link, bytes]) -> list[Move]:
-        """Return the moves of a route. The held version's blobs are numbered after those of the wanted version."""
-        behind = len(self.reader.manifest.blob_sizes)
+        """Return the moves of a route."""
 
         def move(cell: StoredCell, first: int, *, is_undone: bool) -> Move:
             link = next(links(cell))
             return Move(link, (first + cell.blob, cell.offset, cell.stored), is_undone, kept.get(link))
 
-        undone = [move(cell, behind, is_undone=True) for cell in route.undone]
+        undone = [move(cell, self._behind, is_undone=True) for cell in route.undone]
         return undone + [move(cell, 0, is_undone=False) for cell in route.decoded]
 
     def _blob(self, number: int) -> BlobRef:
-        behind = len(self.reader.manifest.blob_sizes)
-        if self.held is None or number < behind:
+        if self.held is None or number < self._behind:
             return self.reader.manifest.blob(number)
-        return self.held.manifest.blob(number - behind)
+        return self.held.manifest.blob(number - self._behind)
 
     def _take(self, steps: Sequence[Step]) -> None:
         """Perform all steps, in parallel."""
@@ -305,11 +312,15 @@ class _Update:
         planned = [(lot, self._batches(lot)) for lot in each]
         batches = [batch for _, batches in planned for batch in batches]
         reader.progress.expect(plain)
-        slots = BlobReaders(reader.repo, self._blob, batches, shared=False, stays=lambda: False)
-        try:
-            run_all(partial(self._run, slots), planned, threads)
-        finally:
-            slots.close()
+        if reader.reads is not None:
+            reader.reads.begin(self.ranges())
+        shared = [batch for batch in batches if batch.blob < self._behind]
+        own = [batch for batch in batches if batch.blob >= self._behind]  # other ranks may hold other versions
+        with closing(self._slots(shared, reader.reads)) as slots, closing(self._slots(own, None)) as held:
+            run_all(partial(self._run, slots, held), planned, threads)
+
+    def _slots(self, batches: Sequence[Batch[None]], reads: HostReads | None) -> BlobReaders:
+        return BlobReaders(self.reader.repo, self._blob, batches, shared=False, stays=lambda: False, reads=reads)
 
     def _batches(self, steps: Iterable[Step]) -> list[Batch[None]]:
         ranges = {where for step in steps for where in step.ranges}
@@ -317,14 +328,15 @@ class _Update:
         gap = affordable_gap(ranges, most=self.reader.repo.storage.traits.read_gap, spare=spare)
         return plan_batches(((*where, None) for where in ranges), gap=gap, most=_LOT_BYTES)
 
-    def _run(self, slots: BlobReaders, lot: Lot) -> None:
+    def _run(self, slots: BlobReaders, held: BlobReaders, lot: Lot) -> None:
         steps, batches = lot
-        frames = {where: data for batch in batches for where, data in _read(slots, batch)}
+        by_slots = ((slots if batch.blob < self._behind else held, batch) for batch in batches)
+        frames = {where: data for some, batch in by_slots for where, data in _read(some, batch)}
         with self.reader.turns:
             for step in steps:
                 if _is_made(step, frames):
-                    self.done.update(part(taker.sink, taker.unit) for taker in step.takers)
-                    self.decoded.update({
+                    self._done.update(part(taker.sink, taker.unit) for taker in step.takers)
+                    self._decoded.update({
                         move.link: bytes(frames[move.where])
                         for move in step.moves if move.kept is None and not move.is_undone
                     })  # fmt: skip

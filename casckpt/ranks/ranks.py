@@ -192,6 +192,23 @@ def this_rank() -> int:
     return dist.get_rank() if dist.is_available() and dist.is_initialized() else 0
 
 
+def connect_all(name: str) -> GroupRanks:
+    """Return all ranks, in a group for `GroupRanks.pass_on`. ``name``: equal on all ranks, and never reused.
+
+    All ranks must make the call. Raises RankFailed on all of them.
+    """
+    world: Any = torch.distributed.group.WORLD  # it exists, because there are several ranks
+    ranks = GroupRanks(world, name, 0)
+    ranks.connect(world)
+    return ranks
+
+
+def job_size() -> int:
+    """Return the number of all ranks without communication, or 1 if torch.distributed is not initialized."""
+    dist = torch.distributed
+    return dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
+
+
 class GroupRanks:
     """The ranks of a process group, connected by a separate gloo group.
 

@@ -107,7 +107,12 @@ class HostReads:
         self.passed, self._passing, self._alive = passed, ranks, alive
 
     def begin(self, ranges: Sequence[tuple[int, int, int]]) -> bool:
-        """Announce the ranges that this rank needs: (blob number, offset, bytes). Return whether to share reads."""
+        """Announce the ranges that this rank needs: (blob number, offset, bytes). Return whether to share reads.
+
+        Only the first call announces ranges.
+        """
+        if self._is_on:
+            return not self.cache.is_off
         if not _SET_LOCK:
             return False
         shares = self.room(sum(nbytes for _, _, nbytes in ranges)) > 0

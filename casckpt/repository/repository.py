@@ -12,7 +12,7 @@ from dataclasses import dataclass, field, replace
 from math import inf
 from pathlib import Path
 from socket import gethostname
-from typing import TYPE_CHECKING, Any, Literal, TypeAlias
+from typing import TYPE_CHECKING, Any, Literal, TypeAlias, get_args
 
 import platformdirs
 
@@ -38,8 +38,11 @@ Clock: TypeAlias = Callable[[], int]
 """Microseconds since the epoch, UTC."""
 Entropy: TypeAlias = Callable[[int], bytes]
 """A function that returns the given number of random bytes."""
-ShareReads: TypeAlias = Literal["auto", "off"]
-"""Whether bytes that several ranks of a host or several hosts need are read only once. "auto": if it is remote."""
+ShareReads: TypeAlias = Literal["auto", "on", "off"]
+"""Whether bytes that several ranks of a host or several hosts need are read only once.
+
+"auto": if the store is remote. "on": also if it is a folder, which may be on a network file system.
+"""
 
 _STORE_ID = re.compile(r"[0-9A-Za-z-]{1,64}")  # because a cache folder is named after it
 
@@ -313,7 +316,7 @@ class Repository:
     @property
     def shares(self) -> bool:
         """Whether this process shares the reads of its loads with other ranks."""
-        return self.share_reads != "off" and self.storage.traits.remote
+        return self.share_reads == "on" or (self.share_reads == "auto" and self.storage.traits.remote)
 
     def host_reads(
         self, manifest: str, load_id: str, rank: int, sharing: int, patience: float = inf
@@ -430,8 +433,8 @@ def open_repository(
 
     Raises `InvalidInput` or `Unsupported` for an invalid URL or key, and `NotFound` for a missing key file.
     """
-    if share_reads not in ("auto", "off"):
-        raise InvalidInput(f'share_reads={share_reads!r:.40} is not valid: pass "auto" or "off"')
+    if share_reads not in get_args(ShareReads):
+        raise InvalidInput(f'share_reads={share_reads!r:.40} is not valid: pass "auto", "on" or "off"')
     staging = parse_size(staging_bytes) if isinstance(staging_bytes, str) else staging_bytes
     if staging is not None and (type(staging) is not int or staging < 0):
         raise InvalidInput(f"staging_bytes={staging!r:.40} is not valid: pass a size, or 0 to save without copies")

@@ -41,7 +41,8 @@ def open(
     blob of which a load reads more than half, up to ``cache_bytes`` in total ("200GiB"; default: half of the free space
     on that disk; 0 disables the cache). See `Store.pre_download`. ``share_reads``: whether the ranks of a host that
     load the same bytes read them from the store once, and share them in the host's memory (/dev/shm), and whether hosts
-    pass on to each other what several of them need. "auto" does so if the store is remote. ``cache_saves``: whether
+    pass on to each other what several of them need. "auto" does so if the store is remote, and "on" also if it is a
+    folder, such as one on a network file system. ``cache_saves``: whether
     saves also put their blobs into the cache, so that a restart on the same host finds them there. Without
     ``cache_dir``, they are kept in the host's memory. ``staging_bytes``: the memory that the copies of background saves
     may take on this host, in all processes of this user ("64GiB"; default: 80 % of what is free when a copy is made).

@@ -273,7 +273,7 @@ def test_a_flat_state_is_accepted_if_it_is_complete(model: Two, messages: Messag
     assert identical(whole["state"], trained.state_dict()["state"])
 
 
-@follows("frontends/training_state/unshard.py:_model_of", "`casckpt show --tensors` lists its keys")
+@follows("frontends/training_state/unshard.py:_patterns", "`casckpt show --tensors` lists its keys")
 @follows("frontends/training_state/unshard.py:_unmatched", "`casckpt show --tensors` lists its keys")
 def test_keys_to_unshard_can_be_chosen_from_the_suggested_list(
     trained: Store, model: Two, messages: Messages, run: Run

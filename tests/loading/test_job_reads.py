@@ -14,7 +14,6 @@ import pytest
 from casckpt.format.manifest import Manifest
 from casckpt.loading import job_reads as module
 from casckpt.loading.job_reads import Deal, Needs, Pass, deals
-from casckpt.plan.reads import Batch
 from casckpt.repository.blob_cache import BlobCache
 from casckpt.repository.host_reads import HostReads
 from casckpt.store.store import Store
@@ -129,7 +128,7 @@ def store(tmp_path: Path) -> Store:
 def of(store: Store, ranges: Sequence[tuple[int, int, int]], tmp_path: Path, **options: Any) -> Needs | None:
     """Return what a rank needs that reads ``ranges``."""
     reads = HostReads(BlobCache(tmp_path / "memory", in_memory=True, **options), "load", "load-0", 1)
-    return Needs.of(store.repository, manifest(store), [Batch(*one, ()) for one in ranges], reads)
+    return Needs.of(store.repository, manifest(store), ranges, reads)
 
 
 def manifest(store: Store) -> Manifest:

@@ -16,27 +16,49 @@ from unittest.mock import patch
 
 import pytest
 import torch
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
+from torch.distributed.checkpoint.planner import ReadItem
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate, Shard
 
 from casckpt.base.parallel import in_parallel
-from casckpt.errors import RankFailed, StorageError
+from casckpt.errors import InvalidInput, RankFailed, StorageError
+from casckpt.frontends import megatron
+from casckpt.frontends.dcp import StorageReader
+from casckpt.frontends.training_state import save_model_and_optim_state, unshard_model_state, unshard_optim_state
 from casckpt.loading import job_reads
 from casckpt.loading.job_reads import JobReads
 from casckpt.ranks import ranks as ranks_module
-from casckpt.ranks.ranks import GroupRanks
+from casckpt.ranks.ranks import GroupRanks, open_ranks
 from casckpt.repository import host_reads as module
 from casckpt.repository.blob_cache import PARTS, Unusable
 from casckpt.repository.host_reads import HostReads
 from casckpt.store.store import Store
-from tests.store.test_share_reads import changed, equal, every, fill, opened, save, save_change, state
-from tests.support.bucket_reads import ReadRange, nbytes, union
+from tests.store.test_share_reads import (
+    blob_ranges,
+    check_update,
+    equal,
+    every,
+    fill,
+    opened,
+    save,
+    save_change,
+    state,
+    updated,
+)
+from tests.support import gpt
+from tests.support.bucket_reads import ReadBucket, ReadRange, bucket, nbytes, union
 from tests.support.cut import cut
+from tests.support.dcp import load as by_torch
 from tests.support.faulty import fail_before
+from tests.support.gpt import Topology, differences
+from tests.support.megatron_core import core, own_state, theirs
 from tests.support.ranks import outcome_of, tell, wait_for
-from tests.support.saves import cells
+from tests.support.saves import cells, small
 from tests.support.tally import tally
 from tests.support.together import impatient
+from tests.support.training import identical
 
 if TYPE_CHECKING:
     from tests.support.ranks import Pool
@@ -107,7 +129,7 @@ def load_sharded(rank: int, size: int, place: Place) -> list[ReadRange]:
     filled = {key: torch.zeros_like(value) for key, value in expected.items()}
     store.load(filled, "latest")
     assert equal(filled, expected)
-    return [one for one in store.repository.storage.ranges if one.key.endswith(".safetensors")]  # type: ignore[attr-defined]
+    return blob_ranges(store)
 
 
 def test_ranks_that_need_parts_of_a_blob_share_it_if_their_hosts_need_all_of_it(ranks: Pool, place: Place) -> None:
@@ -115,18 +137,21 @@ def test_ranks_that_need_parts_of_a_blob_share_it_if_their_hosts_need_all_of_it(
     assert nbytes(found) == union(found)
 
 
-def load_twice(rank: int, size: int, place: Place, layout: str, **options: Any) -> list[str]:
-    """Load twice, and return the purposes of the groups that were connected."""
+def connected(call: Callable[[], object]) -> list[str]:
+    """Return the purposes of the groups that are connected during a call."""
     connect, found = GroupRanks.connect, list[str]()
 
-    def connected(group: GroupRanks, *args: Any) -> None:
+    def noted(group: GroupRanks, *args: Any) -> None:
         found.append(group.purpose)
         connect(group, *args)
 
-    with patch.object(GroupRanks, "connect", connected):
-        load(rank, size, place, layout, **options)
-        load(rank, size, place, layout, **options)
+    with patch.object(GroupRanks, "connect", noted):
+        call()
     return found
+
+
+def load_twice(rank: int, size: int, place: Place, layout: str, **options: Any) -> list[str]:
+    return connected(lambda: [load(rank, size, place, layout, **options) for _ in range(2)])
 
 
 def test_the_ranks_form_a_second_group_only_if_hosts_pass_on_bytes(ranks: Pool, empty: Place, tmp_path: Path) -> None:
@@ -163,18 +188,158 @@ def test_a_host_that_has_a_blob_in_memory_passes_it_on(ranks: Pool, empty: Place
     assert ranks.run(2, save_and_load, empty) == [[], []]
 
 
-def update(rank: int, size: int, place: Place) -> None:
-    store = place.open(rank)
-    filled = {key: torch.zeros_like(value) for key, value in state("replicas", size).items()}
-    held = store.load(filled, "default@1")
-    store.update(filled, "default@2", held=held)
-    assert equal(filled, changed(size))
+def update(rank: int, size: int, place: Place) -> list[ReadRange]:
+    return updated(place.open(rank), size)
 
 
-def test_updates_on_several_hosts_read_from_the_store(ranks: Pool, place: Place) -> None:
+def test_updates_on_several_hosts_share_their_reads(ranks: Pool, place: Place) -> None:
     ranks.run(2, save_change, place.folder)
-    ranks.run(2, update, place)
+    check_update(every(ranks.run(4, update, place)))
     assert place.left == []
+
+
+def from_folder(rank: int, size: int, place: Place, **options: Any) -> list[ReadRange]:
+    with patch.object(ReadBucket, "traits", property(lambda bucket: replace(bucket.inner.traits, parallel=4))):
+        return load(rank, size, place, **options)
+
+
+def test_the_hosts_of_a_job_read_each_byte_of_a_folder_once_if_they_share_its_reads(ranks: Pool, place: Place) -> None:
+    found = every(ranks.run(4, from_folder, place, share_reads="on"))
+    assert nbytes(found) == union(found)
+    found = every(ranks.run(4, from_folder, place))
+    assert nbytes(found) == 4 * union(found)
+
+
+# front ends
+
+
+def by_dcp(rank: int, size: int, place: Place, layout: str = "replicas", **options: Any) -> list[ReadRange]:
+    reader = StorageReader(store := place.open(rank), "latest")
+    return fill(store, layout, size, lambda filled: by_torch(filled, reader, **options))
+
+
+@pytest.mark.parametrize(("size", "hosts"), [(2, 2), (4, 2), (3, 3)])
+def test_dcp_loads_of_all_ranks_read_each_byte_once(ranks: Pool, place: Place, size: int, hosts: int) -> None:
+    found = every(ranks.run(size, by_dcp, replace(place, hosts=hosts)))
+    assert nbytes(found) == union(found)
+    assert place.left == []
+
+
+def by_dcp_on_some(rank: int, size: int, place: Place) -> tuple[list[ReadRange], list[str]]:
+    """Load with DCP on all ranks but the last. Return what was read, and which groups were connected."""
+    group, found = torch.distributed.new_group(list(range(size - 1))), list[ReadRange]()
+    if rank == size - 1:
+        return [], []
+    groups = connected(lambda: found.extend(by_dcp(rank, size, place, process_group=group)))
+    return found, groups
+
+
+def test_a_dcp_load_of_some_ranks_shares_reads_within_each_host(ranks: Pool, place: Place) -> None:
+    found = ranks.run(5, by_dcp_on_some, place, timeout=SHORT)
+    assert [groups for _, groups in found] == [[]] * 5
+    ranges = every([ranges for ranges, _ in found])
+    assert nbytes(ranges) == 2 * union(ranges)
+    assert place.left == []
+
+
+def by_dcp_twice(rank: int, size: int, place: Place, layout: str) -> list[str]:
+    return connected(lambda: [by_dcp(rank, size, place, layout) for _ in range(2)])
+
+
+def test_ranks_connect_for_a_dcp_load_only_if_hosts_pass_on_bytes(ranks: Pool, empty: Place) -> None:
+    ranks.run(2, save, empty.folder, "rows")
+    assert ranks.run(2, by_dcp_twice, empty, "rows") == [[], []]
+    found = ranks.run(2, by_dcp_twice, empty, "replicas")
+    assert found[0] == found[1]
+    assert len(set(found[0])) == 2
+
+
+class Refusing(DefaultLoadPlanner):
+    """A planner that fails when the first tensor is read."""
+
+    def resolve_tensor(self, read_item: ReadItem) -> torch.Tensor:
+        raise InvalidInput("a test")
+
+
+def refused(rank: int, size: int, place: Place) -> Any:
+    """Load with DCP while the planner of rank 1 fails. Return the warnings, and the ranks that are named."""
+    planner = Refusing() if rank == 1 else None
+    filled = {key: torch.zeros_like(value) for key, value in state("replicas", size).items()}
+    with logged() as warnings, pytest.raises(CheckpointException) as error:
+        by_torch(filled, StorageReader(place.open(rank), "latest"), planner=planner)
+    return warnings, list(error.value.failures)
+
+
+def test_a_dcp_load_that_fails_on_one_rank_fails_on_all_ranks_without_a_wait(ranks: Pool, place: Place) -> None:
+    assert ranks.run(4, refused, place) == [([], [1])] * 4
+
+
+def unsharded(rank: int, size: int, place: Place, what: str, **options: Any) -> list[ReadRange]:
+    """Unshard a model or its optimizer. Return what was read."""
+    store, (model, optimizer) = place.open(rank, **options), trained()
+    if what == "model":
+        assert identical(unshard_model_state(store, "latest"), model.state_dict())
+    else:
+        assert identical(unshard_optim_state(store, "latest")["state"], optimizer.state_dict()["state"])
+    return blob_ranges(store)
+
+
+def trained() -> tuple[torch.nn.Module, torch.optim.Optimizer]:
+    torch.manual_seed(1)
+    model = torch.nn.Sequential(torch.nn.Linear(64, 256), torch.nn.Linear(256, 64))
+    optimizer = torch.optim.Adam(model.parameters())
+    model(torch.ones(1, 64)).sum().backward()
+    optimizer.step()
+    return model, optimizer
+
+
+def test_ranks_that_unshard_read_each_byte_once(ranks: Pool, empty: Place) -> None:
+    store = small(bucket(empty.folder)[1])
+    save_model_and_optim_state(store, *trained(), run="default", step=1)
+    for what in ("model", "optimizer"):
+        found = every(ranks.run(4, unsharded, empty, what))
+        assert nbytes(found) == union(found) > 0
+        assert empty.left == []
+        alone = every(ranks.run(4, unsharded, empty, what, share_reads="off"))
+        assert nbytes(alone) == 4 * union(alone)
+
+
+def exchanges(rank: int, size: int, place: Place, **options: Any) -> int:
+    before = open_ranks().exchanges
+    unshard_model_state(place.open(rank, **options), "latest")
+    return open_ranks().exchanges - before
+
+
+def test_unsharding_needs_no_more_messages_if_ranks_do_not_share_reads(ranks: Pool, empty: Place) -> None:
+    save_model_and_optim_state(small(bucket(empty.folder)[1]), trained()[0], run="default", step=1)
+    assert ranks.run(2, exchanges, empty, share_reads="off") == [2, 2]
+    assert ranks.run(2, exchanges, empty) == [4, 4]
+
+
+def by_megatron(rank: int, size: int, place: Place, topology: Topology) -> tuple[list[ReadRange], list[Any]]:
+    """Load with the real Megatron-core. Return what was read, and the values that differ."""
+    core()
+    store = place.open(rank)
+    template = theirs(gpt.emptied(own_state(rank, topology)))
+    found = core().load(template, f"{place.folder}/iter_1", sharded_strategy=megatron.CasLoadShardedStrategy(store))
+    return blob_ranges(store), differences(found, {**gpt.expected(own_state(rank, topology)), "content_metadata": None})
+
+
+def saved_by_megatron(rank: int, size: int, place: Place, topology: Topology) -> None:
+    core()
+    folder = Path(f"{place.folder}/iter_1")
+    folder.mkdir(parents=True, exist_ok=True)
+    strategy = megatron.CasSaveShardedStrategy(place.open(rank), run="gpt")
+    core().save(theirs(own_state(rank, topology)), str(folder), sharded_strategy=strategy)
+
+
+def test_megatron_loads_of_several_hosts_read_each_byte_once(ranks: Pool, empty: Place) -> None:
+    ranks.run(2, saved_by_megatron, empty, Topology(tp=2))
+    for topology in (Topology(dp=2), Topology(tp=2)):
+        found = ranks.run(2, by_megatron, empty, topology)
+        assert [differing for _, differing in found] == [[], []]
+        ranges = every([ranges for ranges, _ in found])
+        assert nbytes(ranges) == union(ranges) > 0
 
 
 # harm

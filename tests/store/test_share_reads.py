@@ -29,6 +29,7 @@ from casckpt.storage.remote.store import RemoteStore
 from casckpt.storage.remote.urls import RemoteLocation
 from casckpt.store.store import Store
 from tests.support.bucket_reads import ReadRange, bucket, nbytes, union
+from tests.support.coded import code
 from tests.support.cut import cut
 from tests.support.dcp import load as by_torch
 from tests.support.proxy import Proxy
@@ -74,7 +75,13 @@ def fill(store: Store, layout: str, size: int, load: Callable[[Any], object], **
     filled = {key: torch.zeros_like(value) for key, value in expected.items()}
     load(filled)
     assert equal(filled, expected)
-    return [one for one in store.repository.storage.ranges if one.key.endswith(".safetensors")]  # type: ignore[attr-defined]
+    return blob_ranges(store)
+
+
+def blob_ranges(store: Store, begin: int = 0) -> list[ReadRange]:
+    """Return the ranges of blobs that this rank read from the store, without the first ``begin`` reads."""
+    ranges: list[ReadRange] = store.repository.storage.ranges  # type: ignore[attr-defined]  # it is a ReadBucket
+    return [one for one in ranges[begin:] if one.key.endswith(".safetensors")]
 
 
 def load(rank: int, size: int, folder: Path, memory: Path, layout: str, *, verify: bool = True, **options: Any) -> Any:
@@ -173,29 +180,42 @@ def test_unverified_loads_and_dcp_also_share_their_reads(ranks: Pool, folder: Pa
 
 
 def update(rank: int, size: int, folder: Path, memory: Path) -> list[ReadRange]:
+    return updated(opened(folder, memory), size)
+
+
+def updated(store: Store, size: int) -> list[ReadRange]:
     """Load the first checkpoint and update it to the second. Return the ranges that the update read."""
-    store = opened(folder, memory)
     filled = {key: torch.zeros_like(value) for key, value in state("replicas", size).items()}
     held = store.load(filled, "default@1")
     begin = len(store.repository.storage.ranges)  # type: ignore[attr-defined]
     store.update(filled, "default@2", held=held)
     assert equal(filled, changed(size))
-    return [one for one in store.repository.storage.ranges[begin:] if one.key.endswith(".safetensors")]  # type: ignore[attr-defined]
+    return blob_ranges(store, begin)
 
 
 def changed(size: int) -> dict[str, Any]:
-    """Return the state of the second checkpoint."""
-    return {key: value + (key == "w1") for key, value in state("replicas", size).items()}
+    """Return the state of the second checkpoint: a tensor with other values, and one with a few other bits."""
+    found = {key: value + (key == "w1") for key, value in state("replicas", size).items()}
+    found["w2"].to_local().view(torch.int32)[::8].bitwise_xor_(1)
+    return found
 
 
 def save_change(rank: int, size: int, folder: Path) -> None:
-    bucket(folder)[0].save(changed(size), step=2)
+    """Save the second checkpoint. The tensor with a few other bits is stored as frames."""
+    store = bucket(folder)[0]
+    store.save(changed(size), step=2)
+    if rank == 0:
+        code(store, "default@2", "default@1", keys=lambda key: key == "w2")
+
+
+def check_update(ranges: list[ReadRange]) -> None:
+    """Check that the ranks together read the changed tensor and the frames once."""
+    assert 24 * CELL < nbytes(ranges) == union(ranges) < 36 * CELL
 
 
 def test_updates_by_several_ranks_share_their_reads(ranks: Pool, folder: Path, memory: Path) -> None:
     ranks.run(2, save_change, folder)
-    found = every(ranks.run(2, update, folder, memory))
-    assert nbytes(found) == union(found) == 24 * CELL
+    check_update(every(ranks.run(2, update, folder, memory)))
 
 
 def test_folders_and_single_processes_do_not_share_reads(
@@ -203,6 +223,7 @@ def test_folders_and_single_processes_do_not_share_reads(
 ) -> None:
     monkeypatch.setattr(module, "MEMORY", memory)
     assert casckpt.open(folder).repository.host_reads("", "", 0, 2) is None
+    assert isinstance(casckpt.open(folder, share_reads="on").repository.host_reads("", "", 0, 2), HostReads)
     assert isinstance(bucket(folder)[0].repository.host_reads("", "", 0, 2), HostReads)
     assert bucket(folder)[0].repository.host_reads("", "", 0, 0) is None
     assert bucket(folder, share_reads="off")[0].repository.host_reads("", "", 0, 2) is None

@@ -23,8 +23,9 @@ from casckpt.base.names import check_run
 from casckpt.base.parallel import usable_threads
 from casckpt.base.progress import Progress, Shown
 from casckpt.contents.checkpoint import Checkpoint, warn_if_forgotten
-from casckpt.errors import Conflict, Damaged, InvalidInput, Mismatch, NotFound
-from casckpt.format.regions import Box, Region
+from casckpt.errors import Conflict, Damaged, InvalidInput, Mismatch, NotFound, RankFailed
+from casckpt.format.regions import Box, Region, Shape
+from casckpt.format.sections.index import Entry
 from casckpt.frontends.dcp.contents import DcpContents
 from casckpt.frontends.dcp.ids import hook, is_usable, reference_of
 from casckpt.frontends.dcp.items import WINDOW_BYTES, check_planned
@@ -32,10 +33,11 @@ from casckpt.frontends.dcp.planners import PickleFreeLoadPlanner, ValueStream, h
 from casckpt.frontends.stores import AnyStore, as_store
 from casckpt.loading.entry_reader import EntryReader, RegionRequest
 from casckpt.loading.fit import Fit, check_fit, log_once, saved_shapes, shape_of
+from casckpt.loading.job_reads import Deal, JobReads, Needs, deals, passing
 from casckpt.loading.options import LoadOptions, Unread
 from casckpt.loading.tied_tensors import Content, TiedTensors
 from casckpt.plan.reads import covers
-from casckpt.ranks.ranks import this_rank
+from casckpt.ranks.ranks import connect_all, job_size, this_rank
 from casckpt.tensors.dtensors import is_dtensor
 from casckpt.tensors.dtypes import check_cast, torch_dtype
 from casckpt.tensors.memory import Destination
@@ -46,18 +48,32 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class _Seen:
-    """A message that load plans carry: the checkpoint that a rank found, its host, and whether it shares reads.
+    """A message that load plans carry: the checkpoint that a rank found, its host, and whether it ``shares`` reads.
 
-    The reply carries the number of all ranks, the number of ranks on the receiver's host, how many of these share
-    reads, and a name for the load. ``checkpoint``: empty for a checkpoint that a rank saved without the others.
+    ``checkpoint``: empty for a checkpoint that a rank saved without the others. ``head``: the digest of the manifest's
+    head. ``needs``: the blobs that the rank can share with other hosts.
     """
 
-    checkpoint: str
+    checkpoint: str = ""
     host: str = ""
+    shares: bool = False
+    rank: int = -1
+    head: str = ""
+    needs: Needs | None = None
+
+
+@dataclass(frozen=True)
+class _Reply:
+    """The reply to `_Seen`: how many ranks there are, how many on the receiver's host, and how many of these share reads.
+
+    ``load_id``: a name for the load. ``deal``: which blobs hosts pass to each other.
+    """
+
     ranks: int = 1
     ranks_here: int = 1
     sharing: int = 0
     load_id: str = ""
+    deal: Deal | None = None
 
 
 class StorageReader(Protocol):
@@ -172,10 +188,22 @@ class StorageReader(Protocol):
 
     @hook
     def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
-        """Add to the plan the checkpoint that this rank found."""
-        found = "" if self._alone else self._now.checkpoint.id
-        repo = self._store.repository
-        return replace(plan, storage_data=_Seen(found, repo.host, sharing=repo.shares))
+        """Add to the plan the checkpoint that this rank found, and the blobs that it needs."""
+        repo, manifest, needs = self._store.repository, self._now.contents.manifest, None
+        if self._alone:
+            return replace(plan, storage_data=_Seen(host=repo.host))
+        reader = self._reader(_Reply(sharing=int(job_size() > 1)))
+        if reader.reads is not None:
+            needs = Needs.of(repo, manifest, reader.ranges(self._parts(plan.items)), reader.reads)
+        seen = _Seen(self._now.checkpoint.id, repo.host, repo.shares, this_rank(), manifest.head.digest, needs)
+        return replace(plan, storage_data=seen)
+
+    def _parts(self, items: Sequence[ReadItem]) -> list[tuple[Entry, Region]]:
+        """Return the parts of entries that ``items`` read, and make these entries ready."""
+        tensors = [item for item in items if item.type != LoadItemType.BYTE_IO]
+        found = [(*self._now.tensor(item.storage_index), item) for item in tensors]
+        self._now.contents.manifest.ready([entry.number for entry, *_ in found], ())
+        return [(entry, _region(base, item)) for entry, base, item in found]
 
     @hook
     def prepare_global_plan(self, plans: list[LoadPlan]) -> list[LoadPlan]:
@@ -183,7 +211,7 @@ class StorageReader(Protocol):
 
         Raises Conflict.
         """
-        seen = [plan.storage_data if isinstance(plan.storage_data, _Seen) else _Seen("") for plan in plans]
+        seen = [plan.storage_data if isinstance(plan.storage_data, _Seen) else _Seen() for plan in plans]
         ids = {one.checkpoint for one in seen if one.host}
         if len(ids) > 1:
             raise Conflict(
@@ -192,34 +220,44 @@ class StorageReader(Protocol):
                 "or use RUN@STEP",
                 checkpoints=tuple(sorted(ids)),
             )
-        on_host, sharing = Counter(one.host for one in seen), Counter(one.host for one in seen if one.sharing)
-        shared = {host: count for host, count in sharing.items() if count > 1}
-        answers = (
-            _Seen("", h, len(plans), on_host[h], shared.get(h, 0), self._load_id) for h in (s.host for s in seen)
+        on_host, sharing = Counter(one.host for one in seen), Counter(one.host for one in seen if one.shares)
+        manifest = self._now.contents.manifest
+        alike = all(one.head == manifest.head.digest for one in seen)
+        # casckpt does not know DCP's process group, so hosts pass on blobs only if all ranks of the job take part
+        together = alike and [one.rank for one in seen] == list(range(job_size()))
+        dealt = deals([one.needs if together else None for one in seen], manifest.blob_sizes)
+        shared = {host: count for host, count in sharing.items() if together or count > 1}
+        replies = (
+            _Reply(len(plans), on_host[one.host], shared.get(one.host, 0), self._load_id, deal)
+            for one, deal in zip(seen, dealt, strict=True)
         )
-        return [replace(plan, storage_data=answer) for plan, answer in zip(plans, answers, strict=True)]
+        return [replace(plan, storage_data=reply) for plan, reply in zip(plans, replies, strict=True)]
 
     @hook
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
         """Fill the planner's tensors and values. The future is always done, so it cannot hide an error."""
-        seen = plan.storage_data if isinstance(plan.storage_data, _Seen) else _Seen("")
-        self._now.check_complete(plan, planner)
-        self._check_fit(planner)
-        self._read_values([item for item in plan.items if item.type == LoadItemType.BYTE_IO], planner)
-        repo, verify, progress = self._store.repository, self._options.verify, Progress(self._shown).of(None)
-        manifest = self._now.contents.manifest
-        reads = repo.host_reads(manifest.head.digest, seen.load_id, this_rank(), seen.sharing)
-        download = EntryReader(
-            repo, manifest, verify, self._threads, progress, seen.ranks, seen.ranks_here, reads=reads
-        )
-        tensors = [item.storage_index for item in plan.items if item.type != LoadItemType.BYTE_IO]
-        manifest.ready([self._now.tensor(index)[0].number for index in tensors], ())
-        with download.sharing():
+        reply = plan.storage_data if isinstance(plan.storage_data, _Reply) else _Reply()
+        job = None if reply.deal is None else _connected(reply.deal, reply.load_id)  # first: the other ranks wait
+        download, manifest = self._reader(reply), self._now.contents.manifest
+        with download.sharing(), passing(job, self._store.repository, manifest, download.reads):
+            self._now.check_complete(plan, planner)
+            self._check_fit(planner)
+            self._read_values([item for item in plan.items if item.type == LoadItemType.BYTE_IO], planner)
+            parts = self._parts(plan.items)
+            if download.reads is not None:
+                download.reads.begin(download.ranges(parts))
             for window in _windows(plan.items, planner):
                 self._read_tensors(download, window, planner)
         future: Future[None] = Future()
         future.set_result(None)
         return future
+
+    def _reader(self, reply: _Reply) -> EntryReader:
+        repo, manifest, progress = self._store.repository, self._now.contents.manifest, Progress(self._shown).of(None)
+        reads = repo.host_reads(manifest.head.digest, reply.load_id, this_rank(), reply.sharing)
+        return EntryReader(
+            repo, manifest, self._options.verify, self._threads, progress, reply.ranks, reply.ranks_here, reads=reads
+        )
 
     def _check_fit(self, planner: LoadPlanner) -> None:
         """Check that this rank's names match those in the checkpoint, before the load changes any tensor."""
@@ -285,8 +323,7 @@ class StorageReader(Protocol):
         if is_dtensor(held):
             start = zip(item.dest_index.offset or (), item.dest_offsets, strict=True)
             check_planned(key, held, Box(tuple(a + b for a, b in start), tuple(item.lengths)))
-        box = Box(tuple(a + b for a, b in zip(base, item.storage_offsets, strict=True)), tuple(item.lengths))
-        region = Region(box, 0, box.numel)
+        region = _region(base, item)
         table = self._now.contents.manifest.extents(entry)
         if not covers(table, region):
             raise Damaged(f"the checkpoint holds only a part of {key!r}; {region} is incomplete", key=key)
@@ -299,6 +336,21 @@ class StorageReader(Protocol):
     def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
         """Return whether an id is a reference, a step, or a path that names a run."""
         return is_usable(reference_of, checkpoint_id)
+
+
+def _region(base: Shape, item: ReadItem) -> Region:
+    """Return the region of an entry that an item reads. ``base``: the offset of the item's chunk in the entry."""
+    box = Box(tuple(a + b for a, b in zip(base, item.storage_offsets, strict=True)), tuple(item.lengths))
+    return Region(box, 0, box.numel)
+
+
+def _connected(deal: Deal, load_id: str) -> JobReads | None:
+    """Connect to the other ranks. Return None if that fails, which it does on all ranks."""
+    try:
+        return JobReads(deal, connect_all(f"dcp {load_id}"), lambda: None)
+    except RankFailed as error:
+        log.warning("each host reads all that it needs from the store, because ranks cannot connect (%s)", error)
+        return None
 
 
 def _windows(items: Sequence[ReadItem], planner: LoadPlanner) -> Iterator[list[ReadItem]]:

@@ -41,10 +41,13 @@ StoredGroups: TypeAlias = list[dict[str, Any]]
 
 
 class StoredTraining:
-    """A checkpoint: its keys, and the groups and state of its optimizers by parameter name."""
+    """A checkpoint: its keys, and the groups and state of its optimizers by parameter name.
 
-    def __init__(self, store: Store, commit: Commit, contents: Contents) -> None:
-        self.store, self.commit, self.contents = store, commit, contents
+    ``shares``: whether rank 0 shares its reads with other ranks.
+    """
+
+    def __init__(self, store: Store, commit: Commit, contents: Contents, *, shares: bool = False) -> None:
+        self.store, self.commit, self.contents, self.shares = store, commit, contents, shares
         self.checkpoint = Checkpoint(store.repository, commit)
         self.where, self._tree = contents.where, contents.tree
 

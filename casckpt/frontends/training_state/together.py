@@ -166,7 +166,7 @@ def find(
     def hello() -> tuple[Store, tuple[str, list[str]]]:
         return as_store(store), (named(ref), list(optimizers()))
 
-    def read(opened: Store, asked: Sequence[tuple[str, list[str]]]) -> Sequence[tuple[Commit, Manifest, Groups]]:
+    def read(opened: Store, asked: Sequence[tuple[str, list[str]]]) -> Sequence[tuple[Commit, Manifest, Groups, bool]]:
         check_same([text for text, _ in asked])
         stored = StoredTraining.read(opened, ref)
         groups: Groups = {}
@@ -176,13 +176,13 @@ def find(
             with suppress(*([Mismatch] if lenient else [])):
                 if required or stored.has_optimizer(at):
                     groups[key] = stored.groups(at, allow_pickle=allow_pickle)
-        return everyone((stored.commit, stored.contents.manifest, groups), ranks.size)
+        return everyone((stored.commit, stored.contents.manifest, groups, opened.repository.shares), ranks.size)
 
-    opened, (commit, manifest, groups) = exchange_keeping(ranks, hello, read)
+    opened, (commit, manifest, groups, shares) = exchange_keeping(ranks, hello, read)
     contents = Contents(manifest, extensions=TORCH_EXTENSIONS)
     if ranks.rank != 0:
         contents.adopt(opened.repository, commit)
-    return StoredTraining(opened, commit, contents), groups
+    return StoredTraining(opened, commit, contents, shares=shares), groups
 
 
 def on_no_rank(found: Sequence[Sequence[str]]) -> list[str]:

@@ -20,8 +20,9 @@ from casckpt.frontends.training_state.optimizer import by_number
 from casckpt.frontends.training_state.stored import OPTIM, STATE, StoredGroups, StoredTraining, is_step, steps_on_cpu
 from casckpt.frontends.training_state.together import find
 from casckpt.loading.arguments import usable_device, usable_patterns
-from casckpt.loading.options import ReadArguments
-from casckpt.ranks.ranks import on_each, open_ranks, this_rank
+from casckpt.loading.load import read_together
+from casckpt.loading.options import LoadOptions, ReadArguments
+from casckpt.ranks.ranks import Ranks, Solo, on_each, open_ranks, this_rank
 from casckpt.tensors.memory import new_empty
 
 
@@ -45,24 +46,35 @@ def unshard_model_state(
     every rank. Raises InvalidInput (a ValueError) if ``no_dist`` and ``rank0_only`` are combined on any rank except 0.
     """
     read = partial(_model_of, keys=keys, device=device, options=options)
-    return _unshard(store, ref, lambda stored, _: read(stored), rank0_only=rank0_only, no_dist=no_dist)
+    return _unshard(store, ref, lambda ranks, stored, _: read(ranks, stored), rank0_only=rank0_only, no_dist=no_dist)
 
 
 def _model_of(
-    stored: StoredTraining, keys: Sequence[str] | None, device: str | torch.device, options: ReadArguments
+    ranks: Ranks, stored: StoredTraining, keys: Sequence[str] | None, device: str | torch.device, options: ReadArguments
 ) -> dict[str, Any]:
-    names = stored.keys_below("model")
-    if not names:
-        raise MissingKey(f"{stored.where} has no model; `casckpt show --tensors` lists its keys", keys=("model",))
-    wanted = usable_patterns(["*"] if keys is None else keys) or ()
-    patterns = [_pattern(pattern, names, stored.where) for pattern in wanted]
-    state = stored.store.read(stored.checkpoint, keys=patterns, device=device, **options)
+    state = read_together(
+        stored.store.repository,
+        ranks,
+        stored.checkpoint,
+        keys=lambda: _patterns(stored, keys),
+        device=lambda: usable_device(device),
+        options=LoadOptions(**options),
+    )
     values = ((key, value) for key, value in _named_values(state, "") if key.startswith("model."))
     found = OrderedDict[str, Any]((key.removeprefix("model."), value) for key, value in values)
     metadata = getattr(state.get("model"), "_metadata", None)
     if metadata is not None:
         vars(found)["_metadata"] = metadata
     return found
+
+
+def _patterns(stored: StoredTraining, keys: Sequence[str] | None) -> list[str]:
+    """Convert patterns for names of the model to patterns for whole keys."""
+    names = stored.keys_below("model")
+    if not names:
+        raise MissingKey(f"{stored.where} has no model; `casckpt show --tensors` lists its keys", keys=("model",))
+    wanted = usable_patterns(["*"] if keys is None else keys) or ()
+    return [_pattern(pattern, names, stored.where) for pattern in wanted]
 
 
 def _pattern(pattern: str, names: Sequence[str], where: str) -> str:
@@ -112,19 +124,19 @@ def unshard_optim_state(
     """
     allow_pickle = options.get("allow_pickle", False)
 
-    def read(stored: StoredTraining, groups: StoredGroups | None) -> dict[str, Any]:
-        state = _optimizer_of(stored, groups or [], usable_patterns(keys), usable_device(device), options)
+    def read(ranks: Ranks, stored: StoredTraining, groups: StoredGroups | None) -> dict[str, Any]:
+        state = on_each(ranks, lambda: _template(stored, groups or [], usable_patterns(keys), usable_device(device)))
+        stored.store.load(
+            {"optim": {"state": state}}, stored.checkpoint, no_dist=ranks.size == 1, strict=False, unread="ignore",
+            **options,
+        )  # fmt: skip
         return {"state": state, "param_groups": groups} if by_name else by_number(state, groups or [])
 
     return _unshard(store, ref, read, rank0_only=rank0_only, no_dist=no_dist, optimizer=True, allow_pickle=allow_pickle)
 
 
-def _optimizer_of(
-    stored: StoredTraining,
-    groups: StoredGroups,
-    keys: Sequence[str] | None,
-    target: torch.device,
-    options: ReadArguments,
+def _template(
+    stored: StoredTraining, groups: StoredGroups, keys: Sequence[str] | None, target: torch.device
 ) -> dict[Element, Any]:
     on_cpu = {name: steps_on_cpu(None, group) for group in groups for name in group["params"]}
 
@@ -133,10 +145,7 @@ def _optimizer_of(
         return new_empty(entry, torch.device("cpu") if stays else target)
 
     wanted = None if keys is None else _wanted(stored, keys, list(on_cpu))
-    state = stored.template(stored.nodes(on_cpu), place, lambda key: wanted is None or key in wanted)
-    if state:
-        stored.store.load({"optim": {"state": state}}, stored.checkpoint, no_dist=True, unread="ignore", **options)
-    return state
+    return stored.template(stored.nodes(on_cpu), place, lambda key: wanted is None or key in wanted)
 
 
 def _wanted(stored: StoredTraining, patterns: Sequence[str], names: Sequence[str]) -> set[str]:
@@ -157,19 +166,24 @@ def _wanted(stored: StoredTraining, patterns: Sequence[str], names: Sequence[str
 def _unshard(
     store: AnyStore,
     ref: str | Checkpoint,
-    read: Callable[[StoredTraining, StoredGroups | None], dict[str, Any]],
+    read: Callable[[Ranks, StoredTraining, StoredGroups | None], dict[str, Any]],
     *,
     rank0_only: bool,
     no_dist: bool,
     optimizer: bool = False,
     allow_pickle: bool = False,
 ) -> dict[str, Any]:
-    """Return the result of ``read`` for one checkpoint. With ``rank0_only``, ranks other than 0 get ``{}``."""
+    """Return the result of ``read`` for one checkpoint. With ``rank0_only``, ranks other than 0 get ``{}``.
+
+    ``read``: its first argument is the ranks that share their reads.
+    """
     rank = this_rank()
     if rank0_only and no_dist and rank != 0:
         raise InvalidInput(f"rank0_only with no_dist works only on rank 0, but this is rank {rank}; leave no_dist out")
     ranks = open_ranks(no_dist=no_dist)
     keys = [OPTIM] if optimizer else []
     stored, groups = find(ranks, store, ref, optimizers=lambda: keys, required=True, allow_pickle=allow_pickle)
+    if stored.shares and not rank0_only:
+        return read(ranks, stored, groups.get(OPTIM))
     is_wanted = rank == 0 or not rank0_only
-    return on_each(ranks, lambda: read(stored, groups.get(OPTIM)) if is_wanted else {})
+    return on_each(ranks, lambda: read(Solo(), stored, groups.get(OPTIM)) if is_wanted else {})
