@@ -1,18 +1,15 @@
-"""Claims: the parts of sharded values that each rank holds. Claims determine which rank writes or reads each element.
+"""Claims: the parts of sharded values that each rank holds. Claims determine which rank writes each element.
 
-A save is rejected unless exactly one main replica holds each element. In a fully parallel load, one rank reads the
-data that several ranks need and sends it to the others.
+A save is rejected unless exactly one main replica holds each element.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from itertools import product
 from math import prod
 from typing import TYPE_CHECKING, Any, TypeAlias
-
-import torch
 
 from casckpt.base.text import listed
 from casckpt.format.regions import Region, Shape, holes_and_overlaps, normalise
@@ -20,11 +17,9 @@ from casckpt.frontends.megatron.errors import CheckpointingException, checkpoint
 from casckpt.frontends.megatron.kinds import is_sharded_object, is_sharded_tensor
 from casckpt.frontends.megatron.mapping import is_main_replica
 from casckpt.frontends.megatron.nesting import map_reduce, nested_values
-from casckpt.ranks.ranks import Ranks, everyone, open_ranks
-from casckpt.tensors.dtensors import local_of
+from casckpt.ranks.ranks import everyone, open_ranks
 from casckpt.tensors.dtypes import dtype_name
 from casckpt.tensors.foreign import flat_range, megatron_region
-from casckpt.tensors.memory import note_writes, tensor_bytes
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -182,77 +177,3 @@ def main_regions(gathered: Sequence[Claims]) -> set[tuple[str, Region]]:
     """Return the (key, region) of each tensor's main replicas."""
     claims = [claim for claims in gathered for claim in claims if isinstance(claim, TensorClaim) and claim.main]
     return {(claim.key, normalise(claim.region, claim.shape)) for claim in claims}
-
-
-@dataclass(frozen=True)
-class Sharing:
-    """The transfers of one rank. Each is a pair: the index of the sharded value, and the other rank.
-
-    Any two ranks list the transfers between them in the same order.
-    """
-
-    sends: list[tuple[int, int]] = field(default_factory=list)
-    receives: list[tuple[int, int]] = field(default_factory=list)
-
-    def is_read(self, number: int) -> bool:
-        """Return whether this rank reads the value itself."""
-        return all(received != number for received, _ in self.receives)
-
-
-def plan_sharing(gathered: Sequence[Claims]) -> list[Sharing]:
-    """Determine which rank reads each value. The reads are balanced by elements, with the largest values first.
-
-    This function is pure.
-    """
-    wanted: dict[tuple[str, Region, object], dict[int, int]] = {}
-    load = [0] * len(gathered)
-    for rank, claims in enumerate(gathered):
-        for number, claim in enumerate(claims):
-            if isinstance(claim, TensorClaim) and claim.region.numel:
-                name = (claim.key, normalise(claim.region, claim.shape), claim.form)
-                if wanted.setdefault(name, {}).setdefault(rank, number) != number:
-                    load[rank] += claim.region.numel  # a second copy on one rank, which that rank reads itself
-    sharings = [Sharing() for _ in gathered]
-    for (_, region, _), holders in sorted(wanted.items(), key=lambda item: -item[0][1].numel):
-        reader = min(holders, key=lambda rank: load[rank])
-        load[reader] += region.numel
-        for rank in sorted(holders.keys() - {reader}):
-            sharings[reader].sends.append((holders[reader], rank))
-            sharings[rank].receives.append((holders[rank], reader))
-    return sharings
-
-
-def hand_on(ranks: Ranks, sharing: Sharing, data: Sequence[Any]) -> None:
-    """Send and receive the tensors in ``sharing``. Every rank makes the call after all ranks have finished reading.
-
-    ``data``: the tensor of each sharded value. Raises RankFailed on every rank.
-    """
-    targets = [(local_of(data[number]).detach(), rank) for number, rank in sharing.receives]
-    received = [(tensor if _is_plain(tensor) else _on_host(tensor), rank) for tensor, rank in targets]
-    sources = {number: local_of(data[number]).detach() for number, _ in sharing.sends}
-    sent = {n: tensor if _is_plain(tensor) else _on_host(tensor).copy_(tensor) for n, tensor in sources.items()}
-
-    def swap() -> None:
-        ranks.swap(
-            [(_bytes(sent[number]), rank) for number, rank in sharing.sends],
-            [(_bytes(tensor), rank) for tensor, rank in received],
-        )
-
-    ranks.exchange(swap, lambda done: done)
-    for (target, _), (tensor, _) in zip(targets, received, strict=True):
-        note_writes([target])
-        if tensor is not target:
-            target.copy_(tensor)
-
-
-def _is_plain(tensor: torch.Tensor) -> bool:
-    return tensor_bytes(tensor) is not None
-
-
-def _on_host(tensor: torch.Tensor) -> torch.Tensor:
-    return torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu")
-
-
-def _bytes(tensor: torch.Tensor) -> torch.Tensor:
-    """View a contiguous CPU tensor as bytes. The tensor must outlive the view."""
-    return torch.frombuffer(tensor_bytes(tensor), dtype=torch.uint8)

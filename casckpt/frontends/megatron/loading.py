@@ -6,8 +6,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Collection, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Collection, Iterator
 from enum import Enum
 from functools import partial
 from typing import Any, Unpack
@@ -16,7 +15,7 @@ import torch
 
 from casckpt.base.text import listed
 from casckpt.format.regions import Box, Shape, full_box
-from casckpt.frontends.megatron.claims import Claim, Sharing, check_claims, claims_of, hand_on, plan_sharing
+from casckpt.frontends.megatron.claims import Claim, check_claims, claims_of
 from casckpt.frontends.megatron.errors import (
     CheckpointingException,
     ShardedKeyMissing,
@@ -37,7 +36,7 @@ from casckpt.frontends.megatron.place import CheckpointDir
 from casckpt.frontends.megatron.saving import is_empty, located
 from casckpt.frontends.megatron.stored import MegatronCheckpoint, ReadRequest, object_key, read_common
 from casckpt.loading.options import RankArguments
-from casckpt.ranks.ranks import Ranks, everyone, open_ranks
+from casckpt.ranks.ranks import everyone, open_ranks
 from casckpt.tensors.foreign import flat_range, megatron_shard, part_shape
 from casckpt.tensors.memory import narrow
 from casckpt.tensors.state import check_nesting
@@ -153,8 +152,6 @@ def load(  # noqa: PLR0917 - the positions of Megatron-core's
     common_strategy: None = None,
     validate_access_integrity: bool = True,
     strict: str | StrictHandling = StrictHandling.ASSUME_OK_UNEXPECTED,
-    *,
-    fully_parallel: bool = False,
     **options: Unpack[RankArguments],
 ) -> Any:
     """Load a checkpoint. Every rank of ``process_group`` (None: all ranks) makes the call with its own part.
@@ -165,9 +162,8 @@ def load(  # noqa: PLR0917 - the positions of Megatron-core's
     `StrictHandling`. With one of its RETURN values, the result is (state dict, missing keys, unexpected keys).
 
     ``checkpoint_dir`` may name any reference: ``ckpts#sft@latest``, ``ckpts#tag:best``. ``validate_access_integrity``:
-    together, the main replicas of all ranks must request every element exactly once, as in `save`. ``fully_parallel``:
-    one rank reads the data that several ranks request, and sends it to the others. ``options``: ``process_group``,
-    ``no_dist``, ``allow_pickle``, ``verify``, ``threads`` and ``progress`` of `Store.load`.
+    together, the main replicas of all ranks must request every element exactly once, as in `save`. ``options``:
+    ``process_group``, ``no_dist``, ``allow_pickle``, ``verify``, ``threads`` and ``progress`` of `Store.load`.
 
     Raises CheckpointingException on every rank before any tensor changes. It is also a NotFound if there is no such
     checkpoint, a MissingKey for unexpected keys, and a Mismatch for a different global shape without
@@ -180,33 +176,21 @@ def load(  # noqa: PLR0917 - the positions of Megatron-core's
         stored = MegatronCheckpoint.together(ranks, locate, common=True)
         loading = RankLoad(stored, sharded_state_dict)
 
-        def decide(gathered: list[tuple[list[Claim], set[str]]]) -> list[tuple[set[str], Sharing | None]]:
-            claims = [claims for claims, _ in gathered]
+        def decide(gathered: list[tuple[list[Claim], set[str]]]) -> list[set[str]]:
             if validate_access_integrity:
-                check_claims(claims)
-            missing = loading.missing(frozenset().union(*(used for _, used in gathered)))
-            sharings = plan_sharing(claims) if fully_parallel else everyone(None, ranks.size)
-            return [(missing, sharing) for sharing in sharings]
+                check_claims([claims for claims, _ in gathered])
+            return everyone(loading.missing(frozenset().union(*(used for _, used in gathered))), ranks.size)
 
         def plan() -> tuple[list[Claim], set[str]]:
             planned = loading.plan(strict)
             loading.put_into(read_common(stored, options.get("allow_pickle", False)))
             return planned
 
-        missing, sharing = ranks.exchange(plan, decide)
+        missing = ranks.exchange(plan, decide)
         log_missing(loading.strict, stored.where, missing)
-        loading.read(ranks, sharing, **options)
+        loading.read(**options)
         loaded = loading.merged()
     return (loaded, missing, loading.unexpected) if loading.strict.returns else loaded
-
-
-@dataclass(frozen=True)
-class _Part:
-    """The shards of a sharded tensor to read, and the tensor's data. Both are empty for an object."""
-
-    data: torch.Tensor | None = None
-    key: str = ""
-    shards: Sequence[Shard] = ()
 
 
 class RankLoad:
@@ -221,7 +205,6 @@ class RankLoad:
         self._results: dict[int, Any] = {}
         self._padding: list[torch.Tensor] = []
         self._copies: list[ReshapedCopies] = []
-        self._parts: list[_Part] = []
 
     def plan(self, strict: str | StrictHandling) -> tuple[list[Claim], set[str]]:
         """Sort the state dict, plan the reads, and return (claims, flat keys), without changing anything.
@@ -267,14 +250,14 @@ class RankLoad:
     def _add_object(self, value: Any) -> str:
         """Request the object, and return the key under which the checkpoint lists it."""
         self._results[id(value)] = self.stored.ask_for(self._request, object_key(self.stored, value))
-        self._parts.append(_Part())
         return str(value.key)
 
     def _add_tensor(self, value: Any) -> str:
         """Plan the read of the tensor, and return its key in the checkpoint."""
         key = self.stored.tensor_key(value.key) or str(value.key)  # unexpected values have already been omitted
         data = _data(value)
-        self._parts.append(_Part(data, key, self._shards(value, data, self.stored.tensors[key].shape)))
+        for shard in self._shards(value, data, self.stored.tensors[key].shape):
+            self._request.add(key, shard)
         self._results[id(value)] = data.detach
         return key
 
@@ -324,18 +307,13 @@ class RankLoad:
         merge(common, dict_list_map_outplace(lambda value: value.unwrap(), self._local))
         self._state = merge(common, dict_list_map_outplace(lambda value: value, self._sharded))
 
-    def read(self, ranks: Ranks, sharing: Sharing | None, **options: Unpack[RankArguments]) -> None:
-        """Read the requested values, or receive them from other ranks. Raises the errors of `Store.load`."""
-        for number, part in enumerate(self._parts):
-            for shard in part.shards if sharing is None or sharing.is_read(number) else ():
-                self._request.add(part.key, shard)
+    def read(self, **options: Unpack[RankArguments]) -> None:
+        """Read the requested values. Raises the errors of `Store.load`."""
         self._request.run(self.stored, **options)
         for data in self._padding:
             data.zero_()
         for reshaped in self._copies:
             reshaped.run()
-        if sharing is not None:
-            hand_on(ranks, sharing, [part.data for part in self._parts])
 
     def merged(self) -> Any:
         """Return the whole state dict: the values that were read, and those that `put_into` added."""

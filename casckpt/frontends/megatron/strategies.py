@@ -27,7 +27,6 @@ from megatron.core.dist_checkpointing.strategies.torch import TorchDistSaveShard
 
 from casckpt.contents.checkpoint import Checkpoint
 from casckpt.frontends.megatron import mapping as ours
-from casckpt.frontends.megatron.claims import Claim, Sharing, plan_sharing
 from casckpt.frontends.megatron.common import COMMON_NAME, classes_to_register, places_of
 from casckpt.frontends.megatron.config import BACKEND, VERSION
 from casckpt.frontends.megatron.errors import CheckpointingException, checkpointing_errors
@@ -39,7 +38,7 @@ from casckpt.frontends.megatron.saving import Ending, Saving, wait_for_end
 from casckpt.frontends.megatron.stored import MegatronCheckpoint, tensors_metadata
 from casckpt.frontends.stores import AnyStore, as_store
 from casckpt.loading.options import ReadArguments
-from casckpt.ranks.ranks import Ranks, everyone, open_ranks
+from casckpt.ranks.ranks import Ranks, on_each, open_ranks
 from casckpt.saving.options import SaveArguments
 from casckpt.tensors.objects import write_archive
 
@@ -241,9 +240,8 @@ def _request_class(async_strategy: str) -> Any:
 class CasLoadShardedStrategy:
     """A load strategy: ``dist_checkpointing.load(state, folder, sharded_strategy=CasLoadShardedStrategy())``.
 
-    ``store``: the store to load from, or None for the store that ``casckpt.json`` in the folder names.
-    ``fully_parallel`` and ``options``: see `casckpt.frontends.megatron.load`. ``loaded``: the checkpoint that was last
-    loaded.
+    ``store``: the store to load from, or None for the store that ``casckpt.json`` in the folder names. ``options``: see
+    `casckpt.frontends.megatron.load`. ``loaded``: the checkpoint that was last loaded.
     """
 
     can_handle_sharded_objects = True  # the store also holds objects
@@ -252,12 +250,11 @@ class CasLoadShardedStrategy:
         self,
         store: AnyStore | None = None,
         *,
-        fully_parallel: bool = False,
         process_group: ProcessGroup | None = None,
         **options: Unpack[ReadArguments],
     ) -> None:
         self.store = None if store is None else as_store(store)
-        self.fully_parallel, self.process_group, self.options = fully_parallel, process_group, options
+        self.process_group, self.options = process_group, options
         self.loaded: Checkpoint | None = None
 
     def load(self, sharded_state_dict: Nested, checkpoint_dir: Folder, async_strategy: Any = None) -> Nested:
@@ -267,17 +264,13 @@ class CasLoadShardedStrategy:
             stored = MegatronCheckpoint.together(ranks, lambda: self._place(checkpoint_dir))
             loading = RankLoad(stored, sharded_state_dict)
 
-            def plan() -> tuple[list[Claim], set[str]]:
+            def plan() -> None:
                 if ranks.rank == 0:
                     check_common(stored, checkpoint_dir)
-                return loading.plan("raise_unexpected")
+                loading.plan("raise_unexpected")
 
-            def decide(gathered: list[tuple[list[Claim], set[str]]]) -> list[Sharing | None]:
-                claims = [claims for claims, _ in gathered]
-                return [*plan_sharing(claims)] if self.fully_parallel else everyone(None, ranks.size)
-
-            sharing = ranks.exchange(plan, decide)
-            loading.read(ranks, sharing, process_group=self.process_group, **self.options)
+            on_each(ranks, plan)
+            loading.read(process_group=self.process_group, **self.options)
         self.loaded = stored.checkpoint
         return loading.loaded()
 

@@ -206,6 +206,27 @@ def test_each_rank_has_its_own_objects(tmp_path: Path, ranks: Pool) -> None:
     assert set(casckpt.open(tmp_path).read("a@1")) == {"rng/shard_0_2", "rng/shard_1_2", "i"}
 
 
+def odd_memory(rank: int, size: int, where: str) -> list[Any]:
+    """Return tensors that are not contiguous, have 16 bytes per element, have no dimensions, or are duplicates."""
+    numbers = torch.arange(12.0)
+    tensors = {"c": numbers.to(torch.complex128), "t": numbers.view(3, 4), "s": torch.tensor(3.0)}
+    state = {name: ShardedTensor.from_rank_offsets(name, value, replica_id=rank) for name, value in tensors.items()}
+    save(dict(state) | {"o": ShardedObject("o", 5, (1,), (0,), rank)}, where)
+    asked = {
+        "c": state["c"].without_data(),
+        "t": ShardedTensor.from_rank_offsets("t", torch.zeros(4, 3).t(), replica_id=rank),
+        "s": [ShardedTensor.from_rank_offsets("s", torch.tensor(0.0), replica_id=i + rank) for i in range(2)],
+        "o": ShardedObject("o", None, (1,), (0,), rank),
+    }
+    found = load(asked, where)
+    same = [torch.equal(found[name], tensors[name]) for name in "ct"]
+    return [*same, [value.item() for value in found["s"]], found["o"]]
+
+
+def test_a_load_fills_tensors_of_any_memory_layout(tmp_path: Path, ranks: Pool) -> None:
+    assert ranks.run(2, odd_memory, f"{tmp_path}#a@1") == [[True, True, [3, 3], 5]] * 2
+
+
 def in_a_group(rank: int, size: int, where: str) -> Any:
     group = torch.distributed.new_group([1, 2])
     if rank in (1, 2):

@@ -33,7 +33,6 @@ from casckpt.saving import save as saving
 from tests.support import gpt
 from tests.support.gpt import Topology, differences
 from tests.support.megatron_core import core, own_state, since, theirs, without_cuda
-from tests.support.progress_calls import ProgressCalls
 from tests.support.ranks import outcome_of
 
 if TYPE_CHECKING:
@@ -61,7 +60,7 @@ def uneven(rank: int) -> dict[str, ShardedTensor]:
 
 
 def shared(rank: int, size: int, where: str) -> list[Any]:
-    """Return the bytes that this rank wrote and read, and whether all values are unchanged."""
+    """Return the bytes that this rank wrote, and whether a load returns all values."""
     written: list[int] = []
 
     def write_part(*args: Any, **kwargs: Any) -> Any:
@@ -71,19 +70,17 @@ def shared(rank: int, size: int, where: str) -> list[Any]:
 
     with patch.object(saving, "write_part", write_part):
         save(uneven(rank), where, fully_parallel=True, check_replicas=True)
-    read = ProgressCalls()
     asked = {name: one.without_data() for name, one in uneven(rank).items()}
-    found = load(asked, where, fully_parallel=True, progress=read)
+    found = load(asked, where)
     same = [torch.equal(found[name], one.data) for name, one in uneven(rank).items() if one.data is not None]
-    return [sum(written), read.done, all(same)]
+    return [sum(written), all(same)]
 
 
-def test_writes_are_balanced_by_bytes_and_a_load_reads_each_byte_once(tmp_path: Path, ranks: Pool) -> None:
+def test_writes_are_balanced_by_bytes(tmp_path: Path, ranks: Pool) -> None:
     found = ranks.run(4, shared, f"{tmp_path}#a@1")
     total = sum(info.bytes for info in casckpt.open(tmp_path).get("a@1").tensors.values())
-    written, read, same = zip(*found, strict=True)
+    written, same = zip(*found, strict=True)
     assert all(same)
-    assert sum(read) == total
     assert total <= sum(written) < total * 1.01
     assert max(written) - min(written) < 4 << 20, written  # a cell has 1 MiB, and three tensors are split
 
