@@ -141,8 +141,7 @@ class StorageError(CasckptError, OSError):
 class RankFailed(CasckptError, RuntimeError):
     """An error for the failure or death of another rank of the process group.
 
-    ``rank``: the failed rank. ``lost``: "died", "late", "suspected" (it failed to send or receive the bytes of tensors,
-    but answered rank 0), or None.
+    ``rank``: the failed rank. ``lost``: "died", "late", or None.
     """
 
     lost: str | None = None

@@ -301,13 +301,6 @@ DRAWN: tuple[tuple[str, str, str, str, str], ...] = (
         "tests/frontends/megatron/test_integrity.py",
     ),
     (
-        "the largest tensors are not distributed first",
-        "plan_sharing",
-        "sorted(wanted.items(), key=lambda item: -item[0][1].numel",
-        "list(wanted.items()",
-        "tests/frontends/megatron/test_claims.py",
-    ),
-    (
         "an object on one rank counts as an object on two",
         "_check_object",
         "len(ranks) > 1:",

@@ -195,23 +195,6 @@ def broken(rank: int, error: RuntimeError) -> RankFailed:
     )
 
 
-def suspicion(rank: int, error: RuntimeError) -> RankFailed:
-    """Return the error for bytes that could not be swapped with ``rank``. A different rank may be the cause."""
-    failure = broken(rank, error)
-    failure.lost = "suspected"
-    return failure
-
-
-def suspected(error: BaseException | None) -> int:
-    """Return 0 unless the error is a `suspicion`, 1 after a timeout, or 2 after a connection was closed.
-
-    A rank closes its connections after a timeout, so a closed connection says less.
-    """
-    if not isinstance(error, RankFailed) or error.lost != "suspected":
-        return 0
-    return 1 if "did not answer in time" in str(error) else 2
-
-
 def first_line(error: RuntimeError) -> str:
     """Return the first line of a gloo error."""
     return str(error).splitlines()[0][:200] if str(error) else type(error).__name__

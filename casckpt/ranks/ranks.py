@@ -11,8 +11,6 @@ around rank 0. As a result, the failure of one rank never leaves another rank wa
   rank that reports that it is alive (`Ranks.alive`) does not exceed the timeout.
 - If rank 0 dies, the other ranks see that their connection is closed, find no note, and name rank 0.
 - If rank 0 stalls, the other ranks wait for a longer timeout and then leave a note, which rank 0 finds.
-- A rank that cannot swap bytes with another rank only suspects that rank, which may itself be waiting for a third one.
-  It sends its suspicion to rank 0, which knows the rank from which no message comes.
 
 After a rank dies or stalls, casckpt drops the group. After a stall, the next call creates a new group.
 """
@@ -22,7 +20,7 @@ from __future__ import annotations
 import logging
 import os
 import sys
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from datetime import timedelta
 from functools import cache, partial, wraps
@@ -37,7 +35,7 @@ import torch
 from casckpt.base.progress import Progress
 from casckpt.errors import CasckptError, InvalidInput, RankFailed, Unsupported
 from casckpt.ranks import waiting
-from casckpt.ranks.messages import Message, astray, first_line, public_call, seen_from, suspected, suspicion
+from casckpt.ranks.messages import Message, astray, first_line, public_call, seen_from
 from casckpt.ranks.waiting import Meeting
 from casckpt.ranks.wire import Transfer, Wire, greet
 
@@ -113,9 +111,6 @@ class Solo:
 
     def alive(self) -> None:
         """Do nothing, because no other rank is waiting."""
-
-    def swap(self, sends: Sequence[Transfer], receives: Sequence[Transfer]) -> None:
-        """Do nothing, because there is no other rank."""
 
     def exchange(self, call: Callable[[], Up], decide: Callable[[list[Up]], Sequence[Down]]) -> Down:
         """Run ``call`` and ``decide``."""
@@ -258,14 +253,6 @@ class GroupRanks:
         """
         self._wire.alive()
 
-    def swap(self, sends: Sequence[Transfer], receives: Sequence[Transfer]) -> None:
-        """Send bytes to other ranks during an exchange, and receive theirs.
-
-        Each pair of ranks must use the same order. The tensors must be on the CPU and one-dimensional. Raises
-        RankFailed.
-        """
-        self._wire.swap(sends, receives)
-
     def beside(self) -> GroupRanks:
         """Return a separate group of the same ranks for `pass_on`. All ranks must make the call after an exchange.
 
@@ -311,7 +298,7 @@ class GroupRanks:
             mine.call = public_call(sys._getframe())
             answer = self._lead(mine, decide) if self.rank == 0 else self._follow(mine)
             self._wire.end()
-        error = answer.error if suspected(mine.error) and answer.error else mine.error or answer.error
+        error = mine.error or answer.error
         if error is not None:
             raise error
         found: Down = answer.value
@@ -351,7 +338,7 @@ class GroupRanks:
         except RankFailed as failure:
             self._give_up(failure)
             raise
-        if isinstance(answer.error, RankFailed) and answer.error.lost and not suspected(answer.error):
+        if isinstance(answer.error, RankFailed) and answer.error.lost:
             self._drop(answer.error)
         return seen_from(answer, self.rank)
 
@@ -372,15 +359,10 @@ class GroupRanks:
 
 
 def _first_failure(messages: Sequence[Message], mine: Message) -> Message | None:
-    """Return the first error of any rank, or else an error for a rank at a different point in the code, or None.
-
-    A suspicion comes last, because it may be a consequence of one of the other errors.
-    """
-    failed = [Message(error=message.error, rank=message.rank) for message in messages if message.error is not None]
+    """Return the first error of any rank, or else an error for a rank at a different point in the code, or None."""
+    failed = (Message(error=message.error, rank=message.rank) for message in messages if message.error is not None)
     strayed = astray(messages, mine)
-    if strayed is not None:
-        failed.append(Message(error=strayed, rank=strayed.rank))
-    return min(failed, key=lambda message: suspected(message.error), default=None)
+    return next(failed, None if strayed is None else Message(error=strayed, rank=strayed.rank))
 
 
 def _timeout_of(group: ProcessGroup) -> timedelta:
@@ -422,23 +404,7 @@ def _connect(parent: ProcessGroup, name: str, rank: int, size: int) -> Wire:
         group = None  # no reference may be left, see `_gloo`
     meeting.come("connected", end - monotonic(), problem and unable + problem)
 
-    def another(which: str, others: Collection[int]) -> Any:
-        """Return a group that can connect to ``others``."""
-        own = dist.PrefixStore(f"{name}/{which}", shared.clone() if hasattr(shared, "clone") else shared)
-        made, problem = _tried(lambda: _gloo(own, rank, size, timeout, _devices()))
-        if problem:
-            raise Unsupported(f"gloo cannot start on rank {rank}: {problem}")
-        own.set(f"ready {rank}", "")
-        for other in others:
-            try:
-                own.wait([f"ready {other}"], timeout / 2)
-            except RuntimeError as error:
-                raise suspicion(other, error) from None
-        return made
-
-    wire = Wire(group, store, rank, size, timeout=timeout, patience=2 * timeout + MARGIN)
-    wire.another = another if on_demand else None
-    return wire
+    return Wire(group, store, rank, size, timeout=timeout, patience=2 * timeout + MARGIN)
 
 
 def _gloo(store: Any, rank: int, size: int, timeout: timedelta, devices: list[Any]) -> Any:

@@ -1,16 +1,15 @@
 """Messages between ranks over gloo, with timeouts.
 
 Each error names the rank that failed. All messages are between rank 0 and another rank, except the bytes of
-`Wire.swap`.
+`Wire.pass_on`.
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Collection, Container, Sequence
+from collections.abc import Container, Sequence
 from contextlib import suppress
 from datetime import timedelta
-from functools import partial
 from threading import Lock
 from time import monotonic
 from typing import Any, NoReturn, TypeAlias
@@ -29,7 +28,6 @@ from casckpt.ranks.messages import (
     has_come,
     is_alive,
     pack,
-    suspicion,
     timed_out,
     to_frames,
     unpack,
@@ -45,8 +43,7 @@ WORD_SECONDS = 5.0  # time to find a note from rank 0 after a connection breaks
 _MOMENT = 0.5  # seconds in which gloo receives what has already arrived
 _REST_SECONDS = 60.0  # minimum time for the rest of a message
 _LOST = "lost"
-_SWAP = 1  # the tag for bytes that are not part of a message
-_PIECE = 1 << 26  # bytes that a swap sends before it may report progress
+_BYTES = 1  # the tag for bytes that are not part of a message
 _SIGNS = 4  # signs of life per timeout; an exchange's first sign is sent before any rank warns
 AFTER_RANK_0 = 10.0  # seconds; rank 0 warns first, because it knows which ranks are missing
 
@@ -59,15 +56,11 @@ class Wire:
     waits for all ranks.
     """
 
-    another: Callable[[str, Collection[int]], Any] | None = None
-    """Returns a new group, by name, that can connect to some ranks on demand (None: gloo cannot do that)."""
-
     def __init__(
         self, group: Any, store: Any, rank: int, size: int, *, timeout: timedelta, patience: timedelta
     ) -> None:
         self._group, self._store = group, store
         self._rank, self._size = rank, size
-        self._exchanges = self._swaps = 0  # all exchanges, and the swaps of this exchange; equal on all ranks
         self._timeout, self._patience = timeout, patience
         self._alive_lock = Lock()
         self._met: set[int] = set()  # the ranks that `pass_on` has connected to
@@ -81,7 +74,6 @@ class Wire:
 
     def begin(self) -> None:
         """Begin an exchange, and restart the pauses between signs of life."""
-        self._exchanges, self._swaps = self._exchanges + 1, 0
         self._reported, self._pause = monotonic(), min(self._timeout.total_seconds() / _SIGNS, waiting.FIRST * 2 / 3)
 
     def end(self) -> None:
@@ -102,40 +94,6 @@ class Wire:
     def _reported_lately(self) -> bool:
         return monotonic() - self._reported < self._pause
 
-    def swap(self, sends: Sequence[Transfer], receives: Sequence[Transfer]) -> None:
-        """See `casckpt.ranks.ranks.GroupRanks.swap`."""
-        self._swaps += 1
-        transfers = [(rank, True, piece) for data, rank in receives for piece in _pieces(data)]
-        transfers += [(rank, False, piece) for data, rank in sends for piece in _pieces(data)]
-        if not transfers:
-            return
-        works: list[Any] = []
-        pause = self._timeout.total_seconds() / 2  # rank 0 receives a suspicion before it exceeds its own timeout
-        deadline, rank = monotonic() + pause, None
-        try:
-            waiting.within(pause, partial(self._start, transfers, works))
-            for number, (rank, *_) in enumerate(transfers):  # noqa: B007 - named in the error
-                self.alive()
-                _wait(works[number], deadline)
-                deadline = monotonic() + pause
-        except RankFailed:
-            raise
-        except RuntimeError as error:
-            rank = transfers[min(len(works), len(transfers) - 1)][0] if rank is None else rank
-            raise suspicion(rank, error) from error.with_traceback(None)
-        finally:
-            # no reference to the group may be left, even by a traceback: gloo ends this process if a rank that was
-            # stopped connects to a group in which a wait has timed out
-            works.clear()
-            del works  # `_start` may still add to it
-
-    def _start(self, transfers: Sequence[tuple[int, bool, torch.Tensor]], works: list[Any]) -> None:
-        """Start the transfers of a swap in a group of its own, because a timeout closes all connections of a group."""
-        name, others = f"swap/{self._exchanges}/{self._swaps}", dict.fromkeys(rank for rank, *_ in transfers)
-        group = self.another(name, others) if self.another else self._group
-        for rank, receives, piece in transfers:
-            works.append((group.recv if receives else group.send)([piece], rank, _SWAP))
-
     def pass_on(self, sends: Sequence[Transfer], receives: Sequence[Transfer], within: float) -> None:
         """See `casckpt.ranks.ranks.GroupRanks.pass_on`."""
         seconds = min(within, self._timeout.total_seconds() / 2)
@@ -143,8 +101,8 @@ class Wire:
         works: list[Any] = []
 
         def start() -> None:
-            works.extend(self._group.recv([data], rank, _SWAP) for data, rank in receives)
-            works.extend(self._group.send([data], rank, _SWAP) for data, rank in sends)
+            works.extend(self._group.recv([data], rank, _BYTES) for data, rank in receives)
+            works.extend(self._group.send([data], rank, _BYTES) for data, rank in sends)
 
         try:
             if others <= self._met:
@@ -303,10 +261,6 @@ def greet(group: Any, rank: int, size: int, timeout: timedelta) -> None:
     call, others = (group.send, [0]) if rank else (group.recv, range(1, size))
     for other in others:
         _wait(call([torch.ones(1, dtype=torch.uint8, device="cpu")], other, 0), deadline)
-
-
-def _pieces(data: torch.Tensor) -> list[torch.Tensor]:
-    return [data[at : at + _PIECE] for at in range(0, len(data), _PIECE)]
 
 
 def _wait(work: Any, deadline: float) -> None:

@@ -28,7 +28,7 @@ SLACK = 20.0  # seconds that a busy machine may add
 SIGNALS = {"SIGSTOP": signal.SIGSTOP, "SIGKILL": signal.SIGKILL}
 
 
-PHASES = ("connect", "exchange", "swap")
+PHASES = ("connect", "exchange")
 
 
 @dataclass(frozen=True)
@@ -99,21 +99,8 @@ def total(ranks: Ranks) -> int:
     return ranks.exchange(lambda: ranks.rank, lambda values: everyone(sum(values), ranks.size))
 
 
-def swapped(ranks: Ranks) -> list[int]:
-    """Send a byte from each rank to each other rank."""
-    others = [rank for rank in range(ranks.size) if rank != ranks.rank]
-    received = {rank: torch.zeros(1, dtype=torch.uint8) for rank in others}
-
-    def swap() -> None:
-        mine = torch.full((1,), ranks.rank, dtype=torch.uint8)
-        ranks.swap([(mine, rank) for rank in others], [(received[rank], rank) for rank in others])
-
-    ranks.exchange(swap, lambda done: done)
-    return [int(received[rank]) for rank in others]
-
-
 def struck(rank: int, size: int, strike: Strike, *, on_demand: bool = True) -> Any:
-    """Connect, exchange and swap. One rank is struck at one of its calls, and continues when the others have given up.
+    """Connect and exchange. One rank is struck at one of its calls, and continues when the others have given up.
 
     Return the error, the seconds until then, the result of a later exchange, and the number of calls in each phase.
     """
@@ -147,8 +134,6 @@ def _use(point: _Points) -> None:
     ranks = open_ranks()
     point.now = "exchange"
     total(ranks)
-    point.now = "swap"
-    swapped(ranks)
 
 
 def check_struck(pool: Pool, size: int, strike: Strike, **options: Any) -> None:
@@ -184,9 +169,9 @@ def points_of(pool: Pool, size: int) -> list[dict[str, int]]:
     [
         (3, Strike("SIGSTOP", 2, "connect", 2)),
         (3, Strike("SIGKILL", 2, "connect", 2)),
-        (4, Strike("SIGSTOP", 0, "swap", 2)),
-        (4, Strike("SIGSTOP", 2, "swap", 2)),
-        (3, Strike("SIGKILL", 1, "swap", 2)),
+        (4, Strike("SIGSTOP", 0, "exchange", 2)),
+        (4, Strike("SIGSTOP", 2, "exchange", 2)),
+        (3, Strike("SIGKILL", 1, "exchange", 2)),
     ],
     ids=lambda value: f"{value.name} of {value.who} in {value.phase}" if isinstance(value, Strike) else str(value),
 )

@@ -9,15 +9,13 @@ from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
 import pytest
-import torch
 import torch.distributed as dist
 from torch.distributed import FileStore  # type: ignore[attr-defined] # public, though not in its __all__
 
-from casckpt.errors import MissingKey, RankFailed
+from casckpt.errors import RankFailed
 from casckpt.ranks import ranks as module
 from casckpt.ranks import wire
 from casckpt.ranks.ranks import GroupRanks, Ranks, Solo, everyone, open_ranks
-from tests.ranks.test_ranks import sockets
 from tests.support.ranks import die, outcome_of, tell, wait_for
 
 if TYPE_CHECKING:
@@ -235,31 +233,6 @@ def test_a_rank_that_does_not_receive_its_answer_is_named_in_the_next_exchange(r
         assert isinstance(error, RankFailed)
         assert error.rank == 2, rank
         assert again == 3
-
-
-# swaps
-
-
-def cut_short(rank: int, size: int) -> Any:
-    """Rank 1 waits for two tensors, but rank 2 sends only one, and then raises an error."""
-    ranks, received = open_ranks(), [torch.zeros(1, dtype=torch.uint8) for _ in range(2)]
-    total(ranks)
-
-    def call() -> None:
-        ranks.swap([(received[0], 1)] if rank == 2 else [], [(one, 2) for one in received] if rank == 1 else [])
-        if rank == 2:
-            raise MissingKey("no")
-
-    before = sockets()
-    error = outcome_of(lambda: ranks.exchange(call, lambda done: done))
-    return type(error), str(error), len(sockets() - before), total(open_ranks()), open_ranks() is ranks
-
-
-def test_the_reason_why_a_swap_failed_is_raised_on_all_ranks(ranks: Pool) -> None:
-    """The error does not keep the swap's connections open, although its traceback still exists."""
-    for rank, (kind, text, left, again, same) in enumerate(ranks.run(3, cut_short, timeout=SHORT)):
-        assert (kind, text) == (MissingKey, "no" if rank == 2 else "rank 2: no")
-        assert (left, again, same) == (0, 3, True)
 
 
 def slow(rank: int, size: int, who: int, seconds: float) -> Any:

@@ -64,9 +64,10 @@ class _Seen:
 
 @dataclass(frozen=True)
 class _Reply:
-    """The reply to `_Seen`: how many ranks there are, how many on the receiver's host, and how many of these share reads.
+    """The reply to `_Seen`: the number of all ranks, and a name for the load.
 
-    ``load_id``: a name for the load. ``deal``: which blobs hosts pass to each other.
+    ``ranks_here``: the number of ranks on the receiver's host, ``sharing`` of which share reads. ``deal``: which blobs
+    hosts pass to each other.
     """
 
     ranks: int = 1
