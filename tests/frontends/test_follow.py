@@ -44,8 +44,9 @@ ROOT = Path(__file__).parents[2]
 FOLLOW = """
 import io, os, signal, subprocess, sys
 from pathlib import Path
-import casckpt, casckpt.loading.regions as windows
+import casckpt
 from casckpt.frontends.follow import Follower
+from casckpt.loading.update import Update
 
 store, folder, reuse = sys.argv[1], sys.argv[2], sys.argv[3] == "True"
 
@@ -62,11 +63,11 @@ def follow():
     for name in ("open", "fsync", "symlink", "replace", "rename", "mkdir", "unlink", "rmdir", "copy_file_range"):
         setattr(os, name, dying(getattr(os, name)))
     io.open, subprocess.run = dying(io.open), dying(subprocess.run)
-    change = dying(windows.change)
-    def changing(*arguments, **options):
-        change(*arguments, **options)
+    run = dying(Update.run)
+    def running(update):
+        run(update)
         dying(lambda: None)()
-    windows.change = changing
+    Update.run = running
     command = 'echo $CASCKPT_STEP >> "$CASCKPT_FOLDER/../../told"'
     list(Follower(casckpt.open(store), "run", Path(folder), command=command, keep=0, reuse=reuse).follow(once=True))
     os._exit(0)
