@@ -251,6 +251,7 @@ def all_connected(rank: int, size: int) -> Any:
         module._devices = real
     received = torch.zeros(1, dtype=torch.uint8)
     sends = [(torch.full((1,), 7, dtype=torch.uint8), 2)] if rank == 1 else []
+    assert isinstance(ranks, GroupRanks)
     ranks.pass_on(sends, [(received, 1)] if rank == 2 else [], 60)
     return total(ranks), int(received)
 
