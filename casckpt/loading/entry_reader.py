@@ -14,6 +14,7 @@ from contextlib import closing, contextmanager, nullcontext, suppress
 from dataclasses import dataclass, replace
 from functools import cache, partial
 from itertools import groupby, pairwise
+from operator import is_
 from threading import BoundedSemaphore
 
 import numpy as np
@@ -102,7 +103,7 @@ class EntryReader:
     shared: bool = False
     decoded: dict[Link, bytes] | None = None
     reads: HostReads | None = None
-    _planned: tuple[Sequence[int], Set[FilledRange], Reads] | None = None  # of requests by their ids
+    _planned: tuple[Sequence[RegionRequest], Set[FilledRange], Reads] | None = None
 
     def __post_init__(self) -> None:
         body = self.manifest.body
@@ -161,7 +162,7 @@ class EntryReader:
         if not is_first:
             self.manifest.ready({want.entry for want in wants}, ())
         planned, self._planned = self._planned, None
-        is_planned = planned is not None and planned[:2] == ([id(want) for want in wants], done)
+        is_planned = planned is not None and _are_same(planned[0], wants) and planned[1] == done
         reads = planned[2] if planned is not None and is_planned else self._reads(wants, done)
         written = [tensor for want in wants for tensor in want.sink.written]
         note_writes(written)
@@ -234,7 +235,7 @@ class EntryReader:
     def plan(self, wants: Sequence[RegionRequest], done: Set[FilledRange] = frozenset()) -> Reads:
         """Plan the reads of `fill`, which then does not plan them again."""
         reads = self._reads(wants, done)
-        self._planned = [id(want) for want in wants], done, reads
+        self._planned = wants, done, reads
         return reads
 
     def blobs(self, wants: Sequence[RegionRequest]) -> list[BlobRef]:
@@ -293,6 +294,10 @@ class EntryReader:
             if len(item.takers) > 1:
                 item.takers.sort(key=lambda taker: taker.place is None)
         return list(items.values())
+
+
+def _are_same(wants: Sequence[RegionRequest], others: Sequence[RegionRequest]) -> bool:
+    return len(wants) == len(others) and all(map(is_, wants, others))
 
 
 def _overlap(items: Iterable[PlannedRead]) -> bool:
