@@ -79,9 +79,6 @@ FOLLOWED_ELSEWHERE: dict[Case, str] = {
     Case("storage/remote/s3/errors.py:", "set AWS_REQUEST_CHECKSUM_CALCULATION"): (
         "tests/storage/remote/s3/test_errors.py::test_the_settings_named_by_the_error_help_with_servers_without_checksums"
     ),
-    Case("storage/remote/s3/errors.py:", "If it requires encryption, set s3_additional_kwargs="): (
-        "tests/store/test_places.py::test_without_the_options_of_a_place_a_save_fails_and_doctor_names_them"
-    ),
     Case("cli/commands/export.py:_listening", "for clients: export HF_ENDPOINT=…"): (
         "tests/frontends/serve/test_clients.py::test_from_pretrained_needs_only_an_endpoint"
     ),
