@@ -53,25 +53,27 @@ class ZonalBuckets:
     async def get_folder(self, *_: Any, **__: Any) -> Any:
         raise self._absent("no such folder")
 
-    async def list_folders(self, **_: Any) -> AsyncIterator[Any]:
+    async def list_folders(self, *_: Any, **__: Any) -> AsyncIterator[Any]:
         async def none() -> AsyncIterator[Any]:
-            for folder in ():
+            for folder in list[Any]():
                 yield folder
 
         return none()
 
 
 class Writer:
-    """Stands in for the stream that writes an object. As the service does, it replaces objects unless it is given a
-    generation."""
+    """Stands in for the stream that writes an object.
+
+    As the service does, it replaces objects unless it is given a generation.
+    """
+
+    endpoint = ""
 
     def __init__(self, client: Any, bucket_name: str, object_name: str, generation: int | None, **_: Any) -> None:
         condition = {} if generation is None else {"ifGenerationMatch": generation}
         query = urlencode({"uploadType": "media", "name": object_name, **condition})
         self._url = f"{self.endpoint}/upload/storage/v1/b/{bucket_name}/o?{query}"
         self._data = bytearray()
-
-    endpoint = ""
 
     async def open(self) -> None:
         """Do nothing."""
@@ -86,17 +88,16 @@ class Writer:
 def test_zonal_buckets_are_refused_because_gcsfs_replaces_objects_there(
     cloud: Cloud, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from gcsfs import extended_gcsfs, zb_hns_utils
-
+    extended, utils = import_module("gcsfs.extended_gcsfs"), import_module("gcsfs.zb_hns_utils")
     registry: Any = import_module("fsspec.registry")  # fsspec has a mapping of the same name
 
     async def control_plane(_: Any) -> ZonalBuckets:
-        return ZonalBuckets(extended_gcsfs.api_exceptions.NotFound)
+        return ZonalBuckets(extended.api_exceptions.NotFound)
 
-    fs = extended_gcsfs.ExtendedGcsFileSystem
+    fs = extended.ExtendedGcsFileSystem
     monkeypatch.setitem(registry._registry, "gs", fs)
     monkeypatch.setattr(fs, "_get_control_plane_client", control_plane)
-    monkeypatch.setattr(zb_hns_utils, "AsyncAppendableObjectWriter", Writer)
+    monkeypatch.setattr(utils, "AsyncAppendableObjectWriter", Writer)
     monkeypatch.setattr(Writer, "endpoint", cloud.options["endpoint_url"])
     url = f"gs://{cloud.new_bucket()}/store"
     store = casckpt.open(url, storage_options=cloud.options, cache_dir=tmp_path)
