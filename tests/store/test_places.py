@@ -139,6 +139,15 @@ def test_a_writer_without_the_options_cannot_harm_a_store_of_others(
         assert not store.verify().is_damaged
 
 
+def test_part_of_a_folder_can_be_listed_on_s3_express(moto_server: Server, certificate: Path, tmp_path: Path) -> None:
+    (place,) = (place for place in SAFE if quirks.ListsFolders in place.quirks)
+    with imitated(place, moto_server, certificate) as there:
+        storage = opened(there, tmp_path).repository.storage
+        for key in ("transactions/a", "transactions/a.1", "transactions/b", "transactions/c/a"):
+            storage.put(key, b"")
+        assert {entry.key for entry in storage.list("transactions/a")} == {"transactions/a", "transactions/a.1"}
+
+
 def test_doctor_names_what_differs_from_s3(moto_server: Server, certificate: Path, tmp_path: Path) -> None:
     (expiring,) = (place for place in UNSAFE if place.only_doctor)
     odd = Place("odd", quirks=(quirks.DropsMetadata, quirks.ListsInNoOrder))
