@@ -62,7 +62,7 @@ def _clock(call: Call) -> Finding:
 def _metadata(call: Call, key: str) -> Finding:
     if PUT_ID in call("head_object", Key=key).get("Metadata", {}):
         return Finding("metadata", True, "objects keep their metadata")
-    found = "objects lose their metadata, so if the response to a put is lost, casckpt compares the object's bytes"
+    found = "objects lose their metadata, so if the response to a put is lost, casckpt compares the object instead"
     return Finding("metadata", None, found)
 
 
