@@ -2397,8 +2397,8 @@ PLANTED = (
     Planted(
         "a server without checksums causes an unspecific error",
         "_explain_answer",
-        "if _CHECKSUM.search(text):",
-        "if _CHECKSUM.match(text):",
+        "if _CHECKSUM.search(text) or",
+        "if _CHECKSUM.match(text) or",
         "tests/storage/remote/s3/test_errors.py",
     ),
     Planted(
@@ -2930,5 +2930,26 @@ PLANTED = (
         "    return [factor, ",
         "    return [factor * (1 - decays[0]) if decays else factor, ",
         "tests/plan/test_averages.py",
+    ),
+    Planted(
+        "a server may store the checksum of an upload in the object",
+        "S3Client._check_frames",
+        "        if self.size(key) != size:",
+        "        if self.size(key) is None:",
+        "tests/store/test_places.py",
+    ),
+    Planted(
+        "S3 Express is asked to list part of a folder",
+        "S3Client.page",
+        "if self.bucket.endswith(_DIRECTORY) else prefix",
+        "if not self.bucket else prefix",
+        "tests/store/test_places.py",
+    ),
+    Planted(
+        "doctor does not look for zonal buckets",
+        "FsspecClient.examine",
+        'if hasattr(self._fs, "_is_zonal_bucket") and',
+        'if hasattr(self._fs, "is_zonal_bucket") and',
+        "tests/storage/remote/test_gcs.py",
     ),
 )

@@ -79,8 +79,11 @@ class Finding:
 class Examinable(Protocol):
     """Storage whose settings `casckpt doctor` can check."""
 
-    def examine(self) -> Iterator[Finding]:
-        """Yield facts about the settings without writing anything. Raises `casckpt.errors.StorageError`."""
+    def examine(self, sample: str | None = None) -> Iterator[Finding]:
+        """Yield facts about the settings without writing anything. Raises `casckpt.errors.StorageError`.
+
+        ``sample``: the key of an object that was just put, or None if nothing can be put.
+        """
 
 
 class Reader(Protocol):

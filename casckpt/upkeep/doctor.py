@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections import defaultdict, deque
 from collections.abc import Callable, Iterator
-from contextlib import suppress
+from contextlib import contextmanager, nullcontext, suppress
 from functools import partial
 from statistics import median
 from typing import TypeVar
@@ -37,12 +37,13 @@ def examine(repo: Repository) -> Iterator[Finding]:
         for name, check in probes.checks().items():
             yield _safely(name, check)
     if isinstance(repo.storage, Examinable):
-        yield from _settings_of(repo.storage)
+        yield from _settings_of(repo.storage, probes if writes.ok and repo.storage.traits.remote else None)
 
 
-def _settings_of(storage: Examinable) -> Iterator[Finding]:
+def _settings_of(storage: Examinable, probes: _Probes | None) -> Iterator[Finding]:
     try:
-        yield from storage.examine()
+        with probes.sample() if probes else nullcontext() as sample:
+            yield from storage.examine(sample)
     except CasckptError as error:
         yield Finding("settings", False, str(error), "see above")
 
@@ -88,7 +89,7 @@ class _Probes:
     def write(self) -> Finding:
         """Put some small objects. List first, because some servers create a missing bucket on a put."""
         with suppress(StorageError):  # the list check reports this error
-            next(iter(self._storage.list(self.folder)), None)
+            next(iter(self._storage.list(f"{self.folder}/")), None)
         for number in range(_SMALL):
             self._timed("put", partial(self._put, self._key(number), self._data(number)))
         return Finding("write", True, f"{_SMALL} objects were written")
@@ -128,7 +129,9 @@ class _Probes:
             missing = len(wanted.keys() - listed.keys())
             found = f"a listing lacks {missing} of {_SMALL} objects that were just written, or shows wrong sizes"
             return Finding("list-after-write", False, found, _USE_ANOTHER)
-        return Finding("list-after-write", True, "new objects are listed immediately")
+        in_order = list(listed) == sorted(listed) or not self._storage.traits.remote
+        order = "" if in_order else ", in no particular order, and casckpt needs none"
+        return Finding("list-after-write", True, f"new objects are listed immediately{order}")
 
     def throughput(self) -> Finding:
         """Measure the speed of concurrent writes and reads of large objects."""
@@ -169,6 +172,16 @@ class _Probes:
         """Report the median time of each kind of small request."""
         medians = (f"{name} {1000 * median(times):.1f} ms" for name, times in self._seconds.items())
         return Finding("latency", None, ", ".join(medians))
+
+    @contextmanager
+    def sample(self) -> Iterator[str]:
+        """Put an object, yield its key, and delete it if the storage allows it."""
+        self._put(key := self._key(0), self._data(0))
+        try:
+            yield key
+        finally:
+            with suppress(StorageError):
+                self._storage.delete(key)
 
     def _is_there(self, key: str) -> bool:
         with suppress(NotFound):

@@ -1,4 +1,4 @@
-"""Tables that the site has and no page does: of the modules, of what kills planted bugs, and of Hub folders."""
+"""Tables that the site has and no page does: of modules, of what kills planted bugs, of Hub folders, of services."""
 
 from __future__ import annotations
 
@@ -40,9 +40,19 @@ def hub_folders() -> str:
     return "\n".join(rows)
 
 
+def places() -> str:
+    """Which storage services are safe, and how they differ from S3; from tests/support/places.py."""
+    from tests.support.places import table  # needs boto3
+
+    return table()
+
+
 def inserted(text: str) -> str:
     """A page with its tables: each stands in place of a comment that asks for it."""
     text = re.sub(r"<!-- modules: (\w+) -->", lambda found: modules(found[1]), text)
-    for comment, table in (("<!-- planted bugs -->", planted_bugs), ("<!-- hub folders -->", hub_folders)):
+    tables = (
+        ("<!-- planted bugs -->", planted_bugs), ("<!-- hub folders -->", hub_folders), ("<!-- places -->", places),
+    )  # fmt: skip
+    for comment, table in tables:
         text = text.replace(comment, table()) if comment in text else text
     return text

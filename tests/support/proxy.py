@@ -7,6 +7,7 @@ such puts proxy.chaos(seed=1, share=0.2) # or one of five requests, at random op
 {"endpoint_url": proxy.endpoint})
 
 ``proxy.seen`` lists the requests in order. With a certificate (`tests.support.certificates`), the proxy uses https.
+With `tests.support.quirks`, it behaves like a server that differs from S3.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ import ssl
 import struct
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -28,6 +29,7 @@ from types import TracebackType
 from typing import Any, Self
 from urllib.parse import unquote, urlsplit
 
+from tests.support.quirks import Answer, Quirk, Request
 from tests.support.tally import tally
 
 _BUSY = b"<?xml version='1.0'?><Error><Code>SlowDown</Code><Message>Please reduce your request rate.</Message></Error>"
@@ -74,8 +76,9 @@ class _Planned:
 class Proxy:
     """Listens on a free port. ``endpoint`` is its URL."""
 
-    def __init__(self, upstream: str, certificate: Path | None = None) -> None:
+    def __init__(self, upstream: str, certificate: Path | None = None, quirks: Sequence[Quirk] = ()) -> None:
         self.seen: list[Seen] = []
+        self.quirks = quirks
         self.connections = 0
         self._planned: list[_Planned] = []
         self._random: random.Random | None = None
@@ -253,26 +256,40 @@ class _Handler(BaseHTTPRequestHandler):
         return bytes(body)
 
     def _pass_on(self, body: bytes, trouble: Trouble | None) -> None:
-        upstream = http.client.HTTPConnection(self.server.upstream.hostname or "", self.server.upstream.port)
         try:
-            upstream.putrequest(self.command, self.path, skip_host=True, skip_accept_encoding=True)
-            for name, value in self.headers.items():
-                if name.lower() not in ("connection", "expect"):
-                    upstream.putheader(name, value)
-            upstream.endheaders(body or None, encode_chunked=self._is_chunked)
-            answer = upstream.getresponse()
-            data = answer.read()
+            answer = self._ask(Request(self.command, self.path, self.headers, body))
         except OSError:
             self._reset()
             return
-        finally:
-            upstream.close()
         if trouble is Trouble.LOST:
             self.close_connection = True
         elif trouble is Trouble.BROKEN:
             self._answer(500, "Internal Error", [("Content-Type", "application/xml")], _BROKEN)
         else:
-            self._answer(answer.status, answer.reason, answer.getheaders(), data, cut=trouble is Trouble.CUT)
+            self._answer(answer.status, answer.reason, answer.headers, answer.data, cut=trouble is Trouble.CUT)
+
+    def _ask(self, request: Request) -> Answer:
+        """Return the answer of the server, or of a quirk."""
+        for quirk in self.server.proxy.quirks:
+            if (answer := quirk.ask(request)) is not None:
+                return answer
+        answer = self._forward(request)
+        for quirk in self.server.proxy.quirks:
+            answer = quirk.tell(request, answer)
+        return answer
+
+    def _forward(self, request: Request) -> Answer:
+        upstream = http.client.HTTPConnection(self.server.upstream.hostname or "", self.server.upstream.port)
+        try:
+            upstream.putrequest(request.method, request.target, skip_host=True, skip_accept_encoding=True)
+            for name, value in request.headers.items():
+                if name.lower() not in ("connection", "expect"):
+                    upstream.putheader(name, value)
+            upstream.endheaders(request.body or None, encode_chunked=self._is_chunked)
+            answer = upstream.getresponse()
+            return Answer(answer.status, answer.reason, answer.getheaders(), answer.read())
+        finally:
+            upstream.close()
 
     def _answer(
         self, status: int, reason: str, headers: list[tuple[str, str]], data: bytes, *, cut: bool = False

@@ -77,7 +77,7 @@ class ReadOnly(Own):
 
 
 class Set(Own):
-    def examine(self) -> Iterator[Finding]:
+    def examine(self, sample: str | None = None) -> Iterator[Finding]:
         yield Finding("lifecycle", False, "a rule deletes all", "remove it")
 
 

@@ -241,7 +241,7 @@ class LocalStore(ObjectStore):
             self._folders.remove(folder)
         return freed
 
-    def examine(self) -> Iterator[Finding]:
+    def examine(self, sample: str | None = None) -> Iterator[Finding]:
         """Yield a finding on whether listings are reliable on this mount."""
         stale = self.traits.stale
         found = stale or "this mount does not cache file attributes that other hosts may change"

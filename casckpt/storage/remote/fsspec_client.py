@@ -161,9 +161,11 @@ class FsspecClient:
         except (FileNotFoundError, NotADirectoryError):
             return
 
-    def examine(self) -> Iterator[Finding]:
-        """Yield nothing, because fsspec does not report settings."""
-        return iter(())
+    def examine(self, sample: str | None = None) -> Iterator[Finding]:
+        """See `casckpt.storage.remote.client.Client`. Only gcsfs reports a setting: whether a bucket is zonal."""
+        if hasattr(self._fs, "_is_zonal_bucket") and self._ask("is_zonal_bucket", self._root.partition("/")[0]):
+            found = "the bucket is zonal: gcsfs replaces existing objects there, and does not report failed writes"
+            yield Finding("bucket", False, found, "use a bucket in a region")
 
     def _path(self, key: str) -> str:
         return f"{self._root}/{key}"

@@ -192,11 +192,11 @@ class RemoteStore(ObjectStore):
         split_folder(folder)
         return 0
 
-    def examine(self) -> Iterator[Finding]:
-        """Yield facts about the bucket's settings. Does not retry."""
+    def examine(self, sample: str | None = None) -> Iterator[Finding]:
+        """See `casckpt.storage.base.Examinable`. Does not retry."""
         client = self._clients.get()
         try:
-            yield from client.examine()
+            yield from client.examine(sample)
         except client.failures as error:
             raise StorageError(f"cannot read the settings of {self.url}: {client.explain(error).why}") from error
 

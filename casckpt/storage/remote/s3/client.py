@@ -12,7 +12,7 @@ import math
 import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from http.client import HTTPMessage
 from typing import Any, NamedTuple
@@ -28,8 +28,15 @@ from casckpt.storage.remote.bodies import MOST, PutBody, read_whole
 from casckpt.storage.remote.client import ExplainedFailure, Page
 from casckpt.storage.remote.patience import Loop, Patience, moved
 from casckpt.storage.remote.s3.direct import DirectReads, Signed, can_reach, sign
-from casckpt.storage.remote.s3.errors import FAILURES, explain, is_about_credentials, size_from, status_of
-from casckpt.storage.remote.s3.facts import examine
+from casckpt.storage.remote.s3.errors import (
+    FAILURES,
+    WITHOUT_CHECKSUMS,
+    explain,
+    is_about_credentials,
+    size_from,
+    status_of,
+)
+from casckpt.storage.remote.s3.facts import PUT_ID, examine
 
 
 class _Whole(NamedTuple):
@@ -78,7 +85,7 @@ _CONFIG: Mapping[str, Any] = {
 }
 _LATER = 5.0  # seconds
 _RENEWED_FOR = 10.0  # seconds during which another thread's failure is attributed to the previous session
-_PUT_ID = "casckpt-put"
+_DIRECTORY = "--x-s"  # ends the name of an S3 Express bucket
 _TEXTS = ("key", "secret", "token")  # the command line parses an all-digit value as a number
 
 
@@ -114,6 +121,7 @@ class S3Client:
         try:  # this fails for wrong options; it does not send a request, but may take a while
             client = Loop(self._fs.loop, Patience()).run(self._fs.set_session())
             self.direct = self._direct(client.meta.endpoint_url, given, options.get("client_kwargs") or {})
+            self._unread_frames = _sends_frames(client)
         except BotoCoreError as error:
             raise ValueError(explain(error).why) from error
 
@@ -161,11 +169,24 @@ class S3Client:
         self._put(key, data, put_id)
 
     def _put(self, key: str, data: memoryview, put_id: str, **condition: str) -> None:
-        self.call("put_object", Key=self.prefix + key, Metadata={_PUT_ID: put_id}, Body=PutBody(data), **condition)
+        answer = self.call(
+            "put_object", Key=self.prefix + key, Metadata={PUT_ID: put_id}, Body=PutBody(data), **condition
+        )
+        if self._unread_frames:
+            if not any(name.startswith("Checksum") for name in answer):
+                self._check_frames(key, len(data))
+            self._unread_frames = False
+
+    def _check_frames(self, key: str, size: int) -> None:
+        """Raise Unsupported if the server stored the frames and the checksum of an upload as part of the object."""
+        if self.size(key) != size:
+            with suppress(ClientError):  # writers may lack the permission to delete
+                self.delete(key)
+            raise Unsupported(f"the server stores the checksums of uploads in the objects; {WITHOUT_CHECKSUMS}")
 
     def put_id(self, key: str) -> str | None:
         """See `casckpt.storage.remote.client.Client`."""
-        put_id: str | None = (self._head(key) or {}).get("Metadata", {}).get(_PUT_ID)
+        put_id: str | None = (self._head(key) or {}).get("Metadata", {}).get(PUT_ID)
         return put_id
 
     def get(self, key: str, limit: int) -> bytes:
@@ -206,13 +227,15 @@ class S3Client:
         """See `casckpt.storage.remote.client.Client`."""
         options = {} if deep else {"Delimiter": "/"}
         options |= {} if after is None else {"ContinuationToken": after}
-        answer = self.call("list_objects_v2", Prefix=self.prefix + prefix, MaxKeys=PAGE, **options)
+        # S3 Express lists only whole folders
+        asked = prefix[: prefix.rfind("/") + 1] if self.bucket.endswith(_DIRECTORY) else prefix
+        answer = self.call("list_objects_v2", Prefix=self.prefix + asked, MaxKeys=PAGE, **options)
         skip = len(self.prefix)
         entries = [
             ListedObject(item["Key"][skip:], item["Size"], item.get("ETag", "")) for item in answer.get("Contents", ())
         ]
         # skip other programs' "folders"
-        files = [entry for entry in entries if entry.key and not entry.key.endswith("/")]
+        files = [entry for entry in entries if entry.key.startswith(prefix) and entry.key and entry.key[-1] != "/"]
         folders = [item["Prefix"][skip:].removesuffix("/") for item in answer.get("CommonPrefixes", ())]
         more = answer.get("NextContinuationToken") if answer.get("IsTruncated") else None
         if answer.get("IsTruncated") and not more:  # otherwise, the rest would appear never to have existed
@@ -242,9 +265,9 @@ class S3Client:
             if status_of(error) not in (400, 403, 405, 501):
                 raise
 
-    def examine(self) -> Iterator[Finding]:
+    def examine(self, sample: str | None = None) -> Iterator[Finding]:
         """See `casckpt.storage.remote.client.Client`."""
-        return examine(self.call, self.prefix)
+        return examine(self.call, self.prefix, sample)
 
     # requests
 
@@ -368,6 +391,12 @@ class S3Object:
         if (self._etag, self._size) != (etag, size):
             message = f"object {self._key} was replaced while casckpt was reading it; read it again"
             raise StorageError(message, key=self._key)
+
+
+def _sends_frames(client: Any) -> bool:
+    """Return whether a client sends the checksum of an upload after its bytes, in frames that a server must parse."""
+    calculated = getattr(client.meta.config, "request_checksum_calculation", None)
+    return calculated == "when_supported" and client.meta.endpoint_url.startswith("https:")
 
 
 def _check_offset(offset: int, content_range: str) -> None:

@@ -53,11 +53,16 @@ _ADVICE = {
 _ENDED = frozenset(
     {"ExpiredToken", "ExpiredTokenException", "TokenRefreshRequired", "InvalidToken", "InvalidAccessKeyId"}
 )
+_FRAMES = frozenset({"Unauthorized", "MissingContentLength"})  # what R2 and Storj answer to uploads with a checksum
 _CHECKSUM = re.compile(r"checksum|trailer|aws-chunked|content-?md5|content-?sha-?256", re.IGNORECASE)
-_WITHOUT = (
+WITHOUT_CHECKSUMS = (
     "if it does not know the checksums of newer S3 clients, set AWS_REQUEST_CHECKSUM_CALCULATION and "
     "AWS_RESPONSE_CHECKSUM_VALIDATION to when_required in the environment, or request_checksum_calculation and "
     "response_checksum_validation in the config_kwargs of storage_options"
+)
+_ENCRYPT = (
+    "A policy denies the request. If it requires encryption, set "
+    "s3_additional_kwargs={'ServerSideEncryption': 'aws:kms'} in storage_options, or the value that it requires"
 )
 _TLS = "check that the endpoint supports https and that its certificate is trusted (client_kwargs={'verify': 'ca.pem'})"
 _NO_BUCKET = "there is no such bucket: create it first, or correct the URL or the endpoint_url"
@@ -76,7 +81,7 @@ def explain(error: Exception) -> ExplainedFailure:
     if isinstance(error, SSLError):
         return ExplainedFailure(f"{in_one_line(error)}; {_TLS}", again=True)
     if isinstance(error, FlexibleChecksumError):
-        return ExplainedFailure(f"{in_one_line(error)}; the response was damaged; {_WITHOUT}", again=True)
+        return ExplainedFailure(f"{in_one_line(error)}; the response was damaged; {WITHOUT_CHECKSUMS}", again=True)
     if isinstance(error, _LOST):
         return ExplainedFailure(f"{in_one_line(error)}; check the network and the endpoint, and try again", again=True)
     return ExplainedFailure(f"{in_one_line(error)}; check the storage_options")
@@ -87,17 +92,26 @@ def _explain_answer(error: ClientError) -> ExplainedFailure:
     if code == "NoSuchBucket":
         return ExplainedFailure(_NO_BUCKET, kind=NotFound)
     text = f"{status} {code} {error.response['Error'].get('Message', '')}".strip()
-    if _CHECKSUM.search(text):
+    if _CHECKSUM.search(text) or code in _FRAMES:
         again = status in _BUSY or code in _BUSY_CODES
-        return ExplainedFailure(f"the server answers {text}; {_WITHOUT}", again=again)
+        return ExplainedFailure(f"the server answers {text}; {WITHOUT_CHECKSUMS}", again=again)
     if status == 501 or code == "NotImplemented":
-        return ExplainedFailure(f"the server answers {text}; {_NO_CONDITION}. But {_WITHOUT}", kind=Unsupported)
+        return ExplainedFailure(
+            f"the server answers {text}; {_NO_CONDITION}. But {WITHOUT_CHECKSUMS}", kind=Unsupported
+        )
     if status in _BUSY or code in _BUSY_CODES:
         return ExplainedFailure(f"the server answers {text}; try again later", again=True)
     if code in _ADVICE or status == 403:
-        return ExplainedFailure(_ADVICE.get(code, _ADVICE["AccessDenied"]))
+        return ExplainedFailure(_ADVICE.get(code, _ADVICE["AccessDenied"]) + _about_policy(text))
     kind = NotFound if status == 404 else StorageError
     return ExplainedFailure(f"the server answers {text}; check the bucket and the storage_options", kind=kind)
+
+
+def _about_policy(text: str) -> str:
+    """Return more advice for a request that the bucket's encryption key or policy denies."""
+    if "kms:" in text:
+        return ". They also need kms:GenerateDataKey and kms:Decrypt for the key that encrypts the bucket"
+    return f". {_ENCRYPT}" if "explicit deny" in text else ""
 
 
 def is_about_credentials(error: Exception) -> bool:

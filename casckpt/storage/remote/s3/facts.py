@@ -1,4 +1,4 @@
-"""Checks bucket settings that matter to a store: versions, locks, lifecycle rules and unfinished multipart uploads."""
+"""Checks what matters to a store in a bucket: metadata, versions, locks, lifecycle rules, unfinished uploads."""
 
 from __future__ import annotations
 
@@ -15,15 +15,20 @@ from casckpt.storage.remote.s3.errors import status_of
 Call: TypeAlias = Callable[..., Any]
 """Sends one request, given the operation's name and its arguments without the bucket."""
 
+PUT_ID = "casckpt-put"
+"""The name of the metadata that identifies the put that created an object."""
+
 _PAGES = 10  # of 1,000 versions each: enough to show that there are many
 _SKEW = 300.0  # seconds; S3 refuses requests at 900
 _FROZEN = frozenset({"GLACIER", "DEEP_ARCHIVE"})
 _EXPIRE_OLD = "set a lifecycle rule with NoncurrentVersionExpiration and ExpiredObjectDeleteMarker"
 
 
-def examine(call: Call, prefix: str) -> Iterator[Finding]:
-    """Yield the facts for `casckpt doctor` without writing anything."""
+def examine(call: Call, prefix: str, sample: str | None = None) -> Iterator[Finding]:
+    """Yield the facts for `casckpt doctor` without writing anything. ``sample``: the key of an object of a put."""
     yield _ask("clock", lambda: _clock(call))
+    if sample is not None:
+        yield _ask("metadata", lambda: _metadata(call, prefix + sample))
     yield _ask("versions", lambda: _versions(call, prefix))
     yield _ask("lock", lambda: _lock(call))
     yield _ask("lifecycle", lambda: _lifecycle(call, prefix))
@@ -52,6 +57,13 @@ def _clock(call: Call) -> Finding:
     if abs(skew) > _SKEW:
         return Finding("clock", False, found, "set this host's clock, for example with NTP")
     return Finding("clock", True, found)
+
+
+def _metadata(call: Call, key: str) -> Finding:
+    if PUT_ID in call("head_object", Key=key).get("Metadata", {}):
+        return Finding("metadata", True, "objects keep their metadata")
+    found = "objects lose their metadata, so if the response to a put is lost, casckpt compares the object instead"
+    return Finding("metadata", None, found)
 
 
 def _versions(call: Call, prefix: str) -> Finding:

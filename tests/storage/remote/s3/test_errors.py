@@ -187,6 +187,8 @@ def answer(status: int, code: str, message: str = "") -> ClientError:
         (answer(400, "XAmzContentSHA256Mismatch"), True),
         (answer(400, "InvalidRequest", "x-amz-content-sha256 must be UNSIGNED-PAYLOAD"), False),
         (answer(501, "NotImplemented", "Transfer-Encoding: aws-chunked is not implemented"), False),
+        (answer(401, "Unauthorized"), False),
+        (answer(411, "MissingContentLength", "You must provide the Content-Length HTTP header."), False),
         (FlexibleChecksumError(error_msg="Expected checksum x did not match calculated checksum y"), True),
     ],
 )
@@ -195,6 +197,12 @@ def test_errors_about_checksums_name_the_settings_to_change(error: Exception, *,
     assert "AWS_REQUEST_CHECKSUM_CALCULATION" in found.why
     assert "conditional puts" not in found.why
     assert found.again == again
+
+
+def test_a_denied_encryption_key_is_named() -> None:
+    message = "User: x is not authorized to perform: kms:GenerateDataKey on this resource"
+    assert "need kms:GenerateDataKey and kms:Decrypt" in explain(answer(403, "AccessDenied", message)).why
+    assert "kms" not in explain(answer(403, "AccessDenied", "Access Denied")).why
 
 
 def test_an_unspecific_error_names_both_features_that_may_be_missing() -> None:
