@@ -61,8 +61,9 @@ class Client(Protocol):
     def explain(self, error: Exception) -> ExplainedFailure:
         """Return the cause of one of ``failures``."""
 
-    def renew(self, error: Exception) -> bool:
-        """Look up new credentials if the error says that they have expired.
+    def renew(self, error: Exception, began: float) -> bool:
+        """Look up new credentials if the error says that they have expired, unless another thread has done so since
+        ``began``, the time when the failed request began (``time.monotonic``).
 
         Returns True if the call should be repeated.
         """

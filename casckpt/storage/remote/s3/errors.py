@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import re
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Awaitable, Mapping
+from typing import Any, TypeVar
 
 import aiohttp
 from botocore.exceptions import (
@@ -45,14 +46,16 @@ _ADVICE = {
     "InvalidAccessKeyId": f"the server does not know this access key: {_GIVE}",
     "InvalidToken": f"the session token is not valid: {_GIVE}",
     "SignatureDoesNotMatch": f"the secret key does not match the access key: {_GIVE}",
+    "Unauthorized": f"the server does not accept these credentials: {_GIVE}",
     "RequestTimeTooSkewed": "this host's clock is too far off: set it, for example with NTP",
     "PermanentRedirect": "the bucket is in a different region: set that region with storage_options "
     "client_kwargs={'region_name': ...}",
     "EntityTooLarge": "the object is too large for one request: create a store with smaller blobs",
 }
-_ENDED = frozenset(
-    {"ExpiredToken", "ExpiredTokenException", "TokenRefreshRequired", "InvalidToken", "InvalidAccessKeyId"}
-)
+_ENDED = frozenset({
+    "ExpiredToken", "ExpiredTokenException", "TokenRefreshRequired", "InvalidToken", "InvalidAccessKeyId",
+    "SignatureDoesNotMatch",
+})  # fmt: skip
 _CHECKSUM = re.compile(r"checksum|trailer|aws-chunked|content-?md5|content-?sha-?256", re.IGNORECASE)
 _WITHOUT = (
     "if it does not know the checksums of newer S3 clients, set AWS_REQUEST_CHECKSUM_CALCULATION and "
@@ -94,15 +97,34 @@ def _explain_answer(error: ClientError) -> ExplainedFailure:
         return ExplainedFailure(f"the server answers {text}; {_NO_CONDITION}. But {_WITHOUT}", kind=Unsupported)
     if status in _BUSY or code in _BUSY_CODES:
         return ExplainedFailure(f"the server answers {text}; try again later", again=True)
-    if code in _ADVICE or status == 403:
-        return ExplainedFailure(_ADVICE.get(code, _ADVICE["AccessDenied"]))
+    if code in _ADVICE or status in (401, 403):
+        return ExplainedFailure(_ADVICE.get(code, _ADVICE["AccessDenied" if status == 403 else "Unauthorized"]))
     kind = NotFound if status == 404 else StorageError
     return ExplainedFailure(f"the server answers {text}; check the bucket and the storage_options", kind=kind)
 
 
+T = TypeVar("T")
+
+
+async def as_failure(call: Awaitable[T]) -> T:
+    """Await a call of the client. Convert errors in looking up credentials to `FAILURES`.
+
+    The client raises a RuntimeError if new credentials have also expired, and a ValueError if a program that prints
+    them is interrupted.
+    """
+    try:
+        return await call
+    except RuntimeError as error:
+        if "refreshed credentials" not in str(error):
+            raise
+        raise ClientError({"Error": {"Code": "ExpiredToken"}}, "credentials") from error
+    except json.JSONDecodeError as error:
+        raise CredentialRetrievalError(provider="credential_process", error_msg="no JSON") from error
+
+
 def is_about_credentials(error: Exception) -> bool:
     """Return whether the server says that the credentials are no longer valid."""
-    return isinstance(error, ClientError) and error.response["Error"].get("Code") in _ENDED
+    return isinstance(error, ClientError) and (error.response["Error"].get("Code") in _ENDED or status_of(error) == 401)
 
 
 def status_of(error: ClientError) -> int:
