@@ -122,7 +122,7 @@ class S3Client:
         self._fs = S3FileSystem(**{**options, **secrets, **ours})
         self.run = Loop(self._fs.loop, self.patience).run
         try:  # this fails for wrong options; it does not send a request, but may take a while
-            client = Loop(self._fs.loop, Patience()).run(self._fs.set_session())
+            client = Loop(self._fs.loop, Patience()).run(as_failure(self._fs.set_session()))
             self.direct = self._direct(client.meta.endpoint_url, given, options.get("client_kwargs") or {})
         except BotoCoreError as error:
             raise ValueError(explain(error).why) from error
