@@ -61,9 +61,7 @@ def hold(
     return tag, _granted(repo, tag, commit, found.tags.get(name))
 
 
-def renew(
-    repo: Repository, tag: Tag, commit: Commit, seconds: float, clock: Clock | None = None
-) -> tuple[Tag, Commit]:
+def renew(repo: Repository, tag: Tag, commit: Commit, seconds: float, clock: Clock | None = None) -> tuple[Tag, Commit]:
     """Renew a lease for ``seconds``. ``tag``: the lease as it was last granted. ``clock``: instead of the repository's.
 
     A lease that has expired is granted again.

@@ -23,7 +23,12 @@ from tests.support.saves import BLOB, CELL, cells, same_state, steps
 from tests.support.tally import tally
 
 HOUR, DAY = 3600.0, 24 * 3600.0
-JUMPS = {"ahead by hours": 5 * HOUR, "ahead by a year": 400 * DAY, "back by hours": -5 * HOUR, "back by a year": -400 * DAY}
+JUMPS = {
+    "ahead by hours": 5 * HOUR,
+    "ahead by a year": 400 * DAY,
+    "back by hours": -5 * HOUR,
+    "back by a year": -400 * DAY,
+}
 EVERY = 6
 """By default, the clock jumps at every sixth call, each time in a different way."""
 
@@ -44,7 +49,8 @@ class Host:
 
     def __init__(self, jump: float, at: int, folder: Path) -> None:
         self.clock, self.faulty = Ticks(), FaultyStore(memory(near=False))
-        self.store, self.other = host(self.faulty, folder / "mine", self.clock), host(self.faulty.inner, folder / "other")
+        self.store = host(self.faulty, folder / "mine", self.clock)
+        self.other = host(self.faulty.inner, folder / "other")
         for step in range(3):
             self.store.save(state(step), step=step)
         self._before, self._jump, self._left = len(self.faulty.calls), jump, at

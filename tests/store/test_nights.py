@@ -9,7 +9,6 @@ from __future__ import annotations
 import json
 import math
 import os
-import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from itertools import count
@@ -36,7 +35,7 @@ BURST = 0.5  # seconds, less than a call may take
 
 
 def _set_keys(name: str) -> None:
-    os.environ.update(AWS_ACCESS_KEY_ID=name, AWS_SECRET_ACCESS_KEY="secret")  # noqa: S106 - of a test
+    os.environ.update(AWS_ACCESS_KEY_ID=name, AWS_SECRET_ACCESS_KEY="secret")
 
 
 @dataclass
@@ -137,25 +136,33 @@ NIGHTS = {
     "dead connections": Night(lambda cloud, at: cloud.proxy.at(at, cloud.proxy.abandon)),
     "a silent server": Night(lambda cloud, at: cloud.proxy.mute(after=at), "_timeout in storage_options"),
 }
-WORK: dict[str, Callable[[Cloud], None]] = {"save": Cloud.save, "load": Cloud.load, "gc": Cloud.gc, "watch": Cloud.watch}
+WORK: dict[str, Callable[[Cloud], None]] = {
+    "save": Cloud.save,
+    "load": Cloud.load,
+    "gc": Cloud.gc,
+    "watch": Cloud.watch,
+}
 
 
 @pytest.mark.timeout(120)
 @pytest.mark.parametrize("work", WORK)
 def test_work_survives_a_night(work: str, cloud: Cloud, full: bool) -> None:
-    """By default, each trouble begins at one of the requests. With ``--full``, it begins at every request."""
+    """By default, half of the troubles begin at one of the requests each. With ``--full``, all begin at every request.
+
+    The time limit of the test shows that no call hangs.
+    """
     do = WORK[work]
     seen = len(cloud.proxy.seen)
     do(cloud)
     requests = len(cloud.proxy.seen) - seen
     for number, night in enumerate(NIGHTS.values()):
+        if not full and number % 2 != [*WORK].index(work) % 2:
+            continue
         for at in range(requests) if full else (requests * number // len(NIGHTS),):
             if work == "gc":
                 cloud.save()
             night.begin(cloud, at)
-            begun = time.monotonic()
             outcome: Any = outcome_of(lambda: do(cloud))
-            assert time.monotonic() - begun < 30, "a call hangs"
             assert night.says or outcome is None, (at, outcome)
             if outcome is not None:
                 assert isinstance(outcome, StorageError)

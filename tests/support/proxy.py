@@ -247,7 +247,7 @@ class _Handler(BaseHTTPRequestHandler):
             return
         if self.number <= self.server.proxy.abandoned:
             tally("network: sent on an abandoned connection")
-            while self.rfile.read1(1 << 16):
+            while self.rfile.read1(1 << 16):  # until the client gives up
                 pass
             self.close_connection = True
             return

@@ -144,10 +144,11 @@ class DirectReads:
 
     def _rested(self, place: str) -> HTTPConnection | None:
         """Return the most recently used connection that is still open."""
+        usable = max(self._silent, time.monotonic() - _REST)
         with suppress(IndexError):
             while True:
                 since, host, connection = self._waiting.pop()
-                if host == place and since > max(self._silent, time.monotonic() - _REST) and _is_silent(connection.sock):
+                if host == place and since > usable and _is_silent(connection.sock):
                     return connection
                 connection.close()
         return None
