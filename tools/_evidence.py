@@ -40,6 +40,8 @@ ROWS = {
     "requests throttled with 503": "network: not done: 503",
     "requests reset in transit": "network: the connection is reset",
     "truncated answers": "network: done, and reset",
+    "requests on connections that died unnoticed": "network: sent on an abandoned",
+    "clocks set back or ahead at a storage call": "clocks that jump",
     "delayed requests": "network: done a little later",
     "requests refused with 403": "network: refused",
     "randomly changed inputs of importers": "bent input",

@@ -549,16 +549,16 @@ PLANTED = (
     Planted(
         "the log is read before a lease is put",
         "hold",
-        "    tag = write_generation(repo, name, number + 1, commit, expires=_end(repo, seconds))\n",
+        "    tag = write_generation(repo, name, number + 1, commit, expires=_end(repo.clock, seconds))\n",
         "    seen = refresh(repo, commit)\n"
-        "    tag = write_generation(repo, name, number + 1, commit, expires=_end(repo, seconds))\n"
+        "    tag = write_generation(repo, name, number + 1, commit, expires=_end(repo.clock, seconds))\n"
         "    if seen.visible:\n        return tag, seen\n",
         "tests/history/test_leases.py",
     ),
     Planted(
         "a late renewal is not checked again",
         "renew",
-        "    if tag.expires is not None and repo.clock() <= tag.expires:",
+        "    if tag.expires is not None and clock() <= tag.expires:",
         "    if tag.expires is not None:",
         "tests/history/test_leases.py",
     ),
@@ -566,8 +566,8 @@ PLANTED = (
         "the clock of a renewal is read before its put",
         "renew",
         "    made = write_generation(repo, tag.name, number + 1, commit, expires=end, unique=tag.unique)\n"
-        "    if tag.expires is not None and repo.clock() <= tag.expires:",
-        "    before = repo.clock()\n"
+        "    if tag.expires is not None and clock() <= tag.expires:",
+        "    before = clock()\n"
         "    made = write_generation(repo, tag.name, number + 1, commit, expires=end, unique=tag.unique)\n"
         "    if tag.expires is not None and before <= tag.expires:",
         "tests/history/test_leases.py",
@@ -2388,6 +2388,41 @@ PLANTED = (
         "tests/storage/remote/s3/test_errors.py",
     ),
     Planted(
+        "keys that arrive late are not looked up",
+        "S3Client.renew",
+        "            if began > self._renewed:\n",
+        "            if began > self._renewed + 10:\n",
+        "tests/store/test_nights.py",
+    ),
+    Planted(
+        "expired keys of the machine raise an error of the client",
+        "as_failure",
+        "    except RuntimeError as error:\n",
+        "    except ReferenceError as error:\n",
+        "tests/store/test_nights.py",
+    ),
+    Planted(
+        "each dead connection of the client costs a timeout",
+        "BoundedSession._drop_idle",
+        "                while idle:\n",
+        "                while False:\n",
+        "tests/storage/remote/test_faults.py",
+    ),
+    Planted(
+        "each dead connection for ranges costs a timeout",
+        "DirectReads.read",
+        "                self._silent = time.monotonic()\n",
+        "                pass\n",
+        "tests/storage/remote/test_faults.py",
+    ),
+    Planted(
+        "a lease ends early if its holder's clock is set back",
+        "_never_set_back",
+        "max(clock(), begun + round(1e6 * (time.monotonic() - since)))",
+        "clock()",
+        "tests/store/test_clock_jumps.py",
+    ),
+    Planted(
         "credentials are looked up for every request",
         "RemoteStore.again",
         "                    renewed = True\n",
@@ -2397,8 +2432,8 @@ PLANTED = (
     Planted(
         "a server without checksums causes an unspecific error",
         "_explain_answer",
-        "if _CHECKSUM.search(text) or",
-        "if _CHECKSUM.match(text) or",
+        "if _CHECKSUM.search(text):",
+        "if _CHECKSUM.match(text):",
         "tests/storage/remote/s3/test_errors.py",
     ),
     Planted(

@@ -11,6 +11,7 @@ from __future__ import annotations
 import logging
 import os
 import threading
+import time
 from collections import deque
 from contextlib import suppress
 from types import TracebackType
@@ -22,7 +23,7 @@ from casckpt.format.keys import check_tag
 from casckpt.history.commits import Commit, list_commits, refresh
 from casckpt.history.tags import Tag, end_generation, newest_generation, take_back, write_generation
 from casckpt.repository.reading import check_requirements
-from casckpt.repository.repository import Repository
+from casckpt.repository.repository import Clock, Repository
 from casckpt.storage.forking import PerProcess
 
 STOP_SECONDS = 30.0
@@ -56,12 +57,12 @@ def hold(
     number, found = newest_generation(repo, name)
     if behind is not None and (number != behind or found.tags or found.damaged):
         raise Conflict(f"tag {name!r} was moved by another process", key=f"tags/{name}/{number}")
-    tag = write_generation(repo, name, number + 1, commit, expires=_end(repo, seconds))
+    tag = write_generation(repo, name, number + 1, commit, expires=_end(repo.clock, seconds))
     return tag, _granted(repo, tag, commit, found.tags.get(name))
 
 
-def renew(repo: Repository, tag: Tag, commit: Commit, seconds: float) -> tuple[Tag, Commit]:
-    """Renew a lease for ``seconds``. ``tag``: the lease as it was last granted.
+def renew(repo: Repository, tag: Tag, commit: Commit, seconds: float, clock: Clock | None = None) -> tuple[Tag, Commit]:
+    """Renew a lease for ``seconds``. ``tag``: the lease as it was last granted. ``clock``: instead of the repository's.
 
     A lease that has expired is granted again.
 
@@ -71,15 +72,22 @@ def renew(repo: Repository, tag: Tag, commit: Commit, seconds: float) -> tuple[T
     now = found.tags.get(tag.name)
     if now is None or now.unique != tag.unique:
         raise Conflict(f"another process ended or moved {tag.name!r}: create a new lease")
-    end = _end(repo, seconds)
+    clock = clock or repo.clock
+    end = _end(clock, seconds)
     made = write_generation(repo, tag.name, number + 1, commit, expires=end, unique=tag.unique)
-    if tag.expires is not None and repo.clock() <= tag.expires:  # the old tag was still valid when the new one was set
+    if tag.expires is not None and clock() <= tag.expires:  # the old tag was still valid when the new one was set
         return made, commit
     return made, _granted(repo, made, commit, None)
 
 
-def _end(repo: Repository, seconds: float) -> int:
-    return repo.clock() + round(seconds * 1e6)
+def _end(clock: Clock, seconds: float) -> int:
+    return clock() + round(seconds * 1e6)
+
+
+def _never_set_back(clock: Clock) -> Clock:
+    """Return a clock for one lease, which does not end early if this host's time is set back meanwhile."""
+    begun, since = clock(), time.monotonic()
+    return lambda: max(clock(), begun + round(1e6 * (time.monotonic() - since)))
 
 
 def _granted(repo: Repository, tag: Tag, commit: Commit, before: Tag | None) -> Commit:
@@ -126,6 +134,7 @@ class Lease:
         self._seconds = seconds
         self._pid = os.getpid()
         self._over = threading.Event()
+        self._clock = _never_set_back(repo.clock)
         self._tag, self.commit = _held(repo, commit, seconds)
         self._thread = threading.Thread(target=self._run, name=f"casckpt-{self._tag.name}", daemon=True)
 
@@ -159,7 +168,7 @@ class Lease:
     def renew(self) -> bool:
         """Renew the lease. If this fails, log the error and return False."""
         try:
-            self._tag, self.commit = renew(self._repo, self._tag, self.commit, self._seconds)
+            self._tag, self.commit = renew(self._repo, self._tag, self.commit, self._seconds, self._clock)
         except (Conflict, NotFound) as error:
             log.error("%s was lost, so the checkpoint may be purged: %s", self._what, error)
             self._over.set()

@@ -340,7 +340,7 @@ class Leader:
             **coded_bytes(others.values())._asdict(),
             blobs_written=len(new),
             blobs_reused=len(draft.blobs) - len(new),
-            seconds=round((self.repo.clock() - self._started) / 1e6, 6),
+            seconds=round(max(0, self.repo.clock() - self._started) / 1e6, 6),
             tensors=int(single.is_whole.sum()) + len(tables),
             ephemeral=self.options.ephemeral,
             parent=draft.parent,

@@ -3,7 +3,9 @@
 ::
 
 with Proxy(server.endpoint) as proxy: proxy.plan(Trouble.LOST, method="PUT", path="commits/*", times=2) # the next two
-such puts proxy.chaos(seed=1, share=0.2) # or one of five requests, at random open_storage("s3://...", server.options |
+such puts proxy.chaos(seed=1, share=0.2) # or one of five requests, at random
+proxy.allow(lambda request: request.signer == "new", "ExpiredToken") # the keys were rotated
+proxy.abandon() # the idle connections are dead, but nobody knows open_storage("s3://...", server.options |
 {"endpoint_url": proxy.endpoint})
 
 ``proxy.seen`` lists the requests in order. With a certificate (`tests.support.certificates`), the proxy uses https.
@@ -15,6 +17,7 @@ from __future__ import annotations
 import enum
 import http.client
 import random
+import re
 import socket
 import ssl
 import struct
@@ -35,6 +38,8 @@ from tests.support.tally import tally
 _BUSY = b"<?xml version='1.0'?><Error><Code>SlowDown</Code><Message>Please reduce your request rate.</Message></Error>"
 _BROKEN = b"<?xml version='1.0'?><Error><Code>InternalError</Code><Message>We are sorry.</Message></Error>"
 _REFUSED = "<?xml version='1.0'?><Error><Code>{}</Code><Message>No.</Message></Error>"
+_STATUS = {"SlowDown": 503, "Unauthorized": 401}  # of refusals; 403 for all others
+_SIGNER = re.compile(r"Credential=([^/]*)/")
 _LATE = 0.05  # seconds
 _RESET = struct.pack("ii", 1, 0)  # closing the socket then sends a reset
 
@@ -53,7 +58,7 @@ class Seen:
     """A request.
 
     ``path``: the decoded path without the query. ``size``: the size of the body as sent. ``condition``: its
-    If-None-Match header.
+    If-None-Match header. ``signer``: the access key that signed it.
     """
 
     method: str
@@ -63,6 +68,7 @@ class Seen:
     size: int
     payload: str | None
     condition: str | None = None
+    signer: str | None = None
 
 
 @dataclass
@@ -85,6 +91,9 @@ class Proxy:
         self._share = 0.0
         self._refused: tuple[str, frozenset[str], int] | None = None
         self._allowed: Callable[[Seen], bool] = lambda _: True
+        self._code = "AccessDenied"
+        self._slow: tuple[str, float] | None = None
+        self.abandoned = 0
         self._actions: dict[int, Callable[[], None]] = {}
         self._muted: tuple[str, int] | None = None
         self._heard = threading.Event()
@@ -118,13 +127,26 @@ class Proxy:
             self._random, self._share = random.Random(seed), share
 
     def refuse(self, code: str, *methods: str, after: int = 0) -> None:
-        """Skip some requests, then answer all requests of these methods (none means all) with 403 and this code."""
+        """Skip some requests, then answer all requests of these methods (none means all) with this error code."""
         with self._lock:
             self._refused = (code, frozenset(methods), len(self.seen) + after)
 
-    def allow(self, allowed: Callable[[Seen], bool]) -> None:
-        """From now on, answer every request that is not ``allowed`` with 403 AccessDenied, even after `calm`."""
-        self._allowed = allowed
+    def allow(self, allowed: Callable[[Seen], bool], code: str = "AccessDenied") -> None:
+        """From now on, answer every request that is not ``allowed`` with this error code, even after `calm`."""
+        self._allowed, self._code = allowed, code
+
+    def slow(self, path: str, seconds: float) -> None:
+        """From now on, wait before forwarding each request for this path."""
+        with self._lock:
+            self._slow = (path, seconds)
+
+    def abandon(self) -> None:
+        """Never again answer or close the connections that are open now, as if their server had lost its power.
+
+        New connections work.
+        """
+        with self._lock:
+            self.abandoned = self.connections
 
     def at(self, number: int, action: Callable[[], None]) -> None:
         """Call a function before the request with this number is forwarded (0: the first one from now on)."""
@@ -144,7 +166,7 @@ class Proxy:
             self._muted = None
             self._planned.clear()
             self._actions.clear()
-            self._refused = None
+            self._refused = self._slow = None
             self._share = 0.0
 
     def count(self, method: str, path: str = "*") -> int:
@@ -154,12 +176,17 @@ class Proxy:
     def refusal_of(self, request: Seen) -> str | None:
         """Return the error code to answer the most recent request with."""
         if not self._allowed(request):
-            return "AccessDenied"
+            return self._code
         with self._lock:
             if self._refused is None:
                 return None
             code, methods, first = self._refused
             return code if len(self.seen) > first and (not methods or request.method in methods) else None
+
+    def delay_of(self, request: Seen) -> float:
+        """Return the seconds to wait before a request is forwarded."""
+        with self._lock:
+            return self._slow[1] if self._slow is not None and _fits(request, "*", self._slow[0]) else 0.0
 
     def trouble_of(self, request: Seen) -> Trouble | None:
         """Record a request. Return its trouble."""
@@ -212,16 +239,29 @@ class _Handler(BaseHTTPRequestHandler):
     protocol_version = "HTTP/1.1"
     server: _Server
 
+    def setup(self) -> None:
+        super().setup()
+        self.number = self.server.proxy.connections
+
     def handle_one_request(self) -> None:
         self.raw_requestline = self.rfile.readline(65537)
         if not self.raw_requestline or not self.parse_request():
+            self.close_connection = True
+            return
+        if self.number <= self.server.proxy.abandoned:
+            tally("network: sent on an abandoned connection")
+            while self.rfile.read1(1 << 16):  # until the client gives up
+                pass
             self.close_connection = True
             return
         split = urlsplit(self.path)
         size = int(self.headers.get("Content-Length") or self.headers.get("X-Amz-Decoded-Content-Length") or 0)
         payload = self.headers.get("X-Amz-Content-SHA256")
         path, only_if = unquote(split.path), self.headers.get("If-None-Match")
-        request = Seen(self.command, path, split.query, self.headers.get("Range"), size, payload, only_if)
+        signer = _SIGNER.search(self.headers.get("Authorization") or "")
+        request = Seen(
+            self.command, path, split.query, self.headers.get("Range"), size, payload, only_if, signer and signer[1]
+        )
         trouble = self.server.proxy.trouble_of(request)
         if trouble is not None:
             tally(f"network: {trouble.value}")
@@ -235,11 +275,11 @@ class _Handler(BaseHTTPRequestHandler):
             return
         code = self.server.proxy.refusal_of(request)
         if code is not None:
-            tally("network: refused, 403")
-            self._answer(403, "Forbidden", [("Content-Type", "application/xml")], _REFUSED.format(code).encode())
+            status = _STATUS.get(code, 403)
+            tally("network: not done: 503" if status == 503 else "network: refused, 403")
+            self._answer(status, "Refused", [("Content-Type", "application/xml")], _REFUSED.format(code).encode())
             return
-        if trouble is Trouble.LATE:
-            time.sleep(_LATE)
+        time.sleep(self.server.proxy.delay_of(request) + _LATE * (trouble is Trouble.LATE))
         self._pass_on(body, trouble)
 
     @property

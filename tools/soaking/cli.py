@@ -28,6 +28,9 @@ def arguments(given: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--folder", type=Path, help="folder for the records and the store (default: a temporary one)")
     parser.add_argument("--storage", help="URL below which the store is created (default: the folder)")
     parser.add_argument("--storage-option", action="append", default=[], metavar="KEY=VALUE")
+    parser.add_argument(
+        "--nights", action="store_true", help="put a proxy with troubles in front of the bucket (needs endpoint_url)"
+    )
     parser.add_argument("--seed", type=int, default=None)
     parser.add_argument("--idle", type=float, default=0.2, help="maximum seconds that a worker rests")
     parser.add_argument("--every", type=float, default=1.0, help="approximate seconds between kills")

@@ -17,18 +17,22 @@ from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import NoReturn
+from typing import Any, NoReturn
 
 import casckpt
 from casckpt.errors import StorageError
+from casckpt.repository.repository import microseconds
 from soaking.books import Books, Wrong
 from soaking.growth import growth, held
 from soaking.looks import look, make
+from soaking.nights import OPTIONS, SKEW, nights
 from soaking.workers import LASTING, REVOCABLE, ROLES, TELLS_OF_REVOKED, BegunAnew, Worker, overtake
+from tests.support.proxy import Proxy
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 ENDS = (signal.SIGINT, signal.SIGTERM)
 WRONG = 3
+NIGHTS = "nights"
 ONCE: dict[str, Callable[[Worker], object]] = {"make": make, "pause": look, "overtake": overtake}
 SAMPLE_EVERY = 2.0  # seconds
 REST = 300.0  # seconds: the limit for the current round of the processes that are not killed
@@ -57,6 +61,8 @@ class Soak:
         self.counts: Counter[str] = Counter(self._earlier())
         self.children: dict[int, str] = {}
         self.killed: set[int] = set()
+        self.options = dict(one.split("=", 1) for one in self.asked.storage_option)
+        self.proxy = Proxy(self.options["endpoint_url"]) if self.asked.nights else None
         self.began, self.gathered = time.time_ns() // 10**9, time.monotonic()
 
     def _earlier(self) -> dict[str, int]:
@@ -107,6 +113,8 @@ class Soak:
     def _rounds(self) -> None:
         ends = time.monotonic() + 3600 * self.asked.hours
         self._once("make")
+        if self.proxy is not None:
+            self._start(NIGHTS)
         while time.monotonic() < ends:
             self._at_work(min(ends, time.monotonic() + self.asked.pause))
             self._pause()
@@ -127,10 +135,10 @@ class Soak:
 
     def _pause(self) -> None:
         """Stop all work: the processes that are never killed rest, and all others are killed."""
-        self._end_all(but=LASTING)
+        self._end_all(but=LASTING | {NIGHTS})
         self._rests().touch()
         late = time.monotonic() + REST
-        while not all(self._rests(pid).exists() for pid in self.children):
+        while not all(self._rests(pid).exists() for pid, role in self.children.items() if role in LASTING):
             if found := self._ended():
                 raise Wrong(f"{self._judged(*found)} ended, and is never killed")
             if time.monotonic() > late:
@@ -216,7 +224,9 @@ class Soak:
             for one in ENDS:
                 signal.signal(one, signal.SIG_IGN)  # Ctrl-C is handled by the parent, which ends this process
             os.nice(self.asked.nice)
-            worker = self._worker(seed)
+            if role == NIGHTS and self.proxy is not None:
+                nights(self.proxy, self._rests(), self.books, random.Random(seed))  # noqa: S311
+            worker = self._worker(role, seed)
             logging.getLogger(TELLS_OF_REVOKED).addHandler(BegunAnew(worker))
             if role in ONCE:
                 ONCE[role](worker)
@@ -252,14 +262,21 @@ class Soak:
             time.sleep(0.05)
         mine.unlink(missing_ok=True)
 
-    def _worker(self, seed: int) -> Worker:
-        options = dict(one.split("=", 1) for one in self.asked.storage_option)
+    def _worker(self, role: str, seed: int) -> Worker:
+        """Open both stores: at night through the proxy, with a clock that is wrong by some minutes."""
+        options: dict[str, Any] = self.options
+        at_night = self.proxy is not None and role in ROLES
+        if self.proxy is not None and at_night:
+            options = {**options, **OPTIONS, "endpoint_url": self.proxy.endpoint}
         cache = self.folder / "caches" / str(seed % 3)
         here, there = (
             casckpt.open(f"{self.asked.storage}/{name}", storage_options=options, cache_dir=cache, cache_bytes=0)
             for name in ("store", "copy")
         )
-        return Worker(here, there, self.books, random.Random(seed))  # noqa: S311
+        wrong = seed % (2 * SKEW) - SKEW if at_night else 0
+        for store in (here, there):
+            store.repository.clock = lambda: microseconds() + wrong
+        return Worker(here, there, self.books, random.Random(seed), at_night=at_night)  # noqa: S311
 
     def _end_all(self, but: frozenset[str] = frozenset()) -> None:
         """Kill all processes. Raises Wrong if one of them had already ended on its own."""

@@ -124,7 +124,7 @@ class Checkpointer(RunCheckpoints):
         self._files: dict[str, bytes] = {}
         self._pending: _Pending | None = None
         self._events = Events(self.config.on_event)
-        self._failures = Failures(self.config.max_failures, self.store.repository.clock)
+        self._failures = Failures(self.config.max_failures)
         self.saved_step: int | None = None
         self.lineage: dict[str, Any] | None = None
         """The checkpoint that `resume` or `load` last loaded, as `Checkpoint.lineage` of the saves since then."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import dataclass
@@ -9,8 +10,8 @@ from dataclasses import dataclass
 from casckpt.contents.checkpoint import Checkpoint
 from casckpt.errors import Conflict, InvalidInput, Revoked
 
-PATIENCE = 15 * 60 * 1_000_000
-"""How long saves may fail, in microseconds, before a save runs in the foreground."""
+PATIENCE = 15 * 60.0
+"""How long saves may fail, in seconds, before a save runs in the foreground."""
 
 
 def will_repeat(error: BaseException) -> bool:
@@ -39,14 +40,14 @@ class HeardFuture(Future[Checkpoint]):
 
 
 class Failures:
-    """Counts the failed saves of one rank since the last successful save. ``clock``: returns microseconds.
+    """Counts the failed saves of one rank since the last successful save. ``clock``: returns seconds, and is never set.
 
     ``most``: the number of consecutive failures, over at least `PATIENCE`, that is too many; None for no limit.
     """
 
-    def __init__(self, most: int | None, clock: Callable[[], int]) -> None:
+    def __init__(self, most: int | None, clock: Callable[[], float] = time.monotonic) -> None:
         self.count = 0
-        self._most, self._clock, self._first = most, clock, 0
+        self._most, self._clock, self._first = most, clock, 0.0
 
     def note(self, error: BaseException | None) -> None:
         """Record the end of a save. ``error``: None if the checkpoint is durable."""

@@ -61,10 +61,11 @@ class Client(Protocol):
     def explain(self, error: Exception) -> ExplainedFailure:
         """Return the cause of one of ``failures``."""
 
-    def renew(self, error: Exception) -> bool:
+    def renew(self, error: Exception, began: float) -> bool:
         """Look up new credentials if the error says that they have expired.
 
-        Returns True if the call should be repeated.
+        ``began``: the time (``time.monotonic``) when the failed request began. If another thread has looked them up
+        since then, this does nothing. Returns True if the call should be repeated.
         """
 
     def create(self, key: str, data: memoryview, put_id: str) -> None:

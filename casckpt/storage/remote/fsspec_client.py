@@ -54,7 +54,7 @@ class FsspecClient:
         again = self._scheme not in _ATOMIC and (not 400 <= status < 500 or status in _TRANSIENT)
         return ExplainedFailure(f"{line}; check the network and the storage_options, and try again", again=again)
 
-    def renew(self, error: Exception) -> bool:
+    def renew(self, error: Exception, began: float) -> bool:
         """See `casckpt.storage.remote.client.Client`. These clients renew credentials on their own."""
         return False
 

@@ -211,7 +211,7 @@ class RemoteStore(ObjectStore):
         client, pauses, attempts, renewed = self._clients.get(), self._backoff.pauses(), 0, False
         whole = Call(client.patience, hopeless=time.monotonic() - self._given_up < client.patience.call)
         while True:
-            attempts += 1
+            attempts, began = attempts + 1, time.monotonic()
             try:
                 with whole.running():
                     answer = call()
@@ -221,7 +221,7 @@ class RemoteStore(ObjectStore):
                 self._given_up = -math.inf
                 raise
             except client.failures as error:
-                if not renewed and client.renew(error):
+                if not renewed and client.renew(error, began):
                     renewed = True
                     continue
                 failure = client.explain(error)

@@ -390,7 +390,7 @@ class _Copy:
             bytes_reused=self._bytes_reused(made),
             blobs_written=len(new),
             blobs_reused=len(refs) - len(new),
-            seconds=round((now - started) / 1e6, 6),
+            seconds=round(max(0, now - started) / 1e6, 6),
         )
 
 

@@ -201,8 +201,8 @@ MANIFEST = "objects/*.manifest"
 def raised_at(minutes: tuple[int, ...], *faults: Any, **settings: Any) -> list[int]:
     """Return the minutes at which the error of a background save was raised."""
     _, store = broken(*faults)
-    clock = store.repository.clock = Ticks()
-    checkpointer, raised, before = Checkpointer(store, run="sft", **settings), [], 0
+    clock, checkpointer, raised, before = Ticks(), Checkpointer(store, run="sft", **settings), [], 0
+    checkpointer._failures._clock = lambda: clock() / 1e6
     for step, minute in enumerate(minutes):
         clock.advance(60 * (minute - before))
         before = minute

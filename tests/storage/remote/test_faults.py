@@ -264,6 +264,29 @@ def test_reads_from_a_bucket_run_concurrently(storage: RemoteStore, proxy: Proxy
     assert proxy.connections > parallel // 2
 
 
+@pytest.mark.parametrize("ranged", [False, True])
+def test_connections_that_died_unnoticed_cost_a_single_timeout(
+    ranged: bool, moto_server: Server, proxy: Proxy, bucket: str, naps: Naps
+) -> None:
+    """All idle connections are dead: after the first timeout, the call uses a new one."""
+    options = {**moto_server.options, "endpoint_url": proxy.endpoint, "request_timeout": 1, "call_timeout": 3}
+    storage = RemoteStore(RemoteLocation("s3", f"{bucket}/store", options), backoff=Backoff(sleep=naps))
+    storage.put("a", b"0123456789")
+
+    def look(_: int) -> None:
+        if ranged:
+            storage.open("a").read_into(0, [memoryview(bytearray(10))])
+        else:
+            storage.size("a")
+
+    proxy.slow("*", 0.3)  # so that each request of the pool needs its own connection
+    with ThreadPoolExecutor(8) as pool:
+        list(pool.map(look, range(8)))
+    proxy.calm()
+    proxy.abandon()
+    look(0)
+
+
 def test_a_server_that_ignores_ranges_is_rejected(storage: RemoteStore, monkeypatch: pytest.MonkeyPatch) -> None:
     storage.put("a", b"0123456789")
     client = storage._clients.get()

@@ -7,6 +7,7 @@ does not know (such as the condition of a create-only put).
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import math
 import threading
@@ -31,6 +32,7 @@ from casckpt.storage.remote.s3.direct import DirectReads, Signed, can_reach, sig
 from casckpt.storage.remote.s3.errors import (
     FAILURES,
     WITHOUT_CHECKSUMS,
+    as_failure,
     explain,
     is_about_credentials,
     size_from,
@@ -57,11 +59,21 @@ class BoundedSession(AIOHTTPSession):  # type: ignore[misc]  # untyped
         streams, request.stream_output = request.stream_output, True
         try:
             answer = await super().send(request)
+        except asyncio.CancelledError:  # it timed out
+            self._drop_idle()
+            raise
         finally:
             request.stream_output = streams
         if not streams or answer.status_code >= 300:
             answer.raw = _Whole(await _read(answer.raw, request.url))
         return answer
+
+    def _drop_idle(self) -> None:
+        """Close idle connections: if a server vanished, they would time out one after the other."""
+        for session in (self._sessions or {}).values():
+            for idle in getattr(session.connector, "_conns", {}).values():  # private, and without a public equivalent
+                while idle:
+                    idle.pop()[0].close()
 
 
 async def _read(raw: Any, url: str) -> bytes:
@@ -84,7 +96,6 @@ _CONFIG: Mapping[str, Any] = {
     "http_session_cls": BoundedSession,
 }
 _LATER = 5.0  # seconds
-_RENEWED_FOR = 10.0  # seconds during which another thread's failure is attributed to the previous session
 _DIRECTORY = "--x-s"  # ends the name of an S3 Express bucket
 _TEXTS = ("key", "secret", "token")  # the command line parses an all-digit value as a number
 
@@ -119,7 +130,7 @@ class S3Client:
         self._fs = S3FileSystem(**{**options, **secrets, **ours})
         self.run = Loop(self._fs.loop, self.patience).run
         try:  # this fails for wrong options; it does not send a request, but may take a while
-            client = Loop(self._fs.loop, Patience()).run(self._fs.set_session())
+            client = Loop(self._fs.loop, Patience()).run(as_failure(self._fs.set_session()))
             self.direct = self._direct(client.meta.endpoint_url, given, options.get("client_kwargs") or {})
             self._unread_frames = _sends_frames(client)
         except BotoCoreError as error:
@@ -144,14 +155,18 @@ class S3Client:
         """See `casckpt.storage.remote.client.Client`."""
         return explain(error)
 
-    def renew(self, error: Exception) -> bool:
+    def renew(self, error: Exception, began: float) -> bool:
         """See `casckpt.storage.remote.client.Client`. Opens a new session, which looks up credentials again."""
         if not is_about_credentials(error) or self._given:
             return False
         with self._renewing:  # one session for all threads whose requests failed
-            if time.monotonic() - self._renewed > _RENEWED_FOR:
+            if began > self._renewed:
                 log.info("the credentials for %s are no longer valid: looking for new ones", self._place)
-                Loop(self._fs.loop, Patience()).run(self._fs.set_session(refresh=True))
+                try:
+                    Loop(self._fs.loop, Patience()).run(as_failure(self._fs.set_session(refresh=True)))
+                except FAILURES as failure:
+                    log.info("there are none: %s", explain(failure).why)
+                    return False
                 self._renewed = time.monotonic()
         return True
 
@@ -218,7 +233,7 @@ class S3Client:
         except ClientError as error:
             if status_of(error) == 404:
                 return None
-            if status_of(error) in (400, 403):
+            if status_of(error) in (400, 401, 403):
                 self.call("list_objects_v2", MaxKeys=1)  # its error gives a reason; the error of a HEAD has no body
             raise
         return answer
@@ -292,12 +307,12 @@ class S3Client:
     async def send(self, operation: str, **arguments: Any) -> Any:  # see `call`
         """Send one request, adding the parameters in the options. None of ``arguments`` is dropped."""
         client = await self._fs.set_session()
-        return await getattr(client, operation)(**self._arguments(client, operation, arguments))
+        return await as_failure(getattr(client, operation)(**self._arguments(client, operation, arguments)))
 
     async def sign_read(self, **arguments: str) -> Signed:
         """Return the request that `send` would send for ``get_object``. This may look up credentials first."""
         client = await self._fs.set_session()
-        return await sign(client, self._arguments(client, "get_object", arguments))
+        return await as_failure(sign(client, self._arguments(client, "get_object", arguments)))
 
     def _arguments(self, client: Any, operation: str, arguments: Mapping[str, Any]) -> dict[str, Any]:
         model = client.meta.service_model.operation_model(client.meta.method_to_api_mapping[operation])

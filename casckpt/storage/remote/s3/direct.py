@@ -7,6 +7,7 @@ request. The thread that needs the bytes sends the request over its own connecti
 from __future__ import annotations
 
 import io
+import math
 import select
 import socket
 import ssl
@@ -85,6 +86,7 @@ class DirectReads:
 
     def __init__(self, connect: float, patience: Patience, verify: bool | str) -> None:
         self.works = False
+        self._silent = -math.inf  # when a read last timed out; connections that were idle then may be dead
         self._connect, self._patience, self._verify = connect, patience, verify
         self._waiting: deque[tuple[float, str, HTTPConnection]] = deque()
         weakref.finalize(self, _close_all, self._waiting)
@@ -110,6 +112,7 @@ class DirectReads:
                     return False
                 raise error.args[0] from None
             except TimeoutError as error:
+                self._silent = time.monotonic()
                 raise TimeoutError(timer.why) from error
             except HTTPException as error:
                 raise ResponseStreamingError(error=f"{type(error).__name__}: {error}") from error
@@ -141,10 +144,11 @@ class DirectReads:
 
     def _rested(self, place: str) -> HTTPConnection | None:
         """Return the most recently used connection that is still open."""
+        usable = max(self._silent, time.monotonic() - _REST)
         with suppress(IndexError):
             while True:
                 since, host, connection = self._waiting.pop()
-                if host == place and time.monotonic() - since < _REST and _is_silent(connection.sock):
+                if host == place and since > usable and _is_silent(connection.sock):
                     return connection
                 connection.close()
         return None

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import re
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Awaitable, Mapping
+from typing import Any, TypeVar
 
 import aiohttp
 from botocore.exceptions import (
@@ -28,6 +29,7 @@ from casckpt.storage.remote.client import ExplainedFailure
 
 FAILURES: tuple[type[Exception], ...] = (ClientError, BotoCoreError, ResponseParserError, aiohttp.ClientError, OSError)
 
+T = TypeVar("T")
 _LOST = (
     Unreached, HTTPClientError, IncompleteReadError, ResponseStreamingError, ResponseParserError, aiohttp.ClientError,
     OSError,
@@ -38,6 +40,11 @@ _BUSY = frozenset({408, 409, 429, 500, 502, 503, 504})
 # NoSuchKey: some servers return it for concurrent conditional puts; reads handle it earlier
 _BUSY_CODES = frozenset({"NoSuchKey", "RequestTimeout", "BadDigest", "XAmzContentSHA256Mismatch", "IncompleteBody"})
 _GIVE = "provide different ones in storage_options (--storage-option) or in the usual AWS environment"
+WITHOUT_CHECKSUMS = (
+    "if it does not know the checksums of newer S3 clients, set AWS_REQUEST_CHECKSUM_CALCULATION and "
+    "AWS_RESPONSE_CHECKSUM_VALIDATION to when_required in the environment, or request_checksum_calculation and "
+    "response_checksum_validation in the config_kwargs of storage_options"
+)
 _ADVICE = {
     "AccessDenied": "access denied: the credentials need s3:GetObject, s3:PutObject and s3:ListBucket here, and gc "
     "also needs s3:DeleteObject",
@@ -45,20 +52,18 @@ _ADVICE = {
     "InvalidAccessKeyId": f"the server does not know this access key: {_GIVE}",
     "InvalidToken": f"the session token is not valid: {_GIVE}",
     "SignatureDoesNotMatch": f"the secret key does not match the access key: {_GIVE}",
+    "Unauthorized": f"the server does not accept these credentials: {_GIVE}; {WITHOUT_CHECKSUMS}",
     "RequestTimeTooSkewed": "this host's clock is too far off: set it, for example with NTP",
     "PermanentRedirect": "the bucket is in a different region: set that region with storage_options "
     "client_kwargs={'region_name': ...}",
     "EntityTooLarge": "the object is too large for one request: create a store with smaller blobs",
 }
-_ENDED = frozenset(
-    {"ExpiredToken", "ExpiredTokenException", "TokenRefreshRequired", "InvalidToken", "InvalidAccessKeyId"}
-)
-_FRAMES = frozenset({"Unauthorized", "MissingContentLength"})  # what R2 and Storj answer to uploads with a checksum
-_CHECKSUM = re.compile(r"checksum|trailer|aws-chunked|content-?md5|content-?sha-?256", re.IGNORECASE)
-WITHOUT_CHECKSUMS = (
-    "if it does not know the checksums of newer S3 clients, set AWS_REQUEST_CHECKSUM_CALCULATION and "
-    "AWS_RESPONSE_CHECKSUM_VALIDATION to when_required in the environment, or request_checksum_calculation and "
-    "response_checksum_validation in the config_kwargs of storage_options"
+_ENDED = frozenset({
+    "ExpiredToken", "ExpiredTokenException", "TokenRefreshRequired", "InvalidToken", "InvalidAccessKeyId",
+    "SignatureDoesNotMatch",
+})  # fmt: skip
+_CHECKSUM = re.compile(
+    "MissingContentLength|checksum|trailer|aws-chunked|content-?md5|content-?sha-?256", re.IGNORECASE
 )
 _ENCRYPT = (
     "A policy denies the request. If it requires encryption, set "
@@ -92,7 +97,7 @@ def _explain_answer(error: ClientError) -> ExplainedFailure:
     if code == "NoSuchBucket":
         return ExplainedFailure(_NO_BUCKET, kind=NotFound)
     text = f"{status} {code} {error.response['Error'].get('Message', '')}".strip()
-    if _CHECKSUM.search(text) or code in _FRAMES:
+    if _CHECKSUM.search(text):
         again = status in _BUSY or code in _BUSY_CODES
         return ExplainedFailure(f"the server answers {text}; {WITHOUT_CHECKSUMS}", again=again)
     if status == 501 or code == "NotImplemented":
@@ -101,8 +106,9 @@ def _explain_answer(error: ClientError) -> ExplainedFailure:
         )
     if status in _BUSY or code in _BUSY_CODES:
         return ExplainedFailure(f"the server answers {text}; try again later", again=True)
-    if code in _ADVICE or status == 403:
-        return ExplainedFailure(_ADVICE.get(code, _ADVICE["AccessDenied"]) + _about_policy(text))
+    if code in _ADVICE or status in (401, 403):
+        advice = _ADVICE.get(code, _ADVICE["AccessDenied" if status == 403 else "Unauthorized"])
+        return ExplainedFailure(advice + _about_policy(text))
     kind = NotFound if status == 404 else StorageError
     return ExplainedFailure(f"the server answers {text}; check the bucket and the storage_options", kind=kind)
 
@@ -114,9 +120,25 @@ def _about_policy(text: str) -> str:
     return f". {_ENCRYPT}" if "explicit deny" in text else ""
 
 
+async def as_failure(call: Awaitable[T]) -> T:
+    """Await a call of the client. Convert errors in looking up credentials to `FAILURES`.
+
+    The client raises a RuntimeError if new credentials have also expired, and a ValueError if a program that prints
+    them is interrupted.
+    """
+    try:
+        return await call
+    except RuntimeError as error:
+        if "refreshed credentials" not in str(error):
+            raise
+        raise ClientError({"Error": {"Code": "ExpiredToken"}}, "credentials") from error
+    except json.JSONDecodeError as error:
+        raise CredentialRetrievalError(provider="credential_process", error_msg="no JSON") from error
+
+
 def is_about_credentials(error: Exception) -> bool:
     """Return whether the server says that the credentials are no longer valid."""
-    return isinstance(error, ClientError) and error.response["Error"].get("Code") in _ENDED
+    return isinstance(error, ClientError) and (error.response["Error"].get("Code") in _ENDED or status_of(error) == 401)
 
 
 def status_of(error: ClientError) -> int:
