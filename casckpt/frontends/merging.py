@@ -36,7 +36,7 @@ from casckpt.loading.arguments import check_used, usable_patterns
 from casckpt.loading.entry_reader import EntryReader
 from casckpt.loading.regions import EntrySlice, RegionReader, plan_windows, requests
 from casckpt.loading.update import change_from
-from casckpt.plan.averages import weights_of
+from casckpt.plan.averages import Term, terms_of
 from casckpt.plan.reuse import ReusableCells
 from casckpt.repository.repository import Repository
 from casckpt.saving.local_entries import LocalEntry
@@ -76,29 +76,45 @@ log = logging.getLogger("casckpt")
 
 
 def merge(
-    store: Store, chosen: Sequence[Checkpoint], *, run: str, step: int, **given: Unpack[MergeOptions]
+    store: Store,
+    chosen: Sequence[Checkpoint],
+    *,
+    run: str,
+    step: int,
+    like: Checkpoint | None = None,
+    exact: bool = False,
+    **given: Unpack[MergeOptions],
 ) -> Checkpoint:
-    """Merge the ``chosen`` checkpoints. See `casckpt.Store.merge`."""
+    """Merge the ``chosen`` checkpoints, which may be in other stores. See `casckpt.Store.merge`.
+
+    ``like``: the checkpoint whose dtypes the results have. ``exact``: store the results in the dtypes that they are
+    computed in.
+    """
     if not chosen:
         raise InvalidInput("there is nothing to merge: name at least one checkpoint")
     steps = [checkpoint.step for checkpoint in chosen]
-    weights = weights_of(steps, given.get("weights"), given.get("ema"), given.get("half_life"))
-    weighed = [(checkpoint, weight) for checkpoint, weight in zip(chosen, weights, strict=True) if weight]
+    terms = terms_of(steps, given.get("weights"), given.get("ema"), given.get("half_life"))
+    weighed = [(checkpoint, term) for checkpoint, term in zip(chosen, terms, strict=True) if term.weight]
     dtype, into = given.get("dtype"), given.get("accumulate", "float32")
     merging = _Merging(
         store.repository,
-        [_Version(store.repository, checkpoint, float(weight)) for checkpoint, weight in weighed],
+        [_Version(checkpoint, term) for checkpoint, term in weighed],
         torch_dtype(_known(into, "accumulate", ("float32", "float64"))),
         None if dtype is None else _known(str(dtype).removeprefix("torch."), "dtype", _REAL),
         # the sum of large fractions is slow
-        is_average=given.get("weights") is None or sum(weight for _, weight in weighed) == 1,
+        is_average=given.get("weights") is None or sum(term.weight for _, term in weighed) == 1,
         progress=Progress(given.get("progress")),
+        like=like,
+        exact=exact,
     )
     keep = usable_patterns(given.get("keep"), "keep") or ()
     merging.choose(usable_patterns(given.get("keys")), keep, strict=given.get("strict", True))
+    if given.get("weights") is None and len(weighed) < len(chosen):
+        merging.note("not read, because their weights are less than any float",
+                     [f"{one.run}@{one.step}" for one in chosen[: -len(weighed)]])  # fmt: skip
     metadata = given.get("metadata")
     metadata = merging.last.contents.manifest.metadata if metadata is None else metadata
-    origins = [{"id": one.id, "run": one.run, "step": one.step, "weight": float(weight)} for one, weight in weighed]
+    origins = [{"id": one.id, "run": one.run, "step": one.step, "weight": float(by.weight)} for one, by in weighed]
     options = SaveOptions(
         run=run, step=step, overwrite=given.get("overwrite", False), metadata=metadata,
         lineage={"merged_from": origins},
@@ -116,13 +132,13 @@ def _known(value: str, name: str, known: Sequence[str]) -> str:
 class _Version:
     """One of the checkpoints to merge."""
 
-    def __init__(self, repo: Repository, checkpoint: Checkpoint, weight: float) -> None:
+    def __init__(self, checkpoint: Checkpoint, term: Term) -> None:
         warn_if_forgotten(checkpoint.commit)
-        self.checkpoint, self.weight = checkpoint, weight
-        self.contents = Contents.open(repo, checkpoint.commit, 0, TORCH_EXTENSIONS)
+        self.checkpoint, self.repo, self.term = checkpoint, checkpoint.repo, term
+        self.contents = Contents.open(self.repo, checkpoint.commit, 0, TORCH_EXTENSIONS)
         self.entries = {entry.name: entry for entry in self.contents.manifest.entries}
         self.objects = {(stored.key, stored.rank): stored for stored in self.contents.manifest.objects}
-        self.reader = EntryReader(repo, self.contents.manifest, True, usable_threads(None))
+        self.reader = EntryReader(self.repo, self.contents.manifest, True, usable_threads(None))
 
     def cells(self, name: Name) -> Iterator[StoredCell]:
         """Iterate over the cells of an entry."""
@@ -135,7 +151,7 @@ class _Merging:
 
     ``is_average``: whether the weights sum to 1. ``entries``, ``objects``: what to store, of the last version.
     ``combined``: the names of the entries to combine, with the dtype to compute in. ``is_chosen``: whether to store a
-    container that was saved empty. ``memory``: see `_rooms`.
+    container that was saved empty. ``like``, ``exact``: see `merge`. ``memory``: see `_rooms`.
     """
 
     repo: Repository
@@ -144,6 +160,8 @@ class _Merging:
     dtype: str | None
     is_average: bool
     progress: Progress
+    like: Checkpoint | None = None
+    exact: bool = False
     notes: list[str] = field(default_factory=list)
     entries: Sequence[Entry] = ()
     objects: Sequence[StoredObject] = ()
@@ -199,8 +217,12 @@ class _Merging:
             )
         for keys, what in ((absent, "left out"), (differing, f"not combined, but taken from {contents.where}")):
             if keys:
-                self.notes.append(f"{what}: {listed(sorted(keys), _NAMED)}")
-                log.warning("%s", self.notes[-1])
+                self.note(what, sorted(keys))
+
+    def note(self, what: str, names: Iterable[str]) -> None:
+        """Add a note for the user, and log it."""
+        self.notes.append(f"{what}: {listed([*names], _NAMED)}")
+        log.log(logging.DEBUG if self.exact else logging.WARNING, "%s", self.notes[-1])
 
     def _with_parts(self, keys: set[str], wanted: set[str]) -> set[str]:
         """Return the keys, and those of ``wanted`` that belong to the same wrapper in any version."""
@@ -262,7 +284,13 @@ class _Merging:
     def _dtype(self, name: Name) -> str:
         """Return the dtype of the result. Complex tensors keep theirs."""
         own = self.last.entries[name].dtype
-        return self.dtype if self.dtype is not None and name in self.combined and own in _REAL else own
+        if name not in self.combined:
+            return own
+        if self.exact:
+            return str(self.combined[name]).removeprefix("torch.")
+        if self.like is not None:
+            return self.like.tensors[name[1]].dtype
+        return self.dtype if self.dtype is not None and own in _REAL else own
 
     def state(self) -> ComputedState:
         """Return the state to save."""
@@ -274,7 +302,8 @@ class _Merging:
             lambda _, node, values: Wrapper(node.form, values),
         )  # fmt: skip
         streams = {entry.name: (self._dtype(entry.name), entry.shape) for entry in self.entries}
-        return ComputedState(streams, encode_tree(tree), self.last.checkpoint.commit, self._plan)
+        source = self.last.checkpoint.commit if self.last.repo is self.repo else None
+        return ComputedState(streams, encode_tree(tree), source, self._plan)
 
     def _plan(self, known: ReusableCells) -> Rounds:
         """Divide all cells into those that are stored, those to copy from the last version, and those to compute."""
@@ -315,7 +344,7 @@ class _Merging:
         objects = [ObjectEntry(one.key, one.rank, data(one), one.parts, one.pickled) for one in self.objects]
         inline = (one for one in contents.attachments.values() if isinstance(one, StoredObject))
         yield Prepared([], objects, [Attachment(one.key, data(one)) for one in inline], b"")
-        reader = RegionReader(self.repo, contents.manifest, 0, Progress())
+        reader = RegionReader(self.last.repo, contents.manifest, 0, Progress())
         for window in reader.windows(copies):
             read = reader.read([window])
             yield self._prepared((part, _flat(view, part.entry.dtype)) for part, view in read)
@@ -347,15 +376,16 @@ class _Merging:
         rooms = [room.numpy().data for room in self._rooms("read", map(mul, counts, widest))]
         totals = self._rooms("sum", (count * dtype.itemsize for count, dtype in zip(counts, into, strict=True)))
         sums = [room.view(dtype) for room, dtype in zip(totals, into, strict=True)]
-        before: Contents | None = None
+        before: _Version | None = None
         frames: Frames = {}
         for version in self.versions:
             parts = [part._replace(entry=version.entries[part.entry.name]) for part in window]
             held = [(part, room[: part.nbytes]) for part, room in zip(parts, rooms, strict=True)]
-            frames = change_from(version.reader, requests(held, {}), before, frames, check=False)
+            known = None if before is None or before.repo is not version.repo else before.contents
+            frames = change_from(version.reader, requests(held, {}), known, frames if known else {}, check=False)
             for (part, view), total in zip(held, sums, strict=True):
-                _add(total, _flat(view, part.entry.dtype), version.weight, is_first=before is None)
-            before = version.contents
+                _add(total, _flat(view, part.entry.dtype), version.term, is_first=before is None)
+            before = version
         for part, total in zip(window, sums, strict=True):
             yield part, total.to(torch_dtype(self._dtype(part.entry.name)))
 
@@ -391,15 +421,23 @@ def _flat(view: memoryview, dtype: str) -> torch.Tensor:
     return tensor_over(view, torch_dtype(dtype), (view.nbytes // dtypes.itemsize(dtype),))
 
 
-def _add(total: torch.Tensor, value: torch.Tensor, weight: float, *, is_first: bool) -> None:
-    """Compute ``total += weight * value`` in the dtype of ``total``, as torch does, in blocks."""
+def _add(total: torch.Tensor, value: torch.Tensor, term: Term, *, is_first: bool) -> None:
+    """Compute ``total = decay * total + share * value`` in the dtype of ``total``, as torch does, in blocks.
+
+    In a moving average, a value that equals the total leaves it unchanged.
+    """
+    share, decay = float(term.share), float(term.decay)
 
     def add(start: int) -> None:
         scratch = torch.empty(0 if is_first else _BLOCK, dtype=total.dtype, device="cpu")
         for lo in range(start, min(start + _BLOCKS * _BLOCK, len(total)), _BLOCK):
-            into, part = total[lo : lo + _BLOCK], value[lo : lo + _BLOCK]
-            product = torch.mul(part.to(total.dtype), weight, out=into if is_first else scratch[: len(into)])
-            if not is_first:
+            into, part = total[lo : lo + _BLOCK], value[lo : lo + _BLOCK].to(total.dtype)
+            product = torch.mul(part, share, out=into if is_first else scratch[: len(into)])
+            if is_first:
+                continue
+            if decay == 1:
                 into.add_(product)
+            else:
+                torch.where(into == part, into, product.add_(into * decay), out=into)
 
     run_all(add, range(0, len(total), _BLOCKS * _BLOCK), usable_threads(None))
