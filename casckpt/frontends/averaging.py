@@ -9,13 +9,15 @@ from __future__ import annotations
 import logging
 import shutil
 from collections.abc import Sequence
-from contextlib import suppress
 from dataclasses import dataclass
 from itertools import takewhile
 from pathlib import Path
 
+import torch
+
 from casckpt.contents.checkpoint import Checkpoint
 from casckpt.errors import Damaged, InvalidInput, Mismatch, MissingKey, NotFound, Refused
+from casckpt.format.sections.index import Name
 from casckpt.frontends.merging import merge
 from casckpt.plan.averages import terms_of
 from casckpt.store.opening import open as open_store
@@ -63,21 +65,25 @@ class MovingAverage:
         store, keys = _store_in(folder), list(self.keys) or None
         try:
             chosen = [*([] if exact is None else [exact]), *new]
-            exact = merge(store, chosen, run="exact", step=0, ema=self.decay, keys=keys, exact=True)
+            exact = merge(store, chosen, run="exact", step=0, ema=self.decay, keys=keys, dtype_of=_exact)
         except (MissingKey, Mismatch) as error:
             why = str(error).rpartition(": ")[0]
             raise type(error)(
                 f"{why}: begin a new average in a different folder, or select other keys with keys= (--keys)",
                 key=error.key,
             ) from error
-        return merge(store, [exact], run="rounded", step=0, keys=keys, like=new[-1])
+        own = {key: tensor.dtype for key, tensor in new[-1].tensors.items()}
+        return merge(store, [exact], run="rounded", step=0, keys=keys, dtype_of=lambda name, _: own[name[1]])
+
+
+def _exact(_: Name, computed_in: torch.dtype) -> str:
+    return str(computed_in).removeprefix("torch.")
 
 
 def exact_in(folder: Path) -> Checkpoint | None:
     """Return the unrounded average in a folder, or None if there is none."""
-    with suppress(NotFound):
-        return _store_in(folder).get("exact@0")
-    return None
+    store = _store_in(folder)
+    return store.get("exact@0") if "exact@0" in store else None
 
 
 def _store_in(folder: Path) -> Store:

@@ -1,7 +1,7 @@
 """Merges checkpoints: stores a linear combination of their tensors as a new checkpoint, in bounded memory.
 
-The tensors are read, combined and stored window by window. The first checkpoint is read into a buffer. Each further one
-is then an update of this buffer, so a cell that consecutive checkpoints share is read once.
+The tensors are read, combined and stored window by window. A checkpoint that shares cells with the one before it is
+read as an update of that one, so a cell that consecutive checkpoints share is read once.
 
 If the weights sum to exactly 1, a cell that is equal in all checkpoints is the result, and the save names it.
 """
@@ -12,7 +12,7 @@ import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import reduce
-from itertools import accumulate
+from itertools import accumulate, islice
 from operator import mul
 from typing import TYPE_CHECKING, Final, Unpack
 
@@ -53,7 +53,8 @@ if TYPE_CHECKING:
     from casckpt.store.exports import MergeOptions
     from casckpt.store.store import Store
 
-_WINDOW_BYTES: Final = 64 << 20  # of accumulators
+_WINDOW_BYTES: Final = 32 << 20  # of accumulators
+_READ_BYTES: Final = 160 << 20  # of all versions that are read before they are added
 _BLOCK = (32 << 10) - 16  # elements that are combined together: in the CPU's cache, and too few for torch's threads
 _BLOCKS = 32  # combined by one thread
 _ALIGN = 64  # bytes
@@ -81,14 +82,13 @@ def merge(
     *,
     run: str,
     step: int,
-    like: Checkpoint | None = None,
-    exact: bool = False,
+    dtype_of: Callable[[Name, torch.dtype], str] | None = None,
     **given: Unpack[MergeOptions],
 ) -> Checkpoint:
     """Merge the ``chosen`` checkpoints, which may be in other stores. See `casckpt.Store.merge`.
 
-    ``like``: the checkpoint whose dtypes the results have. ``exact``: store the results in the dtypes that they are
-    computed in.
+    ``dtype_of``: returns the dtype of a result, given its name and the dtype in which it is computed. A merge with this
+    argument does not log its notes.
     """
     if not chosen:
         raise InvalidInput("there is nothing to merge: name at least one checkpoint")
@@ -104,8 +104,7 @@ def merge(
         # the sum of large fractions is slow
         is_average=given.get("weights") is None or sum(term.weight for _, term in weighed) == 1,
         progress=Progress(given.get("progress")),
-        like=like,
-        exact=exact,
+        dtype_of=dtype_of,
     )
     keep = usable_patterns(given.get("keep"), "keep") or ()
     merging.choose(usable_patterns(given.get("keys")), keep, strict=given.get("strict", True))
@@ -138,6 +137,7 @@ class _Version:
         self.contents = Contents.open(self.repo, checkpoint.commit, 0, TORCH_EXTENSIONS)
         self.entries = {entry.name: entry for entry in self.contents.manifest.entries}
         self.objects = {(stored.key, stored.rank): stored for stored in self.contents.manifest.objects}
+        self.blobs = {(blob.uploader, blob.hash) for blob in self.contents.manifest.blobs}
         self.reader = EntryReader(self.repo, self.contents.manifest, True, usable_threads(None))
 
     def cells(self, name: Name) -> Iterator[StoredCell]:
@@ -151,7 +151,7 @@ class _Merging:
 
     ``is_average``: whether the weights sum to 1. ``entries``, ``objects``: what to store, of the last version.
     ``combined``: the names of the entries to combine, with the dtype to compute in. ``is_chosen``: whether to store a
-    container that was saved empty. ``like``, ``exact``: see `merge`. ``memory``: see `_rooms`.
+    container that was saved empty. ``dtype_of``: see `merge`. ``memory``: see `_rooms`.
     """
 
     repo: Repository
@@ -160,8 +160,7 @@ class _Merging:
     dtype: str | None
     is_average: bool
     progress: Progress
-    like: Checkpoint | None = None
-    exact: bool = False
+    dtype_of: Callable[[Name, torch.dtype], str] | None = None
     notes: list[str] = field(default_factory=list)
     entries: Sequence[Entry] = ()
     objects: Sequence[StoredObject] = ()
@@ -222,7 +221,8 @@ class _Merging:
     def note(self, what: str, names: Iterable[str]) -> None:
         """Add a note for the user, and log it."""
         self.notes.append(f"{what}: {listed([*names], _NAMED)}")
-        log.log(logging.DEBUG if self.exact else logging.WARNING, "%s", self.notes[-1])
+        if self.dtype_of is None:
+            log.warning("%s", self.notes[-1])
 
     def _with_parts(self, keys: set[str], wanted: set[str]) -> set[str]:
         """Return the keys, and those of ``wanted`` that belong to the same wrapper in any version."""
@@ -286,10 +286,8 @@ class _Merging:
         own = self.last.entries[name].dtype
         if name not in self.combined:
             return own
-        if self.exact:
-            return str(self.combined[name]).removeprefix("torch.")
-        if self.like is not None:
-            return self.like.tensors[name[1]].dtype
+        if self.dtype_of is not None:
+            return self.dtype_of(name, self.combined[name])
         return self.dtype if self.dtype is not None and own in _REAL else own
 
     def state(self) -> ComputedState:
@@ -369,25 +367,44 @@ class _Merging:
         return Prepared(list(held.values()), [], [], b"")
 
     def _combine(self, window: Sequence[EntrySlice]) -> Iterator[tuple[EntrySlice, torch.Tensor]]:
-        """Combine the slices of a window. The first version is read, and then updated to each further one."""
+        """Combine the slices of a window. Several versions are read before they are added, each into its own room."""
         counts = [part.hi - part.lo for part in window]
         into = [self.combined[part.entry.name] for part in window]
         widest = [max(map(dtypes.itemsize, self._dtypes(part.entry.name))) for part in window]
-        rooms = [room.numpy().data for room in self._rooms("read", map(mul, counts, widest))]
+        sizes = list(map(mul, counts, widest))
+        together = max(1, min(len(self.versions), _READ_BYTES // max(1, sum(sizes))))
+        rooms = [self._rooms(f"read {number}", sizes) for number in range(together)]
         totals = self._rooms("sum", (count * dtype.itemsize for count, dtype in zip(counts, into, strict=True)))
         sums = [room.view(dtype) for room, dtype in zip(totals, into, strict=True)]
-        before: _Version | None = None
-        frames: Frames = {}
-        for version in self.versions:
-            parts = [part._replace(entry=version.entries[part.entry.name]) for part in window]
-            held = [(part, room[: part.nbytes]) for part, room in zip(parts, rooms, strict=True)]
-            known = None if before is None or before.repo is not version.repo else before.contents
-            frames = change_from(version.reader, requests(held, {}), known, frames if known else {}, check=False)
-            for (part, view), total in zip(held, sums, strict=True):
-                _add(total, _flat(view, part.entry.dtype), version.term, is_first=before is None)
-            before = version
+        reading = self._read(window, rooms)
+        for number in range(0, len(self.versions), together):
+            terms = [version.term for version in self.versions[number : number + together]]
+            read = zip(*islice(reading, together), strict=True)
+            for total, values in zip(sums, read, strict=True):
+                _add(total, list(zip(values, terms, strict=True)), is_first=number == 0)
         for part, total in zip(window, sums, strict=True):
             yield part, total.to(torch_dtype(self._dtype(part.entry.name)))
+
+    def _read(
+        self, window: Sequence[EntrySlice], rooms: Sequence[Sequence[torch.Tensor]]
+    ) -> Iterator[list[torch.Tensor]]:
+        """Read the slices of all versions, in turn into each of the ``rooms``.
+
+        A version that shares blobs with the one before it is read as an update of that one.
+        """
+        before: _Version | None = None
+        frames: Frames = {}
+        for number, version in enumerate(self.versions):
+            room, last = rooms[number % len(rooms)], rooms[number % len(rooms) - 1]
+            held = before.contents if before is not None and before.blobs & version.blobs else None
+            if held is not None and last is not room:
+                for new, old in zip(room, last, strict=True):
+                    new.copy_(old)
+            parts = [part._replace(entry=version.entries[part.entry.name]) for part in window]
+            views = [(part, data.numpy().data[: part.nbytes]) for part, data in zip(parts, room, strict=True)]
+            frames = change_from(version.reader, requests(views, {}), held, frames if held else {}, check=False)
+            yield [_flat(view, part.entry.dtype) for part, view in views]
+            before = version
 
     def _rooms(self, name: str, sizes: Iterable[int]) -> list[torch.Tensor]:
         """Return memory for these sizes in bytes. The next window gets the same memory."""
@@ -421,23 +438,27 @@ def _flat(view: memoryview, dtype: str) -> torch.Tensor:
     return tensor_over(view, torch_dtype(dtype), (view.nbytes // dtypes.itemsize(dtype),))
 
 
-def _add(total: torch.Tensor, value: torch.Tensor, term: Term, *, is_first: bool) -> None:
-    """Compute ``total = decay * total + share * value`` in the dtype of ``total``, as torch does, in blocks.
+def _add(total: torch.Tensor, values: Sequence[tuple[torch.Tensor, Term]], *, is_first: bool) -> None:
+    """Compute ``total = decay * total + share * value`` for each value, in the dtype of ``total``, as torch does.
 
-    In a moving average, a value that equals the total leaves it unchanged.
+    All values of a block are added together, while the block is in the CPU's cache. In a moving average, a value that
+    equals the total leaves it unchanged.
     """
-    share, decay = float(term.share), float(term.decay)
+    factors = [(float(term.share), float(term.decay)) for _, term in values]
 
     def add(start: int) -> None:
-        scratch = torch.empty(0 if is_first else _BLOCK, dtype=total.dtype, device="cpu")
-        for lo in range(start, min(start + _BLOCKS * _BLOCK, len(total)), _BLOCK):
-            into, part = total[lo : lo + _BLOCK], value[lo : lo + _BLOCK].to(total.dtype)
-            product = torch.mul(part, share, out=into if is_first else scratch[: len(into)])
-            if is_first:
-                continue
-            if decay == 1:
-                into.add_(product)
-            else:
-                torch.where(into == part, into, product.add_(into * decay), out=into)
+        every = (data[start : start + _BLOCKS * _BLOCK].split(_BLOCK) for data in (total, *(one for one, _ in values)))
+        scratch = torch.empty(_BLOCK, dtype=total.dtype, device="cpu")
+        for into, *parts in zip(*every, strict=True):
+            wide = scratch[: len(into)]
+            for number, (part, (share, decay)) in enumerate(zip(parts, factors, strict=True)):
+                value = part if part.dtype == wide.dtype else wide.copy_(part)
+                if number == 0 and is_first:
+                    torch.mul(value, share, out=into)
+                elif decay == 1:
+                    into.add_(torch.mul(value, share, out=wide))
+                else:
+                    equal = into == value
+                    torch.where(equal, into, torch.mul(value, share, out=wide).add_(into * decay), out=into)
 
     run_all(add, range(0, len(total), _BLOCKS * _BLOCK), usable_threads(None))

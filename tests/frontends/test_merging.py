@@ -85,6 +85,7 @@ def test_the_result_does_not_depend_on_windows(store: Store, monkeypatch: pytest
     ]  # fmt: skip
     refs = save(store, *states)
     monkeypatch.setattr(merging, "_WINDOW_BYTES", threshold)
+    monkeypatch.setattr(merging, "_READ_BYTES", 2 * threshold)
     monkeypatch.setattr(merging, "_BLOCK", 100)
     merged = store.merge(*refs, run="m", step=1)
     want = {
