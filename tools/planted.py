@@ -1154,7 +1154,7 @@ PLANTED = (
     Planted(
         "a follower accepts any folder",
         "_alone",
-        "        if not is_ours and not _LEFT.fullmatch(path.name):\n",
+        "        if not is_ours and not is_average and not _LEFT.fullmatch(path.name):\n",
         "        if False:\n",
         "tests/frontends/test_follow.py",
     ),
@@ -2926,7 +2926,7 @@ PLANTED = (
     ),
     Planted(
         "a value that equals a moving average changes it",
-        "_add",
+        "_add.add",
         "equal = into == value",
         "equal = torch.zeros_like(into, dtype=torch.bool)",
         "tests/frontends/test_merging.py",

@@ -447,7 +447,8 @@ def _add(total: torch.Tensor, values: Sequence[tuple[torch.Tensor, Term]], *, is
     factors = [(float(term.share), float(term.decay)) for _, term in values]
 
     def add(start: int) -> None:
-        every = (data[start : start + _BLOCKS * _BLOCK].split(_BLOCK) for data in (total, *(one for one, _ in values)))
+        several = (data[start : start + _BLOCKS * _BLOCK] for data in (total, *(one for one, _ in values)))
+        every = (torch.split(data, _BLOCK) for data in several)
         scratch = torch.empty(_BLOCK, dtype=total.dtype, device="cpu")
         for into, *parts in zip(*every, strict=True):
             wide = scratch[: len(into)]
