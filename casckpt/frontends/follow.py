@@ -5,6 +5,7 @@
     current                  a symbolic link to the newest generation, replaced atomically
     000007-<step>-<id>/      a generation: a folder that `casckpt.export` wrote, which never changes
     .told                    a link to the last generation for which the command returned 0
+    000007-average/          the unrounded average that the generation holds, if it holds an average
 
 A new generation copies the current one (with shared blocks if the file system supports them) or reuses the files of an
 old one. Only the differences are read from the store.
@@ -28,9 +29,11 @@ from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
+from casckpt.base.lazy import cached_property
 from casckpt.base.units import Duration
 from casckpt.contents.checkpoint import Arrival, Checkpoint
 from casckpt.errors import Conflict, Damaged, InvalidInput, NotFound, StorageError, Unsigned
+from casckpt.frontends.averaging import MovingAverage, exact_in, moving_average
 from casckpt.frontends.interchange.new_files import locked, sync_folder
 from casckpt.frontends.interchange.safetensors.exporting import Base, export_safetensors
 from casckpt.frontends.interchange.safetensors.planned import is_model
@@ -38,6 +41,7 @@ from casckpt.store.store import Store
 
 CURRENT = "current"
 _TOLD = ".told"
+_AVERAGE = re.compile(r"[0-9]{6,}-average")
 _GENERATION = re.compile(r"([0-9]{6,})-([0-9]+)-([0-9a-f]{64})")
 _PAUSE, _LONGEST_PAUSE = 1.0, 60.0  # seconds until a retry: the first pause, and the longest one
 _LEFT = re.compile(r"\.[0-9]{6,}-.*\.casckpt-[0-9a-f]+|\.link-[0-9a-f]+")
@@ -61,7 +65,8 @@ class Follower:
     ``keys``: fnmatch patterns for the tensors to write. ``command``: a shell command that runs after each switch, with
     CASCKPT_FOLDER, CASCKPT_RUN, CASCKPT_STEP and CASCKPT_ID; if the process is killed, it may run twice for the same
     id. ``keep``: the number of older generations to keep. Earlier ones are removed once the command has returned 0.
-    ``reuse``: keep one more generation, whose files the next one reuses.
+    ``reuse``: keep one more generation, whose files the next one reuses. ``merge``: "ema:0.99" writes the exponential
+    moving average of the run's checkpoints up to the newest, with this decay per checkpoint.
     """
 
     store: Store
@@ -71,6 +76,7 @@ class Follower:
     command: str | None = None
     keep: int = 1
     reuse: bool = False
+    merge: str | None = None
 
     def follow(self, *, once: bool = False, poll: Duration = "1s") -> Iterator[Switch]:
         """Perform and yield switches indefinitely. ``once``: stop when the newest checkpoint is current.
@@ -78,9 +84,9 @@ class Follower:
         After a storage or disk error, it logs the error and retries, with growing pauses. With ``once``, it raises the
         error instead. It skips a checkpoint that is damaged or lacks a required signature. Raises Conflict if another
         process already updates this folder, InvalidInput if the folder has other contents, NotFound (with ``once``) if
-        no checkpoint is current at the end, and the errors of a watch and an export.
+        no checkpoint is current at the end, and the errors of a watch, a merge and an export.
         """
-        with _alone(self.folder):
+        with _alone(self.folder, averages=self._average is not None):
             pause = _PAUSE
             if not once:
                 self._warn_if_absent()
@@ -104,6 +110,10 @@ class Follower:
                 time.sleep(pause)
                 pause = min(2 * pause, _LONGEST_PAUSE)
 
+    @cached_property
+    def _average(self) -> MovingAverage | None:
+        return None if self.merge is None else moving_average(self.store, self.run, self.merge, self.keys)
+
     def _warn_if_absent(self) -> None:
         with suppress(StorageError):  # the watch will report the error
             if self._at(CURRENT) is None and (absence := self._absence()) is not None:
@@ -123,7 +133,8 @@ class Follower:
         held = self._at(CURRENT)
         if held is not None and held != self._at(_TOLD):
             self._notify(held)
-        for new in self._arrivals("start" if held is None else _id_of(held), timeout, poll):
+        is_new = held is None or (self._average is not None and exact_in(_average_of(held)) is None)
+        for new in self._arrivals("start" if held is None or is_new else _id_of(held), timeout, poll):
             made = self._switch(new.checkpoint)
             if made is not None:
                 yield made
@@ -141,7 +152,7 @@ class Follower:
 
     def _switch(self, checkpoint: Checkpoint) -> Switch | None:
         """Create a generation and make it current. Return None if the checkpoint is skipped."""
-        numbers = [int(generation.name.split("-")[0]) for generation in self._generations()]
+        numbers = map(_number_of, self._generations())
         folder = self.folder / f"{max(numbers, default=0) + 1:06}-{checkpoint.step}-{checkpoint.id}"
         try:
             with self.store.lease(checkpoint) as held:
@@ -156,16 +167,20 @@ class Follower:
         return Switch(checkpoint, folder, self._notify(folder))
 
     def _make(self, checkpoint: Checkpoint, folder: Path) -> None:
-        model = is_model(self.store.attachments(checkpoint))
-        base, keys = self._base(), list(self.keys) or None
-        export_safetensors(self.store, checkpoint, folder, model=model, keys=keys, base=base)
+        store, base, keys, current = self.store, self._base(), list(self.keys) or None, self._at(CURRENT)
+        if self._average is not None:
+            before, after = (None, "") if current is None else (_average_of(current), _id_of(current))
+            checkpoint = self._average.advance(before, after, checkpoint, _average_of(folder))
+            store = Store(checkpoint.repo)
+        model = is_model(store.attachments(checkpoint))
+        export_safetensors(store, checkpoint, folder, model=model, keys=keys, base=base)
         if base is not None and base.is_taken:
             shutil.rmtree(base.folder)
 
     def _base(self) -> Base | None:
         """Return the base for the next generation: an old generation, which is renamed first, or the current one."""
         current, spare = self._at(CURRENT), self._spare()
-        if current is None:
+        if current is None or self._average is not None:  # all of an average is new
             return None
         try:
             checkpoint = self.store.get(_id_of(spare or current))
@@ -176,7 +191,7 @@ class Follower:
     def _spare(self) -> Path | None:
         """Return the old generation to reuse, or None if there is none."""
         old = self._old()
-        return old[-1] if old and self.reuse else None
+        return old[-1] if old and self.reuse and self._average is None else None
 
     def _old(self) -> list[Path]:
         """Return the generations to remove.
@@ -222,7 +237,7 @@ class Follower:
     def _generations(self) -> list[Path]:
         """Return all generations, oldest first."""
         generations = [path for path in self.folder.iterdir() if _GENERATION.fullmatch(path.name)]
-        return sorted(generations, key=lambda path: int(path.name.split("-")[0]))
+        return sorted(generations, key=_number_of)
 
     def _tidy(self) -> None:
         """Remove what a killed process left behind, and the generations that need not be kept."""
@@ -231,9 +246,19 @@ class Follower:
                 _remove(path)
         current, every, spare = self._at(CURRENT), self._generations(), self._spare()
         unfinished = every[every.index(current) + 1 :] if current in every else every
-        for path in [*self._old(), *unfinished]:
+        averages = [path for path in self.folder.iterdir() if _AVERAGE.fullmatch(path.name)]
+        unused = [path for path in averages if current is None or path != _average_of(current)]
+        for path in [*self._old(), *unfinished, *unused]:
             if path != spare:
                 _remove(path)
+
+
+def _number_of(folder: Path) -> int:
+    return int(folder.name.split("-")[0])
+
+
+def _average_of(generation: Path) -> Path:
+    return generation.with_name(f"{generation.name.split('-')[0]}-average")
 
 
 def _id_of(folder: Path) -> str:
@@ -256,16 +281,15 @@ def _hidden(path: Path) -> Path:
 
 
 @contextmanager
-def _alone(folder: Path) -> Iterator[None]:
-    """Lock a follower's folder. Raises Conflict or InvalidInput."""
+def _alone(folder: Path, *, averages: bool) -> Iterator[None]:
+    """Lock a follower's folder. ``averages``: whether it may hold averages. Raises Conflict or InvalidInput."""
     folder.mkdir(parents=True, exist_ok=True)
     ours = {CURRENT, _TOLD}
     for path in folder.iterdir():
         is_ours = path.name in ours if path.is_symlink() else _GENERATION.fullmatch(path.name)
-        if not is_ours and not _LEFT.fullmatch(path.name):
-            raise InvalidInput(
-                f"{folder} holds {path.name!r}, which was not created by a follower; choose an empty folder"
-            )
+        is_average = averages and _AVERAGE.fullmatch(path.name)
+        if not is_ours and not is_average and not _LEFT.fullmatch(path.name):
+            raise InvalidInput(f"{folder} holds {path.name!r}, which is not this follower's; choose an empty folder")
     with ExitStack() as held:
         try:
             held.enter_context(locked(folder.resolve(), fcntl.LOCK_EX | fcntl.LOCK_NB))

@@ -1,7 +1,7 @@
 """Merges checkpoints: stores a linear combination of their tensors as a new checkpoint, in bounded memory.
 
-The tensors are read, combined and stored window by window. The first checkpoint is read into a buffer. Each further one
-is then an update of this buffer, so a cell that consecutive checkpoints share is read once.
+The tensors are read, combined and stored window by window. A checkpoint that shares cells with the one before it is
+read as an update of that one, so a cell that consecutive checkpoints share is read once.
 
 If the weights sum to exactly 1, a cell that is equal in all checkpoints is the result, and the save names it.
 """
@@ -12,7 +12,7 @@ import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import reduce
-from itertools import accumulate
+from itertools import accumulate, islice
 from operator import mul
 from typing import TYPE_CHECKING, Final, Unpack
 
@@ -36,7 +36,7 @@ from casckpt.loading.arguments import check_used, usable_patterns
 from casckpt.loading.entry_reader import EntryReader
 from casckpt.loading.regions import EntrySlice, RegionReader, plan_windows, requests
 from casckpt.loading.update import change_from
-from casckpt.plan.averages import weights_of
+from casckpt.plan.averages import Term, terms_of
 from casckpt.plan.reuse import ReusableCells
 from casckpt.repository.repository import Repository
 from casckpt.saving.local_entries import LocalEntry
@@ -53,7 +53,8 @@ if TYPE_CHECKING:
     from casckpt.store.exports import MergeOptions
     from casckpt.store.store import Store
 
-_WINDOW_BYTES: Final = 64 << 20  # of accumulators
+_WINDOW_BYTES: Final = 32 << 20  # of accumulators
+_READ_BYTES: Final = 160 << 20  # of all versions that are read before they are added
 _BLOCK = (32 << 10) - 16  # elements that are combined together: in the CPU's cache, and too few for torch's threads
 _BLOCKS = 32  # combined by one thread
 _ALIGN = 64  # bytes
@@ -76,29 +77,43 @@ log = logging.getLogger("casckpt")
 
 
 def merge(
-    store: Store, chosen: Sequence[Checkpoint], *, run: str, step: int, **given: Unpack[MergeOptions]
+    store: Store,
+    chosen: Sequence[Checkpoint],
+    *,
+    run: str,
+    step: int,
+    dtype_of: Callable[[Name, torch.dtype], str] | None = None,
+    **given: Unpack[MergeOptions],
 ) -> Checkpoint:
-    """Merge the ``chosen`` checkpoints. See `casckpt.Store.merge`."""
+    """Merge the ``chosen`` checkpoints, which may be in other stores. See `casckpt.Store.merge`.
+
+    ``dtype_of``: returns the dtype of a result, given its name and the dtype in which it is computed. A merge with this
+    argument does not log its notes.
+    """
     if not chosen:
         raise InvalidInput("there is nothing to merge: name at least one checkpoint")
     steps = [checkpoint.step for checkpoint in chosen]
-    weights = weights_of(steps, given.get("weights"), given.get("ema"), given.get("half_life"))
-    weighed = [(checkpoint, weight) for checkpoint, weight in zip(chosen, weights, strict=True) if weight]
+    terms = terms_of(steps, given.get("weights"), given.get("ema"), given.get("half_life"))
+    weighed = [(checkpoint, term) for checkpoint, term in zip(chosen, terms, strict=True) if term.weight]
     dtype, into = given.get("dtype"), given.get("accumulate", "float32")
     merging = _Merging(
         store.repository,
-        [_Version(store.repository, checkpoint, float(weight)) for checkpoint, weight in weighed],
+        [_Version(checkpoint, term) for checkpoint, term in weighed],
         torch_dtype(_known(into, "accumulate", ("float32", "float64"))),
         None if dtype is None else _known(str(dtype).removeprefix("torch."), "dtype", _REAL),
         # the sum of large fractions is slow
-        is_average=given.get("weights") is None or sum(weight for _, weight in weighed) == 1,
+        is_average=given.get("weights") is None or sum(term.weight for _, term in weighed) == 1,
         progress=Progress(given.get("progress")),
+        dtype_of=dtype_of,
     )
     keep = usable_patterns(given.get("keep"), "keep") or ()
     merging.choose(usable_patterns(given.get("keys")), keep, strict=given.get("strict", True))
+    if given.get("weights") is None and len(weighed) < len(chosen):
+        merging.note("not read, because their weights are less than any float",
+                     [f"{one.run}@{one.step}" for one in chosen[: -len(weighed)]])  # fmt: skip
     metadata = given.get("metadata")
     metadata = merging.last.contents.manifest.metadata if metadata is None else metadata
-    origins = [{"id": one.id, "run": one.run, "step": one.step, "weight": float(weight)} for one, weight in weighed]
+    origins = [{"id": one.id, "run": one.run, "step": one.step, "weight": float(by.weight)} for one, by in weighed]
     options = SaveOptions(
         run=run, step=step, overwrite=given.get("overwrite", False), metadata=metadata,
         lineage={"merged_from": origins},
@@ -116,13 +131,14 @@ def _known(value: str, name: str, known: Sequence[str]) -> str:
 class _Version:
     """One of the checkpoints to merge."""
 
-    def __init__(self, repo: Repository, checkpoint: Checkpoint, weight: float) -> None:
+    def __init__(self, checkpoint: Checkpoint, term: Term) -> None:
         warn_if_forgotten(checkpoint.commit)
-        self.checkpoint, self.weight = checkpoint, weight
-        self.contents = Contents.open(repo, checkpoint.commit, 0, TORCH_EXTENSIONS)
+        self.checkpoint, self.repo, self.term = checkpoint, checkpoint.repo, term
+        self.contents = Contents.open(self.repo, checkpoint.commit, 0, TORCH_EXTENSIONS)
         self.entries = {entry.name: entry for entry in self.contents.manifest.entries}
         self.objects = {(stored.key, stored.rank): stored for stored in self.contents.manifest.objects}
-        self.reader = EntryReader(repo, self.contents.manifest, True, usable_threads(None))
+        self.blobs = {(blob.uploader, blob.hash) for blob in self.contents.manifest.blobs}
+        self.reader = EntryReader(self.repo, self.contents.manifest, True, usable_threads(None))
 
     def cells(self, name: Name) -> Iterator[StoredCell]:
         """Iterate over the cells of an entry."""
@@ -135,7 +151,7 @@ class _Merging:
 
     ``is_average``: whether the weights sum to 1. ``entries``, ``objects``: what to store, of the last version.
     ``combined``: the names of the entries to combine, with the dtype to compute in. ``is_chosen``: whether to store a
-    container that was saved empty. ``memory``: see `_rooms`.
+    container that was saved empty. ``dtype_of``: see `merge`. ``memory``: see `_rooms`.
     """
 
     repo: Repository
@@ -144,6 +160,7 @@ class _Merging:
     dtype: str | None
     is_average: bool
     progress: Progress
+    dtype_of: Callable[[Name, torch.dtype], str] | None = None
     notes: list[str] = field(default_factory=list)
     entries: Sequence[Entry] = ()
     objects: Sequence[StoredObject] = ()
@@ -199,8 +216,13 @@ class _Merging:
             )
         for keys, what in ((absent, "left out"), (differing, f"not combined, but taken from {contents.where}")):
             if keys:
-                self.notes.append(f"{what}: {listed(sorted(keys), _NAMED)}")
-                log.warning("%s", self.notes[-1])
+                self.note(what, sorted(keys))
+
+    def note(self, what: str, names: Iterable[str]) -> None:
+        """Add a note for the user, and log it."""
+        self.notes.append(f"{what}: {listed([*names], _NAMED)}")
+        if self.dtype_of is None:
+            log.warning("%s", self.notes[-1])
 
     def _with_parts(self, keys: set[str], wanted: set[str]) -> set[str]:
         """Return the keys, and those of ``wanted`` that belong to the same wrapper in any version."""
@@ -262,7 +284,11 @@ class _Merging:
     def _dtype(self, name: Name) -> str:
         """Return the dtype of the result. Complex tensors keep theirs."""
         own = self.last.entries[name].dtype
-        return self.dtype if self.dtype is not None and name in self.combined and own in _REAL else own
+        if name not in self.combined:
+            return own
+        if self.dtype_of is not None:
+            return self.dtype_of(name, self.combined[name])
+        return self.dtype if self.dtype is not None and own in _REAL else own
 
     def state(self) -> ComputedState:
         """Return the state to save."""
@@ -274,7 +300,8 @@ class _Merging:
             lambda _, node, values: Wrapper(node.form, values),
         )  # fmt: skip
         streams = {entry.name: (self._dtype(entry.name), entry.shape) for entry in self.entries}
-        return ComputedState(streams, encode_tree(tree), self.last.checkpoint.commit, self._plan)
+        source = self.last.checkpoint.commit if self.last.repo is self.repo else None
+        return ComputedState(streams, encode_tree(tree), source, self._plan)
 
     def _plan(self, known: ReusableCells) -> Rounds:
         """Divide all cells into those that are stored, those to copy from the last version, and those to compute."""
@@ -315,7 +342,7 @@ class _Merging:
         objects = [ObjectEntry(one.key, one.rank, data(one), one.parts, one.pickled) for one in self.objects]
         inline = (one for one in contents.attachments.values() if isinstance(one, StoredObject))
         yield Prepared([], objects, [Attachment(one.key, data(one)) for one in inline], b"")
-        reader = RegionReader(self.repo, contents.manifest, 0, Progress())
+        reader = RegionReader(self.last.repo, contents.manifest, 0, Progress())
         for window in reader.windows(copies):
             read = reader.read([window])
             yield self._prepared((part, _flat(view, part.entry.dtype)) for part, view in read)
@@ -340,24 +367,44 @@ class _Merging:
         return Prepared(list(held.values()), [], [], b"")
 
     def _combine(self, window: Sequence[EntrySlice]) -> Iterator[tuple[EntrySlice, torch.Tensor]]:
-        """Combine the slices of a window. The first version is read, and then updated to each further one."""
+        """Combine the slices of a window. Several versions are read before they are added, each into its own room."""
         counts = [part.hi - part.lo for part in window]
         into = [self.combined[part.entry.name] for part in window]
         widest = [max(map(dtypes.itemsize, self._dtypes(part.entry.name))) for part in window]
-        rooms = [room.numpy().data for room in self._rooms("read", map(mul, counts, widest))]
+        sizes = list(map(mul, counts, widest))
+        together = max(1, min(len(self.versions), _READ_BYTES // max(1, sum(sizes))))
+        rooms = [self._rooms(f"read {number}", sizes) for number in range(together)]
         totals = self._rooms("sum", (count * dtype.itemsize for count, dtype in zip(counts, into, strict=True)))
         sums = [room.view(dtype) for room, dtype in zip(totals, into, strict=True)]
-        before: Contents | None = None
-        frames: Frames = {}
-        for version in self.versions:
-            parts = [part._replace(entry=version.entries[part.entry.name]) for part in window]
-            held = [(part, room[: part.nbytes]) for part, room in zip(parts, rooms, strict=True)]
-            frames = change_from(version.reader, requests(held, {}), before, frames, check=False)
-            for (part, view), total in zip(held, sums, strict=True):
-                _add(total, _flat(view, part.entry.dtype), version.weight, is_first=before is None)
-            before = version.contents
+        reading = self._read(window, rooms)
+        for number in range(0, len(self.versions), together):
+            terms = [version.term for version in self.versions[number : number + together]]
+            read = zip(*islice(reading, together), strict=True)
+            for total, values in zip(sums, read, strict=True):
+                _add(total, list(zip(values, terms, strict=True)), is_first=number == 0)
         for part, total in zip(window, sums, strict=True):
             yield part, total.to(torch_dtype(self._dtype(part.entry.name)))
+
+    def _read(
+        self, window: Sequence[EntrySlice], rooms: Sequence[Sequence[torch.Tensor]]
+    ) -> Iterator[list[torch.Tensor]]:
+        """Read the slices of all versions, in turn into each of the ``rooms``.
+
+        A version that shares blobs with the one before it is read as an update of that one.
+        """
+        before: _Version | None = None
+        frames: Frames = {}
+        for number, version in enumerate(self.versions):
+            room, last = rooms[number % len(rooms)], rooms[number % len(rooms) - 1]
+            held = before.contents if before is not None and before.blobs & version.blobs else None
+            if held is not None and last is not room:
+                for new, old in zip(room, last, strict=True):
+                    new.copy_(old)
+            parts = [part._replace(entry=version.entries[part.entry.name]) for part in window]
+            views = [(part, data.numpy().data[: part.nbytes]) for part, data in zip(parts, room, strict=True)]
+            frames = change_from(version.reader, requests(views, {}), held, frames if held else {}, check=False)
+            yield [_flat(view, part.entry.dtype) for part, view in views]
+            before = version
 
     def _rooms(self, name: str, sizes: Iterable[int]) -> list[torch.Tensor]:
         """Return memory for these sizes in bytes. The next window gets the same memory."""
@@ -391,15 +438,28 @@ def _flat(view: memoryview, dtype: str) -> torch.Tensor:
     return tensor_over(view, torch_dtype(dtype), (view.nbytes // dtypes.itemsize(dtype),))
 
 
-def _add(total: torch.Tensor, value: torch.Tensor, weight: float, *, is_first: bool) -> None:
-    """Compute ``total += weight * value`` in the dtype of ``total``, as torch does, in blocks."""
+def _add(total: torch.Tensor, values: Sequence[tuple[torch.Tensor, Term]], *, is_first: bool) -> None:
+    """Compute ``total = decay * total + share * value`` for each value, in the dtype of ``total``, as torch does.
+
+    All values of a block are added together, while the block is in the CPU's cache. In a moving average, a value that
+    equals the total leaves it unchanged.
+    """
+    factors = [(float(term.share), float(term.decay)) for _, term in values]
 
     def add(start: int) -> None:
-        scratch = torch.empty(0 if is_first else _BLOCK, dtype=total.dtype, device="cpu")
-        for lo in range(start, min(start + _BLOCKS * _BLOCK, len(total)), _BLOCK):
-            into, part = total[lo : lo + _BLOCK], value[lo : lo + _BLOCK]
-            product = torch.mul(part.to(total.dtype), weight, out=into if is_first else scratch[: len(into)])
-            if not is_first:
-                into.add_(product)
+        several = (data[start : start + _BLOCKS * _BLOCK] for data in (total, *(one for one, _ in values)))
+        every = (torch.split(data, _BLOCK) for data in several)
+        scratch = torch.empty(_BLOCK, dtype=total.dtype, device="cpu")
+        for into, *parts in zip(*every, strict=True):
+            wide = scratch[: len(into)]
+            for number, (part, (share, decay)) in enumerate(zip(parts, factors, strict=True)):
+                value = part if part.dtype == wide.dtype else wide.copy_(part)
+                if number == 0 and is_first:
+                    torch.mul(value, share, out=into)
+                elif decay == 1:
+                    into.add_(torch.mul(value, share, out=wide))
+                else:
+                    equal = into == value
+                    torch.where(equal, into, torch.mul(value, share, out=wide).add_(into * decay), out=into)
 
     run_all(add, range(0, len(total), _BLOCKS * _BLOCK), usable_threads(None))

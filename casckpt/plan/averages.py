@@ -1,11 +1,11 @@
-"""The weights of linear combinations, as exact fractions, so that the weights of an average sum to exactly 1. Pure."""
+"""The terms of linear combinations, as exact fractions, so that the weights of an average sum to exactly 1. Pure."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from fractions import Fraction
 from itertools import pairwise
-from typing import Final, SupportsFloat, TypeAlias
+from typing import Final, NamedTuple, SupportsFloat, TypeAlias
 
 from casckpt.errors import InvalidInput
 
@@ -15,13 +15,21 @@ Weight: TypeAlias = SupportsFloat | str
 """A number, which counts as the decimal number that Python prints, or a string such as "0.1" or "1/3"."""
 
 
-def weights_of(
+class Term(NamedTuple):
+    """How to add a checkpoint: total = decay * total + share * value. ``weight``: its weight in the final total."""
+
+    weight: Fraction
+    share: Fraction
+    decay: Fraction = Fraction(1)
+
+
+def terms_of(
     steps: Sequence[int],
     weights: Sequence[Weight] | None = None,
     ema: Weight | None = None,
     half_life: Weight | None = None,
-) -> list[Fraction]:
-    """Return the weight of each checkpoint, from one argument at most. Without an argument, all weights are equal.
+) -> list[Term]:
+    """Return the term of each checkpoint, from one argument at most. Without an argument, all weights are equal.
 
     ``steps``: the steps of the checkpoints. ``ema``: see `moving_average`; each decay is this number. ``half_life``: a
     number of steps, after which the weight of a checkpoint is halved. Raises InvalidInput.
@@ -29,7 +37,7 @@ def weights_of(
     if sum(argument is not None for argument in (weights, ema, half_life)) > 1:
         raise InvalidInput("weights, ema and half_life exclude each other: pass only one of them")
     if weights is not None:
-        return _given(weights, len(steps))
+        return [Term(weight, weight) for weight in _given(weights, len(steps))]
     if ema is not None:
         decay = fraction(ema, "ema")
         if not 0 < decay < 1:
@@ -45,7 +53,7 @@ def weights_of(
             )
         lives = [min((after - before) / life, Fraction(_MOST_LIVES)) for before, after in pairwise(steps)]
         return moving_average([Fraction(0.5 ** float(number)) for number in lives])
-    return [Fraction(1, len(steps))] * len(steps)
+    return [Term(Fraction(1, len(steps)), Fraction(1, len(steps)))] * len(steps)
 
 
 def _given(weights: Sequence[Weight], count: int) -> list[Fraction]:
@@ -59,16 +67,16 @@ def _given(weights: Sequence[Weight], count: int) -> list[Fraction]:
     return exact
 
 
-def moving_average(decays: Sequence[Fraction]) -> list[Fraction]:
-    """Return the weights of an exponential moving average that begins with the first value.
+def moving_average(decays: Sequence[Fraction]) -> list[Term]:
+    """Return the terms of an exponential moving average that begins with the first value.
 
     ``decays``: for each later value, the factor d in average = d * average + (1 - d) * value. The weights sum to 1.
     """
-    made, factor = list[Fraction](), Fraction(1)
+    made, weight = list[Term](), Fraction(1)
     for decay in reversed(decays):
-        made.append(factor * (1 - decay))
-        factor *= decay
-    return [factor, *reversed(made)]
+        made.append(Term(weight * (1 - decay), 1 - decay, decay))
+        weight *= decay
+    return [Term(weight, Fraction(1)), *reversed(made)]
 
 
 def fraction(number: Weight, name: str) -> Fraction:

@@ -35,14 +35,14 @@ class Rounds:
 
 @dataclass(frozen=True)
 class ComputedState:
-    """A state to save. ``source``: the commit whose cells it may name.
+    """A state to save. ``source``: the commit whose cells it may name, besides those that any save may reuse.
 
     ``plan``: returns what to store, given the cells that may be named. It may be called several times.
     """
 
     streams: Streams
     tree: bytes
-    source: Commit
+    source: Commit | None
     plan: Callable[[ReusableCells], Rounds]
 
 
@@ -62,7 +62,7 @@ def _attempt(
     try:
         txid = leader.start()
         offer = leader.reuse_offer(state.streams)
-        offer = with_commit(repo, offer, state.source) if reuse else offer
+        offer = with_commit(repo, offer, state.source) if reuse and state.source is not None else offer
         known = reusable_cells(repo, options.run, offer)
         planned = state.plan(known)
         while exclude_missing(repo, txid, known, _blobs(planned)):

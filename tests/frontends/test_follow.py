@@ -42,13 +42,13 @@ from tests.support.versions import changed
 
 ROOT = Path(__file__).parents[2]
 FOLLOW = """
-import io, os, signal, subprocess, sys
+import io, json, os, signal, subprocess, sys
 from pathlib import Path
 import casckpt
 from casckpt.frontends.follow import Follower
 from casckpt.loading.update import Update
 
-store, folder, reuse = sys.argv[1], sys.argv[2], sys.argv[3] == "True"
+store, folder, options = sys.argv[1], sys.argv[2], json.loads(sys.argv[3])
 
 def dying(real):
     def call(*arguments, **options):
@@ -69,7 +69,7 @@ def follow():
         dying(lambda: None)()
     Update.run = running
     command = 'echo $CASCKPT_STEP >> "$CASCKPT_FOLDER/../../told"'
-    list(Follower(casckpt.open(store), "run", Path(folder), command=command, keep=0, reuse=reuse).follow(once=True))
+    list(Follower(casckpt.open(store), "run", Path(folder), command=command, keep=0, **options).follow(once=True))
     os._exit(0)
 
 for line in sys.stdin:
@@ -410,9 +410,9 @@ def test_a_pattern_without_a_match_ends_a_follower(store: Store, tmp_path: Path,
 
 
 @contextmanager
-def dying(store: Path, folder: Path, *, reuse: bool) -> Iterator[Callable[[int], bool]]:
+def dying(store: Path, folder: Path, **options: object) -> Iterator[Callable[[int], bool]]:
     """Run a follower that dies at the system call with this number. Return whether it died."""
-    command = [sys.executable, "-c", FOLLOW, str(store), str(folder), str(reuse)]
+    command = [sys.executable, "-c", FOLLOW, str(store), str(folder), json.dumps(options)]
     with subprocess.Popen(command, cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as followers:
         asked, told = followers.stdin, followers.stdout
         assert asked is not None
@@ -455,6 +455,34 @@ def test_a_follower_killed_at_any_point_leaves_a_complete_folder(
     assert heard == sorted(heard)
     assert set(heard) == set(seen)
     assert max(heard) > (60 if full else 8), "all calls were counted"
+
+
+def test_a_follower_killed_at_any_point_continues_its_average(store: Store, tmp_path: Path, full: bool) -> None:
+    """The test kills the follower at each system call, or by default at every 60th one."""
+    folder, told, merge = tmp_path / "to", tmp_path / "told", "ema:0.75"
+    command, seen = f'echo $CASCKPT_STEP >> "{told}"', [0]
+    average = {key: value.clone() for key, value in state(0).items()}
+    once(store, folder, command=command, keep=0, merge=merge)
+    with dying(tmp_path / "store", folder, merge=merge) as killed_at:
+        for step, call in enumerate(itertools.count(1, 1 if full else 60), start=1):
+            save(store, step)
+            before = {key: value.clone() for key, value in average.items()}
+            for key, value in state(step).items():
+                average[key] = average[key] * 0.75 + value * 0.25
+            was_killed = killed_at(call)
+            held = load_file(folder / CURRENT / "model.safetensors")
+            assert any(all(torch.equal(held[key], one[key]) for key in one) for one in (before, average))
+            seen += [step]
+            if not was_killed:
+                break
+            once(store, folder, command=command, keep=0, merge=merge)
+            held = load_file(folder / CURRENT / "model.safetensors")
+            assert all(torch.equal(held[key], average[key]) for key in average)
+            assert len(list(folder.iterdir())) == 4, "the two links, and the current version with its average"
+    heard = list(map(int, told.read_text().split()))
+    assert heard == sorted(heard)
+    assert set(heard) == set(seen)
+    assert max(heard) > (300 if full else 5), "all calls were counted"
 
 
 @pytest.mark.filterwarnings("ignore")  # Transformers warns about devices

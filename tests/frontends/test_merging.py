@@ -19,7 +19,6 @@ from casckpt.format.keys import blob_key
 from casckpt.format.records import changed
 from casckpt.format.regions import Box, Region
 from casckpt.frontends import merging
-from casckpt.plan.averages import weights_of
 from casckpt.ranks.ranks import open_ranks
 from casckpt.saving.leader import GroupMemory
 from casckpt.saving.options import SaveOptions
@@ -34,6 +33,7 @@ from tests.support.saves import CELL, cells, same_state, small, small_folder, tr
 from tests.support.scripts import run_script
 
 ROOT = Path(__file__).parents[2]
+FROZEN = torch.tensor([-0.0, 0.1, -float("inf"), 1e-30]).repeat(999)
 FLOATS = ("float16", "bfloat16", "float32", "float64", "float8_e4m3fn", "float8_e5m2", "complex64", "complex128")
 
 
@@ -85,6 +85,7 @@ def test_the_result_does_not_depend_on_windows(store: Store, monkeypatch: pytest
     ]  # fmt: skip
     refs = save(store, *states)
     monkeypatch.setattr(merging, "_WINDOW_BYTES", threshold)
+    monkeypatch.setattr(merging, "_READ_BYTES", 2 * threshold)
     monkeypatch.setattr(merging, "_BLOCK", 100)
     merged = store.merge(*refs, run="m", step=1)
     want = {
@@ -123,17 +124,43 @@ def test_versions_may_have_different_float_dtypes(store: Store) -> None:
     assert same_state(found["w"], want)
 
 
-def test_moving_averages_and_task_arithmetic_are_weights(store: Store) -> None:
+def averaged(tensors: Sequence[torch.Tensor], decay: float) -> torch.Tensor:
+    """Return the moving average that torch computes."""
+    total = tensors[0].float()
+    for tensor in tensors[1:]:
+        value = tensor.float()
+        total = torch.where(total == value, total, total * decay + value * (1 - decay))
+    return total
+
+
+def test_task_arithmetic_has_signed_weights(store: Store) -> None:
     tensors = [cells(2.5) for _ in range(4)]
     refs = save(store, *({"w": tensor} for tensor in tensors))
-    cases: list[tuple[dict[str, Any], list[float]]] = [
-        ({"ema": 0.9}, [0.729, 0.081, 0.09, 0.1]),
-        ({"half_life": 1}, [0.125, 0.125, 0.25, 0.5]),
-        ({"weights": [-1, 1, "1", 0]}, [-1, 1, 1]),
-    ]
-    for number, (arguments, weights) in enumerate(cases):
+    found = store.read(store.merge(*refs, run="m", step=1, weights=[-1, 1, "1", 0]))
+    assert same_state(found, {"w": combined(tensors[:3], [-1, 1, 1], torch.float32)})
+
+
+def test_a_moving_average_is_computed_step_by_step(store: Store) -> None:
+    """What equals the average so far does not change it, not even by a rounding error."""
+    tensors = [torch.cat([cells(2.5), FROZEN, cells(0.1)]) for _ in range(4)]
+    refs = save(store, *({"w": tensor, "b": tensor.bfloat16()} for tensor in tensors))
+    cases: list[tuple[dict[str, Any], float]] = [({"ema": 0.9}, 0.9), ({"half_life": 1}, 0.5)]
+    for number, (arguments, decay) in enumerate(cases):
         found = store.read(store.merge(*refs, run="m", step=number, **arguments))
-        assert same_state(found, {"w": combined(tensors[: len(weights)], weights, torch.float32)})
+        want = {"w": averaged(tensors, decay), "b": averaged([one.bfloat16() for one in tensors], decay).bfloat16()}
+        assert same_state(found, want)
+        assert torch.equal(
+            found["w"][tensors[0].numel() - FROZEN.numel() - cells(0.1).numel() :][: len(FROZEN)], FROZEN
+        )
+
+
+def test_checkpoints_whose_weight_is_0_are_not_read_and_named(store: Store, caplog: pytest.LogCaptureFixture) -> None:
+    for step in (1, 2, 10_000):
+        store.save({"w": torch.full((3,), float("nan") if step < 3 else 1.0)}, run="a", step=step)
+    merged = store.merge("a@..", run="m", step=1, half_life=1)
+    assert same_state(store.read(merged), {"w": torch.ones(3)})
+    assert merged.notes == ("not read, because their weights are less than any float: 'a@1', 'a@2'",)
+    assert merged.notes[0] in caplog.text
 
 
 def save_in_boxes(store: Store, whole: torch.Tensor, parts: int, dim: int, step: int) -> None:
@@ -230,10 +257,7 @@ def test_a_moving_average_of_a_run_reads_no_cell_twice(tmp_path: Path) -> None:
     with blob_bytes(store) as read:
         merged = store.merge("rl@..", run="m", step=1, ema=0.9)
     assert sum(read) <= 1.05 * sum(stored.values())
-    factors = list(map(float, weights_of(range(64), ema=0.9)))
-    want = {
-        key: combined([state[key] for state in states], factors, torch.float32).bfloat16() for key in sorted(weights)
-    }
+    want = {key: averaged([state[key] for state in states], 0.9).bfloat16() for key in sorted(weights)}
     assert same_state(store.read(merged), want)
 
 

@@ -26,6 +26,7 @@ from casckpt.errors import (
     Unsigned,
     Unsupported,
 )
+from casckpt.frontends.follow import Follower
 from casckpt.repository import blob_cache
 from casckpt.repository.repository import Repository
 from casckpt.storage.local.store import LocalStore
@@ -443,6 +444,25 @@ def test_a_merge_leaves_out_what_a_checkpoint_lacks(saved: Store, run: Run, mess
     run("merge", saved.url, "a@1", "b@1", "--run", "m", "--step", "2", advice.says("--no-strict"))
     run("merge", saved.url, "a@1", "b@1", "--run", "m", "--step", "3", advice.says("--keys"), "w")
     assert [[*saved.read(f"m@{step}")] for step in (1, 2, 3)] == [["w"]] * 3
+
+
+@follows("frontends/averaging.py:MovingAverage._fold", "begin a new average in a different folder, or select other")
+def test_an_average_that_cannot_continue_begins_in_a_different_folder(
+    saved: Store, run: Run, messages: Messages, tmp_path: Path
+) -> None:
+    def follow(folder: str, *more: str) -> None:
+        run("follow", saved.url, "b", "--to", tmp_path / folder, "--once", "--merge", "ema:0.9", *more)
+
+    saved.save({"w": torch.ones(2), "x": torch.ones(2)}, run="b", step=2)
+    follow("x")
+    follow("w", "--keys", "w")
+    saved.save({"w": torch.ones(2), "x": torch.ones(3)}, run="b", step=3)
+    with messages.error(Mismatch) as advice:
+        list(Follower(saved, "b", tmp_path / "x", merge="ema:0.9").follow(once=True))
+    follow("w", advice.says("--keys"), "w")
+    advice.says("a different folder")
+    saved.forget("b@2")
+    follow("y")
 
 
 @follows("frontends/merging.py:_Merging.choose", "keep that of the last one with keep= (--keep), or select")

@@ -3,16 +3,28 @@
 from __future__ import annotations
 
 from fractions import Fraction
+from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as some
 
 from casckpt.errors import InvalidInput
-from casckpt.plan.averages import moving_average, weights_of
+from casckpt.plan.averages import moving_average, terms_of
 
 DECAYS = some.fractions(0, 1, max_denominator=1000)
 VALUES = some.integers(-1000, 1000).map(Fraction)
+
+
+def weights_of(*given: Any, **more: Any) -> list[Fraction]:
+    """Return the weights, after a check that the terms, applied one by one, amount to them."""
+    terms = terms_of(*given, **more)
+    for number, wanted in enumerate(terms):
+        total = Fraction(0)
+        for place, term in enumerate(terms):
+            total = term.decay * total + term.share * (place == number)
+        assert total == wanted.weight
+    return [term.weight for term in terms]
 
 
 @given(some.lists(some.tuples(VALUES, DECAYS), min_size=1, max_size=20))
@@ -20,15 +32,16 @@ def test_a_moving_average_has_the_weights_of_its_recurrence(rows: list[tuple[Fra
     average = rows[0][0]
     for value, decay in rows[1:]:
         average = decay * average + (1 - decay) * value
-    weights = moving_average([decay for _, decay in rows[1:]])
+    weights = [term.weight for term in moving_average([decay for _, decay in rows[1:]])]
     assert sum(weight * value for weight, (value, _) in zip(weights, rows, strict=True)) == average
     assert sum(weights) == 1
 
 
 @given(some.integers(1, 300))
 def test_the_weights_of_a_mean_are_equal_and_sum_to_exactly_1(count: int) -> None:
-    assert weights_of(range(count)) == [Fraction(1, count)] * count
-    assert sum(weights_of(range(count))) == 1
+    weights = [term.weight for term in terms_of(range(count))]
+    assert weights == [Fraction(1, count)] * count
+    assert sum(weights) == 1
 
 
 @given(some.lists(some.integers(1, 1000), min_size=1, max_size=20), some.integers(1, 1000))
@@ -74,4 +87,4 @@ def test_given_weights_are_decimal_numbers_or_fractions() -> None:
 )
 def test_invalid_weights_are_refused(steps: list[int], arguments: dict[str, object], why: str) -> None:
     with pytest.raises(InvalidInput, match=why):
-        weights_of(steps, **arguments)  # type: ignore[arg-type] # wrong on purpose
+        weights_of(steps, **arguments)

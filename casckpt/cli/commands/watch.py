@@ -60,6 +60,7 @@ def _line(row: dict[str, Any]) -> str:
     help="Keep one extra version, and write the next version into its files. Do not use this with engines that "
     "memory-map files.",
 )
+@click.option("--merge", metavar="ema:DECAY", help="Write the moving average of all checkpoints, as merge --ema does.")
 @click.option("--poll", type=DURATION, default="1s", show_default=True, help="How often to look for a new checkpoint.")
 def follow(
     session: Session, *, run: str, folder: Path, once: bool, poll: timedelta, **options: object

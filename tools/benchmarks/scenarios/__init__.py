@@ -17,6 +17,7 @@ from benchmarks.scenarios.hosts import hosts
 from benchmarks.scenarios.loading import load, partial
 from benchmarks.scenarios.manifests import manifest
 from benchmarks.scenarios.memory import memory
+from benchmarks.scenarios.merging import merge
 from benchmarks.scenarios.planning import plan
 from benchmarks.scenarios.resharding import reshard
 from benchmarks.scenarios.restart import restart
@@ -52,4 +53,5 @@ SCENARIOS: dict[str, Callable[[Options], ScenarioResult]] = {
     "coding": coding,
     "update": update,
     "serve": serve,
+    "merge": merge,
 }

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import mmap
 import os
+import shutil
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -57,6 +58,30 @@ def _write_file(path: Path, buffer: memoryview, size: int) -> None:
         os.close(fd)
 
 
+def read_and_write(here: Here, folder: str, cache: str, size: int) -> Measured:
+    """Read all files of a folder, hash them cell by cell, and then write ``size`` bytes durably."""
+    path, place = Path(folder), Path(folder + ".written")
+    buffers = [_aligned(here, number, _CELL) for number in range(here.threads)]
+    todo = [(file, at, n) for file in files.files_of(path) for at, n in files.pieces(file.stat().st_size, _CELL)]
+    prepare(here, path, cache)
+    meter = Meter()
+    _shared(todo, here.threads, lambda worker, one: _read_and_hash(buffers[worker], *one))
+    read = meter.stop()
+    try:
+        written = write(here, str(place), size, here.threads)
+    finally:
+        shutil.rmtree(place)
+    return Measured(read.durable + written.durable, read.durable + written.durable, read.cpu + written.cpu)
+
+
+def _read_and_hash(buffer: memoryview, path: Path, offset: int, length: int) -> None:
+    fd = os.open(path, os.O_RDONLY)
+    try:
+        _fill_and_hash(fd, buffer[:length], offset)
+    finally:
+        os.close(fd)
+
+
 def put_state(here: Here, folder: str, state: str) -> None:
     """Write a state's tensors one after the other into a file, for `read` and `read_direct`."""
     path = Path(folder)
@@ -79,7 +104,7 @@ def read(
     tensors = here.on_host(state)
     if "raw" not in here.kept:
         here.kept["raw"] = values.poisoned(tensors)
-    _prepare(here, path, cache)
+    prepare(here, path, cache)
     todo = list(_ranges(tensors, here.kept["raw"], eighth, _CELL if hashed else _PIECE))
     act = _fill_and_hash if hashed else _fill
     fd = os.open(path / _RAW, os.O_RDONLY)
@@ -121,7 +146,7 @@ def _fill_and_hash(fd: int, memory: memoryview, offset: int) -> None:
 def read_direct(here: Here, folder: str, threads: int) -> Measured:
     """Read a file that is not in the page cache directly into aligned buffers, which are reused."""
     path = Path(folder)
-    _prepare(here, path, "cold")
+    prepare(here, path, "cold")
     size = (path / _RAW).stat().st_size
     buffers = [_aligned(here, number, _PIECE) for number in range(threads)]
     fd = _open(path / _RAW, os.O_RDONLY)
@@ -238,7 +263,8 @@ def _open(path: Path, flags: int) -> int:
         return os.open(path, flags, 0o644)
 
 
-def _prepare(here: Here, path: Path, cache: str) -> None:
+def prepare(here: Here, path: Path, cache: str) -> None:
+    """Bring a folder into the page cache ("warm"), or drop it from there ("cold")."""
     if cache == "warm":
         files.bring_into_cache(path)
     else:

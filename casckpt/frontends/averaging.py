@@ -1,0 +1,99 @@
+"""Moving averages for a follower. Each one is in a store of its own, which is removed after the next one.
+
+The store holds ``exact@0`` in the dtypes in which the average is computed, from which the next one continues, and
+``rounded@0`` in the dtypes of the run, for the export.
+"""
+
+from __future__ import annotations
+
+import logging
+import shutil
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import takewhile
+from pathlib import Path
+
+import torch
+
+from casckpt.contents.checkpoint import Checkpoint
+from casckpt.errors import Damaged, InvalidInput, Mismatch, MissingKey, NotFound, Refused
+from casckpt.format.sections.index import Name
+from casckpt.frontends.merging import merge
+from casckpt.plan.averages import terms_of
+from casckpt.store.opening import open as open_store
+from casckpt.store.store import Store
+
+log = logging.getLogger("casckpt")
+
+
+@dataclass(frozen=True)
+class MovingAverage:
+    """The exponential moving average of ``run`` of ``store``. ``keys``: patterns for what to average.
+
+    ``decay``: the weight of the earlier average at each checkpoint.
+    """
+
+    store: Store
+    run: str
+    decay: str
+    keys: Sequence[str]
+
+    def advance(self, before: Path | None, after: str, newest: Checkpoint, folder: Path) -> Checkpoint:
+        """Store the average of all checkpoints up to ``newest`` in ``folder``, and return it.
+
+        It continues the average in ``before``, if it exists, whose newest checkpoint has the id ``after``. Checkpoints
+        that are damaged or gone are left out. Raises their errors if ``newest`` is one of them, MissingKey, Mismatch.
+        """
+        exact = None if before is None else exact_in(before)
+        try:
+            arrivals = self.store.watch(self.run, after=after if exact else "start", timeout="0s")
+        except NotFound:  # a different store has replaced this one
+            exact, arrivals = None, self.store.watch(self.run, after="start", timeout="0s")
+        new = [*takewhile(lambda one: one.id != newest.id, (arrival.checkpoint for arrival in arrivals)), newest]
+        while True:
+            try:
+                return self._fold(exact, new, folder)
+            except (Damaged, Refused, NotFound) as error:
+                rest = [one for one in new if one.id not in error.checkpoints]
+                if rest == new or rest[-1:] != [newest]:
+                    raise
+                log.error("the average of %s leaves out a checkpoint: %s", self.run, error)
+                new = rest
+
+    def _fold(self, exact: Checkpoint | None, new: Sequence[Checkpoint], folder: Path) -> Checkpoint:
+        shutil.rmtree(folder, ignore_errors=True)
+        store, keys = _store_in(folder), list(self.keys) or None
+        try:
+            chosen = [*([] if exact is None else [exact]), *new]
+            exact = merge(store, chosen, run="exact", step=0, ema=self.decay, keys=keys, dtype_of=_exact)
+        except (MissingKey, Mismatch) as error:
+            why = str(error).rpartition(": ")[0]
+            raise type(error)(
+                f"{why}: begin a new average in a different folder, or select other keys with keys= (--keys)",
+                key=error.key,
+            ) from error
+        own = {key: tensor.dtype for key, tensor in new[-1].tensors.items()}
+        return merge(store, [exact], run="rounded", step=0, keys=keys, dtype_of=lambda name, _: own[name[1]])
+
+
+def _exact(_: Name, computed_in: torch.dtype) -> str:
+    return str(computed_in).removeprefix("torch.")
+
+
+def exact_in(folder: Path) -> Checkpoint | None:
+    """Return the unrounded average in a folder, or None if there is none."""
+    store = _store_in(folder)
+    return store.get("exact@0") if "exact@0" in store else None
+
+
+def _store_in(folder: Path) -> Store:
+    return open_store(folder / "store", cache_dir=folder / "cache")
+
+
+def moving_average(store: Store, run: str, rule: str, keys: Sequence[str]) -> MovingAverage:
+    """Return the moving average by a rule such as "ema:0.99". Raises InvalidInput."""
+    name, _, decay = rule.partition(":")
+    if name != "ema":
+        raise InvalidInput(f"merge={rule!r:.40} is not valid: pass ema:DECAY, such as ema:0.99")
+    terms_of([0], ema=decay)  # checks the decay
+    return MovingAverage(store, run, decay, keys)
