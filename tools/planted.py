@@ -497,9 +497,108 @@ PLANTED = (
     Planted(
         "the clock is read after tags are listed",
         "list_tags",
-        "    return _read(repo, PREFIX, since, anew=anew)\n",
-        "    return _read_newest(repo, PREFIX, _newest_entries(repo, PREFIX), repo.clock() - slack, anew=anew)\n",
+        "    return _read_newest(repo, PREFIX, _newest_entries(repo, PREFIX, listed), since, anew=anew)\n",
+        "    entries = _newest_entries(repo, PREFIX, listed)\n"
+        "    return _read_newest(repo, PREFIX, entries, repo.clock() - slack, anew=anew)\n",
         "tests/upkeep/gc/test_purge.py",
+    ),
+    Planted(
+        "a tag is recorded before it is set",
+        "set_tag",
+        "    tag = write_generation(repo, name, number + 1, commit)\n",
+        "    record_tag(repo, commit, name, number + 1)\n    tag = write_generation(repo, name, number + 1, commit)\n",
+        "tests/history/test_tags.py",
+    ),
+    Planted(
+        "a tag that is set is not recorded",
+        "set_tag",
+        "    record_tag(repo, commit, name, tag.generation)  # last: a recorded generation must exist\n",
+        "",
+        "tests/history/test_tags.py",
+    ),
+    Planted(
+        "a lost tag that is set again begins at its first generation",
+        "set_tag",
+        "newest_generation(repo, name, list_commits(repo))",
+        "newest_generation(repo, name)",
+        "tests/history/test_tags.py",
+    ),
+    Planted(
+        "a lost tag cannot be deleted",
+        "delete_tag",
+        "newest_generation(repo, name, list_commits(repo))",
+        "newest_generation(repo, name)",
+        "tests/history/test_tags.py",
+    ),
+    Planted(
+        "a tag that one listing lacks counts as lost",
+        "_generations",
+        "    if lost and again:\n",
+        "    if lost and not again:\n",
+        "tests/history/test_tags.py",
+    ),
+    Planted(
+        "a gc does not notice that tags are lost",
+        "plan_retiring",
+        ", slack=FOREIGN_CLOCKS, listed=commits)",
+        ", slack=FOREIGN_CLOCKS)",
+        "tests/upkeep/test_saves.py",
+    ),
+    Planted(
+        "a rotation does not notice that tags are lost",
+        "rotate",
+        "tags(repo, slack=FOREIGN_CLOCKS, listed=listed)",
+        "tags(repo, slack=FOREIGN_CLOCKS)",
+        "tests/upkeep/test_saves.py",
+    ),
+    Planted(
+        "a rule that thins does not notice that tags are lost",
+        "plan_thin",
+        "_barring(repo, tagged=tagged, listed=listed)",
+        "_barring(repo, tagged=tagged)",
+        "tests/upkeep/test_saves.py",
+    ),
+    Planted(
+        "a gc counts checkpoints of another store",
+        "plan_retiring",
+        "    check_own(repo, commits.visible())\n",
+        "",
+        "tests/upkeep/test_saves.py",
+    ),
+    Planted(
+        "a rotation counts checkpoints of another store",
+        "rotate",
+        "    check_own(repo, visible)\n",
+        "",
+        "tests/upkeep/test_saves.py",
+    ),
+    Planted(
+        "a rule that thins counts checkpoints of another store",
+        "plan_thin",
+        "        check_own(repo, listed.visible())\n",
+        "",
+        "tests/upkeep/test_saves.py",
+    ),
+    Planted(
+        "the record of a copied checkpoint names the store that it came from",
+        "Transaction.commit",
+        "store=self._repo.marker.store_id)",
+        "store=record.store or self._repo.marker.store_id)",
+        "tests/history/test_transactions.py",
+    ),
+    Planted(
+        "a gc relies on notes about copies that the mirror lacks",
+        "unless_mirror_is_gone",
+        "made in (None, NO_STORE) else copies_at(repo, plan.mirror)",
+        "made in (None, NO_STORE) else None",
+        "tests/upkeep/copies/test_mirror.py",
+    ),
+    Planted(
+        "a copy into an older snapshot of the mirror keeps the notes about what it lacks",
+        "_create_target",
+        ", since, lambda _: list_names(target)))",
+        ", since))",
+        "tests/upkeep/copies/test_mirror.py",
     ),
     Planted(
         "a purge takes a later number",
@@ -1059,7 +1158,7 @@ PLANTED = (
         "execute.copy",
         """        replica = replicate(source, target, commit, work)
         if is_mirror:
-            note(source, commit, target.storage.url)
+            note(source, commit, target.storage.url, replica.commit)
 """,
         """        if is_mirror:
             note(source, commit, target.storage.url)

@@ -6,6 +6,7 @@ A record consists of two lines: its JSON, and the BLAKE3 hash of that line in he
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Mapping
 from typing import Any, TypeVar
 
@@ -15,7 +16,7 @@ from msgspec.json import Decoder
 from casckpt.base.digest import hex_digest
 from casckpt.base.names import check_run, check_step
 from casckpt.errors import Damaged, Refused, Unsupported
-from casckpt.format.keys import MAX_NUMBER, check_hash, check_txid, parse_txid
+from casckpt.format.keys import MAX_NUMBER, check_hash, check_txid, parse_tag, parse_txid, tag_key
 from casckpt.format.metrics import Stored, check_metrics
 from casckpt.format.names import BlobHash, ManifestId, TxId
 
@@ -28,6 +29,7 @@ MAX_RECORD_BYTES = 1 << 20
 DEFAULT_CELL_BYTES = 1 << 20
 DEFAULT_BLOB_BYTES = 32 << 20
 _YEAR_10000 = 253_402_300_800 * 10**6
+STORE_ID = re.compile(r"[0-9A-Za-z-]{1,64}")  # because a cache folder is named after it
 
 
 class Record(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
@@ -50,6 +52,16 @@ def _check_time(time: int) -> None:
         raise Refused(f"{time} microseconds since the epoch is not a date in the years 1970 to 9999")
 
 
+def _check_store(id: str) -> None:
+    if not STORE_ID.fullmatch(id):
+        raise Refused(f"{id[:100]!r} is not a valid store id")
+
+
+def _check_tagged(tagged: tuple[str, int]) -> None:
+    if parse_tag(tag_key(*tagged)) is None:
+        raise Refused(f"{tagged} is not a generation of a tag")
+
+
 def _check_announced(announced: list[tuple[TxId, int]]) -> None:
     for txid, number in announced:
         check_txid(txid)
@@ -63,6 +75,10 @@ _CHECKS: dict[str, Callable[[Any], object]] = {
     "txid": check_txid,
     "origin": check_txid,
     "by": check_txid,
+    "copy": check_txid,
+    "tagged": _check_tagged,
+    "store": _check_store,
+    "merged_stores": lambda ids: list(map(_check_store, ids.split(","))),
     "uploader": check_txid,
     "manifest": check_hash,
     "head": check_hash,
@@ -109,6 +125,7 @@ class Settings(Record, frozen=True, kw_only=True):
     )
     requires: list[str] = []
     compress: str | None = None  # the default for saves
+    merged_stores: str | None = None  # ids, separated by commas, of other stores whose commits may be in this one
 
 
 class Process(Record, frozen=True, kw_only=True):
@@ -201,6 +218,7 @@ class Committed(Record, tag="committed", frozen=True, kw_only=True):
     replaces: tuple[TxId, int] | None = None
     origin: TxId | None = None
     dropped: Dropped | None = None
+    store: str | None = None  # the id of the store in which it was committed; None in records from before version 0.3
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -221,6 +239,7 @@ class RevokedRecord(Record, tag="revoked", frozen=True, kw_only=True):
     txid: TxId
     time: int
     reason: str
+    tagged: tuple[str, int] | None = None  # there was no transaction: this generation of a permanent tag was set
 
 
 class Forgotten(Record, tag="forgotten", frozen=True, kw_only=True):
@@ -280,6 +299,7 @@ class Mirrored(Record, tag="mirrored", frozen=True, kw_only=True):
     txid: TxId
     time: int
     mirror: str
+    copy: TxId | None = None  # the transaction of its copy there; None in notes from before version 0.3
 
 
 FirstRecord = Committed | RevokedRecord

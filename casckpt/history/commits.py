@@ -307,6 +307,17 @@ def keep(repo: Repository, txid: TxId, number: int) -> bool:
     return True
 
 
+def record_tag(repo: Repository, commit: Commit, name: str, generation: int) -> None:
+    """Record that this generation of a tag was set on ``commit``, so that a gc notices if tags/ is lost.
+
+    The record revokes a transaction that never began: every version reads it, and none acts on it. Raises
+    `StorageError`.
+    """
+    txid, reason = repo.new_txid(commit.run, commit.step), f"no save, but a record that tag {name} was set"
+    record = records.RevokedRecord(txid=txid, time=repo.clock(), reason=reason, tagged=(name, generation))
+    repo.put_record(commit_key(txid), record)
+
+
 def purge_unreadable(repo: Repository, txid: TxId) -> None:
     """Purge a transaction with an unreadable first record, so that gc can delete objects again.
 

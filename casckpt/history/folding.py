@@ -229,6 +229,12 @@ class CommitList:
         return False
 
     @cached_property
+    def recorded_tags(self) -> Mapping[str, int]:
+        """The highest generation of each tag that commits/ records, by name. tags/ has it, or a later one."""
+        firsts = (commit.first for commit in self.commits.values())
+        return dict(sorted(one.tagged for one in firsts if isinstance(one, records.RevokedRecord) and one.tagged))
+
+    @cached_property
     def _sorted(self) -> list[Commit]:
         found = [self.commits[txid] for txid in sorted(self.commits)]
         # the usual case, which does not need the slow sort
@@ -251,10 +257,14 @@ class Holdings:
     """
 
     def __init__(self, commits: Iterable[Commit]) -> None:
-        self._held = {(commit.id, commit.dropped) for commit in commits}
+        self._held = {(commit.id, commit.dropped): commit for commit in commits}
 
     def __contains__(self, commit: Commit) -> bool:
-        return not self._held.isdisjoint({(commit.id, None), (commit.id, commit.dropped)})
+        return self.get(commit) is not None
+
+    def get(self, commit: Commit) -> Commit | None:
+        """Return the commit that makes this container contain ``commit``, or None."""
+        return self._held.get((commit.id, None)) or self._held.get((commit.id, commit.dropped))
 
 
 def with_logs(listed: CommitList, logs: Mapping[TxId, Mapping[int, Read]]) -> CommitList:

@@ -20,7 +20,7 @@ from casckpt.errors import CasckptError, Conflict, Damaged, NotFound, Refused
 from casckpt.format.keys import check_tag, parse_tag, tag_key
 from casckpt.format.names import ManifestId, TxId
 from casckpt.format.records import TagRecord
-from casckpt.history.commits import Commit, CommitList, list_commits, refresh, restore
+from casckpt.history.commits import Commit, CommitList, list_commits, record_tag, refresh, restore
 from casckpt.repository.reading import Read, check_no_file, check_requirements, key_of, read_records
 from casckpt.repository.repository import Repository
 from casckpt.storage.base import ListedObject
@@ -63,31 +63,32 @@ class TagList:
             raise type(error)(f"{error}. {advice}", key=error.key) from error
 
 
-def list_tags(repo: Repository, *, anew: bool = False, slack: int = 0) -> TagList:
+def list_tags(repo: Repository, *, anew: bool = False, slack: int = 0, listed: CommitList | None = None) -> TagList:
     """Return all tags, with one LIST. A damaged record affects only its own tag. Raises `StorageError`.
 
     ``anew``: read every record, even if it is in the catalogue. ``slack``: the number of microseconds for which
-    expired tags still count.
+    expired tags still count. ``listed``: an earlier listing. A tag that it records but tags/ lacks counts as damaged.
     """
     # taken before the listing, because a listing may miss tags that are set or renewed while it runs
     since = repo.clock() - slack
-    return _read(repo, PREFIX, since, anew=anew)
+    return _read_newest(repo, PREFIX, _newest_entries(repo, PREFIX, listed), since, anew=anew)
 
 
-def tags(repo: Repository, *, anew: bool = False, slack: int = 0) -> dict[str, Tag]:
-    """Return all tags, sorted by name. For ``anew`` and ``slack``, see `list_tags`.
+def tags(repo: Repository, *, anew: bool = False, slack: int = 0, listed: CommitList | None = None) -> dict[str, Tag]:
+    """Return all tags, sorted by name. For the arguments, see `list_tags`.
 
     Raises `Damaged` or `Refused` if a tag cannot be read, because such a tag protects an unknown checkpoint from gc
     and policies. Raises `StorageError`.
     """
-    listed = list_tags(repo, anew=anew, slack=slack)
-    listed.raise_damage()
-    return dict(listed.tags)
+    found = list_tags(repo, anew=anew, slack=slack, listed=listed)
+    found.raise_damage()
+    return dict(found.tags)
 
 
 def get_tag(repo: Repository, name: str) -> Tag | None:
     """Read a tag. Return None if it does not exist. Raises `InvalidInput`, `Damaged`, `Refused`, and `StorageError`."""
-    listed = _read(repo, f"{PREFIX}{check_tag(name)}/", repo.clock())
+    prefix = f"{PREFIX}{check_tag(name)}/"
+    listed = _read_newest(repo, prefix, _newest_entries(repo, prefix), repo.clock())
     listed.raise_damage()
     return listed.tags.get(name)
 
@@ -107,7 +108,7 @@ def set_tag(repo: Repository, name: str, commit: Commit) -> Tag:
     check_requirements(repo)
     if commit.last == "forgotten":
         commit = restore(repo, commit)
-    number, before = newest_generation(repo, name)
+    number, before = newest_generation(repo, name, list_commits(repo))
     tag = write_generation(repo, name, number + 1, commit)
     # a gc lists tags before it purges: either the gc saw this tag, or this call sees its purge
     now = refresh(repo, commit)
@@ -125,6 +126,7 @@ def set_tag(repo: Repository, name: str, commit: Commit) -> Tag:
     elif now.txid != commit.txid and now.dropped not in (None, commit.dropped):
         with suppress(Conflict):  # the old commit was purged, so the tag names the thinned one
             restore(repo, commit)
+    record_tag(repo, commit, name, tag.generation)  # last: a recorded generation must exist
     return tag
 
 
@@ -135,7 +137,7 @@ def delete_tag(repo: Repository, name: str) -> None:
     """
     check_tag(name)
     check_requirements(repo)
-    number, found = newest_generation(repo, name)
+    number, found = newest_generation(repo, name, list_commits(repo))
     if name not in found.tags and name not in found.damaged:
         raise no_tag(repo, name)
     end_generation(repo, name, number + 1)
@@ -173,10 +175,6 @@ def no_tag(repo: Repository, name: str) -> NotFound:
     return NotFound(f"there is no tag {name!r} in {repo.storage.url}; {there}")
 
 
-def _read(repo: Repository, prefix: str, since: int, *, anew: bool = False) -> TagList:
-    return _read_newest(repo, prefix, _newest_entries(repo, prefix), since, anew=anew)
-
-
 def _read_newest(
     repo: Repository, prefix: str, newest: Mapping[str, tuple[int, ListedObject]], since: int, *, anew: bool = False
 ) -> TagList:
@@ -201,14 +199,22 @@ def _is_gone(repo: Repository, entry: ListedObject) -> bool:
     return entry.size >= 0 and not any(one.key == entry.key for one in repo.storage.list(entry.key, known=parse_tag))
 
 
-def _newest_entries(repo: Repository, prefix: str) -> dict[str, tuple[int, ListedObject]]:
-    """Return the highest generation of each tag, by name. Include missing generations that this host has seen."""
-    return {name: max(found.items()) for name, found in _generations(repo, prefix).items()}
+def _newest_entries(
+    repo: Repository, prefix: str, listed: CommitList | None = None
+) -> dict[str, tuple[int, ListedObject]]:
+    """Return the highest generation of each tag, by name. Include missing generations, as `_generations` does."""
+    return {name: max(found.items()) for name, found in _generations(repo, prefix, listed).items()}
 
 
-def _generations(repo: Repository, prefix: str) -> dict[str, dict[int, ListedObject]]:
-    """Return all generations of each tag, by name and number. Include the highest one that this host has seen."""
-    seen = _seen(repo, prefix)
+def _generations(
+    repo: Repository, prefix: str, listed: CommitList | None = None, *, again: bool = True
+) -> dict[str, dict[int, ListedObject]]:
+    """Return all generations of each tag, by name and number. Include the highest one that `_seen` returns.
+
+    ``again``: if that one is missing, list again. A listing may miss both a new generation and an old one that was
+    deleted because of it.
+    """
+    seen = _seen(repo, prefix, listed)
     generations: dict[str, dict[int, ListedObject]] = defaultdict(dict)
     for entry in repo.storage.list(prefix, known=parse_tag):
         key = parse_tag(entry.key)
@@ -216,32 +222,38 @@ def _generations(repo: Repository, prefix: str) -> dict[str, dict[int, ListedObj
             check_no_file(repo.storage.url, entry, parse_tag)
         else:
             generations[key[0]][key[1]] = entry
-    if _lost(seen, generations):
+    lost = _lost(seen, generations)
+    if lost and again:
         # this drops the caches if commits are missing too, because the store was then restored from a copy
         list_commits(repo)
-        for name, number in _lost(_seen(repo, prefix), generations).items():
-            generations[name][number] = ListedObject(tag_key(name, number), -1)
+        return _generations(repo, prefix, listed, again=False)
+    for name, number in lost.items():
+        generations[name][number] = ListedObject(tag_key(name, number), -1)
     return generations
 
 
-def _seen(repo: Repository, prefix: str) -> dict[str, int]:
-    """Return the highest generation of each tag that this host has read. Call this before a listing, not after it.
+def _seen(repo: Repository, prefix: str, listed: CommitList | None) -> dict[str, int]:
+    """Return the highest generation of each tag that this host has read, or that ``listed`` records.
 
-    The newest generation of a name is never deleted. If it is missing, tags/ was moved or restored from a copy, and it
-    is unknown which checkpoint the tag protects.
+    Call this before a listing, not after it. The newest generation of a name is never deleted. If it is missing, tags/
+    was moved or restored from a copy, and it is unknown which checkpoint the tag protects.
     """
     keys = filter(None, (parse_tag(key_of(row)) for row in repo.catalogue.keys(prefix)))
-    return dict(sorted(keys, key=lambda key: key[1]))
+    others = (key for key in (listed.recorded_tags if listed else {}).items() if tag_key(*key).startswith(prefix))
+    return dict(sorted([*keys, *others], key=lambda key: key[1]))
 
 
 def _lost(seen: Mapping[str, int], found: Mapping[str, Mapping[int, ListedObject]]) -> dict[str, int]:
     return {name: number for name, number in seen.items() if number > max(found.get(name, ()), default=-1)}
 
 
-def newest_generation(repo: Repository, name: str) -> tuple[int, TagList]:
-    """Return the highest generation of a tag (-1 if there is none), and its contents, even if the tag has expired."""
+def newest_generation(repo: Repository, name: str, listed: CommitList | None = None) -> tuple[int, TagList]:
+    """Return the highest generation of a tag (-1 if there is none), and its contents, even if the tag has expired.
+
+    ``listed``: as in `list_tags`.
+    """
     folder = f"{PREFIX}{name}/"
-    newest = _newest_entries(repo, folder)
+    newest = _newest_entries(repo, folder, listed)
     return newest.get(name, (-1, None))[0], _read_newest(repo, folder, newest, 0)
 
 
@@ -310,7 +322,8 @@ def _tag(number: int, record: TagRecord) -> Tag | None:
 
 def _checked(record: Read, name: str, key: str) -> Read:
     if isinstance(record, NotFound):
-        return Damaged(f"{key} is missing, but this host has read it before. If tags/ was moved, move it back", key=key)
+        message = f"{key} is missing, although it was set. If tags/ was moved, or left out of a copy, restore it"
+        return Damaged(message, key=key)
     if isinstance(record, CasckptError) or record.name == name:
         return record
     return Refused(f"{key} is not valid: it holds a record of tag {record.name[:100]!r}", key=key)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import re
 import time
 import uuid
 from collections.abc import Callable, Hashable, Iterable, Mapping
@@ -43,8 +42,6 @@ ShareReads: TypeAlias = Literal["auto", "on", "off"]
 
 "auto": if the store is remote. "on": also if it is a folder, which may be on a network file system.
 """
-
-_STORE_ID = re.compile(r"[0-9A-Za-z-]{1,64}")  # because a cache folder is named after it
 
 
 def microseconds() -> int:
@@ -125,7 +122,7 @@ class Repository:
         except Damaged as error:
             message = f"{error}: restore the file from a copy of the store at {self.storage.url}"
             raise Damaged(message, key=keys.MARKER) from error
-        if not _STORE_ID.fullmatch(marker.store_id):
+        if not records.STORE_ID.fullmatch(marker.store_id):
             raise Refused(f"casckpt.json at {self.storage.url} contains an invalid store id", key=keys.MARKER)
         return marker
 
@@ -138,8 +135,8 @@ class Repository:
         if is_store and self.storage.size(keys.MARKER) is None:  # recheck: it may have been created in the meantime
             message = (
                 f"casckpt.json is missing from {self.storage.url}, although commits/ has records of a store. A new "
-                "file might permanently set different sizes: restore the file from a copy of the store or from its "
-                "mirror"
+                "file might permanently set different sizes: restore the file from a copy of the store. That of its "
+                "mirror fits too, but then gc asks you to accept the commits of this store"
             )
             raise Damaged(message, key=keys.MARKER)
 

@@ -48,7 +48,7 @@ def check_save_arguments(arguments: SaveArguments) -> None:
 
 
 DURATIONS: Final = ("min_age", "min_age_ephemeral", "revoke_after")
-NAMES: Final = (*DURATIONS, "mirror", "mirror_thinned", "compress")
+NAMES: Final = (*DURATIONS, "mirror", "mirror_thinned", "compress", "merged_stores")
 
 
 class SettingChanges(TypedDict, total=False):
@@ -60,6 +60,7 @@ class SettingChanges(TypedDict, total=False):
     mirror: str | os.PathLike[str] | None
     mirror_thinned: bool | None
     compress: Compress | None
+    merged_stores: str | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,7 +71,8 @@ class StoreSettings:
     ephemeral checkpoints). ``revoke_after``: time without a sign of life after which gc revokes a save (default: 1 h).
     ``mirror``: the mirror's URL. gc keeps checkpoints that are not yet safe there. ``mirror_thinned``: thin the same
     checkpoints in the mirror (default: the mirror keeps them whole). ``compress``: the default for saves that do not
-    pass this option ("auto", "off", "always"; see `casckpt.Store.save`).
+    pass this option ("auto", "off", "always"; see `casckpt.Store.save`). ``merged_stores``: the ids, separated by
+    commas, of stores whose files were merged into this one by hand (default: rules refuse their checkpoints).
     """
 
     min_age: timedelta | None = None
@@ -79,15 +81,15 @@ class StoreSettings:
     mirror: str | None = None
     mirror_thinned: bool | None = None
     compress: str | None = None
+    merged_stores: str | None = None
 
 
 def settings_from(record: Settings) -> StoreSettings:
     """Convert the stored record to `StoreSettings`."""
+    fields: dict[str, Any] = {name: getattr(record, name) for name in NAMES if name not in DURATIONS}
     seconds = {name: getattr(record, f"{name}_seconds") for name in DURATIONS}
-    durations = {name: None if found is None else timedelta(seconds=found) for name, found in seconds.items()}
-    return StoreSettings(
-        **durations, mirror=record.mirror, mirror_thinned=record.mirror_thinned, compress=record.compress
-    )
+    fields |= {name: None if found is None else timedelta(seconds=found) for name, found in seconds.items()}
+    return StoreSettings(**fields)
 
 
 def change_settings(repo: Repository, changes: SettingChanges) -> StoreSettings:

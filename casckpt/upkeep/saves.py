@@ -1,8 +1,8 @@
-"""Lists and revokes saves in progress, and gives up saves whose record is lost."""
+"""Lists and revokes saves in progress, gives up saves whose record is lost, and finds the commits of other stores."""
 
 from __future__ import annotations
 
-from collections.abc import Container, Iterable
+from collections.abc import Container, Iterable, Sequence
 from dataclasses import dataclass
 from datetime import datetime
 
@@ -11,7 +11,7 @@ from casckpt.errors import Conflict, Damaged, NotFound
 from casckpt.format.keys import commit_key, parse_log, parse_object, parse_txid
 from casckpt.format.names import TxId
 from casckpt.format.records import Process
-from casckpt.history.commits import list_commits, list_names, purge_unreadable
+from casckpt.history.commits import Commit, list_commits, list_names, purge_unreadable
 from casckpt.history.transactions import PREFIX as TRANSACTIONS
 from casckpt.history.transactions import OpenTransaction, has_died, open_transactions, revoke
 from casckpt.repository.processes import is_dead, this_process
@@ -55,6 +55,34 @@ def check_recorded(repo: Repository, keys: Iterable[str], ended: Container[TxId]
             f"Manifests under objects/ have no record in commits/ or transactions/. {ADVICE}",
             key=commit_key(lost[0]),
         )
+
+
+def foreign_commits(repo: Repository, commits: Iterable[Commit]) -> list[Commit]:
+    """Return the ``commits`` that were made in another store, unless the settings accept that store.
+
+    Such commits are here if the files of two stores were merged. Reads the settings only if there are any.
+    """
+    others = [commit for commit in commits if commit.committed.store not in (None, repo.marker.store_id)]
+    merged = (repo.settings.merged_stores or "").split(",") if others else ()
+    return [commit for commit in others if commit.committed.store not in merged]
+
+
+def why_foreign(repo: Repository, commits: Sequence[Commit]) -> str:
+    """Describe commits of other stores, and what to do about them."""
+    merged = (repo.settings.merged_stores or "").split(",")
+    stores = ",".join(sorted({*merged, *(commit.committed.store or "" for commit in commits)} - {""}))
+    more = f" and {len(commits) - 1} more" if commits[1:] else ""
+    return (
+        f"{commits[0]}{more} came from another store, whose files were merged into this one. Forget what does not "
+        f"belong here (`casckpt forget`), or accept it: `casckpt settings STORE --set merged_stores={stores}`"
+    )
+
+
+def check_own(repo: Repository, commits: Iterable[Commit]) -> None:
+    """Raise `Damaged` if any of the ``commits`` came from another store: a rule must not count them unnoticed."""
+    if foreign := foreign_commits(repo, commits):
+        ids = tuple(commit.id for commit in foreign)
+        raise Damaged(f"nothing was forgotten or deleted, because {why_foreign(repo, foreign)}", checkpoints=ids)
 
 
 @dataclass(frozen=True, slots=True)

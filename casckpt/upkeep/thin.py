@@ -38,6 +38,7 @@ from casckpt.repository.repository import Repository
 from casckpt.upkeep.blob_use import BlobUse
 from casckpt.upkeep.gc.purge import check_metrics, kept_of, min_age_of
 from casckpt.upkeep.rewrite import record_of, rewrite
+from casckpt.upkeep.saves import check_own
 
 log = logging.getLogger(__name__)
 MAX_RULE = 1 << 16  # characters; only a hostile store can contain a longer rule
@@ -115,12 +116,13 @@ def plan_thin(
     rule, wanted = patterns_of(drop), list(refs)
     if bool(wanted) is not (keep is None or keep.is_empty):
         raise InvalidInput("specify either the checkpoints to thin, or a rule for the ones to keep whole (keep-last)")
-    named = _barring(repo, tagged=tagged)
     listed = list_commits(repo)
+    named = _barring(repo, tagged=tagged, listed=listed)
     if wanted:
         chosen = resolve_many(repo, wanted, listed)
         _check_untagged(named, chosen)
     else:
+        check_own(repo, listed.visible())
         chosen = _beyond(listed, keep or Policy(), repo.clock(), tagged_txids(named, listed.visible()), run)
     spared = {commit.txid for commit in spare}
     left = [commit for commit in chosen if commit.txid not in spared]
@@ -132,9 +134,9 @@ def plan_thin(
     return ThinPlan(tuple(sorted(rule)), thin, done, failed, tagged, len(left))
 
 
-def _barring(repo: Repository, *, tagged: bool) -> dict[str, Tag]:
-    """Return the tags whose checkpoints must not be thinned."""
-    return {name: tag for name, tag in tags(repo).items() if not tagged or tag.expires is not None}
+def _barring(repo: Repository, *, tagged: bool, listed: CommitList | None = None) -> dict[str, Tag]:
+    """Return the tags whose checkpoints must not be thinned. ``listed``: see `casckpt.history.tags.list_tags`."""
+    return {name: tag for name, tag in tags(repo, listed=listed).items() if not tagged or tag.expires is not None}
 
 
 def _rule(commit: Commit) -> frozenset[str]:

@@ -44,6 +44,31 @@ def spoil(path: Path) -> Callable[[], int]:
     return lambda: path.write_bytes(before)
 
 
+@follows("upkeep/saves.py:why_foreign", "or accept it: `casckpt settings STORE --set merged_stores=…`")
+@pytest.mark.parametrize("way", ["forget", "settings"])
+def test_gc_can_run_after_checkpoints_of_another_store_are_forgotten_or_accepted(
+    trained: Store, store_path: Path, messages: Messages, run: Run, way: str
+) -> None:
+    other = casckpt.open(store_path.with_name("other"))
+    for step in (2, 3):
+        other.save({"w": torch.ones(step)}, run="a", step=step)
+    shutil.copytree(store_path.with_name("other"), store_path, copy_function=_copy_new, dirs_exist_ok=True)
+    with messages.error(Damaged) as advice:
+        trained.gc(keep_last=1)
+    ids = [one.id for one in other.checkpoints()]
+    assert torch.equal(trained.read(ids[1])["w"], torch.ones(3))
+    if way == "forget":
+        run(*advice.command("forget"), store_path, *ids)
+    else:
+        run(*advice.command("settings", STORE=store_path))
+    assert [one.step for one in trained.gc(keep_last=1).forgotten] == ([1] if way == "forget" else [1, 2, 2])
+
+
+def _copy_new(source: str, target: str) -> None:
+    if not Path(target).exists():
+        shutil.copy2(source, target)
+
+
 @follows("upkeep/gc/candidates.py:commits_without_doubt", "or give up the checkpoint with `casckpt transactions STORE")
 @pytest.mark.parametrize("way", ["put back", "give up"])
 def test_gc_can_run_after_a_record_is_replaced_or_purged(

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 
-from casckpt.errors import Conflict, Damaged, InvalidInput, NotFound, Refused, Revoked
+from casckpt.errors import CasckptError, Conflict, Damaged, InvalidInput, NotFound, Refused, Revoked, StorageError
 from casckpt.format.keys import tag_key
+from casckpt.format.records import RevokedRecord
 from casckpt.history.commits import Commit, forget, list_commits, purge
 from casckpt.history.leases import hold
 from casckpt.history.tags import (
@@ -22,13 +23,15 @@ from casckpt.history.tags import (
     tagged_txids,
     tags,
     tags_of,
+    write_generation,
 )
 from casckpt.history.transactions import revoke
 from casckpt.repository.repository import Repository
+from casckpt.storage.base import Known, ListedObject, ObjectStore
 from casckpt.storage.local.store import LocalStore
 from tests.support.faulty import FaultyStore, call_first, fail_after, fail_before
 from tests.support.gcs import keys, ticking
-from tests.support.repositories import commit_bare, meanwhile, memory, repository
+from tests.support.repositories import again, commit_bare, meanwhile, memory, objects_of, repository
 
 
 def named(repo: Repository) -> dict[str, str]:
@@ -329,3 +332,118 @@ def test_a_tag_with_an_unreadable_newest_generation_is_not_cleaned_up(repo: Repo
     ticking(repo)(7200)
     repo.storage.replace(tag_key("eval", 1), b"torn")
     assert cleaned(repo) == {tag_key("eval", 0), tag_key("eval", 1)}
+
+
+# tags that are missing
+
+
+def left_out(repo: Repository, tmp_path: Path, *left: str) -> Repository:
+    """Restore a copy of the store without the keys that begin with ``left``, on a host that has not seen it."""
+    objects = {key: data for key, data in objects_of(repo.storage).items() if not key.startswith(left)}
+    return repository(tmp_path / "restored", again(objects), clock=repo.clock, seed=9)
+
+
+def damaged(repo: Repository) -> dict[str, CasckptError]:
+    return dict(list_tags(repo, listed=list_commits(repo)).damaged)
+
+
+@pytest.mark.parametrize("way", ["set", "deleted"])
+def test_a_tag_that_a_restored_copy_lacks_is_damaged_until_it_is_set_or_deleted(
+    repo: Repository, tmp_path: Path, way: str
+) -> None:
+    commit = commit_bare(repo)
+    for _ in range(3):
+        set_tag(repo, "best", commit)
+    set_tag(repo, "base", commit)
+    restored = left_out(repo, tmp_path, "tags/best/")
+    assert named(restored) == {"base": commit.txid}, "loads do not look"
+    with pytest.raises(Damaged, match=r"tags/best/2 is missing.*Set the tag again, or delete it"):
+        tags(restored, listed=list_commits(restored))
+    if way == "set":
+        assert set_tag(restored, "best", commit).generation == 3
+    else:
+        delete_tag(restored, "best")
+    assert damaged(restored) == {}
+    assert list(tags(restored, listed=list_commits(restored))) == (["base", "best"] if way == "set" else ["base"])
+
+
+def test_tags_from_an_older_copy_are_damaged(repo: Repository, tmp_path: Path) -> None:
+    one, two = commit_bare(repo, "a", 1), commit_bare(repo, "a", 2)
+    set_tag(repo, "best", one)
+    set_tag(repo, "best", two)
+    restored = left_out(repo, tmp_path, "tags/best/1")
+    assert damaged(restored).keys() == {"best"}
+    set_tag(restored, "best", two)
+    assert damaged(restored) == {}
+
+
+def test_deleted_expiring_and_older_tags_are_never_missing(repo: Repository, tmp_path: Path) -> None:
+    commit = commit_bare(repo)
+    set_tag(repo, "deleted", commit)
+    delete_tag(repo, "deleted")
+    remove_old_generations(repo)
+    assert damaged(repo) == {}
+    hold(repo, "eval", commit, 3600)
+    write_generation(repo, "old", 0, commit)  # versions before 0.3 do not record tags
+    assert damaged(left_out(repo, tmp_path, "tags/eval/", "tags/old/")) == {}
+
+
+@pytest.mark.parametrize("folder", ["tags", "commits"])
+def test_a_tag_that_could_not_be_set_or_recorded_is_not_missing(
+    repo: Repository, faults: FaultyStore, folder: str
+) -> None:
+    commit = commit_bare(repo)
+    faults.inject(fail_before("put", key=f"{folder}/*"))
+    with pytest.raises(StorageError):
+        set_tag(repo, "best", commit)
+    assert (list(named(repo)), damaged(repo)) == (["best"] if folder == "commits" else [], {})
+
+
+def test_a_tag_set_while_commits_are_listed_is_not_missing(tmp_path: Path) -> None:
+    storage = memory()
+    commit = commit_bare(repository(tmp_path, storage))
+    other = repository(tmp_path / "other", storage, seed=2)
+    setting = call_first("list", meanwhile(lambda: set_tag(other, "best", commit)), key="tags/")
+    repo = repository(tmp_path, FaultyStore(storage, [setting]), seed=3)
+    assert damaged(repo) == {}
+
+
+def test_a_tag_deleted_and_cleaned_up_while_tags_are_listed_is_not_missing(tmp_path: Path) -> None:
+    """The listing sees neither the new generation nor the old one."""
+    storage = memory()
+    other = repository(tmp_path / "other", storage, seed=2)
+    set_tag(other, "best", commit_bare(other))
+
+    def delete() -> None:
+        delete_tag(other, "best")
+        remove_old_generations(other)
+
+    torn = Torn(storage, delete)
+    repo = repository(tmp_path, torn, seed=3)
+    listed = list_commits(repo)
+    torn.is_armed = True
+    assert list_tags(repo, listed=listed).damaged == {}
+    assert not torn.is_armed
+
+
+class Torn(FaultyStore):
+    """Once armed, a listing of tags begins before ``meanwhile``, and sees only what it did not change."""
+
+    def __init__(self, inner: ObjectStore, meanwhile: Callable[[], object]) -> None:
+        super().__init__(inner)
+        self.is_armed, self._meanwhile = False, meanwhile
+
+    def list(self, prefix: str, *, known: Known | None = None) -> Iterator[ListedObject]:
+        before = [*super().list(prefix, known=known)]
+        if not (self.is_armed and prefix == "tags/"):
+            return iter(before)
+        self.is_armed = False
+        self._meanwhile()
+        return iter(set(before) & {*super().list(prefix, known=known)})
+
+
+def test_a_recorded_tag_must_have_a_valid_name(repo: Repository) -> None:
+    with pytest.raises(InvalidInput):
+        RevokedRecord(txid=repo.new_txid("a", 1), time=0, reason="", tagged=("../x", 0))
+    with pytest.raises(Refused):
+        RevokedRecord(txid=repo.new_txid("a", 1), time=0, reason="", tagged=("x", -1))

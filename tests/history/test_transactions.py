@@ -77,6 +77,12 @@ def test_begin_save_returns_the_newest_commit_and_all_commits_of_the_step(repo: 
     assert (parent, replaced) == (two, [one])
 
 
+def test_a_commit_names_the_store_in_which_it_was_made(repo: Repository, transaction: Transaction) -> None:
+    made = transaction.commit(committed(repo, "a", 1, txid=transaction.txid, store="another"))
+    assert made.committed.store == repo.marker.store_id
+    assert made == list_commits(repo).commits[made.txid]
+
+
 def test_begin_save_writes_nothing_if_the_step_exists(repo: Repository) -> None:
     commit_bare(repo, "a", 1)
     with pytest.raises(Conflict, match="already exists"):

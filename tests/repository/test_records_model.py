@@ -15,7 +15,7 @@ from hypothesis.stateful import Bundle, RuleBasedStateMachine, initialize, invar
 from casckpt.contents import refs
 from casckpt.errors import CasckptError, Conflict, NotFound, Revoked
 from casckpt.format.names import ManifestId, TxId
-from casckpt.format.records import Committed
+from casckpt.format.records import Committed, RevokedRecord
 from casckpt.history import commits as log
 from casckpt.history import tags
 from casckpt.history.commits import Commit, list_commits
@@ -147,13 +147,15 @@ class RecordsModel(RuleBasedStateMachine):
     @invariant()
     def the_listing_is_the_model(self) -> None:
         found = list_commits(self.repo)
-        states = {txid: (c.last if c.last != "restored" else "visible") for txid, c in found.commits.items()}
+        recorded = {txid for txid, c in found.commits.items() if isinstance(c.first, RevokedRecord) and c.first.tagged}
+        saves = {txid: c for txid, c in found.commits.items() if txid not in recorded}
+        states = {txid: (c.last if c.last != "restored" else "visible") for txid, c in saves.items()}
         wanted = {one.txid: one.state if one.state != "restored" else "visible" for one in self.model.values()}
         assert states == wanted
         assert found.damaged == {}
         assert [c.txid for c in found.live()] == [one.txid for one in self.model.values() if one.live]
         assert sorted(c.txid for c in (*found.current(), *found.superseded())) == [c.txid for c in found.visible()]
-        assert log.list_names(self.repo) == set(self.model)
+        assert log.list_names(self.repo) == set(self.model) | recorded
 
     @rule()
     def one_who_looks_now_and_then_sees_what_a_first_look_sees(self) -> None:
@@ -177,8 +179,9 @@ class RecordsModel(RuleBasedStateMachine):
     def tags_name_what_the_model_says(self) -> None:
         """A tag names the commit that it was set on, or another one of the same checkpoint while that one is not
         visible."""
-        assert {name: tag.txid for name, tag in tags.tags(self.repo).items()} == self.tagged
         found = list_commits(self.repo)
+        assert {name: tag.txid for name, tag in tags.tags(self.repo, listed=found).items()} == self.tagged
+        assert self.tagged.keys() <= found.recorded_tags.keys()
         for name, txid in self.tagged.items():
             one = self.model[txid]
             twins = [other for other in self.model.values() if other.manifest == one.manifest and other.visible]
@@ -187,8 +190,8 @@ class RecordsModel(RuleBasedStateMachine):
     @invariant()
     def records_say_what_was_written(self) -> None:
         for commit in list_commits(self.repo).commits.values():
-            one = self.model[commit.txid]
             if isinstance(commit.first, Committed):
+                one = self.model[commit.txid]
                 assert (commit.run, commit.step, commit.id) == (one.run, one.step, one.manifest)
 
     def check(self, ref: str, candidates: list[Known], found: log.CommitList) -> None:

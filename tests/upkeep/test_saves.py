@@ -7,22 +7,26 @@ import shutil
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from casckpt.errors import CasckptError, Damaged, Refused
+from casckpt.contents.refs import resolve
+from casckpt.errors import CasckptError, Damaged, InvalidInput, Refused
 from casckpt.format.keys import commit_key, tag_key
 from casckpt.history import commits, transactions
-from casckpt.history.commits import list_commits
-from casckpt.history.tags import set_tag
-from casckpt.plan.retention import Policy
+from casckpt.history.commits import Commit, list_commits
+from casckpt.history.tags import delete_tag, set_tag
+from casckpt.plan.retention import Policy, Rotation
 from casckpt.repository.repository import Repository
 from casckpt.storage.local.store import LocalStore
 from casckpt.upkeep.copies.mirror_notes import note
+from casckpt.upkeep.gc.rotation import rotate
 from casckpt.upkeep.repair.verify import verify
+from casckpt.upkeep.thin import plan_thin
 from tests.support.faulty import FaultyStore, call_first
 from tests.support.gcs import LAST, begin_elsewhere, collect, commit_of, keys, run_gc, snapshot
-from tests.support.repositories import meanwhile, repository, save
+from tests.support.repositories import commit_draft, draft, meanwhile, put_blob, repository, save
 
 
 @pytest.fixture
@@ -108,8 +112,8 @@ def test_lost_records_prevent_gc_and_count_as_damage(
 ) -> None:
     if host == "same host":
         run_gc(local)
-    records = sorted((root / "commits").iterdir())
-    for path in records if lost != "one" else records[-1:]:
+    records = [root / commit_key(commit.txid) for commit in list_commits(local).live()]
+    for path in list((root / "commits").iterdir()) if lost != "one" else records[-1:]:
         path.unlink()
     if lost == "the folder":
         (root / "commits").rmdir()
@@ -186,3 +190,68 @@ def test_rules_forget_nothing_after_records_were_lost(local: Repository, root: P
     with pytest.raises(Damaged, match="records are missing"):
         run_gc(local, LAST)
     assert snapshot(local) == there
+
+
+# stores that were put together by hand
+
+
+def refuses(repo: Repository) -> str:
+    """Check that no rule removes anything, and return why."""
+    there = snapshot(repo)
+    with pytest.raises(Damaged) as caught:
+        run_gc(repo, LAST)
+    with pytest.raises(Damaged):
+        run_gc(repo, LAST, dry_run=True)
+    with pytest.raises(Damaged):
+        rotate(repo, "a", Rotation(max_checkpoints=1))
+    with pytest.raises(Damaged):
+        plan_thin(repo, drop="x", keep=LAST)
+    assert snapshot(repo) == there
+    return str(caught.value)
+
+
+def verified(repo: Repository) -> list[str]:
+    return [record.key for record in verify(repo, mode="exists").records]
+
+
+def test_rules_refuse_a_store_that_was_restored_without_its_tags(local: Repository, root: Path, tmp_path: Path) -> None:
+    shutil.rmtree(root / "tags")
+    fresh = anew(local, tmp_path / "other")
+    assert "tags/best/0 is missing" in refuses(fresh)
+    assert verified(fresh) == ["tags/best"]
+    delete_tag(fresh, "best")
+    assert verified(fresh) == []
+    assert [commit.step for commit in run_gc(fresh, LAST).purged] == [0]
+
+
+def foreign(repo: Repository, step: int, **fields: Any) -> Commit:
+    txid = repo.new_txid("a", step)
+    made = draft([put_blob(repo, txid, f"another's {step}")], "a", step)
+    return commit_draft(repo, txid, made, **{"store": "another"} | fields)
+
+
+def test_rules_refuse_checkpoints_of_another_store_until_they_are_forgotten(local: Repository) -> None:
+    other = foreign(local, 1)
+    foreign(local, 7, store=local.marker.store_id)
+    foreign(local, 8, store=None)
+    why = refuses(local)
+    assert f"{other} came from another store" in why
+    assert verified(local) == [commit_key(other.txid)]
+    assert resolve(local, "a@1").txid == other.txid, "loads do not look"
+    commits.forget(local, other)
+    assert verified(local) == []
+    assert resolve(local, "a@1").txid != other.txid
+    assert [commit.step for commit in run_gc(local, LAST).purged] == [1, 1, 7]
+
+
+def test_the_settings_may_accept_the_checkpoints_of_other_stores(local: Repository) -> None:
+    foreign(local, 2)
+    foreign(local, 3, store="third")
+    assert "and 1 more came from another store" in refuses(local)
+    local.change_settings(merged_stores="another")
+    assert "merged_stores=another,third`" in refuses(local)
+    local.change_settings(merged_stores="another,third")
+    assert verified(local) == []
+    assert [commit.step for commit in run_gc(local, LAST).purged] == [1, 2]
+    with pytest.raises(InvalidInput, match="not a valid store id"):
+        local.change_settings(merged_stores="s3://another")

@@ -21,7 +21,7 @@ from casckpt.errors import Conflict, Damaged, Gone, InvalidInput, Refused, Stora
 from casckpt.format.keys import commit_key
 from casckpt.format.names import BlobHash, TxId
 from casckpt.format.sections.blobs import BlobRef
-from casckpt.history.commits import Commit, CommitList, list_commits, restore
+from casckpt.history.commits import Commit, CommitList, list_commits, list_names, restore
 from casckpt.history.folding import Holdings
 from casckpt.history.tags import get_tag, set_tag, tags
 from casckpt.repository.reading import check_requirements
@@ -285,13 +285,15 @@ def execute(
             return repack(source, commit, plan.moving[commit.txid], work)
         replica = replicate(source, target, commit, work)
         if is_mirror:
-            note(source, commit, target.storage.url)
+            note(source, commit, target.storage.url, replica.commit)
         return replica
 
     copied, not_copied = _each(plan.missing, copy)
     restored, not_restored = _each(plan.forgotten, lambda commit: restore(target, commit))
-    for commit in unmirrored(source, plan.present, target.storage.url) if is_mirror else ():
-        note(source, commit, target.storage.url)
+    if is_mirror and (unnoted := unmirrored(source, plan.present, target.storage.url)):
+        there = Holdings(list_commits(target).visible())
+        for commit in unnoted:
+            note(source, commit, target.storage.url, there.get(commit))
     blobs, nbytes = _brought(copied, work.part)
     result = CopyResult(
         copied=tuple(one.commit for one in copied),
@@ -314,9 +316,9 @@ def _create_target(source: Repository, target: Repository, blob_bytes: int | Non
     """
     sizes = source.marker
     made = target.create(cell_bytes=sizes.cell_bytes, blob_bytes=max(blob_bytes or sizes.blob_bytes, sizes.cell_bytes))
-    if is_mirror:  # an earlier store at this URL is gone along with its checkpoints, so delete the notes about it
-        since = NO_STORE if made else made_at(target.storage)
-        take_back(source, unmirrored(source, list_commits(source).live(), target.storage.url, since))
+    if is_mirror:  # delete the notes about an earlier store at this URL, and about copies that this one does not have
+        since, live = NO_STORE if made else made_at(target.storage), list_commits(source).live()
+        take_back(source, unmirrored(source, live, target.storage.url, since, lambda _: list_names(target)))
     for written in (target, source) if is_mirror else (target,):
         check_requirements(written)  # check now: after a refused commit, the copy could not use its own transaction id
     return made

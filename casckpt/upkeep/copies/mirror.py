@@ -162,7 +162,7 @@ class Mirror:
             if state.stopped:
                 break
             try:
-                self._copy(commit, is_there=commit in (lives if commit.is_forgotten else visible))
+                self._copy(commit, (lives if commit.is_forgotten else visible).get(commit))
             except (Conflict, Gone) as error:  # purged meanwhile, or revoked by a gc of the mirror
                 log.info("%s", error)
             except (Damaged, Refused) as error:
@@ -177,13 +177,13 @@ class Mirror:
         if thin:
             thin_alike(self.target, thin)
 
-    def _copy(self, commit: Commit, *, is_there: bool) -> None:
-        """Copy a commit that the mirror lacks, and note that it is safe there.
+    def _copy(self, commit: Commit, copy: Commit | None) -> None:
+        """Copy a commit unless the mirror has a ``copy`` of it, and note that it is safe there.
 
         After that, only the mirror's retention applies to the copy.
         """
-        if not is_there:
-            made = replicate(self._repo, self.target, commit, Work(jobs=JOBS, twins=True))
+        if copy is None:
+            copy = replicate(self._repo, self.target, commit, Work(jobs=JOBS, twins=True)).commit
             if commit.is_forgotten:
-                forget(self.target, made.commit)
-        note(self._repo, commit, self.target.storage.url)
+                forget(self.target, copy)
+        note(self._repo, commit, self.target.storage.url, copy)

@@ -6,18 +6,23 @@ A store's settings name its mirror, so gc knows the mirror on every host. Before
 creation time of the store at the mirror's URL. A note does not count if no store is there (a deleted folder, an
 unmounted disk), or if the store is newer than the note. If gc cannot reach the mirror, the notes count, because gc
 does not need the mirror's credentials.
+
+A note also names the transaction of the copy. Records in commits/ are never deleted. Therefore, if the mirror has no
+record of this transaction, an older snapshot of the mirror or a different store is in its place.
 """
 
 from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Iterable
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
+from typing import TypeAlias, TypeGuard
 
 from casckpt.base.parallel import in_parallel
 from casckpt.errors import CasckptError, Conflict, Damaged, NotFound, Refused, StorageError
-from casckpt.format.keys import MARKER, mirrored_key, parse_mirrored
+from casckpt.format.keys import MARKER, commit_key, mirrored_key, parse_mirrored
+from casckpt.format.names import TxId
 from casckpt.format.records import MAX_RECORD_BYTES, Mirrored, decode_marker
 from casckpt.history.commits import Commit, list_commits
 from casckpt.repository.reading import Read, read_records
@@ -27,6 +32,8 @@ from casckpt.storage import ObjectStore, open_storage
 PREFIX = "mirrored/"
 NO_STORE = math.inf
 """Creation time of a store that does not exist: all notes are older."""
+HasCopies: TypeAlias = Callable[[Collection[TxId]], Collection[TxId]]
+"""A function that returns which of the given transactions the mirror has a record of."""
 _SHORT_TIMEOUTS = {"request_timeout": 10.0, "call_timeout": 20.0}  # if the mirror does not answer, the notes count
 
 log = logging.getLogger(__name__)
@@ -104,11 +111,29 @@ def needed_in_mirror(repo: Repository) -> list[Commit]:
     return list_commits(repo).needed(loses=bool(repo.settings.mirror_thinned))
 
 
-def unmirrored(repo: Repository, commits: Iterable[Commit], mirror: str | None, made: float = 0) -> list[Commit]:
+def copies_at(repo: Repository, mirror: str) -> HasCopies:
+    """Return a function that looks up copies in ``mirror``. If the mirror does not answer, it counts all as present."""
+    storage = _storage_of(repo, mirror)
+
+    def those_there(txids: Collection[TxId]) -> Collection[TxId]:
+        keys = map(commit_key, txids)
+        try:
+            sizes = list(in_parallel(storage.traits.requests, storage.size, keys))
+        except CasckptError as error:
+            log.warning("casckpt cannot look up copies in %s, so gc relies on the notes about it: %s", mirror, error)
+            return txids
+        return {txid for txid, size in zip(txids, sizes, strict=True) if size is not None}
+
+    return those_there
+
+
+def unmirrored(
+    repo: Repository, commits: Iterable[Commit], mirror: str | None, made: float = 0, has: HasCopies | None = None
+) -> list[Commit]:
     """Return the ``commits`` that no note marks as safe in ``mirror``. Return no commits if ``mirror`` is None.
 
-    Notes from before ``made`` do not count. Makes one LIST, and a small read for each note that is new to this host.
-    Raises `StorageError`.
+    Notes from before ``made`` do not count, nor do notes about copies that ``has``, if it is passed, does not return.
+    Makes one LIST, and a small read for each note that is new to this host. Raises `StorageError`.
     """
     wanted = list(commits)
     if mirror is None or not wanted:
@@ -116,11 +141,19 @@ def unmirrored(repo: Repository, commits: Iterable[Commit], mirror: str | None, 
     there = {entry.key: entry for entry in repo.storage.list(PREFIX, known=parse_mirrored)}
     noted = [commit for commit in wanted if key_of_note(commit) in there]
     records = read_records(repo, PREFIX, [there[key_of_note(commit)] for commit in noted], lambda _: Mirrored)
-    doubtful = [commit for commit in noted if not _says(records[key_of_note(commit)], commit, mirror, made)]
+
+    def counted(commits: Sequence[Commit], records: Iterable[Read]) -> set[TxId]:
+        read = zip(commits, records, strict=True)
+        copies = {one.txid: found.copy for one, found in read if _says(found, one, mirror, made)}
+        named = {copy for copy in copies.values() if copy is not None}
+        known = {None, *(has(named) if has and named else named)}
+        return {txid for txid, copy in copies.items() if copy in known}
+
+    safe = counted(noted, [records[key_of_note(commit)] for commit in noted])
+    doubtful = [commit for commit in noted if commit.txid not in safe]
     # the note is about an earlier mirror, or was replaced since this host read it
-    again = in_parallel(repo.storage.traits.requests, lambda commit: _is_noted(repo, commit, mirror, made), doubtful)
-    safe = {commit.txid for commit in noted}
-    safe -= {commit.txid for commit, says in zip(doubtful, again, strict=True) if not says}
+    again = in_parallel(repo.storage.traits.requests, lambda commit: _note_of(repo, commit), doubtful)
+    safe |= counted(doubtful, again)
     return [commit for commit in wanted if commit.txid not in safe]
 
 
@@ -141,17 +174,17 @@ def lag_of(repo: Repository, commits: Iterable[Commit], error: str = "") -> Mirr
     )
 
 
-def note(repo: Repository, commit: Commit, mirror: str) -> None:
-    """Note that ``commit`` is safe in the store at ``mirror``. The caller must read ``commit`` before it checks this.
+def note(repo: Repository, commit: Commit, mirror: str, copy: Commit | None = None) -> None:
+    """Note that ``commit`` is safe in the store at ``mirror``, as ``copy`` (None: unknown).
 
-    Raises `StorageError`.
+    The caller must read ``commit`` before it checks this. Raises `StorageError`.
     """
     key = key_of_note(commit)
-    record = Mirrored(txid=commit.txid, time=repo.clock(), mirror=mirror)
+    record = Mirrored(txid=commit.txid, time=repo.clock(), mirror=mirror, copy=None if copy is None else copy.txid)
     try:
         repo.put_record(key, record)
     except Conflict:
-        if _is_noted(repo, commit, mirror):
+        if _says(_note_of(repo, commit), commit, mirror):
             return
         repo.storage.delete(key)  # a note about an earlier mirror
         repo.put_record(key, record)
@@ -172,15 +205,15 @@ def take_back(repo: Repository, commits: Iterable[Commit]) -> None:
         )
 
 
-def _is_noted(repo: Repository, commit: Commit, mirror: str, made: float = 0) -> bool:
-    """Return whether the store has this note."""
+def _note_of(repo: Repository, commit: Commit) -> Read:
+    """Return the note about a commit as it is now, or the error raised while reading it."""
     try:
-        return _says(repo.get_record(key_of_note(commit), Mirrored), commit, mirror, made)
-    except (NotFound, Damaged, Refused):
-        return False
+        return repo.get_record(key_of_note(commit), Mirrored)
+    except (NotFound, Damaged, Refused) as error:
+        return error
 
 
-def _says(record: Read, commit: Commit, mirror: str, made: float) -> bool:
+def _says(record: Read, commit: Commit, mirror: str, made: float = 0) -> TypeGuard[Mirrored]:
     if not isinstance(record, Mirrored):
         return False
     return (record.txid, record.mirror) == (commit.txid, mirror) and record.time >= made

@@ -37,7 +37,15 @@ from casckpt.history.tags import FOREIGN_CLOCKS, Tag, tagged_txids, tags, tags_o
 from casckpt.history.transactions import OpenTransaction
 from casckpt.plan.retention import Policy, SavedCheckpoint, plan_forget, runs_without
 from casckpt.repository.repository import Repository
-from casckpt.upkeep.copies.mirror_notes import NO_STORE, mirror_made_at, mirror_to_wait_for, unmirrored
+from casckpt.upkeep.copies.mirror_notes import (
+    NO_STORE,
+    HasCopies,
+    copies_at,
+    mirror_made_at,
+    mirror_to_wait_for,
+    unmirrored,
+)
+from casckpt.upkeep.saves import check_own
 
 log = logging.getLogger(__name__)
 
@@ -145,9 +153,10 @@ def plan_of(repo: Repository, commits: CommitList, policy: Policy, run: str | No
 def plan_retiring(repo: Repository, commits: CommitList, policy: Policy, min_age: MinAge, run: str | None) -> GcPlan:
     """Plan step 1 for ``commits``. Writes nothing.
 
-    Raises `Damaged` or `Refused` if a tag cannot be read, and `StorageError`.
+    Raises `Damaged` or `Refused` if a tag cannot be read, or if a commit came from another store, and `StorageError`.
     """
-    named = tags(repo, anew=not repo.storage.traits.remote, slack=FOREIGN_CLOCKS)
+    check_own(repo, commits.visible())
+    named = tags(repo, anew=not repo.storage.traits.remote, slack=FOREIGN_CLOCKS, listed=commits)
     now = repo.clock()
     visible = {commit.txid: commit for commit in commits.visible()}
     tagged = _claimed(named, commits, commits.live()) - _free(commits, commits.live())
@@ -183,14 +192,16 @@ def unless_mirror_is_gone(repo: Repository, plan: GcPlan, *, near: bool = False)
     """
     relied = {commit.txid: commit for commit in (*plan.purge, *plan.forget)}
     made = mirror_made_at(repo, plan.mirror, near=near) if plan.mirror and relied else None
-    held = set() if made is None else _unsafe(repo, relied.values(), plan.mirror, made)
+    has = None if plan.mirror is None or made in (None, NO_STORE) else copies_at(repo, plan.mirror)
+    held = set() if made is None else _unsafe(repo, relied.values(), plan.mirror, made, has)
     if not held:
         return plan
     log.warning(
         "%s %s, so gc neither forgets nor purges the %d checkpoints that the mirror had. Mount its disk, or "
         "restore the mirror; `casckpt copy` fills a new mirror, and `casckpt settings %s --unset mirror` removes "
         "it from the settings",
-        "there is no store at the mirror" if made == NO_STORE else "a different store is now at the mirror's URL",
+        "there is no store at the mirror" if made == NO_STORE
+        else "a different store or an older snapshot is now at the mirror's URL",
         plan.mirror, len(held), repo.storage.url,
     )  # fmt: skip
     waiting = [_waits(relied[txid], "unmirrored") for txid in sorted(held, key=lambda txid: relied[txid].order)]
@@ -406,11 +417,13 @@ def _free(listed: CommitList, commits: Iterable[Commit]) -> set[TxId]:
     }
 
 
-def _unsafe(repo: Repository, commits: Iterable[Commit], mirror: str | None, made: float = 0) -> set[TxId]:
+def _unsafe(
+    repo: Repository, commits: Iterable[Commit], mirror: str | None, made: float = 0, has: HasCopies | None = None
+) -> set[TxId]:
     """Return the ``commits`` for which neither the commit nor a lossless rewrite is safe in ``mirror``.
 
     If the settings thin the mirror, a thinned rewrite counts as safe. A void rewrite does not need to be safe.
-    ``made``: see `unmirrored`.
+    ``made``, ``has``: see `unmirrored`.
     """
     wanted = [commit for commit in commits if commit.standing != VOID]
     if mirror is None or not wanted:
@@ -418,7 +431,7 @@ def _unsafe(repo: Repository, commits: Iterable[Commit], mirror: str | None, mad
     listed = list_commits(repo)
     loses = bool(repo.settings.mirror_thinned)
     standins = {commit.txid: listed.standin(commit, loses=loses) for commit in wanted}
-    behind = {commit.txid for commit in unmirrored(repo, standins.values(), mirror, made)}
+    behind = {commit.txid for commit in unmirrored(repo, standins.values(), mirror, made, has)}
     return {txid for txid, standin in standins.items() if standin.txid in behind}
 
 

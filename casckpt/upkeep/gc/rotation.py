@@ -15,6 +15,7 @@ from casckpt.history.tags import FOREIGN_CLOCKS, tagged_txids, tags
 from casckpt.plan.retention import Rotation, Thinning, newest_of, plan_forget
 from casckpt.repository.repository import Repository
 from casckpt.upkeep.gc.purge import forget_and_purge, kept_of, purge_now
+from casckpt.upkeep.saves import check_own
 from casckpt.upkeep.thin import execute, plan_thin
 
 log = logging.getLogger(__name__)
@@ -51,12 +52,14 @@ def rotate(repo: Repository, run: str, rotation: Rotation) -> list[Commit]:
     """
     if rotation.is_empty:
         return []
-    visible = [commit for commit in list_commits(repo).visible() if commit.run == run]
+    listed = list_commits(repo)
+    visible = [commit for commit in listed.visible() if commit.run == run]
     now = repo.clock()
     _warn_of_metrics(run, visible, rotation)
     if not plan_rotation(visible, rotation, (), now):  # tags can only keep more checkpoints
         return []
-    tagged = tagged_txids(tags(repo, slack=FOREIGN_CLOCKS), visible)
+    check_own(repo, visible)
+    tagged = tagged_txids(tags(repo, slack=FOREIGN_CLOCKS, listed=listed), visible)
     dropped = plan_rotation(visible, rotation, tagged, now)
     return forget_and_purge(repo, dropped)
 

@@ -32,7 +32,7 @@ from casckpt.upkeep.inventory import list_objects
 from casckpt.upkeep.repair.affected import DamagedBlob, describe
 from casckpt.upkeep.repair.blob_check import Checked, check_blobs
 from casckpt.upkeep.repair.frames import Frames
-from casckpt.upkeep.saves import ADVICE, lost_records
+from casckpt.upkeep.saves import ADVICE, foreign_commits, lost_records, why_foreign
 
 _AT_ONCE = 64  # blobs whose leaves are in memory
 
@@ -226,11 +226,14 @@ def damaged_records(repo: Repository, listed: CommitList, *, is_all: bool = True
     ``anew``: also reread records that this host has read before. Raises `StorageError`.
     """
     damaged = [(f"commits/{txid}", str(error)) for txid, error in sorted(listed.damaged.items())]
-    damaged += [(f"tags/{name}", str(error)) for name, error in sorted(list_tags(repo).damaged.items())]
+    tags = list_tags(repo, listed=listed)
+    damaged += [(f"tags/{name}", str(error)) for name, error in sorted(tags.damaged.items())]
     if is_all:
         why = f"it is missing, although objects/ has a manifest of this save. {ADVICE}"
         damaged += [(commit_key(txid), why) for txid in lost_records(repo, list_objects(repo))]
         damaged += faults(repo, listed, anew=anew)
+        foreign = foreign_commits(repo, listed.visible())
+        damaged += [(commit_key(one.txid), why_foreign(repo, [one])) for one in foreign]
     return [DamagedRecord(*record) for record in damaged]
 
 

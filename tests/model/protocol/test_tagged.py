@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from tests.model.protocol.checks import Setups, check_dies, check_holds
-from tests.model.protocol.tagged import MUTANTS, SEEN, STAYS, model
+from tests.model.protocol.tagged import KEPT, MUTANTS, QUIET, SEEN, STAYS, model
 
 SAFE: Setups = {
     "forgotten by a rule": {"settles": False, "mortal": False},
@@ -20,6 +20,11 @@ LARGE: Setups = {
     "all of it": {"takes": ("thinner", "ruler", "person"), "gcs": 1, "repeats": 2},
     "all of it, torn": {"takes": ("thinner", "ruler"), "gcs": 2, "torn": True},
 }
+RECORDED: Setups = {
+    "recorded": {"takes": ("ruler",), "records": True, "settles": False, "mortal": False},
+    "recorded, and deleted": {"takes": ("ruler", "person"), "records": True, "is_tagged": True, "gcs": 1},
+    "left out": {"takes": ("ruler",), "records": True, "lost": True, "tags": False, "settles": False},
+}
 DIES = {
     "looks_once": ("forgotten by a rule", SEEN),
     "thins_and_goes": ("thinned", SEEN),
@@ -29,6 +34,11 @@ DIES = {
     "leaves_thin": ("thinned, killed", SEEN),
     "tags_first": ("by a person, tagged", STAYS),
     "later_number": ("by a person, and a rule", STAYS),
+    "records_first": ("recorded", QUIET),
+    "tags_before_records": ("recorded", QUIET),
+    "lists_once": ("recorded, and deleted", QUIET),
+    "cleans_all": ("recorded, and deleted", QUIET),
+    "ignores_records": ("left out", KEPT),
 }
 
 
@@ -44,7 +54,12 @@ def test_a_tagged_checkpoint_is_never_lost_in_larger_models(setup: str) -> None:
     check_holds(model(**LARGE[setup]), ("= restored",), limit=10_000_000)
 
 
+@pytest.mark.parametrize("setup", RECORDED)
+def test_a_gc_detects_that_tags_are_missing_only_if_they_were_lost(setup: str) -> None:
+    check_holds(model(**RECORDED[setup]), ("lists commits",))
+
+
 @pytest.mark.parametrize("mutant", MUTANTS)
 def test_every_change_to_the_protocol_breaks_an_invariant(mutant: str) -> None:
     setup, says = DIES[mutant]
-    check_dies(model(mutant, **SAFE[setup]), says)
+    check_dies(model(mutant, **{**SAFE, **RECORDED}[setup]), says)

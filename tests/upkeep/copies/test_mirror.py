@@ -20,7 +20,7 @@ from casckpt.cli.commands import report
 from casckpt.cli.describe import plain
 from casckpt.errors import Damaged, InvalidInput, StorageError
 from casckpt.format.blob import DATA_OFFSET
-from casckpt.format.keys import mirrored_key
+from casckpt.format.keys import commit_key, mirrored_key
 from casckpt.format.records import Mirrored
 from casckpt.frontends.trainer import Checkpointer
 from casckpt.repository.repository import Repository
@@ -571,7 +571,10 @@ def test_notes_about_a_different_store_do_not_count(
     shutil.rmtree(away)
     casckpt.open(away).create()
     assert reasons(store, keep_last=1) == [(1, "unmirrored"), (2, "unmirrored")]
-    assert f"a different store is now at the mirror's URL {away}, so gc neither forgets" in caplog.text
+    assert (
+        f"a different store or an older snapshot is now at the mirror's URL {away}, so gc neither forgets"
+        in caplog.text
+    )
     assert (store.stats().mirrored, store.stats().unmirrored) == (0, 3)
     store.forget("sft@1")
     if by == "a copy":
@@ -584,6 +587,35 @@ def test_notes_about_a_different_store_do_not_count(
         assert steps(casckpt.open(away)) == [("sft", 2), ("sft", 3), ("sft", 4)]
         assert [one.step for one in writer.gc(keep_last=1, min_age=0, wait=0).purged] == [1, 2, 3]
         assert same_state(casckpt.open(away).read("sft@3"), {"w": cells(3, seed=3), "shared": cells(5, seed=0)})
+
+
+@pytest.mark.parametrize("in_place", ["an older snapshot", "an older store"])
+def test_gc_keeps_what_an_older_state_of_the_mirror_lacks_until_it_is_copied_again(
+    in_place: str, store_path: Path, away: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    older = away.with_name("older")
+    if in_place == "an older store":
+        casckpt.open(older).create()
+    store = small_folder(store_path)
+    store.change_settings(mirror=away)
+    save(store, 1)
+    store.copy_to(away)
+    if in_place == "an older snapshot":
+        shutil.copytree(away, older)
+    save(store, 2, 3)
+    store.copy_to(away)
+    store.forget("sft@1")
+    shutil.rmtree(away)
+    older.rename(away)
+    lost = [2] if in_place == "an older snapshot" else [1, 2]
+    assert reasons(casckpt.open(store_path), keep_last=1) == [(step, "unmirrored") for step in lost]
+    assert f"an older snapshot is now at the mirror's URL {away}, so gc neither forgets" in caplog.text
+    store.copy_to(away)
+    assert reasons(casckpt.open(store_path), keep_last=1) == [(step, "unmirrored") for step in lost if step == 1]
+    assert steps(store) == [("sft", 3)]
+    casckpt.open(store_path, mirror=away).wait_for_mirror()  # also copies what is forgotten
+    assert reasons(store) == []
+    assert steps(casckpt.open(away)) == [("sft", step) for step in (1, 2, 3) if step not in lost or step > 1]
 
 
 def test_rotation_forgets_nothing_while_the_mirror_is_missing(store_path: Path, away: Path) -> None:
@@ -601,11 +633,13 @@ def test_rotation_forgets_nothing_while_the_mirror_is_missing(store_path: Path, 
     assert steps(store) == [("sft", 3)]
 
 
-def test_the_mirror_is_read_once_and_only_before_deletions(store: Store, link: FaultyStore) -> None:
+def test_the_mirror_is_asked_only_about_what_gc_removes(store: Store, link: FaultyStore) -> None:
     save(store, 1, 2)
     store.wait_for_mirror()
     before = len(link.calls)
     store.gc(min_age=0, wait=0)
     assert link.calls[before:] == []
+    gone = store.get("sft@1").commit
     store.gc(keep_last=1, min_age=0, wait=0)
-    assert [(call.method, call.key) for call in link.calls[before:]] == [("get", "casckpt.json")]
+    calls = [(call.method, call.key) for call in link.calls[before:]]
+    assert calls == [("get", "casckpt.json"), ("size", commit_key(gone.txid))]

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
+from pathlib import Path
+
 import pytest
 
+from casckpt.format.names import TxId
 from casckpt.history.commits import Commit, forget, purge, restore
 from casckpt.repository.repository import Repository
 from casckpt.upkeep.copies.mirror_notes import key_of_note, note, take_back, unmirrored
 from tests.support.gcs import keys
-from tests.support.repositories import commit_bare
+from tests.support.repositories import commit_bare, repository
 
 URL = "s3://away"
 
@@ -64,3 +68,31 @@ def test_a_note_for_a_different_mirror_is_replaced(repo: Repository) -> None:
     note(repo, commit, URL)
     assert safe(repo, commit)
     assert len(keys(repo, "mirrored/")) == 1
+
+
+def test_a_note_about_a_copy_that_the_mirror_lacks_does_not_count(repo: Repository) -> None:
+    noted, other, unknown = (commit_bare(repo, "a", step) for step in range(3))
+    note(repo, noted, URL, noted)
+    note(repo, other, URL, noted)
+    note(repo, unknown, URL)
+    asked: list[set[str]] = []
+
+    def has(txids: Collection[TxId]) -> list[TxId]:
+        asked.append({*txids})
+        return []
+
+    every = [noted, other, unknown]
+    assert unmirrored(repo, every, URL) == []
+    assert unmirrored(repo, every, URL, has=lambda txids: txids) == []
+    assert unmirrored(repo, every, URL, has=has) == [noted, other]
+    assert asked[0] == {noted.txid}
+
+
+def test_a_note_that_another_host_replaced_is_read_again(tmp_path: Path, repo: Repository) -> None:
+    commit, copy = commit_bare(repo, "a", 0), commit_bare(repo, "a", 1)
+    note(repo, commit, URL, commit)
+    assert safe(repo, commit)
+    other = repository(tmp_path / "other", repo.storage, seed=2)
+    take_back(other, [commit])
+    note(other, commit, URL, copy)
+    assert unmirrored(repo, [commit], URL, has={copy.txid}.intersection) == []

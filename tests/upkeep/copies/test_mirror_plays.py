@@ -8,11 +8,12 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from casckpt.errors import Conflict
-from casckpt.history.commits import Commit, list_commits
+from casckpt.history.commits import list_commits
 from casckpt.history.folding import VOID, Holdings
 from casckpt.plan.retention import Policy
 from casckpt.repository.repository import Repository
@@ -63,9 +64,9 @@ class MirrorPlay(Play):
     def catch_up(self, patch: pytest.MonkeyPatch) -> None:
         """Run one more pass, with a check before each note. A copy may be forgotten after its thinned twin."""
 
-        def noting(repo: Repository, commit: Commit, url: str) -> None:
+        def noting(*noted: Any) -> None:
             self.see()
-            note(repo, commit, url)
+            note(*noted)
 
         with patch.context() as now:
             now.setattr(mirror, "note", noting)
