@@ -80,7 +80,7 @@ def sweep(jump: float, full: bool, tmp_path: Path, play: Callable[[Host], object
     return jumps
 
 
-@pytest.fixture(params=JUMPS.values(), ids=JUMPS.keys())
+@pytest.fixture(params=JUMPS.values(), ids=[*JUMPS])
 def jump(request: pytest.FixtureRequest) -> float:
     seconds: float = request.param
     return seconds

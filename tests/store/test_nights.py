@@ -166,7 +166,7 @@ def test_work_survives_a_night(work: str, cloud: Cloud, full: bool) -> None:
             assert night.says or outcome is None, (at, outcome)
             if outcome is not None:
                 assert isinstance(outcome, StorageError)
-                assert night.says in str(outcome)
+                assert str(night.says) in str(outcome)
                 assert f"s3://{cloud.bucket}/store" in str(outcome)
             cloud.proxy.calm()
             cloud.check()
