@@ -80,7 +80,7 @@ def _mount_of(folder: Path, mounts: Path) -> tuple[str, str]:
     return best[1], best[2]
 
 
-_ATTEMPTS = 16  # attempts to put into a folder that another process keeps removing
+_ATTEMPTS = 100  # to put into a folder that gcs in a loop keep removing; if syncs are slow, 16 were not enough
 _REMOVED = (errno.ENOENT, errno.ESTALE)  # the second one is from NFS
 # Non-blocking because opening a FIFO in the store would otherwise wait forever.
 _READ = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
