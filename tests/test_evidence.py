@@ -8,6 +8,8 @@ from pathlib import Path
 import pytest
 
 from _evidence import BEGIN, END, PAGE, ROWS, added, figures, planted, soaked, soaked_on, with_table
+from _filesystems import TABLE, TESTS
+from _result_table import ResultTable
 from casckpt.errors import StorageError
 from tests.model.protocol.explorer import TOO_LARGE, Verdict
 from tests.support.faulty import Call, FaultyStore, call_first, fail_before, look_on
@@ -79,3 +81,26 @@ def test_a_soak_result_names_the_commits_that_were_tested(tmp_path: Path) -> Non
 def test_the_page_contains_its_table_and_the_planted_bugs() -> None:
     assert PAGE.read_text().count(BEGIN) == 1
     assert int(planted()) > 100
+
+
+def test_a_result_replaces_the_earlier_one_with_the_same_versions() -> None:
+    table = ResultTable("versions", ("Python", "torch", "failed"), keys=2)
+    page = "before\n<!-- versions -->\n<!-- end of versions -->\nafter\n"
+    for row in [("3.13", "2.13.0", "1"), ("3.13", "2.9.1", ""), ("3.9", "2.13.0", "0"), ("3.13", "2.13.0", "0")]:
+        page = table.with_row(page, row)
+    assert page.splitlines() == [
+        "before",
+        "<!-- versions -->",
+        "| Python | torch | failed |",
+        "|---|---|---|",
+        "| 3.9 | 2.13.0 | 0 |",
+        "| 3.13 | 2.9.1 |  |",
+        "| 3.13 | 2.13.0 | 0 |",
+        "<!-- end of versions -->",
+        "after",
+    ]
+
+
+def test_the_page_contains_the_table_of_file_systems_and_their_tests_exist() -> None:
+    assert PAGE.read_text().count(f"<!-- {TABLE.name} -->\n| {' | '.join(TABLE.columns)} |\n") == 1
+    assert [path for path in TESTS if not (PAGE.parent.parent / path).exists()] == []

@@ -46,6 +46,7 @@ ROWS = {
     "requests refused with 403": "network: refused",
     "randomly changed inputs of importers": "bent input",
     "randomly changed bytes for decoders": "bent bytes",
+    "training runs that ckpt-chaos killed, continued with equal results": "ckpt-chaos",
     "planted bugs that the default run detects": "planted",
 }
 """The name of each row of the table, and the beginning of its lines in the tally."""

@@ -40,7 +40,7 @@ from casckpt.history.folding import (
     with_logs,
 )
 from casckpt.repository.caches import Shown, shown
-from casckpt.repository.reading import Read, check_requirements, key_of, read_records
+from casckpt.repository.reading import Read, check_requirements, detached, key_of, read_records
 from casckpt.repository.repository import Repository
 from casckpt.storage.base import ListedObject
 
@@ -127,7 +127,7 @@ def _record(repo: Repository, txid: TxId, key: str, kind: Any) -> Read:
     try:
         return _checked(repo.get_record(key, kind), txid, key)
     except (NotFound, Damaged, Refused) as error:
-        return error
+        return detached(error)
 
 
 def refresh(repo: Repository, commit: Commit) -> Commit:

@@ -83,7 +83,17 @@ def fetch_record(repo: Repository, key: str) -> bytes | CasckptError:
     try:
         return repo.storage.get(key, limit=MAX_RECORD_BYTES)
     except (NotFound, Damaged, Refused) as error:
-        return error
+        return detached(error)
+
+
+def detached(error: CasckptError) -> CasckptError:
+    """Return the error without the frames in which it was raised, because it is returned as a value.
+
+    From Python 3.13 on, these frames would lead to the caller's frame, which holds the error. Such a cycle keeps all
+    variables of all callers, such as the state that is being saved, until the garbage collector runs.
+    """
+    error.__context__ = error.__traceback__ = None
+    return error
 
 
 def _decoded(data: bytes | CasckptError, kind: Any, key: str) -> Read:

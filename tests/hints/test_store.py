@@ -6,6 +6,7 @@ import errno
 import json
 import shutil
 import sqlite3
+from contextlib import closing
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -413,7 +414,7 @@ def test_an_unreadable_catalogue_can_be_rebuilt_as_advised(
         assert len(casckpt.open(store_path, cache_dir=cache).checkpoints()) == 1
     if way == "reindex":
         run(*advice.command("reindex"), store_path, "--cache-dir", cache)
-        with sqlite3.connect(path) as connection:
+        with closing(sqlite3.connect(path)) as connection:
             assert connection.execute("SELECT count(*) FROM records").fetchone()[0]
     else:
         run("list", store_path, advice.says("--cache-dir"), tmp_path / "other")

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 import casckpt
-from casckpt.errors import Damaged, Unsupported
+from casckpt.errors import Damaged, NotFound, Unsupported
 from casckpt.format import records
 from casckpt.format.keys import commit_key
 from casckpt.format.records import Began
@@ -20,7 +20,7 @@ from casckpt.history import commits, tags, transactions
 from casckpt.history.commits import forget, list_commits
 from casckpt.history.leases import hold
 from casckpt.repository.processes import this_process
-from casckpt.repository.reading import check_requirements
+from casckpt.repository.reading import check_requirements, fetch_record
 from casckpt.repository.repository import Repository
 from casckpt.storage.base import ListedObject
 from casckpt.storage.memory import MemoryStore
@@ -179,3 +179,11 @@ def test_changes_of_other_settings_keep_the_requirements(repo: Repository, monke
     repo.change_settings(min_age_seconds=5)
     assert repo.settings.requires == ["rewrites"]
     transactions.begin(repo, "run", 1).abort("who knows it may write")
+
+
+def test_a_returned_error_does_not_keep_the_variables_of_the_callers(tmp_path: Path) -> None:
+    """Python 3.13 can reach the frames of all callers from its traceback, or from that of its context."""
+    error = fetch_record(repository(tmp_path), commit_key("1"))
+    assert isinstance(error, NotFound)
+    assert error.__traceback__ is None
+    assert error.__context__ is None

@@ -4,10 +4,14 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import pytest
 
+from casckpt.errors import Unsupported
 from casckpt.storage.base import ObjectStore
 from casckpt.storage.buffers import AlignedBuffer
 from casckpt.storage.local import syscalls
@@ -28,6 +32,22 @@ def only(way: Naming, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(syscalls, "open_unnamed", lacking)
     if way > Naming.LINK:
         monkeypatch.setattr(syscalls, "link_named", lacking)
+
+
+def supports(way: Naming, folder: Path) -> bool:
+    """Report whether the file system of ``folder`` supports this way of naming files."""
+    with TemporaryDirectory(dir=folder) as inside, suppress(Unsupported):
+        store = LocalStore(inside)
+        store._files.way = way
+        store.put("a", b"")
+        return store._files.way is way
+    return False
+
+
+def require(way: Naming, folder: Path) -> None:
+    """Skip the test if the file system of ``folder`` does not support this way of naming files."""
+    if not supports(way, folder):
+        pytest.skip(f"this file system does not support {way.name}")
 
 
 def failing(call: Callable[..., Any], code: int, *, times: int = 1, after: int = 0) -> Callable[..., Any]:

@@ -51,8 +51,8 @@ _NAMES: Final[dict[tuple[str, str], Any]] = {
     ("torch", "device"): torch.device,
     ("torch.serialization", "_get_layout"): torch.serialization._get_layout,
     ("collections", "OrderedDict"): _empty_dict,  # filled later by the pickle
-    ("pathlib", "PosixPath"): _path,
-    ("pathlib", "PurePosixPath"): _path,
+    # Python 3.13 has the classes in another module
+    **{(module, name): _path for module in ("pathlib", "pathlib._local") for name in ("PosixPath", "PurePosixPath")},
     ("builtins", "set"): _short_set,
 }
 

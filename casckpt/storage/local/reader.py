@@ -210,7 +210,8 @@ def is_cached(fd: int, offset: int, nbytes: int) -> bool:
     start = offset - offset % mmap.ALLOCATIONGRANULARITY
     size = offset + nbytes - start
     with suppress(Lacking):
-        return cached_pages(fd, start, size) >= _MOST * -(-size // mmap.PAGESIZE)
+        if cached := cached_pages(fd, start, size):  # always 0 on an overlay, whose files have their pages elsewhere
+            return cached >= _MOST * -(-size // mmap.PAGESIZE)
     return _is_resident(fd, start, size)
 
 

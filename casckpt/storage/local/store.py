@@ -80,7 +80,8 @@ def _mount_of(folder: Path, mounts: Path) -> tuple[str, str]:
     return best[1], best[2]
 
 
-_ATTEMPTS = 16  # attempts to put into a folder that another process keeps removing
+_ATTEMPTS = 100  # to put into a folder that gcs in a loop keep removing; if syncs are slow, 16 were not enough
+_REMOVED = (errno.ENOENT, errno.ESTALE)  # the second one is from NFS
 # Non-blocking because opening a FIFO in the store would otherwise wait forever.
 _READ = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
 
@@ -263,8 +264,12 @@ class LocalStore(ObjectStore):
         path = self.path / key
         with reporting("write", path):
             for _ in range(_ATTEMPTS):
-                with suppress(FileNotFoundError), self._folders.open(folder, create=True) as fd:
-                    return act(fd)
+                try:
+                    with self._folders.open(folder, create=True) as fd:
+                        return act(fd)
+                except OSError as error:
+                    if error.errno not in _REMOVED:
+                        raise
         raise StorageError(
             f"cannot write {path}: its folder cannot be created, or something keeps removing it; find the cause, and "
             "try again"

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import pathlib
 import pickle
+import sys
 from collections.abc import Callable
 from contextlib import nullcontext
 from pathlib import Path
@@ -96,6 +98,18 @@ def test_a_set_in_metadata_can_contain_only_strings_and_numbers(store: casckpt.S
         (folder / ".metadata").write_bytes(pickle.dumps(found, protocol=3))
         with nullcontext() if is_read else pytest.raises(Refused, match="it has a set whose items"):
             dcp_to_casckpt(folder, store, step=1)
+
+
+def test_a_folder_that_python_3_13_wrote_is_imported(
+    store: casckpt.Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with monkeypatch.context() as patch:
+        patch.setitem(sys.modules, "pathlib._local", pathlib)
+        patch.setattr(pathlib.PosixPath, "__module__", "pathlib._local")
+        save({"a": torch.ones(4, 2)}, FileSystemWriter(tmp_path / "in"))
+    assert b"pathlib._local" in (tmp_path / "in" / ".metadata").read_bytes()
+    dcp_to_casckpt(tmp_path / "in", store, step=1)
+    assert torch.equal(store.read("default@1")["a"], torch.ones(4, 2))
 
 
 def test_tiny_hostile_metadata_does_not_allocate_memory(store: casckpt.Store, folder: Path) -> None:

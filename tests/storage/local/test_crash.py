@@ -12,6 +12,7 @@ from casckpt.storage.base import AlreadyExists
 from casckpt.storage.local.newfile import Naming
 from casckpt.storage.local.store import LocalStore
 from tests.support import crash
+from tests.support.local import require
 from tests.support.shared import made_once
 
 ROOT = Path(__file__).parents[3]
@@ -30,7 +31,10 @@ def killed(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequ
 
 @pytest.mark.parametrize("way", list(Naming), ids=lambda way: way.name)
 @pytest.mark.parametrize("size", crash.SIZES)
-def test_a_put_killed_at_any_step_leaves_a_complete_object_or_none(killed: Path, way: Naming, size: int) -> None:
+def test_a_put_killed_at_any_step_leaves_a_complete_object_or_none(
+    killed: Path, way: Naming, size: int, tmp_path: Path
+) -> None:
+    require(way, tmp_path)
     steps = [int(path.name.rpartition("-")[2]) for path in killed.glob(f"{way.name}-{size}-*")]
     assert len(steps) > 8
     outcomes = set()

@@ -6,6 +6,7 @@ import errno
 import os
 import stat
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -18,13 +19,14 @@ from casckpt.storage.local import syscalls
 from casckpt.storage.local.newfile import Naming
 from casckpt.storage.local.store import LocalStore
 from tests.storage.contract import MIB, noise
-from tests.support.local import KEY, failing, files, lacking, only, put_aligned
+from tests.support.local import KEY, failing, files, lacking, only, put_aligned, require
 
 
 @pytest.mark.parametrize("way", list(Naming), ids=lambda way: way.name)
 class TestEachWay:
     @pytest.fixture(autouse=True)
-    def fs(self, way: Naming, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fs(self, way: Naming, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        require(way, tmp_path)
         only(way, monkeypatch)
 
     def test_a_put_leaves_only_the_object_behind(self, store: LocalStore, way: Naming) -> None:
@@ -111,6 +113,15 @@ class TestEachWay:
         assert files(store) == []
 
 
+def test_a_put_survives_the_removal_of_its_folder_by_another_host(
+    store: LocalStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    only(Naming.LINK, monkeypatch)
+    monkeypatch.setattr(syscalls, "open_named", failing(syscalls.open_named, errno.ESTALE))  # as on NFS
+    store.put(KEY, b"1")
+    assert store.get(KEY, limit=1) == b"1"
+
+
 def sweeping(call: Callable[..., Any], store: LocalStore, times: int) -> Callable[..., Any]:
     """Return ``call``, except that a different process sweeps the folder right before it."""
     left = iter(range(times))
@@ -123,7 +134,10 @@ def sweeping(call: Callable[..., Any], store: LocalStore, times: int) -> Callabl
     return wrapped
 
 
-def test_a_system_call_that_is_missing_is_tried_only_once(store: LocalStore, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_system_call_that_is_missing_is_tried_only_once(
+    store: LocalStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    require(Naming.RENAME, tmp_path)
     tried: list[str] = []
 
     def log(name: str) -> None:

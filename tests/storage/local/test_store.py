@@ -15,7 +15,7 @@ from casckpt.storage.local import newfile, syscalls
 from casckpt.storage.local.newfile import Naming
 from casckpt.storage.local.store import LocalStore
 from tests.storage.contract import MIB, Peek, SharedContract, StorageContract, noise
-from tests.support.local import KEY, files, only, put_aligned
+from tests.support.local import KEY, files, only, put_aligned, require
 
 
 class LocalFixtures:
@@ -39,7 +39,8 @@ class TestContract(LocalFixtures, SharedContract):
 @pytest.mark.parametrize("way", [Naming.LINK, Naming.RENAME], ids=lambda way: way.name)
 class TestContractOfPoorerFileSystems(LocalFixtures, StorageContract):
     @pytest.fixture(autouse=True)
-    def poor(self, way: Naming, monkeypatch: pytest.MonkeyPatch) -> None:
+    def poor(self, way: Naming, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        require(way, tmp_path)
         only(way, monkeypatch)
         monkeypatch.setattr(syscalls, "set_direct", lambda fd, on: not on)
 

@@ -13,6 +13,8 @@ from types import SimpleNamespace
 import pytest
 
 from casckpt.storage.local import syscalls
+from casckpt.storage.local.newfile import Naming
+from tests.support.local import require
 
 
 @pytest.fixture
@@ -58,6 +60,7 @@ def test_other_errors_do_not_mean_a_missing_feature(folder: int, monkeypatch: py
 
 
 def test_a_rename_never_replaces_a_file(folder: int, file: int, tmp_path: Path) -> None:
+    require(Naming.RENAME, tmp_path)
     (tmp_path / "b").write_bytes(b"b")
     for call in (syscalls.link_named, syscalls.rename_new):
         with pytest.raises(FileExistsError):
@@ -68,6 +71,7 @@ def test_a_rename_never_replaces_a_file(folder: int, file: int, tmp_path: Path) 
 
 
 def test_an_unnamed_file_is_created_and_linked(folder: int, tmp_path: Path) -> None:
+    require(Naming.UNNAMED, tmp_path)
     fd = syscalls.open_unnamed(folder)
     os.write(fd, b"1")
     assert list(tmp_path.iterdir()) == []
@@ -78,7 +82,8 @@ def test_an_unnamed_file_is_created_and_linked(folder: int, tmp_path: Path) -> N
     assert (tmp_path / "a").read_bytes() == b"1"
 
 
-def test_an_unnamed_file_is_linked_without_proc(folder: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_unnamed_file_is_linked_without_proc(folder: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    require(Naming.UNNAMED, tmp_path)
     fd = syscalls.open_unnamed(folder)
     monkeypatch.setattr(os.path, "lexists", lambda path: False)
     monkeypatch.setattr(os, "link", _raise(FileNotFoundError(errno.ENOENT, "no /proc")))
@@ -88,6 +93,7 @@ def test_an_unnamed_file_is_linked_without_proc(folder: int, monkeypatch: pytest
 
 
 def test_an_unnamed_file_in_a_removed_folder_is_an_error(tmp_path: Path) -> None:
+    require(Naming.UNNAMED, tmp_path)
     (tmp_path / "x").mkdir()
     folder = os.open(tmp_path / "x", os.O_RDONLY)
     fd = syscalls.open_unnamed(folder)
