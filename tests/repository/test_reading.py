@@ -183,7 +183,8 @@ def test_changes_of_other_settings_keep_the_requirements(repo: Repository, monke
 
 def test_a_returned_error_does_not_keep_the_variables_of_the_callers(tmp_path: Path) -> None:
     """Python 3.13 can reach the frames of all callers from its traceback, or from that of its context."""
-    error = fetch_record(repository(tmp_path), commit_key("1"))
+    repo = repository(tmp_path)
+    error = fetch_record(repo, commit_key(repo.new_txid("run", 1)))
     assert isinstance(error, NotFound)
     assert error.__traceback__ is None
     assert error.__context__ is None
