@@ -3075,8 +3075,8 @@ PLANTED = (
     Planted(
         "a value that equals a moving average changes it",
         "_add.add",
-        "equal = into == value",
-        "equal = torch.zeros_like(into, dtype=torch.bool)",
+        "else into == value",
+        "else torch.zeros_like(into, dtype=torch.bool)",
         "tests/frontends/test_merging.py",
     ),
     Planted(

@@ -382,7 +382,10 @@ class _Merging:
             read = zip(*islice(reading, together), strict=True)
             for total, values in zip(sums, read, strict=True):
                 _add(total, list(zip(values, terms, strict=True)), is_first=number == 0)
+        last = self.last.term
         for part, total in zip(window, sums, strict=True):
+            if last.weight != last.share:
+                total.mul_(float(last.weight / last.share))
             yield part, total.to(torch_dtype(self._dtype(part.entry.name)))
 
     def _read(
@@ -454,12 +457,13 @@ def _add(total: torch.Tensor, values: Sequence[tuple[torch.Tensor, Term]], *, is
             wide = scratch[: len(into)]
             for number, (part, (share, decay)) in enumerate(zip(parts, factors, strict=True)):
                 value = part if part.dtype == wide.dtype else wide.copy_(part)
+                equal = None if decay == 1 else into == value
+                product = value if share == decay == 1 else torch.mul(value, share, out=wide)
                 if number == 0 and is_first:
-                    torch.mul(value, share, out=into)
-                elif decay == 1:
-                    into.add_(torch.mul(value, share, out=wide))
+                    into.copy_(product)
+                elif equal is None:
+                    into.add_(product)
                 else:
-                    equal = into == value
-                    torch.where(equal, into, torch.mul(value, share, out=wide).add_(into * decay), out=into)
+                    torch.where(equal, into, product.add_(into * decay), out=into)
 
     run_all(add, range(0, len(total), _BLOCKS * _BLOCK), usable_threads(None))

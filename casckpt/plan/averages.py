@@ -16,7 +16,10 @@ Weight: TypeAlias = SupportsFloat | str
 
 
 class Term(NamedTuple):
-    """How to add a checkpoint: total = decay * total + share * value. ``weight``: its weight in the final total."""
+    """How to add a checkpoint: total = decay * total + share * value. ``weight``: its weight in the result.
+
+    The result is the total, times weight / share of the last term, which is not 1 only for a mean.
+    """
 
     weight: Fraction
     share: Fraction
@@ -53,7 +56,7 @@ def terms_of(
             )
         lives = [min((after - before) / life, Fraction(_MOST_LIVES)) for before, after in pairwise(steps)]
         return moving_average([Fraction(0.5 ** float(number)) for number in lives])
-    return [Term(Fraction(1, len(steps)), Fraction(1, len(steps)))] * len(steps)
+    return [Term(Fraction(1, len(steps)), Fraction(1))] * len(steps)
 
 
 def _given(weights: Sequence[Weight], count: int) -> list[Fraction]:

@@ -53,6 +53,11 @@ def combined(tensors: Sequence[torch.Tensor], weights: Sequence[float], into: to
     return total
 
 
+def mean(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
+    """Return the mean that torch computes."""
+    return combined(tensors, [1.0] * len(tensors), torch.float32) * (1 / len(tensors))
+
+
 def save(store: Store, *states: Any, run: str = "a", **options: Any) -> list[str]:
     return [f"{run}@{store.save(state, run=run, step=step, **options).step}" for step, state in enumerate(states)]
 
@@ -88,10 +93,7 @@ def test_the_result_does_not_depend_on_windows(store: Store, monkeypatch: pytest
     monkeypatch.setattr(merging, "_READ_BYTES", 2 * threshold)
     monkeypatch.setattr(merging, "_BLOCK", 100)
     merged = store.merge(*refs, run="m", step=1)
-    want = {
-        key: combined([state[key] for state in states], [1 / 3] * 3, torch.float32).to(value.dtype)
-        for key, value in states[0].items()
-    }
+    want = {key: mean([state[key] for state in states]).to(value.dtype) for key, value in states[0].items()}
     assert same_state(store.read(merged), {key: value.contiguous() for key, value in want.items()})
     assert not store.verify().is_damaged
 
@@ -120,7 +122,7 @@ def test_versions_may_have_different_float_dtypes(store: Store) -> None:
     for step, tensor in enumerate(tensors):
         store.save({"w": tensor[:900], "x": cells(2, seed=step)}, run="a", step=step)
     found = store.read(store.merge("a@..", run="m", step=1))
-    want = combined([tensor[:900] for tensor in tensors], [1 / 3] * 3, torch.float32).half()
+    want = mean([tensor[:900] for tensor in tensors]).half()
     assert same_state(found["w"], want)
 
 
@@ -184,7 +186,7 @@ def test_shards_are_combined_whatever_their_layout(store: Store) -> None:
     save_in_boxes(store, whole[2], 3, 0, 2)
     for step, order in enumerate(([0, 1, 2], [2, 0, 1], [0, 2])):
         merged = store.merge(*(f"a@{number}" for number in order), run="m", step=step)
-        want = combined([whole[number] for number in order], [1 / len(order)] * len(order), torch.float32)
+        want = mean([whole[number] for number in order])
         found = store.read(merged)["w"]
         assert same_state(found[16:], want[16:])
         torch.testing.assert_close(found, want)

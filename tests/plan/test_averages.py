@@ -23,7 +23,7 @@ def weights_of(*given: Any, **more: Any) -> list[Fraction]:
         total = Fraction(0)
         for place, term in enumerate(terms):
             total = term.decay * total + term.share * (place == number)
-        assert total == wanted.weight
+        assert total * terms[-1].weight / terms[-1].share == wanted.weight
     return [term.weight for term in terms]
 
 
