@@ -289,11 +289,10 @@ class Store:
 
         ``named``: checkpoints or ranges of steps, in the order in which they are added. ``weights``: a number for each
         (default: the mean). They may be negative, and a checkpoint with the weight 0 is not read. ``ema``: the decay of
-        an exponential moving average, which begins with the first checkpoint: each further one makes it average * decay
-        + value * (1 - decay). ``half_life``: the same, with a decay of 0.5 in this number of steps. ``keys``: fnmatch
-        patterns for what to merge (default: everything except optimizers and other training state). ``keep``: patterns
-        for what to take from the last checkpoint, such as ``["optimizer.*"]``. ``dtype``: the dtype of the combined
-        tensors (default: that in the last checkpoint).
+        a moving average, average * decay + value * (1 - decay), which begins with the first checkpoint. ``half_life``:
+        the same, with a decay of 0.5 in this number of steps. ``keys``: fnmatch patterns for what to merge (default:
+        everything except optimizers and other training state). ``keep``: patterns for what to take from the last
+        checkpoint, such as ``["optimizer.*"]``. ``dtype``: that of the result (default: that of the last checkpoint).
 
         Tensors of floats are combined in the dtype ``accumulate`` ("float32" or "float64"), or in a wider one that they
         have. If the weights sum to exactly 1, what is equal in all checkpoints is neither read nor stored again. All
