@@ -260,6 +260,7 @@ def read_together(
     answer, options = _resolved(repo, ranks, checkpoint, options, lambda: checkpoint.commit)
 
     def plan() -> tuple[tuple[LoadPlan, Sequence[str] | None], Needs | None]:
+        answer.home.check(repo)
         patterns, target = usable_patterns(keys()), device()
         mine = manifests.use(
             repo, answer.commit, lambda _, manifest: _plan_to_read(manifest, patterns, target, options)

@@ -24,7 +24,7 @@ from torch.distributed.tensor import Replicate, Shard
 
 from casckpt.base.parallel import in_parallel
 from casckpt.contents import manifests
-from casckpt.errors import Gone, InvalidInput, RankFailed, StorageError
+from casckpt.errors import Conflict, Gone, InvalidInput, RankFailed, StorageError
 from casckpt.format.manifest import Manifest
 from casckpt.format.names import TxId
 from casckpt.frontends import megatron
@@ -349,6 +349,22 @@ def test_unsharding_needs_no_more_messages_if_ranks_do_not_share_reads(ranks: Po
     save_model_and_optim_state(small(bucket(empty.folder)[1]), trained()[0], run="default", step=1)
     assert ranks.run(2, exchanges, empty, share_reads="off") == [2, 2]
     assert ranks.run(2, exchanges, empty) == [4, 4]
+
+
+def apart(rank: int, size: int, place: Place, share_reads: str) -> Any:
+    """Unshard while each rank uses a different store."""
+    store = replace(place, folder=place.folder / str(rank)).open(rank, share_reads=share_reads)
+    return outcome_of(lambda: unshard_model_state(store, "latest"))
+
+
+@pytest.mark.parametrize("share_reads", ["on", "off"])
+def test_ranks_that_unshard_from_different_stores_are_told_so(ranks: Pool, empty: Place, share_reads: str) -> None:
+    for rank in range(2):
+        store = small(bucket(empty.folder / str(rank))[1])
+        save_model_and_optim_state(store, trained()[0], run="default", step=1)
+    for error in ranks.run(2, apart, empty, share_reads):
+        assert isinstance(error, Conflict)
+        assert "all ranks must share one store" in str(error)
 
 
 def by_megatron(rank: int, size: int, place: Place, topology: Topology) -> tuple[list[ReadRange], list[Any]]:
