@@ -261,6 +261,23 @@ def test_ranks_connect_for_a_dcp_load_only_if_hosts_pass_on_bytes(ranks: Pool, e
     assert len(set(found[0])) == 2
 
 
+def patience(rank: int, size: int, place: Place) -> float:
+    """Return how long a rank waits for another one in a DCP load, in seconds."""
+    ended, found = HostReads.end, list[float]()
+
+    def end(reads: HostReads) -> None:
+        found.append(reads.patience)
+        ended(reads)
+
+    with patch.object(HostReads, "end", end):
+        by_dcp(rank, size, place)
+    return max(found)
+
+
+def test_no_wait_of_a_dcp_load_outlasts_the_timeout(ranks: Pool, place: Place) -> None:
+    assert max(ranks.run(2, patience, place, timeout=SHORT)) < SHORT
+
+
 def by_one_reader(rank: int, size: int, place: Place) -> tuple[list[ReadRange], list[str]]:
     """Load twice with the same reader. Return what the second load read, and the warnings of both."""
     reader = StorageReader(store := place.open(rank), "latest")
