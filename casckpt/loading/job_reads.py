@@ -38,6 +38,7 @@ from casckpt.repository.repository import Repository
 from casckpt.storage.base import BLOCK, ShortObject
 
 WAIT_SHARE = 0.6  # of the timeout: after `Ranks.pass_on` gives up, and before rank 0 gives up on a rank that waits
+MEETING = PATIENCE / 2  # seconds that a rank waits until all others connect
 HOSTS = 64  # the most hosts that pass blobs to each other; more hosts form several groups
 _EIGHTHS = 8
 _SMALL = 1 << 20  # bytes; if a rank needs any part of a smaller blob, it needs the blob

@@ -206,7 +206,8 @@ def job_size() -> int:
 
 def job_timeout() -> float:
     """Return the timeout of the group of all ranks in seconds, or infinity without torch.distributed."""
-    return inf if job_size() == 1 else _timeout_of(torch.distributed.group.WORLD).total_seconds()
+    world: Any = torch.distributed.group.WORLD if job_size() > 1 else None
+    return inf if world is None else _timeout_of(world).total_seconds()
 
 
 class GroupRanks:

@@ -309,7 +309,7 @@ class RefusingEarly(DefaultLoadPlanner):
 
 def refused(rank: int, size: int, place: Place, failing: type[DefaultLoadPlanner] = Refusing) -> Any:
     """Load with DCP while the planner of rank 1 fails. Return the warnings, and the ranks that are named."""
-    reader_module.PATIENCE = 1.0
+    vars(reader_module)["MEETING"] = 1.0
     planner = failing() if rank == 1 else None
     filled = {key: torch.zeros_like(value) for key, value in state("replicas", size).items()}
     with logged() as warnings, pytest.raises(CheckpointException) as error:

@@ -33,12 +33,11 @@ from casckpt.frontends.dcp.planners import PickleFreeLoadPlanner, ValueStream, h
 from casckpt.frontends.stores import AnyStore, as_store
 from casckpt.loading.entry_reader import EntryReader, RegionRequest
 from casckpt.loading.fit import Fit, check_fit, log_once, saved_shapes, shape_of
-from casckpt.loading.job_reads import WAIT_SHARE, Deal, JobReads, Needs, deals, passing
+from casckpt.loading.job_reads import MEETING, WAIT_SHARE, Deal, JobReads, Needs, deals, passing
 from casckpt.loading.options import LoadOptions, Unread
 from casckpt.loading.tied_tensors import Content, TiedTensors
 from casckpt.plan.reads import covers
 from casckpt.ranks.ranks import connect_all, job_size, job_timeout, this_rank
-from casckpt.repository.host_reads import PATIENCE
 from casckpt.tensors.dtensors import is_dtensor
 from casckpt.tensors.dtypes import check_cast, torch_dtype
 from casckpt.tensors.memory import Destination
@@ -353,7 +352,7 @@ def _connected(deal: Deal, load_id: str) -> JobReads | None:
     It fails early enough that DCP can still report the error of a rank that does not connect.
     """
     try:
-        return JobReads(deal, connect_all(f"dcp {load_id}", min(PATIENCE, job_timeout()) / 2), lambda: None)
+        return JobReads(deal, connect_all(f"dcp {load_id}", min(MEETING, job_timeout() / 2)), lambda: None)
     except RankFailed as error:
         log.warning("each host reads all that it needs from the store, because ranks cannot connect (%s)", error)
         return None
