@@ -278,19 +278,21 @@ def test_no_wait_of_a_dcp_load_outlasts_the_timeout(ranks: Pool, place: Place) -
     assert max(ranks.run(2, patience, place, timeout=SHORT)) < SHORT
 
 
-def by_one_reader(rank: int, size: int, place: Place) -> tuple[list[ReadRange], list[str]]:
-    """Load twice with the same reader. Return what the second load read, and the warnings of both."""
+def by_one_reader(rank: int, size: int, place: Place) -> tuple[list[str], list[str]]:
+    """Load twice with the same reader. Return which groups were connected, and the warnings."""
     reader = StorageReader(store := place.open(rank), "latest")
     with logged() as warnings:
-        found = [fill(store, "replicas", size, lambda filled: by_torch(filled, reader)) for _ in range(2)]
-    return found[1][len(found[0]) :], warnings
+        groups = connected(
+            lambda: [fill(store, "replicas", size, lambda filled: by_torch(filled, reader)) for _ in range(2)]
+        )
+    return groups, warnings
 
 
 def test_a_dcp_reader_can_be_used_for_several_loads(ranks: Pool, place: Place) -> None:
-    found = ranks.run(2, by_one_reader, place)
-    ranges = every([ranges for ranges, _ in found])
-    assert nbytes(ranges) == union(ranges) > 0
-    assert [warnings for _, warnings in found] == [[], []]
+    (groups, warnings), other = ranks.run(2, by_one_reader, place)
+    assert (groups, warnings) == other
+    assert len(set(groups)) == 2  # a group with the name of an earlier one may fail to connect
+    assert warnings == []
 
 
 class Refusing(DefaultLoadPlanner):
