@@ -115,6 +115,20 @@ PLANTED = (
         "tests/store/test_job_reads.py",
     ),
     Planted(
+        "hosts pass on blobs to ranks that number them differently",
+        "deals",
+        " and need.manifest == manifest",
+        "",
+        "tests/loading/test_job_reads.py",
+    ),
+    Planted(
+        "all DCP loads with the same reader have the same name",
+        "StorageReader.prepare_global_plan",
+        "load_id = str(uuid4())",
+        "load_id = self._load_id",
+        "tests/store/test_job_reads.py",
+    ),
+    Planted(
         "an update announces only a part of its reads",
         "Update._take",
         "reader.reads.begin(self.ranges())",

@@ -37,6 +37,8 @@ from casckpt.repository.host_reads import PATIENCE, HostReads
 from casckpt.repository.repository import Repository
 from casckpt.storage.base import BLOCK, ShortObject
 
+WAIT_SHARE = 0.6  # of the timeout: after `Ranks.pass_on` gives up, and before rank 0 gives up on a rank that waits
+MEETING = PATIENCE / 2  # seconds that a rank waits until all others connect
 HOSTS = 64  # the most hosts that pass blobs to each other; more hosts form several groups
 _EIGHTHS = 8
 _SMALL = 1 << 20  # bytes; if a rank needs any part of a smaller blob, it needs the blob
@@ -53,10 +55,12 @@ class Needs:
     """The blobs that a rank needs. ``room``: how many bytes may arrive at its host.
 
     ``parts``: for each blob, a byte with a bit for each eighth of which the rank needs at least half. ``held``: for
-    each blob, whether the host's cache has it. Both are compressed.
+    each blob, whether the host's cache has it. Both are compressed. ``manifest``: the digest of the
+    head of the manifest that numbers the blobs. A rank that cannot read the manifest of rank 0 uses that of a rewrite.
     """
 
     host: str
+    manifest: str
     room: int
     parts: bytes
     held: bytes
@@ -82,9 +86,8 @@ class Needs:
         held = np.zeros(len(sizes), bool)
         if repo.blob_cache.is_there:
             held[wanted] = [repo.blob_cache.touch(manifest.blob(number)) for number in np.flatnonzero(wanted).tolist()]
-        return cls(
-            repo.host, room, *(zlib.compress(np.packbits(one, axis=1).tobytes()) for one in (parts, held[:, None]))
-        )
+        columns = (zlib.compress(np.packbits(one, axis=1).tobytes()) for one in (parts, held[:, None]))
+        return cls(repo.host, manifest.head.digest, room, *columns)
 
 
 class Pass(NamedTuple):
@@ -122,13 +125,15 @@ class _Host:
     load: int = 0
 
 
-def deals(needs: Sequence[Needs | None], sizes: Sequence[int]) -> list[Deal | None]:
+def deals(needs: Sequence[Needs | None], manifest: str, sizes: Sequence[int]) -> list[Deal | None]:
     """Decide, on rank 0, which host reads each blob that several hosts need. Return None for all if there is none.
 
-    A host that has the blob passes it on. Otherwise, the reads are balanced by bytes. This function is pure.
+    A host that has the blob passes it on. Otherwise, the reads are balanced by bytes. Ranks with a different
+    ``manifest`` than rank 0 read alone. This function is pure.
     """
-    ranks_of = grouped((rank for rank, need in enumerate(needs) if need), lambda rank: needs[rank].host)  # type: ignore[union-attr]  # not None
-    hosts = [_host(ranks, [need for rank in ranks if (need := needs[rank])]) for ranks in ranks_of.values()]
+    known = {rank: need for rank, need in enumerate(needs) if need and need.manifest == manifest}
+    ranks_of = grouped(known, lambda rank: known[rank].host)
+    hosts = [_host(ranks, [known[rank] for rank in ranks]) for ranks in ranks_of.values()]
     groups = (hosts[at : at + HOSTS] for at in range(0, len(hosts), HOSTS))
     passes = [dealt for some in groups if len(some) > 1 for dealt in _deal(some, sizes)]
     if not passes:

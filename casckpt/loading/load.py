@@ -28,7 +28,7 @@ from casckpt.format.tree import Node, Path, Wrapper, children, join, leaves, uni
 from casckpt.history.commits import Commit
 from casckpt.loading.arguments import check_used, matches, usable_patterns
 from casckpt.loading.fit import Fit, log_once
-from casckpt.loading.job_reads import Deal, JobReads, Needs, deals
+from casckpt.loading.job_reads import WAIT_SHARE, Deal, JobReads, Needs, deals
 from casckpt.loading.load_plan import LoadPlan
 from casckpt.loading.options import LoadOptions
 from casckpt.loading.template import Template
@@ -39,7 +39,6 @@ from casckpt.repository.repository import Repository
 from casckpt.tensors.objects import TORCH_EXTENSIONS
 from casckpt.tensors.state import LeafValue, inflate
 
-_WAIT_SHARE = 0.6  # of the timeout: after `Ranks.pass_on` gives up, and before rank 0 gives up on a rank that waits
 Up = TypeVar("Up")
 Down = TypeVar("Down")
 _QUICK_BYTES = 256 << 20  # a smaller checkpoint loads in well under a second
@@ -222,7 +221,7 @@ def _resolved(
     checked, answer = exchange_keeping(ranks, hello, find)
     return answer, replace(
         checked, rank=ranks.rank, ranks=ranks.size, ranks_here=answer.ranks_here, sharing=answer.sharing,
-        load_id=answer.load_id, alive=ranks.alive if ranks.size > 1 else None, patience=_WAIT_SHARE * ranks.timeout,
+        load_id=answer.load_id, alive=ranks.alive if ranks.size > 1 else None, patience=WAIT_SHARE * ranks.timeout,
     )  # fmt: skip
 
 
@@ -261,6 +260,7 @@ def read_together(
     answer, options = _resolved(repo, ranks, checkpoint, options, lambda: checkpoint.commit)
 
     def plan() -> tuple[tuple[LoadPlan, Sequence[str] | None], Needs | None]:
+        answer.home.check(repo)
         patterns, target = usable_patterns(keys()), device()
         mine = manifests.use(
             repo, answer.commit, lambda _, manifest: _plan_to_read(manifest, patterns, target, options)
@@ -268,7 +268,8 @@ def read_together(
         return (mine, patterns), mine.needs(repo)
 
     def deal_out(first: tuple[LoadPlan, Any], needs: Sequence[Needs | None]) -> Sequence[Deal | None]:
-        return deals(needs, first[0].contents.manifest.blob_sizes)
+        manifest = first[0].contents.manifest
+        return deals(needs, manifest.head.digest, manifest.blob_sizes)
 
     def run(job: JobReads | None) -> None:
         values.update(planned.run(repo, job))

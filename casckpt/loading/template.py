@@ -100,7 +100,7 @@ class Template:
     def _check_packed(self, repo: Repository) -> None:
         """Raise Mismatch if weights would be loaded into a bitsandbytes module whose other state is different."""
         left, kept = frozenset((*self.missing, *self.mismatched)), dict[str, torch.Tensor]()
-        plan = LoadPlan(self._plan.contents, replace(self._plan.options, updates=False, progress=None))
+        plan = LoadPlan(self._plan.contents, replace(self._plan.options, updates=False, progress=None, sharing=0))
         for key, leaf in self._flat.leaves.items():
             if PACKED in key and isinstance(leaf.value, torch.Tensor) and key.partition(PACKED)[0] not in left:
                 kept[key] = leaf.value.cpu()
@@ -274,7 +274,8 @@ class Template:
 
     def deals(self, needs: Sequence[Needs | None]) -> list[Deal | None]:
         """See `casckpt.loading.job_reads.deals`."""
-        return deals(needs, self._plan.contents.manifest.blob_sizes)
+        manifest = self._plan.contents.manifest
+        return deals(needs, manifest.head.digest, manifest.blob_sizes)
 
     def needs(self, repo: Repository) -> Needs | None:
         """See `casckpt.loading.load_plan.LoadPlan.needs`."""

@@ -187,14 +187,14 @@ def this_rank() -> int:
     return dist.get_rank() if dist.is_available() and dist.is_initialized() else 0
 
 
-def connect_all(name: str) -> GroupRanks:
+def connect_all(name: str, within: float) -> GroupRanks:
     """Return all ranks, in a group for `GroupRanks.pass_on`. ``name``: equal on all ranks, and never reused.
 
-    All ranks must make the call. Raises RankFailed on all of them.
+    All ranks must make the call. ``within``: how long to wait for them in seconds. Raises RankFailed on all of them.
     """
     world: Any = torch.distributed.group.WORLD  # it exists, because there are several ranks
     ranks = GroupRanks(world, name, 0)
-    ranks.connect(world)
+    ranks.connect(world, within)
     return ranks
 
 
@@ -202,6 +202,12 @@ def job_size() -> int:
     """Return the number of all ranks without communication, or 1 if torch.distributed is not initialized."""
     dist = torch.distributed
     return dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
+
+
+def job_timeout() -> float:
+    """Return the timeout of the group of all ranks in seconds, or infinity without torch.distributed."""
+    world: Any = torch.distributed.group.WORLD if job_size() > 1 else None
+    return inf if world is None else _timeout_of(world).total_seconds()
 
 
 class GroupRanks:
@@ -229,12 +235,12 @@ class GroupRanks:
         """How long rank 0 waits for another rank, in seconds."""
         return self._wire.timeout
 
-    def connect(self, parent: ProcessGroup) -> None:
-        """Connect to the other ranks.
+    def connect(self, parent: ProcessGroup, within: float = inf) -> None:
+        """Connect to the other ranks. ``within``: how long to wait for them in seconds, at most the timeout.
 
         If this fails, raises RankFailed on all ranks, and the next group has a different name.
         """
-        self._wire = _connect(parent, self.name, self.rank, self.size)
+        self._wire = _connect(parent, self.name, self.rank, self.size, within)
         self.dropped = False
 
     def fail(self, error: CasckptError) -> NoReturn:
@@ -378,7 +384,7 @@ def _timeout_of(group: ProcessGroup) -> timedelta:
     return _DEFAULT_TIMEOUT
 
 
-def _connect(parent: ProcessGroup, name: str, rank: int, size: int) -> Wire:
+def _connect(parent: ProcessGroup, name: str, rank: int, size: int, within: float) -> Wire:
     """Connect over a new gloo group.
 
     Do not use `new_group`, because it names groups by a per-rank count that may differ.
@@ -393,7 +399,7 @@ def _connect(parent: ProcessGroup, name: str, rank: int, size: int) -> Wire:
     timeout = _timeout_of(parent)
     on_demand = _devices()
     _, problem = _tried(lambda: _gloo(dist.HashStore(), 0, 1, timeout, on_demand))  # to check whether gloo can start
-    meeting, seconds = Meeting(store, rank, size), timeout.total_seconds()
+    meeting, seconds = Meeting(store, rank, size), min(within, timeout.total_seconds())
     meeting.come("start", seconds, problem and f"gloo cannot start on rank {rank}: {problem}")
     end = monotonic() + seconds + waiting.HEARD_SECONDS
     unable = f"gloo cannot connect rank {rank} to the other ranks: "

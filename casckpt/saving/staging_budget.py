@@ -106,7 +106,10 @@ class StagingBudget:
             self._path = self._folder / os.urandom(8).hex()
             self._fd = os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600)
             self._closing = weakref.finalize(self, os.close, self._fd)
-            fcntl.flock(self._fd, fcntl.LOCK_EX)
+            try:
+                fcntl.flock(self._fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:  # `_others` of another process has locked it, and that process may be stopped
+                self.close()
         os.pwrite(self._fd, _SIZES.pack(*sizes), 0)
 
     def _others(self) -> Iterator[tuple[int, int]]:

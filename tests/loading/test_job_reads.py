@@ -22,20 +22,23 @@ from tests.support.saves import cells
 
 MIB = 1 << 20
 PLENTY = 1 << 40
+HEAD = "the manifest of rank 0"
 
 
 def rows(values: Sequence[int]) -> bytes:
     return zlib.compress(bytes(values))
 
 
-def needs(host: str, parts: Sequence[int], *, held: Sequence[int] = (), room: int = PLENTY) -> Needs:
+def needs(
+    host: str, parts: Sequence[int], *, held: Sequence[int] = (), room: int = PLENTY, manifest: str = HEAD
+) -> Needs:
     """Return the needs of a rank: a byte for each blob with its eighths. ``held``: the blobs in the host's cache."""
-    return Needs(host, room, rows(parts), rows([0x80 * (number in held) for number in range(len(parts))]))
+    return Needs(host, manifest, room, rows(parts), rows([0x80 * (number in held) for number in range(len(parts))]))
 
 
 def passes(given: Sequence[Needs | None], sizes: Sequence[int]) -> list[Pass]:
     """Return what is passed on, and check that each rank receives the part that its host needs."""
-    found = [one for one in deals(given, sizes) if one is not None]
+    found = [one for one in deals(given, HEAD, sizes) if one is not None]
     every = {one.blob: one for deal in found for one in deal.passes}
     for rank, deal in enumerate(found):
         mine = [one for one in every.values() if not {one.sender, *one.receivers}.isdisjoint(deal.ranks)]
@@ -72,11 +75,12 @@ def test_the_ranks_of_a_host_take_turns() -> None:
         [needs("a", [0xFF, 0xFF, 0, 0]), needs("b", [0, 0, 0xFF, 0xFF])],
         [needs("a", WHOLE, held=range(4)), needs("b", WHOLE, held=range(4))],
         [needs("a", WHOLE, room=1), needs("b", WHOLE, room=1)],
+        [needs("a", WHOLE), needs("b", WHOLE, manifest="another")],
         [None, None],
     ],
 )
 def test_nothing_is_passed_on_if_only_one_host_could_use_it(given: list[Needs | None]) -> None:
-    assert deals(given, [2] * 4) == [None, None]
+    assert deals(given, HEAD, [2] * 4) == [None, None]
 
 
 def test_a_host_needs_a_blob_if_its_ranks_together_need_all_of_it() -> None:
@@ -97,7 +101,7 @@ def test_a_host_receives_no_more_than_it_has_room_for() -> None:
 
 def test_many_hosts_form_groups(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "HOSTS", 2)
-    found = [one for one in deals([needs(str(n), [0xFF]) for n in range(5)], [9]) if one]
+    found = [one for one in deals([needs(str(n), [0xFF]) for n in range(5)], HEAD, [9]) if one]
     assert [deal.passes for deal in found] == [[Pass(0, 0, (1,))]] * 2 + [[Pass(0, 2, (3,))]] * 2 + [[]]
 
 
@@ -105,7 +109,7 @@ def test_many_hosts_form_groups(monkeypatch: pytest.MonkeyPatch) -> None:
     ("size", "hosts", "piece"), [(10, 2, MIB), (256 * MIB, 2, MIB), (PLENTY, 2, 4 * MIB), (PLENTY, 32, 2 * MIB)]
 )
 def test_pieces_are_smaller_for_small_loads_and_for_many_hosts(size: int, hosts: int, piece: int) -> None:
-    found = deals([needs(str(n), [0xFF]) for n in range(hosts)], [size])
+    found = deals([needs(str(n), [0xFF]) for n in range(hosts)], HEAD, [size])
     assert {one.piece for one in found if one} == {piece}
 
 

@@ -8,7 +8,7 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import TypeAlias
+from typing import IO, TypeAlias
 
 import pytest
 
@@ -145,7 +145,7 @@ def test_a_claim_that_is_not_written_yet_counts_nothing_and_remains(
     flock, moments = fcntl.flock, ["before", "after"]
 
     def meanwhile(fd: int, kind: int) -> None:
-        moment = moments.pop(0) if kind == fcntl.LOCK_EX and moments else ""
+        moment = moments.pop(0) if kind & fcntl.LOCK_EX and moments else ""
         if moment == "before":
             assert copied(two, 31) is None
         flock(fd, kind)
@@ -157,6 +157,23 @@ def test_a_claim_that_is_not_written_yet_counts_nothing_and_remains(
     assert copied(one, 68) is None
     assert moments == []
     assert len(list((root / FOLDER).iterdir())) == 2
+
+
+def test_a_claim_does_not_wait_for_a_process_that_looks_at_its_file(
+    make: Make, root: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    one, two, flock, others = make(), make(), fcntl.flock, list[IO[bytes]]()
+
+    def seen(fd: int, kind: int) -> None:
+        if not others:
+            others.append(next((root / FOLDER).iterdir()).open("rb"))
+            flock(others[0], fcntl.LOCK_SH)
+        flock(fd, kind)
+
+    monkeypatch.setattr(fcntl, "flock", seen)
+    assert copied(one, 60) is None
+    others[0].close()
+    assert copied(two, 41) == Shortage(101, 100)
 
 
 def test_a_removed_file_is_written_again(make: Make, root: Path) -> None:

@@ -18,15 +18,20 @@ import pytest
 import torch
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
-from torch.distributed.checkpoint.planner import ReadItem
+from torch.distributed.checkpoint.planner import LoadPlan, ReadItem
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate, Shard
 
 from casckpt.base.parallel import in_parallel
-from casckpt.errors import InvalidInput, RankFailed, StorageError
+from casckpt.contents import manifests
+from casckpt.errors import Conflict, Gone, InvalidInput, RankFailed, StorageError
+from casckpt.format.manifest import Manifest
+from casckpt.format.names import TxId
 from casckpt.frontends import megatron
 from casckpt.frontends.dcp import StorageReader
+from casckpt.frontends.dcp import reader as reader_module
 from casckpt.frontends.training_state import save_model_and_optim_state, unshard_model_state, unshard_optim_state
+from casckpt.history.commits import Commit
 from casckpt.loading import job_reads
 from casckpt.loading.job_reads import JobReads
 from casckpt.ranks import ranks as ranks_module
@@ -34,6 +39,7 @@ from casckpt.ranks.ranks import GroupRanks, open_ranks
 from casckpt.repository import host_reads as module
 from casckpt.repository.blob_cache import PARTS, Unusable
 from casckpt.repository.host_reads import HostReads
+from casckpt.repository.repository import Repository
 from casckpt.store.store import Store
 from tests.store.test_share_reads import (
     blob_ranges,
@@ -55,6 +61,7 @@ from tests.support.faulty import fail_before
 from tests.support.gpt import Topology, differences
 from tests.support.megatron_core import core, own_state, theirs
 from tests.support.ranks import outcome_of, tell, wait_for
+from tests.support.rewrites import move
 from tests.support.saves import cells, small
 from tests.support.tally import tally
 from tests.support.together import impatient
@@ -254,6 +261,40 @@ def test_ranks_connect_for_a_dcp_load_only_if_hosts_pass_on_bytes(ranks: Pool, e
     assert len(set(found[0])) == 2
 
 
+def patience(rank: int, size: int, place: Place) -> float:
+    """Return how long a rank waits for another one in a DCP load, in seconds."""
+    ended, found = HostReads.end, list[float]()
+
+    def end(reads: HostReads) -> None:
+        found.append(reads.patience)
+        ended(reads)
+
+    with patch.object(HostReads, "end", end):
+        by_dcp(rank, size, place)
+    return max(found)
+
+
+def test_no_wait_of_a_dcp_load_outlasts_the_timeout(ranks: Pool, place: Place) -> None:
+    assert max(ranks.run(2, patience, place, timeout=SHORT)) < SHORT
+
+
+def by_one_reader(rank: int, size: int, place: Place) -> tuple[list[str], list[str]]:
+    """Load twice with the same reader. Return which groups were connected, and the warnings."""
+    reader = StorageReader(store := place.open(rank), "latest")
+    with logged() as warnings:
+        groups = connected(
+            lambda: [fill(store, "replicas", size, lambda filled: by_torch(filled, reader)) for _ in range(2)]
+        )
+    return groups, warnings
+
+
+def test_a_dcp_reader_can_be_used_for_several_loads(ranks: Pool, place: Place) -> None:
+    (groups, warnings), other = ranks.run(2, by_one_reader, place)
+    assert (groups, warnings) == other
+    assert len(set(groups)) == 2  # a group with the name of an earlier one may fail to connect
+    assert warnings == []
+
+
 class Refusing(DefaultLoadPlanner):
     """A planner that fails when the first tensor is read."""
 
@@ -261,9 +302,17 @@ class Refusing(DefaultLoadPlanner):
         raise InvalidInput("a test")
 
 
-def refused(rank: int, size: int, place: Place) -> Any:
+class RefusingEarly(DefaultLoadPlanner):
+    """A planner that fails before anything is read."""
+
+    def finish_plan(self, new_plan: LoadPlan) -> LoadPlan:
+        raise InvalidInput("a test")
+
+
+def refused(rank: int, size: int, place: Place, failing: type[DefaultLoadPlanner] = Refusing) -> Any:
     """Load with DCP while the planner of rank 1 fails. Return the warnings, and the ranks that are named."""
-    planner = Refusing() if rank == 1 else None
+    vars(reader_module)["MEETING"] = 1.0
+    planner = failing() if rank == 1 else None
     filled = {key: torch.zeros_like(value) for key, value in state("replicas", size).items()}
     with logged() as warnings, pytest.raises(CheckpointException) as error:
         by_torch(filled, StorageReader(place.open(rank), "latest"), planner=planner)
@@ -272,6 +321,11 @@ def refused(rank: int, size: int, place: Place) -> Any:
 
 def test_a_dcp_load_that_fails_on_one_rank_fails_on_all_ranks_without_a_wait(ranks: Pool, place: Place) -> None:
     assert ranks.run(4, refused, place) == [([], [1])] * 4
+
+
+def test_a_dcp_load_names_a_rank_that_fails_before_it_connects(ranks: Pool, place: Place) -> None:
+    found = ranks.run(2, refused, place, RefusingEarly, timeout=20.0)
+    assert [named for _, named in found] == [[1], [1]]
 
 
 def unsharded(rank: int, size: int, place: Place, what: str, **options: Any) -> list[ReadRange]:
@@ -314,6 +368,22 @@ def test_unsharding_needs_no_more_messages_if_ranks_do_not_share_reads(ranks: Po
     save_model_and_optim_state(small(bucket(empty.folder)[1]), trained()[0], run="default", step=1)
     assert ranks.run(2, exchanges, empty, share_reads="off") == [2, 2]
     assert ranks.run(2, exchanges, empty) == [4, 4]
+
+
+def apart(rank: int, size: int, place: Place, share_reads: str) -> Any:
+    """Unshard while each rank uses a different store."""
+    store = replace(place, folder=place.folder / str(rank)).open(rank, share_reads=share_reads)
+    return outcome_of(lambda: unshard_model_state(store, "latest"))
+
+
+@pytest.mark.parametrize("share_reads", ["on", "off"])
+def test_ranks_that_unshard_from_different_stores_are_told_so(ranks: Pool, empty: Place, share_reads: str) -> None:
+    for rank in range(2):
+        store = small(bucket(empty.folder / str(rank))[1])
+        save_model_and_optim_state(store, trained()[0], run="default", step=1)
+    for error in ranks.run(2, apart, empty, share_reads):
+        assert isinstance(error, Conflict)
+        assert "all ranks must share one store" in str(error)
 
 
 def by_megatron(rank: int, size: int, place: Place, topology: Topology) -> tuple[list[ReadRange], list[Any]]:
@@ -493,6 +563,27 @@ def slow_store(rank: int, size: int, place: Place, who: int, *, verify: bool) ->
 def test_a_block_of_which_only_a_part_has_arrived_is_not_used(ranks: Pool, place: Place, verify: bool) -> None:
     for who in (0, 1):
         assert ranks.run(4, slow_store, place, who, verify=verify) == [[]] * 4
+
+
+def by_rewrite(rank: int, size: int, place: Place, first: TxId, *, verify: bool) -> None:
+    """Load while rank 1 cannot read the manifest of the commit ``first``, and uses that of a rewrite."""
+
+    def get(repo: Repository, commit: Commit) -> Manifest:
+        if rank == 1 and commit.txid == first:
+            raise Gone("a test")
+        return read(repo, commit)
+
+    read, store = manifests.get, place.open(rank)
+    with patch.object(manifests, "get", get):
+        fill(store, "replicas", size, lambda filled: store.load(filled, "latest", verify=verify))
+
+
+@pytest.mark.parametrize("verify", [True, False])
+def test_ranks_with_different_manifests_do_not_pass_on_blobs(ranks: Pool, place: Place, verify: bool) -> None:
+    store = bucket(place.folder)[0]
+    move(store.repository, store.get("latest").commit)
+    ranks.run(2, by_rewrite, place, store.get("latest").commit.txid, verify=verify)
+    assert place.left == []
 
 
 def at_once(rank: int, size: int, place: Place) -> None:

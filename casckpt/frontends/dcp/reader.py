@@ -33,11 +33,11 @@ from casckpt.frontends.dcp.planners import PickleFreeLoadPlanner, ValueStream, h
 from casckpt.frontends.stores import AnyStore, as_store
 from casckpt.loading.entry_reader import EntryReader, RegionRequest
 from casckpt.loading.fit import Fit, check_fit, log_once, saved_shapes, shape_of
-from casckpt.loading.job_reads import Deal, JobReads, Needs, deals, passing
+from casckpt.loading.job_reads import MEETING, WAIT_SHARE, Deal, JobReads, Needs, deals, passing
 from casckpt.loading.options import LoadOptions, Unread
 from casckpt.loading.tied_tensors import Content, TiedTensors
 from casckpt.plan.reads import covers
-from casckpt.ranks.ranks import connect_all, job_size, this_rank
+from casckpt.ranks.ranks import connect_all, job_size, job_timeout, this_rank
 from casckpt.tensors.dtensors import is_dtensor
 from casckpt.tensors.dtypes import check_cast, torch_dtype
 from casckpt.tensors.memory import Destination
@@ -50,15 +50,14 @@ log = logging.getLogger(__name__)
 class _Seen:
     """A message that load plans carry: the checkpoint that a rank found, its host, and whether it ``shares`` reads.
 
-    ``checkpoint``: empty for a checkpoint that a rank saved without the others. ``head``: the digest of the manifest's
-    head. ``needs``: the blobs that the rank can share with other hosts.
+    ``checkpoint``: empty for a checkpoint that a rank saved without the others. ``needs``: the blobs that the rank can
+    share with other hosts.
     """
 
     checkpoint: str = ""
     host: str = ""
     shares: bool = False
     rank: int = -1
-    head: str = ""
     needs: Needs | None = None
 
 
@@ -196,7 +195,7 @@ class StorageReader(Protocol):
         reader = self._reader(_Reply(sharing=int(job_size() > 1)))
         if reader.reads is not None:
             needs = Needs.of(repo, manifest, reader.ranges(self._parts(plan.items)), reader.reads)
-        seen = _Seen(self._now.checkpoint.id, repo.host, repo.shares, this_rank(), manifest.head.digest, needs)
+        seen = _Seen(self._now.checkpoint.id, repo.host, repo.shares, this_rank(), needs)
         return replace(plan, storage_data=seen)
 
     def _parts(self, items: Sequence[ReadItem]) -> list[tuple[Entry, Region]]:
@@ -223,13 +222,14 @@ class StorageReader(Protocol):
             )
         on_host, sharing = Counter(one.host for one in seen), Counter(one.host for one in seen if one.shares)
         manifest = self._now.contents.manifest
-        alike = all(one.head == manifest.head.digest for one in seen)
         # casckpt does not know DCP's process group, so hosts pass on blobs only if all ranks of the job take part
-        together = alike and [one.rank for one in seen] == list(range(job_size()))
-        dealt = deals([one.needs if together else None for one in seen], manifest.blob_sizes)
+        together = [one.rank for one in seen] == list(range(job_size()))
+        needs = [one.needs if together else None for one in seen]
+        dealt = deals(needs, manifest.head.digest, manifest.blob_sizes)
         shared = {host: count for host, count in sharing.items() if together or count > 1}
+        load_id = str(uuid4())  # DCP calls `reset` only if a load names a checkpoint
         replies = (
-            _Reply(len(plans), on_host[one.host], shared.get(one.host, 0), self._load_id, deal)
+            _Reply(len(plans), on_host[one.host], shared.get(one.host, 0), load_id, deal)
             for one, deal in zip(seen, dealt, strict=True)
         )
         return [replace(plan, storage_data=reply) for plan, reply in zip(plans, replies, strict=True)]
@@ -255,7 +255,8 @@ class StorageReader(Protocol):
 
     def _reader(self, reply: _Reply) -> EntryReader:
         repo, manifest, progress = self._store.repository, self._now.contents.manifest, Progress(self._shown).of(None)
-        reads = repo.host_reads(manifest.head.digest, reply.load_id, this_rank(), reply.sharing)
+        patience = WAIT_SHARE * job_timeout()
+        reads = repo.host_reads(manifest.head.digest, reply.load_id, this_rank(), reply.sharing, patience)
         return EntryReader(
             repo, manifest, self._options.verify, self._threads, progress, reply.ranks, reply.ranks_here, reads=reads
         )
@@ -346,9 +347,12 @@ def _region(base: Shape, item: ReadItem) -> Region:
 
 
 def _connected(deal: Deal, load_id: str) -> JobReads | None:
-    """Connect to the other ranks. Return None if that fails, which it does on all ranks."""
+    """Connect to the other ranks. Return None if that fails, which it does on all ranks.
+
+    It fails early enough that DCP can still report the error of a rank that does not connect.
+    """
     try:
-        return JobReads(deal, connect_all(f"dcp {load_id}"), lambda: None)
+        return JobReads(deal, connect_all(f"dcp {load_id}", min(MEETING, job_timeout() / 2)), lambda: None)
     except RankFailed as error:
         log.warning("each host reads all that it needs from the store, because ranks cannot connect (%s)", error)
         return None

@@ -16,6 +16,7 @@ from casckpt.format.regions import Shape
 from casckpt.format.sections.index import Entry
 from casckpt.format.tree import Element, Leaf, Node, Wrapper, children, closed, find, join, leaves, units
 from casckpt.loading.arguments import Rename, renamer
+from casckpt.ranks.agreement import StoreIdentity
 from casckpt.store.store import Store
 from casckpt.store.types import Commit
 from casckpt.tensors.memory import new_empty
@@ -43,11 +44,19 @@ StoredGroups: TypeAlias = list[dict[str, Any]]
 class StoredTraining:
     """A checkpoint: its keys, and the groups and state of its optimizers by parameter name.
 
-    ``shares``: whether rank 0 shares its reads with other ranks.
+    ``shares``: whether rank 0 shares its reads with other ranks. ``home``: the identity of rank 0's store.
     """
 
-    def __init__(self, store: Store, commit: Commit, contents: Contents, *, shares: bool = False) -> None:
-        self.store, self.commit, self.contents, self.shares = store, commit, contents, shares
+    def __init__(
+        self,
+        store: Store,
+        commit: Commit,
+        contents: Contents,
+        *,
+        shares: bool = False,
+        home: StoreIdentity | None = None,
+    ) -> None:
+        self.store, self.commit, self.contents, self.shares, self.home = store, commit, contents, shares, home
         self.checkpoint = Checkpoint(store.repository, commit)
         self.where, self._tree = contents.where, contents.tree
 

@@ -19,7 +19,7 @@ from casckpt.frontends.training_state.groups import merged
 from casckpt.frontends.training_state.optimizer import tensors_below
 from casckpt.frontends.training_state.stored import MODEL, OPTIM, StoredGroups, StoredTraining
 from casckpt.loading.arguments import Rename
-from casckpt.ranks.agreement import check_same, named
+from casckpt.ranks.agreement import StoreIdentity, check_same, named
 from casckpt.ranks.messages import WithObjects
 from casckpt.ranks.ranks import Ranks, everyone, exchange_keeping
 from casckpt.saving.replicas import digest_of
@@ -166,7 +166,9 @@ def find(
     def hello() -> tuple[Store, tuple[str, list[str]]]:
         return as_store(store), (named(ref), list(optimizers()))
 
-    def read(opened: Store, asked: Sequence[tuple[str, list[str]]]) -> Sequence[tuple[Commit, Manifest, Groups, bool]]:
+    def read(
+        opened: Store, asked: Sequence[tuple[str, list[str]]]
+    ) -> Sequence[tuple[Commit, Manifest, Groups, bool, StoreIdentity]]:
         check_same([text for text, _ in asked])
         stored = StoredTraining.read(opened, ref)
         groups: Groups = {}
@@ -176,13 +178,14 @@ def find(
             with suppress(*([Mismatch] if lenient else [])):
                 if required or stored.has_optimizer(at):
                     groups[key] = stored.groups(at, allow_pickle=allow_pickle)
-        return everyone((stored.commit, stored.contents.manifest, groups, opened.repository.shares), ranks.size)
+        shares, home = opened.repository.shares, StoreIdentity.of(opened.repository)
+        return everyone((stored.commit, stored.contents.manifest, groups, shares, home), ranks.size)
 
-    opened, (commit, manifest, groups, shares) = exchange_keeping(ranks, hello, read)
+    opened, (commit, manifest, groups, shares, home) = exchange_keeping(ranks, hello, read)
     contents = Contents(manifest, extensions=TORCH_EXTENSIONS)
     if ranks.rank != 0:
         contents.adopt(opened.repository, commit)
-    return StoredTraining(opened, commit, contents, shares=shares), groups
+    return StoredTraining(opened, commit, contents, shares=shares, home=home), groups
 
 
 def on_no_rank(found: Sequence[Sequence[str]]) -> list[str]:

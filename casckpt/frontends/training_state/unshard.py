@@ -185,5 +185,12 @@ def _unshard(
     stored, groups = find(ranks, store, ref, optimizers=lambda: keys, required=True, allow_pickle=allow_pickle)
     if stored.shares and not rank0_only:
         return read(ranks, stored, groups.get(OPTIM))
-    is_wanted = rank == 0 or not rank0_only
-    return on_each(ranks, lambda: read(Solo(), stored, groups.get(OPTIM)) if is_wanted else {})
+
+    def alone() -> dict[str, Any]:
+        if rank0_only and rank != 0:
+            return {}
+        if stored.home is not None:
+            stored.home.check(stored.store.repository)
+        return read(Solo(), stored, groups.get(OPTIM))
+
+    return on_each(ranks, alone)
