@@ -15,6 +15,7 @@ import casckpt
 from casckpt.errors import Damaged, NotFound, Unsupported
 from casckpt.format import records
 from casckpt.format.keys import commit_key
+from casckpt.format.names import TxId
 from casckpt.format.records import Began
 from casckpt.history import commits, tags, transactions
 from casckpt.history.commits import forget, list_commits
@@ -183,7 +184,7 @@ def test_changes_of_other_settings_keep_the_requirements(repo: Repository, monke
 
 def test_a_returned_error_does_not_keep_the_variables_of_the_callers(tmp_path: Path) -> None:
     """Python 3.13 can reach the frames of all callers from its traceback, or from that of its context."""
-    error = fetch_record(repository(tmp_path), commit_key("1"))
+    error = fetch_record(repository(tmp_path), commit_key(TxId("1")))
     assert isinstance(error, NotFound)
     assert error.__traceback__ is None
     assert error.__context__ is None
