@@ -41,8 +41,9 @@ class MovingAverage:
     def advance(self, before: Path | None, after: str, newest: Checkpoint, folder: Path) -> Checkpoint:
         """Store the average of all checkpoints up to ``newest`` in ``folder``, and return it.
 
-        It continues the average in ``before``, if it exists, whose newest checkpoint has the id ``after``. Checkpoints
-        that are damaged or gone are left out. Raises their errors if ``newest`` is one of them, MissingKey, Mismatch.
+        It continues the average in ``before``, if it exists, whose newest checkpoint has the id ``after``. A new one
+        begins after the last checkpoint with other keys or shapes. Checkpoints that are damaged or gone are left out.
+        Raises their errors if ``newest`` is one of them, InvalidInput if ``before`` is damaged, MissingKey, Mismatch.
         """
         exact = None if before is None else exact_in(before)
         try:
@@ -54,24 +55,29 @@ class MovingAverage:
             try:
                 return self._fold(exact, new, folder)
             except (Damaged, Refused, NotFound) as error:
+                if before is not None and exact is not None and exact.id in error.checkpoints:
+                    raise _is_damaged(before) from error
                 rest = [one for one in new if one.id not in error.checkpoints]
                 if rest == new or rest[-1:] != [newest]:
                     raise
                 log.error("the average of %s leaves out a checkpoint: %s", self.run, error)
                 new = rest
+            except (MissingKey, Mismatch) as error:
+                why, _, advice = str(error).rpartition(": ")
+                if "select other keys" not in advice:  # all checkpoints fit together
+                    raise
+                if exact is None and new[1:] and "leave it out" in advice:
+                    log.warning("the average of %s begins after step %d: %s", self.run, new[0].step, why)
+                    new = new[1:]
+                    continue
+                begin = "" if exact is None else "begin a new average in a different folder, or "
+                raise type(error)(f"{why}: {begin}select other keys with keys= (--keys)", key=error.key) from error
 
     def _fold(self, exact: Checkpoint | None, new: Sequence[Checkpoint], folder: Path) -> Checkpoint:
         shutil.rmtree(folder, ignore_errors=True)
         store, keys = _store_in(folder), list(self.keys) or None
-        try:
-            chosen = [*([] if exact is None else [exact]), *new]
-            exact = merge(store, chosen, run="exact", step=0, ema=self.decay, keys=keys, dtype_of=_exact)
-        except (MissingKey, Mismatch) as error:
-            why = str(error).rpartition(": ")[0]
-            raise type(error)(
-                f"{why}: begin a new average in a different folder, or select other keys with keys= (--keys)",
-                key=error.key,
-            ) from error
+        chosen = [*([] if exact is None else [exact]), *new]
+        exact = merge(store, chosen, run="exact", step=0, ema=self.decay, keys=keys, dtype_of=_exact)
         own = {key: tensor.dtype for key, tensor in new[-1].tensors.items()}
         return merge(store, [exact], run="rounded", step=0, keys=keys, dtype_of=lambda name, _: own[name[1]])
 
@@ -81,9 +87,16 @@ def _exact(_: Name, computed_in: torch.dtype) -> str:
 
 
 def exact_in(folder: Path) -> Checkpoint | None:
-    """Return the unrounded average in a folder, or None if there is none."""
+    """Return the unrounded average in a folder, or None if there is none. Raises InvalidInput if it is damaged."""
     store = _store_in(folder)
-    return store.get("exact@0") if "exact@0" in store else None
+    try:
+        return store.get("exact@0") if "exact@0" in store else None
+    except (Damaged, Refused) as error:
+        raise _is_damaged(folder) from error
+
+
+def _is_damaged(folder: Path) -> InvalidInput:
+    return InvalidInput(f"the average in {folder} is damaged: delete this folder, and a new average begins")
 
 
 def _store_in(folder: Path) -> Store:

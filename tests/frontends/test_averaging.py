@@ -128,9 +128,27 @@ def test_an_average_that_cannot_continue_is_an_error(
     store.save({"model": state(1) | change, "step": 1}, run="run", step=1)
     with pytest.raises(error, match=f"{why}.*different folder, or select other keys with keys="):
         once(store, folder)
-    store.forget("run@0")
-    assert once(store, tmp_path / "other") == [1]
     assert once(store, tmp_path / "another", keys=["model.b"]) == [1]
+    assert once(store, tmp_path / "other") == [1]
+
+
+@pytest.mark.parametrize("change", [{"a": torch.ones(3)}, {"new": torch.ones(3)}, {"a": None}])
+def test_a_new_average_begins_after_the_last_checkpoint_that_does_not_fit(
+    store: Store, tmp_path: Path, change: dict[str, Any], caplog: pytest.LogCaptureFixture
+) -> None:
+    save(store, 1)
+    for step in (2, 3):
+        model = {key: tensor for key, tensor in (state(step) | change).items() if tensor is not None}
+        store.save({"model": model, "step": step}, run="run", step=step)
+    assert once(store, tmp_path / "to") == [3]
+    assert "the average of run begins after step 1: " in caplog.text
+    check(store, tmp_path / "to", "run@2", "run@3")
+
+
+def test_a_pattern_without_a_match_keeps_its_own_advice(store: Store, tmp_path: Path) -> None:
+    with pytest.raises(MissingKey, match="matches 'nope'") as raised:
+        once(store, tmp_path / "to", keys=["nope"])
+    assert "a new average" not in str(raised.value)
 
 
 def test_an_invalid_rule_is_refused(store: Store, tmp_path: Path) -> None:
