@@ -20,7 +20,7 @@ from typing import Self
 from casckpt.base.units import time_of
 from casckpt.errors import CasckptError, Conflict, InvalidInput, NotFound
 from casckpt.format.keys import check_tag
-from casckpt.history.commits import Commit, list_commits, refresh
+from casckpt.history.commits import Commit, CommitList, list_commits, refresh
 from casckpt.history.tags import Tag, end_generation, newest_generation, take_back, write_generation
 from casckpt.repository.reading import check_requirements
 from casckpt.repository.repository import Clock, Repository
@@ -40,13 +40,14 @@ Leases reuse these names, because each name permanently leaves a record in the s
 
 
 def hold(
-    repo: Repository, name: str, commit: Commit, seconds: float, *, behind: int | None = None
-) -> tuple[Tag, Commit]:
+    repo: Repository, name: str, commit: Commit, seconds: float, *, behind: int | None = None,
+    listed: CommitList | None = None,
+) -> tuple[Tag, Commit]:  # fmt: skip
     """Set tag ``name`` on ``commit`` for ``seconds``. Return the tag, and the checkpoint's visible commit.
 
     Raises `NotFound` if the checkpoint is not visible after the tag is set. In this case, the tag's previous state is
     restored. Raises `Conflict` if another process moved the tag at this moment, or since generation ``behind``. Raises
-    `InvalidInput` and `StorageError`.
+    `InvalidInput` and `StorageError`. ``listed``: as in `list_tags`, for names that a permanent tag may have had.
     """
     check_tag(name)
     if not seconds > 0:
@@ -54,7 +55,7 @@ def hold(
     check_requirements(repo)
     if not commit.visible and not (now := _visible(repo, commit)).visible:  # each tag leaves a record
         raise _not_visible(now)
-    number, found = newest_generation(repo, name)
+    number, found = newest_generation(repo, name, listed)
     if behind is not None and (number != behind or found.tags or found.damaged):
         raise Conflict(f"tag {name!r} was moved by another process", key=f"tags/{name}/{number}")
     tag = write_generation(repo, name, number + 1, commit, expires=_end(repo.clock, seconds))

@@ -474,7 +474,8 @@ class Store:
         if expires is None:
             tags.set_tag(self.repository, name, resolve(self.repository, ref))
         else:
-            hold(self.repository, name, resolve(self.repository, ref), seconds_of(expires, "expires"))
+            commit, seconds = resolve(self.repository, ref), seconds_of(expires, "expires")
+            hold(self.repository, name, commit, seconds, listed=commit_log.list_commits(self.repository))
 
     @contextmanager
     def lease(self, ref: str | Checkpoint, *, expires: Duration = "1h") -> Iterator[Checkpoint]:

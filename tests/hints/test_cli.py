@@ -115,7 +115,7 @@ def test_thinning_by_a_rule_works_with_the_suggested_pattern(
 
 
 @follows("cli/commands/list.py:checkpoint_rows", "the record of %s cannot be read; run `casckpt verify` for details")
-@follows("cli/commands/tag.py:_rows", "tag %s names a checkpoint with an unreadable record; run `casckpt verify`")
+@follows("cli/commands/tag.py:_rows", "tag %s names a checkpoint with an unreadable record (run `casckpt verify`")
 def test_verify_explains_an_unreadable_record(saved: Store, store_path: Path, messages: Messages, run: Run) -> None:
     record = store_path / commit_key(saved.get("a@1").commit.txid)
     saved.tag("best", "a@1")
@@ -124,6 +124,22 @@ def test_verify_explains_an_unreadable_record(saved: Store, store_path: Path, me
     for command in ("list", "tag"):
         advice = messages.text(run(command, store_path).output)
         assert record.name in run(*advice.command("verify"), store_path, status=4).output
+
+
+@follows("cli/commands/tag.py:_rows", "or one that this store does not have: set the tag again, or delete it")
+@pytest.mark.parametrize("way", ["set", "delete"])
+def test_a_tag_on_a_checkpoint_that_the_store_lacks_is_set_or_deleted(
+    saved: Store, tmp_path: Path, messages: Messages, run: Run, way: str
+) -> None:
+    """A copy by hand copied commits/ first, and then tags/."""
+    copy = shutil.copytree(saved.url, tmp_path / "copy")
+    saved.save({"w": torch.ones(2)}, run="a", step=9)
+    saved.tag("new", "a@9")
+    shutil.copytree(Path(saved.url, "tags"), copy / "tags", dirs_exist_ok=True)
+    advice = messages.text(run("tag", copy).output)
+    advice.says("set the tag again, or delete it")
+    run("tag", copy, *(("new", "a@1") if way == "set" else ("--delete", "new")))
+    assert "does not have" not in run("tag", copy).output
 
 
 @follows("cli/commands/settings.py:command", "--set and --unset both name …: pass only one of them")

@@ -29,6 +29,7 @@ from casckpt.history.transactions import revoke
 from casckpt.repository.repository import Repository
 from casckpt.storage.base import Known, ListedObject, ObjectStore
 from casckpt.storage.local.store import LocalStore
+from casckpt.store.store import Store
 from tests.support.faulty import FaultyStore, call_first, fail_after, fail_before
 from tests.support.gcs import keys, ticking
 from tests.support.repositories import again, commit_bare, meanwhile, memory, objects_of, repository
@@ -347,7 +348,7 @@ def damaged(repo: Repository) -> dict[str, CasckptError]:
     return dict(list_tags(repo, listed=list_commits(repo)).damaged)
 
 
-@pytest.mark.parametrize("way", ["set", "deleted"])
+@pytest.mark.parametrize("way", ["set", "expires", "deleted"])
 def test_a_tag_that_a_restored_copy_lacks_is_damaged_until_it_is_set_or_deleted(
     repo: Repository, tmp_path: Path, way: str
 ) -> None:
@@ -361,10 +362,12 @@ def test_a_tag_that_a_restored_copy_lacks_is_damaged_until_it_is_set_or_deleted(
         tags(restored, listed=list_commits(restored))
     if way == "set":
         assert set_tag(restored, "best", commit).generation == 3
+    elif way == "expires":
+        Store(restored).tag("best", commit.id, expires="1h")
     else:
         delete_tag(restored, "best")
     assert damaged(restored) == {}
-    assert list(tags(restored, listed=list_commits(restored))) == (["base", "best"] if way == "set" else ["base"])
+    assert list(tags(restored, listed=list_commits(restored))) == (["base"] if way == "deleted" else ["base", "best"])
 
 
 def test_tags_from_an_older_copy_are_damaged(repo: Repository, tmp_path: Path) -> None:

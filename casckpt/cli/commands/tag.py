@@ -64,7 +64,11 @@ def _rows(session: Session, only: str | None = None) -> list[dict[str, Any]]:
     for tag_name in listing.damaged_tags:
         log.warning("cannot read the record of tag %s: set the tag again, or delete it", tag_name)
     for tag_name in listing.lost_tags:
-        log.warning("tag %s names a checkpoint with an unreadable record; run `casckpt verify` for details", tag_name)
+        log.warning(
+            "tag %s names a checkpoint with an unreadable record (run `casckpt verify` for details), or one that this "
+            "store does not have: set the tag again, or delete it",
+            tag_name,
+        )
     rows = [
         {"name": tag_name} | brief(tag.checkpoint.commit) | {"expires": plain(tag.expires), "holder": tag.holder}
         for tag_name, tag in listing.tags.items()
