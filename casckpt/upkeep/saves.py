@@ -67,10 +67,10 @@ def foreign_commits(repo: Repository, commits: Iterable[Commit]) -> list[Commit]
     return [commit for commit in others if commit.committed.store not in merged]
 
 
-def why_foreign(repo: Repository, commits: Sequence[Commit]) -> str:
-    """Describe commits of other stores, and what to do about them."""
+def why_foreign(repo: Repository, commits: Sequence[Commit], every: Sequence[Commit] = ()) -> str:
+    """Describe commits of other stores, and what to do about them. ``every``: others, whose stores to accept too."""
     merged = (repo.settings.merged_stores or "").split(",")
-    stores = ",".join(sorted({*merged, *(commit.committed.store or "" for commit in commits)} - {""}))
+    stores = ",".join(sorted({*merged, *(commit.committed.store or "" for commit in (*commits, *every))} - {""}))
     more = f" and {len(commits) - 1} more" if commits[1:] else ""
     return (
         f"{commits[0]}{more} came from another store, whose files were merged into this one. Forget what does not "

@@ -248,6 +248,8 @@ def test_the_settings_may_accept_the_checkpoints_of_other_stores(local: Reposito
     foreign(local, 2)
     foreign(local, 3, store="third")
     assert "and 1 more came from another store" in refuses(local)
+    records = verify(local).records
+    assert all(record.why.endswith("merged_stores=another,third`") for record in records), "one advice for all of them"
     local.change_settings(merged_stores="another")
     assert "merged_stores=another,third`" in refuses(local)
     local.change_settings(merged_stores="another,third")
