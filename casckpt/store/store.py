@@ -466,16 +466,15 @@ class Store:
         """Set the tag ``name`` on a checkpoint, so that policies keep it. Restore the checkpoint if it is forgotten.
 
         ``expires``: the tag's lifetime ("12h", a timedelta). An expiring tag on a forgotten checkpoint raises NotFound
-        instead of restoring it. Raises Gone if the checkpoint was purged, and Conflict if another process is purging
-        it.
+        instead of restoring it. Raises Gone if the checkpoint was purged, and Conflict if that is happening now.
         """
         if isinstance(ref, str) and is_reference(name) and not is_reference(ref):
             raise InvalidInput(f"the tag name comes first, and then the checkpoint: call tag({ref!r}, {name!r})")
+        repo, commit = self.repository, resolve(self.repository, ref)
         if expires is None:
-            tags.set_tag(self.repository, name, resolve(self.repository, ref))
+            tags.set_tag(repo, name, commit)
         else:
-            commit, seconds = resolve(self.repository, ref), seconds_of(expires, "expires")
-            hold(self.repository, name, commit, seconds, listed=commit_log.list_commits(self.repository))
+            hold(repo, name, commit, seconds_of(expires, "expires"), listed=commit_log.list_commits(repo))
 
     @contextmanager
     def lease(self, ref: str | Checkpoint, *, expires: Duration = "1h") -> Iterator[Checkpoint]:
