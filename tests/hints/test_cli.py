@@ -194,6 +194,7 @@ def test_a_save_in_progress_can_be_revoked_by_name_as_advised(
     from casckpt.history.transactions import begin
 
     save = begin(saved.repository, "a", 3)
+    save.leave()  # its thread would otherwise live until the next collection of garbage
     command = ("transactions", store_path)
     advice = messages.text(run(*command, "--revoke", save.txid, "--give-up", save.txid, status=2).output)
     option = advice.says("--revoke")

@@ -150,6 +150,7 @@ def test_the_suggested_list_shows_a_save_in_progress(
 ) -> None:
     ended = trained.get("a@1").commit.txid
     save = begin(trained.repository, "a", 3)
+    save.leave()  # its thread would otherwise live until the next collection of garbage
     with messages.error(Conflict) as advice:
         trained.revoke(ended)
     assert trained.get("a@1").id[:12] in run(*advice.command("list", STORE=store_path)).output

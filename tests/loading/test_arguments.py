@@ -66,7 +66,7 @@ def test_an_unavailable_device_is_rejected(saved: casckpt.Store) -> None:
 @pytest.mark.parametrize("ref", [5, None, b"latest", ("default", 1)])
 def test_values_that_are_not_references_are_rejected(saved: casckpt.Store, ref: Any) -> None:
     for call in (saved.get, saved.read, saved.forget, saved.verify, saved.restore, saved.__contains__):
-        with pytest.raises(InvalidInput, match="is not a str"):
+        with pytest.raises(InvalidInput, match="a reference must be a str"):
             call(ref)
 
 
