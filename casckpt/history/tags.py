@@ -58,9 +58,10 @@ class TagList:
 
     def raise_damage(self) -> None:
         """Raise the first error in ``damaged``, with advice."""
+        others = f" ({len(self.damaged) - 1} more tags have the same problem)" if len(self.damaged) > 1 else ""
         for name, error in self.damaged.items():
             advice = f"Set the tag again, or delete it (`casckpt tag STORE --delete {name}`)"
-            raise type(error)(f"{error}. {advice}", key=error.key) from error
+            raise type(error)(f"{error}. {advice}{others}", key=error.key) from error
 
 
 def list_tags(repo: Repository, *, anew: bool = False, slack: int = 0, listed: CommitList | None = None) -> TagList:

@@ -145,6 +145,22 @@ def test_a_new_average_begins_after_the_last_checkpoint_that_does_not_fit(
     check(store, tmp_path / "to", "run@2", "run@3")
 
 
+@pytest.mark.parametrize("pattern", ["casckpt.json", "objects/*/*.safetensors", "objects/*/*.manifest"])
+def test_a_damaged_average_is_not_blamed_on_new_checkpoints(store: Store, tmp_path: Path, pattern: str) -> None:
+    folder = tmp_path / "to"
+    once(store, folder)
+    (average,) = folder.glob("*-average")
+    for path in (average / "store").glob(pattern):
+        path.chmod(0o600)
+        path.write_bytes(path.read_bytes()[: path.stat().st_size // 2])
+    save(store, 1)
+    with pytest.raises(InvalidInput, match=f"{average} is damaged: delete this folder, and a new average begins"):
+        once(store, folder)
+    shutil.rmtree(average)
+    assert once(store, folder) == [1]
+    check(store, folder, "run@..")
+
+
 def test_a_pattern_without_a_match_keeps_its_own_advice(store: Store, tmp_path: Path) -> None:
     with pytest.raises(MissingKey, match="matches 'nope'") as raised:
         once(store, tmp_path / "to", keys=["nope"])

@@ -447,7 +447,7 @@ def test_a_merge_leaves_out_what_a_checkpoint_lacks(saved: Store, run: Run, mess
     assert [[*saved.read(f"m@{step}")] for step in (1, 2, 3)] == [["w"]] * 3
 
 
-@follows("frontends/averaging.py:MovingAverage.advance", "begin a new average in a different folder, or select other")
+@follows("frontends/averaging.py:MovingAverage.advance", "select other keys with keys= (--keys)")
 def test_an_average_that_cannot_continue_begins_in_a_different_folder(
     saved: Store, run: Run, messages: Messages, tmp_path: Path
 ) -> None:
@@ -463,30 +463,6 @@ def test_an_average_that_cannot_continue_begins_in_a_different_folder(
     follow("w", advice.says("--keys"), "w")
     advice.says("a different folder")
     follow("y")
-
-
-@follows("frontends/averaging.py:_is_damaged", "is damaged: delete this folder, and a new average begins")
-@pytest.mark.parametrize("pattern", ["casckpt.json", "objects/*/*.safetensors", "objects/*/*.manifest"])
-def test_a_damaged_average_is_not_blamed_on_new_checkpoints(
-    saved: Store, messages: Messages, tmp_path: Path, pattern: str
-) -> None:
-    def follow() -> list[int]:
-        follower = Follower(saved, "b", tmp_path / "x", merge="ema:0.9")
-        return [switch.checkpoint.step for switch in follower.follow(once=True)]
-
-    for step in (2, 3):
-        saved.save({"w": torch.full((5000,), float(step))}, run="b", step=step)
-        follow()
-    (average,) = (tmp_path / "x").glob("*-average")
-    for path in (average / "store").glob(pattern):
-        path.chmod(0o600)
-        path.write_bytes(path.read_bytes()[:-100])
-    saved.save({"w": torch.full((5000,), 4.0)}, run="b", step=4)
-    with messages.error(InvalidInput) as advice:
-        follow()
-    advice.says(f"{average} is damaged: delete this folder")
-    shutil.rmtree(average)
-    assert follow() == [4]
 
 
 @follows("frontends/merging.py:_Merging.choose", "keep that of the last one with keep= (--keep), or select")

@@ -380,6 +380,15 @@ def test_tags_from_an_older_copy_are_damaged(repo: Repository, tmp_path: Path) -
     assert damaged(restored) == {}
 
 
+def test_an_error_about_a_missing_tag_counts_the_others(repo: Repository, tmp_path: Path) -> None:
+    commit = commit_bare(repo)
+    for name in ("a", "b", "c"):
+        set_tag(repo, name, commit)
+    restored = left_out(repo, tmp_path, "tags/")
+    with pytest.raises(Damaged, match=r"--delete a`.*2 more tags have the same problem"):
+        tags(restored, listed=list_commits(restored))
+
+
 def test_deleted_expiring_and_older_tags_are_never_missing(repo: Repository, tmp_path: Path) -> None:
     commit = commit_bare(repo)
     set_tag(repo, "deleted", commit)
