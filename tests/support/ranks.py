@@ -248,6 +248,7 @@ def _serve(pipe: Connection, *output: Any) -> None:
         os.dup2(file.detach(), number)
     torch.set_num_threads(1)
     warnings.simplefilter("error")
+    warnings.filterwarnings("ignore", "DTensor random operators|TypedStorage is deprecated")  # torch 2.6 itself
     os.environ["CUDA_VISIBLE_DEVICES"] = ""  # meshes are on the CPU; torch would shard on any visible GPU
     while True:
         try:
@@ -297,8 +298,9 @@ def _forget_meshes() -> None:
     clear = getattr(debug, "_clear_sharding_prop_cache", None)
     if clear is not None:
         clear()
-    else:  # an older torch
-        DTensor._op_dispatcher.sharding_propagator.propagate_op_sharding.cache_clear()  # type: ignore[no-untyped-call] # as torch has it
+    else:  # an older torch; in 2.6, the function is an attribute
+        cached: Any = DTensor._op_dispatcher.sharding_propagator.propagate_op_sharding
+        getattr(cached, "cache", cached).cache_clear()
 
 
 def _tcp_store(own: Store, rank: int, size: int) -> Store:
