@@ -144,7 +144,6 @@ WORK: dict[str, Callable[[Cloud], None]] = {
 }
 
 
-@pytest.mark.timeout(120)
 @pytest.mark.parametrize("work", WORK)
 def test_work_survives_a_night(work: str, cloud: Cloud, full: bool) -> None:
     """By default, half of the troubles begin at one of the requests each. With ``--full``, all begin at every request.
