@@ -173,8 +173,8 @@ class Transaction:
     def abort(self, reason: str | BaseException) -> bool:
         """Create the `revoked` record. Return True if the transaction is now revoked, by this call or by a gc.
 
-        Returns False if it was committed (the answer may have been lost), or if the storage fails. If the storage
-        fails, a later gc revokes the transaction. Never raises a storage error, because callers run this while they
+        Returns False if it was committed (the answer may have been lost), if the store was deleted, or if the storage
+        fails. If the storage fails, a later gc revokes the transaction. Never raises a storage error, because callers run this while they
         handle a different error.
         """
         if self._has_committed:
@@ -182,6 +182,8 @@ class Transaction:
         self._pulse.stop()
         text = reason if isinstance(reason, str) else f"{type(reason).__name__}: {reason}"
         try:
+            if not self._repo.fresh().exists():
+                return False  # it was deleted, and a record would make its place look like a damaged store
             revoke(self._repo, self.txid, text)
             found = self._repo.get_record(commit_key(self.txid), FirstRecord)
         except CasckptError as error:

@@ -135,6 +135,14 @@ def test_an_abort_after_a_revocation_by_gc_succeeds(repo: Repository) -> None:
     assert files(repo) == []
 
 
+def test_an_abort_in_a_deleted_store_leaves_nothing_behind(repo: Repository) -> None:
+    one = begin(repo, "a", 1, seconds=NEVER)
+    for entry in list(repo.storage.list("")):
+        repo.storage.delete(entry.key)
+    assert not one.abort("the store is gone")
+    assert list(repo.storage.list("")) == []
+
+
 def test_an_abort_of_a_committed_transaction_reports_the_commit(repo: Repository) -> None:
     one = begin(repo, "a", 1, seconds=NEVER)
     commit(repo, committed(repo, "a", 1, txid=one.txid))

@@ -215,12 +215,12 @@ def outcome_of(call: Callable[[], Any]) -> Any:
 
 def tell(name: str) -> None:
     """Release the ranks that are in a `wait_for` call with this name in this job."""
-    _store().set(f"tests/{name}", "")
+    _store().set(name, "")
 
 
 def wait_for(name: str) -> None:
     """Wait until some rank of this job calls `tell` with ``name``."""
-    _store().wait([f"tests/{name}"], timedelta(seconds=PATIENCE))
+    _store().wait([name], timedelta(seconds=PATIENCE))
 
 
 def comes_last(name: str, rank: int, size: int, who: int) -> bool:
@@ -279,7 +279,7 @@ def _run(request: _Request) -> Any:
     rank, size = request.rank, request.size
     os.chdir(request.folder)
     own = FileStore(f"{request.folder}/meeting", size)
-    _meeting[:] = [PrefixStore("job", own)]
+    _meeting[:] = [FileStore(f"{request.folder}/tests", size)]  # a stopped rank may hold the lock of the other file
     timeout = timedelta(seconds=request.timeout)
     store = _tcp_store(own, rank, size) if request.tcp else PrefixStore("group", own)
     dist.init_process_group(request.backend, store=store, rank=rank, world_size=size, timeout=timeout)
