@@ -89,3 +89,12 @@ def test_verbose_logs_each_step(saved: Path, run: Run, tmp_path: Path) -> None:
     for command, line in said.items():
         told = run(*command, "-v").stderr
         assert line in told, told
+
+
+def test_an_option_that_accepts_a_single_value_cannot_be_repeated(saved: Path, as_json: AsJson) -> None:
+    for name in ("x", "y"):
+        as_json("tag", saved, name, "a@1")
+    error = as_json("tag", saved, "--delete", "x", "--delete=y", status=2)["error"]
+    assert error["message"] == "--delete accepts a single value: pass it once"
+    assert "--store accepts a single value" in as_json("tags", "-s", saved, "--store", saved, status=2)["error"]["message"]
+    assert [tag["name"] for tag in as_json("tag", saved, "-v", "-v", "--json")] == ["x", "y"]
