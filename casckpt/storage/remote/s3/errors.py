@@ -139,8 +139,10 @@ async def as_failure(call: Awaitable[T]) -> T:
 
 
 def is_about_credentials(error: Exception) -> bool:
-    """Return whether the server says that the credentials are no longer valid."""
-    return isinstance(error, ClientError) and (error.response["Error"].get("Code") in _ENDED or status_of(error) == 401)
+    """Return whether the server says that the credentials are no longer valid, or the last lookup found none."""
+    if not isinstance(error, ClientError):
+        return isinstance(error, _NO_CREDENTIALS)
+    return error.response["Error"].get("Code") in _ENDED or status_of(error) == 401
 
 
 def status_of(error: ClientError) -> int:
