@@ -3115,6 +3115,20 @@ PLANTED = (
         "tests/store/test_places.py",
     ),
     Planted(
+        "a store is created although listings lack new objects",
+        "_check_listed",
+        "    for key in {*keys} - {",
+        "    for key in set() & {",
+        "tests/repository/test_exclusive.py",
+    ),
+    Planted(
+        "a store is created although a rule deletes its objects",
+        "require_lasting",
+        "    if finding is not None and finding.ok is False:\n",
+        "    if finding is not None and finding.ok is True:\n",
+        "tests/repository/test_exclusive.py",
+    ),
+    Planted(
         "doctor does not look for zonal buckets",
         "FsspecClient.examine",
         'if hasattr(self._fs, "_is_zonal_bucket") and',

@@ -116,7 +116,20 @@ REQUIRE_SIGNATURE = click.Option(
 )
 
 
-class StoreCommand(click.Command):
+class Command(click.Command):
+    """A command that refuses a repeated option of which only the last value would count."""
+
+    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
+        """Parse the arguments. Raises UsageError for an option that may not be repeated."""
+        _, _, given = self.make_parser(ctx).parse_args(args=[*args])
+        for option in given:
+            is_single = isinstance(option, click.Option) and not (option.multiple or option.is_flag or option.count)
+            if is_single and given.count(option) > 1:
+                raise click.UsageError(f"{max(option.opts, key=len)} accepts a single value: pass it once", ctx)
+        return super().parse_args(ctx, args)
+
+
+class StoreCommand(Command):
     """A command whose first argument is STORE unless an option or the environment sets the store."""
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
@@ -185,7 +198,7 @@ def plain_command(name: str) -> Callable[[Function], click.Command]:
         def call(**options: Any) -> int | None:  # see `store_command`
             return function(Output(_take_common(options)), **options)
 
-        made = click.command(name)(call)
+        made = click.command(name, cls=Command)(call)
         made.params = [*made.params, *COMMON]
         return made
 

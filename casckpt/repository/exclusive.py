@@ -1,4 +1,4 @@
-"""Checks that storage refuses to create a key twice. The safety of a store depends on this.
+"""Checks that storage refuses to create a key twice, and lists new keys. The safety of a store depends on this.
 
 Some S3-compatible servers and some old clients silently ignore the condition of a put. Two jobs can then both create
 the same key, and gc can delete objects that a save has just committed.
@@ -6,12 +6,12 @@ the same key, and gc can delete objects that a save has just committed.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 
 from casckpt.base.parallel import in_parallel
 from casckpt.errors import StorageError, Unsupported
-from casckpt.storage.base import AlreadyExists, ObjectStore
+from casckpt.storage.base import AlreadyExists, Examinable, ObjectStore
 
 PREFIX = "probes/"
 RACERS = 4
@@ -41,16 +41,28 @@ def require_exclusive(
         )
 
 
+def require_lasting(storage: ObjectStore) -> None:
+    """Raise `Unsupported` for storage that deletes or archives objects by age, as far as its settings can be read."""
+    if not (isinstance(storage, Examinable) and storage.traits.remote):
+        return
+    finding = None
+    with suppress(StorageError):  # writers may lack the permission to read settings
+        finding = next(storage.examine(), None)
+    if finding is not None and finding.ok is False:
+        raise Unsupported(f"{storage.url} is not safe for a store: {finding.found}. To fix this, {finding.advice}")
+
+
 def probe(storage: ObjectStore, entropy: Callable[[int], bytes], racers: int = RACERS) -> str:
     """Return what is wrong with exclusive creates in ``storage``, or "" if they work.
 
     Puts two small objects under probes/, several times each, and deletes them if the storage allows it. Raises
-    `StorageError` and `Unsupported`.
+    `Unsupported`, and `StorageError` also for a listing that lacks one of them.
     """
-    name = entropy(16).hex()
+    name = entropy(16).hex().upper()  # some servers change the case of keys
     keys = [f"{PREFIX}{name}-twice", f"{PREFIX}{name}-race"]
     try:
-        return _twice(storage, keys[0], entropy) or _race(storage, keys[1], entropy, racers)
+        why = _twice(storage, keys[0], entropy) or _race(storage, keys[1], entropy, racers)
+        return why or _check_listed(storage, keys)
     finally:
         for key in keys:
             with suppress(StorageError):  # writers may lack the permission to delete
@@ -74,6 +86,13 @@ def _race(storage: ObjectStore, key: str, entropy: Callable[[int], bytes], racer
     if won and found != won[0]:
         return "one of several concurrent creates of a key succeeded, but the key has the bytes of a different one"
     return "" if found in payloads else "none of several concurrent creates of a key succeeded"
+
+
+def _check_listed(storage: ObjectStore, keys: Sequence[str]) -> str:
+    for key in {*keys} - {entry.key for entry in storage.list(PREFIX)}:
+        why = "gc could therefore delete what a checkpoint needs. Use storage that lists new objects immediately"
+        raise StorageError(f"{storage.url} does not list {key}, although it exists: {why}", key=key)
+    return ""
 
 
 def _wins(storage: ObjectStore, key: str, data: bytes) -> bool:

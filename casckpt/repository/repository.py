@@ -25,7 +25,7 @@ from casckpt.format.records import Marker, Record, Settings
 from casckpt.repository.blob_cache import BlobCache, in_memory
 from casckpt.repository.caches import ManifestCache, RecordCache, RunCaches
 from casckpt.repository.catalogue import Catalogue
-from casckpt.repository.exclusive import require_exclusive
+from casckpt.repository.exclusive import require_exclusive, require_lasting
 from casckpt.repository.signing_keys import KeyFile, KeyFiles, PublicKey, private_key, public_keys
 from casckpt.storage import open_storage
 from casckpt.storage.base import AlreadyExists, ObjectStore
@@ -158,7 +158,7 @@ class Repository:
         ``cell_bytes``, ``blob_bytes``: as in `Marker`. This always queries the storage, because the store that this
         process knows may have been deleted. An existing store keeps its sizes. Raises `Damaged` if the store has lost
         its marker, `InvalidInput`, `StorageError`, the errors of `marker`, and `Unsupported` for storage that cannot
-        create keys exclusively.
+        create keys exclusively, or deletes objects by age.
         """
         marker = Marker(
             format=records.FORMAT_VERSION,
@@ -174,6 +174,7 @@ class Repository:
             return False
         self._check_lost()  # its listing also detects a missing bucket, which some servers would create on a put
         probed = self._check_creates(new=True)
+        require_lasting(self.storage)
         made = self._put_once(keys.MARKER, data)
         self._know(marker if made else self._read_marker())
         if probed:

@@ -82,6 +82,7 @@ class Examinable(Protocol):
     def examine(self, sample: str | None = None) -> Iterator[Finding]:
         """Yield facts about the settings without writing anything. Raises `casckpt.errors.StorageError`.
 
+        The first fact decides whether a store may be created.
         ``sample``: the key of an object that was just put, or None if nothing can be put.
         """
 

@@ -22,6 +22,7 @@ T = TypeVar("T")
 RACERS = 8
 _SMALL = 20  # objects
 _LARGE, _LARGE_BYTES = 4, 8 << 20
+_FIX = "fix this error, then rerun doctor"
 _USE_ANOTHER = "checkpoints are not safe here: use a different storage, or repair this one"
 
 
@@ -31,7 +32,7 @@ def examine(repo: Repository) -> Iterator[Finding]:
         yield Finding("write", None, "the storage is read-only, so no other check ran", "save to a different store")
         return
     probes = _Probes(repo)
-    yield (writes := _safely("write", probes.write))
+    yield (writes := _safely("write", probes.write, f"{_FIX}: without writes, only settings are checked"))
     if writes.ok:
         yield _safely("create-only", lambda: _creates(repo))
         for name, check in probes.checks().items():
@@ -48,11 +49,11 @@ def _settings_of(storage: Examinable, probes: _Probes | None) -> Iterator[Findin
         yield Finding("settings", False, str(error), "see above")
 
 
-def _safely(name: str, check: Callable[[], Finding]) -> Finding:
+def _safely(name: str, check: Callable[[], Finding], advice: str = _FIX) -> Finding:
     try:
         return check()
     except CasckptError as error:
-        return Finding(name, False, str(error), "fix this error, then rerun doctor")
+        return Finding(name, False, str(error), advice)
 
 
 def _creates(repo: Repository) -> Finding:

@@ -89,3 +89,13 @@ def test_verbose_logs_each_step(saved: Path, run: Run, tmp_path: Path) -> None:
     for command, line in said.items():
         told = run(*command, "-v").stderr
         assert line in told, told
+
+
+def test_an_option_that_accepts_a_single_value_cannot_be_repeated(saved: Path, as_json: AsJson) -> None:
+    for name in ("x", "y"):
+        as_json("tag", saved, name, "a@1")
+    error = as_json("tag", saved, "--delete", "x", "--delete=y", status=2)["error"]
+    assert error["message"] == "--delete accepts a single value: pass it once"
+    error = as_json("tags", "-s", saved, "--store", saved, status=2)["error"]
+    assert error["message"].startswith("--store accepts a single value")
+    assert [tag["name"] for tag in as_json("tag", saved, "-v", "-v", "--json")] == ["x", "y"]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from uuid import uuid4
@@ -13,7 +13,7 @@ import pytest
 from casckpt.errors import StorageError, Unsupported
 from casckpt.repository.exclusive import PREFIX, RACERS, probe
 from casckpt.repository.repository import Repository
-from casckpt.storage.base import AlreadyExists, ObjectStore, Traits
+from casckpt.storage.base import AlreadyExists, Finding, Known, ListedObject, ObjectStore, Traits
 from casckpt.storage.memory import MemoryStore
 from casckpt.upkeep.doctor import examine
 from tests.support.faulty import FaultyStore, fail_before
@@ -186,3 +186,43 @@ class Losing(Unknown):
 def test_a_probe_whose_responses_are_lost_is_inconclusive(tmp_path: Path) -> None:
     assert probe(Losing(), counter()) == ""
     assert all(found.ok is not False for found in examine(Repository(Losing(), tmp_path)))
+
+
+class Hiding(Unknown):
+    """Storage whose listings lack keys that contain ``hidden``."""
+
+    hidden = ""
+
+    def list(self, prefix: str, *, known: Known | None = None) -> Iterator[ListedObject]:
+        return (entry for entry in super().list(prefix) if not self.hidden or self.hidden not in entry.key)
+
+
+def test_a_store_is_not_created_on_storage_whose_listings_lack_new_objects(tmp_path: Path) -> None:
+    storage = Hiding()
+    repo, storage.hidden = Repository(storage, tmp_path), "-twice"
+    with pytest.raises(StorageError, match=r"does not list probes/.*-twice, although it exists: gc could"):
+        repo.create()
+    (finding,) = (found for found in examine(repo) if found.ok is False)
+    assert "does not list probes/" in finding.found
+    storage.hidden = ""
+    assert list(storage.list("")) == []
+
+
+class Expiring(Unknown):
+    """Storage with a rule that deletes objects, which only some credentials may read."""
+
+    may_read = True
+
+    def examine(self, sample: str | None = None) -> Iterator[Finding]:
+        if not self.may_read:
+            raise StorageError("the settings cannot be read")
+        yield Finding("lifecycle", False, "a rule deletes objects", "remove the rule")
+
+
+def test_a_store_is_not_created_where_a_rule_is_seen_to_delete_its_objects(tmp_path: Path) -> None:
+    storage = Expiring()
+    with pytest.raises(Unsupported, match=r"a rule deletes objects\. To fix this, remove the rule"):
+        Repository(storage, tmp_path).create()
+    assert list(storage.list("")) == []
+    storage.may_read = False
+    assert Repository(storage, tmp_path).create()

@@ -193,6 +193,29 @@ def test_keys_that_arrive_after_the_old_ones_end_are_used_at_once(cloud: Cloud) 
     cloud.load()
 
 
+def test_a_file_of_keys_that_is_read_while_it_is_written_is_read_again(
+    cloud: Cloud, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A lookup that found no keys, or half of them, does not count."""
+    text = "[default]\naws_access_key_id = {}\naws_secret_access_key = secret\n"
+    file = tmp_path / "credentials"
+    file.write_text(text.format("old"))
+    monkeypatch.setenv("AWS_SHARED_CREDENTIALS_FILE", str(file))
+    monkeypatch.setenv("AWS_CONFIG_FILE", "/nowhere")
+    for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY"):
+        monkeypatch.delenv(name)
+    cloud.use({})
+    cloud.load()
+    cloud.proxy.allow(lambda request: request.signer == "new", "ExpiredToken")
+    for half in ("", "[defa", text.format("ne").partition("aws_secret")[0], text.format("ne")):
+        file.write_text(half)
+        with pytest.raises(StorageError):
+            cloud.save()
+    file.write_text(text.format("new"))
+    cloud.save()
+    cloud.load()
+
+
 @pytest.mark.parametrize("printed", ["expired", "half"])
 def test_a_program_that_prints_keys_fails_with_advice(
     printed: str, cloud: Cloud, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

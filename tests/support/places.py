@@ -38,8 +38,7 @@ class Place:
     """A service, or a bucket with certain settings.
 
     ``tested``: what the tests run on, if not on an imitation. ``source``: where the quirks are documented, if it is
-    imitated. ``options``: the storage_options that it needs. ``unsafe``: the error of a save, or of `casckpt doctor` if
-    ``only_doctor``.
+    imitated. ``options``: the storage_options that it needs. ``unsafe``: the error of a save.
     """
 
     name: str
@@ -48,13 +47,12 @@ class Place:
     quirks: tuple[type[Quirk], ...] = ()
     options: Mapping[str, Any] = field(default_factory=dict)
     unsafe: str = ""
-    only_doctor: bool = False
     note: str = ""
 
     @property
     def row(self) -> str:
         """The row of the table."""
-        safe = ("**no**, see `doctor`" if self.only_doctor else "**no**, refused") if self.unsafe else "yes"
+        safe = "**no**, refused" if self.unsafe else "yes"
         tested = self.tested or (f"[imitated]({self.source})" if self.source else "imitated")
         differs = [(quirk.__doc__ or "").strip() for quirk in self.quirks]
         if self.options:
@@ -118,6 +116,9 @@ IMITATED: Final = (
         unsafe="concurrent creates of one key succeeded",
     ),
     Place(
+        "a server whose listings lag", quirks=(quirks.ListsLate,), unsafe="does not list .*, although it exists",
+    ),
+    Place(
         "a bucket that requires encryption", source=f"{_AWS}/UsingKMSEncryption.html",
         quirks=(quirks.RequiresEncryption, quirks.HasOwnEtags),
         options={"s3_additional_kwargs": {"ServerSideEncryption": "aws:kms"}},
@@ -129,7 +130,7 @@ IMITATED: Final = (
     ),
     Place(
         "a bucket that expires objects", source=f"{_AWS}/object-lifecycle-mgmt.html", quirks=(quirks.ExpiresObjects,),
-        unsafe="deletes this store's objects by age", only_doctor=True,
+        unsafe="deletes this store's objects by age", note="refused if the credentials may read the rules",
     ),
 )  # fmt: skip
 """Places that tests imitate from their documentation. No test has reached the real ones."""

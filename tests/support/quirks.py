@@ -227,6 +227,25 @@ class ListsFew(Quirk):
         return None
 
 
+@dataclass
+class ListsLate(Quirk):
+    """lists new objects after a while"""
+
+    _new: list[str] = field(default_factory=list)
+
+    def tell(self, request: Request, answer: Answer) -> Answer:
+        if request.method == "PUT" and answer.status == 200:
+            self._new.append(f"<Key>{request.path.split('/', 2)[2]}</Key>")
+        return answer.with_text(self._without_newest) if _is_listing(request) else answer
+
+    def _without_newest(self, text: str) -> str:
+        entries = re.findall(r"<Contents>.*?</Contents>", text, re.DOTALL)
+        for entry in entries:
+            if any(key in entry for key in self._new[-2:]):
+                text = text.replace(entry, "")
+        return text
+
+
 class ListsOnlyV2(Quirk):
     """lists objects only with ListObjectsV2, and has no settings of buckets"""
 

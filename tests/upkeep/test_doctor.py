@@ -125,7 +125,7 @@ def test_doctor_without_delete_permission_reports_what_gc_needs(tmp_path: Path) 
 
 def test_failing_storage_is_reported_as_a_finding(tmp_path: Path) -> None:
     found = findings(FaultyStore(Own(), [fail_before("list", times=1000)]), tmp_path)
-    assert bad(found) == {"list-after-write", "delete"}
+    assert bad(found) == {"create-only", "list-after-write", "delete"}
 
 
 def test_doctor_records_its_result_in_the_settings(tmp_path: Path) -> None:

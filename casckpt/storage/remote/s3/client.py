@@ -233,7 +233,7 @@ class S3Client:
         except ClientError as error:
             if status_of(error) == 404:
                 return None
-            if status_of(error) in (400, 401, 403):
+            if status_of(error) in (301, 400, 401, 403):
                 self.call("list_objects_v2", MaxKeys=1)  # its error gives a reason; the error of a HEAD has no body
             raise
         return answer

@@ -108,6 +108,8 @@ def _explain_answer(error: ClientError) -> ExplainedFailure:
         return ExplainedFailure(f"the server answers {text}; try again later", again=True)
     if code in _ADVICE or status in (401, 403):
         advice = _ADVICE.get(code, _ADVICE["AccessDenied" if status == 403 else "Unauthorized"])
+        if code not in _ADVICE or code == "AccessDenied":
+            advice += f" (the server answers {text})"
         return ExplainedFailure(advice + _about_policy(text))
     kind = NotFound if status == 404 else StorageError
     return ExplainedFailure(f"the server answers {text}; check the bucket and the storage_options", kind=kind)
@@ -137,8 +139,10 @@ async def as_failure(call: Awaitable[T]) -> T:
 
 
 def is_about_credentials(error: Exception) -> bool:
-    """Return whether the server says that the credentials are no longer valid."""
-    return isinstance(error, ClientError) and (error.response["Error"].get("Code") in _ENDED or status_of(error) == 401)
+    """Return whether the server says that the credentials are no longer valid, or the last lookup found none."""
+    if not isinstance(error, ClientError):
+        return isinstance(error, _NO_CREDENTIALS)
+    return error.response["Error"].get("Code") in _ENDED or status_of(error) == 401
 
 
 def status_of(error: ClientError) -> int:

@@ -26,12 +26,12 @@ _EXPIRE_OLD = "set a lifecycle rule with NoncurrentVersionExpiration and Expired
 
 def examine(call: Call, prefix: str, sample: str | None = None) -> Iterator[Finding]:
     """Yield the facts for `casckpt doctor` without writing anything. ``sample``: the key of an object of a put."""
+    yield _ask("lifecycle", lambda: _lifecycle(call, prefix))
     yield _ask("clock", lambda: _clock(call))
     if sample is not None:
         yield _ask("metadata", lambda: _metadata(call, prefix + sample))
     yield _ask("versions", lambda: _versions(call, prefix))
     yield _ask("lock", lambda: _lock(call))
-    yield _ask("lifecycle", lambda: _lifecycle(call, prefix))
     yield _ask("multipart", lambda: _multipart(call, prefix))
 
 

@@ -210,3 +210,9 @@ def test_an_unspecific_error_names_both_features_that_may_be_missing() -> None:
     assert "single_writer" in why
     assert "AWS_REQUEST_CHECKSUM_CALCULATION" in why
     assert "checksum" not in explain(answer(403, "AccessDenied", "Access Denied")).why
+
+
+def test_a_denied_request_shows_what_the_server_says() -> None:
+    for code, message in (("AccessDenied", "Object is WORM protected"), ("InvalidObjectState", "in GLACIER")):
+        why = explain(answer(403, code, message)).why
+        assert why.endswith(f"s3:DeleteObject (the server answers 403 {code} {message})")
