@@ -174,8 +174,8 @@ class Transaction:
         """Create the `revoked` record. Return True if the transaction is now revoked, by this call or by a gc.
 
         Returns False if it was committed (the answer may have been lost), if the store was deleted, or if the storage
-        fails. If the storage fails, a later gc revokes the transaction. Never raises a storage error, because callers run this while they
-        handle a different error.
+        fails. If the storage fails, a later gc revokes the transaction. Never raises a storage error, because callers
+        run this while they handle a different error.
         """
         if self._has_committed:
             return False
