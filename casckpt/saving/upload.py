@@ -6,11 +6,11 @@ There are two phases. Each uses all cores:
   For a frozen tensor, it hashes a sample. It skips small tensors, and cells that the last save stored as deltas. The
   second phase packs the skipped cells, and stores only those with unknown digests.
 - **pack**: workers take unknown cells from a queue, copy each into an aligned buffer, and hash it there, so that the
-  hashed bytes are the stored bytes. Small tensors are copied, hashed and compared in lots of 1 MiB. Then the workers
-  put the full buffer as a blob. If a cell was encoded, the next cell overwrites it in the buffer, because frames go
-  into separate blobs. Each branch of the state has its own queue, and therefore its own blobs. Cells that move out of
-  worn blobs also have their own queue. At any time, one worker per core fills buffers, while the other workers wait
-  for the disk.
+  hashed bytes are the stored bytes. Small tensors come in lots of 4 MiB. If the first of a lot is unchanged, all are
+  hashed in place, and only those that changed are copied. Then the workers put the full buffer as a blob. If a cell
+  was encoded, the next cell overwrites it in the buffer, because frames go into separate blobs. Each branch of the
+  state has its own queue, and therefore its own blobs. Cells that move out of worn blobs also have their own queue.
+  At any time, one worker per core fills buffers, while the other workers wait for the disk.
 
 The workers' buffers limit memory use, whatever the size of the state. The next save reuses them.
 """
@@ -27,12 +27,14 @@ from threading import BoundedSemaphore, Event, Lock
 from time import perf_counter
 
 import numpy as np
+import numpy.typing as npt
 
 from casckpt.base.groups import in_batches
 from casckpt.base.parallel import run_all, usable_cores, useful_threads
 from casckpt.base.progress import Progress, silent
 from casckpt.contents import blobs
 from casckpt.format.blob_writer import BlobWriter, buffer_bytes, padded
+from casckpt.format.columns import Ints
 from casckpt.format.digest import cell_digest, cell_digests
 from casckpt.format.extents import DIGEST_BYTES, Frame, StoredCell
 from casckpt.format.names import CellDigest, TxId
@@ -45,7 +47,7 @@ from casckpt.saving.health_scan import HealthScan
 from casckpt.saving.local_entries import Cell, LocalEntry, SmallCells
 from casckpt.storage.buffers import BufferPool, KeptBuffers, address
 from casckpt.tensors import gpu
-from casckpt.tensors.memory import Memory, copy_addresses, copy_bytes
+from casckpt.tensors.memory import ADDRESSES, Memory, copy_addresses, copy_bytes
 
 _ROOM = 8 << 20
 
@@ -101,7 +103,7 @@ def copier(rooms: BufferPool | None) -> Iterator[Copier]:
 log = logging.getLogger(__name__)
 _TASK_BYTES = 8 << 20
 _TASK_CELLS = 4096
-_SMALL_LOT = 1 << 20  # bytes; small cells are copied and hashed together
+_SMALL_LOT = 4 << 20  # bytes; small cells are compared, copied and hashed together
 _SMALL = 64 << 10  # bytes; below this size, copying a cell costs less than hashing a changed cell twice
 _SAMPLE = 16  # the maximum number of cells of a frozen tensor that are hashed; the minimum is 1
 _BUFFERS = KeptBuffers()  # shared by all stores of this process
@@ -348,32 +350,55 @@ class Upload:
         return place, None
 
     def _write_small(self, cells: SmallCells, writer: BlobWriter, buffer: memoryview, number: int) -> None:
-        """Copy and hash cells. Those that are new remain in the buffer, next to each other."""
-        placed, known, sizes = cells.placed, cells.known, cells.placed.nbytes
-        ends = writer.end + np.cumsum(sizes)
-        copy_addresses(address(buffer) + ends - sizes, cells.address, sizes)
-        spans = list(zip((ends - sizes).tolist(), ends.tolist(), strict=True))
-        hashed = cell_digests(buffer, spans)
-        placed.digest[:] = np.frombuffer(hashed, np.uint8).reshape(-1, DIGEST_BYTES)
-        is_same = known.is_whole & (known.digest == placed.digest).all(axis=1)
-        if self.scan is not None:
-            for row, ((lo, hi), same) in enumerate(zip(spans, is_same, strict=True)):
-                digest = CellDigest(placed.digest[row].tobytes())
-                self.scan.scan(self.sources[cells.source[row]], buffer[lo:hi], digest, is_unchanged=same)
+        """Find or store cells. If the first is unchanged, compare all of them in place, and copy only the others.
+
+        Copied cells that are new remain in the buffer, next to each other.
+        """
+        placed, known, usable = cells.placed, cells.known, self.known.usable_cells(cells.known)
         placed.is_whole[:], placed.blob[:], placed.offset[:] = False, known.blob, known.offset
-        places, dtype = list[tuple[bool, int, int]](), self.sources[_first(cells)].dtype
-        others = np.flatnonzero(~(is_same & self.known.usable_cells(known)))
-        for row in others.tolist():
-            digest, (lo, hi), at = CellDigest(placed.digest[row].tobytes()), spans[row], writer.end
+        rows = np.arange(len(usable))
+        if usable[0] and self._same_small(cells, rows[:1], ADDRESSES, cells.address[:1]).all():
+            rows = rows[~(usable & self._same_small(cells, rows, ADDRESSES, cells.address))]
+        if len(rows):
+            sizes = placed.nbytes[rows]
+            starts = writer.end + np.cumsum(sizes) - sizes
+            copy_addresses(address(buffer) + starts, cells.address[rows], sizes)
+            is_new = ~(usable[rows] & self._same_small(cells, rows, buffer, starts, stored=True))
+            self._add_small(cells, rows[is_new], starts[is_new], writer, buffer=buffer, number=number)
+        self.progress(cells.nbytes)
+
+    def _same_small(
+        self, cells: SmallCells, rows: Ints, data: memoryview, starts: Ints, *, stored: bool = False
+    ) -> npt.NDArray[np.bool_]:
+        """Hash some of the cells, which begin at ``starts`` in ``data``. Return which of them are the parent's cells.
+
+        Scan the health of these, or of all if they are ``stored`` there.
+        """
+        spans = list(zip(starts.tolist(), (starts + cells.placed.nbytes[rows]).tolist(), strict=True))
+        digests = np.frombuffer(cell_digests(data, spans), np.uint8).reshape(-1, DIGEST_BYTES)
+        cells.placed.digest[rows] = digests
+        same = cells.known.is_whole[rows] & (cells.known.digest[rows] == digests).all(axis=1)
+        if self.scan is not None:
+            for row in np.flatnonzero(same | stored).tolist():
+                source, (lo, hi), digest = cells.source[rows[row]], spans[row], CellDigest(digests[row].tobytes())
+                self.scan.scan(self.sources[source], data[lo:hi], digest, is_unchanged=same[row])
+        return same
+
+    def _add_small(
+        self, cells: SmallCells, rows: Ints, starts: Ints, writer: BlobWriter, *, buffer: memoryview, number: int
+    ) -> None:
+        """Find cells by their digests. Move those that are new to the end of the blob."""
+        placed, places, dtype = cells.placed, list[tuple[bool, int, int]](), self.sources[_first(cells)].dtype
+        for row, lo, nbytes in zip(rows.tolist(), starts.tolist(), placed.nbytes[rows].tolist(), strict=True):
+            digest, at = CellDigest(placed.digest[row].tobytes()), writer.end
             place, is_new = self._claim(self._find(None, digest), digest, number, at)
             if place.frame is not None:  # a frame of a different tensor, which columns cannot describe
                 place, is_new = PlacedCell(digest, True, number, at), True
             places.append((place.new, place.blob, place.offset))
             if is_new:
-                buffer[at : at + hi - lo] = buffer[lo:hi]  # a known cell may have been here
-                writer.add(dtype, hi - lo, digest)
-        placed.is_whole[others], placed.blob[others], placed.offset[others] = np.array(places).reshape(-1, 3).T
-        self.progress(cells.nbytes)
+                buffer[at : at + nbytes] = buffer[lo : lo + nbytes]  # a known cell may have been here
+                writer.add(dtype, nbytes, digest)
+        placed.is_whole[rows], placed.blob[rows], placed.offset[rows] = np.array(places).reshape(-1, 3).T
 
     def _scan(self, cell: Cell, data: memoryview, digest: CellDigest) -> None:
         """Scan the health of a cell while its bytes are in the CPU's cache."""
@@ -431,13 +456,13 @@ class _Queue(Queue[Cell | SmallCells]):
         self.frames = _Frames()
 
     def _place(self, number: int, begin: int, end: int) -> int:
-        """Split small cells into lots that stay in the CPU's cache, and at the end of the blob."""
+        """Split small cells into lots, and at the end of the blob."""
         cells = self._cells[number]
         if isinstance(cells, Cell):
             return super()._place(number, begin, end)
-        ends = np.cumsum(cells.placed.nbytes)
+        ends = np.cumsum(cells.placed.nbytes[:_TASK_CELLS])  # all of them would take time for each lot
         fits = int(np.searchsorted(ends, min(_SMALL_LOT, end - begin), side="right"))
-        if 0 < fits < len(ends):
+        if 0 < fits < len(cells.source):
             self._cells[number : number + 1] = [cells.rows(slice(fits)), cells.rows(slice(fits, None))]
         return begin + int(ends[max(fits, 1) - 1])
 

@@ -24,7 +24,7 @@ from casckpt.format.sections.index import Entry
 from casckpt.tensors.dtypes import torch_dtype
 from casckpt.tensors.gpu import wait_for_gpus
 
-_ADDRESSES = memoryview((ctypes.c_ubyte * (1 << 62)).from_address(0)).cast("B")
+ADDRESSES = memoryview((ctypes.c_ubyte * (1 << 62)).from_address(0)).cast("B")
 """All memory of this process. Small views are slices of it, because it would be slow to create each of them anew."""
 
 T = TypeVar("T", npt.NDArray[Any], torch.Tensor)
@@ -132,7 +132,7 @@ def tensor_bytes(data: torch.Tensor) -> memoryview | None:
         raise InvalidInput(
             "a tensor has no memory of its own, for example in a FakeTensorMode: call casckpt outside that mode"
         )
-    return _ADDRESSES[address : address + nbytes]
+    return ADDRESSES[address : address + nbytes]
 
 
 def tensor_over(data: memoryview, dtype: torch.dtype, shape: Shape) -> torch.Tensor:
