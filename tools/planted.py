@@ -1024,9 +1024,9 @@ PLANTED = (
     ),
     Planted(
         "a save does not keep the memory of small tensors",
-        "_plain_data",
-        "return data.data  #",
-        "return data  #",
+        "block_of",
+        "nbytes, storage)",
+        "nbytes, torch.UntypedStorage())",
         "tests/saving/test_local_entries.py",
     ),
     Planted(

@@ -23,7 +23,7 @@ from casckpt.format.sections.tables import Streams, WholeCells
 from casckpt.plan.cells import Cut, Group, plan_cells
 from casckpt.plan.reuse import ReusableCells
 from casckpt.tensors.kinds import PLAIN
-from casckpt.tensors.memory import BufferMemory, Memory, TensorMemory, address_of, narrow
+from casckpt.tensors.memory import Block, BufferMemory, Memory, TensorMemory, block_of, narrow
 from casckpt.tensors.shards import Piece
 
 Data: TypeAlias = torch.Tensor | bytes
@@ -35,7 +35,7 @@ class LocalEntry(LightStruct, frozen=True):
     ``data``, ``shards``, ``replicated``: see `casckpt.tensors.shards.LocalTensor`. The data is bytes if this is not a
     tensor. ``limits``: for each piece, the elements [lo, hi) of its normalized region that this rank writes. None means
     all of them. ``frozen``: the caller declares that the tensor did not change. ``may_differ``: see
-    `casckpt.tensors.shards.may_differ`.
+    `casckpt.tensors.shards.may_differ`. ``block``: the memory of most plain tensors.
     """
 
     kind: str
@@ -50,6 +50,7 @@ class LocalEntry(LightStruct, frozen=True):
     limits: Sequence[tuple[int, int]] | None = None
     frozen: bool = False
     may_differ: bool = False
+    block: Block | None = None
 
     @property
     def name(self) -> Name:
@@ -108,13 +109,13 @@ class SmallCells(NamedTuple):
     """Small tensors in host memory, each of which is a single cell that is not coded, in columns with a row for each.
 
     They take the place of a `Cell`, have the same stored dtype, and are in blob order. ``source``: the number of each
-    tensor's entry. ``data``: keeps the memory at ``address`` alive. ``known``: the parent's cells. ``placed``: the
+    tensor's entry. ``blocks``: keep the memory at ``address`` alive. ``known``: the parent's cells. ``placed``: the
     cells after an upload, where ``is_whole`` means that ``blob`` is one of this save's own blobs. Results in some of
     the `rows` are visible in all of them.
     """
 
     source: Ints
-    data: Sequence[torch.Tensor | None]
+    blocks: Sequence[Block | None]
     address: Ints
     known: WholeCells
     placed: WholeCells
@@ -133,7 +134,7 @@ class SmallCells(NamedTuple):
     def rows(self, which: slice) -> SmallCells:
         """Return some of the rows."""
         known, placed = self.known.take(which), self.placed.take(which)
-        return SmallCells(self.source[which], self.data, self.address[which], known, placed)
+        return SmallCells(self.source[which], self.blocks, self.address[which], known, placed)
 
     def runs(self, labels: npt.NDArray[Any]) -> Iterator[tuple[Any, SmallCells]]:
         """Split the rows wherever their labels change, and yield the label and the rows of each run."""
@@ -141,12 +142,14 @@ class SmallCells(NamedTuple):
         return ((labels[start], self.rows(slice(start, end))) for start, end in pairwise([*starts, len(labels)]))
 
 
-def _plain_data(source: LocalEntry) -> torch.Tensor | None:
-    """Return the data of a plain tensor that this rank writes completely."""
-    data = source.data
-    if isinstance(data, torch.Tensor) and type(data) in PLAIN and source.limits is None and not source.frozen:
-        return data.data  # keeps the memory alive, even if another thread assigns to the `data` of the first tensor
-    return None
+def _block(source: LocalEntry) -> Block | None:
+    """Return the memory of a plain tensor that this rank writes completely."""
+    if source.limits is not None or source.frozen:
+        return None
+    data, block = source.data, source.block
+    if block is not None and block.data is data:
+        return block
+    return block_of(data) if isinstance(data, torch.Tensor) and type(data) in PLAIN else None
 
 
 def _small_cells(
@@ -159,15 +162,24 @@ def _small_cells(
     none = WholeCells.none(len(order))
     if not most or len(streams) != len(sources):  # two sources with the same name are rejected later, by name
         return SmallCells(order, (), none.blob, none, none), none.is_whole
-    data = [_plain_data(sources[number]) for number in order.tolist()]
-    address = np.array([0 if tensor is None else address_of(tensor) for tensor in data], np.int64)
-    nbytes = np.array([0 if tensor is None else tensor.nbytes for tensor in data], np.int64)
+    blocks = list(map(_block, sources))
+    address = np.array([0 if block is None else block.address for block in blocks], np.int64)[order]
+    nbytes = np.array([0 if block is None else block.nbytes for block in blocks], np.int64)[order]
     cells = known.parent.find(streams, cell_bytes).take(order)
     fits = (address != 0) & (nbytes > 0) & (nbytes < most) & (nbytes <= cell_bytes)
     for row in np.flatnonzero(fits & ~cells.is_whole).tolist():
         source = sources[order[row]]
         fits[row] = known.parent.table(source.name, source.dtype, source.shape) is None
-    return SmallCells(order, data, address, cells, none._replace(nbytes=nbytes)), fits
+    return SmallCells(order, blocks, address, cells, none._replace(nbytes=nbytes)), fits
+
+
+def _sorted(sources: Sequence[LocalEntry], types: Sequence[int]) -> list[int]:
+    """Sort the numbers of all sources by type, key, kind and index. Four stable sorts are faster than one by tuples."""
+    order = list(range(len(sources)))
+    columns = ([source.index for source in sources], [source.kind for source in sources])
+    for column in (*columns, [source.key for source in sources], types):
+        order.sort(key=column.__getitem__)
+    return order
 
 
 @collector_paused()
@@ -187,14 +199,13 @@ def plan_work(
     """
     orders = {dtype: blob.order(dtype) for dtype in {source.dtype for source in sources}}
     type_of = {dtype: sorted({*orders.values()}).index(order) for dtype, order in orders.items()}
-    places = [(type_of[source.dtype], source.key, source.kind, source.index) for source in sources]
-    order = np.array(sorted(range(len(sources)), key=places.__getitem__), np.int64)
-    types = np.array([place[0] for place in places], np.int64)[order]
+    types = [type_of[source.dtype] for source in sources]
+    order = np.array(_sorted(sources, types), np.int64)
     most = min(small_bytes, LEAF_BYTES)
     every, fits = _small_cells(sources, order, known, streams, cell_bytes=cell_bytes, most=most)
     # for each dtype, the groups that begin with a large cell, and all others
     parts: list[list[list[Cell | SmallCells]]] = [[] for _ in range(2 * len(orders))]
-    for label, some in every.runs(2 * types + fits):
+    for label, some in every.runs(2 * np.array(types, np.int64)[order] + fits):
         if label % 2:
             parts[label].append([some])
             continue

@@ -6,7 +6,7 @@ import logging
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
-from functools import cache, partial
+from functools import cache, lru_cache, partial
 from pathlib import PurePosixPath
 from typing import Any
 
@@ -18,15 +18,15 @@ from casckpt.errors import InvalidInput
 from casckpt.format.manifest import Attachment, ObjectEntry
 from casckpt.format.plain import Spill
 from casckpt.format.records import changed
-from casckpt.format.regions import check_shape
+from casckpt.format.regions import Shape, check_shape
 from casckpt.format.sections.index import ATTACHMENT, PART, TENSOR
-from casckpt.format.sections.tables import Streams
+from casckpt.format.sections.tables import Extents, Streams
 from casckpt.format.tree import show
 from casckpt.saving.local_entries import LocalEntry
 from casckpt.saving.options import Frozen, Owners
 from casckpt.tensors.dtypes import dtype_name
 from casckpt.tensors.objects import encode_object
-from casckpt.tensors.shards import Piece, local_tensor, may_differ
+from casckpt.tensors.shards import Piece, local_tensor, may_differ, plain_block
 from casckpt.tensors.staging import Staging
 from casckpt.tensors.state import FlatState, LeafValue, encode_tree, flatten, is_part
 
@@ -57,6 +57,11 @@ class Prepared:
     def streams(self) -> Streams:
         """The dtype and shape of each entry, in order."""
         return {(one.kind, one.key, one.index, one.rank): (one.dtype, one.shape) for one in self.sources}
+
+    def share_streams(self, held: Extents) -> None:
+        """Use the streams of ``held`` if they are the same, which saves their memory, and further comparisons."""
+        if held.has_only(self.streams):
+            vars(self)["streams"] = held.streams
 
 
 def prepare(
@@ -157,11 +162,23 @@ def tensor_source(
 
     ``together``: whether other ranks take part in the save, and may hold the same tensor.
     """
+    block = None if together else plain_block(value)
+    if block is not None:  # a fast path for most tensors
+        dtype, shape = _form(value.dtype, value.shape)
+        replicated = type(value) is torch.nn.Parameter
+        return LocalEntry(TENSOR, key, 0, rank, dtype, shape, value, (), replicated, None, frozen, False, block)
     local = local_tensor(key, value)
+    dtype, shape = _form(local.dtype, local.shape)
     return LocalEntry(
-        TENSOR, key, 0, rank, dtype_name(local.dtype), check_shape(local.shape), local.data, local.shards,
+        TENSOR, key, 0, rank, dtype, shape, local.data, local.shards,
         local.replicated, None, frozen, together and may_differ(value, local),
     )  # fmt: skip
+
+
+@lru_cache(maxsize=4096)
+def _form(dtype: torch.dtype, shape: Shape) -> tuple[str, Shape]:
+    """Return the stored name of a dtype, and a shape. Raises InvalidInput for either."""
+    return dtype_name(dtype), check_shape(tuple(shape))
 
 
 def stored_object(

@@ -76,7 +76,8 @@ def make_offer(
     blobs.
     """
     if parent is not None and last is not None and last.txid == parent.txid:
-        has_all = dedup != "store" or streams.items() <= last.share.extents.streams.items()
+        own = last.share.extents
+        has_all = dedup != "store" or own.has_only(streams) or streams.items() <= own.streams.items()
         if has_all:
             return ReuseOffer(last=parent.txid, damaged=frozenset(blobs.damaged_marks(repo)))
     manifest = None if parent is None else readable(repo, parent, warn=True)

@@ -129,6 +129,8 @@ class _Attempt:
         if fingerprint != memory.fingerprint:
             memory.assignment, memory.compared.sets = None, ()
         last = self._last
+        if alone and last is not None:
+            prepared.share_streams(last.share.extents)
         return BeginRequest(
             f"{options.run}@{options.step} (dedup={options.dedup!r}, check_replicas={options.check_replicas!r})",
             fingerprint,

@@ -69,7 +69,9 @@ def share_of(
     for row in np.flatnonzero(~single.is_whole).tolist():
         size = dtypes.itemsize(sources[row].dtype)
         others[row] = build(sources[row].shape, size, cell_bytes // size, cells[row])
-    return Share(Extents(prepared.streams, cell_bytes, single, others), list(numbers), frozenset(unhashed))
+    return Share(
+        known.parent.with_cells(prepared.streams, cell_bytes, single, others), list(numbers), frozenset(unhashed)
+    )
 
 
 def _stored(cell: Cell, place: PlacedCell, number: Callable[[int, bool], int]) -> StoredCell:

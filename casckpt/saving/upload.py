@@ -377,7 +377,7 @@ class Upload:
         spans = list(zip(starts.tolist(), (starts + cells.placed.nbytes[rows]).tolist(), strict=True))
         digests = np.frombuffer(cell_digests(data, spans), np.uint8).reshape(-1, DIGEST_BYTES)
         cells.placed.digest[rows] = digests
-        same = cells.known.is_whole[rows] & (cells.known.digest[rows] == digests).all(axis=1)
+        same: npt.NDArray[np.bool_] = cells.known.is_whole[rows] & (cells.known.digest[rows] == digests).all(axis=1)
         if self.scan is not None:
             for row in np.flatnonzero(same | stored).tolist():
                 source, (lo, hi), digest = cells.source[rows[row]], spans[row], CellDigest(digests[row].tobytes())

@@ -388,6 +388,31 @@ def _bits(data: torch.Tensor) -> torch.Tensor:
     return as_bits(data.detach().resolve_conj().resolve_neg())
 
 
+class Block(LightStruct, frozen=True):
+    """The ``nbytes`` of ``data``, a contiguous tensor, at ``address``, or at 0 if they are not in host memory as such.
+
+    ``storage`` keeps the memory alive, even if another thread assigns to ``data.data``.
+    """
+
+    data: torch.Tensor
+    address: int
+    nbytes: int
+    storage: torch.UntypedStorage
+
+
+def block_of(data: torch.Tensor) -> Block | None:
+    """Return the memory of a plain tensor. Return None if it is empty, not contiguous, or larger than its storage."""
+    if data.layout is not torch.strided or data.is_nested or data.is_quantized or not data.is_contiguous():
+        return None
+    storage, nbytes = data.untyped_storage(), data.nbytes
+    start = int(data.storage_offset()) * data.itemsize
+    address = storage.data_ptr()
+    if not nbytes or not address or storage.nbytes() < start + nbytes:
+        return None
+    in_host = data.is_cpu and not data.is_conj() and not data.is_neg()
+    return Block(data, address + start if in_host else 0, nbytes, storage)
+
+
 def address_of(data: torch.Tensor) -> int:
     """Return the address of a tensor's bytes if they are contiguous in host memory, and otherwise 0."""
     is_plain = data.is_cpu and data.is_contiguous() and not data.is_conj() and not data.is_neg()

@@ -16,7 +16,7 @@ from casckpt.tensors.dtensors import CHUNK_LIST, described_shards, is_dtensor, l
 from casckpt.tensors.dtypes import dtype_name
 from casckpt.tensors.foreign import LocalParts, is_megatron_tensor, megatron_shard, parts_of
 from casckpt.tensors.kinds import PLAIN
-from casckpt.tensors.memory import has_memory, narrow
+from casckpt.tensors.memory import Block, block_of, has_memory, narrow
 from casckpt.tensors.values import Shard
 
 if TYPE_CHECKING:
@@ -26,7 +26,6 @@ if TYPE_CHECKING:
 _STATISTICS = frozenset({"running_mean", "running_var", "num_batches_tracked"})
 """The names of buffers in torch's norm modules."""
 _EXTRA_STATE = "_extra_state"
-_STRIDED = torch.strided
 _MOST_BYTES = 1 << 48  # no host has more memory, so the elements of a larger tensor share memory
 
 
@@ -62,15 +61,19 @@ def data_and_shards(shape: Shape, pieces: Sequence[Piece]) -> tuple[torch.Tensor
     return (pieces[0].data, ()) if len(pieces) == 1 and pieces[0].region == whole(shape) else (None, pieces)
 
 
+def plain_block(leaf: Any) -> Block | None:
+    """Return the memory of a leaf that is not sharded and can be stored as it is, like most. None: not known."""
+    is_plain = type(leaf) in PLAIN and not hasattr(leaf, CHUNK_LIST) and not hasattr(leaf, "ds_id")
+    return block_of(leaf) if is_plain else None
+
+
 def local_tensor(key: str, leaf: Any) -> LocalTensor:
     """Return a leaf's pieces. Raises an InvalidInput that names the key for a tensor without bytes of its own."""
-    is_plain = type(leaf) in PLAIN and not hasattr(leaf, CHUNK_LIST)
-    if not is_plain and (local := _sharded(key, leaf)) is not None:
-        return local
-    is_usual = is_plain and leaf.layout is _STRIDED and not leaf.is_nested and not leaf.is_quantized
-    is_usual = is_usual and leaf.is_contiguous() and leaf.untyped_storage().nbytes() >= leaf.nbytes
-    if not is_usual or leaf.storage_offset() or not leaf.data_ptr() or hasattr(leaf, "ds_id"):
-        check_storable(key, leaf)  # slow, and not necessary for most tensors
+    if plain_block(leaf) is None:
+        is_whole = type(leaf) in PLAIN and not hasattr(leaf, CHUNK_LIST)
+        if not is_whole and (local := _sharded(key, leaf)) is not None:
+            return local
+        check_storable(key, leaf)
     is_parameter = type(leaf) is not torch.Tensor and isinstance(leaf, torch.nn.Parameter)
     return LocalTensor(key, leaf.dtype, tuple(leaf.shape), leaf, (), is_parameter)
 

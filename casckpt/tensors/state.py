@@ -297,12 +297,16 @@ class _Flattener:
         self.open.add(id(value))
         children: dict[Element, Node] = {}
         start = f"{key}." if path else ""
+        leaves = self.leaves
         for element, child in _children(value):
+            below, name = (*path, element), f"{start}{element}"
             if type(child) in PLAIN and child.layout is _STRIDED:  # a fast path for most leaves
-                self._add(LeafValue(check_key(f"{start}{element}"), (*path, element), child, True, per_rank))
+                leaf = LeafValue(check_key(name), below, child, True, per_rank)
+                if not name or leaves.setdefault(name, leaf) is not leaf:
+                    self._add(leaf)  # raises an error
                 children[element] = TENSOR
             else:
-                children[element] = self.node(child, (*path, element), f"{start}{element}", per_rank)
+                children[element] = self.node(child, below, name, per_rank)
         self.open.remove(id(value))
         node: Node = container(kind, children, value)
         return node

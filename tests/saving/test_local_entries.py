@@ -18,7 +18,7 @@ from casckpt.saving import rank_part
 from casckpt.saving.local_entries import Cell, SmallCells, plan_work
 from casckpt.saving.prepare import prepare
 from casckpt.store.store import Store
-from casckpt.tensors.memory import tensor_bytes
+from casckpt.tensors.memory import ADDRESSES, tensor_bytes
 from casckpt.tensors.values import Shard
 from tests.support.saves import CELL, cells, same_state, small_folder
 
@@ -105,8 +105,9 @@ def test_planned_cells_keep_the_memory_of_their_tensors_alive() -> None:
         value.data = torch.zeros(1)  # as another thread may do
     gc.collect()
     others = [torch.full((256,), -1.0) for _ in range(100)]
-    held = {data.data_ptr(): data for data in small.data if data is not None}
-    found = [held[address][0].item() for address in small.address.tolist()]
+    held = {block.address for block in small.blocks if block is not None}
+    assert held == set(small.address.tolist())
+    found = [np.frombuffer(ADDRESSES[address : address + 4], np.float32)[0] for address in small.address.tolist()]
     assert sorted(found) == [float(n) for n in range(20)]
     assert len(others) == 100
 

@@ -25,7 +25,7 @@ from casckpt.format.columns import Ints
 from casckpt.format.extents import DIGEST_BYTES, MAX_LINKS, Coding, Extent, ExtentTable, StoredCell
 from casckpt.format.names import CellDigest
 from casckpt.format.regions import Box, Shape, full_box
-from casckpt.format.sections.index import Name
+from casckpt.format.sections.index import EntryColumns, Name, entry_columns
 
 CODED_ROW = Struct("<IIIB")
 """Like `ROW`, with the form of the cells."""
@@ -257,6 +257,21 @@ class Extents(Mapping[Name, tuple[str, ExtentTable]]):
         streams = {name: (dtype, table.shape) for name, (dtype, table) in tables.items()}
         others = {number: table for number, (_, table) in enumerate(tables.values())}
         return cls(streams, 0, WholeCells.none(len(streams)), others)
+
+    def with_cells(
+        self, streams: Streams, cell_bytes: int, cells: WholeCells, others: Mapping[int, ExtentTable]
+    ) -> Extents:
+        """Return new extents. If their streams are those of this object, take over what was computed from them."""
+        made = Extents(streams, cell_bytes, cells, others)
+        if self.streams is streams:
+            known = vars(self)
+            vars(made).update({name: known[name] for name in ("columns", "names", "_numbers") if name in known})
+        return made
+
+    @cached_property
+    def columns(self) -> EntryColumns:
+        """The entry columns, if no tensor is in a wrapper, and all were hashed completely."""
+        return entry_columns(self.streams, ())
 
     @cached_property
     def names(self) -> Sequence[Name]:
