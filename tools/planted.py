@@ -995,13 +995,6 @@ PLANTED = (
         "tests/saving/test_reuse.py tests/saving/test_local_entries.py",
     ),
     Planted(
-        "of small tensors, those in a blob that must not be reused are reused if the first is unchanged",
-        "Upload._write_small",
-        "~(usable & self._same_small(",
-        "~(self._same_small(",
-        "tests/saving/test_reuse.py tests/saving/test_local_entries.py",
-    ),
-    Planted(
         "small tensors count as unchanged if the first of them is unchanged",
         "Upload._write_small",
         "rows = rows[~(usable &",

@@ -144,12 +144,10 @@ class SmallCells(NamedTuple):
 
 def _block(source: LocalEntry) -> Block | None:
     """Return the memory of a plain tensor that this rank writes completely."""
-    if source.limits is not None or source.frozen:
-        return None
     data, block = source.data, source.block
-    if block is not None and block.data is data:
-        return block
-    return block_of(data) if isinstance(data, torch.Tensor) and type(data) in PLAIN else None
+    if not isinstance(data, torch.Tensor) or type(data) not in PLAIN or source.limits is not None or source.frozen:
+        return None
+    return block if block is not None and block.data is data else block_of(data)
 
 
 def _small_cells(
@@ -173,15 +171,6 @@ def _small_cells(
     return SmallCells(order, blocks, address, cells, none._replace(nbytes=nbytes)), fits
 
 
-def _sorted(sources: Sequence[LocalEntry], types: Sequence[int]) -> list[int]:
-    """Sort the numbers of all sources by type, key, kind and index. Four stable sorts are faster than one by tuples."""
-    order = list(range(len(sources)))
-    columns = ([source.index for source in sources], [source.kind for source in sources])
-    for column in (*columns, [source.key for source in sources], types):
-        order.sort(key=column.__getitem__)
-    return order
-
-
 @collector_paused()
 def plan_work(
     sources: Sequence[LocalEntry],
@@ -199,13 +188,14 @@ def plan_work(
     """
     orders = {dtype: blob.order(dtype) for dtype in {source.dtype for source in sources}}
     type_of = {dtype: sorted({*orders.values()}).index(order) for dtype, order in orders.items()}
-    types = [type_of[source.dtype] for source in sources]
-    order = np.array(_sorted(sources, types), np.int64)
+    places = [(type_of[source.dtype], source.key, source.kind, source.index) for source in sources]
+    order = np.array(sorted(range(len(sources)), key=places.__getitem__), np.int64)
+    types = np.array([place[0] for place in places], np.int64)[order]
     most = min(small_bytes, LEAF_BYTES)
     every, fits = _small_cells(sources, order, known, streams, cell_bytes=cell_bytes, most=most)
     # for each dtype, the groups that begin with a large cell, and all others
     parts: list[list[list[Cell | SmallCells]]] = [[] for _ in range(2 * len(orders))]
-    for label, some in every.runs(2 * np.array(types, np.int64)[order] + fits):
+    for label, some in every.runs(2 * types + fits):
         if label % 2:
             parts[label].append([some])
             continue

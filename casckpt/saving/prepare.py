@@ -6,7 +6,7 @@ import logging
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
-from functools import cache, lru_cache, partial
+from functools import cache, partial
 from pathlib import PurePosixPath
 from typing import Any
 
@@ -18,7 +18,7 @@ from casckpt.errors import InvalidInput
 from casckpt.format.manifest import Attachment, ObjectEntry
 from casckpt.format.plain import Spill
 from casckpt.format.records import changed
-from casckpt.format.regions import Shape, check_shape
+from casckpt.format.regions import check_shape
 from casckpt.format.sections.index import ATTACHMENT, PART, TENSOR
 from casckpt.format.sections.tables import Extents, Streams
 from casckpt.format.tree import show
@@ -26,7 +26,7 @@ from casckpt.saving.local_entries import LocalEntry
 from casckpt.saving.options import Frozen, Owners
 from casckpt.tensors.dtypes import dtype_name
 from casckpt.tensors.objects import encode_object
-from casckpt.tensors.shards import Piece, local_tensor, may_differ, plain_block
+from casckpt.tensors.shards import LocalTensor, Piece, local_tensor, may_differ, plain_block
 from casckpt.tensors.staging import Staging
 from casckpt.tensors.state import FlatState, LeafValue, encode_tree, flatten, is_part
 
@@ -164,21 +164,14 @@ def tensor_source(
     """
     block = None if together else plain_block(value)
     if block is not None:  # a fast path for most tensors
-        dtype, shape = _form(value.dtype, value.shape)
-        replicated = type(value) is torch.nn.Parameter
-        return LocalEntry(TENSOR, key, 0, rank, dtype, shape, value, (), replicated, None, frozen, False, block)
-    local = local_tensor(key, value)
-    dtype, shape = _form(local.dtype, local.shape)
+        dtype, shape, is_parameter = value.dtype, tuple(value.shape), type(value) is torch.nn.Parameter
+        local = LocalTensor(key, dtype, shape, value, (), is_parameter)
+    else:
+        local = local_tensor(key, value)
     return LocalEntry(
-        TENSOR, key, 0, rank, dtype, shape, local.data, local.shards,
-        local.replicated, None, frozen, together and may_differ(value, local),
+        TENSOR, key, 0, rank, dtype_name(local.dtype), check_shape(local.shape), local.data, local.shards,
+        local.replicated, None, frozen, together and may_differ(value, local), block,
     )  # fmt: skip
-
-
-@lru_cache(maxsize=4096)
-def _form(dtype: torch.dtype, shape: Shape) -> tuple[str, Shape]:
-    """Return the stored name of a dtype, and a shape. Raises InvalidInput for either."""
-    return dtype_name(dtype), check_shape(tuple(shape))
 
 
 def stored_object(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from itertools import accumulate, chain
+from itertools import accumulate
 from math import prod
 from typing import Any, Final, TypeAlias
 
@@ -264,9 +264,8 @@ def entry_columns(
 
     Raises InvalidInput for a key that readers would not accept, and Refused for an unknown dtype.
     """
-    types, shapes = map(list, zip(*streams.values(), strict=True)) if streams else ([], [])
-    if inner:
-        types = [f"{_INNER}{dtype}" if name[1] in inner else dtype for name, dtype in zip(streams, types, strict=True)]
+    types = [f"{_INNER}{dtype}" if name[1] in inner else dtype for name, (dtype, _) in streams.items()]
+    shapes = [shape for _, shape in streams.values()]
     kinds, keys, indices, ranks = map(list, zip(*streams, strict=True)) if streams else ([], [], [], [])
     if keys and len(long := max(keys, key=len)) > MAX_KEY_CHARACTERS:
         raise InvalidInput(f"key {long[:80]!r}... has more than {MAX_KEY_CHARACTERS} characters", key=long)
@@ -274,13 +273,13 @@ def entry_columns(
     type_of = {dtype: number for number, dtype in enumerate(dict.fromkeys(types))}
     return EntryColumns(
         kinds=list(kind_of),
-        kind=pack(list(map(kind_of.__getitem__, kinds))),
+        kind=pack([kind_of[kind] for kind in kinds]),
         keys=keys,
         index=pack(indices),
         rank=pack_ranks(ranks),
         dtypes=[(name, dtypes.itemsize(name.removeprefix(_INNER))) for name in type_of],
-        dtype=pack(list(map(type_of.__getitem__, types))),
-        dimensions=pack(list(map(len, shapes))),
-        shape=pack(list(chain.from_iterable(shapes))),
+        dtype=pack([type_of[dtype] for dtype in types]),
+        dimensions=pack([len(shape) for shape in shapes]),
+        shape=pack([extent for shape in shapes for extent in shape]),
         unhashed=pack([number for number, name in enumerate(streams) if name in unhashed] if unhashed else []),
     )

@@ -264,8 +264,7 @@ class Extents(Mapping[Name, tuple[str, ExtentTable]]):
         """Return new extents. If their streams are those of this object, take over what was computed from them."""
         made = Extents(streams, cell_bytes, cells, others)
         if self.streams is streams:
-            known = vars(self)
-            vars(made).update({name: known[name] for name in ("columns", "names", "_numbers") if name in known})
+            vars(made).update({k: v for k, v in vars(self).items() if k in ("columns", "names", "_numbers")})
         return made
 
     @cached_property
