@@ -358,7 +358,7 @@ class Upload:
         placed.is_whole[:], placed.blob[:], placed.offset[:] = False, known.blob, known.offset
         rows = np.arange(len(usable))
         if usable[0] and self._same_small(cells, rows[:1], ADDRESSES, cells.address[:1]).all():
-            rows = rows[~(usable & self._same_small(cells, rows, ADDRESSES, cells.address))]
+            rows = rows[1:][~(usable[1:] & self._same_small(cells, rows[1:], ADDRESSES, cells.address[1:]))]
         if len(rows):
             sizes = placed.nbytes[rows]
             starts = writer.end + np.cumsum(sizes) - sizes
