@@ -10,16 +10,16 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import closing
 from dataclasses import dataclass, field
-from functools import reduce
-from itertools import accumulate, islice
-from operator import mul
+from functools import partial, reduce
+from itertools import chain
 from typing import TYPE_CHECKING, Final, Unpack
 
 import torch
 
-from casckpt.base.groups import runs
-from casckpt.base.parallel import run_all, usable_threads
+from casckpt.base.groups import in_batches, runs
+from casckpt.base.parallel import in_parallel, usable_threads
 from casckpt.base.progress import Progress
 from casckpt.base.text import listed
 from casckpt.contents.checkpoint import Checkpoint, Frames, warn_if_forgotten
@@ -34,7 +34,7 @@ from casckpt.format.tree import Wrapper, rebuild
 from casckpt.frontends.views.model_part import is_training_state, without_training_state
 from casckpt.loading.arguments import check_used, usable_patterns
 from casckpt.loading.entry_reader import EntryReader
-from casckpt.loading.regions import EntrySlice, RegionReader, plan_windows, requests
+from casckpt.loading.regions import EntrySlice, RegionReader, plan_windows, requests, views
 from casckpt.loading.update import change_from
 from casckpt.plan.averages import Term, terms_of
 from casckpt.plan.reuse import ReusableCells
@@ -43,6 +43,7 @@ from casckpt.saving.local_entries import LocalEntry
 from casckpt.saving.options import SaveOptions
 from casckpt.saving.prepare import Prepared
 from casckpt.saving.rounds import ComputedState, Rounds, save_in_rounds
+from casckpt.storage.buffers import AlignedBuffer, BufferPool
 from casckpt.tensors.dtypes import torch_dtype
 from casckpt.tensors.memory import tensor_over
 from casckpt.tensors.objects import TORCH_EXTENSIONS
@@ -53,10 +54,9 @@ if TYPE_CHECKING:
     from casckpt.store.exports import MergeOptions
     from casckpt.store.store import Store
 
-_WINDOW_BYTES: Final = 32 << 20  # of accumulators
-_READ_BYTES: Final = 160 << 20  # of all versions that are read before they are added
+_ROUND_BYTES: Final = 32 << 20  # of sums whose results are stored together
+_WINDOW_BYTES: Final = 8 << 20  # of sums that one thread computes together, at least
 _BLOCK = (32 << 10) - 16  # elements that are combined together: in the CPU's cache, and too few for torch's threads
-_BLOCKS = 32  # combined by one thread
 _ALIGN = 64  # bytes
 _NAMED = 8
 _WIDER = 8  # an accumulator has at most this multiple of the size of an element, unless both are large
@@ -138,7 +138,9 @@ class _Version:
         self.entries = {entry.name: entry for entry in self.contents.manifest.entries}
         self.objects = {(stored.key, stored.rank): stored for stored in self.contents.manifest.objects}
         self.blobs = {(blob.uploader, blob.hash) for blob in self.contents.manifest.blobs}
-        self.reader = EntryReader(self.repo, self.contents.manifest, True, usable_threads(None))
+        self.reader = EntryReader(
+            self.repo, self.contents.manifest, True, usable_threads(None), ranks_here=usable_threads(None)
+        )
 
     def cells(self, name: Name) -> Iterator[StoredCell]:
         """Iterate over the cells of an entry."""
@@ -151,7 +153,7 @@ class _Merging:
 
     ``is_average``: whether the weights sum to 1. ``entries``, ``objects``: what to store, of the last version.
     ``combined``: the names of the entries to combine, with the dtype to compute in. ``is_chosen``: whether to store a
-    container that was saved empty. ``dtype_of``: see `merge`. ``memory``: see `_rooms`.
+    container that was saved empty. ``dtype_of``: see `merge`.
     """
 
     repo: Repository
@@ -166,7 +168,6 @@ class _Merging:
     objects: Sequence[StoredObject] = ()
     combined: dict[Name, torch.dtype] = field(default_factory=dict)
     is_chosen: Callable[[str], bool] = bool
-    memory: dict[str, torch.Tensor] = field(default_factory=dict)
 
     @property
     def last(self) -> _Version:
@@ -350,8 +351,13 @@ class _Merging:
             part._replace(entry=part.entry.converted("", self.combined[part.entry.name].itemsize)) for part in computed
         ]
         wide.sort(key=lambda part: (blob.order(self._dtype(part.entry.name)), part.entry.key))
-        for window in plan_windows(wide, _WINDOW_BYTES, _WIDER * self.repo.marker.cell_bytes):
-            yield self._prepared(self._combine(window))
+        threads = usable_threads(None)
+        most = max(_ROUND_BYTES // threads, _WINDOW_BYTES)
+        windows = plan_windows(wide, most, _WIDER * self.repo.marker.cell_bytes)
+        with closing(BufferPool(threads, 2 * most)) as buffers:
+            results = in_parallel(threads, partial(self._combine, buffers), windows, name="merge", waiting=1)
+            for several in in_batches(results, lambda some: sum(part.nbytes for part, _ in some), _ROUND_BYTES):
+                yield self._prepared(chain.from_iterable(several))
 
     def _prepared(self, parts: Iterable[tuple[EntrySlice, torch.Tensor]]) -> Prepared:
         """Return the entries for flat tensors, each with its slice."""
@@ -366,57 +372,44 @@ class _Merging:
             held[name] = LocalEntry(*name, dtype, part.entry.shape, shards=(*before, piece))
         return Prepared(list(held.values()), [], [], b"")
 
-    def _combine(self, window: Sequence[EntrySlice]) -> Iterator[tuple[EntrySlice, torch.Tensor]]:
-        """Combine the slices of a window. Several versions are read before they are added, each into its own room."""
-        counts = [part.hi - part.lo for part in window]
-        into = [self.combined[part.entry.name] for part in window]
-        widest = [max(map(dtypes.itemsize, self._dtypes(part.entry.name))) for part in window]
-        sizes = list(map(mul, counts, widest))
-        together = max(1, min(len(self.versions), _READ_BYTES // max(1, sum(sizes))))
-        rooms = [self._rooms(f"read {number}", sizes) for number in range(together)]
-        totals = self._rooms("sum", (count * dtype.itemsize for count, dtype in zip(counts, into, strict=True)))
-        sums = [room.view(dtype) for room, dtype in zip(totals, into, strict=True)]
-        reading = self._read(window, rooms)
-        for number in range(0, len(self.versions), together):
-            terms = [version.term for version in self.versions[number : number + together]]
-            read = zip(*islice(reading, together), strict=True)
-            for total, values in zip(sums, read, strict=True):
-                _add(total, list(zip(values, terms, strict=True)), is_first=number == 0)
-        last = self.last.term
-        for part, total in zip(window, sums, strict=True):
-            if last.weight != last.share:
-                total.mul_(float(last.weight / last.share))
-            yield part, total.to(torch_dtype(self._dtype(part.entry.name)))
+    def _combine(self, buffers: BufferPool, window: Sequence[EntrySlice]) -> list[tuple[EntrySlice, torch.Tensor]]:
+        """Combine the slices of a window, in the calling thread."""
+        nbytes = sum(-(-part.nbytes // _ALIGN) * _ALIGN for part in window)
+        with AlignedBuffer(2 * nbytes) if 2 * nbytes > buffers.nbytes else buffers.borrow() as buffer:
+            sums = [
+                torch.split(tensor_over(data, self.combined[part.entry.name], (part.hi - part.lo,)), _BLOCK)
+                for part, data in views(window, buffer.view[:nbytes], _ALIGN)
+            ]
+            for version, values in zip(self.versions, self._read(window, buffer.view[nbytes:]), strict=True):
+                for total, value in zip(sums, values, strict=True):
+                    _add(total, value, version.term, is_first=version is self.versions[0])
+            return [(part, self._result(part, total)) for part, total in zip(window, sums, strict=True)]
 
-    def _read(
-        self, window: Sequence[EntrySlice], rooms: Sequence[Sequence[torch.Tensor]]
-    ) -> Iterator[list[torch.Tensor]]:
-        """Read the slices of all versions, in turn into each of the ``rooms``.
+    def _result(self, part: EntrySlice, total: Sequence[torch.Tensor]) -> torch.Tensor:
+        """Return the result for a slice, in new memory, given the blocks of its sum."""
+        factor = float(self.last.term.weight / self.last.term.share)
+        result = torch.empty(part.hi - part.lo, dtype=torch_dtype(self._dtype(part.entry.name)), device="cpu")
+        for target, block in zip(torch.split(result, _BLOCK), total, strict=True):
+            target.copy_(block if factor == 1 else block.mul_(factor))
+        return result
+
+    def _read(self, window: Sequence[EntrySlice], room: memoryview) -> Iterator[list[torch.Tensor]]:
+        """Read the slices of all versions, one version after the other, each slice always into the same memory.
 
         A version that shares blobs with the one before it is read as an update of that one.
         """
         before: _Version | None = None
         frames: Frames = {}
-        for number, version in enumerate(self.versions):
-            room, last = rooms[number % len(rooms)], rooms[number % len(rooms) - 1]
+        for version in self.versions:
             held = before.contents if before is not None and before.blobs & version.blobs else None
-            if held is not None and last is not room:
-                for new, old in zip(room, last, strict=True):
-                    new.copy_(old)
-            parts = [part._replace(entry=version.entries[part.entry.name]) for part in window]
-            views = [(part, data.numpy().data[: part.nbytes]) for part, data in zip(parts, room, strict=True)]
-            frames = change_from(version.reader, requests(views, {}), held, frames if held else {}, check=False)
-            yield [_flat(view, part.entry.dtype) for part, view in views]
+            read = [
+                (part, data[: part.nbytes])  # at most as large as its sum
+                for wide, data in views(window, room, _ALIGN)
+                for part in [wide._replace(entry=version.entries[wide.entry.name])]
+            ]
+            frames = change_from(version.reader, requests(read, {}), held, frames if held else {}, check=False)
+            yield [_flat(data, part.entry.dtype) for part, data in read]
             before = version
-
-    def _rooms(self, name: str, sizes: Iterable[int]) -> list[torch.Tensor]:
-        """Return memory for these sizes in bytes. The next window gets the same memory."""
-        given = list(sizes)
-        starts = list(accumulate((-(-size // _ALIGN) * _ALIGN for size in given), initial=0))
-        if name not in self.memory or len(self.memory[name]) < starts[-1]:
-            self.memory.pop(name, None)
-            self.memory[name] = torch.empty(starts[-1], dtype=torch.uint8, device="cpu")
-        return [self.memory[name][start : start + size] for start, size in zip(starts, given, strict=False)]
 
 
 def _matching(contents: Contents, patterns: Sequence[str] | None) -> set[str]:
@@ -441,29 +434,21 @@ def _flat(view: memoryview, dtype: str) -> torch.Tensor:
     return tensor_over(view, torch_dtype(dtype), (view.nbytes // dtypes.itemsize(dtype),))
 
 
-def _add(total: torch.Tensor, values: Sequence[tuple[torch.Tensor, Term]], *, is_first: bool) -> None:
-    """Compute ``total = decay * total + share * value`` for each value, in the dtype of ``total``, as torch does.
+def _add(total: Sequence[torch.Tensor], values: torch.Tensor, term: Term, *, is_first: bool) -> None:
+    """Compute ``total = decay * total + share * value`` in the dtype of ``total``, as torch does.
 
-    All values of a block are added together, while the block is in the CPU's cache. In a moving average, a value that
-    equals the total leaves it unchanged.
+    ``total``: the blocks of the sum. In a moving average, a value that equals the total leaves it unchanged.
     """
-    factors = [(float(term.share), float(term.decay)) for _, term in values]
-
-    def add(start: int) -> None:
-        several = (data[start : start + _BLOCKS * _BLOCK] for data in (total, *(one for one, _ in values)))
-        every = (torch.split(data, _BLOCK) for data in several)
-        scratch = torch.empty(_BLOCK, dtype=total.dtype, device="cpu")
-        for into, *parts in zip(*every, strict=True):
-            wide = scratch[: len(into)]
-            for number, (part, (share, decay)) in enumerate(zip(parts, factors, strict=True)):
-                value = part if part.dtype == wide.dtype else wide.copy_(part)
-                equal = None if decay == 1 else into == value
-                product = value if share == decay == 1 else torch.mul(value, share, out=wide)
-                if number == 0 and is_first:
-                    into.copy_(product)
-                elif equal is None:
-                    into.add_(product)
-                else:
-                    torch.where(equal, into, product.add_(into * decay), out=into)
-
-    run_all(add, range(0, len(total), _BLOCKS * _BLOCK), usable_threads(None))
+    share, decay = float(term.share), float(term.decay)
+    scratch = torch.empty_like(total[0])
+    for into, part in zip(total, torch.split(values, _BLOCK), strict=True):
+        wide = into if is_first else scratch if len(into) == len(scratch) else scratch[: len(into)]
+        value = part if part.dtype == wide.dtype else wide.copy_(part)
+        equal = None if decay == 1 else into == value
+        product = value if share == decay == 1 else torch.mul(value, share, out=wide)
+        if is_first:
+            into.copy_(product)
+        elif equal is None:
+            into.add_(product)
+        else:
+            torch.where(equal, into, product.add_(into * decay), out=into)

@@ -90,7 +90,7 @@ def test_the_result_does_not_depend_on_windows(store: Store, monkeypatch: pytest
     ]  # fmt: skip
     refs = save(store, *states)
     monkeypatch.setattr(merging, "_WINDOW_BYTES", threshold)
-    monkeypatch.setattr(merging, "_READ_BYTES", 2 * threshold)
+    monkeypatch.setattr(merging, "_ROUND_BYTES", 2 * threshold)
     monkeypatch.setattr(merging, "_BLOCK", 100)
     merged = store.merge(*refs, run="m", step=1)
     want = {key: mean([state[key] for state in states]).to(value.dtype) for key, value in states[0].items()}
@@ -124,6 +124,15 @@ def test_versions_may_have_different_float_dtypes(store: Store) -> None:
     found = store.read(store.merge("a@..", run="m", step=1))
     want = mean([tensor[:900] for tensor in tensors]).half()
     assert same_state(found["w"], want)
+
+
+def test_a_tensor_stays_in_its_memory_if_the_dtype_of_another_changes(store: Store) -> None:
+    """The second checkpoint is read as an update of the first, whose `b` it shares."""
+    b = [cells(3)] * 2 + [cells(3)]
+    refs = save(
+        store, *({"a": cells(2).to(dtype), "b": b[n]} for n, dtype in enumerate((torch.half, *[torch.float] * 2)))
+    )
+    assert same_state(store.read(store.merge(*refs, run="m", step=1))["b"], mean(b))
 
 
 def averaged(tensors: Sequence[torch.Tensor], decay: float) -> torch.Tensor:
@@ -220,6 +229,7 @@ def test_equal_cells_are_computed_if_the_weights_do_not_sum_to_1(store: Store) -
 
 def test_the_equal_results_of_tied_tensors_are_stored_once(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(merging, "_WINDOW_BYTES", 4 * CELL)
+    monkeypatch.setattr(merging, "_ROUND_BYTES", 4 * CELL)
     tied = [cells(20) for _ in range(2)]
     refs = save(store, *({"embedding": one, "head": one, "w": cells(9)} for one in tied))
     merged = store.merge(*refs, run="m", step=1)
