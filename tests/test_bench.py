@@ -236,6 +236,15 @@ def test_training_states_are_encoded_and_decoded(tmp_path: Path) -> None:
     assert saved["noise, a folder", "auto"] == saved["noise, a folder", "off"]
 
 
+def test_a_mean_of_checkpoints_is_measured_beside_its_limit(tmp_path: Path) -> None:
+    results = tmp_path / "merge.json"
+    done = bench("merge", "--quick", "--size", "2M", "--dir", tmp_path / "work", "--json", results)
+    assert done.status == 0, done.told
+    measured = {(group, who) for (group, who, _), row in rows_of(results, "merge").items() if row["rounds"]}
+    groups = ("float32, warm", "bfloat16, warm")  # a file system in memory cannot be cold
+    assert measured >= {(group, who) for group in groups for who in ("casckpt", "read, BLAKE3, and write")}
+
+
 @pytest.mark.soak
 def test_a_reader_follows_a_run_alongside_full_loads(tmp_path: Path) -> None:
     results = tmp_path / "update.json"

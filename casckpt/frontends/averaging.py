@@ -8,9 +8,8 @@ from __future__ import annotations
 
 import logging
 import shutil
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from itertools import takewhile
 from pathlib import Path
 
 import torch
@@ -42,15 +41,16 @@ class MovingAverage:
         """Store the average of all checkpoints up to ``newest`` in ``folder``, and return it.
 
         It continues the average in ``before``, if it exists, whose newest checkpoint has the id ``after``. A new one
-        begins after the last checkpoint with other keys or shapes. Checkpoints that are damaged or gone are left out.
-        Raises their errors if ``newest`` is one of them, InvalidInput if ``before`` is damaged, MissingKey, Mismatch.
+        begins after the last checkpoint with other keys or shapes. Checkpoints that are damaged, gone, or marked
+        unhealthy are left out. ``newest`` is not marked; if it is damaged or gone, this raises Damaged, Refused or
+        NotFound. Raises InvalidInput if ``before`` is damaged, MissingKey, Mismatch.
         """
         exact = None if before is None else exact_in(before)
         try:
             arrivals = self.store.watch(self.run, after=after if exact else "start", timeout="0s")
         except NotFound:  # a different store has replaced this one
             exact, arrivals = None, self.store.watch(self.run, after="start", timeout="0s")
-        new = [*takewhile(lambda one: one.id != newest.id, (arrival.checkpoint for arrival in arrivals)), newest]
+        new = _up_to(newest, (arrival.checkpoint for arrival in arrivals))
         while True:
             try:
                 return self._fold(exact, new, folder)
@@ -80,6 +80,20 @@ class MovingAverage:
         exact = merge(store, chosen, run="exact", step=0, ema=self.decay, keys=keys, dtype_of=_exact)
         own = {key: tensor.dtype for key, tensor in new[-1].tensors.items()}
         return merge(store, [exact], run="rounded", step=0, keys=keys, dtype_of=lambda name, _: own[name[1]])
+
+
+def _up_to(newest: Checkpoint, arrivals: Iterable[Checkpoint]) -> list[Checkpoint]:
+    """Return the arrivals up to ``newest``, without unhealthy ones. Raises NotFound if ``newest`` is not among them."""
+    new = list[Checkpoint]()
+    for checkpoint in arrivals:
+        if checkpoint.healthy is False:
+            log.warning("the average leaves out %s@%d: it is marked unhealthy", checkpoint.run, checkpoint.step)
+        else:
+            new.append(checkpoint)
+        if checkpoint.id == newest.id:
+            return new
+    # what arrived after it does not count now, because the next average begins there
+    raise NotFound(f"{newest.run}@{newest.step} was forgotten before it was averaged")
 
 
 def _exact(_: Name, computed_in: torch.dtype) -> str:

@@ -152,6 +152,9 @@ class Follower:
 
     def _switch(self, checkpoint: Checkpoint) -> Switch | None:
         """Create a generation and make it current. Return None if the checkpoint is skipped."""
+        if self._average is not None and checkpoint.healthy is False:
+            log.error("skipping %s: it is marked unhealthy, so the average leaves it out", checkpoint)
+            return None
         numbers = map(_number_of, self._generations())
         folder = self.folder / f"{max(numbers, default=0) + 1:06}-{checkpoint.step}-{checkpoint.id}"
         try:

@@ -9,8 +9,8 @@ If the weights sum to exactly 1, a cell that is equal in all checkpoints is the 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import closing
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, closing
 from dataclasses import dataclass, field
 from functools import partial, reduce
 from itertools import chain
@@ -118,7 +118,8 @@ def merge(
         run=run, step=step, overwrite=given.get("overwrite", False), metadata=metadata,
         lineage={"merged_from": origins},
     ).checked()  # fmt: skip
-    saved = save_in_rounds(store.repository, merging.state(), options, merging.progress)
+    with merging.running:
+        saved = save_in_rounds(store.repository, merging.state(), options, merging.progress)
     return Checkpoint(store.repository, saved, notes=tuple(merging.notes))
 
 
@@ -153,7 +154,7 @@ class _Merging:
 
     ``is_average``: whether the weights sum to 1. ``entries``, ``objects``: what to store, of the last version.
     ``combined``: the names of the entries to combine, with the dtype to compute in. ``is_chosen``: whether to store a
-    container that was saved empty. ``dtype_of``: see `merge`.
+    container that was saved empty. ``running``: the rounds, which end with it. ``dtype_of``: see `merge`.
     """
 
     repo: Repository
@@ -168,6 +169,7 @@ class _Merging:
     objects: Sequence[StoredObject] = ()
     combined: dict[Name, torch.dtype] = field(default_factory=dict)
     is_chosen: Callable[[str], bool] = bool
+    running: ExitStack = field(default_factory=ExitStack)
 
     @property
     def last(self) -> _Version:
@@ -326,7 +328,7 @@ class _Merging:
             computed += _slices(entry, rest)
         sizes = ((part, dtypes.itemsize(self._dtype(part.entry.name))) for part in (*copies, *computed))
         self.progress.of(sum((part.hi - part.lo) * size for part, size in sizes))
-        return Rounds(stored, self._rounds(copies, computed))
+        return Rounds(stored, self.running.enter_context(closing(self._rounds(copies, computed))))
 
     def _equal_cells(self, name: Name) -> Mapping[tuple[Box, int, int], bytes]:
         """Return the digests of the cells that are equal in all versions and are the result, by region."""
@@ -338,7 +340,7 @@ class _Merging:
             equal = {cell[3:6]: cell.digest for cell in cells if equal.get(cell[3:6]) == cell.digest}
         return equal
 
-    def _rounds(self, copies: Sequence[EntrySlice], computed: Sequence[EntrySlice]) -> Iterator[Prepared]:
+    def _rounds(self, copies: Sequence[EntrySlice], computed: Sequence[EntrySlice]) -> Generator[Prepared, None, None]:
         contents, data = self.last.contents, self.last.contents.manifest.data
         objects = [ObjectEntry(one.key, one.rank, data(one), one.parts, one.pickled) for one in self.objects]
         inline = (one for one in contents.attachments.values() if isinstance(one, StoredObject))

@@ -10,7 +10,8 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from casckpt.errors import InvalidInput, Mismatch, MissingKey
+from casckpt.errors import InvalidInput, Mismatch, MissingKey, NotFound
+from casckpt.frontends.averaging import moving_average
 from casckpt.frontends.follow import CURRENT, Follower
 from casckpt.store.store import Store
 from tests.support.saves import CELL, blob_keys, cells, flip, small_folder
@@ -110,6 +111,32 @@ def test_a_damaged_checkpoint_is_left_out(store: Store, tmp_path: Path, caplog: 
     assert once(store, folder) == [2]
     assert "the average of run leaves out a checkpoint" in caplog.text
     check(store, folder, "run@0", "run@2")
+
+
+def test_a_checkpoint_that_is_marked_unhealthy_is_left_out(
+    store: Store, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    folder = tmp_path / "to"
+    once(store, folder)
+    store.save({"model": {**state(1), "a": torch.full((3,), float("nan"))}}, run="run", step=1, health=True)
+    assert once(store, folder) == []
+    assert "it is marked unhealthy, so the average leaves it out" in caplog.text
+    save(store, 2)
+    assert once(store, folder) == [2]
+    assert "the average leaves out run@1: it is marked unhealthy" in caplog.text
+    check(store, folder, "run@0", "run@2")
+
+
+def test_no_checkpoint_counts_twice_if_the_newest_is_forgotten_meanwhile(store: Store, tmp_path: Path) -> None:
+    """Otherwise, this average would contain the later checkpoint, and the next one would add it again."""
+    average = moving_average(store, "run", RULE, ())
+    average.advance(None, "", store.get("run@0"), tmp_path / "0")
+    save(store, 1)
+    newest = store.get("run@1")
+    store.forget(newest)
+    save(store, 2)
+    with pytest.raises(NotFound, match="run@1 was forgotten before it was averaged"):
+        average.advance(tmp_path / "0", store.get("run@0").id, newest, tmp_path / "1")
 
 
 @pytest.mark.parametrize(

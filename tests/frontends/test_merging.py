@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import threading
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -469,6 +470,7 @@ def test_a_merge_that_fails_at_any_call_leaves_nothing_visible() -> None:
         broken = FaultyStore(inner, [fail_before("put", at=at, times=99)])
         with pytest.raises(StorageError):
             Store(type(store.repository)(broken)).merge(*refs, run="m", step=at, weights=[1, at])
+        assert not [one.name for one in threading.enumerate() if one.name.startswith("casckpt-merge")]
         assert [one.step for one in store.checkpoints("m")] == [0]
     merged = store.merge(*refs, run="m", step=99, weights=[1, 100])
     assert same_state(store.read(merged), store.read("m@0"))
