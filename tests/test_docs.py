@@ -208,7 +208,7 @@ def test_the_readme_claims_only_what_the_evidence_supports() -> None:
 # the pages with examples
 
 
-@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")  # a single process saves with DCP here
+@pytest.mark.filterwarnings("ignore:torch.distributed is")  # a single process saves with DCP here
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.stem))
 def test_every_example_works_as_documented(page: Path, tmp_path: Path, ranks: Pool) -> None:
     folder = tmp_path / "page"

@@ -14,13 +14,14 @@ from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata
 from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
-from torch.distributed.tensor._dtensor_spec import DTensorSpec, ShardOrderEntry, TensorMeta
+from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 
 import casckpt
 from casckpt.frontends.dcp import StorageReader, StorageWriter, dcp_to_casckpt
 from tests.support.dcp import failed, load, save
 from tests.support.layouts import slices
 from tests.support.together import line
+from tests.support.torch_versions import needs_torch
 
 if TYPE_CHECKING:
     from torch.distributed.checkpoint.metadata import TensorProperties
@@ -106,6 +107,8 @@ def test_only_folders_whose_chunks_are_described_by_tuples_are_imported(tmp_path
 
 def misplanned(rank: int, size: int, path: Path) -> list[dict[int, tuple[str, str]]]:
     """Save tensors for which torch plans the wrong offset."""
+    from torch.distributed.tensor._dtensor_spec import ShardOrderEntry
+
     mesh = init_device_mesh("cpu", (2, 2))
     rows = FULL[:4]
     at = (rank % 2) * 2 + rank // 2  # the inner dimension first
@@ -127,6 +130,7 @@ def misplanned(rank: int, size: int, path: Path) -> list[dict[int, tuple[str, st
     return found
 
 
+@needs_torch("2.10", "the order of a mesh")
 def test_tensors_that_dcp_would_misplace_are_rejected_by_dcp_and_saved_natively(ranks: Pool, store_path: Path) -> None:
     for found in ranks.run(4, misplanned, store_path):
         for failures in found:

@@ -25,7 +25,7 @@ from tests.support.repositories import meanwhile, memory
 from tests.support.saves import reopened, same_state, small
 from tests.support.versions import changed
 
-pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is")
 
 REF = "run@1"
 Reader: TypeAlias = Callable[[Store, Checkpoint, Path], object]

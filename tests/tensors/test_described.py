@@ -13,7 +13,7 @@ import torch
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Partial, Shard
-from torch.distributed.tensor._dtensor_spec import DTensorSpec, ShardOrderEntry, TensorMeta
+from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 from torch.distributed.tensor._shards_wrapper import LocalShardsWrapper
 
 import casckpt
@@ -26,6 +26,7 @@ from tests.support.layouts import KINDS, Layout, draw, slices
 from tests.support.plain_reader import Checkpoint
 from tests.support.plain_reader import Store as PlainStore
 from tests.support.saves import small
+from tests.support.torch_versions import needs_torch
 from tests.tensors.test_dtensors import arange, pretending
 
 if TYPE_CHECKING:
@@ -189,10 +190,13 @@ def test_any_tensor_class_can_describe_itself() -> None:
 # other orders of the mesh
 
 
+@needs_torch("2.10", "the order of a mesh")
 @pytest.mark.parametrize("order", [(1, 0), (2, 0, 1), (2, 1, 0), (1, 2)], ids=str)
 def test_the_custom_order_of_a_mesh_is_respected(order: tuple[int, ...]) -> None:
     """torch's strided shards describe the same division. torch's own description of a DTensor ignores the mesh
     order."""
+    from torch.distributed.tensor._dtensor_spec import ShardOrderEntry
+
     shape, full = (24, 2), arange((24, 2))
     placements = tuple(Shard(0) if dim in order else Shard(1) for dim in range(3))
     entries = [ShardOrderEntry(0, order), *(ShardOrderEntry(1, (dim,)) for dim in range(3) if dim not in order)]

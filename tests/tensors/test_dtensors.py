@@ -22,8 +22,9 @@ from casckpt.errors import InvalidInput
 from casckpt.format.regions import Box
 from casckpt.tensors.dtensors import boxes_of, local_boxes
 from casckpt.tensors.memory import narrow
-from tests.support.cut import TALKS, cut
+from tests.support.cut import cut
 from tests.support.ids import named
+from tests.support.torch_versions import needs_torch
 
 if TYPE_CHECKING:
     from tests.support.ranks import Pool
@@ -156,7 +157,7 @@ STRIDED: dict[Shape, Callable[[int], Cuts]] = {
 }
 
 
-@pytest.mark.skipif(TALKS, reason="a torch before 2.7 cuts nothing in strides")
+@needs_torch("2.10", "_StridedShard.split as FSDP2 cuts uneven shards")
 @pytest.mark.parametrize("mesh", STRIDED, ids=named)
 def test_strided_shards_map_each_element_to_its_position(mesh: Shape) -> None:
     """torch divides uneven shards in two ways. casckpt supports that of FSDP2, and refuses the other, as the sizes
@@ -216,6 +217,7 @@ def test_consecutive_indices_become_boxes() -> None:
 # real FSDP2 and tensor parallelism
 
 SIZES = [(8, 8), (6, 10), (7, 5), (9, 13), (3, 2), (1, 1)]
+UNEVEN = needs_torch("2.8", "uneven shards of tensor parallelism and FSDP2")
 
 
 Held = dict[tuple[int, str], tuple[list[int], int]]
@@ -266,12 +268,12 @@ def check_whole(ranks: Sequence[Held]) -> None:
         ((4,), ("dp",)),
         ((3,), ("dp",)),
         ((2, 2), ("rep", "dp")),
-        ((4,), ("tp",)),
-        ((2, 2), ("dp", "tp")),
-        ((3, 2), ("dp", "tp")),
-        ((2, 3), ("dp", "tp")),
-        ((2, 2, 2), ("rep", "dp", "tp")),
-        ((2, 2, 2), ("dp", "flat", "tp")),
+        pytest.param((4,), ("tp",), marks=needs_torch("2.7", "src_data_rank")),
+        pytest.param((2, 2), ("dp", "tp"), marks=UNEVEN),
+        pytest.param((3, 2), ("dp", "tp"), marks=UNEVEN),
+        pytest.param((2, 3), ("dp", "tp"), marks=UNEVEN),
+        pytest.param((2, 2, 2), ("rep", "dp", "tp"), marks=UNEVEN),
+        pytest.param((2, 2, 2), ("dp", "flat", "tp"), marks=UNEVEN),
         ((2, 2), ("dp", "flat")),
     ],
     ids=lambda value: " x ".join(map(str, value)),

@@ -22,6 +22,7 @@ from tests.support.dcp import load, save, zeros
 from tests.support.progress_calls import ProgressCalls
 from tests.support.together import numbers
 from tests.support.torch_folders import example, stringed
+from tests.support.torch_versions import needs_torch
 from tests.support.training import identical
 
 Store = casckpt.Store
@@ -86,6 +87,7 @@ def test_an_export_is_complete_or_absent(store: Store, tmp_path: Path) -> None:
     assert {path.name for path in tmp_path.iterdir()} <= {"full", "store"}
 
 
+@needs_torch("2.9", "use_collectives")
 def test_per_rank_values_are_not_exported_as_whole_tensors(store: Store, tmp_path: Path) -> None:
     from tests.support.chunks import half
 

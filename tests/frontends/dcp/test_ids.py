@@ -20,6 +20,7 @@ from casckpt.frontends.dcp import StorageReader, StorageWriter
 from tests.support.dcp import causes, failed, failure, load, save
 from tests.support.faulty import fail_before
 from tests.support.together import line, numbers, watched
+from tests.support.torch_versions import needs_torch
 
 if TYPE_CHECKING:
     from tests.support.ranks import Pool
@@ -98,6 +99,7 @@ def existing_loop(rank: int, size: int, path: Path) -> Any:
     return str(again), [load({"x": 0}, reader, checkpoint_id=f"/ckpt/step-{step}")["x"] for step in (5, 10)]
 
 
+@needs_torch("2.9", "use_collectives")
 def test_a_training_loop_can_save_into_folders_on_all_ranks(ranks: Pool, store_path: Path) -> None:
     for again, found in ranks.run(2, existing_loop, store_path):
         assert "ckpt/step@5 already exists" in again

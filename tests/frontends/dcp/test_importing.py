@@ -20,6 +20,7 @@ from casckpt.frontends.dcp import (
 )
 from tests.support.dcp import load, save
 from tests.support.meshes import build, differing, state_of, whole
+from tests.support.torch_versions import needs_torch
 
 if TYPE_CHECKING:
     from tests.support.ranks import Pool
@@ -49,6 +50,7 @@ def two_ranks(rank: int, size: int, path: Path, ref: str) -> Any:
     return whole(state)
 
 
+@needs_torch("2.8", "FSDP2 on the CPU")
 def test_a_stock_dcp_checkpoint_is_imported_reshaped_and_exported(
     ranks: Pool, store_path: Path, tmp_path: Path
 ) -> None:

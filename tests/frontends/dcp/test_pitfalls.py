@@ -38,6 +38,7 @@ from tests.support.dcp import causes, failed, failure, forget_plans, load, save
 from tests.support.faulty import fail_before
 from tests.support.ranks import outcome_of
 from tests.support.together import line, numbers, watched
+from tests.support.torch_versions import has_torch, needs_torch
 
 if TYPE_CHECKING:
     from tests.support.ranks import Pool
@@ -65,6 +66,7 @@ def cached_saves(rank: int, size: int, path: Path, changed: int) -> None:
         forget_plans()
 
 
+@needs_torch("2.7", "plan caching")
 @pytest.mark.parametrize("changed", [2, 9])
 def test_01_cached_plans_from_an_earlier_save_are_not_reused(ranks: Pool, store_path: Path, changed: int) -> None:
     ranks.run(2, cached_saves, store_path, changed)
@@ -130,9 +132,10 @@ def test_03_a_tensor_whose_dtype_differs_across_ranks_is_not_saved(store: Store)
 
 
 def test_04_a_tensor_with_a_hole_is_rejected(store: Store) -> None:
-    error = failure(lambda: save({"a": half()}, StorageWriter(store, step=1)))
-    assert isinstance(causes(error)[0], InvalidInput)
-    assert "'a' of shape [4, 2] is incomplete" in str(causes(error)[0])
+    cause = causes(failure(lambda: save({"a": half()}, StorageWriter(store, step=1))))[0]
+    if has_torch("2.9"):  # before, DCP itself rejects it
+        assert isinstance(cause, InvalidInput)
+        assert "'a' of shape [4, 2] is incomplete" in str(cause)
     assert store.checkpoints() == []
 
 
@@ -160,7 +163,7 @@ class MeetingPlanner(DefaultSavePlanner):
         return super().create_local_plan()
 
 
-@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+@pytest.mark.filterwarnings("ignore:torch.distributed is")
 def test_06_overlapping_saves_with_one_writer_do_not_interfere(store: Store) -> None:
     writer, meeting = StorageWriter(store), threading.Barrier(2)
 
@@ -296,8 +299,10 @@ def test_12_views_are_stored_and_loaded_by_their_visible_elements(store: Store) 
 
 # 13: dtypes that safetensors does not have
 
+E8M0 = pytest.param("float8_e8m0fnu", marks=needs_torch("2.7", "this dtype"))
 
-@pytest.mark.parametrize("name", ["complex32", "complex128", "float8_e8m0fnu", "float8_e4m3fn", "uint16", "bool"])
+
+@pytest.mark.parametrize("name", ["complex32", "complex128", E8M0, "float8_e4m3fn", "uint16", "bool"])
 def test_13_every_dtype_is_restored(store: Store, store_path: Path, name: str) -> None:
     dtype: torch.dtype = getattr(torch, name)
     raw = torch.arange(16, dtype=torch.uint8) % (2 if name == "bool" else 255)
@@ -334,7 +339,7 @@ def test_14_a_different_dtype_is_converted_and_logged_or_rejected(
 
 
 class CarelessPlanner(DefaultSavePlanner):
-    """Plans partial sums as if they were complete, as torch 2.6 does."""
+    """Plans partial sums as if they were complete, as torch before 2.10 does."""
 
     def create_local_plan(self) -> SavePlan:
         chunk = ChunkStorageMetadata(torch.Size([0]), torch.Size([2]))
@@ -365,7 +370,7 @@ def several_chunks(rank: int, size: int, path: Path) -> Any:
 
 def test_15_a_rank_can_hold_several_chunks_of_a_key(ranks: Pool, store_path: Path) -> None:
     for by_torch, by_us in ranks.run(2, several_chunks, store_path):
-        assert sorted(by_torch) == [0, 1]
+        assert sorted(by_torch) == ([0, 1] if has_torch("2.10") else [0])  # before, torch plans them too
         assert all("holds partial sums" in text for _, text in by_us.values())
     store = casckpt.open(store_path)
     assert torch.equal(store.read("default@1")["a"], numbers("a", 8, 2))

@@ -23,6 +23,7 @@ from tests.support.dcp import causes, failure, load, save
 from tests.support.faulty import corrupt
 from tests.support.renames import rename_in
 from tests.support.together import numbers, watched
+from tests.support.torch_versions import has_torch
 from tests.support.training import identical
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is")
@@ -180,7 +181,8 @@ def test_every_kind_of_error_is_raised_by_a_reader(
 
     save({"a": torch.ones(2)}, StorageWriter(store, step=1))
     monkeypatch.setattr(store, "get", failing)
-    for ref in ("default@1", "other@1"):  # for the first call and for the second call
+    first_and_second_call = ("default@1", "other@1") if has_torch("2.9") else ("default@1",)
+    for ref in first_and_second_call:
         found = causes(failure(lambda ref=ref: load({"a": torch.zeros(2)}, StorageReader(store, ref))))[0]  # type: ignore[misc]
         assert type(found) is type(error)
         assert str(error) in str(found)

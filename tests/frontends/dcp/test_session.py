@@ -27,6 +27,7 @@ from tests.support.faulty import fail_before
 from tests.support.meshes import build, differing, state_of, whole
 from tests.support.ranks import comes_last, die
 from tests.support.together import line, numbers, spread, watched
+from tests.support.torch_versions import needs_torch
 
 if TYPE_CHECKING:
     from tests.support.ranks import Pool
@@ -56,6 +57,7 @@ def load_native(rank: int, size: int, path: Path, ref: str, kind: str) -> Any:
     return whole(state)
 
 
+@needs_torch("2.10", "a correct full_tensor of uneven shards of tensor parallelism and FSDP2")
 @pytest.mark.parametrize(
     ("kind", "other"),
     [
@@ -120,6 +122,7 @@ def with_options(rank: int, size: int, path: Path) -> list[str]:
     return wrong
 
 
+@needs_torch("2.8", "FSDP2 on the CPU")
 def test_state_dict_options_are_supported(ranks: Pool, store_path: Path) -> None:
     assert ranks.run(2, with_options, store_path) == [[], []]
 
@@ -171,6 +174,7 @@ def replicas(rank: int, size: int, path: Path) -> None:
         assert load({"mine": torch.zeros(2)}, StorageReader(path, "alone@1"), no_dist=True)["mine"].sum() == 2
 
 
+@needs_torch("2.7", "no_dist")
 def test_replicated_states_and_states_of_one_rank_or_process_are_saved(ranks: Pool, store_path: Path) -> None:
     ranks.run(3, replicas, store_path)
     store = casckpt.open(store_path)
@@ -192,6 +196,7 @@ def in_groups(rank: int, size: int, path: Path) -> None:
     assert torch.equal(state["a"].full_tensor(), numbers(run, 6, 2))
 
 
+@needs_torch("2.8", "DCP saves of groups without rank 0")
 def test_different_process_groups_can_save_independently(ranks: Pool, store_path: Path) -> None:
     ranks.run(4, in_groups, store_path)
     assert len(casckpt.open(store_path).checkpoints()) == 2
@@ -214,6 +219,7 @@ def without_collectives(rank: int, size: int, path: Path) -> Any:
     return failed(lambda: load(other, StorageReader(path, f"alone/rank-{rank}@3")))
 
 
+@needs_torch("2.9", "use_collectives")
 def test_ranks_can_save_without_collectives(ranks: Pool, store_path: Path) -> None:
     for told in ranks.run(3, without_collectives, store_path):
         assert any("Conflict" in kind or "not all that it is to load" in text for kind, text in told.values())

@@ -24,6 +24,7 @@ from tests.support.cut import cut
 from tests.support.dcp import failed, forget_plans, load, save
 from tests.support.parallel import sharded
 from tests.support.together import line, numbers
+from tests.support.torch_versions import has_torch, needs_torch
 
 try:
     from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType
@@ -41,6 +42,7 @@ if TYPE_CHECKING:
 STEPS = 10
 MEASURED = (2, 7, 8)  # the last step is also measured; counting all tensors takes half a second
 SIZE = 1 << 20
+UNEVEN = "uneven shards of tensor parallelism and FSDP2"
 
 
 def state_at(step: int, size: int) -> dict[str, Any]:
@@ -68,7 +70,7 @@ def in_background(rank: int, size: int, path: Path, kind: str, cached: bool) -> 
         before = async_save(
             dict(state),
             storage_writer=StorageWriter(store, run=kind, step=step),
-            planner=DefaultSavePlanner(enable_plan_caching=cached),
+            planner=DefaultSavePlanner(enable_plan_caching=True) if cached else DefaultSavePlanner(),
             async_checkpointer_type=AsyncCheckpointerType.PROCESS
             if kind == "process"
             else AsyncCheckpointerType.THREAD,
@@ -118,13 +120,21 @@ def _end_process() -> None:
     process._save_process.join()
 
 
-@pytest.mark.parametrize(("kind", "cached"), [("thread", False), ("thread", True), ("process", False)])
+@pytest.mark.parametrize(
+    ("kind", "cached"),
+    [
+        ("thread", False),
+        pytest.param("thread", True, marks=needs_torch("2.7", "plan caching")),
+        pytest.param("process", False, marks=needs_torch("2.8", "how _end_process ends DCP's process")),
+    ],
+)
 def test_each_step_contains_the_state_at_the_time_of_its_save(
     ranks: Pool, store_path: Path, kind: str, cached: bool
 ) -> None:
+    cycles = has_torch("2.7") and not has_torch("2.10")  # of DCP, which keep copies until Python collects garbage
     for memory in ranks.run(2, in_background, store_path, kind, cached):
         # if each step leaked one copy of its half, there would be five copies by then
-        assert min(memory[1:]) - memory[0] < SIZE, memory
+        assert cycles or min(memory[1:]) - memory[0] < SIZE, memory
     store = casckpt.open(store_path)
     for step in range(STEPS):
         found = store.read(f"{kind}@{step}")
@@ -135,6 +145,7 @@ def test_each_step_contains_the_state_at_the_time_of_its_save(
     assert store.gc(wait=0).waiting == ()
 
 
+@needs_torch("2.9", "async_stager")
 @pytest.mark.filterwarnings("ignore:torch.distributed is")
 @pytest.mark.filterwarnings("ignore::FutureWarning")
 def test_a_save_uses_the_stager_that_the_user_passed(store: casckpt.Store) -> None:
@@ -144,7 +155,7 @@ def test_a_save_uses_the_stager_that_the_user_passed(store: casckpt.Store) -> No
     assert torch.equal(store.read("default@1")["a"], torch.ones(4))
 
 
-@pytest.mark.skipif(DefaultStager is None, reason="came with torch 2.9")
+@needs_torch("2.9", "DefaultStager")
 @pytest.mark.filterwarnings("ignore:torch.distributed is")
 def test_a_stager_can_copy_in_the_background(store: casckpt.Store) -> None:
     stager = DefaultStager(StagingOptions(False, False, True, False))
@@ -235,6 +246,7 @@ def uneven(rank: int, size: int, path: Path, rows: int, *, saves: bool) -> None:
     assert torch.equal(part.full_tensor(), whole)
 
 
+@needs_torch("2.8", UNEVEN)
 @pytest.mark.parametrize("rows", [5, 7, 10])
 def test_uneven_strided_shards_are_saved(store_path: Path, ranks: Pool, rows: int) -> None:
     ranks.run(4, uneven, store_path, rows, saves=True)
@@ -242,6 +254,7 @@ def test_uneven_strided_shards_are_saved(store_path: Path, ranks: Pool, rows: in
     assert torch.equal(casckpt.open(store_path).read("a@1")["w"], torch.nn.Linear(3, rows, bias=False).weight)
 
 
+@needs_torch("2.10", f"a correct full_tensor of {UNEVEN}")
 @pytest.mark.parametrize("rows", [5, 7, 10])
 def test_uneven_strided_shards_are_loaded(store_path: Path, ranks: Pool, rows: int) -> None:
     torch.manual_seed(0)
