@@ -173,6 +173,8 @@ def _mesh_order(key: str, tensor: DTensor) -> Sequence[int]:
             f"which is under megatron.core.distributed.fsdp.src in Megatron-core",
             key=key,
         )
+    if any(hasattr(placement, "split_factor") for placement in tensor.placements):
+        return range(len(tensor.placements))  # the strides define the order; the spec of torch 2.10 repeats it
     entries = getattr(tensor._spec, "shard_order", None) or ()
     return [mesh_dim for entry in entries for mesh_dim in entry.mesh_dims] or range(len(tensor.placements))
 

@@ -15,6 +15,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Partial, Shard
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 from torch.distributed.tensor._shards_wrapper import LocalShardsWrapper
+from torch.distributed.tensor.placement_types import _StridedShard
 
 import casckpt
 from casckpt.errors import InvalidInput
@@ -211,6 +212,20 @@ def test_the_custom_order_of_a_mesh_is_respected(order: tuple[int, ...]) -> None
                 box = piece.region.box
                 assert torch.equal(full[slices((box.offset, box.shape))], piece.data)
             assert sum(piece.data.numel() for piece in pieces) == local.numel()
+
+
+@needs_torch("2.10", "the order of a mesh")
+def test_strided_shards_define_the_order_even_if_their_spec_also_contains_one() -> None:
+    """torch 2.10 sets both for FSDP2 with tensor parallelism."""
+    from torch.distributed.tensor._dtensor_spec import ShardOrderEntry
+
+    full = arange((24, 2))
+    with pretending((2, 2)) as ranks:
+        for mesh in ranks:
+            tensor = cut(full, mesh, (_StridedShard(0, split_factor=2), Shard(0)))
+            tensor._spec.shard_order = (ShardOrderEntry(0, (1, 0)),)
+            (piece,) = local_tensor("w", tensor).pieces
+            assert torch.equal(full[slices((piece.region.box.offset, piece.region.box.shape))], piece.data)
 
 
 def test_a_mesh_of_megatron_fsdp_does_not_determine_which_elements_a_rank_holds() -> None:
