@@ -211,7 +211,7 @@ def snapshot(prepared: Prepared, staging: Staging) -> Prepared:
     """Copy all tensor data into ``staging``. Afterwards, the caller may change the original."""
     copies = iter(staging.copy(tensors_of(prepared)))
     sources = [
-        changed(source, data=next(copies))
+        changed(source, data=next(copies), block=None)
         if isinstance(source.data, torch.Tensor)
         else changed(source, shards=[Piece(piece.region, next(copies)) for piece in source.shards])
         for source in prepared.sources

@@ -97,6 +97,19 @@ def test_the_state_can_change_after_the_call_returns() -> None:
     assert same_state(held.store.read("default@1"), want)
 
 
+def test_a_background_save_does_not_keep_the_state_alive() -> None:
+    held = Held()
+    state = {"w": cells(5), "p": torch.nn.Parameter(cells(1 / 4)), "t": cells(4).view(64, -1).t()}
+    originals = [weakref.ref(data) for data in state.values()]
+    future = held.store.save_async(state, step=1)
+    assert held.reached.wait(SECONDS)
+    state.clear()
+    alive = [ref() is not None for ref in originals]
+    held.go.set()
+    future.result(SECONDS)
+    assert not any(alive)
+
+
 @pytest.mark.filterwarnings("ignore:ComplexHalf support is experimental:UserWarning")
 def test_every_dtype_and_layout_is_copied() -> None:
     held = Held()
