@@ -404,13 +404,13 @@ def block_of(data: torch.Tensor) -> Block | None:
     """Return the memory of a plain tensor. Return None if it is empty, not contiguous, or larger than its storage."""
     if data.layout is not torch.strided or data.is_nested or data.is_quantized or not data.is_contiguous():
         return None
-    storage, nbytes = data.untyped_storage(), data.nbytes
+    # the storage of a functional tensor raises an error if it is asked for its address
+    storage, nbytes, address = data.untyped_storage(), data.nbytes, data.data_ptr()
     start = int(data.storage_offset()) * data.itemsize
-    address = storage.data_ptr()
-    if not nbytes or not address or storage.nbytes() < start + nbytes:
+    if not nbytes or address in (0, start) or storage.nbytes() < start + nbytes:
         return None
     in_host = data.is_cpu and not data.is_conj() and not data.is_neg()
-    return Block(data, address + start if in_host else 0, nbytes, storage)
+    return Block(data, address if in_host else 0, nbytes, storage)
 
 
 def address_of(data: torch.Tensor) -> int:

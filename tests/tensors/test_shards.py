@@ -107,13 +107,17 @@ def test_a_wrapper_without_memory_is_rejected() -> None:
         local_tensor("w", torch.Tensor._make_wrapper_subclass(_Wrapper, (3,)))
 
 
-def test_fake_nested_and_uninitialized_tensors_are_rejected() -> None:
+def test_fake_functional_meta_nested_and_uninitialized_tensors_are_rejected() -> None:
     with pytest.raises(InvalidInput, match="'w': an uninitialized parameter"):
         local_tensor("w", torch.nn.LazyLinear(3).weight)
     with FakeTensorMode():
         fake = torch.ones(3)
     with pytest.raises(InvalidInput, match="'w': a FakeTensor has no memory of its own"):
         local_tensor("w", fake)
+    with pytest.raises(InvalidInput, match="'w': a Tensor has no memory of its own"):
+        local_tensor("w", torch._to_functional_tensor(torch.ones(3)))
+    with pytest.raises(InvalidInput, match="'w': a meta tensor"):
+        local_tensor("w", torch.ones(3, device="meta")[1:])
     nested = torch.nested.nested_tensor([torch.ones(2), torch.ones(3)], layout=torch.jagged)
     with pytest.raises(InvalidInput, match="'w': a nested tensor"):
         local_tensor("w", nested)
