@@ -264,7 +264,8 @@ class Extents(Mapping[Name, tuple[str, ExtentTable]]):
         """Return new extents. If their streams are those of this object, take over what was computed from them."""
         made = Extents(streams, cell_bytes, cells, others)
         if self.streams is streams:
-            vars(made).update({k: v for k, v in vars(self).items() if k in ("columns", "names", "_numbers")})
+            held = vars(self).copy()  # another thread may add to it
+            vars(made).update({k: held[k] for k in ("columns", "names", "_numbers") if k in held})
         return made
 
     @cached_property
