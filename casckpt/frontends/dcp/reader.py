@@ -6,9 +6,10 @@ import io
 import logging
 import os
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Any
 from uuid import uuid4
 
 import torch
@@ -31,19 +32,25 @@ from casckpt.frontends.dcp.ids import hook, is_usable, reference_of
 from casckpt.frontends.dcp.items import WINDOW_BYTES, check_planned
 from casckpt.frontends.dcp.planners import PickleFreeLoadPlanner, ValueStream, has_methods_of
 from casckpt.frontends.stores import AnyStore, as_store
+from casckpt.frontends.training_state.proof import NOT_THERE, Proof, prove
 from casckpt.loading.entry_reader import EntryReader, RegionRequest
 from casckpt.loading.fit import Fit, check_fit, log_once, saved_shapes, shape_of
 from casckpt.loading.job_reads import MEETING, WAIT_SHARE, Deal, JobReads, Needs, deals, passing
-from casckpt.loading.options import LoadOptions, Unread
+from casckpt.loading.options import LoadArguments, LoadOptions, Unread
 from casckpt.loading.tied_tensors import Content, TiedTensors
 from casckpt.plan.reads import covers
-from casckpt.ranks.ranks import connect_all, job_size, job_timeout, this_rank
+from casckpt.ranks.ranks import connect_all, job_size, job_timeout, open_ranks, this_rank
 from casckpt.tensors.dtensors import is_dtensor
 from casckpt.tensors.dtypes import check_cast, torch_dtype
 from casckpt.tensors.memory import Destination
 from casckpt.tensors.shards import check_destination
+from casckpt.tensors.state import is_object
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
 
 log = logging.getLogger(__name__)
+_NOT_READ = "not read by the load"
 
 
 @dataclass(frozen=True)
@@ -118,6 +125,7 @@ class StorageReader(Protocol):
         self._absent = False  # whether no checkpoint of all ranks has this name
         self._alone = False
         self._opened: DcpContents | None = None
+        self._left: dict[str, str] | None = None  # what the last load left out, with the reasons
 
     @hook
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
@@ -126,6 +134,36 @@ class StorageReader(Protocol):
             self._ref = reference_of(checkpoint_id, self._run)
         self._load_id = str(uuid4())
         self._opened, self._failed, self._absent = None, None, False
+
+    def prove(
+        self,
+        state: Mapping[str, Any],
+        model: Any = None,
+        *,
+        process_group: ProcessGroup | None = None,
+        no_dist: bool = False,
+        excused: Mapping[str, str] = MappingProxyType({}),
+    ) -> Proof:
+        """Compare the live state with the checkpoint that `dcp.load` last loaded with this reader.
+
+        ``state``: what the next `dcp.save` would store. Create it after the loaded state is set, for example with
+        `get_state_dict` after `set_state_dict`. ``model``: the module, in which hooks may change values. Every rank of
+        the load makes the call, with the same ``process_group`` and ``no_dist``. Each rank hashes all its values, and
+        copies those on a device to the host. ``excused``: why values may differ, by key or by the beginning of keys.
+        Keys that the load did not read or fill are listed as not proved. Raises Mismatch, which names the keys, if
+        anything else differs, and InvalidInput if nothing was loaded.
+        """
+        if self._left is None:
+            raise InvalidInput("there is no loaded checkpoint to compare the state with; call dcp.load() first")
+        ranks, loaded = open_ranks(process_group, no_dist=no_dist or self._alone), self._now.checkpoint
+        plain = {key: value.state_dict() if is_object(value) else value for key, value in state.items()}
+        given: LoadArguments = {
+            "cast": self._options.cast, "allow_pickle": self._options.allow_pickle, "threads": self._threads
+        }  # fmt: skip
+        proof = prove(ranks, self._store, loaded, plain, model, given=given, excused={**self._left, **excused})
+        if ranks.rank == 0:
+            log.info("%s@%d: %s", loaded.run, loaded.step, proof)
+        return proof
 
     @hook
     def read_metadata(self, *args: object, rank: int | None = None, **kwargs: object) -> Metadata:
@@ -153,7 +191,7 @@ class StorageReader(Protocol):
             raise InvalidInput(
                 "the StorageReader has no checkpoint to load; pass ref=, or pass checkpoint_id=REF to each load"
             )
-        self._alone = rank is not None
+        self._alone, self._left = rank is not None, None
         checkpoint = self._of_all(self._ref) if rank is None else self._of_rank(self._ref, rank)
         options = replace(self._options, rank=this_rank() if rank is None else rank)
         self._opened = DcpContents(self._store, checkpoint, options)
@@ -249,9 +287,22 @@ class StorageReader(Protocol):
                 download.reads.begin(download.ranges(parts))
             for window in _windows(plan.items, planner):
                 self._read_tensors(download, window, planner)
+        self._left = self._left_by(plan, planner)
         future: Future[None] = Future()
         future.set_result(None)
         return future
+
+    def _left_by(self, plan: LoadPlan, planner: LoadPlanner) -> dict[str, str]:
+        """Return why this rank did not read or fill parts of the state, by key or by the beginning of keys."""
+        wanted = planner.state_dict if isinstance(planner, DefaultLoadPlanner) else {}
+        left = dict.fromkeys(wanted.keys() - self._known, NOT_THERE)
+        read, values = {item.storage_index.fqn for item in plan.items}, self._now.schema.values
+        tops = {key.partition(".")[0] for key in read}
+        for name in self._known - read:
+            key = values[name].key if name in values else name
+            top = key.partition(".")[0]
+            left[key if top in tops else top] = _NOT_READ
+        return left
 
     def _reader(self, reply: _Reply) -> EntryReader:
         repo, manifest, progress = self._store.repository, self._now.contents.manifest, Progress(self._shown).of(None)

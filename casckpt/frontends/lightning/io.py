@@ -109,7 +109,7 @@ class CasCheckpointIO(CheckpointIO):
             return None
         proof = prove(
             open_ranks(no_dist=True), self.store, self._loaded, to_state(checkpoint), model,
-            given={"no_dist": True, "allow_pickle": self._allow_pickle, "threads": self._threads}, excused=excused,
+            given={"allow_pickle": self._allow_pickle, "threads": self._threads}, excused=excused,
         )  # fmt: skip
         log.info("%s@%d: %s", self._loaded.run, self._loaded.step, proof)
         return proof

@@ -14,14 +14,13 @@ from casckpt.errors import InvalidInput
 from casckpt.frontends.training_state.contents import OPTIM, TRAIN, LoadRequest, Missing, TrainModel
 from casckpt.frontends.training_state.objects import is_optimizer
 from casckpt.frontends.training_state.parts import AnyOptimizer, as_optimizers
-from casckpt.frontends.training_state.proof import Proof
+from casckpt.frontends.training_state.proof import NOT_THERE, Proof
 from casckpt.frontends.training_state.stored import GROUPS
 from casckpt.frontends.training_state.train_state import RNG, as_parts
 from casckpt.ranks.ranks import everyone
 
 log = logging.getLogger("casckpt")
 
-_NOT_THERE = "not in the checkpoint, left unchanged"
 _NOT_HERE = "only in the checkpoint, not read"
 _NOT_GIVEN = 'in the checkpoint, but not passed to resume; to ignore this, pass unread="ignore"'
 _NO_OPTIMIZER = "the checkpoint has no optimizer that can be loaded: the given optimizer is left unchanged"
@@ -83,7 +82,7 @@ def excuses(loaded: Checkpoint, given: Collection[str], wanted: LoadRequest) -> 
 
 def _left_by(loaded: Checkpoint, given: Collection[str]) -> dict[str, str]:
     """Return why a load left keys of the live state unchanged."""
-    left = dict.fromkeys(loaded.missing_keys, _NOT_THERE) | dict.fromkeys(loaded.mismatched_keys, _RESIZED)
+    left = dict.fromkeys(loaded.missing_keys, NOT_THERE) | dict.fromkeys(loaded.mismatched_keys, _RESIZED)
     return left | {key: _NO_OPTIMIZER for key in (f"{name}.param_groups" for name in given) if key in left}
 
 
@@ -173,7 +172,7 @@ def _set(train_state: Any, state: Mapping[str, Any], wanted: LoadRequest) -> dic
     if parts is None:
         train_state.load_state_dict(state)
         return {}
-    left = dict.fromkeys(parts.set_parts(state, strict=wanted.missing != "warn"), _NOT_THERE)
+    left = dict.fromkeys(parts.set_parts(state, strict=wanted.missing != "warn"), NOT_THERE)
     beside = [name for name in state if name not in parts]
     if parts is not train_state:
         train_state.update({name: state[name] for name in beside})

@@ -16,6 +16,7 @@ from casckpt.base.text import listed
 from casckpt.contents.checkpoint import Checkpoint
 from casckpt.contents.contents import Contents
 from casckpt.errors import InvalidInput, Mismatch
+from casckpt.loading.comparison import compare_together
 from casckpt.loading.fit import memory_of
 from casckpt.loading.load import values_at
 from casckpt.loading.options import LoadArguments, LoadOptions
@@ -31,7 +32,7 @@ _TRAIN = re.compile(r"^train\.(\d+)\.")
 _RENAMED = "stored under a different name, so it was not compared"
 _LEFT_OUT = "only in the checkpoint, and left out by the load"
 _LACKING, _CHANGED, _ADDED = "missing now", "value", "missing"
-_GROUPS = re.compile(r"^[^.]*\.param_groups(\.|$)")
+NOT_THERE = "not in the checkpoint, left unchanged"
 _NAMES_OF_GROUP = ("params", "param_names")
 _NAMES = {_LACKING, _ADDED}
 _BESIDE = re.compile(r"(train|lightning|optim(_\d+)?)\.")
@@ -81,7 +82,7 @@ def prove(
     the train state of any rank. Raises Mismatch, which names the keys, if anything else differs.
     """
     options = LoadOptions(**given)
-    compared = store.compare(state, loaded, process_group=options.process_group, no_dist=options.no_dist)
+    compared = compare_together(store.repository, ranks, state, loaded, lambda: loaded.commit)
 
     def look() -> _Found:
         differs = {one.key: one.what for one in compared.differs if one.rank == ranks.rank}
@@ -125,12 +126,14 @@ def _look(
     """Compare the values of one rank. ``differs``: how its tensors differ. ``known``: the ``excused`` of `prove`."""
     contents = Contents.open(store.repository, loaded.commit, rank, TORCH_EXTENSIONS)
     flat = flatten(state, is_whole=lambda key, _: key in contents.objects, apart=contents.is_in_parts)
-    objects = {key: leaf for key, leaf in flat.leaves.items() if not leaf.is_tensor and not _GROUPS.search(key)}
+    objects = {key: leaf for key, leaf in flat.leaves.items() if not leaf.is_tensor}
     differs |= dict(_objects_that_differ(store, contents, objects, options))
     stored = {*contents.tensors, *contents.objects}
     differs |= dict.fromkeys(sorted(stored - flat.leaves.keys()), _LACKING)
-    differs = {k: what for k, what in differs.items() if not _GROUPS.search(k) or k.partition(".")[0] not in state}
-    differs |= dict(_groups_that_differ(store, contents, state, options))
+    optims = {at: live for at, live in state.items() if isinstance(live, Mapping) and "param_groups" in live}
+    groups = tuple(f"{at}.param_groups." for at in optims)
+    differs = {key: what for key, what in differs.items() if not f"{key}.".startswith(groups)}
+    differs |= dict(_groups_that_differ(store, contents, optims, options))
     hooked = {memory_of(value) for value in _hooked(model)}
     excused = {key: why for key in differs if (why := _excuse(key, rank, stored, known)) is not None}
     for key in differs.keys() - excused.keys():
@@ -162,17 +165,15 @@ def _objects_that_differ(
 
 
 def _groups_that_differ(
-    store: Store, contents: Contents, state: Mapping[str, Any], options: LoadOptions
+    store: Store, contents: Contents, optims: Mapping[str, Any], options: LoadOptions
 ) -> Iterator[tuple[str, str]]:
-    """Yield the keys of an optimizer's groups that differ from the stored ones, and how.
+    """Yield the keys of optimizers' groups that differ from the stored ones, and how.
 
     They have other parameters, or give a parameter other options. A load matches parameters by name, so the groups may
     be different ones. Options that the checkpoint lacks do not count, because torch or a scheduler may have added them.
     """
-    for at, live in state.items():
+    for at, live in optims.items():
         key = f"{at}.param_groups"
-        if not isinstance(live, Mapping) or "param_groups" not in live:
-            continue
         if options.rename is not None or not {key, f"{key}.0.params"} & {*contents.objects, *contents.tensors}:
             yield key, _ADDED
             continue
