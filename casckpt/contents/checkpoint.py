@@ -241,6 +241,15 @@ class Checkpoint:
             differing=() if note is None else tuple(decode(note, strict=True)),
         )  # fmt: skip
 
+    @property
+    def bytes_hashed(self) -> int:
+        """The size of its tensors, except those that its save did not hash completely, as they were declared frozen."""
+        from casckpt.format.columns import unpack
+
+        manifest = self._manifest
+        unhashed = unpack(manifest.body.entry_columns.unhashed)
+        return self.stats.bytes_total - sum(manifest.entries[number].nbytes for number in unhashed)
+
     @cached_property
     def tensors(self) -> Mapping[str, TensorInfo]:
         """Its tensors by key, in the order in which they were saved."""

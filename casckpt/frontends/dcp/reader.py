@@ -160,10 +160,7 @@ class StorageReader(Protocol):
         given: LoadArguments = {
             "cast": self._options.cast, "allow_pickle": self._options.allow_pickle, "threads": self._threads
         }  # fmt: skip
-        proof = prove(ranks, self._store, loaded, plain, model, given=given, excused={**self._left, **excused})
-        if ranks.rank == 0:
-            log.info("%s@%d: %s", loaded.run, loaded.step, proof)
-        return proof
+        return prove(ranks, self._store, loaded, plain, model, given=given, excused={**self._left, **excused})
 
     @hook
     def read_metadata(self, *args: object, rank: int | None = None, **kwargs: object) -> Metadata:

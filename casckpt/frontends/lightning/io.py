@@ -107,12 +107,10 @@ class CasCheckpointIO(CheckpointIO):
         if self._loaded is None:
             log.warning("the resume is not proved, because Lightning wrote the file itself, and it is not in a store")
             return None
-        proof = prove(
+        return prove(
             open_ranks(no_dist=True), self.store, self._loaded, to_state(checkpoint), model,
             given={"allow_pickle": self._allow_pickle, "threads": self._threads}, excused=excused,
         )  # fmt: skip
-        log.info("%s@%d: %s", self._loaded.run, self._loaded.step, proof)
-        return proof
 
     def load_checkpoint(
         self, path: AnyPath, map_location: Any = None, weights_only: bool | None = None

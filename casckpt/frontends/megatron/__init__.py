@@ -75,6 +75,7 @@ from casckpt.frontends.megatron.nesting import (
     nested_items_iter,
     nested_values,
 )
+from casckpt.frontends.megatron.proof import prove
 from casckpt.frontends.megatron.saving import AsyncRequest, save
 from casckpt.frontends.megatron.stored import (
     load_common_state_dict,
@@ -154,6 +155,7 @@ __all__ = [
     "nested_values",
     "optim_state_to_sharding_state",
     "parse_strict_flag",
+    "prove",
     "remove_sharded_tensors",
     "replace_prefix_for_sharding",
     "save",

@@ -444,12 +444,9 @@ class Checkpointer(RunCheckpoints):
             state_to_save(ranks, model, optim, train_state)  # a data loader may draw random numbers in the first call
             restore_rng(generators)
             state = state_to_save(ranks, model, optim, train_state)
-            proof = prove_state(ranks, self.store, loaded, state, model, given=wanted.given, excused=excused)
+            return prove_state(ranks, self.store, loaded, state, model, given=wanted.given, excused=excused)
         finally:
             restore_rng(generators)  # as in `_check`
-        if ranks.rank == 0:
-            log.info("%s@%d: %s", loaded.run, loaded.step, proof)
-        return proof
 
     def newest_of_all_ranks(self, step: int | None = None) -> Checkpoint | None:
         """Return the checkpoint of ``step``, or the newest one, as rank 0 finds it. Every rank makes the call."""
@@ -539,7 +536,7 @@ class Checkpointer(RunCheckpoints):
         """
         if ranks.rank != 0:
             return
-        saved = summary.checkpoint
+        saved, figures = summary.checkpoint, summary.figures  # now, while the manifest is still in memory
         gone, thinned = list[Checkpoint](), list[Checkpoint]()
         try:
             gone = self.store.rotate(self.run, self._rotation)
@@ -548,7 +545,7 @@ class Checkpointer(RunCheckpoints):
             log.warning("retention after the save of %s@%d failed: %s", saved.run, saved.step, error)
         self.summary = replace(summary, forgotten=tuple(checkpoint.step for checkpoint in gone))
         log.info("%s", self.summary)
-        self._events.emit(of_checkpoint("saved", saved, self.summary.figures))
+        self._events.emit(of_checkpoint("saved", saved, figures))
         for checkpoint in gone:
             self._events.emit(of_checkpoint("forgotten", checkpoint))
         if self.config.gc:

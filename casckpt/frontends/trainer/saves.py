@@ -103,7 +103,8 @@ class SaveSummary:
         return {
             "blocked_seconds": self.blocked, "waited_seconds": sum(self.waits), "ranks_seconds": self.waits[1],
             "durable_seconds": self.durable, "bytes_total": stats.bytes_total, "bytes_copied": self.bytes_copied,
-            "bytes_written": stats.bytes_written, "bytes_reused": stats.bytes_reused,
+            "bytes_hashed": self.checkpoint.bytes_hashed, "bytes_written": stats.bytes_written,
+            "bytes_reused": stats.bytes_reused,
         }  # fmt: skip
 
     def __str__(self) -> str:

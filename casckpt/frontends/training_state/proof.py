@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import re
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -24,6 +25,8 @@ from casckpt.ranks.ranks import Ranks, everyone
 from casckpt.store.store import Store
 from casckpt.tensors.objects import TORCH_EXTENSIONS, encode_object
 from casckpt.tensors.state import LeafValue, flatten
+
+log = logging.getLogger(__name__)
 
 _HOOKED = "changed by a hook of its module, so its digest proves nothing"
 _CAST = "converted by the cast, so its digest proves nothing"
@@ -79,7 +82,8 @@ def prove(
 
     ``model``: a module, a list of modules, or a dict with modules. ``given``: the arguments of the load. ``excused``:
     why values may differ, by key or by the beginning of keys, such as parts that the load left out. There, "train" is
-    the train state of any rank. Raises Mismatch, which names the keys, if anything else differs.
+    the train state of any rank. Raises Mismatch, which names the keys, if anything else differs. Rank 0 logs the
+    result.
     """
     options = LoadOptions(**given)
     compared = compare_together(store.repository, ranks, state, loaded, lambda: loaded.commit)
@@ -104,12 +108,15 @@ def prove(
             raise Mismatch(
                 f"after the resume, {listed([*wrong])} differ from {loaded.run}@{loaded.step} ({kinds}): something "
                 "changed them after they were loaded, or they were not loaded. Look for hooks and callbacks, and "
-                "resume before other code uses the model. With prove=False, a resume does not make this comparison",
+                "resume before other code uses the model. Without `prove`, a resume does not make this comparison",
                 keys=tuple(wrong),
             )
         return everyone(Proof(len(live - unproved.keys()), compared.bytes, unproved), len(reports))
 
-    return ranks.exchange(look, decide)
+    proof = ranks.exchange(look, decide)
+    if ranks.rank == 0:
+        log.info("%s@%d: %s", loaded.run, loaded.step, proof)
+    return proof
 
 
 def _look(
@@ -130,7 +137,7 @@ def _look(
     differs |= dict(_objects_that_differ(store, contents, objects, options))
     stored = {*contents.tensors, *contents.objects}
     differs |= dict.fromkeys(sorted(stored - flat.leaves.keys()), _LACKING)
-    optims = {at: live for at, live in state.items() if isinstance(live, Mapping) and "param_groups" in live}
+    optims = {at: live for at, live in state.items() if _names_parameters(live)}
     groups = tuple(f"{at}.param_groups." for at in optims)
     differs = {key: what for key, what in differs.items() if not f"{key}.".startswith(groups)}
     differs |= dict(_groups_that_differ(store, contents, optims, options))
@@ -162,6 +169,11 @@ def _objects_that_differ(
             yield key, _ADDED
         elif _encoded(key, leaf.value) != _encoded(key, stored[key]):
             yield key, _CHANGED
+
+
+def _names_parameters(live: Any) -> bool:
+    """Return whether ``live`` is the state of an optimizer whose groups name their parameters."""
+    return isinstance(live, Mapping) and all("params" in group for group in live.get("param_groups", [{}]))
 
 
 def _groups_that_differ(

@@ -17,6 +17,7 @@ import os
 import re
 from collections.abc import Iterator, Mapping
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any, Unpack
 
 import torch
@@ -36,8 +37,9 @@ from casckpt.frontends.trainer.settings import TrainerArguments
 from casckpt.frontends.training_state import unshard_optim_state
 from casckpt.frontends.training_state.hub_config import ADAPTER_STEM, hub_names
 from casckpt.frontends.training_state.optimizer import state_to_save
+from casckpt.frontends.training_state.proof import Proof, prove
 from casckpt.frontends.training_state.stored import StoredTraining
-from casckpt.ranks.ranks import this_rank
+from casckpt.ranks.ranks import on_each, open_ranks, this_rank
 from casckpt.store.store import Store
 
 log = logging.getLogger(__name__)
@@ -50,6 +52,7 @@ _CHECKPOINT = re.compile(r"checkpoint-\d+")
 _MODEL = re.compile(r"model(-\d{5}-of-\d{5})?\.safetensors")
 WHEN = {"save_interval", "last_step", "ephemeral_save_interval", "ephemeral_cooldown", "max_steps_at_risk"}
 _MAX_FILE = 256 << 20  # bytes; the limit for files that are not safetensors
+_FILES = "files of the trainer, which are not compared"
 _FOREIGN = ("pytorch_model_fsdp", "optimizer_", "optimizer.bin", "global_step", "pytorch_model.bin")
 _USE_ANOTHER = "save with casckpt.frontends.trainer.Checkpointer in your own training loop"
 
@@ -66,6 +69,10 @@ class CasCheckpointCallback(TrainerCallback):
     ``tag_best``: a tag for the best checkpoint so far according to ``metric_for_best_model``. The tag makes retention
     keep it.
 
+    ``prove``: before the first step after a resume, compare rank 0's model and optimizer with the checkpoint of that
+    step in the run; ``proof`` has the result. To compare what the trainer would save, the weights are first written to
+    a temporary folder.
+
     FSDP and DeepSpeed folders raise Unsupported: use `casckpt.frontends.trainer` instead.
     """
 
@@ -76,6 +83,7 @@ class CasCheckpointCallback(TrainerCallback):
         run: str,
         async_save: bool = False,
         tag_best: str | None = None,
+        prove: bool = False,
         **settings: Unpack[TrainerArguments],
     ) -> None:
         useless = sorted(WHEN.intersection(settings))
@@ -89,6 +97,8 @@ class CasCheckpointCallback(TrainerCallback):
         self.store = as_store(store)
         self._async, self._tag = async_save, tag_best
         self._is_step_checked = False
+        self._is_proving, self._is_resumed = prove, False
+        self.proof: Proof | None = None
 
     @cached_property
     def checkpointer(self) -> Checkpointer:
@@ -101,6 +111,13 @@ class CasCheckpointCallback(TrainerCallback):
             if getattr(args, name, None):
                 raise Unsupported(f"the checkpoint folders of a Trainer with {name} are not supported; {_USE_ANOTHER}")
         self._check(args, kwargs)
+        self._is_resumed = state.global_step > 0
+
+    def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: object) -> None:
+        """Prove a resume before its first step."""
+        if self._is_proving and self._is_resumed:
+            self._is_resumed, is_first = False, this_rank() == 0
+            self.proof = on_each(open_ranks(), lambda: self._prove(state.global_step, kwargs) if is_first else None)
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: object) -> None:
         """Raise InvalidInput after the first step if the optimizer's new state cannot be saved."""
@@ -112,6 +129,25 @@ class CasCheckpointCallback(TrainerCallback):
         """Check the optimizer before the trainer writes a folder. Every rank makes the call."""
         if not args.save_only_model:
             self.checkpointer.check(_Folder(None, given.get("model"), given.get("optimizer")))
+
+    def _prove(self, step: int, given: Mapping[str, Any]) -> Proof | None:
+        """Compare the folder that the trainer would write now with the checkpoint of ``step``. Rank 0 makes the call.
+
+        If there is no such checkpoint, return None and log a warning.
+        """
+        try:
+            stored = StoredTraining.read(self.store, f"{self.config.run}@{step}")
+        except NotFound as error:
+            log.warning("the resume is not proved: %s", error)
+            return None
+        model, optimizer = given["model"], given["optimizer"]
+        with TemporaryDirectory(prefix="casckpt-proof-") as folder:
+            _write_model(model, Path(folder))
+            state = _Folder(Path(folder), model, optimizer).state_dict_to_save()
+            if stored.has_optimizer():
+                state |= _Folder(None, model, optimizer).state_dict_to_save()
+            ranks, excused = open_ranks(no_dist=True), {f"{HOME}.rng": _FILES}
+            return prove(ranks, self.store, stored.checkpoint, state, model, given={}, excused=excused)
 
     def on_save(self, args: Any, state: Any, control: Any, **kwargs: object) -> None:
         """Save the folder that the trainer has just written. Every rank makes the call.
@@ -148,6 +184,14 @@ def logged_metrics(state: Any, step: int, first: str | None = None) -> dict[str,
     numbers = {str(name): value for one in logged for name, value in one.items() if type(value) in (int, float)}
     wanted = sorted(numbers.keys() - {"step", "epoch"}, key=lambda name: (name != first, not name.startswith("eval_")))
     return {name: numbers[name] for name in wanted[:MAX_METRICS] if len(name) <= MAX_METRIC_NAME and name.isprintable()}
+
+
+def _write_model(model: Any, folder: Path) -> None:
+    """Write the weights to files, as the trainer does."""
+    if hasattr(model, "save_pretrained"):
+        model.save_pretrained(folder)
+    else:
+        save_file(model.state_dict(), folder / "model.safetensors", metadata={"format": "pt"})
 
 
 class _Folder:

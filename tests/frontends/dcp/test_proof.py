@@ -95,10 +95,13 @@ WRONG: dict[str, tuple[Callable[[World], object], str]] = {
     "the model has a different dtype": (lambda world: world.model.to(torch.bfloat16), "model.0.weight"),
     "the optimizer has no state": (lambda world: world.optim.state.clear(), "optim.state.0.weight."),
     "a moment of the optimizer is reset": (lambda world: moment(world).zero_(), "optim.state.1.weight.exp_avg"),
-    "the learning rate is set by hand": (lambda world: world.optim.param_groups[0].update(lr=9.0), "optim.param_groups"),
+    "the learning rate is set by hand": (
+        lambda world: world.optim.param_groups[0].update(lr=9.0),
+        "optim.param_groups",
+    ),
     "the scheduler starts again": (lambda world: setattr(world.schedule, "last_epoch", 0), "schedule.last_epoch"),
     "the step is not restored": (lambda world: setattr(world, "step", 0), "step"),
-}
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("name", WRONG)

@@ -22,7 +22,7 @@ from tests.test_packaging import ROOT
 
 FIGURES = {
     "blocked_seconds", "waited_seconds", "ranks_seconds", "durable_seconds", "bytes_total", "bytes_copied",
-    "bytes_written", "bytes_reused",
+    "bytes_hashed", "bytes_written", "bytes_reused",
 }  # fmt: skip
 
 
@@ -51,6 +51,16 @@ def test_the_hook_receives_saves_loads_and_what_retention_forgets(how: str) -> N
     assert (second.figures["bytes_written"], second.figures["bytes_reused"]) == (stats.bytes_written, stats.bytes_total)
     assert second.checkpoint == resumed.checkpoint == store.get("sft@2")
     assert (resumed.figures["bytes_total"], resumed.run) == (stats.bytes_total, "sft")
+
+
+def test_tensors_that_are_declared_frozen_do_not_count_as_hashed() -> None:
+    model, seen = nn.ModuleDict({"base": nn.Linear(600, 600), "head": nn.Linear(600, 2)}), list[CheckpointEvent]()
+    with Checkpointer(small(), run="sft", frozen=["model.base.*"], on_event=seen.append) as checkpointer:
+        for step in (1, 2):
+            checkpointer.save(step, model)
+    frozen = sum(tensor.nbytes for tensor in model["base"].parameters())
+    total = frozen + sum(tensor.nbytes for tensor in model["head"].parameters())
+    assert [event.figures["bytes_hashed"] for event in seen] == [total, total - frozen]
 
 
 @pytest.mark.parametrize("how", ["save", "save_async"])
