@@ -155,12 +155,16 @@ class StorageReader(Protocol):
         """
         if self._left is None:
             raise InvalidInput("there is no loaded checkpoint to compare the state with; call dcp.load() first")
-        ranks, loaded = open_ranks(process_group, no_dist=no_dist or self._alone), self._now.checkpoint
-        plain = {key: value.state_dict() if is_object(value) else value for key, value in state.items()}
+        no_dist, options = no_dist or self._alone, self._options
         given: LoadArguments = {
-            "cast": self._options.cast, "allow_pickle": self._options.allow_pickle, "threads": self._threads
+            "cast": options.cast, "allow_pickle": options.allow_pickle, "threads": self._threads,
+            "process_group": process_group, "no_dist": no_dist,
         }  # fmt: skip
-        return prove(ranks, self._store, loaded, plain, model, given=given, excused={**self._left, **excused})
+        plain = {key: value.state_dict() if is_object(value) else value for key, value in state.items()}
+        return prove(
+            open_ranks(process_group, no_dist=no_dist), self._store, self._now.checkpoint, plain, model, given=given,
+            excused={**self._left, **excused},
+        )  # fmt: skip
 
     @hook
     def read_metadata(self, *args: object, rank: int | None = None, **kwargs: object) -> Metadata:

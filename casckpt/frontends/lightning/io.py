@@ -109,7 +109,7 @@ class CasCheckpointIO(CheckpointIO):
             return None
         return prove(
             open_ranks(no_dist=True), self.store, self._loaded, to_state(checkpoint), model,
-            given={"allow_pickle": self._allow_pickle, "threads": self._threads}, excused=excused,
+            given={"no_dist": True, "allow_pickle": self._allow_pickle, "threads": self._threads}, excused=excused,
         )  # fmt: skip
 
     def load_checkpoint(

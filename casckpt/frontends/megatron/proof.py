@@ -6,7 +6,7 @@ import logging
 from collections.abc import Mapping
 from dataclasses import replace
 from types import MappingProxyType
-from typing import Any, Unpack
+from typing import TYPE_CHECKING, Any
 
 from casckpt.frontends.megatron.common import COMMON_NAME
 from casckpt.frontends.megatron.errors import checkpointing_errors
@@ -18,8 +18,11 @@ from casckpt.frontends.megatron.stored import MegatronCheckpoint
 from casckpt.frontends.stores import as_store
 from casckpt.frontends.training_state.proof import Proof
 from casckpt.frontends.training_state.proof import prove as prove_state
-from casckpt.loading.options import LoadArguments, RankArguments
+from casckpt.loading.options import LoadArguments
 from casckpt.ranks.ranks import on_each, open_ranks
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
 
 log = logging.getLogger(__name__)
 _FILE = "a file of Megatron-core, which is not compared"
@@ -31,7 +34,9 @@ def prove(
     checkpoint_dir: CheckpointDir,
     *,
     excused: Mapping[str, str] = MappingProxyType({}),
-    **options: Unpack[RankArguments],
+    allow_pickle: bool = False,
+    process_group: ProcessGroup | None = None,
+    no_dist: bool = False,
 ) -> Proof:
     """Compare the live state with the checkpoint that was loaded. Every rank makes the call with its own part.
 
@@ -39,29 +44,30 @@ def prove(
     modules and optimizers. ``checkpoint_dir``: as for `load`, or a folder that `CasSaveShardedStrategy` wrote. Each
     rank compares all its sharded values, including replicas; rank 0 also compares the common part, unless it is in
     ``common.pt``. The values are hashed, and those on a device are copied to the host. ``excused``: why values may
-    differ, by key or by the beginning of keys. ``options``: as for `load`.
+    differ, by key or by the beginning of keys. For the other arguments, see `load`.
 
     Raises Mismatch, which names the keys, if anything else differs, and the errors of `load`.
     """
     with checkpointing_errors():
-        ranks = open_ranks(options.get("process_group"), no_dist=options.get("no_dist", False))
-        stored = MegatronCheckpoint.together(ranks, lambda: _located(checkpoint_dir))
-        has_file = COMMON_NAME in stored.store.attachments(stored.checkpoint)
+        ranks = open_ranks(process_group, no_dist=no_dist)
+        stored = MegatronCheckpoint.together(ranks, lambda: _located(checkpoint_dir), common=True)
 
         def live() -> tuple[dict[Any, Any], dict[str, str]]:
             saving = Saving(sharded_state_dict, ranks.rank)
             saving.select_all({*stored.tensors, *stored.objects})
-            if has_file:
+            if stored.file is not None:
                 saving.common = {}
             tensors = [value for value in saving.sharded if is_sharded_tensor(value) and value.key in stored.tensors]
             resized = [value.key for value in tensors if tuple(value.global_shape) != stored.tensors[value.key].shape]
             return saving.state(), dict.fromkeys(resized, _SHAPE)
 
         state, resized = on_each(ranks, live)
-        given: LoadArguments = {**options, "cast": True}  # as in a load
+        given: LoadArguments = {
+            "cast": True, "allow_pickle": allow_pickle, "process_group": process_group, "no_dist": no_dist
+        }  # fmt: skip
         excused = {**resized, **excused}
         proof = prove_state(ranks, stored.store, stored.checkpoint, state, None, given=given, excused=excused)
-    if not has_file:
+    if stored.file is None:
         return proof
     if ranks.rank == 0:
         log.warning("%s: not proved: %s (%s)", stored.where, COMMON_NAME, _FILE)

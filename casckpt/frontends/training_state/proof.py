@@ -17,7 +17,6 @@ from casckpt.base.text import listed
 from casckpt.contents.checkpoint import Checkpoint
 from casckpt.contents.contents import Contents
 from casckpt.errors import InvalidInput, Mismatch
-from casckpt.loading.comparison import compare_together
 from casckpt.loading.fit import memory_of
 from casckpt.loading.load import values_at
 from casckpt.loading.options import LoadArguments, LoadOptions
@@ -86,7 +85,7 @@ def prove(
     result.
     """
     options = LoadOptions(**given)
-    compared = compare_together(store.repository, ranks, state, loaded, lambda: loaded.commit)
+    compared = store.compare(state, loaded, process_group=options.process_group, no_dist=options.no_dist)
 
     def look() -> _Found:
         differs = {one.key: one.what for one in compared.differs if one.rank == ranks.rank}

@@ -50,7 +50,7 @@ STATE = "trainer_state.json"
 _SAFETENSORS = ".safetensors"
 _CHECKPOINT = re.compile(r"checkpoint-\d+")
 _MODEL = re.compile(r"model(-\d{5}-of-\d{5})?\.safetensors")
-WHEN = {"save_interval", "last_step", "ephemeral_save_interval", "ephemeral_cooldown", "max_steps_at_risk"}
+_WHEN = {"save_interval", "last_step", "ephemeral_save_interval", "ephemeral_cooldown", "max_steps_at_risk"}
 _MAX_FILE = 256 << 20  # bytes; the limit for files that are not safetensors
 _FILES = "files of the trainer, which are not compared"
 _FOREIGN = ("pytorch_model_fsdp", "optimizer_", "optimizer.bin", "global_step", "pytorch_model.bin")
@@ -86,14 +86,7 @@ class CasCheckpointCallback(TrainerCallback):
         prove: bool = False,
         **settings: Unpack[TrainerArguments],
     ) -> None:
-        useless = sorted(WHEN.intersection(settings))
-        if useless:
-            raise InvalidInput(
-                f"{useless[0]} has no effect here: set save_strategy and save_steps of the Trainer to choose when to "
-                "save"
-            )
-        settings.setdefault("overwrite", True)
-        self.config = CheckpointerConfig(run=run, **settings)
+        self.config = config_of(run, settings)
         self.store = as_store(store)
         self._async, self._tag = async_save, tag_best
         self._is_step_checked = False
@@ -147,7 +140,7 @@ class CasCheckpointCallback(TrainerCallback):
             if stored.has_optimizer():
                 state |= _Folder(None, model, optimizer).state_dict_to_save()
             ranks, excused = open_ranks(no_dist=True), {f"{HOME}.rng": _FILES}
-            return prove(ranks, self.store, stored.checkpoint, state, model, given={}, excused=excused)
+            return prove(ranks, self.store, stored.checkpoint, state, model, given={"no_dist": True}, excused=excused)
 
     def on_save(self, args: Any, state: Any, control: Any, **kwargs: object) -> None:
         """Save the folder that the trainer has just written. Every rank makes the call.
@@ -176,6 +169,20 @@ class CasCheckpointCallback(TrainerCallback):
     def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: object) -> None:
         """Wait for the background save, and raise its error if it failed."""
         self.checkpointer.close()
+
+
+def config_of(run: str, settings: TrainerArguments) -> CheckpointerConfig:
+    """Return the config of a checkpointer that replaces existing steps.
+
+    Raises InvalidInput for settings that decide when to save.
+    """
+    useless = sorted(_WHEN & settings.keys())
+    if useless:
+        raise InvalidInput(
+            f"{useless[0]} has no effect here: save_strategy and save_steps of the Trainer determine when to save"
+        )
+    replacing: TrainerArguments = {"overwrite": True, **settings}
+    return CheckpointerConfig(run=run, **replacing)
 
 
 def logged_metrics(state: Any, step: int, first: str | None = None) -> dict[str, float]:

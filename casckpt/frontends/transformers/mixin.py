@@ -42,8 +42,8 @@ from casckpt.frontends.training_state.proof import Proof
 from casckpt.frontends.training_state.train_state import RNG, TrainState, restore_rng
 from casckpt.frontends.transformers.callback import (
     STATE,
-    WHEN,
     CasCheckpointCallback,
+    config_of,
     files_below,
     logged_metrics,
     path_within,
@@ -155,12 +155,7 @@ class CasTrainerMixin(Trainer):
 
     @cached_property
     def _config(self) -> CheckpointerConfig:
-        settings: dict[str, Any] = {"overwrite": True, **self._settings}
-        useless = sorted(WHEN & settings.keys())
-        if useless:
-            raise InvalidInput(
-                f"{useless[0]} has no effect here: save_strategy and save_steps of the Trainer determine when to save"
-            )
+        settings = self._settings
         limit, is_best_loaded = self.args.save_total_limit, self.args.load_best_model_at_end
         if settings.keys() & {"keep", "max_checkpoints"} and (limit is not None or is_best_loaded):
             raise InvalidInput(
@@ -168,8 +163,9 @@ class CasTrainerMixin(Trainer):
                 "save_total_limit alone"
             )
         if limit is not None:  # keep_best keeps all checkpoints until one has the metric
-            settings["keep"] = {"keep_last": limit} | ({"keep_best": f"{_NEW_BEST}:max:1"} if is_best_loaded else {})
-        return CheckpointerConfig(run=self._run, **settings)
+            best = {"keep_best": f"{_NEW_BEST}:max:1"} if is_best_loaded else {}
+            settings = {**settings, "keep": {"keep_last": limit, **best}}
+        return config_of(self._run, settings)
 
     @cached_property
     def checkpointer(self) -> Checkpointer:

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -135,13 +136,12 @@ def on_ranks(rank: int, size: int, folder: Path) -> Any:
         hub.logging.set_verbosity_error()
         saving = CasCheckpointCallback(folder / "store", run="sft")
         trainer(folder / "out", tiny(), saving, most=2, ddp_backend="gloo").train()
-        outcomes = []
+        outcomes, path = [], str(folder / "out" / "checkpoint-2")
         for act in (lambda *_: None, WRONG["a layer is initialized again"][0]):
             callback = CasCheckpointCallback(folder / "store", run="sft", prove=True)
             options = {"ddp_backend": "gloo", "save_strategy": "no"}
             learning = trainer(folder / "out", tiny(), Sick(act), callback, most=3, **options)
-            path = str(folder / "out" / "checkpoint-2")
-            outcome = outcome_of(lambda learning=learning, path=path: learning.train(resume_from_checkpoint=path))
+            outcome = outcome_of(partial(learning.train, resume_from_checkpoint=path))
             outcomes.append((callback.proof is not None, type(outcome).__name__))
         return outcomes
 
