@@ -585,7 +585,7 @@ def test_the_suggested_option_preserves_a_new_learning_rate(store: Store, model:
     assert (lower.param_groups[0]["lr"], texts) == (1e-9, [])
 
 
-@follows("frontends/training_state/proof.py:prove.decide", "Without `prove`, a resume does not make this comparison")
+@follows("frontends/training_state/proof.py:prove.decide", "To resume without this comparison, pass prove=False")
 def test_a_resume_without_a_proof_accepts_values_that_a_hook_changed(
     store: Store, model: Two, messages: Messages
 ) -> None:

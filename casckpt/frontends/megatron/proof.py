@@ -14,7 +14,7 @@ from casckpt.frontends.megatron.folders import pointed_at
 from casckpt.frontends.megatron.kinds import is_sharded_tensor
 from casckpt.frontends.megatron.place import CheckpointDir, StoreRef, folder_of, place_of
 from casckpt.frontends.megatron.saving import Saving
-from casckpt.frontends.megatron.stored import MegatronCheckpoint
+from casckpt.frontends.megatron.stored import CONTENT_METADATA, MegatronCheckpoint
 from casckpt.frontends.stores import as_store
 from casckpt.frontends.training_state.proof import Proof
 from casckpt.frontends.training_state.proof import prove as prove_state
@@ -26,6 +26,7 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 _FILE = "a file of Megatron-core, which is not compared"
+_BESIDE = "an argument of the save"
 _SHAPE = "stored with a different shape, so it was not compared"
 
 
@@ -65,7 +66,7 @@ def prove(
         given: LoadArguments = {
             "cast": True, "allow_pickle": allow_pickle, "process_group": process_group, "no_dist": no_dist
         }  # fmt: skip
-        excused = {**resized, **excused}
+        excused = {CONTENT_METADATA: _BESIDE, **resized, **excused}
         proof = prove_state(ranks, stored.store, stored.checkpoint, state, None, given=given, excused=excused)
     if stored.file is None:
         return proof

@@ -107,7 +107,8 @@ def prove(
             raise Mismatch(
                 f"after the resume, {listed([*wrong])} differ from {loaded.run}@{loaded.step} ({kinds}): something "
                 "changed them after they were loaded, or they were not loaded. Look for hooks and callbacks, and "
-                "resume before other code uses the model. Without `prove`, a resume does not make this comparison",
+                "resume before other code uses the model. To resume without this comparison, pass prove=False, or do "
+                "not call prove",
                 keys=tuple(wrong),
             )
         return everyone(Proof(len(live - unproved.keys()), compared.bytes, unproved), len(reports))
