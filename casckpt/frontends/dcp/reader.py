@@ -36,10 +36,10 @@ from casckpt.frontends.training_state.proof import NOT_THERE, Proof, prove
 from casckpt.loading.entry_reader import EntryReader, RegionRequest
 from casckpt.loading.fit import Fit, check_fit, log_once, saved_shapes, shape_of
 from casckpt.loading.job_reads import MEETING, WAIT_SHARE, Deal, JobReads, Needs, deals, passing
-from casckpt.loading.options import LoadArguments, LoadOptions, Unread
+from casckpt.loading.options import LoadOptions, Unread
 from casckpt.loading.tied_tensors import Content, TiedTensors
 from casckpt.plan.reads import covers
-from casckpt.ranks.ranks import connect_all, job_size, job_timeout, open_ranks, this_rank
+from casckpt.ranks.ranks import connect_all, job_size, job_timeout, this_rank
 from casckpt.tensors.dtensors import is_dtensor
 from casckpt.tensors.dtypes import check_cast, torch_dtype
 from casckpt.tensors.memory import Destination
@@ -155,15 +155,11 @@ class StorageReader(Protocol):
         """
         if self._left is None:
             raise InvalidInput("there is no loaded checkpoint to compare the state with; call dcp.load() first")
-        no_dist, options = no_dist or self._alone, self._options
-        given: LoadArguments = {
-            "cast": options.cast, "allow_pickle": options.allow_pickle, "threads": self._threads,
-            "process_group": process_group, "no_dist": no_dist,
-        }  # fmt: skip
         plain = {key: value.state_dict() if is_object(value) else value for key, value in state.items()}
         return prove(
-            open_ranks(process_group, no_dist=no_dist), self._store, self._now.checkpoint, plain, model, given=given,
-            excused={**self._left, **excused},
+            self._store, self._now.checkpoint, plain, model, excused={**self._left, **excused}, cast=self._options.cast,
+            allow_pickle=self._options.allow_pickle, threads=self._threads, process_group=process_group,
+            no_dist=no_dist or self._alone,
         )  # fmt: skip
 
     @hook

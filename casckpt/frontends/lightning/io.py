@@ -108,8 +108,8 @@ class CasCheckpointIO(CheckpointIO):
             log.warning("the resume is not proved, because Lightning wrote the file itself, and it is not in a store")
             return None
         return prove(
-            open_ranks(no_dist=True), self.store, self._loaded, to_state(checkpoint), model,
-            given={"no_dist": True, "allow_pickle": self._allow_pickle, "threads": self._threads}, excused=excused,
+            self.store, self._loaded, to_state(checkpoint), model, excused=excused, no_dist=True,
+            allow_pickle=self._allow_pickle, threads=self._threads,
         )  # fmt: skip
 
     def load_checkpoint(

@@ -18,7 +18,6 @@ from casckpt.frontends.megatron.stored import CONTENT_METADATA, MegatronCheckpoi
 from casckpt.frontends.stores import as_store
 from casckpt.frontends.training_state.proof import Proof
 from casckpt.frontends.training_state.proof import prove as prove_state
-from casckpt.loading.options import LoadArguments
 from casckpt.ranks.ranks import on_each, open_ranks
 
 if TYPE_CHECKING:
@@ -63,11 +62,10 @@ def prove(
             return saving.state(), dict.fromkeys(resized, _SHAPE)
 
         state, resized = on_each(ranks, live)
-        given: LoadArguments = {
-            "cast": True, "allow_pickle": allow_pickle, "process_group": process_group, "no_dist": no_dist
-        }  # fmt: skip
-        excused = {CONTENT_METADATA: _BESIDE, **resized, **excused}
-        proof = prove_state(ranks, stored.store, stored.checkpoint, state, None, given=given, excused=excused)
+        proof = prove_state(
+            stored.store, stored.checkpoint, state, None, excused={CONTENT_METADATA: _BESIDE, **resized, **excused},
+            cast=True, allow_pickle=allow_pickle, process_group=process_group, no_dist=no_dist,
+        )  # fmt: skip
     if stored.file is None:
         return proof
     if ranks.rank == 0:

@@ -444,7 +444,7 @@ class Checkpointer(RunCheckpoints):
             state_to_save(ranks, model, optim, train_state)  # a data loader may draw random numbers in the first call
             restore_rng(generators)
             state = state_to_save(ranks, model, optim, train_state)
-            return prove_state(ranks, self.store, loaded, state, model, given=wanted.given, excused=excused)
+            return prove_state(self.store, loaded, state, model, excused=excused, **wanted.given)
         finally:
             restore_rng(generators)  # as in `_check`
 

@@ -6,7 +6,7 @@ import logging
 import re
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Unpack
 
 import numpy as np
 import torch
@@ -20,7 +20,7 @@ from casckpt.errors import InvalidInput, Mismatch
 from casckpt.loading.fit import memory_of
 from casckpt.loading.load import values_at
 from casckpt.loading.options import LoadArguments, LoadOptions
-from casckpt.ranks.ranks import Ranks, everyone
+from casckpt.ranks.ranks import everyone, open_ranks
 from casckpt.store.store import Store
 from casckpt.tensors.objects import TORCH_EXTENSIONS, encode_object
 from casckpt.tensors.state import LeafValue, flatten
@@ -68,14 +68,13 @@ class _Found:
 
 
 def prove(
-    ranks: Ranks,
     store: Store,
     loaded: Checkpoint,
     state: Mapping[str, Any],
     model: Any,
     *,
-    given: LoadArguments,
     excused: Mapping[str, str],
+    **given: Unpack[LoadArguments],
 ) -> Proof:
     """Compare ``state``, as the next save would store it, with ``loaded``. Every rank makes the call.
 
@@ -85,6 +84,7 @@ def prove(
     result.
     """
     options = LoadOptions(**given)
+    ranks = open_ranks(options.process_group, no_dist=options.no_dist)
     compared = store.compare(state, loaded, process_group=options.process_group, no_dist=options.no_dist)
 
     def look() -> _Found:

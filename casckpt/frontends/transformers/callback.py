@@ -139,8 +139,8 @@ class CasCheckpointCallback(TrainerCallback):
             state = _Folder(Path(folder), model, optimizer).state_dict_to_save()
             if stored.has_optimizer():
                 state |= _Folder(None, model, optimizer).state_dict_to_save()
-            ranks, excused = open_ranks(no_dist=True), {f"{HOME}.rng": _FILES}
-            return prove(ranks, self.store, stored.checkpoint, state, model, given={"no_dist": True}, excused=excused)
+            excused = {f"{HOME}.rng": _FILES}
+            return prove(self.store, stored.checkpoint, state, model, excused=excused, no_dist=True)
 
     def on_save(self, args: Any, state: Any, control: Any, **kwargs: object) -> None:
         """Save the folder that the trainer has just written. Every rank makes the call.
