@@ -17,6 +17,7 @@ from casckpt.base.text import listed
 from casckpt.contents.checkpoint import Checkpoint
 from casckpt.contents.contents import Contents
 from casckpt.errors import InvalidInput, Mismatch
+from casckpt.format.tree import find
 from casckpt.loading.fit import memory_of
 from casckpt.loading.load import values_at
 from casckpt.loading.options import LoadArguments, LoadOptions
@@ -136,7 +137,9 @@ def _look(
     objects = {key: leaf for key, leaf in flat.leaves.items() if not leaf.is_tensor}
     differs |= dict(_objects_that_differ(store, contents, objects, options))
     stored = {*contents.tensors, *contents.objects}
-    differs |= dict.fromkeys(sorted(stored - flat.leaves.keys()), _LACKING)
+    within = tuple(f"{key}." for key in objects)
+    lacking = (key for key in sorted(stored - flat.leaves.keys()) if not key.startswith(within))
+    differs |= dict.fromkeys(lacking, _LACKING)
     optims = {at: live for at, live in state.items() if _names_parameters(live)}
     groups = tuple(f"{at}.param_groups." for at in optims)
     differs = {key: what for key, what in differs.items() if not f"{key}.".startswith(groups)}
@@ -158,9 +161,14 @@ def _look(
 def _objects_that_differ(
     store: Store, contents: Contents, objects: Mapping[str, LeafValue], options: LoadOptions
 ) -> Iterator[tuple[str, str]]:
-    """Yield the keys of values other than tensors that differ from the stored ones, and how."""
-    pickled = {key for key in objects if key in contents.objects and contents.objects[key].pickled}
-    there = [key for key in objects if key in contents.objects and key not in pickled]
+    """Yield the keys of values other than tensors that differ from the stored ones, and how.
+
+    A list that holds only plain data is one value in a live state, but DCP may have stored its items separately.
+    """
+    pickles = [f"{key}." for key, stored in contents.objects.items() if stored.pickled]
+    pickled = {key for key in objects if any(other.startswith(f"{key}.") for other in pickles)}
+    split = {key for key in objects.keys() - contents.objects if not isinstance(find(contents.tree, key), int | None)}
+    there = [key for key in objects if key not in pickled and (key in contents.objects or key in split)]
     stored = values_at(store.repository, contents, there, options)
     for key, leaf in objects.items():
         if key in pickled:

@@ -138,6 +138,17 @@ def test_keys_that_the_load_did_not_read_or_fill_are_listed() -> None:
         reader.prove({"model": dict(list(state["model"].items())[::2])}, live)
 
 
+def test_a_list_that_dcp_stores_as_one_value_is_compared() -> None:
+    store = small()
+    save({"list": [1, {"a": 2}], "empty": {}}, StorageWriter(store, step=3))
+    reader = StorageReader(store, "default@3")
+    load({"list": [0, {"a": 0}]}, reader)
+    assert reader.prove({"list": [1, {"a": 2}], "empty": {}}).unproved == {}
+    for wrong in ([1, {"a": 3}], [1, {"b": 2}], [1], [0, 1]):
+        with pytest.raises(Mismatch, match="list"):
+            reader.prove({"list": wrong})
+
+
 def test_a_dtype_that_the_load_converted_is_listed(saved: tuple[Store, bool]) -> None:
     proof = resumed(saved[0], World(2, saved[1]), lambda world: world.model.to(torch.bfloat16))
     assert set(proof.unproved) == {"model.0.weight", "model.0.bias", "model.1.weight", "model.1.bias"}
