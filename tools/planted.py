@@ -3038,6 +3038,13 @@ PLANTED = (
         "tests/frontends/dcp/test_proof.py",
     ),
     Planted(
+        "a proof does not compare lists whose items were stored separately",
+        "_objects_that_differ",
+        "or key in split)",
+        ")",
+        "tests/frontends/dcp/test_proof.py",
+    ),
+    Planted(
         "a proof of Megatron compares only main replicas",
         "Saving.select_all",
         "[True] * len(self.sharded)",
