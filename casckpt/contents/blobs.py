@@ -13,6 +13,7 @@ from casckpt.format.keys import blob_key, commit_key, damaged_key, parse_damaged
 from casckpt.format.names import BlobHash, TxId
 from casckpt.format.records import DamageRecord
 from casckpt.format.sections.blobs import BlobRef
+from casckpt.repository.exclusive import check_listed
 from casckpt.repository.reading import Read, check_no_file, read_records
 from casckpt.repository.repository import Repository
 from casckpt.storage.base import AlreadyExists, ListedObject
@@ -164,10 +165,12 @@ def _mark_as(repo: Repository, uploader: TxId, blob: BlobHash, state: str, why: 
             why=why[:MAX_WHY_CHARACTERS],
             unique=repo.entropy(8).hex(),
         )
+        key = damaged_key(uploader, blob, number + 1)
         try:
-            repo.put_record(damaged_key(uploader, blob, number + 1), record)
-        except Conflict:
-            continue  # another process has just added a mark: read it, and add this mark after it if they still differ
+            repo.put_record(key, record)
+        except Conflict:  # another process has just added a mark: read it, and add this mark after it if they differ
+            check_listed(repo.storage, key)
+            continue
         return
 
 

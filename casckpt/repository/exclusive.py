@@ -6,7 +6,8 @@ the same key, and gc can delete objects that a save has just committed.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import re
+from collections.abc import Callable
 from contextlib import suppress
 
 from casckpt.base.parallel import in_parallel
@@ -16,29 +17,41 @@ from casckpt.storage.base import AlreadyExists, Examinable, ObjectStore
 PREFIX = "probes/"
 RACERS = 4
 _PAYLOAD = 64  # bytes
+_LONGEST = 24 * 3600 * 1_000_000  # microseconds: no probe takes this long
+_NAME = re.compile(rf"{PREFIX}([0-9A-F]{{16}})-[0-9A-F]{{32}}\b.*")
 
 
 def require_exclusive(
-    storage: ObjectStore, entropy: Callable[[int], bytes], known: bool | None, *, single_writer: bool
+    storage: ObjectStore,
+    clock: Callable[[], int],
+    entropy: Callable[[int], bytes],
+    known: bool | None,
+    *,
+    single_writer: bool,
 ) -> None:
     """Raise `Unsupported` for storage in which two writers could both create the same key.
 
     ``known``: the result of an earlier probe. ``single_writer``: the caller promises to be the only writer.
     """
+    require_writable(storage)
     traits = storage.traits
-    if traits.read_only:
-        raise Unsupported(f"{storage.url} is read-only: save to a different store, or copy this one there")
     if single_writer or (traits.exclusive is None and known):
         return
     why = {True: "", False: "it cannot check and create in one step", None: None}[traits.exclusive]
     if why is None:
-        why = probe(storage, entropy) if known is None else "an earlier probe recorded this in the store's settings"
+        why = probe(storage, clock, entropy) if known is None else "an earlier probe recorded this in the store's settings"
     if why:
         raise Unsupported(
             f"{storage.url} does not refuse to create a key twice: {why}. Two jobs could therefore both commit the "
             "same checkpoint, and gc could delete objects of a new save. Use a different storage, or pass "
             "single_writer (--single-writer) if no other process writes at the same time"
         )
+
+
+def require_writable(storage: ObjectStore) -> None:
+    """Raise `Unsupported` for read-only storage."""
+    if storage.traits.read_only:
+        raise Unsupported(f"{storage.url} is read-only: save to a different store, or copy this one there")
 
 
 def require_lasting(storage: ObjectStore) -> None:
@@ -52,21 +65,36 @@ def require_lasting(storage: ObjectStore) -> None:
         raise Unsupported(f"{storage.url} is not safe for a store: {finding.found}. To fix this, {finding.advice}")
 
 
-def probe(storage: ObjectStore, entropy: Callable[[int], bytes], racers: int = RACERS) -> str:
+def probe(
+    storage: ObjectStore, clock: Callable[[], int], entropy: Callable[[int], bytes], racers: int = RACERS
+) -> str:
     """Return what is wrong with exclusive creates in ``storage``, or "" if they work.
 
     Puts two small objects under probes/, several times each, and deletes them if the storage allows it. Raises
     `Unsupported`, and `StorageError` also for a listing that lacks one of them.
     """
-    name = entropy(16).hex().upper()  # some servers change the case of keys
-    keys = [f"{PREFIX}{name}-twice", f"{PREFIX}{name}-race"]
+    name = new_name(clock, entropy)
+    keys = [f"{name}-twice", f"{name}-race"]
     try:
-        why = _twice(storage, keys[0], entropy) or _race(storage, keys[1], entropy, racers)
-        return why or _check_listed(storage, keys)
+        if not (why := _twice(storage, keys[0], entropy) or _race(storage, keys[1], entropy, racers)):
+            check_listed(storage, *keys)
+        return why
     finally:
         for key in keys:
             with suppress(StorageError):  # writers may lack the permission to delete
                 storage.delete(key)
+
+
+def new_name(clock: Callable[[], int], entropy: Callable[[int], bytes]) -> str:
+    """Return the beginning of a new probe's keys: its time and random digits, for `remove_leftovers`."""
+    return f"{PREFIX}{clock():016X}-{entropy(16).hex().upper()}"  # some servers change the case of keys
+
+
+def remove_leftovers(storage: ObjectStore, clock: Callable[[], int]) -> None:
+    """Delete what killed probes left behind at least a day ago. Raises `StorageError`."""
+    for entry in [*storage.list(PREFIX)]:
+        if (match := _NAME.fullmatch(entry.key)) and int(match[1], 16) < clock() - _LONGEST:
+            storage.delete(entry.key)
 
 
 def _twice(storage: ObjectStore, key: str, entropy: Callable[[int], bytes]) -> str:
@@ -88,11 +116,12 @@ def _race(storage: ObjectStore, key: str, entropy: Callable[[int], bytes], racer
     return "" if found in payloads else "none of several concurrent creates of a key succeeded"
 
 
-def _check_listed(storage: ObjectStore, keys: Sequence[str]) -> str:
-    for key in {*keys} - {entry.key for entry in storage.list(PREFIX)}:
-        why = "gc could therefore delete what a checkpoint needs. Use storage that lists new objects immediately"
-        raise StorageError(f"{storage.url} does not list {key}, although it exists: {why}", key=key)
-    return ""
+def check_listed(storage: ObjectStore, *keys: str) -> None:
+    """Raise `StorageError` if a listing lacks one of ``keys``, which are in one folder and were just created."""
+    for key in {*keys} - {entry.key for entry in storage.list(keys[0].rpartition("/")[0] + "/")}:
+        if storage.size(key) is not None:  # otherwise, it has been deleted in the meantime
+            why = "gc could therefore delete what a checkpoint needs. Use storage that lists new objects immediately"
+            raise StorageError(f"{storage.url} does not list {key}, although it exists: {why}", key=key)
 
 
 def _wins(storage: ObjectStore, key: str, data: bytes) -> bool:

@@ -25,7 +25,7 @@ from casckpt.format.records import Marker, Record, Settings
 from casckpt.repository.blob_cache import BlobCache, in_memory
 from casckpt.repository.caches import ManifestCache, RecordCache, RunCaches
 from casckpt.repository.catalogue import Catalogue
-from casckpt.repository.exclusive import require_exclusive, require_lasting
+from casckpt.repository.exclusive import check_listed, require_exclusive, require_lasting
 from casckpt.repository.signing_keys import KeyFile, KeyFiles, PublicKey, private_key, public_keys
 from casckpt.storage import open_storage
 from casckpt.storage.base import AlreadyExists, ObjectStore
@@ -208,7 +208,7 @@ class Repository:
         """
         in_doubt = self.storage.traits.exclusive is None and not self.single_writer
         known = self.settings.exclusive_create if in_doubt and not new else None
-        require_exclusive(self.storage, self.entropy, known, single_writer=self.single_writer)
+        require_exclusive(self.storage, self.clock, self.entropy, known, single_writer=self.single_writer)
         self._creates_checked = True
         return in_doubt and known is None
 
@@ -246,10 +246,12 @@ class Repository:
                 records.decode(records.encode(new), Settings, "settings")
             except Refused as error:
                 raise InvalidInput(f"settings {fields} are not valid: {error}") from error
+            key = keys.settings_key(number + 1)
             try:
-                self.put_record(keys.settings_key(number + 1), new)
-            except Conflict:
-                continue  # another process has just changed the settings: reread them, and apply this change again
+                self.put_record(key, new)
+            except Conflict:  # another process has just changed the settings: reread them, and apply this change again
+                check_listed(self.storage, key)
+                continue
             return new
 
     def newest_settings(self) -> tuple[int, Settings]:

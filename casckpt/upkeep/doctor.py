@@ -14,7 +14,7 @@ from typing import TypeVar
 
 from casckpt.base.parallel import in_parallel
 from casckpt.errors import CasckptError, NotFound, StorageError
-from casckpt.repository.exclusive import PREFIX, probe
+from casckpt.repository.exclusive import PREFIX, new_name, probe, remove_leftovers
 from casckpt.repository.repository import Repository
 from casckpt.storage.base import AlreadyExists, Examinable, Finding, ShortObject
 
@@ -52,13 +52,15 @@ def _settings_of(storage: Examinable, probes: _Probes | None) -> Iterator[Findin
 def _safely(name: str, check: Callable[[], Finding], advice: str = _FIX) -> Finding:
     try:
         return check()
+    except ShortObject as error:
+        return Finding(name, False, f"{error.key} ends after {error.size} bytes of those just written", _USE_ANOTHER)
     except CasckptError as error:
         return Finding(name, False, str(error), advice)
 
 
 def _creates(repo: Repository) -> Finding:
     """Check that the storage refuses a second create. If the storage holds a store, note the result in its settings."""
-    why = probe(repo.storage, repo.entropy, RACERS)
+    why = probe(repo.storage, repo.clock, repo.entropy, RACERS)
     if repo.storage.traits.exclusive is None and repo.exists() and repo.settings.exclusive_create is not (not why):
         repo.note_creates(exclusive=not why)
     if why:
@@ -73,7 +75,7 @@ class _Probes:
 
     def __init__(self, repo: Repository) -> None:
         self.repo, self._storage = repo, repo.storage
-        self.folder = f"{PREFIX}{repo.entropy(16).hex()}"
+        self.folder = new_name(repo.clock, repo.entropy)
         self._seconds = defaultdict[str, list[float]](list)
 
     def checks(self) -> dict[str, Callable[[], Finding]]:
@@ -140,13 +142,15 @@ class _Probes:
         keys = [f"{self.folder}/large-{number}" for number in range(_LARGE)]
         total = _LARGE * _LARGE_BYTES / 1e6
         begun = self.repo.clock()
-        deque(in_parallel(_LARGE, lambda key: self._put(key, payload), keys), maxlen=0)
-        put, begun = self._seconds_since(begun), self.repo.clock()
-        deque(in_parallel(_LARGE, self._read_large, keys), maxlen=0)
-        got = self._seconds_since(begun)
-        for key in keys:
-            with suppress(StorageError):  # the delete check reports this error
-                self._storage.delete(key)
+        try:
+            deque(in_parallel(_LARGE, lambda key: self._put(key, payload), keys), maxlen=0)
+            put, begun = self._seconds_since(begun), self.repo.clock()
+            deque(in_parallel(_LARGE, self._read_large, keys), maxlen=0)
+            got = self._seconds_since(begun)
+        finally:
+            for key in keys:
+                with suppress(StorageError):  # the delete check reports this error
+                    self._storage.delete(key)
         speed = f"{total / put:.0f} MB/s written, {total / got:.0f} MB/s read"
         return Finding("throughput", None, f"{speed}, {_LARGE} concurrent objects of 8 MiB")
 
@@ -162,9 +166,10 @@ class _Probes:
         except StorageError as error:
             found = f"objects cannot be deleted: {error}"
             return Finding("delete", None, found, "saves work, but gc needs credentials that allow deletes")
+        remove_leftovers(self._storage, self.repo.clock)
         left = [entry.key for entry in self._storage.list(f"{self.folder}/")]
-        for folder in (self.folder, PREFIX.rstrip("/"), ""):
-            self._storage.sweep(folder)
+        self._storage.sweep(PREFIX.rstrip("/"), below=True)
+        self._storage.sweep("")
         if left or self._is_there(self._key(0)):
             return Finding("delete", False, "deleted objects can still be read or listed", _USE_ANOTHER)
         return Finding("delete", True, "deleted objects disappear immediately")

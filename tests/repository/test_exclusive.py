@@ -10,8 +10,12 @@ from uuid import uuid4
 
 import pytest
 
+from casckpt.base.parallel import in_parallel
+from casckpt.contents.blobs import mark_damaged
 from casckpt.errors import StorageError, Unsupported
-from casckpt.repository.exclusive import PREFIX, RACERS, probe
+from casckpt.format.keys import damaged_key
+from casckpt.format.names import BlobHash
+from casckpt.repository.exclusive import PREFIX, RACERS, new_name, probe, remove_leftovers
 from casckpt.repository.repository import Repository
 from casckpt.storage.base import AlreadyExists, Finding, Known, ListedObject, ObjectStore, Traits
 from casckpt.storage.memory import MemoryStore
@@ -80,7 +84,7 @@ def counter() -> Callable[[int], bytes]:
 
 def test_storage_with_exclusive_creates_passes_the_probe_and_is_left_clean() -> None:
     store = Unknown()
-    assert probe(store, counter()) == ""
+    assert probe(store, Ticks(), counter()) == ""
     assert list(store.list("")) == []
 
 
@@ -89,13 +93,13 @@ def test_storage_with_exclusive_creates_passes_the_probe_and_is_left_clean() -> 
 )
 def test_a_failed_probe_explains_the_failure(make: Callable[[], Unknown], why: str) -> None:
     store = make()
-    assert why in probe(store, counter())
+    assert why in probe(store, Ticks(), counter())
     assert list(store.list("")) == []
 
 
 def test_a_probe_does_not_need_permission_to_delete() -> None:
     store = FaultyStore(Unknown(), [fail_before("delete", times=9)])
-    assert probe(store, counter()) == ""
+    assert probe(store, Ticks(), counter()) == ""
     assert {entry.key.split("/")[0] + "/" for entry in store.list("")} == {PREFIX}
 
 
@@ -184,7 +188,7 @@ class Losing(Unknown):
 
 
 def test_a_probe_whose_responses_are_lost_is_inconclusive(tmp_path: Path) -> None:
-    assert probe(Losing(), counter()) == ""
+    assert probe(Losing(), Ticks(), counter()) == ""
     assert all(found.ok is not False for found in examine(Repository(Losing(), tmp_path)))
 
 
@@ -226,3 +230,53 @@ def test_a_store_is_not_created_where_a_rule_is_seen_to_delete_its_objects(tmp_p
     assert list(storage.list("")) == []
     storage.may_read = False
     assert Repository(storage, tmp_path).create()
+
+
+def test_a_change_whose_key_no_listing_shows_is_an_error_that_names_the_key(tmp_path: Path) -> None:
+    """With ``single_writer``, no probe has found out that listings lack keys."""
+    repo = replace(repository(tmp_path, Hiding()), single_writer=True)
+    blob, txid = BlobHash("b" * 64), repo.new_txid("r", 1)
+    repo.change_settings(min_age_seconds=1)
+    mark_damaged(repo, txid, blob, "wrong bytes")
+    for key, change in (
+        ("settings/1", lambda: repo.change_settings(min_age_seconds=2)),
+        (damaged_key(txid, blob, 0), lambda: mark_damaged(repo, txid, blob, "wrong again")),
+    ):
+        repo.storage.hidden = key  # type: ignore[attr-defined]  # of Hiding
+        with pytest.raises(StorageError, match=f"does not list {key}, although it exists: .* Use storage that lists"):
+            change()
+
+
+def test_stores_and_probes_at_the_same_time_do_not_disturb_each_other(tmp_path: Path) -> None:
+    storage = Unknown()
+    repos = [Repository(storage, tmp_path / str(number)) for number in range(6)]
+    together = threading.Barrier(len(repos))
+
+    def begin(repo: Repository) -> object:
+        together.wait()
+        if repo in repos[:2]:
+            return [finding for finding in examine(repo) if finding.ok is False]
+        return repo.create()
+
+    found = list(in_parallel(len(repos), begin, repos))
+    assert found[:2] == [[], []]
+    assert sorted(map(bool, found[2:])) == [False, False, False, True], "one of them created the store"
+    assert len({repo.marker.store_id for repo in repos}) == 1
+    assert repos[0].settings.exclusive_create
+    assert {entry.key.split("/")[0] for entry in storage.list("")} == {"casckpt.json", "settings"}
+
+
+def test_leftovers_of_killed_probes_are_removed_after_a_day_and_nothing_else() -> None:
+    storage, clock = Unknown(), Ticks()
+    killed = [f"{new_name(clock, counter())}-twice", f"{new_name(clock, counter())}/large-0"]
+    clock.advance(3600)
+    running = f"{new_name(clock, counter())}-race"
+    for key in (*killed, running, f"{PREFIX}of-somebody", f"{PREFIX}{'0' * 32}/1", "settings/0"):
+        storage.put(key, b"1")
+    clock.advance(23 * 3600 - 1)
+    remove_leftovers(storage, clock)
+    assert {*killed} <= {entry.key for entry in storage.list("")}
+    clock.advance(60)
+    remove_leftovers(storage, clock)
+    left = {entry.key for entry in storage.list("")}
+    assert left == {running, f"{PREFIX}of-somebody", f"{PREFIX}{'0' * 32}/1", "settings/0"}

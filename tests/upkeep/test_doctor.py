@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from uuid import uuid4
 
 import pytest
 
+from casckpt.errors import Unsupported
 from casckpt.repository.repository import Repository
 from casckpt.storage.base import Finding, Known, ListedObject, Traits
+from casckpt.storage.local.store import LocalStore
 from casckpt.storage.memory import MemoryReader, MemoryStore
 from casckpt.upkeep.doctor import examine
 from tests.support.faulty import FaultyStore, fail_before
+from tests.support.gcs import run_gc
 from tests.support.repositories import Ticks, repository
 
 
@@ -52,6 +56,13 @@ class Misaligned(Own):
                 super().read_into(offset - offset % 2, buffers)  # type: ignore[arg-type]  # as it came
 
         return Even(key, self._find(key), self.counts)
+
+
+class Cutting(Own):
+    """Every object ends after 100 bytes."""
+
+    def open(self, key: str, *, shared: bool = False) -> MemoryReader:
+        return MemoryReader(key, self._find(key)[:100], self.counts)
 
 
 class Lagging(Own):
@@ -98,6 +109,7 @@ def test_doctor_accepts_storage_that_keeps_all_guarantees(tmp_path: Path) -> Non
         (Replacing, {"create-only"}),
         (Forgetful, {"read-after-write", "create-only"}),
         (Misaligned, {"ranges"}),
+        (Cutting, {"ranges", "throughput"}),
         (Lagging, {"list-after-write"}),
         (Undead, {"delete"}),
         (Stale, {"list-after-write"}),
@@ -114,7 +126,6 @@ def test_doctor_stops_without_write_permission(tmp_path: Path) -> None:
     storage = FaultyStore(Own(), [fail_before("put", times=1000)])
     assert bad(findings(storage, tmp_path)) == {"write"}
     assert storage.count("get") == 0
-    assert findings(ReadOnly(), tmp_path)["write"].ok is None
 
 
 def test_doctor_without_delete_permission_reports_what_gc_needs(tmp_path: Path) -> None:
@@ -144,3 +155,27 @@ def test_doctor_records_its_result_in_the_settings(tmp_path: Path) -> None:
     assert repo.settings.exclusive_create
     findings(Worse(good.name), tmp_path)  # the same objects on a different kind of server
     assert repo.settings.exclusive_create is False
+
+
+@pytest.mark.parametrize("next_one", ["doctor", "gc"])
+def test_the_next_doctor_or_gc_removes_what_a_killed_doctor_left(next_one: str, tmp_path: Path) -> None:
+    repo = repository(tmp_path, LocalStore(tmp_path / "store"))
+    next(examine(repo))
+    left = {entry.key for entry in repo.storage.list("probes/")}
+    assert left
+    clock = repo.clock
+    assert isinstance(clock, Ticks)
+    for hours, expected in ((20, left), (5, set())):
+        clock.advance(hours * 3600)
+        deque(examine(repo), maxlen=0) if next_one == "doctor" else run_gc(repo)
+        assert {entry.key for entry in repo.storage.list("probes/")} == expected
+    assert not (tmp_path / "store" / "probes").exists()
+
+
+def test_doctor_says_that_storage_is_read_only_and_what_that_means(tmp_path: Path) -> None:
+    (finding,) = findings(ReadOnly(), tmp_path).values()
+    assert finding == Finding(
+        "write", None, "the storage is read-only, so no other check ran", "save to a different store"
+    )
+    with pytest.raises(Unsupported, match="is read-only: save to a different store, or copy this one there"):
+        run_gc(Repository(ReadOnly(), tmp_path, clock=Ticks()))
