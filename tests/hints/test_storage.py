@@ -19,10 +19,12 @@ from casckpt.storage.remote.s3.errors import explain
 from casckpt.storage.remote.store import RemoteStore
 from casckpt.storage.remote.urls import RemoteLocation
 from tests.hints.conftest import Run
+from tests.storage.remote.s3.test_client import CALLS
 from tests.storage.remote.s3.test_direct import client_of
 from tests.support.certificates import make_certificate
 from tests.support.hints import Messages, follows
 from tests.support.proxy import Proxy
+from tests.support.quirks import Answer, Quirk, Request, refusal
 from tests.support.servers import Server
 
 ENVIRONMENT = ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY", "AWS_PROFILE", "AWS_CA_BUNDLE", "REQUESTS_CA_BUNDLE")
@@ -133,6 +135,34 @@ def test_the_suggested_option_sets_the_region_of_a_bucket(moto_server: Server, m
     storage = store.repository.storage
     assert isinstance(storage, RemoteStore)
     assert client_of(storage)._fs.s3.meta.region_name == "eu-central-1"
+
+
+class InRegion(Quirk):
+    """Redirects requests that are signed for another region, without naming its own."""
+
+    def __init__(self, region: str) -> None:
+        self.region = region
+
+    def ask(self, request: Request) -> Answer | None:
+        is_here = f"/{self.region}/s3/" in request.headers["Authorization"]
+        return None if is_here else refusal(301, "PermanentRedirect", "Use the specified endpoint.")
+
+
+@pytest.mark.parametrize("look", ["size", "get", "read", "list"])
+@follows("storage/remote/s3/errors.py:", "the bucket is in a different region: set that region with storage_options")
+def test_a_region_that_was_found_out_by_a_redirect_can_be_set_as_advised(
+    look: str, moto_server: Server, messages: Messages
+) -> None:
+    """The response to a HEAD has no body, so another request finds out the reason."""
+    bucket = moto_server.new_bucket()
+    moto_server.client.put_object(Bucket=bucket, Key="store/a", Body=b"12345678")
+    with Proxy(moto_server.endpoint, None, [InRegion("eu-central-1")]) as proxy:
+        options = {**moto_server.options, "endpoint_url": proxy.endpoint}
+        with messages.error(StorageError) as advice:
+            CALLS[look](RemoteStore(RemoteLocation("s3", f"{bucket}/store", options)))
+        shown = advice.says("client_kwargs={'region_name': ...}").replace("...", "'eu-central-1'")
+        given = options | eval(f"dict({shown})")  # as a reader types it
+        CALLS[look](RemoteStore(RemoteLocation("s3", f"{bucket}/store", given)))
 
 
 @pytest.mark.usefixtures("no_credentials")

@@ -148,6 +148,38 @@ def test_part_of_a_folder_can_be_listed_on_s3_express(moto_server: Server, certi
         assert {entry.key for entry in storage.list("transactions/a")} == {"transactions/a", "transactions/a.1"}
 
 
+@pytest.mark.parametrize(
+    ("part", "step"),
+    [("Expiration", {"Days": 7}), ("Transitions", [{"Days": 7, "StorageClass": "GLACIER"}])],
+    ids=["expires", "archives"],
+)
+def test_a_scratch_bucket_whose_rule_has_a_prefix_can_have_a_store_beside_it(
+    part: str, step: Any, moto_server: Server, tmp_path: Path
+) -> None:
+    """The refusal says how the rule and a store can live side by side, and both ways work."""
+
+    def rule(prefix: str) -> None:
+        rules = [{"ID": "old", "Status": "Enabled", "Filter": {"Prefix": prefix}, part: step}]
+        moto_server.client.put_bucket_lifecycle_configuration(
+            Bucket=bucket, LifecycleConfiguration={"Rules": rules}
+        )
+
+    def store(prefix: str) -> Store:
+        location = RemoteLocation("s3", f"{bucket}/{prefix}", moto_server.options)
+        return Store(Repository(RemoteStore(location), tmp_path / prefix))
+
+    bucket, advice = moto_server.new_bucket(), "limit the rule to a Prefix outside this store"
+    rule("")
+    with pytest.raises(Unsupported, match=f"{advice}; gc deletes unneeded objects"):
+        store("mine").create()
+    rule("scratch/")
+    with pytest.raises(Unsupported, match=f"{advice}, or put the store outside scratch/; gc deletes"):
+        store("scratch/mine").create()
+    assert store("mine").create()
+    rule("scratch/other/")
+    assert store("scratch/mine").create()
+
+
 def test_doctor_names_what_differs_from_s3(moto_server: Server, certificate: Path, tmp_path: Path) -> None:
     (expiring,) = (place for place in UNSAFE if quirks.ExpiresObjects in place.quirks)
     odd = Place("odd", quirks=(quirks.DropsMetadata, quirks.ListsInNoOrder))

@@ -11,10 +11,11 @@ from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.hazmat.primitives.asymmetric import ec
 
 
-def make_certificate(folder: Path) -> Path:
-    """Write one file with the certificate and its key."""
+def make_certificate(folder: Path, *names: str) -> Path:
+    """Write one file with the certificate and its key. ``names``: host names that it also covers."""
     key, now = ec.generate_private_key(ec.SECP256R1()), datetime.now(UTC)
     name = x509.Name([x509.NameAttribute(x509.NameOID.COMMON_NAME, "127.0.0.1")])
+    hosts = [x509.IPAddress(ip_address("127.0.0.1")), *map(x509.DNSName, names)]
     certificate = (
         x509.CertificateBuilder()
         .subject_name(name)
@@ -23,7 +24,7 @@ def make_certificate(folder: Path) -> Path:
         .serial_number(x509.random_serial_number())
         .not_valid_before(now - timedelta(hours=1))
         .not_valid_after(now + timedelta(days=1))
-        .add_extension(x509.SubjectAlternativeName([x509.IPAddress(ip_address("127.0.0.1"))]), critical=False)
+        .add_extension(x509.SubjectAlternativeName(hosts), critical=False)
         .add_extension(x509.BasicConstraints(ca=True, path_length=None), critical=True)
         .sign(key, hashes.SHA256())
     )

@@ -21,6 +21,7 @@ from typing import Any, NamedTuple
 from aiobotocore.httpsession import AIOHTTPSession
 from botocore.endpoint import EndpointCreator
 from botocore.exceptions import BotoCoreError, ClientError, ResponseStreamingError
+from botocore.parsers import ResponseParserError
 from s3fs import S3FileSystem
 
 from casckpt.errors import NotFound, Refused, StorageError, Unsupported
@@ -64,8 +65,14 @@ class BoundedSession(AIOHTTPSession):  # type: ignore[misc]  # untyped
             raise
         finally:
             request.stream_output = streams
+        if answer.status_code == 200 and _is_web_page(answer.headers):
+            answer.raw.close()
+            raise ResponseParserError(f"{request.url.partition('?')[0]} is a web page, and not part of an S3 server")
         if not streams or answer.status_code >= 300:
             answer.raw = _Whole(await _read(answer.raw, request.url))
+        if request.method == "HEAD" and answer.status_code in (301, 302, 307) and _REGION not in answer.headers:
+            meta = {"HTTPStatusCode": 301, "HTTPHeaders": {}}  # the client would ask for the region by HEAD without end
+            raise ClientError({"Error": {"Code": "PermanentRedirect"}, "ResponseMetadata": meta}, "HEAD")
         return answer
 
     def _drop_idle(self) -> None:
@@ -74,6 +81,11 @@ class BoundedSession(AIOHTTPSession):  # type: ignore[misc]  # untyped
             for idle in getattr(session.connector, "_conns", {}).values():  # private, and without a public equivalent
                 while idle:
                     idle.pop()[0].close()
+
+
+def _is_web_page(headers: Mapping[str, str]) -> bool:
+    """Return whether a response comes from a proxy or a console. Some servers give this type to empty responses."""
+    return headers.get("Content-Type", "").startswith("text/html") and headers.get("Content-Length") != "0"
 
 
 async def _read(raw: Any, url: str) -> bytes:
@@ -96,6 +108,7 @@ _CONFIG: Mapping[str, Any] = {
     "http_session_cls": BoundedSession,
 }
 _LATER = 5.0  # seconds
+_REGION = "x-amz-bucket-region"
 _DIRECTORY = "--x-s"  # ends the name of an S3 Express bucket
 _TEXTS = ("key", "secret", "token")  # the command line parses an all-digit value as a number
 
@@ -245,6 +258,8 @@ class S3Client:
         # S3 Express lists only whole folders
         asked = prefix[: prefix.rfind("/") + 1] if self.bucket.endswith(_DIRECTORY) else prefix
         answer = self.call("list_objects_v2", Prefix=self.prefix + asked, MaxKeys=PAGE, **options)
+        if not answer.keys() - {"ResponseMetadata"}:  # otherwise, it would count as a listing without objects
+            raise ResponseParserError(f"the response to a listing of {prefix!r} is not a listing")
         skip = len(self.prefix)
         entries = [
             ListedObject(item["Key"][skip:], item["Size"], item.get("ETag", "")) for item in answer.get("Contents", ())

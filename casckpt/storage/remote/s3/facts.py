@@ -115,17 +115,16 @@ def _lock(call: Call) -> Finding:
 
 def _lifecycle(call: Call, prefix: str) -> Finding:
     for rule in _rules(call, prefix):
-        name = rule.get("ID", "without a name")
         if {"Days", "Date"} & set(rule.get("Expiration", {})):
-            return Finding(
-                "lifecycle", False, f"rule {name!r} deletes this store's objects by age, even if checkpoints need them",
-                "remove the rule, or its Expiration, for this prefix: gc deletes unneeded objects",
-            )  # fmt: skip
-        if any(step.get("StorageClass") in _FROZEN for step in rule.get("Transitions", ())):
-            return Finding(
-                "lifecycle", False, f"rule {name!r} archives this store's objects, so loads can no longer read them",
-                "remove the rule's Transition for this prefix",
-            )  # fmt: skip
+            part, harm = "Expiration", "deletes this store's objects by age, even if checkpoints need them"
+        elif any(step.get("StorageClass") in _FROZEN for step in rule.get("Transitions", ())):
+            part, harm = "Transition", "archives this store's objects, so loads can no longer read them"
+        else:
+            continue
+        move = f", or put the store outside {_start(rule)}" if _start(rule) else ""
+        advice = f"remove the rule's {part}, or limit the rule to a Prefix outside this store{move}"
+        found = f"rule {rule.get('ID', 'without a name')!r} {harm}"
+        return Finding("lifecycle", False, found, f"{advice}; gc deletes unneeded objects")
     return Finding("lifecycle", True, "no rule deletes or archives this store's objects")
 
 
@@ -141,10 +140,15 @@ def _rules(call: Call, prefix: str) -> list[Mapping[str, Any]]:
 
 
 def _concerns(rule: Mapping[str, Any], prefix: str) -> bool:
-    chosen = rule.get("Filter", {})
-    start = rule.get("Prefix") or chosen.get("Prefix") or chosen.get("And", {}).get("Prefix") or ""
+    chosen, start = rule.get("Filter", {}), _start(rule)
     tagged = "Tag" in chosen or "Tags" in chosen.get("And", {})  # casckpt does not set object tags
     return not tagged and (start.startswith(prefix) or prefix.startswith(start))
+
+
+def _start(rule: Mapping[str, Any]) -> str:
+    chosen = rule.get("Filter", {})
+    start: str = rule.get("Prefix") or chosen.get("Prefix") or chosen.get("And", {}).get("Prefix") or ""
+    return start
 
 
 def _multipart(call: Call, prefix: str) -> Finding:
