@@ -17,6 +17,7 @@ from typing import Any
 import pytest
 
 from casckpt.errors import CasckptError, StorageError
+from casckpt.frontends.trainer import Checkpointer, CheckpointEvent
 from casckpt.repository.repository import Repository
 from casckpt.storage.forking import PerProcess
 from casckpt.storage.remote.patience import Backoff
@@ -191,6 +192,48 @@ def test_keys_that_arrive_after_the_old_ones_end_are_used_at_once(cloud: Cloud) 
     _set_keys("new")
     cloud.save()
     cloud.load()
+
+
+SAVE_BEGINS, BLOBS, COMMIT = 0, 4, 9
+"""Request numbers in a save."""
+
+
+@pytest.mark.parametrize("at", [SAVE_BEGINS, BLOBS, COMMIT])
+@pytest.mark.parametrize("new", ["in time", "too late"])
+def test_keys_that_end_in_a_background_save_are_renewed_or_the_next_save_works(at: int, new: str, cloud: Cloud) -> None:
+    def end() -> None:
+        cloud.proxy.allow(lambda request: request.signer == "new", "ExpiredToken")
+        if new == "in time":
+            _set_keys("new")
+
+    cloud.proxy.at(at, end)
+    store, step, later = cloud.store, next(cloud.numbers), next(cloud.numbers)
+    outcome: Any = outcome_of(store.save_async(state(step), step=step).result)
+    if new == "too late":
+        assert isinstance(outcome, StorageError)
+        assert "the credentials have expired: provide different ones" in str(outcome)
+        assert ("default", step) not in steps(cloud.look)
+    _set_keys("new")
+    store.save_async(state(later), step=later).result()
+    assert [("default", one) in steps(cloud.look) for one in (step, later)] == [new == "in time", True]
+    cloud.check()
+
+
+def test_a_checkpointer_goes_on_after_keys_end_in_its_background_save(cloud: Cloud) -> None:
+    events: list[CheckpointEvent] = []
+    with Checkpointer(cloud.store, run="r", max_checkpoints=2, on_event=events.append) as checkpointer:
+        for step in (1, 2, 3, 4):
+            if step == 2:
+                checkpointer.wait()
+                cloud.proxy.at(BLOBS, lambda: cloud.proxy.allow(lambda seen: seen.signer == "new", "ExpiredToken"))
+            if step == 3:
+                with pytest.raises(StorageError, match="the credentials have expired: provide different ones"):
+                    checkpointer.wait()
+                _set_keys("new")
+            checkpointer.save_async(step, state(step))
+    assert [found[1] for found in steps(cloud.look) if found[0] == "r"] == [3, 4]
+    assert [event.step for event in events if "have expired" in str(event.error)] == [2]
+    assert same_state(cloud.look.read("r@4"), state(4))
 
 
 def test_a_file_of_keys_that_is_read_while_it_is_written_is_read_again(
