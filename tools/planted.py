@@ -3165,10 +3165,24 @@ PLANTED = (
     ),
     Planted(
         "a store is created although listings lack new objects",
-        "_check_listed",
+        "check_listed",
         "    for key in {*keys} - {",
         "    for key in set() & {",
         "tests/repository/test_exclusive.py",
+    ),
+    Planted(
+        "what a running probe wrote counts as left behind",
+        "remove_leftovers",
+        "< clock() - _LONGEST",
+        "< clock()",
+        "tests/repository/test_exclusive.py",
+    ),
+    Planted(
+        "a response that is not a listing counts as an empty one",
+        "S3Client.page",
+        'if not answer.keys() - {"ResponseMetadata"}:',
+        "if not answer:",
+        "tests/storage/remote/s3/test_client.py",
     ),
     Planted(
         "a store is created although a rule deletes its objects",

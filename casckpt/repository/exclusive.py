@@ -39,7 +39,11 @@ def require_exclusive(
         return
     why = {True: "", False: "it cannot check and create in one step", None: None}[traits.exclusive]
     if why is None:
-        why = probe(storage, clock, entropy) if known is None else "an earlier probe recorded this in the store's settings"
+        why = (
+            probe(storage, clock, entropy)
+            if known is None
+            else "an earlier probe recorded this in the store's settings"
+        )
     if why:
         raise Unsupported(
             f"{storage.url} does not refuse to create a key twice: {why}. Two jobs could therefore both commit the "
@@ -65,9 +69,7 @@ def require_lasting(storage: ObjectStore) -> None:
         raise Unsupported(f"{storage.url} is not safe for a store: {finding.found}. To fix this, {finding.advice}")
 
 
-def probe(
-    storage: ObjectStore, clock: Callable[[], int], entropy: Callable[[int], bytes], racers: int = RACERS
-) -> str:
+def probe(storage: ObjectStore, clock: Callable[[], int], entropy: Callable[[int], bytes], racers: int = RACERS) -> str:
     """Return what is wrong with exclusive creates in ``storage``, or "" if they work.
 
     Puts two small objects under probes/, several times each, and deletes them if the storage allows it. Raises

@@ -160,9 +160,7 @@ def test_a_scratch_bucket_whose_rule_has_a_prefix_can_have_a_store_beside_it(
 
     def rule(prefix: str) -> None:
         rules = [{"ID": "old", "Status": "Enabled", "Filter": {"Prefix": prefix}, part: step}]
-        moto_server.client.put_bucket_lifecycle_configuration(
-            Bucket=bucket, LifecycleConfiguration={"Rules": rules}
-        )
+        moto_server.client.put_bucket_lifecycle_configuration(Bucket=bucket, LifecycleConfiguration={"Rules": rules})
 
     def store(prefix: str) -> Store:
         location = RemoteLocation("s3", f"{bucket}/{prefix}", moto_server.options)
