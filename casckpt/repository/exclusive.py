@@ -9,11 +9,14 @@ from __future__ import annotations
 import re
 from collections.abc import Callable
 from contextlib import suppress
+from typing import TypeAlias
 
 from casckpt.base.parallel import in_parallel
 from casckpt.errors import StorageError, Unsupported
 from casckpt.storage.base import AlreadyExists, Examinable, ObjectStore
 
+Clock: TypeAlias = Callable[[], int]  # as in `casckpt.repository.repository`
+Entropy: TypeAlias = Callable[[int], bytes]
 PREFIX = "probes/"
 RACERS = 4
 _PAYLOAD = 64  # bytes
@@ -22,40 +25,26 @@ _NAME = re.compile(rf"{PREFIX}([0-9A-F]{{16}})-[0-9A-F]{{32}}\b.*")
 
 
 def require_exclusive(
-    storage: ObjectStore,
-    clock: Callable[[], int],
-    entropy: Callable[[int], bytes],
-    known: bool | None,
-    *,
-    single_writer: bool,
+    storage: ObjectStore, clock: Clock, entropy: Entropy, known: bool | None, *, single_writer: bool
 ) -> None:
     """Raise `Unsupported` for storage in which two writers could both create the same key.
 
     ``known``: the result of an earlier probe. ``single_writer``: the caller promises to be the only writer.
     """
-    require_writable(storage)
     traits = storage.traits
+    if traits.read_only:
+        raise Unsupported(f"{storage.url} is read-only: save to a different store, or copy this one there")
     if single_writer or (traits.exclusive is None and known):
         return
     why = {True: "", False: "it cannot check and create in one step", None: None}[traits.exclusive]
     if why is None:
-        why = (
-            probe(storage, clock, entropy)
-            if known is None
-            else "an earlier probe recorded this in the store's settings"
-        )
+        why = probe(storage, clock, entropy) if known is None else "an earlier probe recorded this in the settings"
     if why:
         raise Unsupported(
             f"{storage.url} does not refuse to create a key twice: {why}. Two jobs could therefore both commit the "
             "same checkpoint, and gc could delete objects of a new save. Use a different storage, or pass "
             "single_writer (--single-writer) if no other process writes at the same time"
         )
-
-
-def require_writable(storage: ObjectStore) -> None:
-    """Raise `Unsupported` for read-only storage."""
-    if storage.traits.read_only:
-        raise Unsupported(f"{storage.url} is read-only: save to a different store, or copy this one there")
 
 
 def require_lasting(storage: ObjectStore) -> None:
@@ -69,7 +58,7 @@ def require_lasting(storage: ObjectStore) -> None:
         raise Unsupported(f"{storage.url} is not safe for a store: {finding.found}. To fix this, {finding.advice}")
 
 
-def probe(storage: ObjectStore, clock: Callable[[], int], entropy: Callable[[int], bytes], racers: int = RACERS) -> str:
+def probe(storage: ObjectStore, clock: Clock, entropy: Entropy, racers: int = RACERS) -> str:
     """Return what is wrong with exclusive creates in ``storage``, or "" if they work.
 
     Puts two small objects under probes/, several times each, and deletes them if the storage allows it. Raises
@@ -87,26 +76,26 @@ def probe(storage: ObjectStore, clock: Callable[[], int], entropy: Callable[[int
                 storage.delete(key)
 
 
-def new_name(clock: Callable[[], int], entropy: Callable[[int], bytes]) -> str:
+def new_name(clock: Clock, entropy: Entropy) -> str:
     """Return the beginning of a new probe's keys: its time and random digits, for `remove_leftovers`."""
     return f"{PREFIX}{clock():016X}-{entropy(16).hex().upper()}"  # some servers change the case of keys
 
 
-def remove_leftovers(storage: ObjectStore, clock: Callable[[], int]) -> None:
+def remove_leftovers(storage: ObjectStore, clock: Clock) -> None:
     """Delete what killed probes left behind at least a day ago. Raises `StorageError`."""
     for entry in [*storage.list(PREFIX)]:
         if (match := _NAME.fullmatch(entry.key)) and int(match[1], 16) < clock() - _LONGEST:
             storage.delete(entry.key)
 
 
-def _twice(storage: ObjectStore, key: str, entropy: Callable[[int], bytes]) -> str:
+def _twice(storage: ObjectStore, key: str, entropy: Entropy) -> str:
     _wins(storage, key, entropy(_PAYLOAD))  # if this create is refused, the response to an earlier attempt was lost
     if _wins(storage, key, entropy(_PAYLOAD)):
         return "a second create replaced the first one without an error"
     return ""
 
 
-def _race(storage: ObjectStore, key: str, entropy: Callable[[int], bytes], racers: int) -> str:
+def _race(storage: ObjectStore, key: str, entropy: Entropy, racers: int) -> str:
     payloads = [entropy(_PAYLOAD) for _ in range(racers)]
     firsts = in_parallel(racers, lambda data: _wins(storage, key, data), payloads, name="probe")
     won = [data for data, first in zip(payloads, firsts, strict=True) if first]

@@ -177,5 +177,5 @@ def test_doctor_says_that_storage_is_read_only_and_what_that_means(tmp_path: Pat
     assert finding == Finding(
         "write", None, "the storage is read-only, so no other check ran", "save to a different store"
     )
-    with pytest.raises(Unsupported, match="is read-only: save to a different store, or copy this one there"):
+    with pytest.raises(Unsupported, match="is read-only: run gc where the store can be written"):
         run_gc(Repository(ReadOnly(), tmp_path, clock=Ticks()))

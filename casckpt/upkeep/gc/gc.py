@@ -42,7 +42,7 @@ from casckpt.history.tags import remove_old_generations
 from casckpt.history.transactions import PREFIX as TRANSACTIONS
 from casckpt.history.transactions import OpenTransaction, has_died, open_transactions, remove_closed, revoke
 from casckpt.plan.retention import Policy, Thinning
-from casckpt.repository.exclusive import remove_leftovers, require_writable
+from casckpt.repository.exclusive import remove_leftovers
 from casckpt.repository.reading import check_requirements
 from casckpt.repository.repository import Repository
 from casckpt.upkeep.blob_use import BlobUse
@@ -565,7 +565,8 @@ def _tidy(repo: Repository, tally: _Tally) -> None:
 
 
 def _check_storage(repo: Repository) -> None:
-    require_writable(repo.storage)
+    if repo.storage.traits.read_only:
+        raise Unsupported(f"{repo.storage.url} is read-only: run gc where the store can be written")
     if repo.storage.traits.stale:
         raise Unsupported(f"gc cannot run, because the listings may be out of date: {repo.storage.traits.stale}")
     refuses = repo.storage.traits.exclusive

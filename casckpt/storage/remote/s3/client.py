@@ -65,12 +65,14 @@ class BoundedSession(AIOHTTPSession):  # type: ignore[misc]  # untyped
             raise
         finally:
             request.stream_output = streams
-        if answer.status_code == 200 and _is_web_page(answer.headers):
+        kind, length = (answer.headers.get(name, "") for name in ("Content-Type", "Content-Length"))
+        if answer.status_code == 200 and kind.startswith("text/html") and length != "0":  # moto has empty ones
             answer.raw.close()
             raise ResponseParserError(f"{request.url.partition('?')[0]} is a web page, and not part of an S3 server")
         if not streams or answer.status_code >= 300:
             answer.raw = _Whole(await _read(answer.raw, request.url))
-        if request.method == "HEAD" and answer.status_code in (301, 302, 307) and _REGION not in answer.headers:
+        region = answer.headers.get("x-amz-bucket-region")
+        if request.method == "HEAD" and answer.status_code in (301, 302, 307) and not region:
             meta = {"HTTPStatusCode": 301, "HTTPHeaders": {}}  # the client would ask for the region by HEAD without end
             raise ClientError({"Error": {"Code": "PermanentRedirect"}, "ResponseMetadata": meta}, "HEAD")
         return answer
@@ -81,11 +83,6 @@ class BoundedSession(AIOHTTPSession):  # type: ignore[misc]  # untyped
             for idle in getattr(session.connector, "_conns", {}).values():  # private, and without a public equivalent
                 while idle:
                     idle.pop()[0].close()
-
-
-def _is_web_page(headers: Mapping[str, str]) -> bool:
-    """Return whether a response comes from a proxy or a console. Some servers give this type to empty responses."""
-    return headers.get("Content-Type", "").startswith("text/html") and headers.get("Content-Length") != "0"
 
 
 async def _read(raw: Any, url: str) -> bytes:
@@ -108,7 +105,6 @@ _CONFIG: Mapping[str, Any] = {
     "http_session_cls": BoundedSession,
 }
 _LATER = 5.0  # seconds
-_REGION = "x-amz-bucket-region"
 _DIRECTORY = "--x-s"  # ends the name of an S3 Express bucket
 _TEXTS = ("key", "secret", "token")  # the command line parses an all-digit value as a number
 
