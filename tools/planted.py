@@ -1302,7 +1302,7 @@ PLANTED = (
     Planted(
         "a follower accepts any folder",
         "_alone",
-        "        if not is_ours and not is_average and not _LEFT.fullmatch(path.name):\n",
+        "        if not is_ours and not _AVERAGE.fullmatch(path.name) and not _LEFT.fullmatch(path.name):\n",
         "        if False:\n",
         "tests/frontends/test_follow.py",
     ),
@@ -3207,9 +3207,16 @@ PLANTED = (
     ),
     Planted(
         "the average of a follower continues from the rounded one",
-        "exact_in",
+        "MovingAverage.held_in",
         'store.get("exact@0")',
         'store.get("rounded@0")',
+        "tests/frontends/test_averaging.py",
+    ),
+    Planted(
+        "a follower continues an average with a different decay",
+        "MovingAverage.held_in",
+        'fraction(decay, "ema") != fraction(self.decay, "ema")',
+        "False",
         "tests/frontends/test_averaging.py",
     ),
     Planted(

@@ -1,7 +1,7 @@
 """Moving averages for a follower. Each one is in a store of its own, which is removed after the next one.
 
-The store holds ``exact@0`` in the dtypes in which the average is computed, from which the next one continues, and
-``rounded@0`` in the dtypes of the run, for the export.
+The store holds ``exact@0`` in the dtypes in which the average is computed, with the decay as metadata, from which the
+next one continues, and ``rounded@0`` in the dtypes of the run, for the export.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from casckpt.contents.checkpoint import Checkpoint
 from casckpt.errors import Damaged, InvalidInput, Mismatch, MissingKey, NotFound, Refused
 from casckpt.format.sections.index import Name
 from casckpt.frontends.merging import merge
-from casckpt.plan.averages import terms_of
+from casckpt.plan.averages import fraction, terms_of
 from casckpt.store.opening import open as open_store
 from casckpt.store.store import Store
 
@@ -43,9 +43,9 @@ class MovingAverage:
         It continues the average in ``before``, if it exists, whose newest checkpoint has the id ``after``. A new one
         begins after the last checkpoint with other keys or shapes. Checkpoints that are damaged, gone, or marked
         unhealthy are left out. ``newest`` is not marked; if it is damaged or gone, this raises Damaged, Refused or
-        NotFound. Raises InvalidInput if ``before`` is damaged, MissingKey, Mismatch.
+        NotFound. Raises MissingKey, Mismatch, and the errors of `held_in`.
         """
-        exact = None if before is None else exact_in(before)
+        exact = None if before is None else self.held_in(before)
         try:
             arrivals = self.store.watch(self.run, after=after if exact else "start", timeout="0s")
         except NotFound:  # a different store has replaced this one
@@ -73,11 +73,30 @@ class MovingAverage:
                 begin = "" if exact is None else "begin a new average in a different folder, or "
                 raise type(error)(f"{why}: {begin}select other keys with keys= (--keys)", key=error.key) from error
 
+    def held_in(self, folder: Path) -> Checkpoint | None:
+        """Return the unrounded average in a folder, or None if there is none.
+
+        Raises InvalidInput if it is damaged, or has a different decay.
+        """
+        store = _store_in(folder)
+        try:
+            exact = store.get("exact@0") if "exact@0" in store else None
+        except (Damaged, Refused) as error:
+            raise _is_damaged(folder) from error
+        decay = self.decay if exact is None else exact.metadata["ema"]
+        if fraction(decay, "ema") != fraction(self.decay, "ema"):
+            raise InvalidInput(
+                f"the average in {folder} has the decay {decay}, not {self.decay}: choose an empty folder, or pass "
+                f"ema:{decay}"
+            )
+        return exact
+
     def _fold(self, exact: Checkpoint | None, new: Sequence[Checkpoint], folder: Path) -> Checkpoint:
         shutil.rmtree(folder, ignore_errors=True)
         store, keys = _store_in(folder), list(self.keys) or None
         chosen = [*([] if exact is None else [exact]), *new]
-        exact = merge(store, chosen, run="exact", step=0, ema=self.decay, keys=keys, dtype_of=_exact)
+        told = {"ema": self.decay}
+        exact = merge(store, chosen, run="exact", step=0, ema=self.decay, keys=keys, metadata=told, dtype_of=_exact)
         own = {key: tensor.dtype for key, tensor in new[-1].tensors.items()}
         return merge(store, [exact], run="rounded", step=0, keys=keys, dtype_of=lambda name, _: own[name[1]])
 
@@ -98,15 +117,6 @@ def _up_to(newest: Checkpoint, arrivals: Iterable[Checkpoint]) -> list[Checkpoin
 
 def _exact(_: Name, computed_in: torch.dtype) -> str:
     return str(computed_in).removeprefix("torch.")
-
-
-def exact_in(folder: Path) -> Checkpoint | None:
-    """Return the unrounded average in a folder, or None if there is none. Raises InvalidInput if it is damaged."""
-    store = _store_in(folder)
-    try:
-        return store.get("exact@0") if "exact@0" in store else None
-    except (Damaged, Refused) as error:
-        raise _is_damaged(folder) from error
 
 
 def _is_damaged(folder: Path) -> InvalidInput:

@@ -33,7 +33,7 @@ from casckpt.base.lazy import cached_property
 from casckpt.base.units import Duration
 from casckpt.contents.checkpoint import Arrival, Checkpoint
 from casckpt.errors import Conflict, Damaged, InvalidInput, NotFound, StorageError, Unsigned
-from casckpt.frontends.averaging import MovingAverage, exact_in, moving_average
+from casckpt.frontends.averaging import MovingAverage, moving_average
 from casckpt.frontends.interchange.new_files import locked, sync_folder
 from casckpt.frontends.interchange.safetensors.exporting import Base, export_safetensors
 from casckpt.frontends.interchange.safetensors.planned import is_model
@@ -133,7 +133,7 @@ class Follower:
         held = self._at(CURRENT)
         if held is not None and held != self._at(_TOLD):
             self._notify(held)
-        is_new = held is None or (self._average is not None and exact_in(_average_of(held)) is None)
+        is_new = held is None or (self._average is not None and self._average.held_in(_average_of(held)) is None)
         for new in self._arrivals("start" if held is None or is_new else _id_of(held), timeout, poll):
             made = self._switch(new.checkpoint)
             if made is not None:
@@ -290,8 +290,9 @@ def _alone(folder: Path, *, averages: bool) -> Iterator[None]:
     ours = {CURRENT, _TOLD}
     for path in folder.iterdir():
         is_ours = path.name in ours if path.is_symlink() else _GENERATION.fullmatch(path.name)
-        is_average = averages and _AVERAGE.fullmatch(path.name)
-        if not is_ours and not is_average and not _LEFT.fullmatch(path.name):
+        if _AVERAGE.fullmatch(path.name) and not averages:
+            raise InvalidInput(f"{folder} holds an average: pass merge= (--merge) as before, or choose an empty folder")
+        if not is_ours and not _AVERAGE.fullmatch(path.name) and not _LEFT.fullmatch(path.name):
             raise InvalidInput(f"{folder} holds {path.name!r}, which is not this follower's; choose an empty folder")
     with ExitStack() as held:
         try:

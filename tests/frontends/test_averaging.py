@@ -198,6 +198,11 @@ def test_an_invalid_rule_is_refused(store: Store, tmp_path: Path) -> None:
     for rule, why in (("mean", "pass ema:DECAY"), ("ema:", "not a finite number"), ("ema:1.5", "between 0 and 1")):
         with pytest.raises(InvalidInput, match=why):
             once(store, tmp_path / "to", merge=rule)
+
+
+def test_a_folder_with_an_average_is_refused_with_a_different_rule(store: Store, tmp_path: Path) -> None:
     once(store, tmp_path / "to")
-    with pytest.raises(InvalidInput, match=r"holds '000001-average', which is not this follower's"):
-        once(store, tmp_path / "to", merge=None)
+    for rule, why in ((None, "holds an average: pass merge="), ("ema:0.5", "has the decay 0.9, not 0.5")):
+        with pytest.raises(InvalidInput, match=why):
+            once(store, tmp_path / "to", merge=rule)
+    assert once(store, tmp_path / "to", merge="ema:9/10") == []

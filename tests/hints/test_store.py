@@ -447,6 +447,18 @@ def test_a_merge_leaves_out_what_a_checkpoint_lacks(saved: Store, run: Run, mess
     assert [[*saved.read(f"m@{step}")] for step in (1, 2, 3)] == [["w"]] * 3
 
 
+@follows("frontends/follow.py:_alone", "pass merge= (--merge) as before")
+def test_a_follower_without_the_rule_of_its_folder_continues_with_it_or_elsewhere(
+    saved: Store, run: Run, messages: Messages, tmp_path: Path
+) -> None:
+    list(Follower(saved, "a", tmp_path / "x", merge="ema:0.9").follow(once=True))
+    with messages.error(InvalidInput) as advice:
+        list(Follower(saved, "a", tmp_path / "x").follow(once=True))
+    advice.says("choose an empty folder")
+    assert len(list(Follower(saved, "a", tmp_path / "y").follow(once=True))) == 1
+    run("follow", saved.url, "a", "--to", tmp_path / "x", "--once", advice.says("--merge"), "ema:0.9")
+
+
 @follows("frontends/averaging.py:MovingAverage.advance", "select other keys with keys= (--keys)")
 def test_an_average_that_cannot_continue_begins_in_a_different_folder(
     saved: Store, run: Run, messages: Messages, tmp_path: Path
