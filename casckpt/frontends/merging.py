@@ -59,6 +59,7 @@ _WINDOW_BYTES: Final = 8 << 20  # of sums that one thread computes together, at 
 _BLOCK = (32 << 10) - 16  # elements that are combined together: in the CPU's cache, and too few for torch's threads
 _ALIGN = 64  # bytes
 _NAMED = 8
+_ROUNDED = 0.01  # weights such as 0.33, 0.33, 0.33 are meant to sum to 1
 _WIDER = 8  # an accumulator has at most this multiple of the size of an element, unless both are large
 _REAL = (
     "float16",
@@ -111,6 +112,9 @@ def merge(
     if given.get("weights") is None and len(weighed) < len(chosen):
         merging.note("not read, because their weights are less than any float",
                      [f"{one.run}@{one.step}" for one in chosen[: -len(weighed)]])  # fmt: skip
+    total = float(sum(term.weight for _, term in weighed))
+    if given.get("weights") is not None and abs(total - 1) > _ROUNDED:
+        merging.note(f"the weights sum to {total:g}, not to 1", [f"{one.run}@{one.step}" for one, _ in weighed])
     metadata = given.get("metadata")
     metadata = merging.last.contents.manifest.metadata if metadata is None else metadata
     origins = [{"id": one.id, "run": one.run, "step": one.step, "weight": float(by.weight)} for one, by in weighed]

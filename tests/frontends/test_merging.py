@@ -175,6 +175,14 @@ def test_checkpoints_whose_weight_is_0_are_not_read_and_named(store: Store, capl
     assert merged.notes[0] in caplog.text
 
 
+def test_weights_that_do_not_sum_to_1_are_noted(store: Store) -> None:
+    refs = save(store, {"w": torch.ones(3)}, {"w": torch.ones(3)})
+    scaled = store.merge(*refs, run="m", step=1, weights=[1, 1])
+    assert scaled.notes == (f"the weights sum to 2, not to 1: '{refs[0]}', '{refs[1]}'",)
+    for step, weights in ((2, [0.33, 0.67]), (3, [-1, 2])):
+        assert store.merge(*refs, run="m", step=step, weights=weights).notes == ()
+
+
 def save_in_boxes(store: Store, whole: torch.Tensor, parts: int, dim: int, step: int) -> None:
     """Save a tensor in boxes, as ranks do that hold shards of it."""
     made = prepare({"w": whole}, None, rank=0, allow_pickle=False)
