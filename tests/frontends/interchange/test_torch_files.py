@@ -232,3 +232,11 @@ def test_a_folder_of_checkpoints_is_not_imported_as_a_checkpoint(kind: str, stor
         with pytest.raises(InvalidInput, match="contains several: 'step-10', 'step-20'; choose one"):
             dcp_to_casckpt(tmp_path, store, step=1)
     assert import_any(store, look_at(tmp_path / "step-20"), step=1).step == 1
+
+
+def test_a_folder_of_torch_files_is_not_imported_as_a_checkpoint(store: Store, tmp_path: Path) -> None:
+    for name in ("step-10.pt", "step-20.ckpt", "notes.txt"):
+        torch.save({"w": torch.ones(2)}, tmp_path / name)
+    with pytest.raises(InvalidInput, match=r"contains several: step-10\.pt, step-20\.ckpt; choose one"):
+        look_at(tmp_path)
+    assert import_any(store, look_at(tmp_path / "step-20.ckpt"), step=1).step == 1

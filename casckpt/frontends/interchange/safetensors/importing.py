@@ -411,6 +411,7 @@ def _nothing_in(folder: Path) -> Exception:
         if name in names:
             return Unsupported(f"{folder} does not hold safetensors files, but {what}")
     deeper = sorted({path.parent.name for kind in (*kinds, "*.safetensors") for path in folder.glob(f"*/{kind}")})
+    deeper += sorted(name for name in names if name.endswith((".pt", ".pth", ".ckpt")))
     if deeper:
         return InvalidInput(
             f"{folder} is not a checkpoint itself, but contains several: {_few(deeper)}; choose one of them"
