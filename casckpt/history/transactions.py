@@ -271,7 +271,7 @@ def begin_save(
     replaced = at_step(repo, announced, run, step, is_visible, skip_doubtful=True)
     if replaced and not overwrite:
         raise Conflict(
-            f"{run}@{step} already exists ({replaced[-1].id}): save a different step, or overwrite it "
+            f"{run}@{step} already exists ({replaced[-1].id}): save a different step or run, or overwrite it "
             "(overwrite=True, --overwrite)",
             checkpoints=(replaced[-1].id,),
         )

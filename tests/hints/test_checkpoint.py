@@ -545,15 +545,16 @@ def test_a_load_can_fill_a_mapping_of_a_different_class_as_advised(store: casckp
     assert state["more"] == Settings(lr=0.5)
 
 
-@follows("history/transactions.py:begin_save", "save a different step, or overwrite it (overwrite=True")
+@follows("history/transactions.py:begin_save", "save a different step or run, or overwrite it (overwrite=True")
 def test_the_suggested_option_overwrites_an_existing_step(saved: casckpt.Store, messages: Messages) -> None:
     with messages.error() as advice:
         saved.save({"x": 2}, run="a", step=1)
     saved.save({"x": 2}, run="a", step=1, **advice.argument("overwrite"))
     assert saved.read("a@1") == {"x": 2}
-    advice.says("save a different step")
-    saved.save({"x": 3}, run="a", step=2)
-    assert saved.read("a@2") == {"x": 3}
+    advice.says("save a different step or run")
+    for run, step in (("a", 2), ("b", 1)):
+        saved.save({"x": 3}, run=run, step=step)
+        assert saved.read(f"{run}@{step}") == {"x": 3}
 
 
 @follows("history/transactions.py:begin_save", "--overwrite")
