@@ -131,7 +131,7 @@ class Checkpointer(RunCheckpoints):
         self._loaded: tuple[Checkpoint, LoadRequest] | None = None
         self._begun: int | None = None
         self._reached: int | None = None
-        self._warned_of_space = False
+        self._warned_of_space = self._warned_of_others = False
         self._checked: bool | None = None  # False: checked, but before the optimizer had state
         self.resumed: Resumed | None = None
         """The result of the last `resume`; None if it found no checkpoint."""
@@ -537,6 +537,7 @@ class Checkpointer(RunCheckpoints):
         if ranks.rank != 0:
             return
         saved, figures = summary.checkpoint, summary.figures  # now, while the manifest is still in memory
+        self._warn_of_others(saved)
         gone, thinned = list[Checkpoint](), list[Checkpoint]()
         try:
             gone = self.store.rotate(self.run, self._rotation)
@@ -555,6 +556,17 @@ class Checkpointer(RunCheckpoints):
             log.warning(
                 "forgotten checkpoints of %s take up space until a gc: create the Checkpointer with gc=True, or run "
                 "`casckpt gc %s`", self.run, self.store.url,
+            )  # fmt: skip
+
+    def _warn_of_others(self, saved: Checkpoint) -> None:
+        """Warn once if this checkpointer did not save or load the previous checkpoint of the run."""
+        own = {self.summary.checkpoint.id, self._loaded and self._loaded[0].id} if self.summary else set()
+        if own and (parent := saved.details.parent) not in own and not self._warned_of_others:
+            self._warned_of_others = True
+            log.warning(
+                "another program also saves to run %r of %s: the checkpoint before %s@%d is %.12s. A resume loads the "
+                "newest checkpoint of either program, so give each training a run of its own",
+                self.run, self.store.url, saved.run, saved.step, parent,
             )  # fmt: skip
 
     def _bound_risk(self, step: int) -> None:

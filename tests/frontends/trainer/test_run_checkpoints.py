@@ -8,11 +8,14 @@ from pathlib import Path
 import pytest
 from torch import nn
 
+import casckpt
+from casckpt.errors import NotFound
 from casckpt.frontends.trainer import Checkpointer
 from casckpt.store.store import Store
 from tests.support.faulty import FaultyStore
 from tests.support.repositories import memory
 from tests.support.saves import small
+from tests.support.servers import Server
 from tests.support.training import made
 
 
@@ -96,3 +99,29 @@ def test_a_listing_of_checkpoints_makes_a_single_list_call() -> None:
     storage.calls.clear()
     assert len(list(checkpointer.find_checkpoints(ephemeral=False))) == 3
     assert storage.count("list") == 1
+
+
+def test_two_programs_that_save_to_one_run_are_warned(caplog: pytest.LogCaptureFixture) -> None:
+    store, model = small(), nn.Linear(2, 2)
+    first, second = (Checkpointer(store, run="sft", overwrite=True) for _ in range(2))
+    for step in (1, 2, 3):
+        first.save(step, model)
+    first.load("sft@1", model)
+    store.forget("sft@2..")
+    store.gc(min_age="0s")
+    first.save(2, model)  # its parent is now the loaded checkpoint
+    second.save(3, model)
+    assert not caplog.records
+    for step in (4, 5):
+        first.save(step, model)
+    (record,) = caplog.records
+    assert "another program also saves to run 'sft'" in record.getMessage()
+    assert store.get("sft@3").id[:12] in record.getMessage()
+
+
+def test_a_resume_from_a_missing_bucket_is_an_error(moto_server: Server) -> None:
+    store = casckpt.open("s3://no-such-bucket/store", storage_options=moto_server.options)
+    with pytest.raises(NotFound, match="no such bucket: create it first"):
+        Checkpointer(store, run="sft").resume(nn.Linear(2, 2))
+    store = casckpt.open(f"s3://{moto_server.new_bucket()}/store", storage_options=moto_server.options)
+    assert Checkpointer(store, run="sft").resume(nn.Linear(2, 2)) is None
