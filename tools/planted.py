@@ -2910,8 +2910,8 @@ PLANTED = (
     Planted(
         "a path that cannot be a store causes an error only at the second save",
         "Saver._check_path",
-        "and create:",
-        "and not create:",
+        "if create:",
+        "if not create:",
         "tests/frontends/transformers/test_mixin_misuse.py",
     ),
     Planted(

@@ -282,8 +282,11 @@ class Saver:
     def _check_path(self, *, create: bool) -> None:
         """Raise the error if the store cannot be at its path. Skip errors that may be temporary: a save raises them."""
         try:
-            if not self._repo.exists() and create:
-                self._repo.create()
+            if not self._repo.exists():
+                if create:
+                    self._repo.create()
+                else:
+                    next(self._repo.storage.list("commits/"), None)  # raises NotFound if there is no bucket
         except StorageError as error:
             if getattr(error.__cause__, "errno", None) in _LASTING:
                 raise

@@ -74,15 +74,11 @@ def newest_together(
 
 
 def warn_of_similar(store: Store, run: str) -> None:
-    """Log runs or stores with similar names, because a typo would start the training from scratch.
-
-    Raises NotFound if there is no bucket, because then the first save would fail, perhaps hours later.
-    """
+    """Log runs or stores with similar names, because a typo would start the training from scratch."""
     is_there, folder = store.exists(), getattr(store.repository.storage, "path", None)
     if is_there:
         what, similar = f"checkpoint of run {run!r} in", [f"run {name!r}" for name in similar_runs(run, store.runs())]
     else:
-        next(store.repository.storage.list("commits/"), None)
         what, similar = "store at", _similar_folders(folder) if isinstance(folder, Path) else []
     if similar:
         log.warning(

@@ -119,9 +119,10 @@ def test_two_programs_that_save_to_one_run_are_warned(caplog: pytest.LogCaptureF
     assert store.get("sft@3").id[:12] in record.getMessage()
 
 
-def test_a_resume_from_a_missing_bucket_is_an_error(moto_server: Server) -> None:
+def test_a_missing_bucket_is_an_error_before_the_first_save(moto_server: Server) -> None:
     store = casckpt.open("s3://no-such-bucket/store", storage_options=moto_server.options)
-    with pytest.raises(NotFound, match="no such bucket: create it first"):
-        Checkpointer(store, run="sft").resume(nn.Linear(2, 2))
+    for first_call in (Checkpointer.resume, lambda loop, model: loop.save_if_due(1, model)):
+        with pytest.raises(NotFound, match="no such bucket: create it first"):
+            first_call(Checkpointer(store, run="sft", save_interval=100), nn.Linear(2, 2))
     store = casckpt.open(f"s3://{moto_server.new_bucket()}/store", storage_options=moto_server.options)
     assert Checkpointer(store, run="sft").resume(nn.Linear(2, 2)) is None
