@@ -26,13 +26,13 @@ import subprocess
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from casckpt.base.lazy import cached_property
 from casckpt.base.units import Duration
 from casckpt.contents.checkpoint import Arrival, Checkpoint
-from casckpt.errors import Conflict, Damaged, InvalidInput, NotFound, StorageError, Unsigned
+from casckpt.errors import Conflict, Damaged, InvalidInput, NotFound, StorageError, Unsigned, Unsupported
 from casckpt.frontends.averaging import MovingAverage, moving_average
 from casckpt.frontends.interchange.new_files import locked, sync_folder
 from casckpt.frontends.interchange.safetensors.exporting import Base, export_safetensors
@@ -77,6 +77,7 @@ class Follower:
     keep: int = 1
     reuse: bool = False
     merge: str | None = None
+    _warned: list[bool] = field(default_factory=list, init=False, repr=False, compare=False)
 
     def follow(self, *, once: bool = False, poll: Duration = "1s") -> Iterator[Switch]:
         """Perform and yield switches indefinitely. ``once``: stop when the newest checkpoint is current.
@@ -158,7 +159,7 @@ class Follower:
         numbers = map(_number_of, self._generations())
         folder = self.folder / f"{max(numbers, default=0) + 1:06}-{checkpoint.step}-{checkpoint.id}"
         try:
-            with self.store.lease(checkpoint) as held:
+            with self._leased(checkpoint) as held:
                 self._make(held, folder)
         except NotFound as error:
             log.info("skipping %s: %s", checkpoint, error)
@@ -168,6 +169,22 @@ class Follower:
             return None
         self._link(CURRENT, folder)
         return Switch(checkpoint, folder, self._notify(folder))
+
+    @contextmanager
+    def _leased(self, checkpoint: Checkpoint) -> Iterator[Checkpoint]:
+        """Hold a lease on a checkpoint. If the store is not writable, log a warning once and continue without a lease.
+
+        If gc then purges the checkpoint, the switch fails, and the next one takes a newer checkpoint.
+        """
+        with ExitStack() as taken:
+            try:
+                held = taken.enter_context(self.store.lease(checkpoint))
+            except (StorageError, Unsupported) as error:
+                level = logging.DEBUG if self._warned else logging.WARNING
+                log.log(level, "cannot acquire a lease, so a gc may delete data that is being copied: %s", error)
+                self._warned.append(True)
+                held = checkpoint
+            yield held
 
     def _make(self, checkpoint: Checkpoint, folder: Path) -> None:
         store, base, keys, current = self.store, self._base(), list(self.keys) or None, self._at(CURRENT)

@@ -113,7 +113,7 @@ def merge(
         merging.note("not read, because their weights are less than any float",
                      [f"{one.run}@{one.step}" for one in chosen[: -len(weighed)]])  # fmt: skip
     total = float(sum(term.weight for _, term in weighed))
-    if given.get("weights") is not None and abs(total - 1) > _ROUNDED:
+    if given.get("weights") is not None and min(abs(total), abs(total - 1)) > _ROUNDED:  # 0: a task vector
         merging.note(f"the weights sum to {total:g}, not to 1", [f"{one.run}@{one.step}" for one, _ in weighed])
     metadata = given.get("metadata")
     metadata = merging.last.contents.manifest.metadata if metadata is None else metadata

@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import itertools
 import json
+import logging
 import mmap
 import os
 import random
@@ -339,6 +340,23 @@ def test_a_follower_retries_after_store_failures(
     with pytest.raises(StorageError):
         once(failing, folder)
     assert is_at(folder, 1)
+
+
+def test_a_follower_of_a_store_that_is_not_writable_warns_once(
+    store: Store, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    faulty = FaultyStore(store.repository.storage)
+    faulty.inject(fail_before("put", times=99))
+    following: Any = Follower(Store(Repository(faulty)), "run", tmp_path / "to").follow()
+    assert next(following).checkpoint.step == 0
+    save(store, 1)
+    assert next(following).checkpoint.step == 1
+    following.close()
+    assert is_at(tmp_path / "to", 1)
+    warnings = [record.getMessage() for record in caplog.records if record.levelno >= logging.WARNING]
+    assert [text.partition(":")[0] for text in warnings] == [
+        "cannot acquire a lease, so a gc may delete data that is being copied"
+    ]
 
 
 def test_a_follower_logs_once_that_it_is_waiting(

@@ -132,6 +132,7 @@ class Checkpointer(RunCheckpoints):
         self._begun: int | None = None
         self._reached: int | None = None
         self._warned_of_space = self._warned_of_others = False
+        self._own = set[str]()  # the ids of the checkpoints that it has saved
         self._checked: bool | None = None  # False: checked, but before the optimizer had state
         self.resumed: Resumed | None = None
         """The result of the last `resume`; None if it found no checkpoint."""
@@ -559,9 +560,10 @@ class Checkpointer(RunCheckpoints):
             )  # fmt: skip
 
     def _warn_of_others(self, saved: Checkpoint) -> None:
-        """Warn once if this checkpointer did not save or load the previous checkpoint of the run."""
-        own = {self.summary.checkpoint.id, self._loaded and self._loaded[0].id} if self.summary else set()
-        if own and (parent := saved.details.parent) not in own and not self._warned_of_others:
+        """Warn once, from the second save on, if something else saved the previous checkpoint of the run."""
+        parent, is_first = saved.details.parent, self.summary is None
+        self._own.add(saved.id)
+        if parent is not None and parent not in self._own and not is_first and not self._warned_of_others:
             self._warned_of_others = True
             log.warning(
                 "another program also saves to run %r of %s: the checkpoint before %s@%d is %.12s. A resume loads the "
