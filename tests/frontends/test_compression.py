@@ -63,7 +63,7 @@ def test_dcp_saves_deltas(store: Store, monkeypatch: pytest.MonkeyPatch, window:
 @pytest.mark.filterwarnings("ignore:torch.distributed is")
 def test_dcp_saves_deltas_in_the_background(store: Store) -> None:
     for step in range(STEPS):
-        saving: Any = async_save(state(step), storage_writer=StorageWriter(store, step=step), no_dist=True)
+        saving: Any = async_save(state(step), storage_writer=StorageWriter(store, step=step))
         saving.result()
     check(store)
 

@@ -15,6 +15,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Shard
 from torch.distributed.tensor._shards_wrapper import LocalShardsWrapper
 
+from tests.support.torch_versions import has_torch
+
 Numbers = np.ndarray[Any, np.dtype[np.float32]]
 Shape = tuple[int, ...]
 Chunk = tuple[Shape, Shape]
@@ -116,7 +118,10 @@ def wrapped(layout: Layout, rank: int, mesh: DeviceMesh, parts: Sequence[torch.T
     return _dtensor(layout, mesh, local), list(parts)
 
 
-WAYS: list[Callable[..., Any]] = [by_local, by_itself, by_class, wrapped]
+WRAPS = has_torch("2.7")
+"""Whether torch's wrapper supports ranks without chunks, and chunks of different sizes."""
+
+WAYS: list[Callable[..., Any]] = [by_local, by_itself, by_class, *([wrapped] if WRAPS else [])]
 
 
 def draw(rng: Random, ranks: int) -> Layout:

@@ -20,6 +20,7 @@ from casckpt.frontends.training_state import (
     unflatten_optimizer_state,
     unshard_optim_state,
 )
+from tests.support.torch_versions import needs_torch
 from tests.support.training import Factory, Network, Params, Words, everything, identical, train
 
 OPTIMIZERS: dict[str, Factory] = {
@@ -42,14 +43,13 @@ OPTIMIZERS: dict[str, Factory] = {
     "SGD": partial(optim.SGD, lr=0.1),
     "SGD, momentum": partial(optim.SGD, lr=0.1, momentum=0.9, nesterov=True),
 }
-OF_MATRICES: Factory = partial(optim.Muon, lr=0.1)
 OF_SPARSE: Factory = partial(optim.SparseAdam, lr=0.1)
 
 
 def test_the_table_contains_every_torch_optimizer() -> None:
-    known = {factory.func for factory in [*OPTIMIZERS.values(), OF_MATRICES, OF_SPARSE] if isinstance(factory, partial)}
+    known = {factory.func for factory in [*OPTIMIZERS.values(), OF_SPARSE] if isinstance(factory, partial)}
     kinds = {kind for kind in vars(optim).values() if inspect.isclass(kind) and issubclass(kind, Optimizer)}
-    assert kinds - known == {Optimizer}
+    assert {kind.__name__ for kind in kinds - known} - {"Muon"} == {"Optimizer"}
 
 
 def resumes_to_the_bit(store: casckpt.Store, factory: Factory, model: nn.Module, fresh: nn.Module) -> None:
@@ -89,9 +89,10 @@ def test_training_in_bfloat16_resumes_bit_for_bit(store: casckpt.Store, name: st
     resumes_to_the_bit(store, OPTIMIZERS[name], Network(1, torch.bfloat16), Network(2, torch.bfloat16))
 
 
+@needs_torch("2.9", "Muon")
 def test_muon_resumes_bit_for_bit(store: casckpt.Store) -> None:
     layers = [nn.Linear(6, 4, bias=False).requires_grad_() for _ in range(2)]
-    resumes_to_the_bit(store, OF_MATRICES, *layers)
+    resumes_to_the_bit(store, partial(optim.Muon, lr=0.1), *layers)
 
 
 def test_sparse_adam_resumes_bit_for_bit(store: casckpt.Store) -> None:

@@ -49,7 +49,7 @@ def test_every_dtype_has_a_distinct_position_in_the_file_order() -> None:
     assert {rank_of(name) for name in NAMES} == set(range(len(NAMES)))
 
 
-@pytest.mark.parametrize("name", sorted(NAMES))
+@pytest.mark.parametrize("name", sorted(name for name in NAMES if hasattr(torch, name)))
 def test_the_library_reads_every_dtype(tmp_path: Path, name: str) -> None:
     dtype = getattr(torch, name)
     bits = torch.arange(16, dtype=torch.uint8).view(2, 8)

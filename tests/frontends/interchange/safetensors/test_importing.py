@@ -15,7 +15,6 @@ import safetensors
 import safetensors.torch
 import torch
 from safetensors.torch import save_file
-from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader, HuggingFaceStorageWriter
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
@@ -33,6 +32,7 @@ from casckpt.frontends.interchange.safetensors import importing as safetensors_i
 from tests.support.dcp import load, save, zeros
 from tests.support.safetensors_files import contents, file_of, hugging_face, same
 from tests.support.together import numbers
+from tests.support.torch_versions import needs_torch
 from tests.support.training import identical
 
 pytestmark = pytest.mark.usefixtures("temporaries")
@@ -410,6 +410,7 @@ def test_an_import_of_a_pipe_fails_immediately(tmp_path: Path) -> None:
 if TYPE_CHECKING:
     from tests.support.ranks import Pool
 
+of_torch = needs_torch("2.9", "torch.distributed.checkpoint.hf_storage")
 FIRST, SECOND = (f"shard-0000{n}-model-00001-of-00001.safetensors" for n in (1, 2))
 
 
@@ -427,6 +428,8 @@ def two_ranks(rank: int, size: int, folder: Path, more: dict[str, Any]) -> None:
         key: distribute_tensor(value, mesh, [placed.get(key, Replicate())]) if value.dim() else value
         for key, value in example().items()
     }
+    from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageWriter
+
     save(state, HuggingFaceStorageWriter(str(folder), save_distributed=True, **more))
 
 
@@ -453,6 +456,7 @@ def folder(written: Path, tmp_path: Path) -> Path:
     return tmp_path / "in"
 
 
+@of_torch
 def test_the_files_of_several_ranks_are_joined(
     store: casckpt.Store, folder: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -467,12 +471,16 @@ def test_the_files_of_several_ranks_are_joined(
     assert found.metadata == {"safetensors": {"format": "pt"}}  # without the places of parts
 
 
+@of_torch
 def test_an_imported_model_is_exported_completely(store: casckpt.Store, folder: Path, tmp_path: Path) -> None:
     import_safetensors(store, folder, step=1)
     export_safetensors(store, "default@1", tmp_path / "out")
+    from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader
+
     assert identical(load(zeros(example()), HuggingFaceStorageReader(str(tmp_path / "out"))), example())
 
 
+@of_torch
 def test_several_files_from_each_rank_are_joined(ranks: Pool, store: casckpt.Store, tmp_path: Path) -> None:
     chosen = {key: 1 + number % 2 for number, key in enumerate(example())}
     ranks.run(2, two_ranks, tmp_path / "in", {"fqn_to_index_mapping": chosen})
@@ -481,6 +489,7 @@ def test_several_files_from_each_rank_are_joined(ranks: Pool, store: casckpt.Sto
     assert whole(store, "default@1")
 
 
+@of_torch
 def test_consolidated_files_are_imported_as_one_model(ranks: Pool, store: casckpt.Store, tmp_path: Path) -> None:
     ranks.run(2, two_ranks, tmp_path / "in", {"enable_consolidation": True})
     import_safetensors(store, tmp_path / "in", run="whole", step=1)
@@ -491,7 +500,10 @@ def test_consolidated_files_are_imported_as_one_model(ranks: Pool, store: casckp
         assert identical({key: found[key] for key in expected}, expected)
 
 
+@of_torch
 def test_files_of_one_process_are_imported_by_their_index(store: casckpt.Store, tmp_path: Path) -> None:
+    from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageWriter
+
     save(example(), HuggingFaceStorageWriter(str(tmp_path / "in")))
     import_safetensors(store, tmp_path / "in", step=1)
     assert whole(store, "default@1")
@@ -500,6 +512,7 @@ def test_files_of_one_process_are_imported_by_their_index(store: casckpt.Store, 
     assert whole(store, "default@2")
 
 
+@of_torch
 @pytest.mark.parametrize("name", [FIRST, SECOND])
 def test_the_file_of_a_single_rank_is_rejected(store: casckpt.Store, folder: Path, name: str) -> None:
     with pytest.raises(InvalidInput, match=f"{name} holds one rank's parts .* pass the folder"):
@@ -546,6 +559,7 @@ def another_dtype(folder: Path) -> None:
     save_file({"w": torch.ones(3, 4).half()}, folder / SECOND, metadata={"DCP_SHARDING_INFO": json.dumps(places)})
 
 
+@of_torch
 @pytest.mark.parametrize(
     ("spoil", "match"),
     [
