@@ -44,6 +44,7 @@ from torch.distributed.tensor import DTensor, debug
 from torch.testing._internal.distributed import fake_pg  # noqa: F401 - makes the backend "fake", which never talks
 
 from tests.support.afresh import afresh
+from tests.support.torch_versions import skip_if_torch_lacks
 
 Job = Callable[..., Any]
 PATIENCE = 100.0  # seconds for a job; only jobs under --full take long
@@ -131,7 +132,9 @@ class Pool:
         """Return the values of ``job(rank, size, *args)``. Raise JobFailed if any rank did not return."""
         outcomes = self.outcomes(size, job, *args, timeout=timeout, tcp=tcp, backend=backend, **kwargs)
         if not all(outcome.ok for outcome in outcomes):
-            raise JobFailed("\n".join(f"rank {rank}: {_told(outcome)}" for rank, outcome in enumerate(outcomes)))
+            failed = "\n".join(f"rank {rank}: {_told(outcome)}" for rank, outcome in enumerate(outcomes))
+            skip_if_torch_lacks(failed)
+            raise JobFailed(failed)
         return [outcome.value for outcome in outcomes]
 
     def outcomes(
