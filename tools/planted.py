@@ -2029,6 +2029,13 @@ PLANTED = (
         "tests/tensors/test_described.py",
     ),
     Planted(
+        "uneven strided shards of old versions of torch are accepted",
+        "_check_strides",
+        "        if tensor.shape[dim] % ranks and any(",
+        "        if not ranks and any(",
+        "tests/tensors/test_dtensors.py",
+    ),
+    Planted(
         "optimizer state is not divided like its parameter",
         "Holding._tensor_as_saved",
         "        return described_like(value, self.parameter)\n",

@@ -12,9 +12,10 @@ mesh and placements are ignored. The method that torch defines for every DTensor
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from itertools import combinations, product
+from math import prod
 from typing import TYPE_CHECKING, Any, TypeGuard
 
 import numpy as np
@@ -121,7 +122,8 @@ def described_like(tensor: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
 def local_boxes(key: str, tensor: DTensor) -> list[tuple[Box, Box]]:
     """List (box of the global tensor, box of the local tensor) for each piece that this rank holds.
 
-    Raises InvalidInput for Partial placements, and for a local tensor of an unexpected shape.
+    Raises InvalidInput for Partial placements, for a local tensor of an unexpected shape, and with old versions of
+    torch for uneven strided shards.
     """
     check_added_up(key, tensor)
     mesh = tensor.device_mesh
@@ -146,6 +148,7 @@ def local_boxes(key: str, tensor: DTensor) -> list[tuple[Box, Box]]:
             f"elements these are",
             key=key,
         )
+    _check_strides(key, tensor, shards)
     return boxes_of(indices)
 
 
@@ -156,6 +159,24 @@ def check_added_up(key: str, tensor: DTensor) -> None:
             raise InvalidInput(
                 f"{key!r}: a DTensor with placement {placement} holds partial sums; redistribute it to Shard or "
                 f"Replicate first",
+                key=key,
+            )
+
+
+def _check_strides(key: str, tensor: DTensor, shards: Mapping[int, Sequence[tuple[int, int, int]]]) -> None:
+    """Raise InvalidInput for uneven strided shards that FSDP2 cannot have created, before torch 2.10.
+
+    There, torch itself splits them in a different order than FSDP2, which creates them since 2.8, on a named mesh.
+    """
+    if torch.__version__ >= "2.10" or (torch.__version__ >= "2.8" and tensor.device_mesh.mesh_dim_names):
+        return
+    for dim, splits in shards.items():
+        ranks = prod(size for size, _, _ in splits)
+        if tensor.shape[dim] % ranks and any(factor > 1 for _, _, factor in splits):
+            raise InvalidInput(
+                f"{key!r}: torch {torch.__version__} does not say which elements of a DTensor of shape "
+                f"{list(tensor.shape)} with placements {tensor.placements} are here, because {ranks} ranks do not "
+                f"divide dimension {dim} evenly; upgrade torch to 2.10 or later",
                 key=key,
             )
 

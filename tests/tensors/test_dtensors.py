@@ -17,6 +17,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.placement_types import _StridedShard
 from torch.testing._internal.distributed.fake_pg import FakeStore
+from torch.torch_version import TorchVersion
 
 from casckpt.errors import InvalidInput
 from casckpt.format.regions import Box
@@ -157,11 +158,11 @@ STRIDED: dict[Shape, Callable[[int], Cuts]] = {
 }
 
 
-@needs_torch("2.10", "_StridedShard.split as FSDP2 cuts uneven shards")
+@needs_torch("2.8", "uneven strided shards")
 @pytest.mark.parametrize("mesh", STRIDED, ids=named)
 def test_strided_shards_map_each_element_to_its_position(mesh: Shape) -> None:
     """torch divides uneven shards in two ways. casckpt supports that of FSDP2, and refuses the other, as the sizes
-    show."""
+    show. Before torch 2.10, it refuses both, because the sizes may agree."""
     shapes = [*SHAPES, (16, 8), (24, 12), (48,)]
     for where, found in scatter(mesh, shapes, STRIDED[mesh]).items():
         if found is None:
@@ -205,6 +206,37 @@ def test_a_stride_that_does_not_match_the_mesh_is_rejected() -> None:
         tensor = DTensor.from_local(local, here, placements, run_check=False, shape=torch.Size([12]), stride=(1,))
         with pytest.raises(InvalidInput, match="split factor 2"):
             local_boxes("key", tensor)
+
+
+@pytest.mark.parametrize(
+    ("version", "named", "rows", "supported"),
+    [
+        ("2.9.1", False, 5, False),
+        ("2.9.1", False, 7, False),
+        ("2.9.1", False, 8, True),
+        ("2.9.1", True, 5, True),  # may be FSDP2's
+        ("2.8.0", True, 5, True),
+        ("2.7.1", True, 5, False),
+        ("2.10.0", False, 5, True),
+    ],
+)
+def test_uneven_strided_shards_are_refused_with_old_versions_of_torch_unless_fsdp2_may_have_created_them(
+    monkeypatch: pytest.MonkeyPatch, version: str, named: bool, rows: int, supported: bool
+) -> None:
+    monkeypatch.setattr(torch, "__version__", TorchVersion(version))
+    placements, full = (_StridedShard(0, split_factor=2), Shard(0)), arange((rows, 3))
+    parts = [part for half in full.chunk(2) for part in half.chunk(2)]  # of each rank, tensor parallelism first
+    with pretending((2, 2)) as ranks:
+        for rank, _ in enumerate(ranks):
+            mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("data", "tensor") if named else None)
+            part = parts[rank % 2 * 2 + rank // 2]
+            tensor = DTensor.from_local(part, mesh, placements, run_check=False, shape=full.shape, stride=(3, 1))
+            if supported:
+                assert held(tensor, full) == part.reshape(-1).tolist()
+                continue
+            with pytest.raises(InvalidInput, match=rf"'key': torch {version} .* upgrade torch to 2\.10") as caught:
+                local_boxes("key", tensor)
+            assert caught.value.key == "key"
 
 
 def test_consecutive_indices_become_boxes() -> None:
