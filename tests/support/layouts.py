@@ -118,7 +118,7 @@ def wrapped(layout: Layout, rank: int, mesh: DeviceMesh, parts: Sequence[torch.T
     return _dtensor(layout, mesh, local), list(parts)
 
 
-WRAPS = has_torch("2.7")
+WRAPS = has_torch("2.8")
 """Whether torch's wrapper supports ranks without chunks, and chunks of different sizes."""
 
 WAYS: list[Callable[..., Any]] = [by_local, by_itself, by_class, *([wrapped] if WRAPS else [])]
