@@ -62,9 +62,14 @@ class Training:
         found.create(cell_bytes=CELL, blob_bytes=BLOB)
         return found
 
-    def diary(self) -> list[dict[str, Any]]:
-        """Return every version that was saved, by any attempt."""
-        return [json.loads(line) for line in (self.folder / "diary").read_text().splitlines()]
+    def write(self, file: str, note: dict[str, Any]) -> None:
+        """Append a note to a file."""
+        with (self.folder / file).open("a") as notes:
+            notes.write(json.dumps(note) + "\n")
+
+    def notes(self, file: str) -> list[dict[str, Any]]:
+        """Return the notes of all attempts."""
+        return [json.loads(line) for line in (self.folder / file).read_text().splitlines()]
 
 
 def model() -> nn.Sequential:
@@ -116,6 +121,8 @@ def train(rank: int, size: int, plan: Training) -> None:
 
 def save(rank: int, store: Store, plan: Training, step: int, state: dict[str, DTensor]) -> None:
     name = digest(state)
+    if rank == 0:
+        plan.write("digests", {"step": step, "digest": name})
     with killed_after(plan.after if step == plan.dies_at else None):
         made = store.save({"model": state}, step=step, compress="auto")
     if step == plan.dies_at:
@@ -126,9 +133,8 @@ def save(rank: int, store: Store, plan: Training, step: int, state: dict[str, DT
     if step > FULL_VERSIONS / 2 or step == plan.versions:
         store.gc(keep_last=KEPT, min_age=0, wait=0)
     blobs = sum(one.size for one in store.repository.storage.list("objects/") if one.key.endswith("safetensors"))
-    note = {"step": step, "digest": name, "written": made.stats.bytes_written, "blobs": blobs, "unasked": unasked}
-    with (plan.folder / "diary").open("a") as diary:
-        diary.write(json.dumps(note) + "\n")
+    note = {"step": step, "written": made.stats.bytes_written, "blobs": blobs, "unasked": unasked}
+    plan.write("diary", note)
 
 
 def whole_and_unasked(store: Store, step: int) -> int:
@@ -204,10 +210,10 @@ def test_kept_checkpoints_are_exact_and_use_little_space(plan: Training, ranks: 
             killed = ranks.outcomes(2, train, replace(plan, dies_at=at, after=draw.uniform(0.0, 0.1)))
             assert all(outcome.died or "Failed" in outcome.text for outcome in killed)
         ranks.run(2, train, plan)
-    diary, store = plan.diary(), plan.store()
+    diary, store = plan.notes("diary"), plan.store()
     kept = [ckpt.step for ckpt in store.checkpoints()]
     assert kept == list(range(plan.versions - KEPT + 1, plan.versions + 1))
-    trained = {note["step"]: note["digest"] for note in diary if note["step"] in kept}
+    trained = {note["step"]: note["digest"] for note in plan.notes("digests") if note["step"] in kept}
     for size in (1, 3, 4) if full else (3,):
         assert ranks.run(size, load, plan, kept) == [[trained, trained]] * size
     assert not store.verify(decode=True).is_damaged
