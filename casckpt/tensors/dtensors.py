@@ -122,8 +122,7 @@ def described_like(tensor: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
 def local_boxes(key: str, tensor: DTensor) -> list[tuple[Box, Box]]:
     """List (box of the global tensor, box of the local tensor) for each piece that this rank holds.
 
-    Raises InvalidInput for Partial placements, for a local tensor of an unexpected shape, and with old versions of
-    torch for uneven strided shards.
+    Raises InvalidInput for Partial placements, for a local tensor of an unexpected shape, and see `_check_strides`.
     """
     check_added_up(key, tensor)
     mesh = tensor.device_mesh
@@ -164,9 +163,9 @@ def check_added_up(key: str, tensor: DTensor) -> None:
 
 
 def _check_strides(key: str, tensor: DTensor, shards: Mapping[int, Sequence[tuple[int, int, int]]]) -> None:
-    """Raise InvalidInput for uneven strided shards that FSDP2 cannot have created, before torch 2.10.
+    """Raise InvalidInput for uneven strided shards that torch before 2.10 splits in a different order than FSDP2.
 
-    There, torch itself splits them in a different order than FSDP2, which creates them since 2.8, on a named mesh.
+    FSDP2 itself creates them since 2.8, always on a mesh whose dimensions have names.
     """
     if torch.__version__ >= "2.10" or (torch.__version__ >= "2.8" and tensor.device_mesh.mesh_dim_names):
         return
@@ -174,9 +173,9 @@ def _check_strides(key: str, tensor: DTensor, shards: Mapping[int, Sequence[tupl
         ranks = prod(size for size, _, _ in splits)
         if tensor.shape[dim] % ranks and any(factor > 1 for _, _, factor in splits):
             raise InvalidInput(
-                f"{key!r}: torch {torch.__version__} does not say which elements of a DTensor of shape "
-                f"{list(tensor.shape)} with placements {tensor.placements} are here, because {ranks} ranks do not "
-                f"divide dimension {dim} evenly; upgrade torch to 2.10 or later",
+                f"{key!r}: torch {torch.__version__} may split a DTensor of shape {list(tensor.shape)} with placements "
+                f"{tensor.placements} in two ways, because {ranks} ranks do not divide dimension {dim} evenly; upgrade "
+                f"torch to 2.10 or later",
                 key=key,
             )
 

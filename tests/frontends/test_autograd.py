@@ -19,6 +19,7 @@ from tests.support import dcp
 from tests.support.graphs import is_noticed
 from tests.support.ranks import outcome_of
 from tests.support.together import line
+from tests.support.torch_versions import needs_torch
 from tests.support.training import made, trained
 
 if TYPE_CHECKING:
@@ -41,6 +42,7 @@ def dcp_into_a_dtensor(rank: int, size: int, path: Path) -> bool:
     return is_noticed(tensor, lambda: dcp.load({"a": tensor}, StorageReader(store, REF), no_dist=True))
 
 
+@needs_torch("2.7", "no_dist")
 def test_a_dcp_load_of_a_dtensor_invalidates_autograd_graphs(ranks: Pool, tmp_path: Path) -> None:
     assert ranks.run(2, dcp_into_a_dtensor, tmp_path, backend="fake") == [True] * 2
 

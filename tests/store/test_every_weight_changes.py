@@ -30,6 +30,7 @@ from tests.support.looping import killed_after
 from tests.support.ranks import die
 from tests.support.tensors import bytes_of
 from tests.support.together import emptied, line, spread
+from tests.support.torch_versions import needs_torch
 
 if TYPE_CHECKING:
     from tests.support.ranks import Pool
@@ -203,6 +204,7 @@ def plan(request: pytest.FixtureRequest, tmp_path: Path, full: bool) -> Training
     return Training(f"s3://{server.new_place()}/store", tmp_path, versions, server.options)
 
 
+@needs_torch("2.8", "FSDP2 on the CPU")
 def test_kept_checkpoints_are_exact_and_use_little_space(plan: Training, ranks: Pool, seed: int, full: bool) -> None:
     draw = random.Random(seed)
     with collecting(plan):

@@ -58,6 +58,7 @@ def in_background(rank: int, size: int, path: Path, kind: str, cached: bool) -> 
     store, memory = casckpt.open(path), []
     state = state_at(0, size)
     before: Any = None
+    way: Any = {"async_checkpointer_type": AsyncCheckpointerType.PROCESS} if kind == "process" else {}
     for step in range(STEPS):
         with torch.no_grad():
             state["moving"].fill_(step)
@@ -71,9 +72,7 @@ def in_background(rank: int, size: int, path: Path, kind: str, cached: bool) -> 
             dict(state),
             storage_writer=StorageWriter(store, run=kind, step=step),
             planner=DefaultSavePlanner(enable_plan_caching=True) if cached else DefaultSavePlanner(),
-            async_checkpointer_type=AsyncCheckpointerType.PROCESS
-            if kind == "process"
-            else AsyncCheckpointerType.THREAD,
+            **way,
         )
         with torch.no_grad():
             state["moving"].fill_(-1)

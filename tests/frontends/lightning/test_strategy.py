@@ -24,6 +24,7 @@ from casckpt.errors import InvalidInput, Mismatch
 from casckpt.frontends.lightning import CasCheckpointCheck, CasCheckpointIO, CasModelParallelStrategy
 from tests.support.ranks import JobFailed, comes_last, outcome_of
 from tests.support.saves import small_folder, steps
+from tests.support.torch_versions import needs_torch
 from tests.support.torchrun import as_torchrun_says
 
 if TYPE_CHECKING:
@@ -252,6 +253,7 @@ def hears(rank: int, size: int, folder: Path) -> Any:
     return found
 
 
+@needs_torch("2.8", "FSDP2 on the CPU")
 @pytest.mark.parametrize("size", [2, pytest.param(4, marks=pytest.mark.soak)])
 def test_an_invalid_state_raises_an_error_on_all_ranks_at_the_start(tmp_path: Path, ranks: Pool, size: int) -> None:
     expected = [("InvalidInput", 0)] * 2 + [("InvalidInput", 1)] * 2

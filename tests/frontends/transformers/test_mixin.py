@@ -33,6 +33,7 @@ from tests.frontends.transformers.test_callback import MODEL, Losses
 from tests.support.hub import check_loads, export
 from tests.support.ranks import die
 from tests.support.saves import steps
+from tests.support.torch_versions import needs_torch
 from tests.support.torchrun import as_accelerate_hears
 from tests.support.training import identical
 
@@ -383,6 +384,7 @@ def full(learner: Any) -> dict[str, torch.Tensor]:
     }
 
 
+@needs_torch("2.8", "what Transformers needs for FSDP2")
 @pytest.mark.parametrize("kind", ["llama", pytest.param("mixtral", marks=pytest.mark.soak)])
 def test_sharded_training_that_was_killed_resumes_on_any_number_of_ranks(
     tmp_path: Path, ranks: Pool, kind: str, seed: int, full: bool
@@ -416,6 +418,7 @@ def test_sharded_training_that_was_killed_resumes_on_any_number_of_ranks(
     assert json.loads((tmp_path / "model" / "config.json").read_text())["model_type"] == kind
 
 
+@needs_torch("2.8", "what Transformers needs for tensor parallelism with FSDP2")
 def test_tensor_parallel_training_resumes_with_fsdp_and_on_one_rank(tmp_path: Path, ranks: Pool) -> None:
     model("llama", dropout=0.0).save_pretrained(tmp_path / "llama")
     losses, weights, *_ = ranks.run(2, sharded, tmp_path, "llama", most=4, resume=False, tensor_parallel=2)[0]
