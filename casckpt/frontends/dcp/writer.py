@@ -9,10 +9,9 @@ from typing import Any, Unpack
 from uuid import uuid4
 
 import torch
-from torch.distributed._state_dict_utils import _copy_state_dict, _create_cpu_state_dict
+from torch.distributed.checkpoint import staging
 from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
 from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
-from torch.distributed.checkpoint.staging import BlockingAsyncStager
 from torch.distributed.checkpoint.storage import StorageWriter as Protocol
 from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
@@ -124,11 +123,14 @@ class StorageWriter(Protocol):
 
     if torch.__version__ < "2.7":  # DCP copies only tensors on a GPU for a background save, unless the writer does so
         _synchronize_after_execute = should_synchronize_after_execute = False
-        synchronize_staging = BlockingAsyncStager.synchronize_staging
+        synchronize_staging = staging.BlockingAsyncStager.synchronize_staging
 
         def stage(self, state_dict: dict[str, Any]) -> dict[str, Any]:
             """Return a copy of the state on the CPU."""
-            return _copy_state_dict(state_dict, _create_cpu_state_dict(state_dict), type_check=False)
+            old: Any = staging
+            empty = old._create_cpu_state_dict(state_dict)
+            copied: dict[str, Any] = old._copy_state_dict(state_dict, empty, type_check=False)
+            return copied
 
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
