@@ -410,7 +410,7 @@ def test_an_import_of_a_pipe_fails_immediately(tmp_path: Path) -> None:
 if TYPE_CHECKING:
     from tests.support.ranks import Pool
 
-of_torch = needs_torch("2.9", "torch.distributed.checkpoint.hf_storage")
+of_torch = needs_torch("2.9", "save_distributed of HuggingFaceStorageWriter")
 FIRST, SECOND = (f"shard-0000{n}-model-00001-of-00001.safetensors" for n in (1, 2))
 
 
