@@ -95,8 +95,8 @@ class MovingAverage:
         shutil.rmtree(folder, ignore_errors=True)
         store, keys = _store_in(folder), list(self.keys) or None
         chosen = [*([] if exact is None else [exact]), *new]
-        told = {"ema": self.decay}
-        exact = merge(store, chosen, run="exact", step=0, ema=self.decay, keys=keys, metadata=told, dtype_of=_exact)
+        metadata = {"ema": self.decay}
+        exact = merge(store, chosen, run="exact", step=0, ema=self.decay, keys=keys, metadata=metadata, dtype_of=_exact)
         own = {key: tensor.dtype for key, tensor in new[-1].tensors.items()}
         return merge(store, [exact], run="rounded", step=0, keys=keys, dtype_of=lambda name, _: own[name[1]])
 

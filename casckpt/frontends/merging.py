@@ -114,7 +114,7 @@ def merge(
                      [f"{one.run}@{one.step}" for one in chosen[: -len(weighed)]])  # fmt: skip
     total = float(sum(term.weight for _, term in weighed))
     if given.get("weights") is not None and min(abs(total), abs(total - 1)) > _ROUNDED:  # 0: a task vector
-        merging.note(f"the weights sum to {total:g}, not to 1", [f"{one.run}@{one.step}" for one, _ in weighed])
+        merging.note(f"the weights sum to {total:g}, not to 1", [f"{each.run}@{each.step}" for each, _ in weighed])
     metadata = given.get("metadata")
     metadata = merging.last.contents.manifest.metadata if metadata is None else metadata
     origins = [{"id": one.id, "run": one.run, "step": one.step, "weight": float(by.weight)} for one, by in weighed]
