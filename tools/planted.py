@@ -3052,6 +3052,27 @@ PLANTED = (
         "tests/frontends/dcp/test_proof.py",
     ),
     Planted(
+        "a proof of DCP does not require the names of the checkpoint",
+        "StorageReader.prove",
+        "by_name=True",
+        "by_name=False",
+        "tests/frontends/dcp/test_proof.py",
+    ),
+    Planted(
+        "a proof takes a value that cannot be encoded for any other",
+        "_objects_that_differ",
+        "(live := _encoded(key, leaf.value)) is None or live != ",
+        "_encoded(key, leaf.value) != ",
+        "tests/frontends/dcp/test_proof.py",
+    ),
+    Planted(
+        "a proof counts options that are pickles as equal",
+        "_change",
+        "_PICKLED if encoded == {None} else None",
+        "None",
+        "tests/frontends/training_state/test_proof.py",
+    ),
+    Planted(
         "a proof of Megatron compares only main replicas",
         "Saving.select_all",
         "[True] * len(self.sharded)",

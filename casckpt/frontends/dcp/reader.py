@@ -32,14 +32,14 @@ from casckpt.frontends.dcp.ids import hook, is_usable, reference_of
 from casckpt.frontends.dcp.items import WINDOW_BYTES, check_planned
 from casckpt.frontends.dcp.planners import PickleFreeLoadPlanner, ValueStream, has_methods_of
 from casckpt.frontends.stores import AnyStore, as_store
-from casckpt.frontends.training_state.proof import NOT_THERE, Proof, prove
+from casckpt.frontends.training_state.proof import CAST, NOT_THERE, Proof, prove
 from casckpt.loading.entry_reader import EntryReader, RegionRequest
 from casckpt.loading.fit import Fit, check_fit, log_once, saved_shapes, shape_of
 from casckpt.loading.job_reads import MEETING, WAIT_SHARE, Deal, JobReads, Needs, deals, passing
 from casckpt.loading.options import LoadOptions, Unread
 from casckpt.loading.tied_tensors import Content, TiedTensors
 from casckpt.plan.reads import covers
-from casckpt.ranks.ranks import connect_all, job_size, job_timeout, this_rank
+from casckpt.ranks.ranks import connect_all, job_size, job_timeout, on_each, open_ranks, this_rank
 from casckpt.tensors.dtensors import is_dtensor
 from casckpt.tensors.dtypes import check_cast, torch_dtype
 from casckpt.tensors.memory import Destination
@@ -51,6 +51,7 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 _NOT_READ = "not read by the load"
+_IN_PARTS = "stored in parts, by this rank alone, so it was not compared"
 
 
 @dataclass(frozen=True)
@@ -126,6 +127,7 @@ class StorageReader(Protocol):
         self._alone = False
         self._opened: DcpContents | None = None
         self._left: dict[str, str] | None = None  # what the last load left out, with the reasons
+        self._converted = dict[str, None]()  # the names of the tensors that it converted
 
     @hook
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
@@ -153,13 +155,19 @@ class StorageReader(Protocol):
         Keys that the load did not read or fill are listed as not proved. Raises Mismatch, which names the keys, if
         anything else differs, and InvalidInput if nothing was loaded.
         """
-        if self._left is None:
-            raise InvalidInput("there is no loaded checkpoint to compare the state with; call dcp.load() first")
-        plain = {key: value.state_dict() if is_object(value) else value for key, value in state.items()}
+        no_dist = no_dist or self._alone
+
+        def live() -> tuple[Checkpoint, dict[str, Any], dict[str, str]]:
+            if self._left is None:
+                raise InvalidInput("there is no loaded checkpoint to compare the state with; call dcp.load() first")
+            plain = {key: value.state_dict() if is_object(value) else value for key, value in state.items()}
+            return self._now.checkpoint, plain, self._left
+
+        loaded, plain, left = on_each(open_ranks(process_group, no_dist=no_dist), live)
         return prove(
-            self._store, self._now.checkpoint, plain, model, excused={**self._left, **excused}, cast=self._options.cast,
+            self._store, loaded, plain, model, excused={**left, **excused}, by_name=True,
             allow_pickle=self._options.allow_pickle, threads=self._threads, process_group=process_group,
-            no_dist=no_dist or self._alone,
+            no_dist=no_dist,
         )  # fmt: skip
 
     @hook
@@ -188,7 +196,7 @@ class StorageReader(Protocol):
             raise InvalidInput(
                 "the StorageReader has no checkpoint to load; pass ref=, or pass checkpoint_id=REF to each load"
             )
-        self._alone, self._left = rank is not None, None
+        self._alone, self._left, self._converted = rank is not None, None, {}
         checkpoint = self._of_all(self._ref) if rank is None else self._of_rank(self._ref, rank)
         options = replace(self._options, rank=this_rank() if rank is None else rank)
         self._opened = DcpContents(self._store, checkpoint, options)
@@ -290,9 +298,11 @@ class StorageReader(Protocol):
         return future
 
     def _left_by(self, plan: LoadPlan, planner: LoadPlanner) -> dict[str, str]:
-        """Return why this rank did not read or fill parts of the state, by key or by the beginning of keys."""
+        """Return why parts of the state may differ on this rank, by key or by the beginning of keys."""
         wanted = planner.state_dict if isinstance(planner, DefaultLoadPlanner) else {}
-        left = dict.fromkeys(wanted.keys() - self._known, NOT_THERE)
+        left = dict.fromkeys(wanted.keys() - self._known, NOT_THERE) | dict.fromkeys(self._converted, CAST)
+        for key, (_, parts) in self._now.note.chunks.items():
+            left |= dict.fromkeys((key, *(part.key for part in parts)), _IN_PARTS)
         read, values = {item.storage_index.fqn for item in plan.items}, self._now.schema.values
         tops = {key.partition(".")[0] for key in read}
         for name in self._known - read:
@@ -351,6 +361,7 @@ class StorageReader(Protocol):
             download.fill(turn)
         if converted:
             log.warning("converted to the dtype of the target tensor: %s", ", ".join(list(converted)[:8]))
+            self._converted |= converted
         for item, target in pairs:
             planner.commit_tensor(item, target)
 

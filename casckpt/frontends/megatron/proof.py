@@ -8,6 +8,7 @@ from dataclasses import replace
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
+from casckpt.format.regions import Shape
 from casckpt.frontends.megatron.common import COMMON_NAME
 from casckpt.frontends.megatron.errors import checkpointing_errors
 from casckpt.frontends.megatron.folders import pointed_at
@@ -19,6 +20,7 @@ from casckpt.frontends.stores import as_store
 from casckpt.frontends.training_state.proof import Proof
 from casckpt.frontends.training_state.proof import prove as prove_state
 from casckpt.ranks.ranks import on_each, open_ranks
+from casckpt.tensors.foreign import part_shape
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -58,19 +60,25 @@ def prove(
             if stored.file is not None:
                 saving.common = {}
             tensors = [value for value in saving.sharded if is_sharded_tensor(value) and value.key in stored.tensors]
-            resized = [value.key for value in tensors if tuple(value.global_shape) != stored.tensors[value.key].shape]
+            resized = [value.key for value in tensors if _may_differ(value, stored.tensors[value.key].shape)]
             return saving.state(), dict.fromkeys(resized, _SHAPE)
 
         state, resized = on_each(ranks, live)
         proof = prove_state(
             stored.store, stored.checkpoint, state, None, excused={CONTENT_METADATA: _BESIDE, **resized, **excused},
-            cast=True, allow_pickle=allow_pickle, process_group=process_group, no_dist=no_dist,
+            by_name=True, cast=True, allow_pickle=allow_pickle, process_group=process_group, no_dist=no_dist,
         )  # fmt: skip
     if stored.file is None:
         return proof
     if ranks.rank == 0:
         log.warning("%s: not proved: %s (%s)", stored.where, COMMON_NAME, _FILE)
     return replace(proof, unproved={**proof.unproved, COMMON_NAME: _FILE})
+
+
+def _may_differ(tensor: Any, stored: Shape) -> bool:
+    """Return whether a load accepts a tensor whose global shape is not the stored one."""
+    shape = tuple(tensor.global_shape)
+    return shape != stored and (tensor.allow_shape_mismatch or part_shape(shape, stored) is not None)
 
 
 def _located(checkpoint_dir: CheckpointDir) -> StoreRef:

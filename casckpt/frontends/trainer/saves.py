@@ -5,10 +5,11 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from concurrent.futures import Future
+from contextlib import suppress
 from dataclasses import dataclass
 
 from casckpt.contents.checkpoint import Checkpoint
-from casckpt.errors import Conflict, InvalidInput, Revoked
+from casckpt.errors import CasckptError, Conflict, InvalidInput, Revoked
 
 PATIENCE = 15 * 60.0
 """How long saves may fail, in seconds, before a save runs in the foreground."""
@@ -98,13 +99,14 @@ class SaveSummary:
 
     @property
     def figures(self) -> dict[str, float]:
-        """The figures of the save's `CheckpointEvent`."""
-        stats = self.checkpoint.stats
+        """The figures of the save's `CheckpointEvent`, without ``bytes_hashed`` if the manifest cannot be read."""
+        stats, hashed = self.checkpoint.stats, dict[str, float]()
+        with suppress(CasckptError):  # the save has succeeded
+            hashed["bytes_hashed"] = self.checkpoint.bytes_hashed
         return {
             "blocked_seconds": self.blocked, "waited_seconds": sum(self.waits), "ranks_seconds": self.waits[1],
             "durable_seconds": self.durable, "bytes_total": stats.bytes_total, "bytes_copied": self.bytes_copied,
-            "bytes_hashed": self.checkpoint.bytes_hashed, "bytes_written": stats.bytes_written,
-            "bytes_reused": stats.bytes_reused,
+            **hashed, "bytes_written": stats.bytes_written, "bytes_reused": stats.bytes_reused,
         }  # fmt: skip
 
     def __str__(self) -> str:

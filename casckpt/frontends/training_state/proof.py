@@ -29,7 +29,7 @@ from casckpt.tensors.state import LeafValue, flatten
 log = logging.getLogger(__name__)
 
 _HOOKED = "changed by a hook of its module, so its digest proves nothing"
-_CAST = "converted by the cast, so its digest proves nothing"
+CAST = "converted by the cast, so its digest proves nothing"
 _PICKLED = "stored as a pickle, which is not compared"
 _TRAIN = re.compile(r"^train\.(\d+)\.")
 _RENAMED = "stored under a different name, so it was not compared"
@@ -75,14 +75,15 @@ def prove(
     model: Any,
     *,
     excused: Mapping[str, str],
+    by_name: bool = False,
     **given: Unpack[LoadArguments],
 ) -> Proof:
     """Compare ``state``, as the next save would store it, with ``loaded``. Every rank makes the call.
 
     ``model``: a module, a list of modules, or a dict with modules. ``given``: the arguments of the load. ``excused``:
     why values may differ, by key or by the beginning of keys, such as parts that the load left out. There, "train" is
-    the train state of any rank. Raises Mismatch, which names the keys, if anything else differs. Rank 0 logs the
-    result.
+    the train state of any rank. ``by_name``: whether the load matched values only by their exact names, and "train" is
+    a name like all others. Raises Mismatch, which names the keys, if anything else differs. Rank 0 logs the result.
     """
     options = LoadOptions(**given)
     ranks = open_ranks(options.process_group, no_dist=options.no_dist)
@@ -90,7 +91,10 @@ def prove(
 
     def look() -> _Found:
         differs = {one.key: one.what for one in compared.differs if one.rank == ranks.rank}
-        return _look(store, loaded, state, model, rank=ranks.rank, differs=differs, options=options, known=excused)
+        return _look(
+            store, loaded, state, model, rank=ranks.rank, differs=differs, options=options, known=excused,
+            by_name=by_name,
+        )  # fmt: skip
 
     def decide(reports: Sequence[_Found]) -> Sequence[Proof]:
         live = {key for report in reports for key in report.live}
@@ -100,7 +104,8 @@ def prove(
             unproved |= {key: report.excused[key] for key in differs if key in report.excused}
             wrong |= {key: what for key, what in differs.items() if key not in report.excused}
         is_renamed = options.rename is not None
-        named = [key for key, what in wrong.items() if what in _NAMES and (is_renamed or not _BESIDE.match(key))]
+        names = {} if by_name else {key: what for key, what in wrong.items() if what in _NAMES}
+        named = [key for key in names if is_renamed or not _BESIDE.match(key)]
         if is_renamed or {wrong[key] for key in named} == _NAMES:  # a load may fill a model from different names
             unproved |= {key: _RENAMED for key in named if wrong.pop(key)}
         if wrong:
@@ -130,6 +135,7 @@ def _look(
     differs: dict[str, str],
     options: LoadOptions,
     known: Mapping[str, str],
+    by_name: bool,
 ) -> _Found:
     """Compare the values of one rank. ``differs``: how its tensors differ. ``known``: the ``excused`` of `prove`."""
     contents = Contents.open(store.repository, loaded.commit, rank, TORCH_EXTENSIONS)
@@ -143,14 +149,14 @@ def _look(
     optims = {at: live for at, live in state.items() if _names_parameters(live)}
     groups = tuple(f"{at}.param_groups." for at in optims)
     differs = {key: what for key, what in differs.items() if not f"{key}.".startswith(groups)}
-    differs |= dict(_groups_that_differ(store, contents, optims, options))
-    hooked = {memory_of(value) for value in _hooked(model)}
-    excused = {key: why for key in differs if (why := _excuse(key, rank, stored, known)) is not None}
+    differs |= dict(_groups_that_differ(store, contents, optims, options, by_name=by_name))
+    hooked, train_rank = {memory_of(value) for value in _hooked(model)}, None if by_name else rank
+    excused = {key: why for key in differs if (why := _excuse(key, train_rank, stored, known)) is not None}
     for key in differs.keys() - excused.keys():
         leaf = flat.leaves.get(key)
         # the second case: a wrapper, or one whose dequantized values were loaded
         if options.cast and (differs[key] == "dtype" or key in contents.wrappers or key in contents.outer):
-            excused[key] = _CAST
+            excused[key] = CAST
         elif differs[key] in {_PICKLED, _RENAMED, _LEFT_OUT}:
             excused[key] = differs[key]
         elif leaf is not None and memory_of(leaf.unit.value) in hooked:
@@ -175,17 +181,18 @@ def _objects_that_differ(
             yield key, _PICKLED
         elif key not in stored:
             yield key, _ADDED
-        elif _encoded(key, leaf.value) != _encoded(key, stored[key]):
+        elif (live := _encoded(key, leaf.value)) is None or live != _encoded(key, stored[key]):
             yield key, _CHANGED
 
 
 def _names_parameters(live: Any) -> bool:
     """Return whether ``live`` is the state of an optimizer whose groups name their parameters."""
-    return isinstance(live, Mapping) and all("params" in group for group in live.get("param_groups", [{}]))
+    groups = live.get("param_groups") if isinstance(live, Mapping) else None
+    return isinstance(groups, list) and all(isinstance(group, Mapping) and "params" in group for group in groups)
 
 
 def _groups_that_differ(
-    store: Store, contents: Contents, optims: Mapping[str, Any], options: LoadOptions
+    store: Store, contents: Contents, optims: Mapping[str, Any], options: LoadOptions, *, by_name: bool
 ) -> Iterator[tuple[str, str]]:
     """Yield the keys of optimizers' groups that differ from the stored ones, and how.
 
@@ -201,29 +208,39 @@ def _groups_that_differ(
         saved = {name: group for group in groups for name in group["params"]}
         here = dict.fromkeys(name for group in live["param_groups"] for name in group["params"])
         lost, added = saved.keys() - here, here.keys() - saved
-        how = _RENAMED if lost and added else _LACKING if options.strict else _LEFT_OUT
+        is_renamed = bool(lost and added) and not by_name
+        how = _RENAMED if is_renamed else _LACKING if options.strict else _LEFT_OUT
         yield from ((f"{at}.state.{name}", how) for name in sorted(lost))
-        yield from ((f"{at}.state.{name}", _RENAMED if lost else _ADDED) for name in sorted(added))
+        yield from ((f"{at}.state.{name}", _RENAMED if is_renamed else _ADDED) for name in sorted(added))
+        hows = set[str | None]()
         for group in live["param_groups"]:
             pairs = [(group, saved[name]) for name in group["params"] if name in saved]
             names = [(one, other, name) for one, other in pairs for name in other if name not in _NAMES_OF_GROUP]
-            if not all(name in one and _is_same(name, one[name], other[name]) for one, other, name in names):
-                yield key, _CHANGED
+            hows |= {_change(name, one[name], other[name]) if name in one else _CHANGED for one, other, name in names}
+        yield from ((key, how) for how in (_PICKLED, _CHANGED) if how in hows)  # the last one counts
 
 
-def _is_same(name: str, live: Any, saved: Any) -> bool:
-    """Return whether two options are equal. A tensor may stand for a number."""
+def _change(name: str, live: Any, saved: Any) -> str | None:
+    """Return how two options differ, or None. A tensor may stand for a number."""
+    if isinstance(live, list | tuple) and isinstance(saved, list | tuple) and len(live) == len(saved):
+        hows = {_change(name, one, other) for one, other in zip(live, saved, strict=True)}
+        return _CHANGED if _CHANGED in hows else _PICKLED if _PICKLED in hows else None
     for one, other in ((live, saved), (saved, live)):
-        if isinstance(one, torch.Tensor):
-            return torch.equal(one.cpu(), torch.as_tensor(other, dtype=one.dtype).cpu())
-    return _encoded(name, live) == _encoded(name, saved)
+        if isinstance(one, torch.Tensor) and isinstance(other, torch.Tensor | int | float):
+            is_same = torch.equal(one.cpu(), torch.as_tensor(other, dtype=one.dtype).cpu())
+            return None if is_same else _CHANGED
+    encoded = {_encoded(name, live), _encoded(name, saved)}
+    return _PICKLED if encoded == {None} else None if len(encoded) == 1 else _CHANGED
 
 
-def _excuse(key: str, rank: int, stored: Collection[str], known: Mapping[str, str]) -> str | None:
-    """Return why a key may differ on a rank, or None. ``known``: the ``excused`` of `prove`."""
-    at = _TRAIN.sub("train.", f"{key}.")
+def _excuse(key: str, rank: int | None, stored: Collection[str], known: Mapping[str, str]) -> str | None:
+    """Return why a key may differ on a rank, or None. ``rank``: None if the state has no parts of single ranks.
+
+    ``known``: the ``excused`` of `prove`.
+    """
+    at = f"{key}." if rank is None else _TRAIN.sub("train.", f"{key}.")
     why = next((why for start, why in known.items() if at.startswith(f"{start}.")), None)
-    match = None if why is not None else _TRAIN.match(key)
+    match = None if why is not None or rank is None else _TRAIN.match(key)
     if match is None:
         return why
     if int(match[1]) != rank:

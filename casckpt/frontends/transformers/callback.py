@@ -140,7 +140,10 @@ class CasCheckpointCallback(TrainerCallback):
             if stored.has_optimizer():
                 state |= _Folder(None, model, optimizer).state_dict_to_save()
             excused = {f"{HOME}.rng": _FILES}
-            return prove(self.store, stored.checkpoint, state, model, excused=excused, no_dist=True)
+            return prove(
+                self.store, stored.checkpoint, state, model, excused=excused, by_name=True, no_dist=True,
+                allow_pickle=self.config.allow_pickle, threads=self.config.load_threads,
+            )  # fmt: skip
 
     def on_save(self, args: Any, state: Any, control: Any, **kwargs: object) -> None:
         """Save the folder that the trainer has just written. Every rank makes the call.

@@ -13,6 +13,7 @@ from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict, set_state_dict
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import Shard, distribute_tensor
 
 from casckpt.errors import InvalidInput, Mismatch
 from casckpt.frontends.dcp import StorageReader, StorageWriter
@@ -21,6 +22,7 @@ from casckpt.store.store import Store
 from tests.support.dcp import load, save
 from tests.support.ranks import outcome_of
 from tests.support.saves import small, small_folder
+from tests.support.torch_versions import needs_torch
 
 if TYPE_CHECKING:
     from tests.support.ranks import Pool
@@ -149,10 +151,44 @@ def test_a_list_that_dcp_stores_as_one_value_is_compared() -> None:
             reader.prove({"list": wrong})
 
 
-def test_a_dtype_that_the_load_converted_is_listed(saved: tuple[Store, bool]) -> None:
-    proof = resumed(saved[0], World(2, saved[1]), lambda world: world.model.to(torch.bfloat16))
-    assert set(proof.unproved) == {"model.0.weight", "model.0.bias", "model.1.weight", "model.1.bias"}
-    assert "converted by the cast" in proof.unproved["model.0.bias"]
+def test_only_tensors_that_the_load_converted_may_have_a_different_dtype(saved: tuple[Store, bool]) -> None:
+    world, reader = World(2, saved[1]), StorageReader(saved[0], "default@3")
+    world.model.to(torch.bfloat16)
+    load({"model": world.model.state_dict()}, reader)
+    proof = reader.prove({"model": world.model.state_dict()}, world.model)
+    converted = {key for key, why in proof.unproved.items() if "converted by the cast" in why}
+    assert converted == {"model.0.weight", "model.0.bias", "model.1.weight", "model.1.bias"}
+    with pytest.raises(Mismatch, match=r"'model\.0\.bias'.*dtype"):
+        resumed(saved[0], World(2, saved[1]), lambda world: world.model.to(torch.bfloat16))
+
+
+class Unknown:
+    """An object that a save without pickles rejects."""
+
+
+STATES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+    "another name": ({"model": {"w": torch.ones(2)}}, {"module": {"w": torch.ones(2)}}),
+    "a part named train": ({"train": {"1": torch.ones(2)}}, {"train": {"1": torch.zeros(2)}}),
+    "a part named train that is gone": ({"train": {"1": torch.ones(2)}}, {"train": {}}),
+    "an item that cannot be encoded": ({"list": [torch.ones(2), 1]}, {"list": [Unknown(), 1]}),
+    "the state of another optimizer": (
+        {"optimizer": {"state.w.exp_avg": torch.ones(2), "param_groups.w.eps": 1.0}},
+        {"optimizer": {"state.w.momentum": torch.ones(2), "param_groups.w.nesterov": False}},
+    ),
+    "groups that are no groups": ({"optim": {"param_groups": [1, 2]}}, {"optim": {"param_groups": [1, 3]}}),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", STATES)
+def test_a_state_is_compared_under_its_exact_names(name: str) -> None:
+    right, wrong = STATES[name]
+    store = small()
+    save(right, StorageWriter(store, step=3))
+    reader = StorageReader(store, "default@3")
+    load(right, reader)
+    assert reader.prove(right).unproved == {}
+    with pytest.raises(Mismatch, match="after the resume"):
+        reader.prove(wrong)
 
 
 def test_a_proof_without_a_finished_load_is_refused(saved: tuple[Store, bool]) -> None:
@@ -162,6 +198,47 @@ def test_a_proof_without_a_finished_load_is_refused(saved: tuple[Store, bool]) -
     reader.read_metadata()
     with pytest.raises(InvalidInput, match=r"call dcp\.load"):
         reader.prove({})
+
+
+class Broken:
+    """A part of a state whose state_dict fails."""
+
+    def state_dict(self) -> dict[str, Any]:
+        raise OSError("no state")
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """See `Stateful`."""
+
+
+def a_rank_fails(rank: int, size: int, folder: Path) -> Any:
+    state = {"w": torch.ones(2)}
+    save(state, StorageWriter(folder / "store", step=3))
+    reader = StorageReader(folder / "store", "default@3")
+    load(state, reader)
+    parts = {"part": Broken()} if rank == 1 else {}
+    return str(outcome_of(lambda: reader.prove(state | parts)))
+
+
+def test_all_ranks_raise_the_error_of_a_state_dict(tmp_path: Path, ranks: Pool) -> None:
+    small_folder(tmp_path / "store")
+    assert all("no state" in error for error in ranks.run(2, a_rank_fails, tmp_path))
+
+
+def alone(rank: int, size: int, folder: Path) -> Any:
+    mesh = init_device_mesh("cpu", (size,))
+    state = {"own": rank, "w": distribute_tensor(torch.ones(5), mesh, [Shard(0)])}
+    save(state, StorageWriter(folder / "store", run="alone", step=3), use_collectives=False)
+    reader = StorageReader(folder / "store", "alone@3")
+    load(state, reader)
+    wrong = outcome_of(lambda: reader.prove(state | {"own": 7}))
+    return sorted(reader.prove(state).unproved), type(wrong).__name__
+
+
+@needs_torch("2.9", "use_collectives")
+def test_shards_that_a_rank_saved_alone_are_listed(tmp_path: Path, ranks: Pool) -> None:
+    small_folder(tmp_path / "store")
+    names = [["w", "w@0"], ["w", "w@3"]]
+    assert ranks.run(2, alone, tmp_path) == [(keys, "Mismatch") for keys in names]
 
 
 def on_ranks(rank: int, size: int, folder: Path) -> Any:

@@ -81,6 +81,21 @@ def test_each_way_to_resume_wrongly_is_found(where: str, name: str) -> None:
     assert any(found.startswith(key) for found in caught.value.keys), caught.value.keys
 
 
+def test_an_added_value_does_not_excuse_missing_ones(where: str) -> None:
+    state = gpt.state(Topology().at(0)) | {"counter": 1}
+    del state["optimizer"]
+    with pytest.raises(Mismatch, match="after the resume") as caught:
+        megatron.prove(state, where)
+    assert {"counter", "optimizer.state.exp_avg.layers.norm"} <= {*caught.value.keys}
+
+
+def test_a_tensor_may_have_a_different_shape_only_if_a_load_accepts_it(where: str) -> None:
+    state = gpt.state(Topology().at(0))
+    state["model"]["embedding.weight"].allow_shape_mismatch = False
+    with pytest.raises(Mismatch, match=r"embedding\.weight"):
+        megatron.prove(state, where)
+
+
 def a_replica_differs(rank: int, size: int, where: str) -> str:
     state = gpt.state(Topology(tp=2, dp=2).at(rank))
     if rank == 3:

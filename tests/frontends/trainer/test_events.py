@@ -13,6 +13,7 @@ import pytest
 from torch import nn
 
 from casckpt.errors import InvalidInput, StorageError
+from casckpt.format.keys import manifest_key
 from casckpt.frontends.trainer import Checkpointer, CheckpointerConfig, CheckpointEvent
 from tests.frontends.trainer.test_saves import FAULTS, broken
 from tests.support.pages import Reader
@@ -61,6 +62,18 @@ def test_tensors_that_are_declared_frozen_do_not_count_as_hashed() -> None:
     frozen = sum(tensor.nbytes for tensor in model["base"].parameters())
     total = frozen + sum(tensor.nbytes for tensor in model["head"].parameters())
     assert [event.figures["bytes_hashed"] for event in seen] == [total, total - frozen]
+
+
+def test_figures_do_not_require_that_the_manifest_can_be_read() -> None:
+    """Another process may purge the checkpoint right after the save."""
+    store = small()
+    with Checkpointer(store, run="sft") as checkpointer:
+        checkpointer.save(1, nn.Linear(2, 2))
+        summary, commit = checkpointer.summary, store.get("sft@1").commit
+        assert summary is not None
+        store.repository.storage.delete(manifest_key(commit.txid, commit.committed.manifest))
+        store.repository.forget_all(keep_marker=True)
+        assert summary.figures.keys() == FIGURES - {"bytes_hashed"}
 
 
 @pytest.mark.parametrize("how", ["save", "save_async"])

@@ -107,6 +107,40 @@ class _Train(TrainState):
         return missing
 
 
+class Option:
+    """An option that is not plain data."""
+
+
+OPTIONS: dict[str, tuple[dict[str, Any], Callable[[dict[str, Any]], object], bool]] = {
+    "right tensors": ({"betas": (torch.tensor(0.9), torch.tensor(0.99))}, lambda group: None, True),
+    "tensors": (
+        {"betas": (torch.tensor(0.9), torch.tensor(0.99))},
+        lambda group: group.update(betas=(torch.tensor(0.5), torch.tensor(0.99))),
+        False,
+    ),
+    "a number that is gone": ({"lr": torch.tensor(0.1)}, lambda group: group.update(lr=None), False),
+    "an object": ({"extra": Option()}, lambda group: None, True),
+    "an object and a number": ({"extra": Option()}, lambda group: group.update(lr=0.3), False),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", OPTIONS)
+def test_options_that_are_not_plain_data_are_compared_or_listed(name: str) -> None:
+    options, act, is_proved = OPTIONS[name]
+    model = nn.Linear(2, 2)
+    optimizer = optim.AdamW([{"params": [*model.parameters()], **options}], foreach=False)
+    checkpointer = Checkpointer(small(), run="sft", allow_pickle=True)
+    checkpointer.save(1, model, optimizer)
+    checkpointer.resume(model, optimizer)
+    act(optimizer.param_groups[0])
+    if is_proved:
+        pickled = {"optim.param_groups": "stored as a pickle, which is not compared"}
+        assert checkpointer.prove(model, optimizer).unproved == (pickled if "extra" in options else {})
+    else:
+        with pytest.raises(Mismatch, match=r"optim\.param_groups"):
+            checkpointer.prove(model, optimizer)
+
+
 @pytest.fixture(scope="module")
 def store() -> Store:
     """A store with two checkpoints of a run."""

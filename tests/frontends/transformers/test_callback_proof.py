@@ -82,6 +82,29 @@ def test_other_right_resumes_are_proved(tmp_path: Path, make: Callable[[], Any],
     assert proof.proved > 0
 
 
+class Frozen(torch.nn.Module):
+    """A model whose frozen layer has the given name."""
+
+    _keys_to_ignore_on_save = None  # Trainer reads it to warn about missing keys
+
+    def __init__(self, name: str) -> None:
+        super().__init__()
+        self.name, self.head = name, torch.nn.Linear(3, 3)
+        self.add_module(name, torch.nn.Embedding(40000, 3).requires_grad_(False))
+
+    def forward(self, input_ids: Any, labels: Any, **_: Any) -> Any:
+        logits = self.head(getattr(self, self.name)(input_ids).mean(1))
+        return {"loss": torch.nn.functional.cross_entropy(logits, labels), "logits": logits}
+
+
+def test_a_frozen_layer_with_a_different_name_is_found(tmp_path: Path) -> None:
+    """`Trainer` leaves it as it was initialized, with a warning."""
+    store = small()
+    trainer(tmp_path / "first", Frozen("old"), CasCheckpointCallback(store, run="sft"), most=2).train()
+    with pytest.raises(Mismatch, match=r"model\.new\.weight"):
+        resumed(store, tmp_path, learner=Frozen("new"))
+
+
 def moment(model: Any, optimizer: Any) -> torch.Tensor:
     found: torch.Tensor = optimizer.state[model.classifier.weight]["exp_avg"]
     return found
