@@ -131,7 +131,7 @@ def test_a_store_and_a_checkpoint_can_be_passed_to_the_reader_or_to_the_call(sto
     assert load({"a": torch.zeros(1)}, StorageReader(store), **given)["a"] == 2
 
 
-@follows("frontends/dcp/reader.py:StorageReader.prove", "call dcp.load() first")
+@follows("frontends/dcp/reader.py:StorageReader.prove.live", "call dcp.load() first")
 def test_a_state_is_compared_with_the_checkpoint_that_dcp_loaded_first(store: Store, messages: Messages) -> None:
     save({"a": torch.ones(1)}, StorageWriter(store, step=1))
     reader, state = StorageReader(store, "default@1"), {"a": torch.zeros(1)}

@@ -168,8 +168,8 @@ class Unknown:
 
 STATES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "another name": ({"model": {"w": torch.ones(2)}}, {"module": {"w": torch.ones(2)}}),
-    "a part named train": ({"train": {"1": torch.ones(2)}}, {"train": {"1": torch.zeros(2)}}),
-    "a part named train that is gone": ({"train": {"1": torch.ones(2)}}, {"train": {}}),
+    "a part named train": ({"train": {"1": {"w": torch.ones(2)}}}, {"train": {"1": {"w": torch.zeros(2)}}}),
+    "a part named train that is gone": ({"train": {"1": {"w": torch.ones(2)}}}, {"train": {}}),
     "an item that cannot be encoded": ({"list": [torch.ones(2), 1]}, {"list": [Unknown(), 1]}),
     "the state of another optimizer": (
         {"optimizer": {"state.w.exp_avg": torch.ones(2), "param_groups.w.eps": 1.0}},
