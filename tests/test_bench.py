@@ -236,6 +236,7 @@ def test_training_states_are_encoded_and_decoded(tmp_path: Path) -> None:
     assert saved["noise, a folder", "auto"] == saved["noise, a folder", "off"]
 
 
+@pytest.mark.soak
 def test_a_mean_of_checkpoints_is_measured_beside_its_limit(tmp_path: Path) -> None:
     results = tmp_path / "merge.json"
     done = bench("merge", "--quick", "--size", "2M", "--dir", tmp_path / "work", "--json", results)
