@@ -167,7 +167,7 @@ class Store:
     def check(self, state: State, *, run: str = "default", **options: Unpack[SaveArguments]) -> None:
         """Raise, on every rank, the InvalidInput that `save` would raise. Writes nothing. Every rank must call this.
 
-        Also checks, as far as possible without writing, whether a store can exist at the path (NotFound: no bucket).
+        Also checks, as far as possible, whether a store can be at the path. Raises NotFound if there is no such bucket.
         """
         check_keywords("Store.check", options, SaveArguments)
         self._saver.get().check(state, SaveOptions(run=run, step=0, **options))

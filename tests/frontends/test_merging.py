@@ -179,7 +179,7 @@ def test_weights_that_do_not_sum_to_1_are_noted(store: Store) -> None:
     refs = save(store, {"w": torch.ones(3)}, {"w": torch.ones(3)})
     scaled = store.merge(*refs, run="m", step=1, weights=[1, 1])
     assert scaled.notes == (f"the weights sum to 2, not to 1: '{refs[0]}', '{refs[1]}'",)
-    for step, weights in ((2, [0.33, 0.67]), (3, [-1, 2])):
+    for step, weights in ((2, [0.33, 0.67]), (3, [-1, 2]), (4, [1, -1])):
         assert store.merge(*refs, run="m", step=step, weights=weights).notes == ()
 
 

@@ -561,7 +561,7 @@ class Checkpointer(RunCheckpoints):
 
     def _warn_of_others(self, saved: Checkpoint) -> None:
         """Warn once, from the second save on, if something else saved the previous checkpoint of the run."""
-        parent, is_first = saved.details.parent, self.summary is None
+        parent, is_first = saved.commit.committed.parent, self.summary is None
         self._own.add(saved.id)
         if parent is not None and parent not in self._own and not is_first and not self._warned_of_others:
             self._warned_of_others = True
