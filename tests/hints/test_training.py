@@ -16,7 +16,7 @@ from torch.optim.lr_scheduler import StepLR
 
 import casckpt
 from casckpt import load_model_and_optim_state, save_model_and_optim_state
-from casckpt.errors import InvalidInput, Mismatch, MissingKey, NotFound, StorageError
+from casckpt.errors import Conflict, InvalidInput, Mismatch, MissingKey, NotFound, StorageError
 from casckpt.frontends.trainer import Checkpointer, CheckpointerConfig, TrainState, restore_rng, rng_state
 from casckpt.frontends.training_state import model as of_models
 from tests.frontends.training_state.test_model import Reading, Scaled
@@ -585,7 +585,7 @@ def test_the_suggested_option_preserves_a_new_learning_rate(store: Store, model:
     assert (lower.param_groups[0]["lr"], texts) == (1e-9, [])
 
 
-@follows("frontends/training_state/proof.py:prove.decide", "To resume without this comparison, pass prove=False")
+@follows("frontends/training_state/proof.py:prove", "To resume without this comparison, pass prove=False")
 def test_a_resume_without_a_proof_accepts_values_that_a_hook_changed(
     store: Store, model: Two, messages: Messages
 ) -> None:
@@ -605,6 +605,28 @@ def test_a_resume_without_a_proof_accepts_values_that_a_hook_changed(
         made.resume(changed(), prove=True)
     advice.says("'model.b.weight'")
     assert made.resume(changed(), **advice.argument("prove")) is not None
+
+
+@follows("frontends/trainer/ownership.py:RunOwnership.note_load", "or forget the later steps first: `casckpt forget")
+@follows("frontends/trainer/ownership.py:RunOwnership.find", "or forget it first: `casckpt forget")
+def test_later_steps_can_be_forgotten_to_go_on_from_an_earlier_one(
+    store: Store, store_path: Path, model: Two, messages: Messages, run: Run
+) -> None:
+    for step in (1, 2, 3):
+        store.save({"model": model}, run="a", step=step)
+    made = Checkpointer(store, run="a")
+    with messages.log() as advice:
+        made.load("a@1", model)
+    with messages.error(Conflict) as refused:
+        made.save(2, model)
+    _, url, refs = refused.command("forget")
+    run("forget", url, refs)
+    assert made.save(2, model).step == 2
+    _, url, refs = advice.command("forget")
+    run("forget", url, refs)
+    assert [one.step for one in store.checkpoints("a")] == [1]
+    run("restore", store_path, "a@3")  # nothing is lost
+    assert store.get("a@latest").step == 3
 
 
 @follows("frontends/trainer/checkpointer.py:Checkpointer.prove", "call load() or resume() first")

@@ -106,9 +106,7 @@ class CasCheckpointCallback(TrainerCallback):
         self._check(args, kwargs)
         self._is_resumed = state.global_step > 0
         self.checkpointer.ownership.reset()
-        self.checkpointer.ownership.to_resume = (
-            "train(resume_from_checkpoint=...) with the result of restore_checkpoint"
-        )
+        self.checkpointer.ownership.to_resume = "train(resume_from_checkpoint=...)"
         self.checkpointer.start(state.global_step + 1, loaded=state.global_step or None)
 
     def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: object) -> None:

@@ -215,7 +215,7 @@ def test_a_load_of_an_earlier_step_says_what_latest_stays(caplog: pytest.LogCapt
     assert (
         "sft@80 was loaded, but run sft already has 2 later steps, up to 100. sft@latest stays" in record.getMessage()
     )
-    command = record.getMessage().rpartition("casckpt forget ")[2].split()
+    command = record.getMessage().rpartition("`casckpt forget ")[2].rstrip("`").split()
     store.forget(command[1])  # as advised
     assert visible(store) == [80]
     train(store, range(81, 101), ref="sft@80")

@@ -177,11 +177,12 @@ def test_a_signal_at_the_resumed_step_keeps_its_checkpoint(caplog: pytest.LogCap
 def saves_twice(rank: int, size: int, path: Path) -> list[Any]:
     """Save one step twice with buffers that differ across ranks, then with another parameter on the last rank."""
     torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2))
-    model[1].running_mean.fill_(rank)
+    norm = nn.BatchNorm1d(2)
+    model = nn.Sequential(nn.Linear(2, 2), norm)
+    norm.get_buffer("running_mean").fill_(rank)
     checkpointer = Checkpointer(small_folder(path), run="sft", check_replicas="off")
     found: list[Any] = [checkpointer.save(1, model).id, checkpointer.save(1, model).id]
-    model[1].running_mean.fill_(7.0 + rank)
+    norm.get_buffer("running_mean").fill_(7.0 + rank)
     try:
         checkpointer.save(1, model)
     except Conflict as error:
