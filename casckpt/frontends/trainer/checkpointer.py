@@ -21,7 +21,7 @@ from casckpt.frontends.trainer.events import CheckpointEvent, Events, of_checkpo
 from casckpt.frontends.trainer.janitor import Janitor
 from casckpt.frontends.trainer.resumed import Resumed, check_given, excuses, of_all_ranks, outcome_of
 from casckpt.frontends.trainer.run_checkpoints import RunCheckpoints, newest_together
-from casckpt.frontends.trainer.saves import Failures, HeardFuture, SaveSummary, will_repeat
+from casckpt.frontends.trainer.saves import Failures, HeardFuture, SaveSummary, names_of, will_repeat
 from casckpt.frontends.trainer.settings import DueArguments, Kind, StepArguments, TrainerArguments, TrainerSettings
 from casckpt.frontends.training_state.contents import (
     OPTIM,
@@ -42,6 +42,7 @@ from casckpt.frontends.training_state.proof import prove as prove_state
 from casckpt.frontends.training_state.stored import MODEL
 from casckpt.frontends.training_state.train_state import restore_rng, rng_state
 from casckpt.ranks.ranks import Ranks, everyone, open_ranks, this_rank
+from casckpt.saving.options import usable_metrics
 from casckpt.store.opening import throttled
 from casckpt.store.types import (
     CheckReplicas,
@@ -178,8 +179,8 @@ class Checkpointer(RunCheckpoints):
         self._files.clear()
         self._failures.note(None)
         self.saved_step = saved.step
-        seconds = time.monotonic() - begun
-        self._after(SaveSummary(checkpoint=saved, blocked=seconds, durable=seconds, waits=waits), ranks)
+        seconds, names = time.monotonic() - begun, names_of(options.get("metrics"))
+        self._after(SaveSummary(checkpoint=saved, blocked=seconds, durable=seconds, waits=waits, metrics=names), ranks)
         return saved
 
     def save_async(
@@ -204,7 +205,7 @@ class Checkpointer(RunCheckpoints):
         with self._reporting(ranks, step):
             state = state_to_save(ranks, model, optim, train_state)
             saving = self.store.save_async(state, run=self.run, step=step, **self._save_arguments(model, **options))
-        blocked = time.monotonic() - begun
+        blocked, names = time.monotonic() - begun, names_of(options.get("metrics"))
         done = HeardFuture()
 
         def finish(saving: Future[Checkpoint]) -> None:
@@ -213,8 +214,8 @@ class Checkpointer(RunCheckpoints):
                     saved = saving.result()
                 durable, copied = time.monotonic() - begun, getattr(saving, "bytes_copied", 0)
                 summary = SaveSummary(
-                    checkpoint=saved, blocked=blocked, durable=durable, waits=waits, bytes_copied=copied
-                )
+                    checkpoint=saved, blocked=blocked, durable=durable, waits=waits, bytes_copied=copied, metrics=names,
+                )  # fmt: skip
                 self._after(summary, ranks)
             except BaseException as error:  # noqa: BLE001 - the future raises it; without this, it would never finish
                 done.set_exception(error)
@@ -515,7 +516,7 @@ class Checkpointer(RunCheckpoints):
         return {
             "ephemeral": given.get("ephemeral", False),
             "metadata": given.get("metadata"),
-            "metrics": given.get("metrics"),
+            "metrics": usable_metrics(self.run, given.get("metrics"), first=self._rotation.metrics),
             "healthy": given.get("healthy"),
             "overwrite": self.config.overwrite if overwrite is None else overwrite,
             "attachments": with_hub_files(model, given.get("attachments"), self._files),
@@ -541,8 +542,9 @@ class Checkpointer(RunCheckpoints):
         self._warn_of_others(saved)
         gone, thinned = list[Checkpoint](), list[Checkpoint]()
         try:
-            gone = self.store.rotate(self.run, self._rotation)
-            thinned = self.store.thin_now(self.run, self._rotation.thin)
+            rotation = summary.allowed(self._rotation)
+            gone = self.store.rotate(self.run, rotation)
+            thinned = self.store.thin_now(self.run, rotation.thin)
         except CasckptError as error:
             log.warning("retention after the save of %s@%d failed: %s", saved.run, saved.step, error)
         self.summary = replace(summary, forgotten=tuple(checkpoint.step for checkpoint in gone))

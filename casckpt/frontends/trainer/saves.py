@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import dataclass
 
+from casckpt.base.text import listed
 from casckpt.contents.checkpoint import Checkpoint
 from casckpt.errors import CasckptError, Conflict, InvalidInput, Revoked
+from casckpt.plan.retention import Rotation
+
+log = logging.getLogger(__name__)
 
 PATIENCE = 15 * 60.0
 """How long saves may fail, in seconds, before a save runs in the foreground."""
@@ -18,6 +23,11 @@ PATIENCE = 15 * 60.0
 def will_repeat(error: BaseException) -> bool:
     """Return whether the next save would also fail, because the error concerns the state, an argument or a step."""
     return isinstance(error, InvalidInput) or (isinstance(error, Conflict) and not isinstance(error, Revoked))
+
+
+def names_of(metrics: object) -> frozenset[str]:
+    """Return the names of the metrics that a caller passed."""
+    return frozenset(metrics) if isinstance(metrics, Mapping) else frozenset()
 
 
 class HeardFuture(Future[Checkpoint]):
@@ -77,7 +87,8 @@ class SaveSummary:
     ``waits``: the parts of ``blocked`` before the save began: for the previous save, and for the other ranks.
     ``bytes_copied``: the size of rank 0's copy of its state.
     ``durable``: the seconds until the commit. ``bytes_new``: the bytes that all ranks wrote. ``bytes_reused``: the
-    bytes that the store already held. ``forgotten``: the steps that retention forgot after the save.
+    bytes that the store already held. ``forgotten``: the steps that retention forgot after the save. ``metrics``: the
+    names of the metrics that the caller passed.
     """
 
     checkpoint: Checkpoint
@@ -86,6 +97,19 @@ class SaveSummary:
     waits: tuple[float, float] = (0.0, 0.0)
     bytes_copied: int = 0
     forgotten: tuple[int, ...] = ()
+    metrics: frozenset[str] = frozenset()
+
+    def allowed(self, rotation: Rotation) -> Rotation:
+        """Return ``rotation``, or an empty one if it depends on a metric that the save left out."""
+        saved = self.checkpoint
+        left = sorted((self.metrics & rotation.metrics) - saved.metrics.keys())
+        if not left:
+            return rotation
+        log.warning(
+            "retention after the save of %s@%d removes nothing, because a rule names %s, which the save left out",
+            saved.run, saved.step, listed(left),
+        )  # fmt: skip
+        return Rotation()
 
     @property
     def bytes_new(self) -> int:
