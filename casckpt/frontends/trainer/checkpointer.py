@@ -416,9 +416,9 @@ class Checkpointer(RunCheckpoints):
             self.resumed = Resumed(checkpoint, *ranks.exchange(lambda: outcome_of(*mine), of_all_ranks))
             if prove:
                 proof = self.prove(model, optim, train_state, excused=self.resumed.left)
-                self.resumed = replace(self.resumed, proof=proof)
+                self.resumed = replace(self.resumed, proof=replace(proof, replaced=self.resumed.replaced))
             if ranks.rank == 0:
-                self.resumed.log()
+                self.resumed.log(wanted.compared.schedules)
         self._check(model, optim, train_state, "off")  # without samples, because DDP may make the ranks equal later
         if checkpoint is not None:
             self._report_load(checkpoint, begun)
