@@ -19,7 +19,6 @@ from casckpt.frontends.training_state.settings import (
     RECIPE,
     GoingOn,
     Replaced,
-    cycles,
     settings_of_groups,
     shown,
 )
@@ -136,9 +135,9 @@ def settings_of(model: TrainModel, optim: AnyOptimizer | None, train_state: Any)
     If a scheduler changes the rate, the result instead contains "initial_lr", which is the scheduler's initial rate.
     """
     optims = {key: (one,) for key, one in model.items() if is_optimizer(one)} if isinstance(model, Mapping) else {}
-    cycled, settings = cycles(contained(train_state)), dict[str, Any]()
+    settings = dict[str, Any]()
     for at, several in (optims | {OPTIM: as_optimizers(optim)} if optim is not None else optims).items():
-        settings |= settings_of_groups(several, f"{at}.param_groups", cycled=cycled)
+        settings |= settings_of_groups(several, f"{at}.param_groups", contained(train_state))
     return settings
 
 

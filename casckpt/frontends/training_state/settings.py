@@ -11,6 +11,7 @@ from typing import Any, TypeAlias
 
 import torch
 from torch.optim.lr_scheduler import LambdaLR
+from torch.optim.swa_utils import SWALR
 
 from casckpt.errors import InvalidInput
 from casckpt.format.tree import children
@@ -26,24 +27,24 @@ _POSITIONS = frozenset(("last_epoch", "epoch", "step", "iteration", "params", "r
 """Parameters of constructors that classes change while they run, or that are not settings."""
 _DERIVED = {"OneCycleLR": ("_schedule_phases", "_anneal_func_type"), "CyclicLR": ("total_size", "step_ratio")}
 """What schedulers compute from parameters that they do not keep."""
-_OF_SCHEDULERS = frozenset(("max_lr", "min_lr", "base_momentum", "max_momentum", "swa_lr"))
-"""The options that schedulers add to the groups of an optimizer, and do not change."""
+_OF_GROUPS = frozenset(("lr", "initial_lr", "max_lr", "min_lr", "base_momentum", "max_momentum", "swa_lr"))
+"""The rate of a group, and the options that schedulers add to it and do not change."""
 _WAYS = ("get_lr", "_get_closed_form_lr")
 RECIPE = '"Train for longer, or with another schedule" in docs/training.md'
 _ODD = "(not plain data)"
 
 
-def settings_of_groups(optims: Sequence[Any], at: str, *, cycled: bool) -> dict[str, Any]:
+def settings_of_groups(optims: Sequence[Any], at: str, train_state: Any) -> dict[str, Any]:
     """Return the settings of all groups of the optimizers by key. ``at``: the key of the groups.
 
-    The learning rate is the initial one if a scheduler changes it. ``cycled``: a scheduler changes the momentum.
+    They do not include what the schedulers in ``train_state`` change, but the initial rate.
     """
-    pairs = [(type(getattr(optim, "optimizer", optim)), group) for optim in optims for group in optim.param_groups]
-    moved, found = {"lr", "betas", "momentum"} if cycled else {"lr"}, dict[str, Any]()
-    for number, (kind, group) in enumerate(pairs):
-        names = {name for name in group if name in _OF_SCHEDULERS or _is_setting(kind, name)} - moved
-        for name in ("initial_lr" if "initial_lr" in group else "lr", *sorted(names)):
-            if name in group and (value := _plain(group[name])) != _ODD:
+    found, inner = dict[str, Any](), [getattr(optim, "optimizer", optim) for optim in optims]
+    groups = [(one, moved_by(train_state, one), group) for one in inner for group in one.param_groups]
+    for number, (one, moved, group) in enumerate(groups):
+        for name in group.keys() - moved - ({"lr"} if "initial_lr" in group else set()):
+            is_one = name in _OF_GROUPS or _is_setting(type(one), name)
+            if is_one and (value := _plain(group[name])) != _ODD:
                 found[f"{at}.{number}.{name}"] = value
     return found
 
@@ -87,12 +88,17 @@ def objects_in(value: Any, saved: Any, key: str, read: Read = None) -> Iterator[
         yield key, getattr(value, "scheduler", value), saved, read
 
 
-def cycles(value: Any) -> bool:
-    """Return whether ``value`` is or contains a scheduler that changes the momentum."""
+def moved_by(value: Any, optim: Any) -> set[str]:
+    """Return the options of an optimizer that the schedulers in ``value`` change in each step."""
     if isinstance(value, Mapping | list | tuple):
-        return any(map(cycles, value.values() if isinstance(value, Mapping) else value))
+        return {
+            name for one in (value.values() if isinstance(value, Mapping) else value) for name in moved_by(one, optim)
+        }
     inner = getattr(value, "scheduler", value)
-    return getattr(inner, "cycle_momentum", False) is True or cycles(getattr(inner, "_schedulers", ()))
+    if getattr(inner, "optimizer", None) is not optim:
+        return set()
+    cycled = {"betas", "momentum"} if getattr(inner, "cycle_momentum", False) else set()
+    return {"lr"} | cycled | moved_by(getattr(inner, "_schedulers", ()), optim)
 
 
 @dataclass
@@ -123,10 +129,10 @@ class Compared:
         for at, one in self.schedules.items() if keep else ():
             mine = {name: self.replaced.pop(name) for name in [*self.replaced] if name.startswith(f"{at}.")}
             is_alone = sum(one.optimizer is other.optimizer for other in self.schedules.values()) == 1
-            if mine and not (is_alone and _is_function_of_position(one)):
+            if (mine or isinstance(one, SWALR)) and not (is_alone and _is_function_of_position(one)):
                 raise InvalidInput(
                     f'options="keep" cannot continue {at!r}, a {type(one).__name__} whose position alone does not '
-                    f'determine the rate: {shown(mine)}. Resume without options="keep", then follow {RECIPE}',
+                    f'determine the rate: {shown(mine) or "its swa_lr may differ"}. Resume without options="keep", then follow {RECIPE}',
                     key=at,
                 )
             self.changed += [at] * bool(mine)
