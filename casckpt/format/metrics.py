@@ -29,9 +29,7 @@ Stored: TypeAlias = int | float | str
 """A number in a record: a finite number, or one of three strings."""
 
 
-def stored_metrics(
-    given: Mapping[str, Any] | None, left: list[str] | None = None, *, first: Collection[str] = ()
-) -> dict[str, Stored]:
+def stored_metrics(given: Any, left: list[str] | None = None, *, first: Collection[str] = ()) -> dict[str, Stored]:
     """Convert a caller's metrics, which map names to real numbers, bool, or tensors and arrays with one element.
 
     Metrics that cannot be stored are left out, and ``left`` receives their names. If there are too many, those in
@@ -110,9 +108,7 @@ def encode_metadata(metadata: Mapping[str, Any]) -> tuple[msgspec.Raw, dict[str,
     return msgspec.Raw(msgspec.msgpack.encode(plain)), plain if exact else None
 
 
-def plain_metadata(
-    metadata: Mapping[str, Any], name: str = "metadata", *, left: list[str] | None = None
-) -> dict[str, Any]:
+def plain_metadata(metadata: Any, name: str = "metadata", *, left: list[str] | None = None) -> dict[str, Any]:
     """Return a copy of the user's metadata, or of a different argument ``name``.
 
     It may contain None, bool, int, float, str, lists, and dicts with str keys. numpy scalars and 0-dimensional tensors

@@ -161,8 +161,8 @@ class Rotation:
     @property
     def metrics(self) -> set[str]:
         """The metrics that the rules name."""
-        policies = (self.keep, self.thin and self.thin.keep)
-        return {best.metric for policy in policies if policy is not None for best in policy.best}
+        policies = [*([self.keep] if self.keep else []), *([self.thin.keep] if self.thin else [])]
+        return {best.metric for policy in policies for best in policy.best}
 
 
 def thinning_of(rule: Any) -> Thinning | None:

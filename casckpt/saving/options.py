@@ -12,7 +12,7 @@ from casckpt.base.names import MAX_METRIC_NAME, MAX_METRICS, check_run, check_st
 from casckpt.base.parallel import usable_threads
 from casckpt.base.text import listed
 from casckpt.errors import InvalidInput
-from casckpt.format.metrics import LINEAGE, Stored, plain_metadata, stored_metrics
+from casckpt.format.metrics import LINEAGE, plain_metadata, stored_metrics
 from casckpt.ranks.ranks import this_rank
 
 if TYPE_CHECKING:
@@ -91,7 +91,7 @@ def usable_check(given: CheckReplicas) -> Literal["raise", "sample", "off"]:
     raise InvalidInput(f"check_replicas={given!r:.40} is not valid: pass 'raise', 'sample' or 'off'")
 
 
-def usable_metrics(run: str, given: Mapping[str, Any] | None, *, first: Collection[str] = ()) -> dict[str, Stored]:
+def usable_metrics(run: str, given: Any, *, first: Collection[str] = ()) -> dict[str, Any]:
     """Return metrics in stored form. Those that cannot be stored are left out, and the log names them once.
 
     ``first``: the names to keep if there are too many.

@@ -21,7 +21,7 @@ from casckpt.frontends.trainer.events import CheckpointEvent, Events, of_checkpo
 from casckpt.frontends.trainer.janitor import Janitor
 from casckpt.frontends.trainer.resumed import Resumed, check_given, excuses, of_all_ranks, outcome_of
 from casckpt.frontends.trainer.run_checkpoints import RunCheckpoints, newest_together
-from casckpt.frontends.trainer.saves import Failures, HeardFuture, SaveSummary, names_of, will_repeat
+from casckpt.frontends.trainer.saves import Failures, HeardFuture, SaveSummary, will_repeat
 from casckpt.frontends.trainer.settings import DueArguments, Kind, StepArguments, TrainerArguments, TrainerSettings
 from casckpt.frontends.training_state.contents import (
     OPTIM,
@@ -179,8 +179,10 @@ class Checkpointer(RunCheckpoints):
         self._files.clear()
         self._failures.note(None)
         self.saved_step = saved.step
-        seconds, names = time.monotonic() - begun, names_of(options.get("metrics"))
-        self._after(SaveSummary(checkpoint=saved, blocked=seconds, durable=seconds, waits=waits, metrics=names), ranks)
+        seconds, metrics = time.monotonic() - begun, options.get("metrics")
+        self._after(
+            SaveSummary(checkpoint=saved, blocked=seconds, durable=seconds, waits=waits, metrics=metrics), ranks
+        )
         return saved
 
     def save_async(
@@ -205,7 +207,7 @@ class Checkpointer(RunCheckpoints):
         with self._reporting(ranks, step):
             state = state_to_save(ranks, model, optim, train_state)
             saving = self.store.save_async(state, run=self.run, step=step, **self._save_arguments(model, **options))
-        blocked, names = time.monotonic() - begun, names_of(options.get("metrics"))
+        blocked, metrics = time.monotonic() - begun, options.get("metrics")
         done = HeardFuture()
 
         def finish(saving: Future[Checkpoint]) -> None:
@@ -214,7 +216,8 @@ class Checkpointer(RunCheckpoints):
                     saved = saving.result()
                 durable, copied = time.monotonic() - begun, getattr(saving, "bytes_copied", 0)
                 summary = SaveSummary(
-                    checkpoint=saved, blocked=blocked, durable=durable, waits=waits, bytes_copied=copied, metrics=names,
+                    checkpoint=saved, blocked=blocked, durable=durable, waits=waits, bytes_copied=copied,
+                    metrics=metrics,
                 )  # fmt: skip
                 self._after(summary, ranks)
             except BaseException as error:  # noqa: BLE001 - the future raises it; without this, it would never finish

@@ -129,7 +129,7 @@ def of_all_ranks(found: Sequence[Outcome]) -> Sequence[Outcome]:
     return everyone((restored, left, {k: v for _, _, replaced in found for k, v in replaced.items()}), len(found))
 
 
-def settings_of(model: TrainModel, optim: AnyOptimizer | None, train_state: Any) -> dict[str, Any]:
+def settings_of(model: TrainModel, optim: AnyOptimizer | None, *, train_state: Any) -> dict[str, Any]:
     """Return the settings of the optimizers by key, such as "optim.param_groups.0.lr". Raises InvalidInput.
 
     If a scheduler changes the rate, the result instead contains "initial_lr", which is the scheduler's initial rate.
@@ -151,7 +151,7 @@ def check_given(train_state: Any, missing: Any, *optimized: Any) -> dict[str, An
     if not isinstance(train_state, MutableMapping | None) and not hasattr(train_state, "load_state_dict"):
         kind = type(train_state).__name__
         raise InvalidInput(f"resume cannot load into a {kind}: pass a TrainState or a dict, or use the result of load")
-    return settings_of(*optimized, train_state)
+    return settings_of(*optimized, train_state=train_state)
 
 
 def outcome_of(
@@ -183,7 +183,7 @@ def outcome_of(
         with noted(f"loaded by then: {listed(restored)}"):
             left |= _set(wanted.train_state, state, wanted)
         restored.append(TRAIN)
-    now, replaced = settings_of(*optimized, wanted.train_state), dict(wanted.compared.replaced)
+    now, replaced = settings_of(*optimized, train_state=wanted.train_state), dict(wanted.compared.replaced)
     for key, value in now.items():
         before = settings.get(key, settings.get(key.replace(".initial_lr", ".lr"), value))
         if before != value:

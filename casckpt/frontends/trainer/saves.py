@@ -25,11 +25,6 @@ def will_repeat(error: BaseException) -> bool:
     return isinstance(error, InvalidInput) or (isinstance(error, Conflict) and not isinstance(error, Revoked))
 
 
-def names_of(metrics: object) -> frozenset[str]:
-    """Return the names of the metrics that a caller passed."""
-    return frozenset(metrics) if isinstance(metrics, Mapping) else frozenset()
-
-
 class HeardFuture(Future[Checkpoint]):
     """The future of a save. ``is_heard``: whether the caller has read the result or the error."""
 
@@ -87,8 +82,8 @@ class SaveSummary:
     ``waits``: the parts of ``blocked`` before the save began: for the previous save, and for the other ranks.
     ``bytes_copied``: the size of rank 0's copy of its state.
     ``durable``: the seconds until the commit. ``bytes_new``: the bytes that all ranks wrote. ``bytes_reused``: the
-    bytes that the store already held. ``forgotten``: the steps that retention forgot after the save. ``metrics``: the
-    names of the metrics that the caller passed.
+    bytes that the store already held. ``forgotten``: the steps that retention forgot after the save. ``metrics``: what
+    the caller passed, of which the checkpoint has what can be stored.
     """
 
     checkpoint: Checkpoint
@@ -97,12 +92,12 @@ class SaveSummary:
     waits: tuple[float, float] = (0.0, 0.0)
     bytes_copied: int = 0
     forgotten: tuple[int, ...] = ()
-    metrics: frozenset[str] = frozenset()
+    metrics: object = None
 
     def allowed(self, rotation: Rotation) -> Rotation:
         """Return ``rotation``, or an empty one if it depends on a metric that the save left out."""
-        saved = self.checkpoint
-        left = sorted((self.metrics & rotation.metrics) - saved.metrics.keys())
+        saved, given = self.checkpoint, self.metrics if isinstance(self.metrics, Mapping) else {}
+        left = sorted((rotation.metrics & given.keys()) - saved.metrics.keys())
         if not left:
             return rotation
         log.warning(

@@ -251,7 +251,7 @@ class Restoring:
             check_parts(wanted.train_state, stored.below(at), at, strict=wanted.missing != "warn", read=read)
             wanted.compared.look(
                 contained(wanted.train_state), stored.below(at), TRAIN,
-                lambda key, at=at: read(key.replace(TRAIN, at, 1)), keep=wanted.options == "keep",
+                lambda key: read(key.replace(TRAIN, at, 1)), keep=wanted.options == "keep",  # noqa: B023 - in this call
             )  # fmt: skip
 
     def _train_template(self, stored: StoredTraining) -> dict[str, Any]:

@@ -42,7 +42,7 @@ def settings_of_groups(optims: Sequence[Any], at: str, train_state: Any) -> dict
     found, inner = dict[str, Any](), [getattr(optim, "optimizer", optim) for optim in optims]
     groups = [(one, moved_by(train_state, one), group) for one in inner for group in one.param_groups]
     for number, (one, moved, group) in enumerate(groups):
-        for name in group.keys() - moved - ({"lr"} if "initial_lr" in group else set()):
+        for name in {*group} - moved - ({"lr"} if "initial_lr" in group else set()):
             is_one = name in _OF_GROUPS or _is_setting(type(one), name)
             if is_one and (value := _plain(group[name])) != _ODD:
                 found[f"{at}.{number}.{name}"] = value
@@ -60,12 +60,11 @@ def replaced_in(value: Any, saved: Any, key: str, read: Read = None, *, rates: b
         state = plain_state(one, at) if names else {}
         for name in (name for name in names if name in state):
             inner, path = getattr(one, str(name), None), f"{at}.{name}"
-            if holds_object([inner]):
+            nested, values = holds_object([inner]), (state[name], read_there(path) if read_there else there[name])
+            if nested:
                 found |= replaced_in(inner, there[name], path, read_there, rates=rates)
-                pair = (len(state[name]), len(read_there(path) if read_there else there[name]))
-            else:
-                pair = (_plain(state[name]), _plain(read_there(path) if read_there else there[name]))
-            if _ODD not in pair and pair[0] != pair[1]:
+            pair: tuple[Any, ...] = tuple(map(len if nested else _plain, values))
+            if pair[0] != pair[1] and _ODD not in pair:
                 found[path] = pair
     return found
 
@@ -132,7 +131,8 @@ class Compared:
             if (mine or isinstance(one, SWALR)) and not (is_alone and _is_function_of_position(one)):
                 raise InvalidInput(
                     f'options="keep" cannot continue {at!r}, a {type(one).__name__} whose position alone does not '
-                    f'determine the rate: {shown(mine) or "its swa_lr may differ"}. Resume without options="keep", then follow {RECIPE}',
+                    f'determine the rate: {shown(mine) or "swa_lr may differ"}. Resume without options="keep", then '
+                    f"follow {RECIPE}",
                     key=at,
                 )
             self.changed += [at] * bool(mine)
