@@ -81,7 +81,10 @@ def test_bool_and_arrays_with_one_element_are_metrics(value: Any, want: float) -
 
 @pytest.mark.parametrize(
     "value",
-    ["0.3", "NaN", None, 1j, [1.0], Decimal(1), 10**400, object(), {"loss": 1.0}, torch.ones(2), torch.ones(1, device="meta")],
+    [
+        "0.3", "NaN", None, 1j, [1.0], Decimal(1), 10**400, object(), {"loss": 1.0}, torch.ones(2),
+        torch.ones(1, device="meta"),
+    ],
 )  # fmt: skip
 def test_a_metric_that_is_not_a_number_is_left_out_and_named(value: Any) -> None:
     left: list[str] = []

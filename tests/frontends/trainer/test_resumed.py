@@ -464,3 +464,42 @@ def test_a_resume_applies_a_rename_to_changed_names() -> None:
     Checkpointer(store, run=run).resume(outer, adam, rename={r"model\.body\.(.*)": r"model.\1"})
     assert all(torch.equal(one, other) for one, other in zip(inner.parameters(), model.parameters(), strict=True))
     assert len(adam.state) == len(optimizer.state)
+
+
+def scaled(enabled: bool) -> dict[str, Any]:
+    return {"scalers": [torch.amp.GradScaler("cpu", enabled=enabled)], "epoch": 0}
+
+
+@pytest.mark.parametrize(("before", "now"), [(False, True), (True, False), (False, False)])
+def test_a_scaler_that_was_off_stays_as_it_is(before: bool, now: bool, caplog: pytest.LogCaptureFixture) -> None:
+    run, (model, optimizer) = new_run(), trained()
+    checkpointer = Checkpointer(small(), run=run)
+    checkpointer.save(1, model, optimizer, scaled(before) | {"epoch": 3})
+    checkpointer.resume(model, optimizer, state := scaled(now), prove=now)
+    assert state["epoch"] == 3
+    assert state["scalers"][0].get_scale() == (65536.0 if now else 1.0)
+    assert checkpointer.resumed is not None
+    is_named = (before, now) == (False, True)
+    assert ("train.scalers.0" in checkpointer.resumed.left) == is_named
+    assert told(caplog).count("stays as it is: the checkpoint has an empty state for it") == is_named
+    assert len(told(caplog).splitlines()) == is_named
+
+
+class Broken:
+    def state_dict(self) -> dict[str, int]:
+        return {"a": 1}
+
+    def load_state_dict(self, state: Any) -> None:
+        raise RuntimeError("broken")
+
+
+def test_the_error_of_an_object_says_what_is_loaded_by_then() -> None:
+    run, (model, optimizer) = new_run(), trained()
+    checkpointer, state = Checkpointer(small(), run=run), TrainState(rng=False, first=1, broken=Broken(), last=2)
+    checkpointer.save(1, model, optimizer, state)
+    with pytest.raises(RuntimeError, match="broken") as caught:
+        checkpointer.resume(model, optimizer, state)
+    notes = "\n".join(caught.value.__notes__)
+    assert "raised in load_state_dict of 'broken'" in notes
+    assert "parts of the train state that are loaded by then: 'first'" in notes
+    assert "loaded by then: 'model', 'optim'" in notes
