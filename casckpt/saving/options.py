@@ -13,7 +13,6 @@ from casckpt.base.parallel import usable_threads
 from casckpt.base.text import listed
 from casckpt.errors import InvalidInput
 from casckpt.format.metrics import LINEAGE, plain_metadata, stored_metrics
-from casckpt.ranks.ranks import this_rank
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -106,6 +105,8 @@ def usable_metrics(run: str, given: Any, *, first: Collection[str] = ()) -> dict
 
 @cache
 def _warn(run: str, what: str, left: tuple[str, ...], why: str) -> None:
+    from casckpt.ranks.ranks import this_rank  # late, because it imports torch
+
     if not this_rank():
         log.warning("a save of run %r leaves out %s: %s (%s). This is logged once", run, what, listed(left), why)
 

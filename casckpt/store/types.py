@@ -24,6 +24,7 @@ from casckpt.saving.options import (
     SaveArguments,
     SaveOptions,
     usable_compress,
+    usable_metrics,
 )
 
 if TYPE_CHECKING:  # results of gc, copies and reports, whose modules are slow to import
@@ -39,6 +40,7 @@ __all__ = [
     "Added", "CheckReplicas", "Commit", "Compress", "CopyResult", "Deferred", "FillArguments", "Freed", "Frozen",
     "GcResult", "Heat", "History", "ImportArguments", "LoadArguments", "MatchArguments", "Metrics", "Mode", "Owners",
     "Rename", "RuleUsage", "RunUsage", "SaveArguments", "StoreUsage", "Unread", "check_save_arguments",
+    "usable_metrics",
 ]  # fmt: skip
 
 

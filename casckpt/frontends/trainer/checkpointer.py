@@ -42,7 +42,6 @@ from casckpt.frontends.training_state.proof import prove as prove_state
 from casckpt.frontends.training_state.stored import MODEL
 from casckpt.frontends.training_state.train_state import restore_rng, rng_state
 from casckpt.ranks.ranks import Ranks, everyone, open_ranks, this_rank
-from casckpt.saving.options import usable_metrics
 from casckpt.store.opening import throttled
 from casckpt.store.types import (
     CheckReplicas,
@@ -51,6 +50,7 @@ from casckpt.store.types import (
     Rename,
     SaveArguments,
     Unread,
+    usable_metrics,
 )
 
 if TYPE_CHECKING:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import re
 from collections.abc import Collection, Iterable, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeAlias, get_args
@@ -24,7 +25,6 @@ from casckpt.frontends.training_state.settings import (
 )
 from casckpt.frontends.training_state.stored import GROUPS
 from casckpt.frontends.training_state.train_state import RNG, TrainState, as_parts, contained, fill, noted
-from casckpt.loading.unread import is_within
 from casckpt.ranks.ranks import everyone
 
 log = logging.getLogger("casckpt")
@@ -39,6 +39,7 @@ _RESIZED = (
 _KEPT = 'options="keep": all options are left unchanged; schedulers set the learning rate to their position'
 _GOES_ON = 'options="keep": the given schedule continues at the saved position'
 _EMPTY = "its saved state is empty, left unchanged"
+_IN_LIST = re.compile(r"\.\d+(?=\.|$)")  # a list of plain states is stored as one value
 _SAID = (_KEPT, _GOES_ON, _EMPTY)
 _OF_OPTIM = 'options="keep" keeps what was given, and refuses if a scheduler of the train state cannot continue'
 _OF_TRAIN = f"to use what was given, set it again after the resume; for a schedule, see {RECIPE}"
@@ -78,7 +79,7 @@ class Resumed:
         by_object = grouped(self.replaced, lambda key: key.rpartition(".")[0])
         return {
             at: f"replaced: {at!r} ({shown({key: self.replaced[key] for key in keys})}; "
-            f"{_OF_TRAIN if is_within(at, TRAIN) else _OF_OPTIM})"
+            f"{_OF_TRAIN if at.startswith(TRAIN) else _OF_OPTIM})"
             for at, keys in by_object.items()
         }
 
@@ -91,7 +92,7 @@ class Resumed:
         """
         log.log(logging.WARNING if {*self.left.values()} - {*_SAID} else logging.INFO, "%s", self._loaded)
         for at, text in self._settings.items():
-            is_odd = f"{at}.initial_lr" in self.replaced or any(is_within(at, schedule) for schedule in schedules)
+            is_odd = f"{at}.initial_lr" in self.replaced or any(f"{at}.".startswith(f"{key}.") for key in schedules)
             log.log(logging.WARNING if is_odd else logging.INFO, "%s", text)
 
 
@@ -206,7 +207,8 @@ def _set(train_state: Any, state: Mapping[str, Any], wanted: LoadRequest) -> dic
         left = {f"{TRAIN}.{name}": why for name, why in _set_parts(parts, train_state, state, wanted).items()}
     for schedule in going:
         schedule.go_on()
-    return left | dict.fromkeys(compared.changed, _GOES_ON) | dict.fromkeys(compared.empty, _EMPTY)
+    changed, empty = ([_IN_LIST.split(key)[0] for key in keys] for keys in (compared.changed, compared.empty))
+    return left | dict.fromkeys(changed, _GOES_ON) | dict.fromkeys(empty, _EMPTY)
 
 
 def _set_parts(parts: TrainState, train_state: Any, state: Mapping[str, Any], wanted: LoadRequest) -> dict[str, str]:

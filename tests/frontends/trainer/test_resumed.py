@@ -244,7 +244,7 @@ def test_a_resume_restores_all_parts_that_match(caplog: pytest.LogCaptureFixture
     }  # fmt: skip
     assert "load into the old size, then resize" in left["model.words.weight"]
     assert told(caplog).count("resumed model") == 1
-    assert str(checkpointer.resumed).splitlines()[:3] == told(caplog).splitlines()[:3]
+    assert str(checkpointer.resumed).partition("\n  replaced:")[0] in told(caplog)
 
 
 def test_a_vocabulary_can_be_loaded_and_then_resized(caplog: pytest.LogCaptureFixture) -> None:
@@ -480,7 +480,7 @@ def test_a_scaler_that_was_off_stays_as_it_is(before: bool, now: bool, caplog: p
     assert state["scalers"][0].get_scale() == (65536.0 if now else 1.0)
     assert checkpointer.resumed is not None
     is_named = (before, now) == (False, True)
-    assert ("train.scalers.0" in checkpointer.resumed.left) == is_named
+    assert ("train.scalers" in checkpointer.resumed.left) == is_named
     assert told(caplog).count("stays as it is: the checkpoint has an empty state for it") == is_named
     assert len(told(caplog).splitlines()) == is_named
 
