@@ -25,6 +25,7 @@ from casckpt.saving.options import (
     SaveArguments,
     SaveOptions,
     usable_compress,
+    usable_metrics,
 )
 
 if TYPE_CHECKING:  # results of gc, copies and reports, whose modules are slow to import
@@ -41,6 +42,7 @@ __all__ = [
     "GcResult", "Heat", "History", "ImportArguments", "LoadArguments", "MatchArguments", "Metrics", "Mode", "Owners",
     "Rename", "RuleUsage", "RunUsage", "SaveArguments", "StoreUsage", "Unread", "check_save_arguments",
     "loaded_here", "saved_here",
+    "usable_metrics",
 ]  # fmt: skip
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -12,7 +13,7 @@ import torch
 from torch import nn, optim
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
-from torch.optim.lr_scheduler import StepLR
+from torch.optim.lr_scheduler import CosineAnnealingWarmRestarts, StepLR
 
 import casckpt
 from casckpt import load_model_and_optim_state, save_model_and_optim_state
@@ -567,7 +568,7 @@ def test_a_part_that_a_resume_lacks_can_be_passed_or_skipped_explicitly(
     assert texts == []
 
 
-@follows("frontends/trainer/resumed.py:", 'options="keep" keeps the given rate')
+@follows("frontends/trainer/resumed.py:", 'options="keep" keeps what was given')
 def test_the_suggested_option_preserves_a_new_learning_rate(store: Store, model: Two, messages: Messages) -> None:
     made = checkpointer(store)
     first = stepped(model)
@@ -583,6 +584,26 @@ def test_the_suggested_option_preserves_a_new_learning_rate(store: Store, model:
     with heard() as texts:
         made.resume(model, lower, **advice.argument("options"))
     assert (lower.param_groups[0]["lr"], texts) == (1e-9, [])
+
+
+@follows("frontends/training_state/settings.py:Compared.look", 'Resume without options="keep", then')
+def test_a_longer_schedule_is_rebuilt_after_the_resume(store: Store, model: Two, messages: Messages) -> None:
+    def parts(steps: int) -> Any:
+        optimizer = SGD(model.parameters())
+        return model, optimizer, TrainState(schedule=CosineAnnealingWarmRestarts(optimizer, steps))
+
+    made = checkpointer(store)
+    made.save(1, *parts(10))
+    _, optimizer, train = longer = parts(20)
+    with messages.error(InvalidInput) as advice:
+        made.resume(*longer, options="keep")
+    advice.says('Resume without options="keep"')
+    made.resume(*longer)
+    optimizer.param_groups[0]["lr"] = optimizer.param_groups[0]["initial_lr"]
+    train["schedule"] = CosineAnnealingWarmRestarts(optimizer, 20)
+    optimizer.step()
+    train["schedule"].step(5)
+    assert optimizer.param_groups[0]["lr"] == pytest.approx(0.1 * (1 + math.cos(math.pi * 5 / 20)) / 2)
 
 
 @follows("frontends/training_state/proof.py:prove", "To resume without this comparison, pass prove=False")

@@ -238,11 +238,11 @@ def to_state(checkpoint: Mapping[str, Any]) -> dict[str, Any]:
     return OfObjects({REST: rest} if weights is None else {WEIGHTS: weights, REST: rest})
 
 
-def monitored(checkpoint: Mapping[str, Any]) -> dict[str, float]:
+def monitored(checkpoint: Mapping[str, Any]) -> dict[str, Any]:
     """Return the current values by which Lightning's callbacks choose checkpoints."""
     states = (one for one in (checkpoint.get("callbacks") or {}).values() if isinstance(one, Mapping))
     found = ((one.get("monitor"), one.get("current_score")) for one in states)
-    return {name: float(score) for name, score in found if isinstance(name, str) and score is not None}
+    return {name: score for name, score in found if isinstance(name, str) and score is not None}
 
 
 def from_state(state: Mapping[str, Any]) -> dict[str, Any]:

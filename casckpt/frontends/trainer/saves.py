@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import dataclass
 
+from casckpt.base.text import listed
 from casckpt.contents.checkpoint import Checkpoint
 from casckpt.errors import CasckptError, Conflict, InvalidInput, Revoked
+from casckpt.plan.retention import Rotation
+
+log = logging.getLogger(__name__)
 
 PATIENCE = 15 * 60.0
 """How long saves may fail, in seconds, before a save runs in the foreground."""
@@ -65,6 +70,19 @@ class Failures:
         if self._most is None or self.count < self._most:
             return False
         return self._clock() - self._first >= PATIENCE
+
+
+def allowed(rotation: Rotation, saved: Checkpoint, metrics: object) -> Rotation:
+    """Return ``rotation``, or an empty one if it names one of the ``metrics`` that the save has left out."""
+    given = metrics if isinstance(metrics, Mapping) else {}
+    left = sorted((rotation.metrics & given.keys()) - saved.metrics.keys())
+    if not left:
+        return rotation
+    log.warning(
+        "retention after the save of %s@%d removes nothing, because a rule names %s, which the save left out",
+        saved.run, saved.step, listed(left),
+    )  # fmt: skip
+    return Rotation()
 
 
 _MIB = 1 << 20

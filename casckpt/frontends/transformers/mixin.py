@@ -30,7 +30,7 @@ from transformers import Trainer, TrainerCallback
 from transformers.trainer_utils import get_last_checkpoint
 
 from casckpt.base.lazy import cached_property
-from casckpt.base.names import LATEST, MAX_METRICS, check_keywords
+from casckpt.base.names import LATEST, check_keywords
 from casckpt.contents.checkpoint import Checkpoint
 from casckpt.errors import InvalidInput, Mismatch, NotFound, Unsupported
 from casckpt.frontends.stores import AnyStore, as_store
@@ -208,9 +208,9 @@ class CasTrainerMixin(Trainer):
         return sorted(files), self._processor_files | files
 
     def _save_step(self, step: int, files: Sequence[str], attachments: Mapping[str, bytes]) -> None:
-        metrics = logged_metrics(self.state, step, first=_metric_name(self.args.metric_for_best_model))
+        metrics = logged_metrics(self.state, step)
         if self.state.best_global_step == step:
-            metrics = dict([(_NEW_BEST, float(step)), *metrics.items()][:MAX_METRICS])
+            metrics[_NEW_BEST] = float(step)
         metadata = {"epoch": self.state.epoch, _FILES: files, _BATCH: self._batch}
         save = self.checkpointer.save if self._signal or not self._is_async else self.checkpointer.save_async
         save(
@@ -438,7 +438,3 @@ class _Watch(TrainerCallback):
             control.should_save = control.should_training_stop = True
         else:
             self._trainer._check_first_steps()
-
-
-def _metric_name(name: str | None) -> str | None:
-    return name if name is None or name.startswith("eval_") else f"eval_{name}"
