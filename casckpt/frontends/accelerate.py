@@ -20,7 +20,7 @@ from collections.abc import Collection, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import replace
 from types import TracebackType
-from typing import Any, Literal, Self, Unpack, get_args
+from typing import Any, Literal, Self, Unpack
 
 try:
     import accelerate
@@ -83,8 +83,6 @@ class AcceleratorCheckpointer:
                 "with drift=True, a checkpoint holds rank 0's model and optimizer. Save at multiples of "
                 "local_sgd_steps, where all ranks have the same model. Even then, their optimizers differ"
             )
-        if hooks not in get_args(Hooks):
-            raise InvalidInput(f'hooks={hooks!r:.40} is not valid; pass "refuse" or "ignore"')
         self.accelerator = accelerator
         self._progress, self._has_warned = _Progress(accelerator, hooks), False
         self._progress.refuse_hooks()
@@ -233,7 +231,7 @@ class _Progress:
     def refuse_hooks(self) -> None:
         """Raise Unsupported if there are hooks, unless they are ignored."""
         hooks = [hook for name in _HOOKS for hook in getattr(self._accelerator, name, {}).values()]
-        if hooks and self._hooks == "refuse":
+        if hooks and self._hooks != "ignore":
             raise Unsupported(
                 f"the accelerator has hooks for save_state or load_state, which casckpt does not call: "
                 f"{', '.join(getattr(hook, '__qualname__', type(hook).__name__) for hook in hooks)}. For each object "
