@@ -210,7 +210,7 @@ def _rest(checkpoint: Mapping[str, Any], average: Any) -> dict[str, Any]:
     added = [name for name in _NOT_PLAIN if average is None and any(checkpoint.get(name, ()))]
     if added:
         raise InvalidInput(
-            f"an on_save_checkpoint hook sets checkpoint[{added[0]!r}], but CasModelParallelStrategy saves the live shards "
-            "instead. Choose another key in the hook, such as checkpoint['ema']"
+            f"an on_save_checkpoint hook sets checkpoint[{added[0]!r}], but CasModelParallelStrategy saves the live "
+            "shards instead. Choose another key in the hook, such as checkpoint['ema']"
         )
     return {name: value for name, value in checkpoint.items() if name not in _NOT_PLAIN}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from contextlib import nullcontext
 from pathlib import Path
@@ -106,6 +107,24 @@ def test_shards_are_saved_and_loaded_without_gathering(tmp_path: Path, ranks: Po
     with pytest.raises(JobFailed, match="has no optimizer that can be loaded"):
         ranks.run(2, fitted, tmp_path / "parts", 4, "weights@1")
     assert not store.verify().is_damaged
+
+
+class Swaps(Callback):
+    """Saves other weights in place of the model's."""
+
+    def on_save_checkpoint(self, trainer: Any, pl_module: Any, checkpoint: dict[str, Any]) -> None:
+        checkpoint["state_dict"] = {"net.0.bias": torch.ones(10)}
+
+
+def swapped(rank: int, size: int, folder: Path) -> str:
+    return str(outcome_of(lambda: fitted(rank, size, folder, 1, callbacks=[Swaps()])))
+
+
+@needs_torch("2.8", "FSDP2 on the CPU")
+def test_weights_that_a_hook_saves_in_place_of_the_model_are_refused_at_the_start(tmp_path: Path, ranks: Pool) -> None:
+    expected = "an on_save_checkpoint hook sets checkpoint['state_dict'], but .*Choose another key"
+    assert all(re.search(expected, said) for said in ranks.run(2, swapped, tmp_path))
+    assert steps(small_folder(tmp_path / "store")) == []
 
 
 def test_a_plug_in_that_would_be_ignored_is_rejected(tmp_path: Path) -> None:
