@@ -170,7 +170,7 @@ class AcceleratorCheckpointer:
             "scaler": [] if it.scaler is None else [it.scaler],
         }
         parts = {f"{name}{number}": one for name, several in named.items() for number, one in enumerate(several)}
-        train = _Parts(**{_STEP: self._progress}, **parts)
+        train = _Parts(accelerator=self._progress, **parts)
         models, optimizers = list(it._models), [one.optimizer for one in it._optimizers]
         if not _share_names(models):
             return models, optimizers, train

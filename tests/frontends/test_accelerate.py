@@ -442,7 +442,7 @@ def test_a_checkpoint_of_an_older_version_resumes_without_the_count_of_batches(
     old.checkpointer.checkpointer.save(1, models, optims, train)
     new = Accumulating(tmp_path)
     assert new.checkpointer.resume()
-    assert "left: train.accelerator" in caplog.text
+    assert "left: 'train.accelerator'" in caplog.text
     new.checkpointer.load("a@1")
 
 
@@ -461,7 +461,7 @@ def test_hooks_of_save_state_are_refused_by_name_unless_they_are_ignored(tmp_pat
     training.accelerator.register_save_state_pre_hook(save_hook)
     training.accelerator.register_load_state_pre_hook(load_hook)
     late = [
-        lambda: checkpointer.save(1), lambda: checkpointer.save_async(1), lambda: checkpointer.save_if_due(1),
+        lambda: checkpointer.save_if_due(1), lambda: checkpointer.save(1), lambda: checkpointer.save_async(1),
         checkpointer.check, checkpointer.resume, lambda: checkpointer.load("a@1"),
         lambda: AcceleratorCheckpointer(training.accelerator, tmp_path, run="a"),
     ]  # fmt: skip

@@ -185,10 +185,12 @@ class CasCheckpointIO(CheckpointIO):
 
         def run(_: Future[Any]) -> None:
             try:
-                done.set_result(call())
+                call()
             except BaseException as error:  # noqa: BLE001 - `_errors` returns it
                 unreported[name] = str(error)
                 done.set_exception(error)
+            else:
+                done.set_result(None)
 
         self._waiting.append((name, done))
         after.add_done_callback(run)

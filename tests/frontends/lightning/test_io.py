@@ -150,11 +150,16 @@ def test_the_last_failed_save_of_a_fabric_is_reported_at_exit_unless_somebody_he
     fabric.save(tmp_path / "1.ckpt", state)
     slow.store._saver.get().background.wait()
     io._waiting[-1][1].exception()  # the file is removed by now
-    assert [*unreported.values()] == ["injected"]
+    assert ["injected" in why for why in unreported.values()] == [True]
     assert not (tmp_path / "1.ckpt").exists()
     with pytest.raises(StorageError, match="injected"):
         io.teardown()
     assert not unreported
+
+
+class WithTest(Model):
+    def test_step(self, batch: Any, number: int) -> None:
+        """A baseline."""
 
 
 def test_a_trainer_saves_in_the_background_only_within_a_fit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -167,7 +172,7 @@ def test_a_trainer_saves_in_the_background_only_within_a_fit(tmp_path: Path, mon
     io = CasCheckpointIO(slow.store, run="sft", async_save=True)
     within = (ModelCheckpoint(tmp_path / "a", every_n_train_steps=2), ModelCheckpoint(tmp_path / "b", monitor="loss"))
     training = trainer(tmp_path, io, *within, epochs=1)
-    training.test(Model(), data(), verbose=False)
+    training.test(WithTest(), data(), verbose=False)
     for epochs in (1, 2):
         training.fit_loop.max_epochs = epochs
         training.fit(Model(), data())
@@ -200,9 +205,6 @@ def test_what_hooks_add_to_a_checkpoint_is_saved_and_loaded(tmp_path: Path, stor
         def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
             checkpoint["mine"] = {"average": [torch.ones(2)], "drawn": 3}
             checkpoint["state_dict"]["extra"] = torch.ones(3)
-
-        def test_step(self, batch: Any, number: int) -> None:
-            pass
 
     class Counts(Callback):
         def state_dict(self) -> dict[str, Any]:

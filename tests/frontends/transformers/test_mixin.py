@@ -194,8 +194,8 @@ BY_EPOCH: dict[str, Any] = {"eval_strategy": "epoch", "num_train_epochs": 3, "ma
         ([0.6, 0.7, 0.5, 0.4], STEPPED | {"save_total_limit": 1}, ("sft@2", [2, 4])),
         ([0.9, 0.7, 0.5], BY_EPOCH, ("sft@6", [2, 4, 6, 8, 10, 12, 14, 16, 18])),
         ([0.9, 0.7, 0.5], BY_EPOCH | {"save_total_limit": 2}, ("sft@6", [6, 16, 18])),
-        ([0.9, 0.95, 0.5], BY_EPOCH | {"save_total_limit": 1, "save_steps": 4}, ("sft@12", [12, 16])),
-        ([0.9, 0.7, 0.5], BY_EPOCH | {"save_total_limit": 1, "save_steps": 4}, ("None", [16])),
+        ([0.9, 0.95, 0.5], BY_EPOCH | {"save_total_limit": 1, "save_steps": 4}, ("sft@12", [12, 18])),
+        ([0.9, 0.7, 0.5], BY_EPOCH | {"save_total_limit": 1, "save_steps": 4}, ("None", [18])),
     ],
 )
 def test_the_best_checkpoint_is_kept_and_named_as_trainer_does(
@@ -205,7 +205,7 @@ def test_the_best_checkpoint_is_kept_and_named_as_trainer_does(
 
     class Measured(MyTrainer):
         def evaluate(self, *args: Any, **kwargs: Any) -> dict[str, float]:
-            return {"eval_accuracy": values.pop(0)}
+            return {**super().evaluate(*args, **kwargs), "eval_accuracy": values.pop(0)}
 
     values, (best, kept) = [*values], expected
     training = trainer(store, tmp_path / "out", kind=Measured, metric_for_best_model="accuracy", **options)
