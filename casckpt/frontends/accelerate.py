@@ -42,7 +42,6 @@ log = logging.getLogger(__name__)
 Hooks = Literal["refuse", "ignore"]
 
 _OTHERS = ("DEEPSPEED", "MEGATRON_LM", "XLA")
-_STEP = "accelerator"
 _HOOKS = "_save_model_state_pre_hook", "_load_model_state_pre_hook"  # of an Accelerator
 _LOST = (
     "%s@%d was saved in the middle of an accumulation: the gradients of %d of %d batches are not in the checkpoint, so "
@@ -200,7 +199,7 @@ class _Parts(TrainState):
     """A train state whose count of batches may be missing, because casckpt 0.2.0 did not save it."""
 
     def _missing(self, saved: Collection[str], *, strict: bool) -> list[str]:
-        super()._missing({_STEP, *saved}, strict=strict)
+        super()._missing({"accelerator", *saved}, strict=strict)
         return super()._missing(saved, strict=False)
 
 

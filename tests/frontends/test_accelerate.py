@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
@@ -373,7 +374,7 @@ class Accumulating:
 
         from casckpt.frontends.accelerate import AcceleratorCheckpointer
 
-        GradientState._reset_state()  # type: ignore[no-untyped-call] # of the previous program
+        GradientState._reset_state()  # of the previous program
         torch.manual_seed(0)
         self.accelerator = Accelerator(cpu=True, gradient_accumulation_steps=window)
         model = nn.Linear(1, 1)
@@ -460,7 +461,7 @@ def test_hooks_of_save_state_are_refused_by_name_unless_they_are_ignored(tmp_pat
     checkpointer = training.checkpointer
     training.accelerator.register_save_state_pre_hook(save_hook)
     training.accelerator.register_load_state_pre_hook(load_hook)
-    late = [
+    late: list[Callable[[], object]] = [
         lambda: checkpointer.save_if_due(1), lambda: checkpointer.save(1), lambda: checkpointer.save_async(1),
         checkpointer.check, checkpointer.resume, lambda: checkpointer.load("a@1"),
         lambda: AcceleratorCheckpointer(training.accelerator, tmp_path, run="a"),

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import copy
 import threading
+from collections.abc import Callable
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
@@ -23,7 +24,7 @@ from casckpt.errors import InvalidInput, StorageError
 from casckpt.frontends.lightning import CasCheckpointCheck, CasCheckpointIO
 from casckpt.frontends.training_state import unshard_model_state
 from casckpt.store.store import Store
-from tests.support.faulty import call_first, fail_before
+from tests.support.faulty import Call, call_first, fail_before
 from tests.support.lightning_training import Losses, Model, Slow, data, trainer
 from tests.support.saves import small_folder, steps
 from tests.support.training import identical
@@ -164,11 +165,16 @@ class WithTest(Model):
 
 def test_a_trainer_saves_in_the_background_only_within_a_fit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     slow, saves = Slow(tmp_path / "store"), list[str]()
+
+    def noted(name: str, real: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*args: Any, **options: Any) -> Any:
+            saves.append(name)
+            return real(*args, **options)
+
+        return call
+
     for name in ("save", "save_async"):
-        real = getattr(slow.store, name)
-        monkeypatch.setattr(
-            slow.store, name, lambda *a, _name=name, _real=real, **k: saves.append(_name) or _real(*a, **k)
-        )
+        monkeypatch.setattr(slow.store, name, noted(name, getattr(slow.store, name)))
     io = CasCheckpointIO(slow.store, run="sft", async_save=True)
     within = (ModelCheckpoint(tmp_path / "a", every_n_train_steps=2), ModelCheckpoint(tmp_path / "b", monitor="loss"))
     training = trainer(tmp_path, io, *within, epochs=1)
@@ -190,7 +196,11 @@ def test_a_trainer_saves_in_the_background_only_within_a_fit(tmp_path: Path, mon
 def test_a_removal_waits_for_the_save_before_it(tmp_path: Path) -> None:
     slow = Slow(tmp_path / "store")
     io, go = CasCheckpointIO(slow.store, run="sft", async_save=True), threading.Event()
-    slow.faulty.inject(call_first("put", lambda _: go.wait(60) or None, key="objects/*.manifest"))
+
+    def held(_: Call) -> None:
+        assert go.wait(60)
+
+    slow.faulty.inject(call_first("put", held, key="objects/*.manifest"))
     io.save_checkpoint(checkpoint(1), tmp_path / "1.ckpt")
     io.remove_checkpoint(tmp_path / "1.ckpt")
     assert (tmp_path / "1.ckpt").exists()
