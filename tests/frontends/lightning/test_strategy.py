@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Sequence
 from contextlib import nullcontext
 from pathlib import Path
@@ -122,8 +121,9 @@ def swapped(rank: int, size: int, folder: Path) -> str:
 
 @needs_torch("2.8", "FSDP2 on the CPU")
 def test_weights_that_a_hook_saves_in_place_of_the_model_are_refused_at_the_start(tmp_path: Path, ranks: Pool) -> None:
-    expected = "an on_save_checkpoint hook sets checkpoint['state_dict'], but .*Choose another key"
-    assert all(re.search(expected, said) for said in ranks.run(2, swapped, tmp_path))
+    for said in ranks.run(2, swapped, tmp_path):
+        assert "an on_save_checkpoint hook sets checkpoint['state_dict'], but" in said
+        assert "Choose another key" in said
     assert steps(small_folder(tmp_path / "store")) == []
 
 
