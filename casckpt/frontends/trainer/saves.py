@@ -9,6 +9,7 @@ from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import dataclass
 
+from casckpt.base.exit_status import unreported
 from casckpt.base.text import listed
 from casckpt.contents.checkpoint import Checkpoint
 from casckpt.errors import CasckptError, Conflict, InvalidInput, Revoked
@@ -26,23 +27,39 @@ def will_repeat(error: BaseException) -> bool:
 
 
 class HeardFuture(Future[Checkpoint]):
-    """The future of a save. ``is_heard``: whether the caller has read the result or the error."""
+    """The future of a save. ``is_heard``: whether the caller has read the result or the error.
+
+    An error that nobody reads is reported when the program ends.
+    """
 
     is_heard = False
 
+    def __init__(self) -> None:
+        super().__init__()
+        self._name = object()
+
+    def set_exception(self, exception: BaseException | None) -> None:
+        """See `Future.set_exception`."""
+        unreported[self._name] = str(exception)
+        super().set_exception(exception)
+
     def result(self, timeout: float | None = None) -> Checkpoint:
         """See `Future.result`."""
-        self.is_heard = True
-        return super().result(timeout)
+        error = self.exception(timeout)
+        if error is not None:
+            raise error
+        return super().result()
 
     def exception(self, timeout: float | None = None) -> BaseException | None:
         """See `Future.exception`."""
         self.is_heard = True
-        return super().exception(timeout)
+        return self.unheard_exception(timeout)
 
-    def unheard_exception(self) -> BaseException | None:
+    def unheard_exception(self, timeout: float | None = None) -> BaseException | None:
         """Wait until the save ends, and return its error. ``is_heard`` does not change."""
-        return super().exception()
+        error = super().exception(timeout)
+        unreported.pop(self._name, None)
+        return error
 
 
 class Failures:
