@@ -13,10 +13,13 @@ from statistics import median
 from typing import TypeVar
 
 from casckpt.base.parallel import in_parallel
+from casckpt.contents.manifests import stored_blobs
 from casckpt.errors import CasckptError, NotFound, StorageError
+from casckpt.format.keys import blob_key
+from casckpt.history.commits import list_commits
 from casckpt.repository.exclusive import PREFIX, new_name, probe, remove_leftovers
 from casckpt.repository.repository import Repository
-from casckpt.storage.base import AlreadyExists, Examinable, Finding, ShortObject
+from casckpt.storage.base import AlreadyExists, Examinable, Finding, ObjectStore, ShortObject
 
 T = TypeVar("T")
 RACERS = 8
@@ -39,6 +42,35 @@ def examine(repo: Repository) -> Iterator[Finding]:
             yield _safely(name, check)
     if isinstance(repo.storage, Examinable):
         yield from _settings_of(repo.storage, probes if writes.ok and repo.storage.traits.remote else None)
+    yield _safely("list", lambda: _lists(repo.fresh()))
+    yield _safely("load", lambda: _loads(repo.fresh()))
+
+
+def _lists(repo: Repository) -> Finding:
+    """Say what `casckpt list` would: read the marker and all records."""
+    if not repo.exists():
+        return Finding("list", None, "there is no store here")
+    listed = list_commits(repo, anew=True)
+    for error in listed.damaged.values():
+        return Finding("list", False, str(error), "see `casckpt verify`")
+    return Finding("list", True, f"{len(listed.visible())} checkpoints are listed")
+
+
+def _loads(repo: Repository) -> Finding:
+    """Say what a load of the newest checkpoint would: read the manifest, and a byte of each blob."""
+    visible = list_commits(repo).visible() if repo.exists() else []
+    if not visible:
+        return Finding("load", None, "there is no checkpoint to load")
+    newest = max(visible, key=lambda commit: commit.order)
+    keys = [blob_key(uploader, blob) for uploader, blob, _ in stored_blobs(repo, newest).names()]
+    for _ in in_parallel(repo.storage.traits.parallel, partial(_read_byte, repo.storage), keys):
+        pass
+    return Finding("load", True, f"{newest} and its {len(keys)} blobs can be read")
+
+
+def _read_byte(storage: ObjectStore, key: str) -> None:
+    with storage.open(key) as reader:
+        reader.read_into(0, [memoryview(bytearray(1))])
 
 
 def _settings_of(storage: Examinable, probes: _Probes | None) -> Iterator[Finding]:
@@ -169,6 +201,7 @@ class _Probes:
         remove_leftovers(self._storage, self.repo.clock)
         left = [entry.key for entry in self._storage.list(f"{self.folder}/")]
         self._storage.sweep(PREFIX.rstrip("/"), below=True)
+        self._storage.sweep(PREFIX.rstrip("/"))
         self._storage.sweep("")
         if left or self._is_there(self._key(0)):
             return Finding("delete", False, "deleted objects can still be read or listed", _USE_ANOTHER)

@@ -27,6 +27,7 @@ class Folders:
         self._counts = counts
         self._anchored: set[str] = set()  # folders whose names this instance has made durable
         self._made: list[Path] = []  # the root and its parent folders, if this instance created them
+        self._bits: int | None = None
 
     @contextmanager
     def open(self, folder: str, *, create: bool = False) -> Iterator[int]:
@@ -107,7 +108,20 @@ class Folders:
         with suppress(FileExistsError):
             os.mkdir(name, dir_fd=above)
             self._anchored.discard(path)
+            made = _open_inside(above, name, self.root, path)
+            syscalls.share(made, self.shared_bits())
+            return made
         return _open_inside(above, name, self.root, path)
+
+    def shared_bits(self) -> int:
+        """Return the permissions that group and others get in this store, or 0 if the umask decides.
+
+        A root that its group may write, with the setgid bit, is shared: one user's umask must not lock others out.
+        """
+        if self._bits is None:
+            mode = self.root.stat().st_mode
+            self._bits = mode & syscalls.FOR_OTHERS if mode & stat.S_ISGID and mode & stat.S_IWGRP else 0
+        return self._bits
 
     def _sync(self, fd: int) -> None:
         self._counts.add(fsyncs=1)
@@ -130,11 +144,11 @@ class Folders:
 
 @contextmanager
 def _unless_needed() -> Iterator[None]:
-    """Suppress the errors raised for a folder that is not empty or does not exist."""
+    """Suppress the errors raised for a folder that is not empty, does not exist, or that another user must remove."""
     try:
         yield
     except OSError as error:
-        if error.errno not in (errno.ENOENT, errno.ENOTEMPTY, errno.EEXIST):
+        if error.errno not in (errno.ENOENT, errno.ENOTEMPTY, errno.EEXIST, errno.EACCES, errno.EPERM):
             raise
 
 
