@@ -24,7 +24,6 @@ _ADVICE = {
     errno.ENOTDIR: "part of the path is a file: use the path of a folder",
     errno.ENAMETOOLONG: "the path is too long: use a shorter one",
 }
-_WRITES = ("write", "delete", "sweep")
 
 
 @contextmanager
@@ -36,7 +35,7 @@ def reporting(verb: str, path: Path) -> Iterator[None]:
         raise  # some of these are also OSErrors
     except OSError as error:
         advice = _ADVICE.get(error.errno or 0, f"{error.strerror or error}: check the disk and try again")
-        refused = isinstance(error, PermissionError) and verb in _WRITES
+        refused = isinstance(error, PermissionError) and verb in ("write", "delete", "sweep")
         raise StorageError(f"cannot {verb} {path}: {advice}", path=str(path), refused=refused) from error
 
 

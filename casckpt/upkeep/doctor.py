@@ -19,7 +19,7 @@ from casckpt.format.keys import blob_key
 from casckpt.history.commits import list_commits
 from casckpt.repository.exclusive import PREFIX, new_name, probe, remove_leftovers
 from casckpt.repository.repository import Repository
-from casckpt.storage.base import AlreadyExists, Examinable, Finding, ObjectStore, ShortObject
+from casckpt.storage.base import AlreadyExists, Examinable, Finding, ShortObject
 
 T = TypeVar("T")
 RACERS = 8
@@ -42,35 +42,25 @@ def examine(repo: Repository) -> Iterator[Finding]:
             yield _safely(name, check)
     if isinstance(repo.storage, Examinable):
         yield from _settings_of(repo.storage, probes if writes.ok and repo.storage.traits.remote else None)
-    yield _safely("list", lambda: _lists(repo.fresh()))
-    yield _safely("load", lambda: _loads(repo.fresh()))
+    yield _safely("store", lambda: _reads(repo.fresh()))
 
 
-def _lists(repo: Repository) -> Finding:
-    """Say what `casckpt list` would: read the marker and all records."""
+def _reads(repo: Repository) -> Finding:
+    """Read what `casckpt list` reads, and the manifest and a byte of each blob of the newest checkpoint."""
     if not repo.exists():
-        return Finding("list", None, "there is no store here")
+        return Finding("store", None, "there is no store here")
     listed = list_commits(repo, anew=True)
     for error in listed.damaged.values():
-        return Finding("list", False, str(error), "see `casckpt verify`")
-    return Finding("list", True, f"{len(listed.visible())} checkpoints are listed")
+        return Finding("store", False, str(error), "run `casckpt verify`")
 
+    def read(key: str) -> None:
+        with repo.storage.open(key) as reader:
+            reader.read_into(0, [memoryview(bytearray(1))])
 
-def _loads(repo: Repository) -> Finding:
-    """Say what a load of the newest checkpoint would: read the manifest, and a byte of each blob."""
-    visible = list_commits(repo).visible() if repo.exists() else []
-    if not visible:
-        return Finding("load", None, "there is no checkpoint to load")
-    newest = max(visible, key=lambda commit: commit.order)
-    keys = [blob_key(uploader, blob) for uploader, blob, _ in stored_blobs(repo, newest).names()]
-    for _ in in_parallel(repo.storage.traits.parallel, partial(_read_byte, repo.storage), keys):
-        pass
-    return Finding("load", True, f"{newest} and its {len(keys)} blobs can be read")
-
-
-def _read_byte(storage: ObjectStore, key: str) -> None:
-    with storage.open(key) as reader:
-        reader.read_into(0, [memoryview(bytearray(1))])
+    for newest in sorted(listed.visible(), key=lambda commit: commit.order)[-1:]:
+        keys = (blob_key(uploader, blob) for uploader, blob, _ in stored_blobs(repo, newest).names())
+        deque(in_parallel(repo.storage.traits.parallel, read, keys), maxlen=0)
+    return Finding("store", True, f"{len(listed.visible())} checkpoints can be listed, and the newest can be loaded")
 
 
 def _settings_of(storage: Examinable, probes: _Probes | None) -> Iterator[Finding]:

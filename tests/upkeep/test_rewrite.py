@@ -349,7 +349,7 @@ def test_a_rewrite_undone_while_a_run_is_read_is_not_lost(
     def undo() -> None:
         host = other(tmp_path, repo)
         restore(host, seen)
-        settle(host, 0)
+        settle(host, 0, [])
 
     faults.inject(call_first("get", meanwhile(undo), key=commit_key(made.txid)))
     assert follow(repo, seen) == now(repo, base)

@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
+from casckpt.base.lazy import cached_property
 from casckpt.errors import InvalidInput, Refused
 from casckpt.storage.base import IoCounts, split_folder
 from casckpt.storage.local import syscalls
@@ -27,7 +28,6 @@ class Folders:
         self._counts = counts
         self._anchored: set[str] = set()  # folders whose names this instance has made durable
         self._made: list[Path] = []  # the root and its parent folders, if this instance created them
-        self._bits: int | None = None
 
     @contextmanager
     def open(self, folder: str, *, create: bool = False) -> Iterator[int]:
@@ -109,19 +109,18 @@ class Folders:
             os.mkdir(name, dir_fd=above)
             self._anchored.discard(path)
             made = _open_inside(above, name, self.root, path)
-            syscalls.share(made, self.shared_bits())
+            syscalls.share(made, self.shared_bits)
             return made
         return _open_inside(above, name, self.root, path)
 
+    @cached_property
     def shared_bits(self) -> int:
-        """Return the permissions that group and others get in this store, or 0 if the umask decides.
+        """The permissions that group and others get in this store, or 0 if the umask decides.
 
         A root that its group may write, with the setgid bit, is shared: one user's umask must not lock others out.
         """
-        if self._bits is None:
-            mode = self.root.stat().st_mode
-            self._bits = mode & syscalls.FOR_OTHERS if mode & stat.S_ISGID and mode & stat.S_IWGRP else 0
-        return self._bits
+        mode = self.root.stat().st_mode
+        return mode & 0o077 if mode & stat.S_ISGID and mode & stat.S_IWGRP else 0
 
     def _sync(self, fd: int) -> None:
         self._counts.add(fsyncs=1)

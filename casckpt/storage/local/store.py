@@ -37,7 +37,6 @@ from casckpt.storage.failures import reporting
 from casckpt.storage.local.folders import Folders, misplaced
 from casckpt.storage.local.newfile import FileMaker, is_temporary
 from casckpt.storage.local.reader import LocalReader
-from casckpt.storage.local.syscalls import FILE_MODE, FOR_OTHERS
 
 _MOUNTS = Path("/proc/self/mounts")
 _SURE = {"noac", "actimeo=0", "acdirmax=0"}
@@ -257,9 +256,8 @@ class LocalStore(ObjectStore):
         stale = self.traits.stale
         found = stale or "this mount does not cache file attributes that other hosts may change"
         yield Finding("mount", not stale, found, "casckpt refuses to run gc here until you do" if stale else "")
-        if self.path.is_dir():
-            with reporting("list", self.path):
-                yield from _outsiders(self.path)
+        with reporting("list", self.path), suppress(FileNotFoundError):
+            yield from _outsiders(self.path)
 
     def _open(self, key: str, *, shared: bool = False) -> LocalReader:
         folder, name = split_key(key)
@@ -279,7 +277,7 @@ class LocalStore(ObjectStore):
             for _ in range(_ATTEMPTS):
                 try:
                     with self._folders.open(folder, create=True) as fd:
-                        self._files.bits = self._folders.shared_bits()
+                        self._files.bits = self._folders.shared_bits
                         return act(fd)
                 except OSError as error:
                     if error.errno not in _REMOVED:
@@ -291,26 +289,21 @@ class LocalStore(ObjectStore):
 
 
 def _outsiders(root: Path) -> Iterator[Finding]:
-    """Yield findings on links below ``root``, and on what gives group and others less than ``root`` itself does."""
+    """Yield a finding if there are links below ``root``, or if anything gives group and others less than ``root``."""
     links, closed, rights = list[Path](), list[Path](), root.stat().st_mode
     for above, folders, files in os.walk(root):
         for path in (Path(above, name) for name in (*folders, *files)):
             with suppress(FileNotFoundError):  # a save or a gc has just removed it
                 mode = path.lstat().st_mode
-                wanted = rights & (FOR_OTHERS if stat.S_ISDIR(mode) else FILE_MODE & FOR_OTHERS)
+                wanted = rights & (0o077 if stat.S_ISDIR(mode) else 0o044)
                 (links if stat.S_ISLNK(mode) else closed if wanted & ~mode else []).append(path)
-    found = f"{len(links)} links, such as {links[0]}, which a store does not follow" if links else "there are no links"
-    yield Finding("links", not links, found, f"use a copy without links: `cp -rL {root} COPY`")
-    found = (
-        f"{len(closed)} files and folders, such as {closed[0]}, give other users less than {root}"
-        if closed
-        else ("files and folders give other users what the store's folder gives them")
-    )
-    who = "go" if rights & stat.S_IRWXO else "g"
-    advice = f"each owner: `chmod -R {who}+rX {root}`" + (
-        f" and `find {root} -type d -exec chmod g+ws {{}} +`" if rights & stat.S_IWGRP else ""
-    )
-    yield Finding("permissions", None if closed and not rights & stat.S_IWGRP else not closed, found, advice)
+    if links:
+        found = f"a store does not follow links, but {len(links)} of its files are links, such as {links[0]}"
+        yield Finding("links", False, found, f"make a copy without links: `cp -rL {root} COPY`")
+    if closed:
+        found = f"{len(closed)} files and folders, such as {closed[0]}, give other users less than {root} does"
+        advice = "their owners: use the commands under Permissions in docs/operations.md"
+        yield Finding("permissions", False if rights & stat.S_IWGRP else None, found, advice)
 
 
 def _scan(folders: Folders, folder: str) -> tuple[list[ListedObject], list[str]]:

@@ -15,7 +15,6 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 
 FILE_MODE = 0o444  # objects never change; the process's umask applies
-FOR_OTHERS = 0o077  # the permissions of group and others
 _RENAME_NOREPLACE = 1
 _CACHESTAT = 451  # on every architecture
 _O_TMPFILE = getattr(os, "O_TMPFILE", 0)
@@ -66,10 +65,10 @@ def share(fd: int, bits: int) -> None:
     """
     if bits:
         mode = os.fstat(fd).st_mode
-        bits &= FOR_OTHERS if stat.S_ISDIR(mode) else FILE_MODE
-        if mode & FOR_OTHERS != bits:
+        bits &= 0o077 if stat.S_ISDIR(mode) else FILE_MODE
+        if mode & 0o077 != bits:
             with suppress(PermissionError):  # the file system does not let its users change modes
-                os.fchmod(fd, stat.S_IMODE(mode) & ~FOR_OTHERS | bits)
+                os.fchmod(fd, stat.S_IMODE(mode) & ~0o077 | bits)
 
 
 def link_unnamed(fd: int, folder: int, name: str) -> None:

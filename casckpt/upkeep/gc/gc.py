@@ -577,12 +577,13 @@ def _tidy(repo: Repository, tally: _Tally, refused: list[StorageError]) -> None:
     begun = {name[0] for name in names if name is not None}
     uploaders = {name.uploader for key in tally.deleted if (name := parse_object(key)) is not None}
     uploaders |= {*tally.stock.loose, *(begun & closed)}
-    for step in (
+    steps: tuple[Callable[[], object], ...] = (
         *(partial(repo.storage.sweep, uploader_folder(uploader)) for uploader in sorted(uploaders - (begun - closed))),
         partial(remove_closed, repo, closed), partial(remove_old_generations, repo), partial(remove_signatures, repo),
         partial(blobs.remove_marks, repo, tally.deleted), partial(remove_leftovers, repo.storage, repo.clock),
         *(partial(repo.storage.sweep, folder, below=bool(folder)) for folder in _RECORDS),
-    ):  # fmt: skip
+    )  # fmt: skip
+    for step in steps:
         with noting(refused):
             step()
 

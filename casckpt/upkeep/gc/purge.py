@@ -116,7 +116,7 @@ def refusals(errors: Iterable[StorageError], listed: CommitList) -> tuple[Refusa
 
 def _owner(path: Path) -> str | None:
     with suppress(OSError):
-        there = path if path.exists() else path.parent
+        there = next(one for one in (path, *path.parents) if one.exists())
         try:
             return there.owner()
         except KeyError:
