@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 import torch
-import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.api import CheckpointException
 
 import casckpt
 from casckpt import Checkpointer, Store
@@ -21,6 +21,7 @@ from casckpt.errors import InvalidInput, NotFound
 from casckpt.frontends.dcp import StorageWriter
 from casckpt.repository import catalogue, repository
 from casckpt.storage.local.store import mount_point
+from tests.support import dcp
 
 STATE = {"w": torch.ones(3)}
 Program = Callable[[str, bool | None], object]
@@ -66,8 +67,10 @@ def check(url: str, create: bool | None = None) -> object:
 
 
 def save_with_dcp(url: str, create: bool | None = None) -> object:
-    writer = StorageWriter(casckpt.open(url, create=create), run="r", step=1)
-    return dcp.save(dict(STATE), storage_writer=writer, no_dist=True)
+    try:
+        return dcp.save(dict(STATE), StorageWriter(casckpt.open(url, create=create), run="r", step=1))
+    except CheckpointException as error:
+        raise dcp.causes(error)[0] from error
 
 
 def init(url: str, create: bool | None = None) -> object:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections import deque
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -184,14 +183,15 @@ def test_doctor_says_that_storage_is_read_only_and_what_that_means(tmp_path: Pat
 
 def test_doctor_says_what_a_user_of_the_store_would_meet(tmp_path: Path) -> None:
     root = tmp_path / "store"
+    root.mkdir()
+    root.chmod(0o2775)
     repo = repository(tmp_path, LocalStore(root))
     save(repo, texts=["old"])
     commit = save(repo, step=2, texts=["new"])
     assert {one.name: one.ok for one in examine(repo) if one.name in ("store", "links", "permissions")} == {
         "store": True
     }
-    os.chmod(root, 0o2775)
-    os.chmod(root / "commits", 0o700)
+    (root / "commits").chmod(0o700)
     (blob,) = (root / "objects" / commit.txid).glob("*.safetensors")
     blob.rename(tmp_path / "moved")
     blob.symlink_to(tmp_path / "moved")
@@ -207,6 +207,6 @@ def test_doctor_says_what_a_user_of_the_store_would_meet(tmp_path: Path) -> None
 
 def test_doctor_only_notes_that_others_cannot_read_files_in_a_folder_of_one_user(tmp_path: Path) -> None:
     repo = repository(tmp_path, LocalStore(tmp_path / "store"))
-    os.chmod(tmp_path / "store", 0o755)
-    os.chmod(tmp_path / "store/casckpt.json", 0o400)
+    (tmp_path / "store").chmod(0o755)
+    (tmp_path / "store/casckpt.json").chmod(0o400)
     assert [one.ok for one in examine(repo) if one.name == "permissions"] == [None]
