@@ -23,13 +23,14 @@ from casckpt.format.names import TxId
 from casckpt.history import commits, tags, transactions
 from casckpt.history.commits import Commit, list_commits
 from casckpt.history.leases import hold
-from casckpt.plan.retention import Policy
+from casckpt.plan.retention import Policy, Rotation
 from casckpt.repository.repository import Repository
 from casckpt.storage.local import syscalls
 from casckpt.storage.local.newfile import Naming, temporary_name
 from casckpt.storage.local.store import LocalStore
 from casckpt.upkeep.gc.gc import GcResult, execute, plan_gc
 from casckpt.upkeep.gc.purge import min_age_of
+from casckpt.upkeep.gc.rotation import rotate
 from tests.support.faulty import Call, Fault, FaultyStore, call_first, fail_before
 from tests.support.gcs import (
     LAST,
@@ -616,3 +617,14 @@ def test_gc_of_one_user_deletes_what_it_may_beside_another_users_folder() -> Non
         assert result.deleted_blobs == 1
         assert {(one.owner, one.run) for one in result.refused} == {("4102", "b")}
         assert {Path(one.path).parent.name for one in result.refused} == {old.txid}
+
+
+def test_rotation_warns_of_a_record_that_it_may_not_write(
+    repo: Repository, faults: FaultyStore, caplog: pytest.LogCaptureFixture
+) -> None:
+    saved = [save(repo, "a", step, texts=[f"a{step}"]) for step in range(3)]
+    faults.inject(refusing("put", commit_key(saved[0].txid, 2)))
+    assert steps(rotate(repo, "a", Rotation(max_checkpoints=1))) == [0, 1], "it could be forgotten, but not purged"
+    assert "rotation left a checkpoint of run a: permission denied" in caplog.text
+    states = {one.step: one.last for one in list_commits(repo).commits.values()}
+    assert states == {0: "forgotten", 1: "purged", 2: "committed"}
