@@ -60,7 +60,7 @@ def _reads(repo: Repository) -> Finding:
     for newest in sorted(listed.visible(), key=lambda commit: commit.order)[-1:]:
         keys = (blob_key(uploader, blob) for uploader, blob, _ in stored_blobs(repo, newest).names())
         deque(in_parallel(repo.storage.traits.parallel, read, keys), maxlen=0)
-    return Finding("store", True, f"{len(listed.visible())} checkpoint(s) can be listed, and the newest can be loaded")
+    return Finding("store", True, f"checkpoints listed: {len(listed.visible())}; the newest is readable")
 
 
 def _settings_of(storage: Examinable, probes: _Probes | None) -> Iterator[Finding]:

@@ -63,7 +63,8 @@ def look(url: str, create: bool | None = None) -> object:
 
 
 def check(url: str, create: bool | None = None) -> object:
-    return casckpt.open(url, create=create).check(STATE, run="r")
+    casckpt.open(url, create=create).check(STATE, run="r")
+    return None
 
 
 def save_with_dcp(url: str, create: bool | None = None) -> object:

@@ -603,20 +603,22 @@ def test_gc_of_one_user_deletes_what_it_may_beside_another_users_folder() -> Non
         (root / "store").mkdir(mode=0o775)
         os.chown(root / "store", 0, 4100)
         (root / "store").chmod(0o2775)
-        runs = {"a": 4101, "b": 4102}
+        runs, olds = {"a": 4101, "b": 4102}, list[Commit]()
         for seed, (run, user) in enumerate(runs.items()):
             (root / run).mkdir()
             os.chown(root / run, user, 4100)
             with acting_as(user, 4100, umask=0o077):
                 repo = repository(root / run, LocalStore(root / "store"), seed=seed)
-                old, _ = (save(repo, run, step, texts=[f"{run}{step}"]) for step in (0, 1))
-        (root / "store/objects" / old.txid).chmod(0o755)  # as an earlier version leaves it
+                olds.append(save(repo, run, 0, texts=[f"{run}0"]))
+                save(repo, run, 1, texts=[f"{run}1"])
+        theirs = olds[1].txid
+        (root / "store/objects" / theirs).chmod(0o755)  # as an earlier version leaves it
         with acting_as(runs["a"], 4100, umask=0o022):
             result = run_gc(repository(root / "a", LocalStore(root / "store")), LAST)
         assert {(one.run, one.step) for one in result.purged} == {("a", 0), ("b", 0)}
         assert result.deleted_blobs == 1
         assert {(one.owner, one.run) for one in result.refused} == {("4102", "b")}
-        assert {Path(one.path).parent.name for one in result.refused} == {old.txid}
+        assert {Path(one.path).parent.name for one in result.refused} == {theirs}
 
 
 def test_rotation_warns_of_a_record_that_it_may_not_write(
