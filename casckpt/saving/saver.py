@@ -282,7 +282,7 @@ class Saver:
     def _check_path(self, *, create: bool) -> None:
         """Raise the error if the store cannot be at its path. Skip errors that may be temporary: a save raises them."""
         try:
-            if not self._repo.exists():
+            if not self._repo.is_there():
                 if create:
                     self._repo.create()
                 else:

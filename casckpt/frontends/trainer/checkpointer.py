@@ -97,7 +97,8 @@ class Checkpointer(RunCheckpoints):
     background save. If it is None, `save_if_due` waits only when the next save is due, so up to two intervals are at
     risk. ``max_failures``: after this number of consecutive failed saves, over 15 minutes or more, the next save runs
     in the foreground and raises its error. If it is None, errors that may be temporary, such as StorageError, are only
-    logged. ``gc``: after a save, rank 0 runs a gc of the run in a thread.
+    logged. ``gc``: after a save, rank 0 runs a gc of the run in a thread. ``create``: whether a new store may be
+    created, as for `casckpt.open`; it applies to a `Store` too.
 
     ``overwrite``: replace a step that exists. ``save_threads``, ``load_threads``: the number of threads per rank.
     ``throttle``: the maximum number of ranks per node that upload at the same time. ``work_dir``: a folder on this
@@ -121,7 +122,9 @@ class Checkpointer(RunCheckpoints):
     ) -> None:
         check_keywords("Checkpointer", settings, TrainerArguments)
         self.config = CheckpointerConfig(run=run, **settings)
-        super().__init__(throttled(as_store(store), self.config.throttle, self.config.work_dir), run)
+        super().__init__(
+            throttled(as_store(store, self.config.create), self.config.throttle, self.config.work_dir), run
+        )
         self.summary: SaveSummary | None = None
         self.process_group = process_group
         self._rotation = self.config.rotation
