@@ -27,7 +27,7 @@ NO_HINTS = {
     Case("frontends/serve/access.py:Guard._refusal", 'Basic realm="casckpt"'): "is a header",
     Case("frontends/serve/folders.py:", "bytes="): "is a regular expression",
     Case("cli/commands/demo.py:Tour.run", "compared with the weights"): "tells what the demo did",
-    Case("cli/commands/demo.py:Tour.run", "gc --keep-last 1"): "tells what the demo does",
+    Case("cli/commands/demo.py:Tour.run", "gc --run … --keep-last 1"): "tells what the demo does",
     Case("frontends/trainer/resumed.py:", "all other options are left unchanged"): "tells what was asked for",
     Case("tensors/values.py:Shard.__repr__", "Shard(… of …, …)"): "is no message",
 }

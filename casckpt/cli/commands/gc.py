@@ -193,12 +193,27 @@ def text(result: dict[str, Any]) -> None:
     say_some([f"{restore} {name(item)}, which is tagged" for item in result["restored"]])
     say_some(_once(f"{purge} {_name(item)}" for item in result["purged"]))
     say_all(f"gave up on save {txid}" for txid in result["revoked"])
+    if "kept" in result:
+        _say_kept(forget, result["forgotten"], result["kept"])
     if "deleted_blobs" in result:
         _say_space(delete, result)
     later = [item for item in result["waiting"] if item.get("id") not in forgotten]
     say_some(_once(f"left for later: {_waits(item)}" for item in later))
     if result.get("foreign"):
         say(f"kept unknown files: {printable(', '.join(shortened(result['foreign'], 5)))}")
+
+
+def _say_kept(forget: str, gone: Sequence[dict[str, Any]], kept: Sequence[dict[str, Any]]) -> None:
+    """Print why each checkpoint stays, and how many runs lose or keep checkpoints."""
+    ruled = [one for one in kept if "no rule" not in one["why"]]
+    say_some([f"kept {name(one)}: {printable(', '.join(one['why']))}" for one in ruled])
+    why = ", because no rule was given" if kept and not ruled else ""
+    say((f"{forget} {_of_runs(gone)}; " if gone else "") + f"{_of_runs(kept)} stay{why}")
+
+
+def _of_runs(ones: Sequence[dict[str, Any]]) -> str:
+    runs = len({one["run"] for one in ones})
+    return f"{count(len({one['id'] for one in ones}), 'checkpoint')} of {count(runs, 'run')}"
 
 
 def _say_space(delete: str, result: dict[str, Any]) -> None:
@@ -210,7 +225,7 @@ def _say_space(delete: str, result: dict[str, Any]) -> None:
     if result["later_blobs"]:
         say(
             f"{count(result['later_blobs'], 'blob')}, {size(result['later_bytes'])} of these will be deleted once "
-            "the forgotten checkpoints are purged; --min-age 0 deletes them immediately"
+            "the forgotten checkpoints are purged; --min-age 0 deletes them immediately, and they cannot be restored"
         )
 
 

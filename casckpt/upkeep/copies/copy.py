@@ -11,7 +11,7 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Literal, TypeVar
 
 from casckpt.base.progress import Progress, silent
@@ -23,7 +23,7 @@ from casckpt.format.names import BlobHash, TxId
 from casckpt.format.sections.blobs import BlobRef
 from casckpt.history.commits import Commit, CommitList, list_commits, list_names, restore
 from casckpt.history.folding import Holdings
-from casckpt.history.tags import get_tag, set_tag, tags
+from casckpt.history.tags import TagList, get_tag, list_tags, set_tag
 from casckpt.repository.reading import check_requirements
 from casckpt.repository.repository import Repository
 from casckpt.upkeep.copies.mirror_notes import NO_STORE, made_at, note, take_back, unmirrored
@@ -83,6 +83,7 @@ class CopyResult:
 
     ``blobs``, ``nbytes``: number and size of the blobs that all processes that share the work uploaded for ``copied``.
     ``made_store``: whether the target was created. ``tags``: names of the tags that were set in the target.
+    ``tags_left``: why other tags were not set, in a copy of the whole store without ``tags``.
     ``records``: unreadable records of the source, whose checkpoints were not copied.
     """
 
@@ -93,6 +94,7 @@ class CopyResult:
     failed: tuple[CommitFailure, ...] = ()
     records: tuple[DamagedRecord, ...] = ()
     tags: tuple[str, ...] = ()
+    tags_left: Mapping[str, str] = field(default_factory=dict)
     blobs: int = 0
     nbytes: int = 0
     made_store: bool = False
@@ -234,9 +236,9 @@ def _named(source: Repository, commits: Iterable[Commit]) -> Iterator[tuple[Blob
             yield name, BlobRef(name, size, uploader)
 
 
-def preview(source: Repository, target: Repository, plan: CopyPlan) -> CopyResult:
+def preview(source: Repository, target: Repository, plan: CopyPlan, *, with_tags: bool | None = False) -> CopyResult:
     """Return the result that `execute` would have. Writes nothing."""
-    return CopyResult(
+    result = CopyResult(
         copied=plan.missing,
         restored=plan.forgotten,
         present=plan.present,
@@ -247,6 +249,7 @@ def preview(source: Repository, target: Repository, plan: CopyPlan) -> CopyResul
         made_store=not target.exists(),
         dry_run=True,
     )
+    return result if with_tags is False else _with_tags(source, target, result, with_tags, dry_run=True)
 
 
 def execute(
@@ -254,14 +257,15 @@ def execute(
     target: Repository,
     plan: CopyPlan,
     *,
-    with_tags: bool = False,
+    with_tags: bool | None = False,
     jobs: int | None = None,
     part: Part = (0, 1),
     progress: Progress = silent,
 ) -> CopyResult:
     """Carry out ``plan``. If the target does not exist, create it with the source's cell and blob sizes.
 
-    ``with_tags``: set the source's tags on the copied and present checkpoints. ``jobs``: number of concurrent
+    ``with_tags``: set the source's tags on the copied and present checkpoints (None: those that the target does not
+    have). ``jobs``: number of concurrent
     transfers. ``part``: (number, count) of this process among the processes that make the same copy. ``progress``:
     called with the number of bytes of finished blobs, `CopyPlan.total` in all. If the target is the source's mirror,
     the copies are noted in the source.
@@ -306,7 +310,7 @@ def execute(
         nbytes=nbytes,
         made_store=made,
     )
-    return replace(result, tags=_copy_tags(source, target, result)) if with_tags else result
+    return result if with_tags is False else _with_tags(source, target, result, with_tags)
 
 
 def _create_target(source: Repository, target: Repository, blob_bytes: int | None, *, is_mirror: bool) -> bool:
@@ -370,19 +374,35 @@ def _checked_part(part: Part) -> Part:
     return part
 
 
-def _copy_tags(source: Repository, target: Repository, result: CopyResult) -> tuple[str, ...]:
-    """Set the tags of the copied and present checkpoints, except leases. Return the names that were set."""
-    there = {commit.id: commit for commit in list_commits(target).visible()}
-    here = {commit.id for commit in (*result.copied, *result.restored, *result.present)}
-    before, done = tags(target), []
-    for name, tag in tags(source).items():
-        commit = there.get(tag.manifest) if tag.manifest in here and tag.expires is None else None
-        if commit is not None and (name not in before or before[name].txid != commit.txid):
-            try:
-                set_tag(target, name, commit)
-            except Conflict:
-                now = get_tag(target, name)
-                if now is None or now.txid != commit.txid:
-                    raise
-            done.append(name)  # another process of the same copy may have set it first
-    return tuple(done)
+def _with_tags(
+    source: Repository, target: Repository, result: CopyResult, with_tags: bool | None, *, dry_run: bool = False
+) -> CopyResult:
+    """Set the tags of the copied and present checkpoints, except tags that expire. Return ``result`` with their names.
+
+    ``with_tags``: None leaves the tags that the target has, and notes in the result what was left.
+    """
+    there = {commit.id: commit for commit in list_commits(target).visible()} if target.exists() else {}
+    here = {one.id for one in (*result.copied, *result.restored, *result.present) if dry_run or one.id in there}
+    found, before = list_tags(source), list_tags(target) if there else TagList({}, {})
+    if with_tags:
+        found.raise_damage()
+        before.raise_damage()
+    wanted, left = [], {name: str(error) for name, error in found.damaged.items()}
+    for name, tag in found.tags.items():
+        now = before.tags.get(name)
+        if tag.expires is not None or (now and now.expires is None and now.manifest == tag.manifest):
+            continue
+        if tag.manifest in here and (with_tags or (now is None and name not in before.damaged)):
+            wanted.append(tag)
+        elif tag.manifest in here:
+            left[name] = "the target has it on a different checkpoint; --tags (tags=True) moves it"
+        else:
+            left[name] = "its checkpoint was not copied"
+    for tag in () if dry_run else wanted:
+        try:
+            set_tag(target, tag.name, there[tag.manifest])
+        except Conflict:  # another process of the same copy may have set it first
+            moved = get_tag(target, tag.name)
+            if moved is None or moved.manifest != tag.manifest:
+                raise
+    return replace(result, tags=tuple(tag.name for tag in wanted), tags_left={} if with_tags else left)

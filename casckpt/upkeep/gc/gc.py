@@ -50,6 +50,7 @@ from casckpt.upkeep.gc.candidates import Candidates, Unreadable, candidates, com
 from casckpt.upkeep.gc.purge import (
     Deferred,
     GcPlan,
+    Kept,
     RetireProgress,
     bring_back,
     check_metrics,
@@ -232,7 +233,7 @@ class GcResult:
     that were revoked. ``foreign``: keys under objects/ that casckpt did not create, and that gc ignores. ``thin``: the
     result of thinning, or None without a thinning rule. The other fields do not include this result. ``restored``:
     checkpoints that received a tag while an earlier gc was forgetting them, if that gc was killed before it could
-    restore them.
+    restore them. ``kept``: the visible checkpoints that stay, with reasons.
 
     If gc fails, its error has this result as ``done``. It lists the changes to checkpoints before the error, and all
     its counts are 0.
@@ -253,6 +254,7 @@ class GcResult:
     foreign: tuple[str, ...] = ()
     dry_run: bool = False
     thin: ThinResult | None = None
+    kept: tuple[Kept, ...] = ()
 
 
 @dataclass
@@ -285,6 +287,7 @@ class _Tally:
             later_bytes=later.blob_bytes,
             revoked=tuple(self.revoked),
             foreign=tuple(self.stock.foreign),
+            kept=plan.kept,
             waiting=(*plan.waiting, *map(waiting_for, opened)),
         )
 
