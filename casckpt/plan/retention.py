@@ -14,7 +14,7 @@ from collections.abc import Container, Iterable, Iterator, Mapping, Sequence, Se
 from dataclasses import dataclass, field, fields, replace
 from datetime import UTC, datetime
 from math import isnan, nan
-from typing import Any, Final, Self, TypedDict
+from typing import Any, Self, TypedDict
 
 from casckpt.base.groups import grouped
 from casckpt.base.units import Duration, optional_seconds, seconds_of
@@ -204,9 +204,6 @@ class SavedCheckpoint:
     healthy: bool | None = None
 
 
-NO_RULE: Final = "no rule"
-
-
 def plan_forget(
     visible: Iterable[SavedCheckpoint],
     policy: Policy,
@@ -229,17 +226,12 @@ def reasons_to_keep(visible: Iterable[SavedCheckpoint], policy: Policy, now: int
     """Return why ``policy`` keeps checkpoints, such as ["newest", "keep-last 2"]. Leave out those that it forgets."""
     keep: dict[TxId, list[str]] = defaultdict(list)
     for group in grouped(visible, lambda saved: saved.run).values():
-        if policy.is_empty:
-            keep |= {saved.txid: [NO_RULE] for saved in group}
-            continue
         last = {saved.step: saved for saved in group}  # the last checkpoint of each step
         current = [saved for saved in group if last[saved.step] is saved]
-        newest, *healthy = newest_of(current)
-        always = [("newest", [newest]), ("newest healthy", [saved for saved in healthy if saved is not newest])]
-        for why, kept in (*always, *_kept_by_rules(current, policy, now)):
-            for saved in kept:
-                keep[saved.txid].append(why)
-    return dict(keep)
+        rules = [("no rule", group)] if policy.is_empty else _kept_by_rules(current, policy, now)
+        for why, saved in ((why, saved) for why, kept in rules for saved in kept):
+            keep[saved.txid].append(why)
+    return keep
 
 
 def runs_without(visible: Iterable[SavedCheckpoint], policy: Policy, *, run: str | None = None) -> dict[str, list[str]]:
@@ -275,6 +267,8 @@ def _kept_by_rules(
     current: list[SavedCheckpoint], policy: Policy, now: int
 ) -> Iterator[tuple[str, Iterable[SavedCheckpoint]]]:
     """Choose the checkpoints of one run that each rule keeps. ``current``: one checkpoint per step, oldest first."""
+    newest, *healthy = newest_of(current)
+    yield from (("newest", [newest]), ("newest healthy", [saved for saved in healthy if saved is not newest]))
     if policy.keep_last:
         yield f"keep-last {policy.keep_last}", current[-policy.keep_last :]
     if policy.keep_every is not None:

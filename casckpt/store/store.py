@@ -753,14 +753,15 @@ class Store:
         during the transfer, and becomes visible in ``target`` when it is complete and durable. If ``target`` does not
         exist, it is created with this store's cell and blob sizes. Forgotten checkpoints in ``target`` remain
         forgotten unless you name them. ``run``: copy only this run. ``tags``: also set the tags in ``target``. By
-        default, a copy of the whole store sets those that ``target`` does not have. ``jobs``: how many files to copy in parallel. ``part``: (rank, number of ranks), if several processes share the
-        work. ``blob_bytes``: repack the cells into blobs of this size (deltas keep their blobs). ``target`` may then
-        be this store itself, whose small and worn blobs are packed together. ``compress``: "always" encodes floats,
-        except in checkpoints that already have encoded cells; "off" and None leave encodings unchanged. ``check``:
-        raise the errors after all other checkpoints are copied. Without ``check``, the result lists them as
-        ``failed``. ``progress``: called with the number of bytes that ``target`` has so far. Raises NotFound,
-        StorageError, Damaged (with blob and keys), Gone, Refused, or Conflict if ``target`` has a different checkpoint
-        with the same run and step. A checkpoint with an error does not become visible in ``target``.
+        default, a copy of the whole store sets those that ``target`` does not have. ``jobs``: how many files to copy
+        in parallel. ``part``: (rank, number of ranks), if several processes share the work. ``blob_bytes``: repack the
+        cells into blobs of this size (deltas keep their blobs). ``target`` may then be this store itself, whose small
+        and worn blobs are packed together. ``compress``: "always" encodes floats, except in checkpoints that already
+        have encoded cells; "off" and None leave encodings unchanged. ``check``: raise the errors after all other
+        checkpoints are copied. Without ``check``, the result lists them as ``failed``. ``progress``: called with the
+        number of bytes that ``target`` has so far. Raises NotFound, StorageError, Damaged (with blob and keys), Gone,
+        Refused, or Conflict if ``target`` has a different checkpoint with the same run and step. A checkpoint with an
+        error does not become visible in ``target``.
         """
         from casckpt.upkeep.copies import copy as copying
 
@@ -769,9 +770,8 @@ class Store:
         plan = copying.plan_copy(source, other, map(plain, refs), run=run, blob_bytes=blob_bytes, compress=compress)
         if dry_run:
             return copying.preview(source, other, plan, with_tags=with_tags)
-        result = copying.execute(
-            source, other, plan, with_tags=with_tags, jobs=jobs, part=part, progress=Progress(progress)
-        )
+        shown = Progress(progress)
+        result = copying.execute(source, other, plan, with_tags=with_tags, jobs=jobs, part=part, progress=shown)
         if check:
             result.raise_failure()
         return result

@@ -194,7 +194,7 @@ def text(result: dict[str, Any]) -> None:
     say_some(_once(f"{purge} {_name(item)}" for item in result["purged"]))
     say_all(f"gave up on save {txid}" for txid in result["revoked"])
     if "kept" in result:
-        _say_kept(forget, result["forgotten"], result["kept"])
+        _say_kept(forget, [f"{one['run']}@{one['step']}" for one in result["forgotten"]], result["kept"])
     if "deleted_blobs" in result:
         _say_space(delete, result)
     later = [item for item in result["waiting"] if item.get("id") not in forgotten]
@@ -203,17 +203,15 @@ def text(result: dict[str, Any]) -> None:
         say(f"kept unknown files: {printable(', '.join(shortened(result['foreign'], 5)))}")
 
 
-def _say_kept(forget: str, gone: Sequence[dict[str, Any]], kept: Sequence[dict[str, Any]]) -> None:
+def _say_kept(forget: str, gone: Sequence[str], kept: dict[str, list[str]]) -> None:
     """Print why each checkpoint stays, and how many runs lose or keep checkpoints."""
-    ruled = [one for one in kept if "no rule" not in one["why"]]
-    say_some([f"kept {name(one)}: {printable(', '.join(one['why']))}" for one in ruled])
-    why = ", because no rule was given" if kept and not ruled else ""
-    say((f"{forget} {_of_runs(gone)}; " if gone else "") + f"{_of_runs(kept)} stay{why}")
-
-
-def _of_runs(ones: Sequence[dict[str, Any]]) -> str:
-    runs = len({one["run"] for one in ones})
-    return f"{count(len({one['id'] for one in ones}), 'checkpoint')} of {count(runs, 'run')}"
+    say_some([f"kept {printable(ref)}: {', '.join(why)}" for ref, why in kept.items() if "no rule" not in why])
+    counts = (
+        f"{what}{count(len(refs), 'checkpoint')} of {count(len({ref.rpartition('@')[0] for ref in refs}), 'run')}"
+        for what, refs in ((f"{forget} ", gone), ("", list(kept)))
+        if refs
+    )
+    say(f"{'; '.join(counts) or 'no checkpoint'}{' stay' if kept else ''}")
 
 
 def _say_space(delete: str, result: dict[str, Any]) -> None:

@@ -23,7 +23,7 @@ from casckpt.format.names import BlobHash, TxId
 from casckpt.format.sections.blobs import BlobRef
 from casckpt.history.commits import Commit, CommitList, list_commits, list_names, restore
 from casckpt.history.folding import Holdings
-from casckpt.history.tags import TagList, get_tag, list_tags, set_tag
+from casckpt.history.tags import Tag, get_tag, list_tags, set_tag
 from casckpt.repository.reading import check_requirements
 from casckpt.repository.repository import Repository
 from casckpt.upkeep.copies.mirror_notes import NO_STORE, made_at, note, take_back, unmirrored
@@ -383,21 +383,20 @@ def _with_tags(
     """
     there = {commit.id: commit for commit in list_commits(target).visible()} if target.exists() else {}
     here = {one.id for one in (*result.copied, *result.restored, *result.present) if dry_run or one.id in there}
-    found, before = list_tags(source), list_tags(target) if there else TagList({}, {})
+    found, before = list_tags(source), list_tags(target)
     if with_tags:
         found.raise_damage()
-        before.raise_damage()
     wanted, left = [], {name: str(error) for name, error in found.damaged.items()}
     for name, tag in found.tags.items():
-        now = before.tags.get(name)
-        if tag.expires is not None or (now and now.expires is None and now.manifest == tag.manifest):
+        now = before.tags.get(name, before.damaged.get(name))
+        if tag.expires is not None or (isinstance(now, Tag) and now.expires is None and now.manifest == tag.manifest):
             continue
-        if tag.manifest in here and (with_tags or (now is None and name not in before.damaged)):
-            wanted.append(tag)
-        elif tag.manifest in here:
-            left[name] = "the target has it on a different checkpoint; --tags (tags=True) moves it"
-        else:
+        if tag.manifest not in here:
             left[name] = "its checkpoint was not copied"
+        elif with_tags or now is None:
+            wanted.append(tag)
+        else:
+            left[name] = "the target has it on a different checkpoint; --tags (tags=True) moves it"
     for tag in () if dry_run else wanted:
         try:
             set_tag(target, tag.name, there[tag.manifest])

@@ -22,7 +22,7 @@ from __future__ import annotations
 import logging
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from typing import Any, TypeAlias, TypedDict, Unpack
@@ -50,7 +50,6 @@ from casckpt.upkeep.gc.candidates import Candidates, Unreadable, candidates, com
 from casckpt.upkeep.gc.purge import (
     Deferred,
     GcPlan,
-    Kept,
     RetireProgress,
     bring_back,
     check_metrics,
@@ -233,7 +232,8 @@ class GcResult:
     that were revoked. ``foreign``: keys under objects/ that casckpt did not create, and that gc ignores. ``thin``: the
     result of thinning, or None without a thinning rule. The other fields do not include this result. ``restored``:
     checkpoints that received a tag while an earlier gc was forgetting them, if that gc was killed before it could
-    restore them. ``kept``: the visible checkpoints that stay, with reasons.
+    restore them. ``kept``: why the other visible checkpoints stay, by run@step: "newest", "keep-last 2",
+    "tag best", or "no rule".
 
     If gc fails, its error has this result as ``done``. It lists the changes to checkpoints before the error, and all
     its counts are 0.
@@ -254,7 +254,7 @@ class GcResult:
     foreign: tuple[str, ...] = ()
     dry_run: bool = False
     thin: ThinResult | None = None
-    kept: tuple[Kept, ...] = ()
+    kept: Mapping[str, Sequence[str]] = field(default_factory=dict)
 
 
 @dataclass

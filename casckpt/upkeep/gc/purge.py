@@ -76,16 +76,6 @@ class Deferred:
     replaced: bool | None = None
 
 
-@dataclass(frozen=True)
-class Kept:
-    """A visible checkpoint that stays, and why: "newest", "keep-last 2", "tag best", or "no rule"."""
-
-    run: str
-    step: int
-    id: str
-    why: tuple[str, ...]
-
-
 def waiting_for(transaction: OpenTransaction) -> Deferred:
     """Describe an open transaction that gc is waiting for."""
     txid, began = transaction.txid, transaction.began
@@ -103,7 +93,8 @@ class GcPlan:
     checkpoints that are kept for now, with reasons. ``young``: those of them that have not reached their minimum age.
     ``restore``: forgotten commits that have a tag without an expiration time. All of these are oldest first.
     ``mirror``: URL of the mirror whose notes the plan relies on. ``listed``: the listing that the plan is based on.
-    Checks use it to find guards, but no step of the protocol uses it. ``kept``: the visible checkpoints that stay.
+    Checks use it to find guards, but no step of the protocol uses it. ``kept``: why visible checkpoints
+    stay, by run@step.
     """
 
     forget: tuple[Commit, ...]
@@ -113,7 +104,7 @@ class GcPlan:
     restore: tuple[Commit, ...] = ()
     mirror: str | None = None
     listed: CommitList = field(default_factory=lambda: CommitList({}, {}), repr=False, compare=False)
-    kept: tuple[Kept, ...] = ()
+    kept: Mapping[str, Sequence[str]] = field(default_factory=dict)
 
 
 @dataclass
@@ -173,12 +164,10 @@ def plan_retiring(repo: Repository, commits: CommitList, policy: Policy, min_age
     tagged = _claimed(named, commits, commits.live()) - _free(commits, commits.live())
     wanted = [commit for commit in visible.values() if run is None or commit.run == run]
     reasons = reasons_to_keep(map(kept_of, wanted), policy, now)
-    for commit in wanted:
-        if commit.txid in tagged:
-            names = (f"tag {name}" for name in tags_of(named, commit.id))
-            reasons[commit.txid] = [*reasons.get(commit.txid, ()), *names]
+    for commit in (commit for commit in wanted if commit.txid in tagged):
+        reasons[commit.txid] += [f"tag {name}" for name in tags_of(named, commit.id)]
     forgets = [commit for commit in wanted if commit.txid not in reasons]
-    kept = [Kept(one.run, one.step, one.id, tuple(reasons[one.txid])) for one in wanted if one.txid in reasons]
+    kept = {f"{one.run}@{one.step}": reasons[one.txid] for one in wanted if one.txid in reasons}
     purges, waiting, young = [], [], []
     forgotten = [c for c in commits.live() if c.last in ("forgotten", "replaced") and (run is None or c.run == run)]
     back = _forgotten_though_tagged(named, commits, forgotten)
@@ -199,7 +188,7 @@ def plan_retiring(repo: Repository, commits: CommitList, policy: Policy, min_age
         else:
             purges.append(commit)
     chosen = tuple(commit for commit in forgets if commit.txid not in unsafe)
-    return GcPlan(chosen, tuple(purges), tuple(waiting), tuple(young), tuple(back), mirror, commits, tuple(kept))
+    return GcPlan(chosen, tuple(purges), tuple(waiting), tuple(young), tuple(back), mirror, commits, kept)
 
 
 def unless_mirror_is_gone(repo: Repository, plan: GcPlan, *, near: bool = False) -> GcPlan:

@@ -49,15 +49,14 @@ def test_gc_says_why_each_checkpoint_stays_and_counts_runs(
 ) -> None:
     store.tag("best", "a@1")
     rule = ("gc", saved, "--keep-last", 1, "--keep-every", 3, "--dry-run")
-    why = {f"{one['run']}@{one['step']}": one["why"] for one in as_json(*rule)["kept"]}
     newest = ["newest", "keep-last 1"]
-    assert why == {"a@1": ["tag best"], "a@3": [*newest, "keep-every 3"], "b@1": newest}
+    assert as_json(*rule)["kept"] == {"a@1": ["tag best"], "a@3": [*newest, "keep-every 3"], "b@1": newest}
     told = run(*rule).stdout
-    assert f"kept a@1 ({store.get('a@1').id[:12]}): tag best\n" in told
+    assert "kept a@1: tag best\n" in told
     assert "would forget 1 checkpoint of 1 run; 3 checkpoints of 2 runs stay\n" in told
-    assert {f"{one['run']}" for one in as_json(*rule, "--run", "a")["kept"]} == {"a"}
+    assert as_json(*rule, "--run", "a")["kept"].keys() == {"a@1", "a@3"}
     told = run("gc", saved).stdout
-    assert "4 checkpoints of 2 runs stay, because no rule was given\n" in told
+    assert "4 checkpoints of 2 runs stay\n" in told
     assert "kept a@" not in told
 
 
