@@ -33,6 +33,7 @@ from casckpt.frontends.trainer import Checkpointer, TrainState
 from casckpt.frontends.trainer.settings import DueArguments, StepArguments, TrainerArguments
 from casckpt.frontends.training_state.contents import GroupOptions, Missing
 from casckpt.frontends.training_state.names import parameter_names
+from casckpt.loading.options import advising
 from casckpt.store.types import Rename, Unread
 
 log = logging.getLogger(__name__)
@@ -107,6 +108,7 @@ class AcceleratorCheckpointer:
             prove=prove,
         )  # fmt: skip
 
+    @advising("AcceleratorCheckpointer.load", ("cast",))
     def load(self, ref: str | Checkpoint, *, cast: bool = False) -> None:
         """Load a checkpoint, even one that contains only weights. ``cast``: see `Checkpointer.load`."""
         models, optimizers, train = self._all()

@@ -24,11 +24,7 @@ from casckpt.format.names import TxId
 MAX_PATTERNS = 1 << 14
 _NUMBER = re.compile("[1-9][0-9]{0,8}")
 # in UTC; %V is the ISO 8601 week
-_CALENDAR = {
-    "keep_daily": "%Y-%m-%d",
-    "keep_weekly": "%G-%V",
-    "keep_monthly": "%Y-%m",
-}
+_CALENDAR = {"keep_daily": "%Y-%m-%d", "keep_weekly": "%G-%V", "keep_monthly": "%Y-%m"}
 
 
 @dataclass(frozen=True, slots=True)

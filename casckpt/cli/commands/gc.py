@@ -194,7 +194,7 @@ def text(result: dict[str, Any]) -> None:
     say_some(_once(f"{purge} {_name(item)}" for item in result["purged"]))
     say_all(f"gave up on save {txid}" for txid in result["revoked"])
     if "kept" in result:
-        _say_kept(forget, [f"{one['run']}@{one['step']}" for one in result["forgotten"]], result["kept"])
+        _say_kept(result["kept"])
     if "deleted_blobs" in result:
         _say_space(delete, result)
     later = [item for item in result["waiting"] if item.get("id") not in forgotten]
@@ -203,15 +203,11 @@ def text(result: dict[str, Any]) -> None:
         say(f"kept unknown files: {printable(', '.join(shortened(result['foreign'], 5)))}")
 
 
-def _say_kept(forget: str, gone: Sequence[str], kept: dict[str, list[str]]) -> None:
-    """Print why each checkpoint stays, and how many runs lose or keep checkpoints."""
+def _say_kept(kept: dict[str, list[str]]) -> None:
+    """Print why each checkpoint stays, and how many runs have checkpoints that stay."""
     say_some([f"kept {printable(ref)}: {', '.join(why)}" for ref, why in kept.items() if "no rule" not in why])
-    counts = (
-        f"{what}{count(len(refs), 'checkpoint')} of {count(len({ref.rpartition('@')[0] for ref in refs}), 'run')}"
-        for what, refs in ((f"{forget} ", gone), ("", list(kept)))
-        if refs
-    )
-    say(f"{'; '.join(counts) or 'no checkpoint'}{' stay' if kept else ''}")
+    runs = {ref.rpartition("@")[0] for ref in kept}
+    say(f"{count(len(kept), 'checkpoint')} of {count(len(runs), 'run')} stay")
 
 
 def _say_space(delete: str, result: dict[str, Any]) -> None:

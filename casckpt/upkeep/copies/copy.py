@@ -239,17 +239,10 @@ def _named(source: Repository, commits: Iterable[Commit]) -> Iterator[tuple[Blob
 def preview(source: Repository, target: Repository, plan: CopyPlan, *, with_tags: bool | None = False) -> CopyResult:
     """Return the result that `execute` would have. Writes nothing."""
     result = CopyResult(
-        copied=plan.missing,
-        restored=plan.forgotten,
-        present=plan.present,
-        left=plan.left,
-        failed=plan.failed,
-        records=plan.records,
-        nbytes=plan.nbytes,
-        made_store=not target.exists(),
-        dry_run=True,
-    )
-    return result if with_tags is False else _with_tags(source, target, result, with_tags, dry_run=True)
+        plan.missing, plan.forgotten, plan.present, plan.left, plan.failed, plan.records, nbytes=plan.nbytes,
+        made_store=not target.exists(), dry_run=True,
+    )  # fmt: skip
+    return result if with_tags is False else _with_tags(source, target, result, with_tags)
 
 
 def execute(
@@ -299,17 +292,11 @@ def execute(
         for commit in unnoted:
             note(source, commit, target.storage.url, there.get(commit))
     blobs, nbytes = _brought(copied, work.part)
+    failed = (*plan.failed, *not_copied, *not_restored)
     result = CopyResult(
-        copied=tuple(one.commit for one in copied),
-        restored=tuple(restored),
-        present=plan.present,
-        left=plan.left,
-        failed=(*plan.failed, *not_copied, *not_restored),
-        records=plan.records,
-        blobs=blobs,
-        nbytes=nbytes,
-        made_store=made,
-    )
+        tuple(one.commit for one in copied), tuple(restored), plan.present, plan.left, failed, plan.records,
+        blobs=blobs, nbytes=nbytes, made_store=made,
+    )  # fmt: skip
     return result if with_tags is False else _with_tags(source, target, result, with_tags)
 
 
@@ -374,15 +361,13 @@ def _checked_part(part: Part) -> Part:
     return part
 
 
-def _with_tags(
-    source: Repository, target: Repository, result: CopyResult, with_tags: bool | None, *, dry_run: bool = False
-) -> CopyResult:
+def _with_tags(source: Repository, target: Repository, result: CopyResult, with_tags: bool | None) -> CopyResult:
     """Set the tags of the copied and present checkpoints, except tags that expire. Return ``result`` with their names.
 
     ``with_tags``: None leaves the tags that the target has, and notes in the result what was left.
     """
     there = {commit.id: commit for commit in list_commits(target).visible()} if target.exists() else {}
-    here = {one.id for one in (*result.copied, *result.restored, *result.present) if dry_run or one.id in there}
+    here = {one.id for one in (*result.copied, *result.restored, *result.present) if result.dry_run or one.id in there}
     found, before = list_tags(source), list_tags(target)
     if with_tags:
         found.raise_damage()
@@ -391,13 +376,12 @@ def _with_tags(
         now = before.tags.get(name, before.damaged.get(name))
         if tag.expires is not None or (isinstance(now, Tag) and now.expires is None and now.manifest == tag.manifest):
             continue
-        if tag.manifest not in here:
-            left[name] = "its checkpoint was not copied"
-        elif with_tags or now is None:
+        if tag.manifest in here and (with_tags or now is None):
             wanted.append(tag)
         else:
-            left[name] = "the target has it on a different checkpoint; --tags (tags=True) moves it"
-    for tag in () if dry_run else wanted:
+            why = "the target has it on a different checkpoint; --tags (tags=True) moves it"
+            left[name] = why if tag.manifest in here else "its checkpoint was not copied"
+    for tag in () if result.dry_run else wanted:
         try:
             set_tag(target, tag.name, there[tag.manifest])
         except Conflict:  # another process of the same copy may have set it first
