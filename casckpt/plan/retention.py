@@ -263,8 +263,8 @@ def _kept_by_rules(
     current: list[SavedCheckpoint], policy: Policy, now: int
 ) -> Iterator[tuple[str, Iterable[SavedCheckpoint]]]:
     """Choose the checkpoints of one run that each rule keeps. ``current``: one checkpoint per step, oldest first."""
-    newest, *healthy = newest_of(current)
-    yield from (("newest", [newest]), ("newest healthy", [saved for saved in healthy if saved is not newest]))
+    last, *healthy = newest_of(current)
+    yield from (("newest", [last]), ("newest healthy", [saved for saved in healthy if saved is not last]))
     if policy.keep_last:
         yield f"keep-last {policy.keep_last}", current[-policy.keep_last :]
     if policy.keep_every is not None:
