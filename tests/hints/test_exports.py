@@ -404,10 +404,10 @@ def test_a_plain_pickle_is_refused_before_its_code_runs_and_can_be_saved_as_advi
     path, arrays = tmp_path / "x.pkl", {"w": np.ones(3)}
     path.write_bytes(pickle.dumps({"model": arrays, "mark": Mark()}, protocol))
     ran.clear()
-    for allow in (False, True):
-        with messages.error(Refused) as advice:
-            torch_save_to_casckpt(path, store, run="a", step=1, allow_pickle=allow)
-        advice.says("is not a torch.save file")
+    with messages.error(Refused) as advice:
+        torch_save_to_casckpt(path, store, run="a", step=1, allow_pickle=True)
+    with pytest.raises(Refused, match="is not a torch.save file"):
+        torch_save_to_casckpt(path, store, run="a", step=1)
     run("import", store.url, path, "--run", "a", "--step", 1, "--allow-pickle", status=1)
     assert ran == []
     path.write_bytes(pickle.dumps({"model": arrays}, protocol))
