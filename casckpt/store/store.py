@@ -754,12 +754,12 @@ class Store:
         blob sizes. Forgotten checkpoints in ``target`` remain forgotten unless you name them. ``run``: copy only this
         run. ``tags``: also set the tags in ``target``. By default, a copy of the whole store sets those that ``target``
         lacks. ``jobs``: how many files to copy in parallel. ``part``: (rank, number of ranks), if several processes
-        share the work. ``blob_bytes``: repack the cells into blobs of this size (deltas keep their blobs). ``target``
-        may then be this store itself, whose small and worn blobs are packed together. ``compress``: "always" encodes
-        floats, except in checkpoints that already have encoded cells; "off" and None leave encodings unchanged.
-        ``check``: raise the errors at the end; otherwise, the result lists them as ``failed``. ``progress``: called
-        with the bytes that ``target`` has so far. Raises NotFound, StorageError, Damaged, Gone, Refused, or Conflict if
-        ``target`` has a different checkpoint at a step.
+        share the work. ``blob_bytes``: repack the cells into blobs of this size. ``target`` may then be this store
+        itself, whose small and worn blobs are packed together. ``compress``: "always" encodes floats, except in
+        checkpoints that already have encoded cells; "off" and None leave encodings unchanged. ``check``: raise the
+        errors at the end; otherwise, the result lists them as ``failed``. ``progress``: called with the bytes that
+        ``target`` has so far. Raises NotFound, StorageError, Damaged, Gone, Refused, or Conflict if ``target`` has a
+        different checkpoint at a step.
         """
         from casckpt.upkeep.copies import copy as copying
 

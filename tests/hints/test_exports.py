@@ -406,7 +406,7 @@ def test_a_plain_pickle_is_refused_before_its_code_runs_and_can_be_saved_as_advi
     ran.clear()
     with messages.error(Refused) as advice:
         torch_save_to_casckpt(path, store, run="a", step=1, allow_pickle=True)
-    with pytest.raises(Refused, match="is not a torch.save file"):
+    with pytest.raises(Refused, match=r"is not a torch\.save file"):
         torch_save_to_casckpt(path, store, run="a", step=1)
     run("import", store.url, path, "--run", "a", "--step", 1, "--allow-pickle", status=1)
     assert ran == []
