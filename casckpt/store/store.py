@@ -764,12 +764,11 @@ class Store:
         from casckpt.upkeep.copies import copy as copying
 
         source, other = self.repository, repository_of(target, self.repository.cache_dir)
-        with_tags = bool(tags) if refs or run is not None else tags
+        tags = bool(tags) if refs or run is not None else tags
         plan = copying.plan_copy(source, other, map(plain, refs), run=run, blob_bytes=blob_bytes, compress=compress)
         if dry_run:
-            return copying.preview(source, other, plan, with_tags=with_tags)
-        shown = Progress(progress)
-        result = copying.execute(source, other, plan, with_tags=with_tags, jobs=jobs, part=part, progress=shown)
+            return copying.preview(source, other, plan, with_tags=tags)
+        result = copying.execute(source, other, plan, with_tags=tags, jobs=jobs, part=part, progress=Progress(progress))
         if check:
             result.raise_failure()
         return result
