@@ -43,6 +43,7 @@ from casckpt.frontends.training_state.proof import Proof
 from casckpt.frontends.training_state.proof import prove as prove_state
 from casckpt.frontends.training_state.stored import MODEL
 from casckpt.frontends.training_state.train_state import restore_rng, rng_state
+from casckpt.loading.options import advising
 from casckpt.ranks.ranks import Ranks, everyone, open_ranks, this_rank
 from casckpt.store.opening import throttled
 from casckpt.store.types import (
@@ -431,6 +432,7 @@ class Checkpointer(RunCheckpoints):
         self._report_load(loaded, begun)
         return train
 
+    @advising("resume", ("unread", "cast", "strict", "rename"), "Checkpointer.load")
     def resume(
         self,
         model: TrainModel,
