@@ -29,12 +29,11 @@ except ImportError as error:
 
 from casckpt.contents.checkpoint import Checkpoint
 from casckpt.errors import InvalidInput, Unsupported
-from casckpt.frontends.stores import AnyStore
+from casckpt.frontends.stores import AnyStore, advising
 from casckpt.frontends.trainer import Checkpointer, TrainState
 from casckpt.frontends.trainer.settings import DueArguments, StepArguments, TrainerArguments
 from casckpt.frontends.training_state.contents import GroupOptions, Missing
 from casckpt.frontends.training_state.names import parameter_names
-from casckpt.loading.options import advising
 from casckpt.ranks.ranks import on_each, open_ranks
 from casckpt.store.types import Rename, Unread
 

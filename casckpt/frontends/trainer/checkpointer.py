@@ -16,7 +16,7 @@ from casckpt.base.names import check_attachment_name, check_keywords, check_step
 from casckpt.base.text import in_one_line, listed
 from casckpt.contents.checkpoint import Checkpoint
 from casckpt.errors import CasckptError, Conflict, Damaged, InvalidInput, Refused, StorageError
-from casckpt.frontends.stores import AnyStore, as_store
+from casckpt.frontends.stores import AnyStore, advising, as_store
 from casckpt.frontends.trainer.events import CheckpointEvent, Events, of_checkpoint
 from casckpt.frontends.trainer.janitor import Janitor
 from casckpt.frontends.trainer.ownership import RunOwnership
@@ -43,7 +43,6 @@ from casckpt.frontends.training_state.proof import Proof
 from casckpt.frontends.training_state.proof import prove as prove_state
 from casckpt.frontends.training_state.stored import MODEL
 from casckpt.frontends.training_state.train_state import restore_rng, rng_state
-from casckpt.loading.options import advising
 from casckpt.ranks.ranks import Ranks, everyone, open_ranks, this_rank
 from casckpt.store.opening import throttled
 from casckpt.store.types import (

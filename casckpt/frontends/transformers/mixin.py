@@ -33,7 +33,7 @@ from casckpt.base.lazy import cached_property
 from casckpt.base.names import LATEST, check_keywords
 from casckpt.contents.checkpoint import Checkpoint
 from casckpt.errors import InvalidInput, Mismatch, NotFound, Unsupported
-from casckpt.frontends.stores import AnyStore, as_store
+from casckpt.frontends.stores import AnyStore, advising, as_store
 from casckpt.frontends.trainer import Checkpointer, CheckpointerConfig, SaveOnSignal
 from casckpt.frontends.trainer.run_checkpoints import newest, warn_of_similar
 from casckpt.frontends.trainer.settings import TrainerArguments
@@ -48,7 +48,6 @@ from casckpt.frontends.transformers.callback import (
     logged_metrics,
     path_within,
 )
-from casckpt.loading.options import advising
 from casckpt.ranks.agreement import check_same
 from casckpt.ranks.ranks import everyone, on_each, open_ranks
 from casckpt.store.types import Commit
