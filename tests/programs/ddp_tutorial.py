@@ -6,7 +6,7 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 from torch import nn, optim
-from torch.nn.parallel import DistributedDataParallel as DDP
+from torch.nn.parallel import DistributedDataParallel
 
 import casckpt
 from casckpt.frontends.trainer import TrainState
@@ -30,7 +30,7 @@ def demo_checkpoint(rank: int, world_size: int, port: int) -> None:
     dist.init_process_group("gloo", rank=rank, world_size=world_size)
     args = options()
     torch.manual_seed(0)
-    ddp_model = DDP(ToyModel())
+    ddp_model = DistributedDataParallel(ToyModel())
     loss_fn = nn.MSELoss()
     optimizer = optim.SGD(ddp_model.parameters(), lr=0.01, momentum=0.9)
     scheduler = optim.lr_scheduler.CosineAnnealingLR(optimizer, T_max=args.steps)

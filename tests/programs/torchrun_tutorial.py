@@ -3,7 +3,7 @@
 import torch
 import torch.distributed as dist
 from torch.nn.functional import mse_loss
-from torch.nn.parallel import DistributedDataParallel as DDP
+from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
 import casckpt
@@ -22,7 +22,7 @@ class Trainer:
         self.optimizer = optimizer
         self.epochs_run = 0
         self.checkpointer = checkpointer
-        self.model = DDP(model)
+        self.model = DistributedDataParallel(model)
         last = self._load_snapshot() if args.resume else None
         starts(last.step if last else None)
 

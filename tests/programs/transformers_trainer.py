@@ -1,6 +1,6 @@
 """A fine-tuning script with Transformers' Trainer and casckpt's callback."""
 
-import tests.programs.hf as hf  # isort: skip # it sets the environment
+from tests.programs import hf  # isort: skip # it sets the environment
 import torch
 from transformers import Trainer
 

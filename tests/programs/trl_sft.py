@@ -1,6 +1,6 @@
 """TRL's SFT script, with casckpt's mixin. As TRL may be absent, its trainer is an imitation that writes a card."""
 
-import tests.programs.hf as hf  # isort: skip # it sets the environment
+from tests.programs import hf  # isort: skip # it sets the environment
 from pathlib import Path
 from typing import Any
 
