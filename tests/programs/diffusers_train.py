@@ -34,7 +34,7 @@ accelerator = Accelerator(cpu=True, gradient_accumulation_steps=2)
 model = torch.nn.Sequential(torch.nn.Linear(9, 16), torch.nn.SiLU(), torch.nn.Linear(16, 8))
 ema_model = EMAModel(model.parameters(), decay=0.99, use_ema_warmup=True, inv_gamma=1.0, power=0.75)
 optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, betas=(0.95, 0.999), weight_decay=1e-6)
-dataloader = DataLoader(torch.randn(48, 8), batch_size=4, shuffle=True)
+dataloader: Any = DataLoader(torch.randn(48, 8), batch_size=4, shuffle=True)
 lr_scheduler = get_scheduler("cosine", optimizer=optimizer, num_warmup_steps=4, num_training_steps=args.steps)
 model, optimizer, dataloader, lr_scheduler = accelerator.prepare(model, optimizer, dataloader, lr_scheduler)
 if args.hooks:

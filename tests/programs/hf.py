@@ -15,8 +15,8 @@ from tests.programs.shared import ran
 class Print(TrainerCallback):
     """Prints the completed steps."""
 
-    def on_step_end(self, args: Any, state: Any, control: Any, *, lr_scheduler: Any, **others: Any) -> None:
-        ran(state.global_step, lr_scheduler.get_last_lr()[0])
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        ran(state.global_step, kwargs["lr_scheduler"].get_last_lr()[0])
 
 
 def model() -> GPT2LMHeadModel:

@@ -16,7 +16,7 @@ Run all of them, or one, with the kills of a seed (`tests/conftest.py` prints it
     OMP_NUM_THREADS=1 .venv/bin/python -m pytest tests/programs --full -q -k nanogpt --hypothesis-seed=7
 
 Without ``--full``, nanoGPT's loop alone runs, and is killed once. A failure lists every difference, with what the job
-printed. The folders of failed tests remain in pytest's temporary folder. `kill_once` and the programs also run by
+printed. The folders of failed tests remain in pytest's temporary folder. The programs also run by
 hand: ``PYTHONPATH=. .venv/bin/python tests/programs/nanogpt.py --store /tmp/s --steps 60``.
 """
 
@@ -268,7 +268,7 @@ class Folder(NamedTuple):
         """Return the ids of the visible checkpoints, by step."""
         if not (self.path / "store").exists():
             return {}
-        return {one.step: one.id for one in casckpt.open(self.path / "store").checkpoints(self.loop.run)}
+        return {one.step: one.id[:8] for one in casckpt.open(self.path / "store").checkpoints(self.loop.run)}
 
     def copy(self, name: str) -> Folder:
         copied = self.path.with_name(name)
@@ -303,13 +303,14 @@ class Story:
     def __init__(self, loop: Loop, path: Path, chance: random.Random) -> None:
         self.loop, self.path, self.chance = loop, path, chance
         self.folder = Folder(path / "job", loop)
-        self.differences = list[str]()
+        self.differences = dict[str, list[str]]()
+        self.outputs = dict[str, str]()
 
     def hold(self, job: Job, where: str, holds: bool, what: str) -> None:
         """Note a difference unless ``holds``."""
         if not holds:
-            tail = "\n    ".join(job.output.splitlines()[-12:])
-            self.differences.append(f"{self.loop.name}, {where}: {what}\n    {tail}")
+            self.differences.setdefault(where, []).append(what)
+            self.outputs[where] = "\n    ".join(job.output.splitlines()[-20:])
 
     def check(self, job: Job, where: str, cell: Cell) -> None:
         """Compare a job with its cell."""
@@ -321,7 +322,7 @@ class Story:
             self.hold(job, where, is_known, f"unexpected: {line}")
         ran = tuple(job.rates)
         if isinstance(cell.ran, int):
-            self.hold(job, where, len(ran) <= cell.ran, f"ran {ran}, not at most {cell.ran} steps")
+            self.hold(job, where, len(ran) <= cell.ran, f"ran {len(ran)} steps, not at most {cell.ran}")
         elif cell.ran is not None:
             self.hold(job, where, ran == cell.ran, f"ran {ran}, not {cell.ran}")
 
@@ -418,9 +419,12 @@ class Story:
             if self.loop.is_exact_longer:
                 self.hold(job, "longer", job.weights == reference.weights, "other weights than uninterrupted")
 
-
-def _tell(differences: list[str]) -> None:
-    assert not differences, "\n\n".join(["as expected, except:", *differences])
+    def tell(self) -> None:
+        """Fail with all differences."""
+        cells = [f"{where}: {what}" for where, found in self.differences.items() for what in found]
+        outputs = [f"output, {where}:\n    {output}" for where, output in self.outputs.items()]
+        if cells:
+            pytest.fail("\n".join([f"{self.loop.name} differs:", *cells, *outputs]), pytrace=False)
 
 
 def test_a_loop_like_nanogpts_survives_a_kill_a_requeue_and_a_forgotten_resume(tmp_path: Path, seed: int) -> None:
@@ -429,7 +433,7 @@ def test_a_loop_like_nanogpts_survives_a_kill_a_requeue_and_a_forgotten_resume(t
     story.finished()
     story.requeued()
     story.forgotten()
-    _tell(story.differences)
+    story.tell()
 
 
 @pytest.mark.soak
@@ -441,7 +445,7 @@ def test_a_loop_that_people_copy_does_what_its_cells_say(loop: Loop, tmp_path: P
     story.requeued()
     story.forgotten()
     story.longer()
-    _tell(story.differences)
+    story.tell()
 
 
 @pytest.mark.soak
@@ -456,4 +460,4 @@ def test_a_loop_that_cannot_go_on_says_how_to_change_it(name: str, tmp_path: Pat
     job = story.folder.job(*refusal.arguments)
     story.check(job, name, Cell(refusal.says, status=1, ran=1))
     story.hold(job, name, before == story.folder.checkpoints(), "the store changed")
-    _tell(story.differences)
+    story.tell()

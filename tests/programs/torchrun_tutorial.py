@@ -14,7 +14,7 @@ class Trainer:
     def __init__(
         self,
         model: torch.nn.Module,
-        train_data: DataLoader,
+        train_data: Any,
         optimizer: torch.optim.Optimizer,
         checkpointer: casckpt.Checkpointer,
     ) -> None:

@@ -43,7 +43,7 @@ class FullFinetuneRecipe:
         self._model = torch.nn.Sequential(torch.nn.Embedding(32, 16), torch.nn.Dropout(0.1), torch.nn.Linear(16, 32))
         self._optimizer = torch.optim.AdamW(self._model.parameters(), lr=2e-2)
         data = TensorDataset(torch.arange(64).square() % 32)
-        sampler = DistributedSampler(data, num_replicas=1, rank=0, shuffle=True, seed=0)
+        sampler: Any = DistributedSampler(data, num_replicas=1, rank=0, shuffle=True, seed=0)
         self._sampler, self._dataloader = sampler, DataLoader(data, batch_size=8, sampler=sampler)
         self._checkpointer = Checkpointer(self.cfg.store, run="tune", max_checkpoints=3, gc=True)
         self._steps_per_epoch = self.max_steps_per_epoch
