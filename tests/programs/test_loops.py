@@ -16,8 +16,9 @@ Run all of them, or one, with the kills of a seed (`tests/conftest.py` prints it
     OMP_NUM_THREADS=1 .venv/bin/python -m pytest tests/programs --full -q -k nanogpt --hypothesis-seed=7
 
 Without ``--full``, nanoGPT's loop alone runs, and is killed once. A failure lists every difference, with what the job
-printed. The folders of failed tests remain in pytest's temporary folder. The programs also run by
-hand: ``PYTHONPATH=. .venv/bin/python tests/programs/nanogpt.py --store /tmp/s --steps 60``.
+printed. The folders of failed tests remain in pytest's temporary folder. A program also runs by hand::
+
+    PYTHONPATH=. .venv/bin/python tests/programs/nanogpt.py --store checkpoints --steps 60
 """
 
 from __future__ import annotations

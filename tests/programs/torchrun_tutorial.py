@@ -1,5 +1,7 @@
 """multigpu_torchrun.py of PyTorch's DDP series: a snapshot holds the epoch that it ended, which a restart repeats."""
 
+from typing import Any
+
 import torch
 import torch.distributed as dist
 from torch.nn.functional import mse_loss
