@@ -124,13 +124,14 @@ class CasCheckpointManager(BaseCheckpointManager):  # type: ignore[misc]  # torc
         if self.config.load_only:
             return False
         if not (first or last_step or self.checkpointer.due(curr_step)):
+            self.checkpointer.start(curr_step)
             self._check()
             return False
         if last_step and self.config.last_save_model_only:
-            self.checkpointer.save(curr_step, _Weights(self.model_parts, self.config.export_dtype), overwrite=True)
+            self.checkpointer.save(curr_step, _Weights(self.model_parts, self.config.export_dtype))
             return True
         self.save_future = self.checkpointer.save_async(
-            curr_step, self.model_parts, self.optimizers, TrainState(**self.states), overwrite=True
+            curr_step, self.model_parts, self.optimizers, TrainState(**self.states)
         )
         if last_step or not self.config.async_save:
             self._wait_for_saving()

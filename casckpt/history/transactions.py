@@ -23,7 +23,7 @@ from casckpt.format.records import Began, Committed, FirstRecord, Settings, Sign
 from casckpt.history.commits import Commit, commit, just_committed
 from casckpt.history.following import announce_lost, at_step, greatest, is_visible, look_at_all, newest_reusable
 from casckpt.repository.caches import RunCache
-from casckpt.repository.processes import is_dead, this_process
+from casckpt.repository.processes import is_dead, saved_here, this_process
 from casckpt.repository.reading import check_requirements
 from casckpt.repository.repository import Repository
 
@@ -139,6 +139,7 @@ class Transaction:
             except CasckptError:
                 raise error from None
         self._has_committed = True
+        saved_here.add(record.manifest)
         self._pulse.stop()
         self._remove_files()
         return just_committed(record)

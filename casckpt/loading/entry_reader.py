@@ -53,6 +53,7 @@ from casckpt.loading.transfer import Task, Transfer
 from casckpt.plan.reads import Batch, plan_units
 from casckpt.plan.routes import Link
 from casckpt.repository.host_reads import HostReads
+from casckpt.repository.processes import loaded_here
 from casckpt.repository.repository import Repository
 from casckpt.storage.buffers import BufferPool
 from casckpt.storage.local.reader import headroom
@@ -125,6 +126,7 @@ class EntryReader:
         Raises Damaged, with the key and the blob, and Gone if the checkpoint was purged in the meantime.
         """
         self._run(wants, done, frozenset())
+        loaded_here.add((self.repo.marker.store_id, self.manifest.body.run))
 
     def _run(self, wants: Sequence[RegionRequest], done: Set[FilledRange], tried: Set[str]) -> None:
         """Read everything except the ranges in ``done``, which were filled from manifests with the heads ``tried``."""

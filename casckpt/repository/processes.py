@@ -1,5 +1,7 @@
 """Identifies processes, checks whether one on this host is dead, and provides a lock for the processes of this host.
 
+Also remembers what this process has saved and loaded.
+
 The identity comes from /proc. On a system without /proc, no process counts as dead.
 """
 
@@ -16,6 +18,10 @@ from pathlib import Path
 from casckpt.format.records import Process
 
 PROC = Path("/proc")
+saved_here: set[str] = set()
+"""The ids of the checkpoints that this process has committed."""
+loaded_here: set[tuple[str, str]] = set()
+"""The runs from which this process has read a checkpoint's tensors, each with the id of its store."""
 _MAX_PID = 1 << 22  # on Linux
 _STATE, _THREADS, _STARTED = 0, 17, 19  # fields 3, 20 and 22 of stat, counted from the field after the name
 

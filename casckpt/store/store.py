@@ -9,7 +9,7 @@ import logging
 import os
 import sys
 import weakref
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Container, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager
 from functools import partial
@@ -540,23 +540,24 @@ class Store:
         forgotten = forget_and_purge(self.repository, [one.commit for one in checkpoints])
         return [Checkpoint(self.repository, commit) for commit in forgotten]
 
-    def rotate(self, run: str, rotation: Rotation) -> list[Checkpoint]:
+    def rotate(self, run: str, rotation: Rotation, among: Container[str] | None = None) -> list[Checkpoint]:
         """Forget and purge the checkpoints of ``run`` that ``rotation`` does not keep, as `forget_now` does.
 
-        Exactly one process must call this. Raises StorageError, and Damaged or Refused if a tag cannot be read.
+        ``among``: the ids of the only checkpoints that may go; the rules count no others. None for all. Exactly one
+        process must call this. Raises StorageError, and Damaged or Refused if a tag cannot be read.
         """
         from casckpt.upkeep.gc.rotation import rotate
 
-        return [Checkpoint(self.repository, commit) for commit in rotate(self.repository, run, rotation)]
+        return [Checkpoint(self.repository, commit) for commit in rotate(self.repository, run, rotation, among)]
 
-    def thin_now(self, run: str, rule: Thinning | None) -> list[Checkpoint]:
+    def thin_now(self, run: str, rule: Thinning | None, among: Container[str] | None = None) -> list[Checkpoint]:
         """Thin the checkpoints of ``run`` by ``rule``, and purge their old commits as `forget_now` does.
 
-        Skips damaged checkpoints. Raises the same errors as `rotate`.
+        ``among``: as for `rotate`. Skips damaged checkpoints. Raises the same errors as `rotate`.
         """
         from casckpt.upkeep.gc.rotation import thin
 
-        return [Checkpoint(self.repository, commit) for commit in thin(self.repository, run, rule)]
+        return [Checkpoint(self.repository, commit) for commit in thin(self.repository, run, rule, among)]
 
     def thin(
         self,

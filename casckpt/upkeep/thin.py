@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import logging
 import shlex
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from datetime import datetime
@@ -104,12 +104,13 @@ def plan_thin(
     run: str | None = None,
     tagged: bool = False,
     spare: Iterable[Commit] = (),
+    among: Container[str] | None = None,
 ) -> ThinPlan:
     """Plan to drop the entries that match ``drop`` (fnmatch patterns on keys), from ``refs`` or by a rule.
 
     ``keep``: a policy that selects the checkpoints to leave whole. The newest checkpoint of each run is always left
     whole. ``tagged``: also thin checkpoints that have a tag without an expiration time. ``spare``: checkpoints to
-    skip. Writes nothing.
+    skip. ``among``: the ids of the only checkpoints that may be thinned; None for all. Writes nothing.
 
     Raises `Conflict` if one of ``refs`` is tagged, `InvalidInput`, `NotFound`, and `StorageError`.
     """
@@ -125,7 +126,7 @@ def plan_thin(
         check_own(repo, listed.visible())
         chosen = _beyond(listed, keep or Policy(), repo.clock(), tagged_txids(named, listed.visible()), run)
     spared = {commit.txid for commit in spare}
-    left = [commit for commit in chosen if commit.txid not in spared]
+    left = [commit for commit in chosen if commit.txid not in spared and (among is None or commit.id in among)]
     done = tuple(commit for commit in left if rule <= _rule(commit))
     todo = [commit for commit in left if not rule <= _rule(commit)]
     plans = list(in_parallel(repo.storage.traits.requests, partial(_plan_one, repo, rule), todo))

@@ -220,7 +220,9 @@ def signs_and_demands(rank: int, size: int, path: Path, private: str, public: st
     signed.manager.maybe_wait_for_saving()
     signed.manager.checkpointer.store.wait_for_mirror()
     assert signed.load()
-    Loop(rank, size, path).train(4, last=4)
+    unsigned = Loop(rank, size, path)
+    assert unsigned.load()
+    unsigned.train(4, last=4)
     with pytest.raises(Unsigned, match="titan@4"):
         signed.load()
 

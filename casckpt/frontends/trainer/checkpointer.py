@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Iterator, Mapping, MutableMapping
+from collections.abc import Iterator, Mapping, MutableMapping, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -13,14 +13,16 @@ from types import MappingProxyType, TracebackType
 from typing import TYPE_CHECKING, Any, Self, Unpack
 
 from casckpt.base.names import check_attachment_name, check_keywords, check_step
-from casckpt.base.text import in_one_line
+from casckpt.base.text import in_one_line, listed
 from casckpt.contents.checkpoint import Checkpoint
 from casckpt.errors import CasckptError, Conflict, InvalidInput
 from casckpt.frontends.stores import AnyStore, as_store
 from casckpt.frontends.trainer.events import CheckpointEvent, Events, of_checkpoint
 from casckpt.frontends.trainer.janitor import Janitor
+from casckpt.frontends.trainer.ownership import RunOwnership
+from casckpt.frontends.trainer.repeats import differing_keys, unsaved_labels
 from casckpt.frontends.trainer.resumed import Resumed, check_given, excuses, of_all_ranks, outcome_of
-from casckpt.frontends.trainer.run_checkpoints import RunCheckpoints, newest_together
+from casckpt.frontends.trainer.run_checkpoints import RunCheckpoints, newest, newest_together
 from casckpt.frontends.trainer.saves import Failures, HeardFuture, SaveSummary, will_repeat
 from casckpt.frontends.trainer.settings import DueArguments, Kind, StepArguments, TrainerArguments, TrainerSettings
 from casckpt.frontends.training_state.contents import (
@@ -45,6 +47,7 @@ from casckpt.ranks.ranks import Ranks, everyone, open_ranks, this_rank
 from casckpt.store.opening import throttled
 from casckpt.store.types import (
     CheckReplicas,
+    Commit,
     LoadArguments,
     MatchArguments,
     Rename,
@@ -131,8 +134,8 @@ class Checkpointer(RunCheckpoints):
         self._loaded: tuple[Checkpoint, LoadRequest] | None = None
         self._begun: int | None = None
         self._reached: int | None = None
-        self._warned_of_space = self._warned_of_others = False
-        self._own = set[str]()  # the ids of the checkpoints that it has saved
+        self._warned_of_space = self._warned_of_others = self._warned_of_repeat = False
+        self.ownership = RunOwnership(self, self._rotation)
         self._checked: bool | None = None  # False: checked, but before the optimizer had state
         self.resumed: Resumed | None = None
         """The result of the last `resume`; None if it found no checkpoint."""
@@ -170,16 +173,34 @@ class Checkpointer(RunCheckpoints):
         retry the same step.
         """
         check_keywords("Checkpointer.save", options, StepArguments)
+        return self.save_or_keep(step, model, optim, train_state, keeps=False, **options)
+
+    def save_or_keep(
+        self,
+        step: int,
+        model: TrainModel,
+        optim: AnyOptimizer | None = None,
+        train_state: AnyTrainState = None,
+        *,
+        keeps: bool = True,
+        **options: Unpack[StepArguments],
+    ) -> Checkpoint:
+        """Save like `save`, but if ``step`` was loaded and the state has changed, keep the checkpoint, with a warning.
+
+        `SaveOnSignal` does so. ``keeps``: if False, raise Conflict.
+        """
         begun = time.monotonic()
-        ranks, _, waits = self._begin()
-        with self._reporting(ranks, step):
-            state = state_to_save(ranks, model, optim, train_state)
-            saved = self.store.save(state, run=self.run, step=step, **self._save_arguments(model, **options))
-        self._files.clear()
+        begin = self._begin(step, options)
+        with self._reporting(begin.ranks, step):
+            state = state_to_save(begin.ranks, model, optim, train_state)
+            kept = self._kept(begin, state, model, options, keeps=keeps)
+            saved = kept or self.store.save(state, run=self.run, step=step, **self._arguments(begin, model, options))
         self._failures.note(None)
         self.saved_step = saved.step
-        seconds = time.monotonic() - begun
-        self._after(SaveSummary(checkpoint=saved, blocked=seconds, durable=seconds, waits=waits), ranks)
+        if kept is None:
+            self._files.clear()
+            seconds = time.monotonic() - begun
+            self._after(SaveSummary(checkpoint=saved, blocked=seconds, durable=seconds, waits=begin.waits), begin.ranks)
         return saved
 
     def save_async(
@@ -199,13 +220,24 @@ class Checkpointer(RunCheckpoints):
         call waits for its own save and raises its error.
         """
         check_keywords("Checkpointer.save_async", options, StepArguments)
-        begun = time.monotonic()
-        ranks, is_foreground, waits = self._begin()
+        return self._save_async(step, model, optim, train_state, options, keeps=False)
+
+    def _save_async(
+        self, step: int, model: TrainModel, optim: Any, train_state: Any, options: StepArguments, *, keeps: bool
+    ) -> Future[Checkpoint]:
+        """Implement `save_async`. ``keeps``: see `save_or_keep`."""
+        begun, done = time.monotonic(), HeardFuture()
+        begin = self._begin(step, options)
+        ranks, waits = begin.ranks, begin.waits
         with self._reporting(ranks, step):
             state = state_to_save(ranks, model, optim, train_state)
-            saving = self.store.save_async(state, run=self.run, step=step, **self._save_arguments(model, **options))
+            if (kept := self._kept(begin, state, model, options, keeps=keeps)) is not None:
+                self.saved_step = step
+                done.set_result(kept)
+                return done
+            arguments = self._arguments(begin, model, options)
+            saving = self.store.save_async(state, run=self.run, step=step, **arguments)
         blocked = time.monotonic() - begun
-        done = HeardFuture()
 
         def finish(saving: Future[Checkpoint]) -> None:
             try:
@@ -224,9 +256,40 @@ class Checkpointer(RunCheckpoints):
         self._pending = _Pending(done, step, self.saved_step, self._files)
         self._files, self.saved_step = {}, step
         saving.add_done_callback(finish)
-        if is_foreground:
+        if begin.is_foreground:
             self.wait()
         return done
+
+    def start(self, step: int, *, loaded: int | None = None, overwrite: bool | None = None) -> None:
+        """Decide whether this training may save steps from ``step`` on to the run. Every rank makes the call.
+
+        The first `save`, `save_async` or `save_if_due` calls it. A training may continue a run that has no checkpoint,
+        or of which this object or any rank's process has loaded one. Otherwise, a warning names the newest checkpoint
+        if all are earlier than ``step``, and Conflict is raised if one is not, unless you pass ``overwrite=True``.
+        ``loaded``: the step of the checkpoint whose state the training has received in a different way. ``overwrite``:
+        as for `save`.
+        """
+        ranks = open_ranks(self.process_group)
+
+        def decide(found: Sequence[bool]) -> Sequence[bool]:
+            try:
+                if loaded is not None and (checkpoint := newest(self.store, self.run, loaded)) is not None:
+                    self.ownership.note_load(Checkpoint(self.store.repository, checkpoint))
+                self.ownership.decide(
+                    step, was_loaded=any(found), overwrites=self._overwrites({"overwrite": overwrite})
+                )
+            except Conflict:
+                raise
+            except CasckptError as error:  # it is decided before the next save
+                log.info("casckpt cannot look at run %s of %s: %s", self.run, self.store.url, error)
+            return everyone(self.ownership.is_decided, ranks.size)
+
+        def look() -> bool:
+            check_step(step)
+            return self.ownership.was_loaded_here()
+
+        if not self.ownership.is_decided:
+            self.ownership.is_decided = ranks.exchange(look, decide)
 
     def check(self, model: TrainModel, optim: AnyOptimizer | None = None, train_state: AnyTrainState = None) -> None:
         """Raise the errors that `save` would raise for these arguments before its first write. Nothing is saved.
@@ -287,8 +350,10 @@ class Checkpointer(RunCheckpoints):
             self._begun = step - 1
         self._reached = step
         if kind is not None:
-            saving = self.save_async(step, model, optim, train_state, ephemeral=kind == "ephemeral", **options)
+            named = StepArguments(ephemeral=kind == "ephemeral")
+            saving = self._save_async(step, model, optim, train_state, {**named, **options}, keeps=True)
         else:
+            self.start(step)
             if self.config.is_skipped(step, self.saved_step) and open_ranks(self.process_group).rank == 0:
                 self._events.emit(CheckpointEvent(kind="skipped", run=self.run, step=step, reason="ephemeral_cooldown"))
             self.check_first_steps(model, optim, train_state)
@@ -454,6 +519,10 @@ class Checkpointer(RunCheckpoints):
         self._settle()
         return newest_together(open_ranks(self.process_group), self.store, self.run, step)
 
+    def has_loaded(self, step: int) -> bool:
+        """Return whether the last `load` or `resume` loaded the checkpoint of ``step`` of this run."""
+        return self._loaded is not None and (self._loaded[0].run, self._loaded[0].step) == (self.run, step)
+
     # inside
 
     def _check(
@@ -484,6 +553,13 @@ class Checkpointer(RunCheckpoints):
         self.saved_step, self._begun = (loaded.step if loaded.run == self.run else None), None
         self._reached = None
         self.lineage, self._loaded = loaded.child_lineage, (loaded, wanted)
+        if open_ranks(self.process_group).rank == 0:
+            try:
+                self.ownership.note_load(loaded)
+            except CasckptError as error:  # other ranks have the loaded state
+                log.warning(
+                    "retention keeps the earlier checkpoints of %s, which cannot be listed: %s", self.run, error
+                )
         return loaded, train
 
     def _report_load(self, loaded: Checkpoint, begun: float) -> None:
@@ -511,13 +587,12 @@ class Checkpointer(RunCheckpoints):
 
     def _save_arguments(self, model: TrainModel, **given: Unpack[StepArguments]) -> SaveArguments:
         """Return the arguments for `Store.save`, which checks them and raises any error on all ranks."""
-        overwrite = given.get("overwrite")
         return {
             "ephemeral": given.get("ephemeral", False),
             "metadata": given.get("metadata"),
             "metrics": given.get("metrics"),
             "healthy": given.get("healthy"),
-            "overwrite": self.config.overwrite if overwrite is None else overwrite,
+            "overwrite": self._overwrites(given),
             "attachments": with_hub_files(model, given.get("attachments"), self._files),
             "frozen": self.config.frozen,
             "compress": self.config.compress,
@@ -539,13 +614,14 @@ class Checkpointer(RunCheckpoints):
             return
         saved, figures = summary.checkpoint, summary.figures  # now, while the manifest is still in memory
         self._warn_of_others(saved)
-        gone, thinned = list[Checkpoint](), list[Checkpoint]()
+        gone, thinned, removable = list[Checkpoint](), list[Checkpoint](), self.ownership.removable
         try:
-            gone = self.store.rotate(self.run, self._rotation)
-            thinned = self.store.thin_now(self.run, self._rotation.thin)
+            gone = self.store.rotate(self.run, self._rotation, removable)
+            thinned = self.store.thin_now(self.run, self._rotation.thin, removable)
         except CasckptError as error:
             log.warning("retention after the save of %s@%d failed: %s", saved.run, saved.step, error)
-        self.summary = replace(summary, forgotten=tuple(checkpoint.step for checkpoint in gone))
+        purged = tuple(checkpoint.step for checkpoint in gone if checkpoint.commit.last == "purged")
+        self.summary = replace(summary, forgotten=tuple(checkpoint.step for checkpoint in gone), purged=purged)
         log.info("%s", self.summary)
         self._events.emit(of_checkpoint("saved", saved, figures))
         for checkpoint in gone:
@@ -562,8 +638,9 @@ class Checkpointer(RunCheckpoints):
     def _warn_of_others(self, saved: Checkpoint) -> None:
         """Warn once, from the second save on, if something else saved the previous checkpoint of the run."""
         parent, is_first = saved.commit.committed.parent, self.summary is None
-        self._own.add(saved.id)
-        if parent is not None and parent not in self._own and not is_first and not self._warned_of_others:
+        self.ownership.note_save(saved)
+        is_own = parent is None or self.ownership.has_saved(parent)
+        if not (is_own or is_first or self._warned_of_others):
             self._warned_of_others = True
             log.warning(
                 "another program also saves to run %r of %s: the checkpoint before %s@%d is %.12s. A resume loads the "
@@ -591,12 +668,15 @@ class Checkpointer(RunCheckpoints):
             "the last save_if_due", after + 1, reached, self.run, reached,
         )  # fmt: skip
 
-    def _begin(self) -> tuple[Ranks, bool, tuple[float, float]]:
-        """Wait for the background save and for the other ranks.
+    def _overwrites(self, options: StepArguments) -> bool:
+        overwrite = options.get("overwrite")
+        return self.config.overwrite if overwrite is None else overwrite
 
-        Return the ranks, whether they must also wait for the next save, and the ``waits`` of its `SaveSummary`.
+    def _begin(self, step: int, options: StepArguments) -> _Begin:
+        """Wait for the background save and for the other ranks. Look for a checkpoint of ``step``.
 
         If the save failed on any rank and the next save would fail in the same way, the error is raised on all ranks.
+        So is Conflict, if ``step`` exists and this object has neither loaded nor saved it.
         """
         begun = time.monotonic()
         error = self._settle(to_save=True)
@@ -608,12 +688,65 @@ class Checkpointer(RunCheckpoints):
                 raise error
             return self._failures.too_many
 
-        waits = ranks.exchange(look, lambda found: everyone(any(found), ranks.size))
+        def decide(found: Sequence[bool]) -> Sequence[tuple[bool, Commit | None, bool]]:
+            saved = None if self._overwrites(options) else self.ownership.find(step)
+            is_own = saved is not None and self.ownership.has_saved(saved.id)
+            return everyone((any(found), None if saved is None else saved.commit, is_own), ranks.size)
+
+        self.start(step, overwrite=options.get("overwrite"))
+        waits, existing, is_own = ranks.exchange(look, decide)
         if waits and ranks.rank == 0:
             log.warning(
                 "%d consecutive saves of %s failed: the training waits for the next one", self._failures.count, self.run
             )
-        return ranks, waits, (settled - begun, time.monotonic() - settled)
+        checkpoint = None if existing is None else Checkpoint(self.store.repository, existing)
+        return _Begin(ranks, waits, (settled - begun, time.monotonic() - settled), checkpoint, is_own)
+
+    def _arguments(self, begin: _Begin, model: TrainModel, options: StepArguments) -> SaveArguments:
+        """Return the arguments for `Store.save`. It replaces a checkpoint that has the same state."""
+        return {**self._save_arguments(model, **options), **({"overwrite": True} if begin.existing else {})}
+
+    def _kept(
+        self, begin: _Begin, state: Mapping[str, Any], model: TrainModel, options: StepArguments, *, keeps: bool
+    ) -> Checkpoint | None:
+        """Return the checkpoint of a step that is already saved, if it stays. Return None if the step is to be saved.
+
+        Raises Conflict on every rank if the model or the optimizer differ from the saved ones, unless the step was
+        loaded and ``keeps`` is set.
+        """
+        saved = begin.existing
+        if saved is None:
+            return None
+        given = self._loaded[1].given if self._loaded is not None and self._loaded[0].id == saved.id else {}
+        differing, train = differing_keys(self.store, saved, state, model, **self._load_arguments(**given))
+        text = f"{saved.run}@{saved.step} is already saved"
+        if differing and (begin.is_own or not keeps):
+            raise Conflict(
+                f"{text}, and {listed(differing)} changed since. Save after advancing the step counter",
+                checkpoints=(saved.id,),
+            )
+        if not differing and saved.ephemeral and not options.get("ephemeral"):
+            return None
+        if begin.ranks.rank == 0:
+            self._tell_kept(text, saved.step, differing, train, unsaved_labels(saved, options))
+        return saved
+
+    def _tell_kept(
+        self, text: str, step: int, differing: Sequence[str], train: Sequence[str], labels: Sequence[str]
+    ) -> None:
+        """Log that a checkpoint of the same step stays, and emit an event."""
+        if differing and not self._warned_of_repeat:
+            self._warned_of_repeat = True
+            log.warning(
+                "%s, and stays as it is, although %s changed since: this loop repeats step %d. Save after advancing "
+                "the counter", text, listed(differing), step,
+            )  # fmt: skip
+        elif not differing:
+            also = f"; its {' and '.join(labels)} are not stored" if labels else ""
+            since = f" (changed since: {listed(train)})" if train else ""
+            log.log(logging.WARNING if labels else logging.INFO, "%s%s%s", text, since, also)
+        reason = "step_repeated" if differing else "already_saved"
+        self._events.emit(CheckpointEvent(kind="skipped", run=self.run, step=step, reason=reason))
 
     def _settle(self, *, to_save: bool = False) -> BaseException | None:
         """Wait for the background save, and log its error if it failed.
@@ -644,6 +777,20 @@ class Checkpointer(RunCheckpoints):
             self._files = pending.files | self._files
             self.saved_step = pending.saved_step
         return error
+
+
+@dataclass(frozen=True)
+class _Begin:
+    """The beginning of a save. ``is_foreground``: whether the ranks wait for it. ``waits``: see `SaveSummary`.
+
+    ``existing``: the checkpoint of its step that this object has loaded or saved. ``is_own``: whether it saved it.
+    """
+
+    ranks: Ranks
+    is_foreground: bool
+    waits: tuple[float, float]
+    existing: Checkpoint | None
+    is_own: bool
 
 
 @dataclass(frozen=True)

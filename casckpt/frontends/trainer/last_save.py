@@ -87,7 +87,7 @@ class SaveOnSignal:
             log.warning("%s: exiting after step %d, which is saved", name, step)
         else:
             log.warning("%s: saving step %d, then exiting", name, step)
-            self._checkpointer.save(step, model, optim, train_state, **options)
+            self._checkpointer.save_or_keep(step, model, optim, train_state, **options)
         raise SystemExit(128 + number if self._status is None else self._status)
 
     def received(self, step: int) -> int:
@@ -98,9 +98,9 @@ class SaveOnSignal:
         return ranks.exchange(lambda: self._received, lambda found: everyone(max(found), ranks.size))
 
     def _saved_already(self, step: int) -> bool:
-        """Wait for the background save. Return whether ``step`` is the last saved step."""
+        """Wait for the background save. Return whether this checkpointer has last saved ``step``."""
         try:
             self._checkpointer.wait()
         except CasckptError as error:
             log.error("the previous save failed: %s", error)
-        return self._checkpointer.saved_step == step
+        return self._checkpointer.saved_step == step and not self._checkpointer.has_loaded(step)

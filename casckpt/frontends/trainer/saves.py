@@ -77,7 +77,8 @@ class SaveSummary:
     ``waits``: the parts of ``blocked`` before the save began: for the previous save, and for the other ranks.
     ``bytes_copied``: the size of rank 0's copy of its state.
     ``durable``: the seconds until the commit. ``bytes_new``: the bytes that all ranks wrote. ``bytes_reused``: the
-    bytes that the store already held. ``forgotten``: the steps that retention forgot after the save.
+    bytes that the store already held. ``forgotten``: the steps that retention forgot after the save. ``purged``: those
+    of them that cannot be restored.
     """
 
     checkpoint: Checkpoint
@@ -86,6 +87,7 @@ class SaveSummary:
     waits: tuple[float, float] = (0.0, 0.0)
     bytes_copied: int = 0
     forgotten: tuple[int, ...] = ()
+    purged: tuple[int, ...] = ()
 
     @property
     def bytes_new(self) -> int:
@@ -112,7 +114,9 @@ class SaveSummary:
     def __str__(self) -> str:
         ckpt = self.checkpoint
         kind = " (ephemeral)" if ckpt.ephemeral else ""
-        gone = f"; forgot {', '.join(f'{ckpt.run}@{step}' for step in self.forgotten)}" if self.forgotten else ""
+        hidden = [step for step in self.forgotten if step not in self.purged]
+        parts = [(verb, steps) for verb, steps in (("forgot", hidden), ("purged", self.purged)) if steps]
+        gone = "".join(f"; {verb} {', '.join(f'{ckpt.run}@{step}' for step in steps)}" for verb, steps in parts)
         return (
             f"saved {ckpt.run}@{ckpt.step}{kind}: blocked {self.blocked:.2f} s, durable after {self.durable:.2f} s, "
             f"{self.bytes_new / _MIB:.1f} MiB new, {self.bytes_reused / _MIB:.1f} MiB reused{gone}"

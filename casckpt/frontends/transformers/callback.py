@@ -64,7 +64,7 @@ class CasCheckpointCallback(TrainerCallback):
     store. The metrics of a checkpoint are the values that the trainer logged at its step, so ``keep={"keep_best":
     "eval_loss:3"}`` keeps the three best checkpoints.
 
-    If a step is saved a second time, the new checkpoint replaces the old one. ``async_save``: save in the background,
+    ``async_save``: save in the background,
     one save at a time. Errors are raised as in `Checkpointer.save_async`, and at the end of the training.
     ``tag_best``: a tag for the best checkpoint so far according to ``metric_for_best_model``. The tag makes retention
     keep it.
@@ -105,6 +105,11 @@ class CasCheckpointCallback(TrainerCallback):
                 raise Unsupported(f"the checkpoint folders of a Trainer with {name} are not supported; {_USE_ANOTHER}")
         self._check(args, kwargs)
         self._is_resumed = state.global_step > 0
+        self.checkpointer.ownership.reset()
+        self.checkpointer.ownership.to_resume = (
+            "train(resume_from_checkpoint=...) with the result of restore_checkpoint"
+        )
+        self.checkpointer.start(state.global_step + 1, loaded=state.global_step or None)
 
     def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: object) -> None:
         """Prove a resume before its first step."""
@@ -175,17 +180,13 @@ class CasCheckpointCallback(TrainerCallback):
 
 
 def config_of(run: str, settings: TrainerArguments) -> CheckpointerConfig:
-    """Return the config of a checkpointer that replaces existing steps.
-
-    Raises InvalidInput for settings that decide when to save.
-    """
+    """Return the config of a checkpointer. Raises InvalidInput for settings that decide when to save."""
     useless = sorted(_WHEN & settings.keys())
     if useless:
         raise InvalidInput(
             f"{useless[0]} has no effect here: save_strategy and save_steps of the Trainer determine when to save"
         )
-    replacing: TrainerArguments = {"overwrite": True, **settings}
-    return CheckpointerConfig(run=run, **replacing)
+    return CheckpointerConfig(run=run, **settings)
 
 
 def logged_metrics(state: Any, step: int, first: str | None = None) -> dict[str, float]:

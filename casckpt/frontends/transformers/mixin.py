@@ -79,8 +79,7 @@ class CasTrainerMixin(Trainer):
 
     ``save_strategy`` and ``save_steps`` in the training arguments determine when to save. ``save_total_limit`` is the
     number of checkpoints to keep. With ``load_best_model_at_end``, the best checkpoint is kept in addition to these.
-    The metrics of a checkpoint are the values that were logged at its step. If a step is saved again, the new
-    checkpoint replaces the previous one.
+    The metrics of a checkpoint are the values that were logged at its step.
 
     The model may be replicated by DDP, or sharded by FSDP2 or tensor parallelism (``DistributedConfig``). Raises
     InvalidInput and Unsupported for arguments that cannot work.
@@ -279,6 +278,7 @@ class CasTrainerMixin(Trainer):
             signals = ()
         with self.checkpointer, SaveOnSignal(self.checkpointer, signals, every=self._signal_every) as self._received:
             self._signal = 0
+            self.checkpointer.ownership.reset()
             folder = self._find(resume_from_checkpoint)
             return super().train(folder, trial, ignore_keys_for_eval, **kwargs)
 
@@ -429,6 +429,8 @@ class _Watch(TrainerCallback):
         self._trainer = trainer
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: object) -> None:
+        self._trainer.checkpointer.ownership.to_resume = "train(resume_from_checkpoint=True)"
+        self._trainer.checkpointer.start(state.global_step + 1)
         self._trainer._check_first_steps()
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: object) -> None:

@@ -369,7 +369,8 @@ def _retire_at_once(
     ages, done = min_age_of(repo, None, AT_ONCE), RetireProgress()
     plan = GcPlan(tuple(forget), tuple(commit for commit in purge if not ages.of(commit)), mirror=settings.mirror)
     retire(repo, unless_mirror_is_gone(repo, plan, near=True), done)
-    return done.forgotten
+    purged = {commit.txid: commit for commit in done.purged}
+    return [purged.get(commit.txid, commit) for commit in done.forgotten]
 
 
 def _untagged(repo: Repository, commits: Sequence[Commit]) -> list[Commit]:

@@ -43,17 +43,18 @@ def plan_rotation(visible: Sequence[Commit], rotation: Rotation, tagged: Contain
     return [commit for commit in visible if commit.txid not in keep and commit.txid not in tagged]
 
 
-def rotate(repo: Repository, run: str, rotation: Rotation) -> list[Commit]:
+def rotate(repo: Repository, run: str, rotation: Rotation, among: Container[str] | None = None) -> list[Commit]:
     """Forget and purge the checkpoints of ``run`` that ``rotation`` does not keep, and return them.
 
-    Exactly one process must call this. The next gc frees the space. If the store's settings have a minimum age, gc
-    purges the checkpoints instead. Checkpoints that are not yet safe in the mirror are kept. A tag that is set in the
-    meantime counts. Raises Damaged or Refused if a tag cannot be read, and StorageError.
+    ``among``: the ids of the only checkpoints that may go; the rules count no others. None for all. Exactly one process
+    must call this. The next gc frees the space. If the store's settings have a minimum age, gc purges the checkpoints
+    instead. Checkpoints that are not yet safe in the mirror are kept. A tag that is set in the meantime counts.
+    Raises Damaged or Refused if a tag cannot be read, and StorageError.
     """
     if rotation.is_empty:
         return []
     listed = list_commits(repo)
-    visible = [commit for commit in listed.visible() if commit.run == run]
+    visible = [commit for commit in listed.visible() if commit.run == run and (among is None or commit.id in among)]
     now = repo.clock()
     _warn_of_metrics(run, visible, rotation)
     if not plan_rotation(visible, rotation, (), now):  # tags can only keep more checkpoints
@@ -75,15 +76,15 @@ def _warn_of_metrics(run: str, visible: Sequence[Commit], rotation: Rotation) ->
             log.warning(message, len(permanent), run, best.metric)
 
 
-def thin(repo: Repository, run: str, rule: Thinning | None) -> list[Commit]:
+def thin(repo: Repository, run: str, rule: Thinning | None, among: Container[str] | None = None) -> list[Commit]:
     """Thin the checkpoints of ``run`` by ``rule``, purge their old commits, and return the new commits.
 
-    If the store's settings have a minimum age, gc purges the old commits instead. Skips damaged checkpoints. Raises
-    the errors of `rotate`.
+    ``among``: as for `rotate`. If the store's settings have a minimum age, gc purges the old commits instead. Skips
+    damaged checkpoints. Raises the errors of `rotate`.
     """
     if rule is None:
         return []
-    plan = plan_thin(repo, drop=rule.drop, keep=rule.keep, run=run)
+    plan = plan_thin(repo, drop=rule.drop, keep=rule.keep, run=run, among=among)
     if not plan.thin:
         return []
     made = execute(repo, plan)

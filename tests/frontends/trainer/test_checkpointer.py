@@ -347,14 +347,16 @@ def test_a_failed_save_stops_the_training_before_more_steps_are_at_risk() -> Non
 
 
 @pytest.mark.parametrize("how", ["save", "save_async"])
-def test_a_conflict_in_a_background_save_is_raised_by_the_next_save(how: str) -> None:
+def test_a_conflict_in_a_background_save_is_raised_by_the_next_save(how: str, monkeypatch: pytest.MonkeyPatch) -> None:
     store, (model, optimizer) = small(), trained()
-    store.save({"x": 1}, run="sft", step=2)
     with Checkpointer(store, run="sft") as checkpointer:
+        checkpointer.save(1, model)
+        store.save({"x": 1}, run="sft", step=2)
+        monkeypatch.setattr(checkpointer.ownership, "find", lambda step: None)  # as if it was saved after the look
         checkpointer.save_async(2, model, optimizer)
         with pytest.raises(Conflict, match="sft@2 already exists"):
             getattr(checkpointer, how)(3, model, optimizer)
-    assert steps(store) == [("sft", 2)]
+    assert steps(store) == [("sft", 1), ("sft", 2)]
 
 
 # lineage

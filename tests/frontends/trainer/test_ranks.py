@@ -271,7 +271,7 @@ def test_all_ranks_resume_alike_if_one_cannot_read_the_store(store_path: Path, w
     *failed, last = zip(*ranks.run(3, resume_with_failures, store_path, who), strict=True)
     assert last == ((2, ""),) * 3
     assert {text.rpartition(" ")[2] for _, text in (found[who] for found in failed)} == {
-        "get", "open", "read_into", *(("list",) if who == 0 else ())
+        "get", "open", "read_into", *(("list", "") if who == 0 else ())  # "": it cannot look at the run after the load
     }  # fmt: skip
     for found in failed:
-        assert found == told_by(who, StorageError, found[who][1])
+        assert found == (told_by(who, StorageError, found[who][1]) if found[who][1] else last)

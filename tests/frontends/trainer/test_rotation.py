@@ -143,7 +143,9 @@ def test_a_run_keeps_the_checkpoints_that_its_rotation_selects() -> None:
     for _ in history_of_a_run(store, nn.Linear(2, 2), gc=True):
         pass
     assert [step for _, step in steps(store)] == [10, 20, 40, 60, 70, 80]
-    checkpointer_of(store).save(90, nn.Linear(2, 2))
+    resumed = checkpointer_of(store)
+    resumed.resume(model := nn.Linear(2, 2))
+    resumed.save(90, model)
     assert [step for _, step in steps(store)] == [10, 20, 60, 70, 90]
 
 

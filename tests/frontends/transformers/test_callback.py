@@ -255,9 +255,11 @@ def test_the_transformers_callback_rejects_save_intervals(store: Store) -> None:
         CasCheckpointCallback(store, run="sft", save_interval=100, max_checkpoints=3)
 
 
-def test_a_restarted_training_run_overwrites_existing_steps(tmp_path: Path, store: Store) -> None:
-    for most in (4, 3):  # the second training saves steps that exist
-        trainer(tmp_path / str(most), tiny(), CasCheckpointCallback(store, run="sft"), most=most).train()
+def test_a_restarted_training_run_overwrites_existing_steps_only_if_told(tmp_path: Path, store: Store) -> None:
+    trainer(tmp_path / "4", tiny(), CasCheckpointCallback(store, run="sft"), most=4).train()
+    with pytest.raises(Conflict, match="To continue the run, call train"):
+        trainer(tmp_path / "3", tiny(), CasCheckpointCallback(store, run="sft"), most=3).train()
+    trainer(tmp_path / "3", tiny(), CasCheckpointCallback(store, run="sft", overwrite=True), most=3).train()
     assert [step for _, step in steps(store)] == [4, 1, 2, 3]
 
 

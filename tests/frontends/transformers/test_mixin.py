@@ -141,7 +141,8 @@ def test_training_resumes_from_a_reference(tmp_path: Path, store: Store) -> None
     losses = Losses()
     trainer(store, tmp_path / "out", losses).train()
     again = Losses()
-    trainer(store, tmp_path / "out", again).train(resume_from_checkpoint="sft@2")
+    rolled_back = trainer(store, tmp_path / "out", again, settings={"overwrite": True})
+    rolled_back.train(resume_from_checkpoint="sft@2")
     assert again.found == {step: loss for step, loss in losses.found.items() if step > 2}
     with pytest.raises(NotFound, match="has no step 3"):
         trainer(store, tmp_path / "out").train(resume_from_checkpoint="sft@3")

@@ -16,7 +16,7 @@ hub: Any = pytest.importorskip("transformers", reason="needs casckpt[transformer
 pytest.importorskip("accelerate", reason="needs casckpt[transformers]")
 
 import casckpt
-from casckpt.errors import InvalidInput, Mismatch, MissingKey, NotFound, RankFailed, StorageError
+from casckpt.errors import Conflict, InvalidInput, Mismatch, MissingKey, NotFound, RankFailed, StorageError
 from casckpt.frontends.trainer import Checkpointer
 from casckpt.frontends.transformers import CasTrainerMixin
 from casckpt.storage.local.folders import Folders
@@ -130,12 +130,13 @@ def test_a_checkpoint_of_a_custom_loop_is_rejected(tmp_path: Path, store: Store)
         trainer(store, tmp_path / "out").train(resume_from_checkpoint=True)
 
 
-def test_a_trainer_can_train_several_times(tmp_path: Path, store: Store) -> None:
+def test_a_trainer_can_train_several_times_if_it_resumes(tmp_path: Path, store: Store) -> None:
     losses = Losses()
     training = trainer(store, tmp_path / "out", losses, Stops(3, crash))
-    for _ in range(2):
-        with pytest.raises(Crash):
-            training.train()
+    with pytest.raises(Crash):
+        training.train()
+    with pytest.raises(Conflict, match=r"call train\(resume_from_checkpoint=True\) first"):
+        training.train()
     training.remove_callback(Stops)
     training.train(resume_from_checkpoint=True)
     assert sorted(losses.found) == [1, 2, 3, 4, 5, 6]
@@ -162,8 +163,9 @@ def test_a_training_run_of_zero_epochs_writes_nothing(tmp_path: Path, store: Sto
     assert not store.exists()
 
 
-def test_each_of_two_trainers_of_the_same_run_replaces_steps_of_the_other(tmp_path: Path, store: Store) -> None:
-    first, second = (trainer(store, tmp_path / str(number), seed=number) for number in (5, 6))
+def test_a_trainer_replaces_steps_of_another_only_with_overwrite(tmp_path: Path, store: Store) -> None:
+    first = trainer(store, tmp_path / "5", seed=5)
+    second = trainer(store, tmp_path / "6", seed=6, settings={"overwrite": True})
     first.train()
     second.train()
     assert [step for _, step in steps(store)] == [2, 4, 6]

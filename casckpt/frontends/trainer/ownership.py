@@ -1,0 +1,139 @@
+"""Decides whether a training may continue a run, and which of the run's checkpoints its retention may remove.
+
+A run belongs to the program that continues it. If a program has not resumed or loaded a checkpoint of a run, for
+example because somebody forgot a line, its saves and its retention must not remove what the run holds.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from contextlib import suppress
+
+from casckpt.contents.checkpoint import Checkpoint
+from casckpt.errors import CasckptError, Conflict, NotFound
+from casckpt.frontends.trainer.run_checkpoints import RunCheckpoints, newest
+from casckpt.plan.retention import Rotation
+from casckpt.repository.processes import loaded_here, saved_here
+
+log = logging.getLogger(__name__)
+
+
+class RunOwnership:
+    """What a `Checkpointer` has saved and loaded of its run. Only the one on rank 0 is complete.
+
+    ``of``: the `Checkpointer`. ``rotation``: its retention rules. ``to_resume``: the call that resumes, for messages.
+    ``removable``: the ids of the checkpoints that retention may remove: those that this object saved, or that were
+    visible when it loaded one.
+    """
+
+    def __init__(self, of: RunCheckpoints, rotation: Rotation) -> None:
+        self.to_resume = "resume()"
+        self.is_decided = False
+        self.removable = set[str]()
+        self._of, self._rotation = of, rotation
+        self._saved = set[str]()
+        self._loaded: str | None = None
+
+    def reset(self) -> None:
+        """Decide anew, because this object begins another training."""
+        self.is_decided, self._saved, self._loaded = False, set(), None
+
+    def note_save(self, saved: Checkpoint) -> None:
+        """Note that this object has saved a checkpoint."""
+        self._saved.add(saved.id)
+        self.removable.add(saved.id)
+
+    def has_saved(self, id: str) -> bool:
+        """Return whether this object has saved the checkpoint ``id``."""
+        return id in self._saved
+
+    def note_load(self, loaded: Checkpoint) -> None:
+        """Note that this object has loaded a checkpoint. Warn if its run has later steps."""
+        last = newest(self._of.store, self._of.run)
+        is_last = last is None or last.id == loaded.id
+        visible = [] if is_last and self._rotation.is_empty else self._visible()
+        if loaded.run == self._of.run:
+            self._loaded = loaded.id
+            self.removable.update(one.id for one in visible)
+        if last is not None and not is_last and (later := [one.step for one in visible if one.step > loaded.step]):
+            log.warning(
+                "%s@%d was loaded, but run %s already has %d later steps, up to %d. %s@latest stays step %d until this "
+                "program saves, and a save of a step that exists raises Conflict. To go on from here, use a different "
+                "run, or forget the later steps first: casckpt forget %s %s@%d..%d", loaded.run, loaded.step,
+                self._of.run, len(later), max(later), self._of.run, last.step, self._of.store.url, self._of.run,
+                min(later), max(later),
+            )  # fmt: skip
+
+    def was_loaded_here(self) -> bool:
+        """Return whether this process has read tensors of the run, in any way."""
+        with suppress(CasckptError):  # no store
+            return any(
+                run == self._of.run and store == self._of.store.marker.store_id for store, run in tuple(loaded_here)
+            )
+        return False
+
+    def decide(self, step: int, *, was_loaded: bool, overwrites: bool) -> None:
+        """Decide once whether this object may save ``step`` and later ones. ``was_loaded``: by any rank's process.
+
+        Raises Conflict if the run has this step or a later one that none of these programs has loaded. ``overwrites``:
+        whether the user allows that.
+        """
+        if self.is_decided:
+            return
+        found = [] if self._loaded or self._saved or newest(self._of.store, self._of.run) is None else self._visible()
+        foreign = [one for one in found if one.id not in saved_here]
+        is_later = all(step > one.step for one in found)
+        if not (was_loaded or is_later or overwrites):
+            last = max(found, key=lambda one: one.step)
+            raise Conflict(
+                f"run {self._of.run!r} of {self._of.store.url} already has {_counted(found)}, up to "
+                f"{_about(last)}, and this training has loaded none. To continue the run, call {self.to_resume} first. "
+                "Otherwise, use a different run",
+                checkpoints=tuple(one.id for one in found),
+            )
+        if foreign and not was_loaded:
+            log.warning(
+                "run %s of %s already has %s, the newest is %s. This training has not loaded it, and saves step %d to "
+                "the same run. If it does not continue that training, use a different run%s", self._of.run,
+                self._of.store.url, _counted(found), _about(found[-1]), step, self._spared(),
+            )  # fmt: skip
+        elif found and self._spared():
+            log.info("run %s has %s from before%s", self._of.run, _counted(found), self._spared())
+        self.is_decided = True
+
+    def find(self, step: int) -> Checkpoint | None:
+        """Return the checkpoint of ``step``, if this object has loaded or saved it. None if there is none.
+
+        Raises Conflict for any other checkpoint.
+        """
+        try:
+            found = self._of.store.get(f"{self._of.run}@{step}")
+        except CasckptError:  # not found; the save raises any other error
+            return None
+        if found.id != self._loaded and found.id not in self._saved:
+            raise Conflict(
+                f"{_about(found)} already exists, and this training has not loaded it. Use a different run, or forget "
+                f"it first: casckpt forget {self._of.store.url} {self._of.run}@{step}",
+                checkpoints=(found.id,),
+            )
+        return found
+
+    def _visible(self) -> Sequence[Checkpoint]:
+        try:
+            return self._of.store.checkpoints(self._of.run)
+        except NotFound:
+            return ()
+
+    def _spared(self) -> str:
+        return "" if self._rotation.is_empty else ". Retention leaves them alone until a program resumes the run"
+
+
+def _counted(found: Sequence[Checkpoint]) -> str:
+    return f"{len(found)} checkpoint{'s' * (len(found) > 1)}"
+
+
+def _about(checkpoint: Checkpoint) -> str:
+    """Describe a checkpoint: its step, and who saved it when."""
+    who = "this program" if checkpoint.id in saved_here else "another program"
+    return f"{checkpoint.run}@{checkpoint.step} (saved by {who} at {checkpoint.created_at:%Y-%m-%d %H:%M} UTC)"

@@ -1,0 +1,38 @@
+"""Compares a state with the checkpoint of its step, to decide what a second save of the step means."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, Unpack
+
+from casckpt.contents.checkpoint import Checkpoint
+from casckpt.errors import Mismatch, MissingKey
+from casckpt.frontends.trainer.settings import StepArguments
+from casckpt.frontends.training_state.contents import TRAIN
+from casckpt.frontends.training_state.proof import compare_live
+from casckpt.store.store import Store
+from casckpt.store.types import LoadArguments
+
+
+def differing_keys(
+    store: Store, saved: Checkpoint, state: Mapping[str, Any], model: Any, **given: Unpack[LoadArguments]
+) -> tuple[list[str], list[str]]:
+    """Return the keys of models and optimizers that differ from ``saved``, and those of the train state.
+
+    Every rank makes the call with the state that it would save. ``given``: the arguments of the load of ``saved``.
+    Raises the errors of `Store.compare`.
+    """
+    try:
+        proof, wrong = compare_live(store, saved, state, model, excused={TRAIN: "may differ"}, as_stored=True, **given)
+    except (Mismatch, MissingKey) as error:  # for example, because it was thinned
+        return list(error.keys) or ["model"], []
+    differing = sorted({*wrong, *proof.unproved})
+    train = [key for key in differing if f"{key}.".startswith(f"{TRAIN}.")]
+    return [key for key in differing if key not in train], train
+
+
+def unsaved_labels(saved: Checkpoint, options: StepArguments) -> list[str]:
+    """Return which of the given metrics, metadata and health mark ``saved`` does not have at all."""
+    has = {"metrics": saved.metrics, "metadata": saved.metadata, "healthy": saved.healthy is not None}
+    given: Mapping[str, Any] = options
+    return [name for name, value in has.items() if given.get(name) is not None and not value]
