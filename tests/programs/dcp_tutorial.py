@@ -41,6 +41,13 @@ class AppState(Stateful):
         )
 
 
+def newest() -> int:
+    try:
+        return store.get("fsdp@latest").step
+    except casckpt.NotFound:  # the first job
+        return 0
+
+
 args = options()
 dist.init_process_group("gloo")
 torch.manual_seed(0)
@@ -49,10 +56,8 @@ fully_shard(model, mesh=init_device_mesh("cpu", (dist.get_world_size(),)))
 optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
 store = casckpt.open(args.store)
 
-start = 0
-found = store.checkpoints("fsdp") if args.resume else []
-if found:
-    start = found[-1].step
+start = newest() if args.resume else 0
+if start:
     dcp.load({"app": AppState(model, optimizer)}, storage_reader=StorageReader(store, f"fsdp@{start}"))
 starts(start or None)
 for step in range(start + 1, args.steps + 1):

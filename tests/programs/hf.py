@@ -9,11 +9,14 @@ from typing import Any
 import torch
 from transformers import GPT2Config, GPT2LMHeadModel, TrainerCallback, TrainingArguments, set_seed
 
-from tests.programs.shared import ran
+from tests.programs.shared import ran, starts
 
 
 class Print(TrainerCallback):
-    """Prints the completed steps."""
+    """Prints where the training starts, and the completed steps."""
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        starts(state.global_step or None)
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         ran(state.global_step, kwargs["lr_scheduler"].get_last_lr()[0])

@@ -29,6 +29,7 @@ import re
 import shutil
 import signal
 from dataclasses import dataclass, field
+from importlib import import_module
 from multiprocessing.connection import wait
 from multiprocessing.process import BaseProcess
 from pathlib import Path
@@ -68,7 +69,7 @@ class Loop:
     ones rules may keep. ``is_exact``: the interrupted training ends with the weights of an uninterrupted one.
     ``rates``: whose schedule holds when it is trained for longer, the "given" one or the "saved" one. ``start``: the
     step of a start that resumes step 0, minus 0 (1 if the resumed step is repeated). ``unit``: steps of the store for
-    each step that is printed.
+    each step that is printed. ``needs``: modules whose import takes long.
     """
 
     program: str
@@ -90,6 +91,7 @@ class Loop:
     rates: str = "given"
     unit: int = 1
     arguments: tuple[str, ...] = ()
+    needs: tuple[str, ...] = ()
 
     @property
     def name(self) -> str:
@@ -162,19 +164,21 @@ LOOPS = [
     # A LambdaLR computes each rate from the given function. The script's own loader shuffles anew when it resumes.
     Loop(
         "diffusers_train", "ddpm", **_STEPS, holds=(40, 50, 60), more=(70, 80, 90), is_exact=False,
+        needs=("transformers.trainer", "diffusers.training_utils"),
         requeued=_NOTHING,
         forgotten=_refused("ddpm", 60, ran=0),
         longer=Cell(),
     ),
     # An epoch has 8 steps, because Trainer trains the rest of an epoch when it resumes its last step.
     Loop(
-        "transformers_trainer", "sft", 24, 40, 8, holds=(12, 18, 24), more=(30, 36, 40),
+        "transformers_trainer", "sft", 24, 40, 8, holds=(12, 18, 24), more=(30, 36, 40), needs=("transformers.trainer",),
         requeued=_NOTHING,
         forgotten=_refused("sft", 24, ran=0),
         longer=Cell(),
     ),
     Loop(
         "trl_sft", "sft", 24, 40, 8, holds=(18, 24), more=(36, 40), others=1,
+        needs=("transformers.trainer",),
         requeued=_NOTHING,
         forgotten=_refused("sft", 24, ran=0),
         longer=Cell(),
@@ -182,6 +186,7 @@ LOOPS = [
     # Lightning restores the schedule itself. Its IO names run and step in each call, and leaves all else alone.
     Loop(
         "lightning_fit", "fit", 16, 24, 4, holds=(64,), more=(96,), others=2, unit=4, rates="saved",
+        needs=("lightning.pytorch",),
         requeued=_NOTHING,
         forgotten=Cell((r"exists and is not empty|Conflict",), status=None, ran=16),
         longer=Cell((r"(?=.*\b16\b)(?=.*\b24\b).*T_max",)),
@@ -304,6 +309,8 @@ class Story:
     def __init__(self, loop: Loop, path: Path, chance: random.Random) -> None:
         self.loop, self.path, self.chance = loop, path, chance
         self.folder = Folder(path / "job", loop)
+        for module in loop.needs:  # the process from which jobs are forked imports it too, if it has not started yet
+            import_module(module)
         self.differences = dict[str, list[str]]()
         self.outputs = dict[str, str]()
 
@@ -359,7 +366,8 @@ class Story:
             self.check_start(job, where, before)
             says = self.loop.killed.says if job.start is not None and job.rates else ()
             self.check(job, where, Cell(says, None, (*self.loop.killed.says, *self.loop.killed.may)))
-        assert strikes > jobs // 2
+        if strikes <= jobs // 2:
+            self.differences["killed"] = [f"only {strikes} of {jobs} jobs were killed"]
 
     def finished(self) -> None:
         """Train to the end, and compare with an uninterrupted run."""

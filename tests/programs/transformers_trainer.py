@@ -6,7 +6,7 @@ from transformers import Trainer
 
 import casckpt
 from casckpt.frontends.transformers import CasCheckpointCallback, restore_checkpoint
-from tests.programs.shared import ended, options, starts
+from tests.programs.shared import ended, options
 
 args = options()
 store = casckpt.open(args.store)
@@ -17,7 +17,6 @@ trainer = Trainer(
     callbacks=[CasCheckpointCallback(store, run="sft", max_checkpoints=3, gc=True), hf.Print()],
 )
 last = restore_checkpoint(store, "sft@latest", "out") if args.resume else None
-starts(store.get("sft@latest").step if last else None)
 trainer.train(resume_from_checkpoint=last)
 assert isinstance(trainer.model, torch.nn.Module)
 ended(trainer.model.state_dict())

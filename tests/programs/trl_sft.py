@@ -7,9 +7,8 @@ from typing import Any
 import torch
 from transformers import Trainer
 
-import casckpt
 from casckpt.frontends.transformers import CasTrainerMixin
-from tests.programs.shared import ended, options, starts
+from tests.programs.shared import ended, options
 
 
 class SFTTrainer(Trainer):
@@ -30,8 +29,6 @@ class MyTrainer(CasTrainerMixin, SFTTrainer):
 
 
 args = options()
-found = casckpt.open(args.store).checkpoints("sft") if args.resume else []
-starts(found[-1].step if found else None)
 trainer = MyTrainer(
     model=hf.model(),
     args=hf.arguments(
