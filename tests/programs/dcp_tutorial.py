@@ -17,6 +17,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 import casckpt
+from casckpt.errors import NotFound
 from casckpt.frontends.dcp import StorageReader, StorageWriter
 from tests.programs.shared import ended, options, ran, starts
 
@@ -44,7 +45,7 @@ class AppState(Stateful):
 def newest() -> int:
     try:
         return store.get("fsdp@latest").step
-    except casckpt.NotFound:  # the first job
+    except NotFound:  # the first job
         return 0
 
 

@@ -171,7 +171,8 @@ LOOPS = [
     ),
     # An epoch has 8 steps, because Trainer trains the rest of an epoch when it resumes its last step.
     Loop(
-        "transformers_trainer", "sft", 24, 40, 8, holds=(12, 18, 24), more=(30, 36, 40), needs=("transformers.trainer",),
+        "transformers_trainer", "sft", 24, 40, 8, holds=(12, 18, 24), more=(30, 36, 40),
+        needs=("transformers.trainer",),
         requeued=_NOTHING,
         forgotten=_refused("sft", 24, ran=0),
         longer=Cell(),
