@@ -219,7 +219,7 @@ class Refusal(NamedTuple):
 
 
 REFUSED = {
-    "torchrun_tutorial-save": Refusal(LOOPS[2], ("--call", "save"), True, (r"Conflict: .*repeats step \d+",)),
+    "torchrun_tutorial-save": Refusal(LOOPS[2], ("--call", "save"), True, (r"Conflict: .*snapshot@\d+ .*[Aa]dvanc",)),
     "diffusers_train-hooks": Refusal(
         LOOPS[6], ("--hooks", "1"), False, (r"save_model_hook", r"register_for_checkpointing")
     ),
