@@ -273,7 +273,7 @@ class Folder(NamedTuple):
 
     def checkpoints(self) -> dict[int, str]:
         """Return the ids of the visible checkpoints, by step."""
-        if not (self.path / "store").exists():
+        if not (self.path / "store" / "casckpt.json").exists():  # a killed job may leave empty folders
             return {}
         return {one.step: one.id[:8] for one in casckpt.open(self.path / "store").checkpoints(self.loop.run)}
 
