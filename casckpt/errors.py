@@ -133,7 +133,13 @@ class Unsigned(Refused):
 
 
 class StorageError(CasckptError, OSError):
-    """An error that the storage raised. A retry may help."""
+    """An error that the storage raised. A retry may help.
+
+    ``path``: the file or folder. ``refused``: whether this user may not create or delete it.
+    """
+
+    path: str = ""
+    refused: bool = False
 
     kind = "storage"
 

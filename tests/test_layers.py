@@ -103,7 +103,7 @@ EXCEPTIONS: dict[tuple[str, str], str] = {
         "ranks/ranks.py",
         "os.environ",
     ): "a launcher sets WORLD_SIZE, and torch reads GLOO_SOCKET_IFNAME: both are not settings",
-    ("repository/repository.py", "os.environ"): "CASCKPT_CACHE_DIR is for programs too, which all open stores there",
+    ("repository/repository.py", "os.environ"): "CASCKPT_CACHE_DIR and CASCKPT_CREATE are for programs too",
 }
 """(module of the package, what it names although a fence is around it, or a layer is above it) -> why it must."""
 

@@ -6,8 +6,8 @@ A listing reads metrics from the record and does not need the manifest.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping
-from math import isfinite
+from collections.abc import Collection, Mapping
+from math import isfinite, prod
 from numbers import Integral, Real
 from pathlib import PurePath
 from typing import Any, Final, TypeAlias
@@ -23,29 +23,29 @@ MAX_METADATA_DEPTH = 32
 LINEAGE: Final = ("resumed_from", "imported_from", "merged_from")
 """The notes of a manifest that say where the saved state came from. The commit record also contains them."""
 _TEXTS = ("nan", "inf", "-inf")  # JSON cannot represent these as numbers
-_UNFIT_RE = re.compile("[\0-\x1f\x7f\ud800-\udfff]")
+_UNFIT_RE, _SURROGATE_RE = re.compile("[\0-\x1f\x7f\ud800-\udfff]"), re.compile("[\ud800-\udfff]")
 
 Stored: TypeAlias = int | float | str
 """A number in a record: a finite number, or one of three strings."""
 
 
-def stored_metrics(given: Mapping[str, Any] | None) -> dict[str, Stored]:
-    """Convert a caller's metrics, which map names to real numbers, numpy scalars or 0-d tensors.
+def stored_metrics(given: Any, left: list[str] | None = None, *, first: Collection[str] = ()) -> dict[str, Stored]:
+    """Convert a caller's metrics, which map names to real numbers, bool, or tensors and arrays with one element.
 
-    Raises an `InvalidInput` that names the metric.
+    Metrics that cannot be stored are left out, and ``left`` receives their names. If there are too many, those in
+    ``first`` and then the first by name are kept.
     """
-    if given is None:
-        return {}
-    if not isinstance(given, Mapping):
-        raise InvalidInput(f"metrics is a {type(given).__name__}; pass a dict that maps names to numbers")
-    if len(given) > MAX_METRICS:
-        raise InvalidInput(f"{len(given)} metrics are too many: pass {MAX_METRICS} or fewer; metadata can hold more")
-    for name in given:
-        if not _is_name(name):
-            raise InvalidInput(
-                f"the metric name {str(name)[:40]!r} is not valid: pass a string of 1 to {MAX_METRIC_NAME} characters"
-            )
-    return {name: _stored(name, value) for name, value in given.items()}
+    if not isinstance(given, Mapping | None):
+        given = {f"(a {type(given).__name__} instead of a dict)": None}
+    stored, left = dict[str, Stored](), [] if left is None else left
+    for name in sorted(given or (), key=lambda name: (name not in first, str(name))):
+        try:
+            if len(stored) == MAX_METRICS or not _is_name(name):
+                raise InvalidInput("only a limited number of metrics with valid names can be stored")
+            stored[name] = _stored(name, (given or {})[name])
+        except InvalidInput:
+            left.append(str(name))
+    return {name: stored[name] for name in given or () if name in stored}
 
 
 def metric_values(stored: Mapping[str, Stored]) -> dict[str, float]:
@@ -67,14 +67,11 @@ def _is_name(name: Any) -> bool:
 
 
 def _stored(name: str, given: Any) -> Stored:
-    value = python_value(given, f"metric {name!r}")
+    value = python_value(given, f"metric {name!r}", any_shape=True)
     if isinstance(value, str) and value in _TEXTS:
         return value
-    if isinstance(value, bool) or not isinstance(value, Real):
-        of_shape = f" of shape {list(value.shape)}" if hasattr(value, "shape") else ""
-        raise InvalidInput(
-            f"metric {name!r} is a {type(value).__name__}{of_shape}; pass a number, or a 0-dimensional tensor"
-        )
+    if not isinstance(value, Real):
+        raise InvalidInput(f"metric {name!r} is a {type(value).__name__}; pass a number")
     if isinstance(value, Integral) and abs(int(value)) < 1 << 63:
         return int(value)
     try:
@@ -84,13 +81,14 @@ def _stored(name: str, given: Any) -> Stored:
     return number if isfinite(number) else str(number)
 
 
-def python_value(value: Any, name: str) -> Any:
+def python_value(value: Any, name: str, *, any_shape: bool = False) -> Any:
     """Return the Python value of a numpy scalar or a 0-d tensor or array, and all other values unchanged.
 
-    A tensor may be on any device, and its graph is dropped. ``name`` is used in error messages. Raises InvalidInput
-    for a tensor that has no value in this process.
+    ``any_shape``: also convert other tensors and arrays with one element. A tensor may be on any device, and its graph
+    is dropped. ``name`` is used in error messages. Raises InvalidInput for a tensor that has no value in this process.
     """
-    if getattr(value, "shape", None) != ():
+    shape = getattr(value, "shape", None)
+    if shape != () and not (any_shape and shape and prod(shape) == 1 and hasattr(value, "item")):
         return value
     if getattr(value, "is_meta", False):
         raise InvalidInput(f"{name} is a tensor on the meta device, which has no value; pass a number")
@@ -110,37 +108,48 @@ def encode_metadata(metadata: Mapping[str, Any]) -> tuple[msgspec.Raw, dict[str,
     return msgspec.Raw(msgspec.msgpack.encode(plain)), plain if exact else None
 
 
-def plain_metadata(metadata: Mapping[str, Any], name: str = "metadata") -> dict[str, Any]:
+def plain_metadata(metadata: Any, name: str = "metadata", *, left: list[str] | None = None) -> dict[str, Any]:
     """Return a copy of the user's metadata, or of a different argument ``name``.
 
-    It may contain None, bool, int, float, str, lists, and dicts with str keys.
-
-    numpy scalars and 0-dimensional tensors become numbers, and paths become strings. Raises InvalidInput for anything
-    else.
+    It may contain None, bool, int, float, str, lists, and dicts with str keys. numpy scalars and 0-dimensional tensors
+    become numbers, and paths become strings. Anything else is left out with the item of a dict that holds it, whose
+    path ``left`` receives. Raises InvalidInput instead if ``left`` is None.
     """
-    if not isinstance(metadata, Mapping):
+    if isinstance(metadata, Mapping):
+        return _items(metadata, name, 0, left)
+    if left is None:
         raise InvalidInput(f"{name} must be a dict that maps names to values, not a {type(metadata).__name__}")
-    try:
-        return {key: _plain(value, f"{name}[{key!r}]", 1) for key, value in _items(metadata, name)}
-    except UnicodeEncodeError as error:
-        raise InvalidInput(
-            f"{name} contains a string with a lone surrogate, which JSON cannot represent; replace it"
-        ) from error
+    left.append(f"{name} (a {type(metadata).__name__} instead of a dict)")
+    return {}
 
 
-def _items(found: Mapping[Any, Any], path: str) -> Iterable[tuple[str, Any]]:
-    for key in found:
-        if type(key) is not str:
-            raise InvalidInput(f"{path} has the key {key!r:.80}; metadata keys must be strings: convert it with str()")
-        key.encode()  # a lone surrogate
-    return found.items()
+def _items(found: Mapping[Any, Any], path: str, depth: int, left: list[str] | None) -> dict[str, Any]:
+    made = dict[str, Any]()
+    for key, value in found.items():
+        try:
+            if type(key) is not str:
+                raise InvalidInput(
+                    f"{path} has the key {key!r:.80}; metadata keys must be strings: convert it with str()"
+                )
+            _check_text(key, path)
+            made[key] = _plain(value, f"{path}[{key!r}]", depth + 1, left)
+        except InvalidInput:
+            if left is None:
+                raise
+            left.append(f"{path}[{key!r:.80}]")
+    return made
 
 
-def _plain(given: Any, path: str, depth: int) -> Any:
+def _check_text(text: str, path: str) -> None:
+    if _SURROGATE_RE.search(text):
+        raise InvalidInput(f"{path} contains a string with a lone surrogate, which JSON cannot represent; replace it")
+
+
+def _plain(given: Any, path: str, depth: int, left: list[str] | None) -> Any:
     value: Any = str(given) if isinstance(given, PurePath) else python_value(given, path)
     kind = type(value)
     if isinstance(value, str):
-        value.encode()  # a lone surrogate
+        _check_text(value, path)
     if value is None or kind in (bool, str) or (kind is int and -(2**63) <= value < 2**63):
         return value
     if isinstance(value, float):
@@ -148,9 +157,9 @@ def _plain(given: Any, path: str, depth: int) -> Any:
     if depth > MAX_METADATA_DEPTH:
         raise InvalidInput(f"{path[:80]}...: metadata is nested more than {MAX_METADATA_DEPTH} levels deep; flatten it")
     if kind in (list, tuple):
-        return [_plain(item, f"{path}[{i}]", depth + 1) for i, item in enumerate(value)]
+        return [_plain(item, f"{path}[{i}]", depth + 1, left) for i, item in enumerate(value)]
     if isinstance(value, Mapping):
-        return {key: _plain(item, f"{path}[{key!r}]", depth + 1) for key, item in _items(value, path)}
+        return _items(value, path, depth, left)
     raise InvalidInput(
         f"{path} is a {kind.__name__}; metadata can hold None, bool, int (64 bits), float, str, paths, numpy "
         f"scalars, 0-dimensional tensors, and lists and dicts (with str keys) of these. Put anything else into the "

@@ -9,17 +9,18 @@
         checkpointer.save_if_due(step)                  # instead of accelerator.save_state
     checkpointer.close()
 
-This module does not use the `save_state` hooks: they receive only the weights, and under FSDP they receive no values
-at all. `save_state` always writes optimizers and random generators to a folder with torch.save.
+This module does not call the hooks of `save_state` and `load_state`, which write files to a folder and read them:
+register what they save with `accelerator.register_for_checkpointing`.
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Collection, Mapping, Sequence
 from concurrent.futures import Future
+from dataclasses import replace
 from types import TracebackType
-from typing import Any, Self, Unpack
+from typing import Any, Literal, Self, Unpack
 
 try:
     import accelerate
@@ -33,11 +34,19 @@ from casckpt.frontends.trainer import Checkpointer, TrainState
 from casckpt.frontends.trainer.settings import DueArguments, StepArguments, TrainerArguments
 from casckpt.frontends.training_state.contents import GroupOptions, Missing
 from casckpt.frontends.training_state.names import parameter_names
+from casckpt.ranks.ranks import on_each, open_ranks
 from casckpt.store.types import Rename, Unread
 
 log = logging.getLogger(__name__)
 
+Hooks = Literal["refuse", "ignore"]
+
 _OTHERS = ("DEEPSPEED", "MEGATRON_LM", "XLA")
+_HOOKS = "_save_model_state_pre_hook", "_load_model_state_pre_hook"  # of an Accelerator
+_LOST = (
+    "%s@%d was saved in the middle of an accumulation: the gradients of %d of %d batches are not in the checkpoint, so "
+    "the first optimizer step after a resume lacks them. To keep them, save when accelerator.sync_gradients is True"
+)
 
 
 class AcceleratorCheckpointer:
@@ -46,8 +55,11 @@ class AcceleratorCheckpointer:
     Prepare all of them first. Several models are saved as one, unless two of their parameters have the same name. In
     that case, the models are saved as ``model``, ``model_1``, ..., and their optimizers as ``optim``, ``optim_1``, ...
     Data loaders resume at the correct epoch. They also resume at the correct batch if Accelerate uses stateful data
-    loaders. Otherwise, call `accelerator.skip_first_batches` yourself, as with `load_state`. ``drift``: save rank 0's
-    model and optimizer even if those of other ranks differ, as they do between the synchronizations of `LocalSGD`.
+    loaders. Otherwise, call `accelerator.skip_first_batches` yourself, as with `load_state`. As there, a save in the
+    middle of an accumulation does not contain its gradients; a warning says so. ``drift``: save rank 0's model and
+    optimizer even if those of other ranks differ, as they do between the synchronizations of `LocalSGD`. ``hooks``:
+    "refuse" raises Unsupported if the accelerator has hooks for `save_state` or `load_state`, here or in the first call
+    after they were registered; "ignore" is for hooks that save nothing but prepared models, in another format.
     ``settings``: the settings of `Checkpointer`.
     """
 
@@ -58,6 +70,7 @@ class AcceleratorCheckpointer:
         *,
         run: str,
         drift: bool = False,
+        hooks: Hooks = "refuse",
         **settings: Unpack[TrainerArguments],
     ) -> None:
         kind = accelerator.distributed_type.name
@@ -70,21 +83,30 @@ class AcceleratorCheckpointer:
                 "local_sgd_steps, where all ranks have the same model. Even then, their optimizers differ"
             )
         self.accelerator = accelerator
+        self._progress, self._has_warned = _Progress(accelerator, hooks), False
+        self._progress.refuse_hooks()
         self.checkpointer = Checkpointer(store, run=run, **settings)
 
     def save(self, step: int, **options: Unpack[StepArguments]) -> Checkpoint:
         """See `Checkpointer.save`."""
-        return self.checkpointer.save(step, *self._all(), **options)
+        saved = self.checkpointer.save(step, *self._all(), **options)
+        self._warn_of_lost(step)
+        return saved
 
     def save_async(self, step: int, **options: Unpack[StepArguments]) -> Future[Checkpoint]:
         """See `Checkpointer.save_async`."""
-        return self.checkpointer.save_async(step, *self._all(), **options)
+        saving = self.checkpointer.save_async(step, *self._all(), **options)
+        self._warn_of_lost(step)
+        return saving
 
     def save_if_due(
         self, step: int, *, last: bool = False, **options: Unpack[DueArguments]
     ) -> Future[Checkpoint] | None:
         """See `Checkpointer.save_if_due`."""
-        return self.checkpointer.save_if_due(step, *self._all(), last=last, **options)
+        saving = self.checkpointer.save_if_due(step, *self._all(), last=last, **options)
+        if saving is not None:
+            self._warn_of_lost(step)
+        return saving
 
     def check(self) -> None:
         """See `Checkpointer.check`."""
@@ -101,14 +123,25 @@ class AcceleratorCheckpointer:
         options: GroupOptions = "checkpoint",
         prove: bool = False,
     ) -> Checkpoint | None:
-        """Load the newest checkpoint of the run, if there is one. See `Checkpointer.resume`."""
-        return self.checkpointer.resume(
+        """Load the newest checkpoint of the run, if there is one. See `Checkpointer.resume`.
+
+        A checkpoint from the middle of an accumulation is named in the log, and in the ``unproved`` of the proof.
+        """
+        on_each(open_ranks(), self._progress.refuse_hooks)
+        found = self.checkpointer.resume(
             *self._all(), missing=missing, unread=unread, cast=cast, strict=strict, rename=rename, options=options,
             prove=prove,
         )  # fmt: skip
+        resumed = self.checkpointer.resumed
+        if found is not None and resumed is not None and self._warn_of_lost(found.step) and resumed.proof is not None:
+            lost = {"gradients": "accumulated before the save, and not part of a checkpoint"}
+            proof = replace(resumed.proof, unproved={**resumed.proof.unproved, **lost})
+            self.checkpointer.resumed = replace(resumed, proof=proof)
+        return found
 
     def load(self, ref: str | Checkpoint, *, cast: bool = False) -> None:
         """Load a checkpoint, even one that contains only weights. ``cast``: see `Checkpointer.load`."""
+        on_each(open_ranks(), self._progress.refuse_hooks)
         models, optimizers, train = self._all()
         state = self.checkpointer.load(ref, models, optimizers, cast=cast)
         if state is not None:
@@ -136,10 +169,19 @@ class AcceleratorCheckpointer:
             "scaler": [] if it.scaler is None else [it.scaler],
         }
         parts = {f"{name}{number}": one for name, several in named.items() for number, one in enumerate(several)}
-        models, optimizers, train = list(it._models), [one.optimizer for one in it._optimizers], TrainState(**parts)
+        train = _Parts(accelerator=self._progress, **parts)
+        models, optimizers = list(it._models), [one.optimizer for one in it._optimizers]
         if not _share_names(models):
             return models, optimizers, train
         return {**_numbered("model", models), **_numbered("optim", optimizers)}, None, train
+
+    def _warn_of_lost(self, step: int) -> bool:
+        """Return whether ``step`` is in the middle of an accumulation. If it is, log a warning once."""
+        batches, window = self._progress.accumulated
+        if batches and not self._has_warned:
+            self._has_warned = True
+            log.warning(_LOST, self.checkpointer.run, step, batches, window)
+        return batches > 0
 
 
 def _share_names(models: Sequence[Any]) -> bool:
@@ -151,6 +193,50 @@ def _share_names(models: Sequence[Any]) -> bool:
 
 def _numbered(name: str, several: Sequence[Any]) -> dict[str, Any]:
     return {f"{name}_{number}" if number else name: one for number, one in enumerate(several)}
+
+
+class _Parts(TrainState):
+    """A train state whose count of batches may be missing, because casckpt 0.2.0 did not save it."""
+
+    def _missing(self, saved: Collection[str], *, strict: bool) -> list[str]:
+        super()._missing({"accelerator", *saved}, strict=strict)
+        return super()._missing(saved, strict=False)
+
+
+class _Progress:
+    """The accelerator's count of batches, which determines the batches at which optimizers step.
+
+    Every save contains it, so it also refuses hooks that were registered late, on all ranks.
+    """
+
+    def __init__(self, accelerator: Any, hooks: Hooks) -> None:
+        self._accelerator, self._hooks = accelerator, hooks
+
+    @property
+    def accumulated(self) -> tuple[int, int]:
+        """The batches since the last optimizer step, and the batches between two steps."""
+        window = self._accelerator.gradient_state.num_steps
+        return self._accelerator.step % window, window
+
+    def state_dict(self) -> dict[str, int]:
+        """Return the count. Raises Unsupported."""
+        self.refuse_hooks()
+        return {"step": self._accelerator.step}
+
+    def load_state_dict(self, state: Mapping[str, int]) -> None:
+        """Set the count."""
+        self._accelerator.step = state["step"]
+
+    def refuse_hooks(self) -> None:
+        """Raise Unsupported if there are hooks, unless they are ignored."""
+        hooks = [hook for name in _HOOKS for hook in getattr(self._accelerator, name, {}).values()]
+        if hooks and self._hooks != "ignore":
+            raise Unsupported(
+                f"the accelerator has hooks for save_state or load_state, which casckpt does not call: "
+                f"{', '.join(getattr(hook, '__qualname__', type(hook).__name__) for hook in hooks)}. For each object "
+                "that they save beside prepared models, such as an EMA model, call "
+                'accelerator.register_for_checkpointing. Then remove the hooks, or pass hooks="ignore"'
+            )
 
 
 class _Loader:

@@ -13,12 +13,17 @@ AnyStore: TypeAlias = Store | str | os.PathLike[str]
 """A store, a path or a URL."""
 
 
-def as_store(store: AnyStore) -> Store:
+def as_store(store: AnyStore, create: bool | None = None) -> Store:
     """Return the Store itself, or open the one at a path or URL.
 
-    Raises InvalidInput or Unsupported for an invalid URL.
+    ``create``: as for `casckpt.open`; None leaves a Store as it is. Raises InvalidInput or Unsupported for an invalid
+    URL.
     """
-    return store if isinstance(store, Store) else open_store(store)
+    if not isinstance(store, Store):
+        return open_store(store, create=create)
+    if create is not None:
+        store.repository.may_create = create
+    return store
 
 
 def as_trusting(url: str, like: Store | None) -> Store:

@@ -32,10 +32,6 @@ SIGN_OF_LIFE_SECONDS = 120.0
 STOP_SECONDS = 30.0
 MAX_REASON_CHARACTERS = 500
 
-_NEW_STORE = (
-    "the store at %s is gone, including its checkpoints (was it deleted or unmounted?); this save creates a new store "
-    "there"
-)
 _NOT_ANNOUNCED = "runs/ of %s was lost, or was not copied; casckpt reannounced all checkpoints of the store"
 
 log = logging.getLogger(__name__)
@@ -293,9 +289,7 @@ def _restored_announcements(repo: Repository, run: str) -> RunCache | None:
     it, no reader would find a save there.
     """
     known = repo.marker
-    if repo.create(cell_bytes=known.cell_bytes, blob_bytes=known.blob_bytes):
-        log.warning(_NEW_STORE, repo.storage.url)
-    elif announce_lost(repo):
+    if not repo.create(cell_bytes=known.cell_bytes, blob_bytes=known.blob_bytes) and announce_lost(repo):
         log.warning(_NOT_ANNOUNCED, repo.storage.url)
         return look_at_all(repo, run)
     return None

@@ -158,6 +158,12 @@ class Rotation:
         """Return whether all checkpoints are kept."""
         return self.keep is None and self.max_checkpoints is None
 
+    @property
+    def metrics(self) -> set[str]:
+        """The metrics that the rules name."""
+        policies = [*([self.keep] if self.keep else []), *([self.thin.keep] if self.thin else [])]
+        return {best.metric for policy in policies for best in policy.best}
+
 
 def thinning_of(rule: Any) -> Thinning | None:
     """Parse ``{"drop": ["optim.*"], "keep_last": 2}``. Raises InvalidInput."""

@@ -1,5 +1,8 @@
 """The catalogue is a local SQLite file that caches a store's immutable objects. It can be rebuilt at any time.
 
+Beside the catalogues are notes of where stores are, so that casckpt does not take a missing mount for a store that does
+not exist yet.
+
 Every row has a digest of its key and content. If the disk or a network file system has damaged a row, casckpt rereads
 the object from the store. Any SQLite error turns the catalogue off for this process.
 """
@@ -19,8 +22,11 @@ from pathlib import Path
 from typing import TypeVar
 from weakref import WeakSet
 
+from casckpt.base.digest import hex_digest
 from casckpt.format.digest import cell_digest
 from casckpt.format.names import TxId
+from casckpt.storage.base import ObjectStore
+from casckpt.storage.local.store import mount_point
 
 SCHEMA = 2
 """The file's user_version. casckpt drops and rebuilds a file with a different version."""
@@ -242,3 +248,29 @@ def _rebuild(connection: sqlite3.Connection, *, anyway: bool = False) -> None:
         for name in _TABLES:
             database.table(name).create(_COLUMNS, pk="key")
         connection.execute(f"PRAGMA user_version = {SCHEMA}")
+
+
+def remember(folder: Path, storage: ObjectStore) -> None:
+    """Note in ``folder`` that there is a store, unless it is in memory. A note that cannot be written is left out."""
+    path = getattr(storage, "path", None)
+    real = storage.url if path is None else os.path.realpath(path)
+    mount = "" if path is None else mount_point(real)
+    with suppress(OSError):
+        if recall(folder, storage) != (real, mount) and not storage.url.startswith("memory:"):
+            _note(folder, storage).parent.mkdir(parents=True, exist_ok=True)
+            _note(folder, storage).write_bytes(os.fsencode(f"{real}\0{mount}"))
+
+
+def recall(folder: Path, storage: ObjectStore) -> tuple[str, str] | None:
+    """Return the real path and the mount point of the store that was here before, or None if there is no note.
+
+    The mount point is "" if there was none except /.
+    """
+    with suppress(OSError):
+        real, _, mount = os.fsdecode(_note(folder, storage).read_bytes()).partition("\0")
+        return real, mount
+    return None
+
+
+def _note(folder: Path, storage: ObjectStore) -> Path:
+    return folder / "places" / hex_digest(os.fsencode(storage.url))[:16]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import time
 import uuid
@@ -24,11 +25,12 @@ from casckpt.format.names import BlobHash, ManifestId, TxId
 from casckpt.format.records import Marker, Record, Settings
 from casckpt.repository.blob_cache import BlobCache, in_memory
 from casckpt.repository.caches import ManifestCache, RecordCache, RunCaches
-from casckpt.repository.catalogue import Catalogue
+from casckpt.repository.catalogue import Catalogue, recall, remember
 from casckpt.repository.exclusive import check_listed, require_exclusive, require_lasting
 from casckpt.repository.signing_keys import KeyFile, KeyFiles, PublicKey, private_key, public_keys
 from casckpt.storage import open_storage
 from casckpt.storage.base import AlreadyExists, ObjectStore
+from casckpt.storage.local.store import mount_point
 
 if TYPE_CHECKING:
     from casckpt.repository.host_reads import HostReads
@@ -42,6 +44,9 @@ ShareReads: TypeAlias = Literal["auto", "on", "off"]
 
 "auto": if the store is remote. "on": also if it is a folder, which may be on a network file system.
 """
+
+
+log = logging.getLogger(__name__)
 
 
 def microseconds() -> int:
@@ -59,10 +64,10 @@ class Repository:
     be the only writer, which allows storage that does not refuse to create an existing key. ``mirror``: the mirror's
     storage, whose URL is written to the settings before the first save. ``trusted``: public keys; only checkpoints
     signed with one of them are loaded (None: all). ``found_signed``: ids whose signatures have been verified.
-    ``signer``: the private key that signs each save. ``listeners``: called after each commit of this process.
-    ``seen_blobs``: blobs that this process has seen in the store. ``verified_extents``: the extents that
-    `casckpt.loading.mapped` has verified. ``last_commit``: the key of this process's last commit. ``runs``:
-    announcements by run hash. Thread-safe, picklable, and usable in forked children.
+    ``signer``: the private key that signs each save. ``may_create``: see `casckpt.open`. ``listeners``: called
+    after each commit of this process. ``seen_blobs``: blobs that this process has seen in the store.
+    ``verified_extents``: the extents that `casckpt.loading.mapped` has verified. ``last_commit``: the key of this
+    process's last commit. ``runs``: announcements by run hash. Thread-safe, picklable, and usable in forked children.
     """
 
     storage: ObjectStore
@@ -77,6 +82,7 @@ class Repository:
     staging_bytes: int | None = None
     trusted: frozenset[PublicKey] | None = None
     signer: bytes | None = field(default=None, repr=False)
+    may_create: bool | None = None
     found_signed: set[ManifestId] = field(default_factory=set, init=False, repr=False, compare=False)
     listeners: list[Callable[[], None]] = field(default_factory=list, init=False, repr=False, compare=False)
     manifests: ManifestCache = field(default_factory=ManifestCache, init=False, repr=False, compare=False)
@@ -86,6 +92,7 @@ class Repository:
     last_commit: str | None = field(default=None, init=False, repr=False, compare=False)
     runs: RunCaches = field(default_factory=RunCaches, init=False, repr=False, compare=False)
     _marker: Marker | None = field(default=None, init=False, repr=False, compare=False)
+    _warned: bool = field(default=False, init=False, repr=False, compare=False)
     _creates_checked: bool = field(default=False, init=False, repr=False, compare=False)
     _declared: bool = field(default=False, init=False, repr=False, compare=False)
     _blob_cache: BlobCache | None = field(default=None, init=False, repr=False, compare=False)
@@ -124,7 +131,33 @@ class Repository:
             raise Damaged(message, key=keys.MARKER) from error
         if not records.STORE_ID.fullmatch(marker.store_id):
             raise Refused(f"casckpt.json at {self.storage.url} contains an invalid store id", key=keys.MARKER)
+        remember(self._cache_folder, self.storage)
         return marker
+
+    def is_there(self) -> bool:
+        """Return whether the store exists. If not, raise `NotFound` if there must not be a new store here.
+
+        That is the case if ``may_create`` is False or, unless it is True, if a store was here, on a mount that is
+        missing now. If only the store is gone, this logs one warning. Raises `StorageError`.
+        """
+        return self.exists() or self._is_free()
+
+    def _is_free(self) -> Literal[False]:
+        url, was_at = self.storage.url, recall(self._cache_folder, self.storage)
+        if self.may_create is False:
+            raise NotFound(
+                f"there is no store at {url}, and create=False or {CREATE_VARIABLE}=0 requires one: check the path and "
+                "its mounts. To start a new store, leave this out"
+            )
+        if was_at and was_at[1] and self.may_create is None and mount_point(was_at[1]) != was_at[1]:
+            raise NotFound(
+                f"the store at {url} was in {was_at[0]}, but nothing is mounted at {was_at[1]} now: mount it, and try "
+                f"again. To start a new store on the disk below, set {CREATE_VARIABLE}=1 once (or pass create=True)"
+            )
+        if (was_at or self._marker) and not self._warned:
+            self._warned = True
+            log.warning("the store at %s is gone, with its checkpoints: was it deleted? A save creates a new one", url)
+        return False
 
     def _check_lost(self) -> None:
         """Raise `Damaged` if a store has lost its marker.
@@ -172,11 +205,15 @@ class Repository:
         if self.storage.size(keys.MARKER) is not None:
             self._know(self._read_marker())
             return False
+        self._is_free()
         self._check_lost()  # its listing also detects a missing bucket, which some servers would create on a put
         probed = self._check_creates(new=True)
         require_lasting(self.storage)
         made = self._put_once(keys.MARKER, data)
         self._know(marker if made else self._read_marker())
+        if made:
+            remember(self._cache_folder, self.storage)
+            log.info("created a new store at %s", self.storage.url)
         if probed:
             self.change_settings(exclusive_create=True)
         return made
@@ -410,6 +447,7 @@ def default_cache_folder() -> Path:
 
 
 CACHE_VARIABLE = "CASCKPT_CACHE_DIR"
+CREATE_VARIABLE = "CASCKPT_CREATE"
 
 
 def open_repository(
@@ -425,11 +463,12 @@ def open_repository(
     page_cache: bool | None = None,
     sign_with: KeyFile | None = None,
     require_signature: KeyFiles | None = None,
+    create: bool | None = None,
 ) -> Repository:
     """Open a store with the arguments of `casckpt.open`, without creating or reading anything.
 
-    If ``cache_dir`` is None, the environment variable that `CACHE_VARIABLE` names sets the cache folder, both for
-    programs and for the command line.
+    If ``cache_dir`` or ``create`` is None, the environment variables that `CACHE_VARIABLE` and `CREATE_VARIABLE` name
+    set them, both for programs and for the command line.
 
     Raises `InvalidInput` or `Unsupported` for an invalid URL or key, and `NotFound` for a missing key file.
     """
@@ -439,6 +478,9 @@ def open_repository(
     if staging is not None and (type(staging) is not int or staging < 0):
         raise InvalidInput(f"staging_bytes={staging!r:.40} is not valid: pass a size, or 0 to save without copies")
     storage = open_storage(url, storage_options, single_writer=single_writer, page_cache=page_cache)
+    allowed = os.environ.get(CREATE_VARIABLE) or None
+    if allowed not in (None, "0", "1"):
+        raise InvalidInput(f"{CREATE_VARIABLE}={allowed!r} is not valid: 0 requires a store, and 1 allows a new one")
     folder = cache_dir if cache_dir is not None else os.environ.get(CACHE_VARIABLE) or None
     return Repository(
         storage,
@@ -448,6 +490,7 @@ def open_repository(
         share_reads=share_reads,
         cache_saves=cache_saves,
         staging_bytes=staging,
+        may_create=create if create is not None or allowed is None else allowed == "1",
         signer=None if sign_with is None else private_key(sign_with).private_bytes_raw(),
         trusted=None if require_signature is None else public_keys(require_signature),
     )

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+import logging
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cache
 from typing import TYPE_CHECKING, Any, Literal, Self, SupportsFloat, TypeAlias, TypedDict, get_args
 
-from casckpt.base.names import check_run, check_step
+from casckpt.base.names import MAX_METRIC_NAME, MAX_METRICS, check_run, check_step
 from casckpt.base.parallel import usable_threads
+from casckpt.base.text import listed
 from casckpt.errors import InvalidInput
 from casckpt.format.metrics import LINEAGE, plain_metadata, stored_metrics
 
@@ -17,12 +20,14 @@ if TYPE_CHECKING:
     from casckpt.base.progress import Shown
 
 Dedup: TypeAlias = Literal["store", "run"]
+log = logging.getLogger("casckpt")
+
 Compress: TypeAlias = Literal["auto", "off", "always"]
 WhenBusy: TypeAlias = Literal["wait", "refuse"]
 CheckReplicas: TypeAlias = Literal["raise", "sample", "off"] | bool
 """True means "raise". False means "off"."""
 Metrics: TypeAlias = Mapping[str, SupportsFloat]
-"""A mapping from names to numbers. A value is a real number of Python or numpy, or a zero-dimensional tensor."""
+"""A mapping from names to numbers. A value is a real number, a bool, or a tensor or array with one element."""
 Frozen: TypeAlias = Callable[[str], bool] | Sequence[str] | None
 """The tensors that are declared frozen, as a function of the flat key, or as fnmatch patterns."""
 Owners: TypeAlias = Callable[[str], int | None] | None
@@ -85,6 +90,27 @@ def usable_check(given: CheckReplicas) -> Literal["raise", "sample", "off"]:
     raise InvalidInput(f"check_replicas={given!r:.40} is not valid: pass 'raise', 'sample' or 'off'")
 
 
+def usable_metrics(run: str, given: Any, *, first: Collection[str] = ()) -> dict[str, Any]:
+    """Return metrics in stored form. Those that cannot be stored are left out, and the log names them once.
+
+    ``first``: the names to keep if there are too many.
+    """
+    left = list[str]()
+    stored = stored_metrics(given, left, first=first)
+    if left:
+        most = f"a checkpoint has up to {MAX_METRICS} numbers, with names of up to {MAX_METRIC_NAME} characters"
+        _warn(run, "the metrics", tuple(left), most)
+    return stored
+
+
+@cache
+def _warn(run: str, what: str, left: tuple[str, ...], why: str) -> None:
+    from casckpt.ranks.ranks import this_rank  # late, because it imports torch
+
+    if not this_rank():
+        log.warning("a save of run %r leaves out %s: %s (%s). This is logged once", run, what, listed(left), why)
+
+
 @dataclass(frozen=True, kw_only=True)
 class SaveOptions:
     """The arguments of a save: the run, the step, and `SaveArguments` with their defaults."""
@@ -111,9 +137,9 @@ class SaveOptions:
     no_dist: bool = False
 
     def checked(self) -> Self:
-        """Check the options. Return them with metrics and metadata in stored form.
+        """Check the options. Return them with metrics and metadata in stored form, without what cannot be stored.
 
-        Raises InvalidInput if any option is not valid.
+        The log names what was left out. Raises InvalidInput if any other option is not valid.
 
         Call this inside an exchange, so that all ranks raise the error.
         """
@@ -132,8 +158,11 @@ class SaveOptions:
             raise InvalidInput(f"lineage has the name {unknown[0]!r:.80}: use one of {', '.join(LINEAGE)}")
         check = usable_check(self.check_replicas)
         run, step, threads = check_run(self.run), check_step(self.step), usable_threads(self.threads)
-        metadata = None if self.metadata is None else plain_metadata(self.metadata)
-        metrics, ephemeral = stored_metrics(self.metrics), bool(self.ephemeral)
+        left = list[str]()
+        metadata = None if self.metadata is None else plain_metadata(self.metadata, left=left)
+        if left:
+            _warn(run, "what JSON cannot represent", tuple(left), "put it into an attachment or the train state")
+        metrics, ephemeral = usable_metrics(run, self.metrics), bool(self.ephemeral)
         return replace(
             self, run=run, step=step, metadata=metadata, metrics=metrics, ephemeral=ephemeral, threads=threads,
             check_replicas=check, lineage=lineage,

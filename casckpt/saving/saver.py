@@ -14,13 +14,13 @@ from typing import Any, NoReturn, TypeAlias, get_args
 import torch
 
 from casckpt.base.cycle_collector import collector_paused
+from casckpt.base.exit_status import unreported
 from casckpt.base.units import format_size
 from casckpt.contents.checkpoint import Checkpoint
 from casckpt.errors import CasckptError, Conflict, InvalidInput, StorageError
 from casckpt.ranks.ranks import Ranks, everyone, exchange_keeping, on_each, open_ranks
 from casckpt.repository.blob_cache import in_memory
 from casckpt.repository.repository import Repository
-from casckpt.saving.exit_status import unreported
 from casckpt.saving.leader import GroupMemory
 from casckpt.saving.options import SaveOptions, WhenBusy
 from casckpt.saving.prepare import Prepared, prepare, snapshot, tensors_of
@@ -282,7 +282,7 @@ class Saver:
     def _check_path(self, *, create: bool) -> None:
         """Raise the error if the store cannot be at its path. Skip errors that may be temporary: a save raises them."""
         try:
-            if not self._repo.exists():
+            if not self._repo.is_there():
                 if create:
                     self._repo.create()
                 else:

@@ -171,7 +171,8 @@ class ObjectStore(Protocol):
         """Remove leftovers of crashed puts from ``folder``, and the folder itself if empty. Returns the bytes freed.
 
         A put in progress in that folder has to start over, so call this only for folders with few new puts. ``below``:
-        also sweep all subfolders. The storage's root folder ("") is removed only if this instance created it.
+        also sweep all subfolders, but keep a folder at the top of the store, because the next user's umask would decide
+        who may write to a new one. The storage's root folder ("") is removed only if this instance created it.
         """
 
 

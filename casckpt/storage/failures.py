@@ -35,4 +35,16 @@ def reporting(verb: str, path: Path) -> Iterator[None]:
         raise  # some of these are also OSErrors
     except OSError as error:
         advice = _ADVICE.get(error.errno or 0, f"{error.strerror or error}: check the disk and try again")
-        raise StorageError(f"cannot {verb} {path}: {advice}", path=str(path)) from error
+        refused = isinstance(error, PermissionError) and verb in ("write", "delete", "sweep")
+        raise StorageError(f"cannot {verb} {path}: {advice}", path=str(path), refused=refused) from error
+
+
+@contextmanager
+def noting(refused: list[StorageError]) -> Iterator[None]:
+    """Add the error of a create or delete that this user may not do to ``refused``, instead of raising it."""
+    try:
+        yield
+    except StorageError as error:
+        if not error.refused:
+            raise
+        refused.append(error)

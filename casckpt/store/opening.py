@@ -31,6 +31,7 @@ def open(
     page_cache: bool | None = None,
     sign_with: KeyFile | None = None,
     require_signature: KeyFiles | None = None,
+    create: bool | None = None,
 ) -> Store:
     """Open a store at a path, ``s3://bucket/prefix``, ``memory://`` or any other URL that fsspec supports.
 
@@ -54,6 +55,9 @@ def open(
     fills its cache in large pieces. ``sign_with``: a file with a private key (Ed25519, without a password) that signs
     each save before its commit; `Store.sign` signs checkpoints later. ``require_signature``: one or more public keys.
     Loads, exports and the server refuse a checkpoint that is not signed with any of these keys, and raise Unsigned.
+    ``create``: False requires a store that exists, so a save or `resume` raises NotFound instead of starting a new one.
+    None does the same if this host knows that a store was here, on a mount that is missing now. True always allows a
+    new store. The environment variable CASCKPT_CREATE (0 or 1) sets it for a whole job.
 
     Raises InvalidInput or Unsupported for an invalid or unsupported URL, and NotFound for a missing key file.
     """
@@ -61,6 +65,7 @@ def open(
         url, storage_options=storage_options, cache_dir=cache_dir, cache_bytes=cache_bytes,
         share_reads=share_reads, cache_saves=cache_saves, staging_bytes=staging_bytes,
         single_writer=single_writer, page_cache=page_cache, sign_with=sign_with, require_signature=require_signature,
+        create=create,
     )  # fmt: skip
     if mirror is None:
         return Store(here)

@@ -13,6 +13,7 @@ from casckpt.format.records import Settings
 from casckpt.history.folding import Commit
 from casckpt.loading.arguments import Rename
 from casckpt.loading.options import FillArguments, LoadArguments, MatchArguments, Unread
+from casckpt.repository.processes import loaded_here, saved_here
 from casckpt.repository.repository import Repository
 from casckpt.saving.options import (
     CheckReplicas,
@@ -24,6 +25,7 @@ from casckpt.saving.options import (
     SaveArguments,
     SaveOptions,
     usable_compress,
+    usable_metrics,
 )
 
 if TYPE_CHECKING:  # results of gc, copies and reports, whose modules are slow to import
@@ -39,6 +41,8 @@ __all__ = [
     "Added", "CheckReplicas", "Commit", "Compress", "CopyResult", "Deferred", "FillArguments", "Freed", "Frozen",
     "GcResult", "Heat", "History", "ImportArguments", "LoadArguments", "MatchArguments", "Metrics", "Mode", "Owners",
     "Rename", "RuleUsage", "RunUsage", "SaveArguments", "StoreUsage", "Unread", "check_save_arguments",
+    "loaded_here", "saved_here",
+    "usable_metrics",
 ]  # fmt: skip
 
 

@@ -13,7 +13,10 @@ from statistics import median
 from typing import TypeVar
 
 from casckpt.base.parallel import in_parallel
+from casckpt.contents.manifests import stored_blobs
 from casckpt.errors import CasckptError, NotFound, StorageError
+from casckpt.format.keys import blob_key
+from casckpt.history.commits import list_commits
 from casckpt.repository.exclusive import PREFIX, new_name, probe, remove_leftovers
 from casckpt.repository.repository import Repository
 from casckpt.storage.base import AlreadyExists, Examinable, Finding, ShortObject
@@ -39,6 +42,25 @@ def examine(repo: Repository) -> Iterator[Finding]:
             yield _safely(name, check)
     if isinstance(repo.storage, Examinable):
         yield from _settings_of(repo.storage, probes if writes.ok and repo.storage.traits.remote else None)
+    yield _safely("store", lambda: _reads(repo.fresh()))
+
+
+def _reads(repo: Repository) -> Finding:
+    """Read what `casckpt list` reads, and the manifest and a byte of each blob of the newest checkpoint."""
+    if not repo.exists():
+        return Finding("store", None, "there is no store here")
+    listed = list_commits(repo, anew=True)
+    for error in listed.damaged.values():
+        return Finding("store", False, str(error), "run `casckpt verify`")
+
+    def read(key: str) -> None:
+        with repo.storage.open(key) as reader:
+            reader.read_into(0, [memoryview(bytearray(1))])
+
+    for newest in sorted(listed.visible(), key=lambda commit: commit.order)[-1:]:
+        keys = (blob_key(uploader, blob) for uploader, blob, _ in stored_blobs(repo, newest).names())
+        deque(in_parallel(repo.storage.traits.parallel, read, keys), maxlen=0)
+    return Finding("store", True, f"checkpoints listed: {len(listed.visible())}; the newest is readable")
 
 
 def _settings_of(storage: Examinable, probes: _Probes | None) -> Iterator[Finding]:
@@ -169,6 +191,7 @@ class _Probes:
         remove_leftovers(self._storage, self.repo.clock)
         left = [entry.key for entry in self._storage.list(f"{self.folder}/")]
         self._storage.sweep(PREFIX.rstrip("/"), below=True)
+        self._storage.sweep(PREFIX.rstrip("/"))
         self._storage.sweep("")
         if left or self._is_there(self._key(0)):
             return Finding("delete", False, "deleted objects can still be read or listed", _USE_ANOTHER)

@@ -18,7 +18,14 @@ from casckpt.base.names import MAX_METRIC_NAME, MAX_METRICS
 from casckpt.errors import InvalidInput, Refused
 from casckpt.format import records
 from casckpt.format.manifest import decode, encode
-from casckpt.format.metrics import check_metrics, encode_metadata, metric_values, python_value, stored_metrics
+from casckpt.format.metrics import (
+    check_metrics,
+    encode_metadata,
+    metric_values,
+    plain_metadata,
+    python_value,
+    stored_metrics,
+)
 from casckpt.format.names import ManifestId, TxId
 from casckpt.format.records import Committed
 from tests.support.ids import named
@@ -59,24 +66,50 @@ def test_numpy_and_torch_numbers_are_valid_metrics(value: Any, stored: Any) -> N
     assert stored_metrics(None) == {}
 
 
-@pytest.mark.parametrize("value", [True, np.True_, "0.3", "NaN", None, 1j, [1.0], Decimal(1), 10**400, object()])
-def test_the_error_for_an_invalid_metric_names_it(value: Any) -> None:
-    with pytest.raises(InvalidInput, match="'val/loss'"):
-        stored_metrics({"ok": 1.0, "val/loss": value})
+@pytest.mark.parametrize(
+    ("value", "want"),
+    [
+        (True, 1), (np.True_, 1), (torch.tensor(False), 0), (torch.tensor([0.5]), 0.5), (np.array([[0.5]]), 0.5),
+        (torch.tensor([[2]], requires_grad=False), 2),
+    ],
+)  # fmt: skip
+def test_bool_and_arrays_with_one_element_are_metrics(value: Any, want: float) -> None:
+    left: list[str] = []
+    found = stored_metrics({"val/loss": value}, left)["val/loss"]
+    assert (found, type(found), left) == (want, type(want), [])
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        "0.3", "NaN", None, 1j, [1.0], Decimal(1), 10**400, object(), {"loss": 1.0}, torch.ones(2),
+        torch.ones(1, device="meta"),
+    ],
+)  # fmt: skip
+def test_a_metric_that_is_not_a_number_is_left_out_and_named(value: Any) -> None:
+    left: list[str] = []
+    assert stored_metrics({"ok": 1.0, "val/loss": value}, left) == {"ok": 1.0}
+    assert left == ["val/loss"]
 
 
 @pytest.mark.parametrize("name", ["", "x" * (MAX_METRIC_NAME + 1), "a\nb", "\ud800", 3, None])
-def test_an_invalid_metric_name_is_rejected(name: Any) -> None:
-    with pytest.raises(InvalidInput, match="the metric name"):
-        stored_metrics({name: 1.0})
+def test_a_metric_with_an_invalid_name_is_left_out(name: Any) -> None:
+    left: list[str] = []
+    assert stored_metrics({name: 1.0, "ok": 2}, left) == {"ok": 2}
+    assert left == [str(name)]
 
 
-def test_too_many_metrics_and_metrics_that_are_not_a_mapping_are_rejected() -> None:
-    assert len(stored_metrics({str(n): n for n in range(MAX_METRICS)})) == MAX_METRICS
-    with pytest.raises(InvalidInput, match="65 metrics are too many"):
-        stored_metrics({str(n): n for n in range(MAX_METRICS + 1)})
-    with pytest.raises(InvalidInput, match="metrics is a list"):
-        stored_metrics([("loss", 1.0)])  # type: ignore[arg-type]  # no mapping
+def test_of_too_many_metrics_those_in_first_and_the_first_by_name_are_stored() -> None:
+    left: list[str] = []
+    many = {f"{n:03}": n for n in range(MAX_METRICS + 2)}
+    assert stored_metrics(many, left, first=["065"]) == {name: many[name] for name in many if name not in left}
+    assert left == ["063", "064"]
+
+
+def test_metrics_that_are_not_a_mapping_are_left_out() -> None:
+    left: list[str] = []
+    assert stored_metrics([("loss", 1.0)], left) == {}
+    assert left == ["(a list instead of a dict)"]
 
 
 @pytest.mark.parametrize("stored", [{"x": "much"}, {"": 1}, {str(n): n for n in range(MAX_METRICS + 1)}])
@@ -164,6 +197,17 @@ def test_metadata_that_json_cannot_represent_is_rejected(metadata: Any, names: s
     with pytest.raises(InvalidInput) as caught:
         encode_metadata(metadata)
     assert names in str(caught.value)
+
+
+def test_metadata_that_json_cannot_represent_is_left_out_and_named() -> None:
+    left: list[str] = []
+    given = {"a": {"b": b"x", "c": [1]}, "d": [{"e": object(), "f": 2}], "g": [1, {2}], 3: 4, "h": "\ud800", "i": 1}
+    assert plain_metadata(given, left=left) == {"a": {"c": [1]}, "d": [{"f": 2}], "i": 1}
+    assert left == [
+        "metadata['a']['b']", "metadata['d'][0]['e']", "metadata['g']", "metadata[3]", "metadata['h']",
+    ]  # fmt: skip
+    assert plain_metadata("text", left=left) == {}
+    assert left[-1] == "metadata (a str instead of a dict)"
 
 
 def test_metadata_that_contains_itself_is_rejected() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
@@ -362,6 +363,116 @@ def test_an_invalid_state_raises_an_error_on_all_ranks_at_the_same_step(
     assert (
         ranks.run(size, hears, store_path) == [[("InvalidInput", 0), ("InvalidInput", 1), ("InvalidInput", 4)]] * size
     )
+
+
+class Accumulating:
+    """Four batches per optimizer step. ``steps``: the batches at which the optimizer stepped."""
+
+    def __init__(self, path: Path, window: int = 4) -> None:
+        from accelerate import Accelerator
+        from accelerate.state import GradientState
+
+        from casckpt.frontends.accelerate import AcceleratorCheckpointer
+
+        GradientState._reset_state()  # of the previous program
+        torch.manual_seed(0)
+        self.accelerator = Accelerator(cpu=True, gradient_accumulation_steps=window)
+        model = nn.Linear(1, 1)
+        optim = torch.optim.SGD(model.parameters(), lr=0.1)
+        data = DataLoader(TensorDataset(torch.arange(16.0).view(16, 1)))
+        self.model, self.optim, self.data = self.accelerator.prepare(model, optim, data)
+        self.checkpointer = AcceleratorCheckpointer(self.accelerator, path, run="a")
+
+    def train(self, first: int, last: int) -> list[int]:
+        steps = []
+        for number, (x,) in enumerate(self.accelerator.skip_first_batches(self.data, first), first + 1):
+            with self.accelerator.accumulate(self.model):
+                self.accelerator.backward(self.model(x).square().mean())
+                self.optim.step()
+                self.optim.zero_grad()
+            if self.accelerator.sync_gradients:
+                steps.append(number)
+            if number == last:
+                break
+        return steps
+
+
+def test_an_interrupted_accumulation_resumes_as_with_save_state(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The optimizer steps at the same batches. The gradients before the save are lost, which is said."""
+    whole = Accumulating(tmp_path / "store")
+    assert whole.train(0, 6) == [4]
+    whole.accelerator.save_state(str(tmp_path / "state"))
+    for step in (6, 7):
+        whole.checkpointer.save(step)
+    said = "a@6 was saved in the middle of an accumulation: the gradients of 2 of 4 batches are not in the checkpoint"
+    assert [said in one for one in caplog.messages].count(True) == 1
+    theirs, ours = Accumulating(tmp_path / "store"), Accumulating(tmp_path / "store")
+    theirs.accelerator.load_state(str(tmp_path / "state"))
+    ours.checkpointer.resume(prove=True)
+    resumed = ours.checkpointer.checkpointer.resumed
+    assert resumed is not None
+    assert resumed.proof is not None
+    assert [*resumed.proof.unproved] == ["gradients"]
+    assert caplog.text.count("of 2 of 4 batches") == 2
+    assert ours.train(6, 16) == theirs.train(6, 16) == [8, 12, 16]
+    assert identical(dict(ours.model.state_dict()), dict(theirs.model.state_dict()))
+
+
+def test_a_save_between_accumulations_says_nothing(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    whole = Accumulating(tmp_path)
+    whole.train(0, 8)
+    whole.checkpointer.save(8)
+    again = Accumulating(tmp_path)
+    again.checkpointer.resume(prove=True)
+    assert again.accelerator.step == 8
+    resumed = again.checkpointer.checkpointer.resumed
+    assert resumed is not None
+    assert resumed.proof is not None
+    assert not resumed.proof.unproved
+    assert "accumulation" not in caplog.text
+
+
+def test_a_checkpoint_of_an_older_version_resumes_without_the_count_of_batches(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    old = Accumulating(tmp_path)
+    models, optims, train = old.checkpointer._all()
+    del train["accelerator"]
+    old.checkpointer.checkpointer.save(1, models, optims, train)
+    new = Accumulating(tmp_path)
+    assert new.checkpointer.resume()
+    assert "left: 'train.accelerator'" in caplog.text
+    new.checkpointer.load("a@1")
+
+
+def save_hook(models: Any, weights: Any, folder: str) -> None:
+    """A hook for `save_state`."""
+
+
+def test_hooks_of_save_state_are_refused_by_name_unless_they_are_ignored(tmp_path: Path) -> None:
+    from casckpt.frontends.accelerate import AcceleratorCheckpointer
+
+    def load_hook(models: Any, folder: str) -> None:
+        """A hook for `load_state`."""
+
+    training = Accumulating(tmp_path)
+    checkpointer = training.checkpointer
+    training.accelerator.register_save_state_pre_hook(save_hook)
+    training.accelerator.register_load_state_pre_hook(load_hook)
+    late: list[Callable[[], object]] = [
+        lambda: checkpointer.save_if_due(1), lambda: checkpointer.save(1), lambda: checkpointer.save_async(1),
+        checkpointer.check, checkpointer.resume, lambda: checkpointer.load("a@1"),
+        lambda: AcceleratorCheckpointer(training.accelerator, tmp_path, run="a"),
+    ]  # fmt: skip
+    for call in late:
+        with pytest.raises(Unsupported, match=r"save_hook, .*load_hook.*register_for_checkpointing"):
+            call()
+    assert not casckpt.open(tmp_path).exists()
+    ignoring = AcceleratorCheckpointer(training.accelerator, tmp_path, run="a", hooks="ignore")
+    assert ignoring.resume() is None
+    assert ignoring.save(1).step == 1
 
 
 @pytest.mark.parametrize("kind", ["DEEPSPEED", "MEGATRON_LM", "XLA"])

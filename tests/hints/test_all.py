@@ -28,7 +28,8 @@ NO_HINTS = {
     Case("frontends/serve/folders.py:", "bytes="): "is a regular expression",
     Case("cli/commands/demo.py:Tour.run", "compared with the weights"): "tells what the demo did",
     Case("cli/commands/demo.py:Tour.run", "gc --keep-last 1"): "tells what the demo does",
-    Case("frontends/trainer/resumed.py:", "all other options are left unchanged"): "tells what was asked for",
+    Case("frontends/trainer/resumed.py:", "all options are left unchanged"): "tells what was asked for",
+    Case("frontends/trainer/resumed.py:", "the given schedule continues at the saved position"): "the same",
     Case("tensors/values.py:Shard.__repr__", "Shard(… of …, …)"): "is no message",
 }
 """Messages that look like advice but are not, and why."""

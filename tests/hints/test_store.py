@@ -6,6 +6,7 @@ import errno
 import json
 import shutil
 import sqlite3
+import subprocess
 from contextlib import closing
 from datetime import timedelta
 from pathlib import Path
@@ -28,7 +29,7 @@ from casckpt.errors import (
     Unsupported,
 )
 from casckpt.frontends.follow import Follower
-from casckpt.repository import blob_cache
+from casckpt.repository import blob_cache, catalogue, repository
 from casckpt.repository.repository import Repository
 from casckpt.storage.local.store import LocalStore
 from casckpt.tensors import staging
@@ -76,6 +77,58 @@ def test_a_missing_store_can_be_created_as_advised(
     assert casckpt.open(store_path).checkpoints() == []
     casckpt.open(tmp_path / "other").save({"x": 1}, run="a", step=1)
     assert len(casckpt.open(tmp_path / "other").checkpoints()) == 1
+
+
+@follows("repository/repository.py:Repository._is_free", "To start a new store, leave this out")
+def test_a_new_store_can_be_made_without_the_setting_that_requires_one(store_path: Path, messages: Messages) -> None:
+    with messages.error(NotFound) as advice:
+        casckpt.open(store_path, create=False).save({"x": 1}, run="a", step=1)
+    assert advice.says("create=False")
+    casckpt.open(store_path).save({"x": 1}, run="a", step=1)
+    assert len(casckpt.open(store_path, create=False).checkpoints()) == 1
+
+
+@follows("repository/repository.py:Repository._is_free", "set CASCKPT_CREATE=1 once (or pass create=True)")
+def test_a_missing_mount_comes_back_or_a_new_store_is_made_on_the_disk_below(
+    saved: Store, store_path: Path, tmp_path: Path, messages: Messages, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    mounted = {"now": str(store_path.parent)}
+    for module in (catalogue, repository):
+        monkeypatch.setattr(module, "mount_point", lambda path: mounted["now"])
+    assert casckpt.open(store_path).checkpoints()
+    store_path.rename(tmp_path / "disk")
+    mounted["now"] = ""
+    with messages.error(NotFound) as advice:
+        casckpt.open(store_path).save({"x": 1}, run="a", step=2)
+    (tmp_path / "disk").rename(store_path)
+    assert [one.step for one in casckpt.open(store_path).checkpoints()] == [1], "after a mount, all is there"
+    monkeypatch.undo()
+    monkeypatch.setenv("CASCKPT_CREATE", "1")
+    shutil.rmtree(store_path)
+    assert advice.says("CASCKPT_CREATE=1")
+    casckpt.open(store_path).save({"x": 1}, run="a", step=2)
+    assert [one.step for one in casckpt.open(store_path).checkpoints()] == [2]
+
+
+@follows("upkeep/doctor.py:_reads", "run `casckpt verify`")
+def test_verify_names_the_record_that_doctor_cannot_read(saved: Store, store_path: Path, run: Run) -> None:
+    (record,) = (store_path / "commits").iterdir()
+    record.chmod(0o600)
+    record.write_bytes(b"?")
+    (found,) = (one for one in saved.doctor() if one.name == "store")
+    assert (found.ok, found.advice) == (False, "run `casckpt verify`")
+    assert record.name in run("verify", store_path, status=4).stdout
+
+
+def test_a_store_of_links_can_be_copied_as_doctor_advises(saved: Store, store_path: Path, tmp_path: Path) -> None:
+    for path in [path for path in store_path.rglob("*") if path.is_file()]:
+        path.rename(tmp_path / path.name)
+        path.symlink_to(tmp_path / path.name)
+    (found,) = (one for one in casckpt.open(store_path).doctor() if one.name == "links")
+    command = found.advice.partition("`")[2].strip("`").replace("COPY", str(tmp_path / "copy"))
+    subprocess.run(command.split(), check=True)
+    copy = casckpt.open(tmp_path / "copy")
+    assert (len(copy.checkpoints()), copy.verify().is_damaged) == (1, False)
 
 
 @follows("repository/repository.py:Repository.change_settings", "see `casckpt settings --help`")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -12,11 +13,11 @@ import torch
 from torch import nn, optim
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
-from torch.optim.lr_scheduler import StepLR
+from torch.optim.lr_scheduler import CosineAnnealingWarmRestarts, StepLR
 
 import casckpt
 from casckpt import load_model_and_optim_state, save_model_and_optim_state
-from casckpt.errors import InvalidInput, Mismatch, MissingKey, NotFound, StorageError
+from casckpt.errors import Conflict, InvalidInput, Mismatch, MissingKey, NotFound, StorageError
 from casckpt.frontends.trainer import Checkpointer, CheckpointerConfig, TrainState, restore_rng, rng_state
 from casckpt.frontends.training_state import model as of_models
 from tests.frontends.training_state.test_model import Reading, Scaled
@@ -567,7 +568,7 @@ def test_a_part_that_a_resume_lacks_can_be_passed_or_skipped_explicitly(
     assert texts == []
 
 
-@follows("frontends/trainer/resumed.py:", 'options="keep" keeps the given rate')
+@follows("frontends/trainer/resumed.py:", 'options="keep" keeps what was given')
 def test_the_suggested_option_preserves_a_new_learning_rate(store: Store, model: Two, messages: Messages) -> None:
     made = checkpointer(store)
     first = stepped(model)
@@ -585,7 +586,27 @@ def test_the_suggested_option_preserves_a_new_learning_rate(store: Store, model:
     assert (lower.param_groups[0]["lr"], texts) == (1e-9, [])
 
 
-@follows("frontends/training_state/proof.py:prove.decide", "To resume without this comparison, pass prove=False")
+@follows("frontends/training_state/settings.py:Compared.look", 'Resume without options="keep", then')
+def test_a_longer_schedule_is_rebuilt_after_the_resume(store: Store, model: Two, messages: Messages) -> None:
+    def parts(steps: int) -> Any:
+        optimizer = SGD(model.parameters())
+        return model, optimizer, TrainState(schedule=CosineAnnealingWarmRestarts(optimizer, steps))
+
+    made = checkpointer(store)
+    made.save(1, *parts(10))
+    _, optimizer, train = longer = parts(20)
+    with messages.error(InvalidInput) as advice:
+        made.resume(*longer, options="keep")
+    advice.says('Resume without options="keep"')
+    made.resume(*longer)
+    optimizer.param_groups[0]["lr"] = optimizer.param_groups[0]["initial_lr"]
+    train["schedule"] = CosineAnnealingWarmRestarts(optimizer, 20)
+    optimizer.step()
+    train["schedule"].step(5)
+    assert optimizer.param_groups[0]["lr"] == pytest.approx(0.1 * (1 + math.cos(math.pi * 5 / 20)) / 2)
+
+
+@follows("frontends/training_state/proof.py:prove", "To resume without this comparison, pass prove=False")
 def test_a_resume_without_a_proof_accepts_values_that_a_hook_changed(
     store: Store, model: Two, messages: Messages
 ) -> None:
@@ -605,6 +626,28 @@ def test_a_resume_without_a_proof_accepts_values_that_a_hook_changed(
         made.resume(changed(), prove=True)
     advice.says("'model.b.weight'")
     assert made.resume(changed(), **advice.argument("prove")) is not None
+
+
+@follows("frontends/trainer/ownership.py:RunOwnership.note_load", "or forget the later steps first: `casckpt forget")
+@follows("frontends/trainer/ownership.py:RunOwnership.find", "or forget it first: `casckpt forget")
+def test_later_steps_can_be_forgotten_to_go_on_from_an_earlier_one(
+    store: Store, store_path: Path, model: Two, messages: Messages, run: Run
+) -> None:
+    for step in (1, 2, 3):
+        store.save({"model": model}, run="a", step=step)
+    made = Checkpointer(store, run="a")
+    with messages.log() as advice:
+        made.load("a@1", model)
+    with messages.error(Conflict) as refused:
+        made.save(2, model)
+    _, url, refs = refused.command("forget")
+    run("forget", url, refs)
+    assert made.save(2, model).step == 2
+    _, url, refs = advice.command("forget")
+    run("forget", url, refs)
+    assert [one.step for one in store.checkpoints("a")] == [1]
+    run("restore", store_path, "a@3")  # nothing is lost
+    assert store.get("a@latest").step == 3
 
 
 @follows("frontends/trainer/checkpointer.py:Checkpointer.prove", "call load() or resume() first")

@@ -78,8 +78,9 @@ atexit.register(os.write, 1, b"first ")  # runs last
 import casckpt, torch
 import torch.distributed.checkpoint as dcp
 from casckpt.history import transactions
-from casckpt.saving import exit_status as end
+from casckpt.base import exit_status as end
 from casckpt.frontends.dcp import StorageWriter
+from casckpt.frontends.trainer import Checkpointer
 
 gc.freeze()  # what is imported costs each end a second else
 for path, ending in json.loads(sys.argv[1]).items():
@@ -117,14 +118,16 @@ LATE = "transactions.look_at_all = late; "
 LATE += "dcp.async_save({'w': torch.ones(3)}, storage_writer=StorageWriter(store, step=1)); "
 
 
+OWNED = "transactions.look_at_all = gone; one = Checkpointer(store, run='r').save_async(1, {'w': torch.ones(3)}); "
 HEARD = EARLY + "one.exception(); "
 OWN = "one.result(); assert type(sys.exit) is type(len)"
 FAILED = {
     LAST: 120, LAST + "sys.exit(0)": 120, LAST + "sys.exit(3)": 120, LAST + "raise ValueError": 1,
     LAST + "import logging; logging.basicConfig(stream=open(os.devnull, 'w'))": 120,
     LAST + "sys.stderr = None": 120, LATE: 120, LATE + "sys.exit(3)": 120,
+    OWNED: 120,
 }  # fmt: skip
-FINE = {HEARD: 0, SAVE + "sys.exit(0)": 0, SAVE + "sys.exit(3)": 3, SAVE + OWN: 0}
+FINE = {HEARD: 0, OWNED + "one.exception()": 0, SAVE + "sys.exit(0)": 0, SAVE + "sys.exit(3)": 3, SAVE + OWN: 0}
 IN_BACKGROUND = """
 for step in range(4):
     store.save_async({'w': torch.full((2_000_000,), float(step))}, step=step)

@@ -82,7 +82,7 @@ class Hosts:
         elif what == "undo" and (old := [one for one in list_commits(repo).live() if one.last == "replaced"]):
             with suppress(Conflict):
                 log.restore(repo, self.draw.choice(old))
-            settle(repo, 0)
+            settle(repo, 0, [])
         elif what in ("rewrite", "half a rewrite") and (seen := list_commits(repo).visible()):
             base = self.draw.choice(seen)
             (rewrite_bare if what == "rewrite" else half_rewrite)(repo, base)

@@ -121,10 +121,10 @@ def test_gc_ends_the_rewrite_of_a_dead_process_but_not_of_a_slow_one(repo: Repos
     assert isinstance(clock, Ticks)
     base = commit_bare(repo)
     made = half_rewrite(repo, base)
-    settle(repo, 3600.0)
+    settle(repo, 3600.0, [])
     assert now(repo, made).standing == UNSETTLED
     clock.advance(3600)
-    settle(repo, 3600.0)
+    settle(repo, 3600.0, [])
     assert (now(repo, made).standing, now(repo, made).last) == (VOID, "forgotten")
     assert (now(repo, base).number, visible(repo)) == (1, [base.txid])
     with pytest.raises(Conflict):
@@ -138,7 +138,7 @@ def test_gc_ends_an_unannounced_rewrite(repo: Repository) -> None:
     made = half_rewrite(repo, base)
     for entry in list(repo.storage.list("runs/")):
         repo.storage.delete(entry.key)
-    settle(repo, 0)
+    settle(repo, 0, [])
     assert now(repo, made).standing == VOID
 
 
@@ -288,7 +288,7 @@ def test_a_checkpoint_that_was_always_visible_is_never_reported_as_gone(tmp_path
     base = commit_bare(repo)
     made = rewrite_bare(repo, base)
     back = restore(repo, refresh(repo, base))
-    settle(repo, 0)
+    settle(repo, 0, [])
     assert now(repo, made).last == "forgotten"
     storage.hides = lambda key: key == commit_key(base.txid, back.number)
     host = repository(tmp_path / "new", storage, seed=5)
@@ -349,7 +349,7 @@ def test_a_rewrite_undone_while_a_run_is_read_is_not_lost(
     def undo() -> None:
         host = other(tmp_path, repo)
         restore(host, seen)
-        settle(host, 0)
+        settle(host, 0, [])
 
     faults.inject(call_first("get", meanwhile(undo), key=commit_key(made.txid)))
     assert follow(repo, seen) == now(repo, base)

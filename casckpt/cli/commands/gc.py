@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, Final, Unpack
 import click
 
 from casckpt.cli.describe import doubt, plain
-from casckpt.cli.failures import beside
+from casckpt.cli.failures import FAILED, beside
 from casckpt.cli.progress import progress_bar
 from casckpt.cli.session import Session, store_command
 from casckpt.cli.text import count, moment, name, printable, say, say_all, say_some, shortened, size
@@ -85,6 +85,7 @@ _KNOWN_BY_THEN: Final = (
     "revoked",
     "thin",
     "dry_run",
+    "refused",
 )
 
 
@@ -121,13 +122,13 @@ def command(
     thin: tuple[str, ...],
     thin_keep_last: int | None,
     **options: Any,  # as in `Store.gc`
-) -> None:
+) -> int:
     """Forget checkpoints by rules, and delete unused files.
 
     gc can run during saves and loads. It keeps a checkpoint if any --keep rule keeps it. Without a rule, gc forgets
     nothing. It always keeps tagged checkpoints and the newest one of each run. You can restore a forgotten checkpoint
     for a day, or for --min-age. The first gc after that deletes it. If a save in progress may use a file, gc leaves the
-    file for the next gc.
+    file for the next gc. The exit status is 1 if another user's permissions keep gc from a file; it does the rest.
     """
     if thin_keep_last is not None and not thin:
         raise click.UsageError("--thin-keep-last requires --thin: also pass --thin PATTERN")
@@ -141,6 +142,7 @@ def command(
         _say_by_then(session, error)
         raise
     session.give(described(result), text)
+    return FAILED if result.refused else 0
 
 
 def _say_by_then(session: Session, error: BaseException) -> None:
@@ -197,6 +199,7 @@ def text(result: dict[str, Any]) -> None:
         _say_space(delete, result)
     later = [item for item in result["waiting"] if item.get("id") not in forgotten]
     say_some(_once(f"left for later: {_waits(item)}" for item in later))
+    say_some([f"refused: {printable(one['why'])} (owner: {one['owner'] or 'unknown'})" for one in result["refused"]])
     if result.get("foreign"):
         say(f"kept unknown files: {printable(', '.join(shortened(result['foreign'], 5)))}")
 

@@ -19,11 +19,11 @@ from typing import ParamSpec, TypeVar
 from torch.distributed.checkpoint import filesystem
 from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
 
+from casckpt.base.exit_status import note_if_late
 from casckpt.base.names import check_run, check_step, is_reference
 from casckpt.errors import InvalidInput
 from casckpt.format.names import TxId
 from casckpt.ranks.messages import portable
-from casckpt.saving.exit_status import note_if_late
 
 _STEP = re.compile(r"[0-9]{1,19}")
 _PLACE = re.compile(r"(?P<run>.+)@(?P<step>[0-9]{1,19})", re.DOTALL)

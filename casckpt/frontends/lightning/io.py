@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Mapping
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +13,7 @@ from lightning.fabric.plugins import CheckpointIO, TorchCheckpointIO
 from lightning.pytorch import Callback, Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint, Timer
 
+from casckpt.base.exit_status import unreported
 from casckpt.contents.checkpoint import Checkpoint
 from casckpt.errors import CasckptError, InvalidInput
 from casckpt.frontends.interchange.new_files import new_file
@@ -26,6 +27,7 @@ from casckpt.tensors.values import OfObjects
 log = logging.getLogger(__name__)
 
 WEIGHTS, REST = "model", "lightning"
+_FAILED = "a save or removal in the background failed: %s"
 
 
 class CasCheckpointIO(CheckpointIO):
@@ -35,7 +37,9 @@ class CasCheckpointIO(CheckpointIO):
     that file becomes a checkpoint of the run ``<run>/<file name>``, which takes no extra space.
 
     ``async_save``: save in the background, one at a time. A removal waits for the save, so that ``save_top_k`` is
-    respected. Errors are logged, and raised at the end. Do not wrap this plug-in in Lightning's own AsyncCheckpointIO.
+    respected. Errors are logged, and raised at the end of a fit. Before and after a fit, a Trainer saves in the
+    foreground. A Fabric has no end, so the error of its last save is reported when the program ends. Do not wrap this
+    plug-in in Lightning's own AsyncCheckpointIO.
     ``gc``: run a gc after a removal. ``allow_pickle``: for hyperparameters and callback states that are not plain data.
     ``compress``, ``health``: as for `Store.save`.
     """
@@ -59,8 +63,7 @@ class CasCheckpointIO(CheckpointIO):
         self._torch_io = TorchCheckpointIO()
         self._loaded: Checkpoint | None = None
         self._is_checked = False
-        self._queue: ThreadPoolExecutor | None = None
-        self._waiting: list[Future[None]] = []
+        self._waiting: list[tuple[object, Future[Any]]] = []
 
     def save_checkpoint(self, checkpoint: dict[str, Any], path: AnyPath, storage_options: Any = None) -> None:
         """Save a Lightning checkpoint, and write to ``path`` a file that names it. Rank 0 makes the call."""
@@ -74,7 +77,7 @@ class CasCheckpointIO(CheckpointIO):
         options = self._options(checkpoint)
         options["overwrite"] = overwrite
         try:
-            if not self._async:
+            if not self._async or not is_training(checkpoint):
                 self._run_files.saved(pointer, before, self.store.save(state, run=run, step=step, **options))
                 return
             saving = self.store.save_async(state, run=run, step=step, **options)
@@ -84,7 +87,7 @@ class CasCheckpointIO(CheckpointIO):
             raise
         if before is None:
             pointer.write({"run": run, "step": step})  # reserves the name
-        self._later(lambda: self._finish(pointer, before, saving))
+        self._later(lambda: self._finish(pointer, before, saving), after=saving)
 
     def check(self, checkpoint: dict[str, Any]) -> None:
         """Raise the errors that `save_checkpoint` would raise before it writes anything. Rank 0 makes the call."""
@@ -136,8 +139,8 @@ class CasCheckpointIO(CheckpointIO):
 
     def remove_checkpoint(self, path: AnyPath) -> None:
         """Remove the file, and forget the checkpoint if no other file names it."""
-        if self._async:
-            self._later(lambda: self._remove(Pointer(path)))
+        if self._waiting:
+            self._later(lambda: self._remove(Pointer(path)), after=self._waiting[-1][1])
         else:
             self._remove(Pointer(path))
 
@@ -146,13 +149,12 @@ class CasCheckpointIO(CheckpointIO):
 
         Raises their errors unless they have already been logged.
         """
-        waiting, self._waiting = self._waiting, []
-        if self._queue is not None:
-            self._queue.shutdown()
-            self._queue = None
+        errors = self._errors()
         self._run_files.close()
-        for one in waiting:
-            one.result()
+        for error in errors[1:]:
+            log.error(_FAILED, error)
+        if errors:
+            raise errors[0]
 
     # inside
 
@@ -177,16 +179,33 @@ class CasCheckpointIO(CheckpointIO):
         else:
             self._run_files.remove(pointer)
 
-    def _later(self, call: Callable[[], None]) -> None:
-        self._queue = self._queue or ThreadPoolExecutor(1, thread_name_prefix="casckpt-lightning")
-        self._waiting.append(self._queue.submit(call))
+    def _later(self, call: Callable[[], None], *, after: Future[Any]) -> None:
+        """Make a call in the thread of a save, once ``after`` is done."""
+        name, done = object(), Future[Any]()
+
+        def run(_: Future[Any]) -> None:
+            try:
+                call()
+            except BaseException as error:  # noqa: BLE001 - `_errors` returns it
+                unreported[name] = str(error)
+                done.set_exception(error)
+            else:
+                done.set_result(None)
+
+        self._waiting.append((name, done))
+        after.add_done_callback(run)
 
     def _settle(self) -> None:
+        for error in self._errors():
+            log.error(_FAILED, error)
+
+    def _errors(self) -> list[BaseException]:
+        """Wait for the saves and removals in the background, and return their errors, which the caller reports."""
         waiting, self._waiting = self._waiting, []
-        for one in waiting:
-            error = one.exception()
-            if error is not None:
-                log.error("a save or removal in the background failed: %s", error)
+        errors = [error for _, done in waiting if (error := done.exception()) is not None]
+        for name, _ in waiting:
+            unreported.pop(name, None)
+        return errors
 
 
 class CasCheckpointCheck(Callback):
@@ -238,11 +257,20 @@ def to_state(checkpoint: Mapping[str, Any]) -> dict[str, Any]:
     return OfObjects({REST: rest} if weights is None else {WEIGHTS: weights, REST: rest})
 
 
-def monitored(checkpoint: Mapping[str, Any]) -> dict[str, float]:
+def is_training(checkpoint: Mapping[str, Any]) -> bool:
+    """Return whether a Trainer saves within an epoch, so that it later calls `teardown`; True for a Fabric."""
+    try:
+        epochs = checkpoint["loops"]["fit_loop"]["epoch_progress"]["current"]
+        return bool(epochs["ready"] > epochs["completed"])
+    except (KeyError, TypeError):
+        return True
+
+
+def monitored(checkpoint: Mapping[str, Any]) -> dict[str, Any]:
     """Return the current values by which Lightning's callbacks choose checkpoints."""
     states = (one for one in (checkpoint.get("callbacks") or {}).values() if isinstance(one, Mapping))
     found = ((one.get("monitor"), one.get("current_score")) for one in states)
-    return {name: float(score) for name, score in found if isinstance(name, str) and score is not None}
+    return {name: score for name, score in found if isinstance(name, str) and score is not None}
 
 
 def from_state(state: Mapping[str, Any]) -> dict[str, Any]:

@@ -96,7 +96,7 @@ class CasModelParallelStrategy(ModelParallelStrategy):
         if storage_options is not None:
             raise InvalidInput("save_checkpoint does not accept storage_options; pass them to casckpt.open instead")
         ranks, step = open_ranks(), int(checkpoint["global_step"])
-        rest = _rest(checkpoint)
+        rest = _rest(checkpoint, _average(self._module()))
         optims = self.optimizers if "optimizer_states" in checkpoint else []
 
         def place(paths: list[str]) -> list[tuple[str, str | None, str, bool]]:
@@ -198,8 +198,19 @@ class _Rest:
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state that Lightning would save now."""
-        return _rest(self._trainer._checkpoint_connector.dump_checkpoint(weights_only=False))
+        dumped = self._trainer._checkpoint_connector.dump_checkpoint(weights_only=False)
+        return _rest(dumped, _average(self._trainer.lightning_module))
 
 
-def _rest(checkpoint: Mapping[str, Any]) -> dict[str, Any]:
+def _rest(checkpoint: Mapping[str, Any], average: Any) -> dict[str, Any]:
+    """Return what is saved beside the live shards. Raises InvalidInput if a hook put something in their place.
+
+    ``average``: the averaged model, whose callback does so.
+    """
+    added = [name for name in _NOT_PLAIN if average is None and any(checkpoint.get(name, ()))]
+    if added:
+        raise InvalidInput(
+            f"an on_save_checkpoint hook sets checkpoint[{added[0]!r}], but CasModelParallelStrategy saves the live "
+            "shards instead. Choose another key in the hook, such as checkpoint['ema']"
+        )
     return {name: value for name, value in checkpoint.items() if name not in _NOT_PLAIN}

@@ -23,7 +23,7 @@ from casckpt.frontends.trainer.ownership import RunOwnership
 from casckpt.frontends.trainer.repeats import differing_keys, unsaved_labels
 from casckpt.frontends.trainer.resumed import Resumed, check_given, excuses, of_all_ranks, outcome_of
 from casckpt.frontends.trainer.run_checkpoints import RunCheckpoints, newest, newest_together
-from casckpt.frontends.trainer.saves import Failures, HeardFuture, SaveSummary, will_repeat
+from casckpt.frontends.trainer.saves import Failures, HeardFuture, SaveSummary, allowed, will_repeat
 from casckpt.frontends.trainer.settings import DueArguments, Kind, StepArguments, TrainerArguments, TrainerSettings
 from casckpt.frontends.training_state.contents import (
     OPTIM,
@@ -50,9 +50,11 @@ from casckpt.store.types import (
     Commit,
     LoadArguments,
     MatchArguments,
+    Metrics,
     Rename,
     SaveArguments,
     Unread,
+    usable_metrics,
 )
 
 if TYPE_CHECKING:
@@ -95,7 +97,8 @@ class Checkpointer(RunCheckpoints):
     background save. If it is None, `save_if_due` waits only when the next save is due, so up to two intervals are at
     risk. ``max_failures``: after this number of consecutive failed saves, over 15 minutes or more, the next save runs
     in the foreground and raises its error. If it is None, errors that may be temporary, such as StorageError, are only
-    logged. ``gc``: after a save, rank 0 runs a gc of the run in a thread.
+    logged. ``gc``: after a save, rank 0 runs a gc of the run in a thread. ``create``: whether a new store may be
+    created, as for `casckpt.open`; it applies to a `Store` too.
 
     ``overwrite``: replace a step that exists. ``save_threads``, ``load_threads``: the number of threads per rank.
     ``throttle``: the maximum number of ranks per node that upload at the same time. ``work_dir``: a folder on this
@@ -119,7 +122,9 @@ class Checkpointer(RunCheckpoints):
     ) -> None:
         check_keywords("Checkpointer", settings, TrainerArguments)
         self.config = CheckpointerConfig(run=run, **settings)
-        super().__init__(throttled(as_store(store), self.config.throttle, self.config.work_dir), run)
+        super().__init__(
+            throttled(as_store(store, self.config.create), self.config.throttle, self.config.work_dir), run
+        )
         self.summary: SaveSummary | None = None
         self.process_group = process_group
         self._rotation = self.config.rotation
@@ -200,7 +205,8 @@ class Checkpointer(RunCheckpoints):
         if kept is None:
             self._files.clear()
             seconds = time.monotonic() - begun
-            self._after(SaveSummary(checkpoint=saved, blocked=seconds, durable=seconds, waits=begin.waits), begin.ranks)
+            summary = SaveSummary(checkpoint=saved, blocked=seconds, durable=seconds, waits=begin.waits)
+            self._after(summary, begin.ranks, options.get("metrics"))
         return saved
 
     def save_async(
@@ -245,9 +251,9 @@ class Checkpointer(RunCheckpoints):
                     saved = saving.result()
                 durable, copied = time.monotonic() - begun, getattr(saving, "bytes_copied", 0)
                 summary = SaveSummary(
-                    checkpoint=saved, blocked=blocked, durable=durable, waits=waits, bytes_copied=copied
-                )
-                self._after(summary, ranks)
+                    checkpoint=saved, blocked=blocked, durable=durable, waits=waits, bytes_copied=copied,
+                )  # fmt: skip
+                self._after(summary, ranks, options.get("metrics"))
             except BaseException as error:  # noqa: BLE001 - the future raises it; without this, it would never finish
                 done.set_exception(error)
             else:
@@ -480,9 +486,9 @@ class Checkpointer(RunCheckpoints):
             self.resumed = Resumed(checkpoint, *ranks.exchange(lambda: outcome_of(*mine), of_all_ranks))
             if prove:
                 proof = self.prove(model, optim, train_state, excused=self.resumed.left)
-                self.resumed = replace(self.resumed, proof=proof)
+                self.resumed = replace(self.resumed, proof=replace(proof, replaced=self.resumed.replaced))
             if ranks.rank == 0:
-                self.resumed.log()
+                self.resumed.log(wanted.compared.schedules)
         self._check(model, optim, train_state, "off")  # without samples, because DDP may make the ranks equal later
         if checkpoint is not None:
             self._report_load(checkpoint, begun)
@@ -590,7 +596,7 @@ class Checkpointer(RunCheckpoints):
         return {
             "ephemeral": given.get("ephemeral", False),
             "metadata": given.get("metadata"),
-            "metrics": given.get("metrics"),
+            "metrics": usable_metrics(self.run, given.get("metrics"), first=self._rotation.metrics),
             "healthy": given.get("healthy"),
             "overwrite": self._overwrites(given),
             "attachments": with_hub_files(model, given.get("attachments"), self._files),
@@ -605,8 +611,8 @@ class Checkpointer(RunCheckpoints):
             "threads": self.config.save_threads,
         }
 
-    def _after(self, summary: SaveSummary, ranks: Ranks) -> None:
-        """Forget and thin checkpoints after a save, on rank 0.
+    def _after(self, summary: SaveSummary, ranks: Ranks, metrics: Metrics | None) -> None:
+        """Forget and thin checkpoints after a save, on rank 0. ``metrics``: those that the caller passed.
 
         Errors are only logged, because the checkpoint is saved.
         """
@@ -616,8 +622,9 @@ class Checkpointer(RunCheckpoints):
         self._warn_of_others(saved)
         gone, thinned, removable = list[Checkpoint](), list[Checkpoint](), self.ownership.removable
         try:
-            gone = self.store.rotate(self.run, self._rotation, removable)
-            thinned = self.store.thin_now(self.run, self._rotation.thin, removable)
+            rotation = allowed(self._rotation, saved, metrics)
+            gone = self.store.rotate(self.run, rotation, removable)
+            thinned = self.store.thin_now(self.run, rotation.thin, removable)
         except CasckptError as error:
             log.warning("retention after the save of %s@%d failed: %s", saved.run, saved.step, error)
         purged = tuple(checkpoint.step for checkpoint in gone if checkpoint.commit.last == "purged")

@@ -36,7 +36,8 @@ class Janitor:
         with self._lock:
             self._waiting.remove(run)
         try:
-            self._store.gc(run=run, wait=0)
+            for one in self._store.gc(run=run, wait=0).refused:
+                log.warning("gc left a file of run %s: %s (owner: %s)", one.run, one.why, one.owner)
         except CasckptError as error:
             log.warning("gc of %s in %s failed; the next gc continues it: %s", run, self._store.url, error)
 

@@ -14,7 +14,7 @@ from casckpt.contents.checkpoint import Checkpoint
 from casckpt.errors import CasckptError, Conflict, NotFound
 from casckpt.frontends.trainer.run_checkpoints import RunCheckpoints, newest
 from casckpt.plan.retention import Rotation
-from casckpt.repository.processes import loaded_here, saved_here
+from casckpt.store.types import loaded_here, saved_here
 
 log = logging.getLogger(__name__)
 
@@ -60,7 +60,7 @@ class RunOwnership:
             log.warning(
                 "%s@%d was loaded, but run %s already has %d later steps, up to %d. %s@latest stays step %d until this "
                 "program saves, and a save of a step that exists raises Conflict. To go on from here, use a different "
-                "run, or forget the later steps first: casckpt forget %s %s@%d..%d", loaded.run, loaded.step,
+                "run, or forget the later steps first: `casckpt forget %s %s@%d..%d`", loaded.run, loaded.step,
                 self._of.run, len(later), max(later), self._of.run, last.step, self._of.store.url, self._of.run,
                 min(later), max(later),
             )  # fmt: skip
@@ -114,7 +114,7 @@ class RunOwnership:
         if found.id != self._loaded and found.id not in self._saved:
             raise Conflict(
                 f"{_about(found)} already exists, and this training has not loaded it. Use a different run, or forget "
-                f"it first: casckpt forget {self._of.store.url} {self._of.run}@{step}",
+                f"it first: `casckpt forget {self._of.store.url} {self._of.run}@{step}`",
                 checkpoints=(found.id,),
             )
         return found

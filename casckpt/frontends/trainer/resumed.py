@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import re
 from collections.abc import Collection, Iterable, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeAlias, get_args
@@ -15,8 +16,15 @@ from casckpt.frontends.training_state.contents import OPTIM, TRAIN, LoadRequest,
 from casckpt.frontends.training_state.objects import is_optimizer
 from casckpt.frontends.training_state.parts import AnyOptimizer, as_optimizers
 from casckpt.frontends.training_state.proof import NOT_THERE, Proof
+from casckpt.frontends.training_state.settings import (
+    RECIPE,
+    GoingOn,
+    Replaced,
+    settings_of_groups,
+    shown,
+)
 from casckpt.frontends.training_state.stored import GROUPS
-from casckpt.frontends.training_state.train_state import RNG, as_parts
+from casckpt.frontends.training_state.train_state import RNG, TrainState, as_parts, contained, fill, noted
 from casckpt.ranks.ranks import everyone
 
 log = logging.getLogger("casckpt")
@@ -28,9 +36,13 @@ _NO_TRAIN = "the checkpoint has no train state: the given train state is left un
 _RESIZED = (
     "different shape in the checkpoint, left unchanged; to keep the saved values, load into the old size, then resize"
 )
-_KEPT = 'options="keep": the learning rate and all other options are left unchanged'
-_TO_KEEP = 'options="keep" keeps the given rate'
-_RATES = "set to the checkpoint's base rates; the scheduler's next step may compute the learning rate from them"
+_KEPT = 'options="keep": all options are left unchanged; schedulers set the learning rate to their position'
+_GOES_ON = 'options="keep": the given schedule continues at the saved position'
+_EMPTY = "its saved state is empty, left unchanged"
+_IN_LIST = re.compile(r"\.\d+(?=\.|$)")  # a list of plain states is stored as one value
+_SAID = (_KEPT, _GOES_ON, _EMPTY)
+_OF_OPTIM = 'options="keep" keeps what was given, and refuses if a scheduler of the train state cannot continue'
+_OF_TRAIN = f"to use what was given, set it again after the resume; for a schedule, see {RECIPE}"
 
 
 @dataclass(frozen=True)
@@ -39,33 +51,49 @@ class Resumed:
 
     ``checkpoint``: the loaded checkpoint. ``restored``: which of "model", "optim" and "train" were restored,
     completely or in part. ``left``: why parts were not restored or not read, by flat key ("optim.state.head.bias",
-    "train.scheduler"). ``replaced``: the learning rates that differ from the checkpoint's, as (given, saved) by key
-    ("optim.param_groups.0.lr"; "initial_lr" if a scheduler changes the rate). ``proof``: the result of ``prove=True``.
+    "train.scheduler"). ``replaced``: the settings that differ from the checkpoint's, as (given, saved) by key
+    ("train.scheduler.T_max", "optim.param_groups.0.lr"; "initial_lr" if a scheduler changes the rate). ``proof``: the
+    result of ``prove=True``.
     """
 
     checkpoint: Checkpoint
     restored: tuple[str, ...]
     left: Mapping[str, str]
-    replaced: Mapping[str, tuple[float, float]]
+    replaced: Replaced
     proof: Proof | None = None
 
     def __str__(self) -> str:
-        saved, values = self.checkpoint, self.replaced.items()
-        replaced = {key: f"{one} was given, but the checkpoint has {other}; {_TO_KEEP}" for key, (one, other) in values}
-        lines = [f"resumed {', '.join(self.restored)} from {saved.run}@{saved.step} of {saved.repo.storage.url}"]
-        for what, why in (("left", self.left), ("replaced", replaced)):
-            lines += [f"{what}: {listed(keys)} ({text})" for text, keys in _by_value(why)]
-        return "\n  ".join(lines)
+        return "\n  ".join([self._loaded, *self._settings.values()])
 
-    def log(self) -> None:
-        """Log the result.
+    @property
+    def _loaded(self) -> str:
+        saved = self.checkpoint
+        left = [f"left: {listed(keys)} ({why})" for why, keys in _by_value(self.left)]
+        return "\n  ".join(
+            [f"resumed {', '.join(self.restored)} from {saved.run}@{saved.step} of {saved.repo.storage.url}", *left]
+        )
 
-        The message is a warning if parts were skipped that the caller wanted, or if a scheduler began with a different
-        rate. A replaced rate does not cause a warning if there is no scheduler, because some loops set the rate in each
+    @property
+    def _settings(self) -> dict[str, str]:
+        """What is said about the replaced settings, by the key of their object."""
+        by_object = grouped(self.replaced, lambda key: key.rpartition(".")[0])
+        return {
+            at: f"replaced: {at!r} ({shown({key: self.replaced[key] for key in keys})}; "
+            f"{_OF_TRAIN if at.startswith(TRAIN) else _OF_OPTIM})"
+            for at, keys in by_object.items()
+        }
+
+    def log(self, schedules: Collection[str] = ()) -> None:
+        """Log the result, and what was replaced in each object. ``schedules``: the keys of the schedulers.
+
+        A message is a warning if parts were skipped that the caller wanted, or if the settings or the initial rate of
+        a scheduler were replaced. Other replaced settings do not cause a warning, because some loops set them in each
         step.
         """
-        is_odd = {*self.left.values()} - {_KEPT} or any(key.endswith(".initial_lr") for key in self.replaced)
-        log.log(logging.WARNING if is_odd else logging.INFO, "%s", self)
+        log.log(logging.WARNING if {*self.left.values()} - {*_SAID} else logging.INFO, "%s", self._loaded)
+        for at, text in self._settings.items():
+            is_odd = f"{at}.initial_lr" in self.replaced or any(f"{at}.".startswith(f"{key}.") for key in schedules)
+            log.log(logging.WARNING if is_odd else logging.INFO, "%s", text)
 
 
 def excuses(loaded: Checkpoint, given: Collection[str], wanted: LoadRequest) -> dict[str, str]:
@@ -90,7 +118,7 @@ def _by_value(why: Mapping[str, str]) -> Iterable[tuple[str, list[str]]]:
     return grouped(why, why.__getitem__).items()
 
 
-Outcome: TypeAlias = tuple[tuple[str, ...], dict[str, str], dict[str, tuple[float, float]]]
+Outcome: TypeAlias = tuple[tuple[str, ...], dict[str, str], dict[str, tuple[Any, Any]]]
 """The values of ``restored``, ``left`` and ``replaced`` in `Resumed`, on one rank or on all ranks."""
 
 
@@ -102,32 +130,29 @@ def of_all_ranks(found: Sequence[Outcome]) -> Sequence[Outcome]:
     return everyone((restored, left, {k: v for _, _, replaced in found for k, v in replaced.items()}), len(found))
 
 
-def rates_of(model: TrainModel, optim: AnyOptimizer | None) -> dict[str, float]:
-    """Return the optimizers' learning rates by key, such as "optim.param_groups.0.lr". Raises InvalidInput.
+def settings_of(model: TrainModel, optim: AnyOptimizer | None, *, train_state: Any) -> dict[str, Any]:
+    """Return the settings of the optimizers by key, such as "optim.param_groups.0.lr". Raises InvalidInput.
 
     If a scheduler changes the rate, the result instead contains "initial_lr", which is the scheduler's initial rate.
     """
     optims = {key: (one,) for key, one in model.items() if is_optimizer(one)} if isinstance(model, Mapping) else {}
-    rates = dict[str, float]()
+    settings = dict[str, Any]()
     for at, several in (optims | {OPTIM: as_optimizers(optim)} if optim is not None else optims).items():
-        for number, group in enumerate(group for one in several for group in one.param_groups):
-            name = "initial_lr" if "initial_lr" in group else "lr"
-            if name in group:
-                rates[f"{at}.param_groups.{number}.{name}"] = float(f"{float(group[name]):.7g}")  # float32 precision
-    return rates
+        settings |= settings_of_groups(several, f"{at}.param_groups", contained(train_state))
+    return settings
 
 
-def check_given(train_state: Any, missing: Any, *optimized: Any) -> dict[str, float]:
+def check_given(train_state: Any, missing: Any, *optimized: Any) -> dict[str, Any]:
     """Check the arguments of a resume. Raises InvalidInput if the train state or ``missing`` is invalid.
 
-    ``optimized``: the model and the optimizer. Return the result of `rates_of` for them.
+    ``optimized``: the model and the optimizer. Return the result of `settings_of` for them.
     """
     if missing not in get_args(Missing):
         raise InvalidInput(f'missing={missing!r:.80} is not valid; pass "raise" or "warn"')
     if not isinstance(train_state, MutableMapping | None) and not hasattr(train_state, "load_state_dict"):
         kind = type(train_state).__name__
         raise InvalidInput(f"resume cannot load into a {kind}: pass a TrainState or a dict, or use the result of load")
-    return rates_of(*optimized)
+    return settings_of(*optimized, train_state=train_state)
 
 
 def outcome_of(
@@ -135,13 +160,13 @@ def outcome_of(
     given: Collection[str],
     wanted: LoadRequest,
     state: Mapping[str, Any] | None,
-    rates: Mapping[str, float],
+    settings: Mapping[str, Any],
     *optimized: Any,
 ) -> Outcome:
     """Set the train state to ``state``, unless it is None. Return the outcome of the load on this rank.
 
-    ``given``: the keys of the template. ``optimized``: the model and the optimizer. ``rates``: the result of `rates_of`
-    for them before the load. Raises the errors of the train state's ``load_state_dict``.
+    ``given``: the keys of the template. ``optimized``: the model and the optimizer. ``settings``: the result of
+    `settings_of` for them before the load. Raises the errors of the train state's ``load_state_dict``.
     """
     left = _left_by(loaded, given)
     absent = [name for name in given if f"{name}.param_groups" in left]
@@ -156,28 +181,42 @@ def outcome_of(
     if wanted.train_state is not None and state is None:
         left[TRAIN] = _NO_TRAIN
     elif state is not None:
+        with noted(f"loaded by then: {listed(restored)}"):
+            left |= _set(wanted.train_state, state, wanted)
         restored.append(TRAIN)
-        left |= {f"{TRAIN}.{name}": why for name, why in _set(wanted.train_state, state, wanted).items()}
-    now = rates_of(*optimized)
-    before = {key: rates.get(key, rates.get(key.replace(".initial_lr", ".lr"), rate)) for key, rate in now.items()}
-    return tuple(restored), left, {key: (before[key], value) for key, value in now.items() if before[key] != value}
+    now, replaced = settings_of(*optimized, train_state=wanted.train_state), dict(wanted.compared.replaced)
+    for key, value in now.items():
+        before = settings.get(key, settings.get(key.replace(".initial_lr", ".lr"), value))
+        if before != value:
+            replaced[key] = (before, value)
+    return tuple(restored), left, replaced
 
 
 def _set(train_state: Any, state: Mapping[str, Any], wanted: LoadRequest) -> dict[str, str]:
-    """Set a train state. Return a reason or remark for each skipped or changed part.
+    """Set a train state. Return a reason or remark for each skipped or changed part, by key.
 
     A dict is filled in place. It also receives the parts that only the checkpoint has.
     """
+    compared, left = wanted.compared, dict[str, str]()
+    schedules = compared.schedules if wanted.options == "keep" else {}
+    going = [GoingOn(one, is_changed=at in compared.changed) for at, one in schedules.items()]
     parts = as_parts(train_state)
     if parts is None:
-        train_state.load_state_dict(state)
-        return {}
+        fill(train_state, state, TRAIN)
+    else:
+        left = {f"{TRAIN}.{name}": why for name, why in _set_parts(parts, train_state, state, wanted).items()}
+    for schedule in going:
+        schedule.go_on()
+    changed, empty = ([_IN_LIST.split(key)[0] for key in keys] for keys in (compared.changed, compared.empty))
+    return left | dict.fromkeys(changed, _GOES_ON) | dict.fromkeys(empty, _EMPTY)
+
+
+def _set_parts(parts: TrainState, train_state: Any, state: Mapping[str, Any], wanted: LoadRequest) -> dict[str, str]:
+    """Set the parts of a train state. Return a reason for each skipped part."""
     left = dict.fromkeys(parts.set_parts(state, strict=wanted.missing != "warn"), NOT_THERE)
     beside = [name for name in state if name not in parts]
     if parts is not train_state:
         train_state.update({name: state[name] for name in beside})
     elif wanted.given["unread"] == "warn":
         left |= dict.fromkeys((name for name in beside if name != RNG), _NOT_HERE)
-    if wanted.options == "keep":
-        left |= {name: _RATES for name, part in parts.items() if name in state and hasattr(part, "base_lrs")}
     return left

@@ -22,11 +22,14 @@ log = logging.getLogger(__name__)
 
 
 def newest(store: Store, run: str, step: int | None = None) -> Commit | None:
-    """Return the newest commit of a run, or the commit of ``step``; None if it does not exist."""
+    """Return the newest commit of a run, or the commit of ``step``; None if it does not exist.
+
+    Raises NotFound if there is no store although there must be one; see ``create`` of `casckpt.open`.
+    """
     try:
         return store.get(_ref(run, step)).commit
     except NotFound as error:
-        if store.exists():  # a missing store is normal when a job first starts
+        if store.repository.is_there():  # a missing store is normal when a job first starts
             log.info("%s", error)  # logged because a typo would start a new training run
         return None
 
@@ -34,9 +37,9 @@ def newest(store: Store, run: str, step: int | None = None) -> Commit | None:
 def newest_healthy(store: Store, run: str) -> Commit | None:
     """Return the newest commit of a run that is not unhealthy; None if the run is empty.
 
-    Raises NotFound if all are unhealthy.
+    Raises NotFound if all are unhealthy, and in the cases of `newest`.
     """
-    found = store.checkpoints(run) if store.exists() else []
+    found = store.checkpoints(run) if store.repository.is_there() else []
     healthy = [one.commit for one in found if one.healthy is not False]
     if found and not healthy:
         raise NotFound(f"all checkpoints of {run} were saved with healthy=False; to load one of them, name its step")
@@ -124,10 +127,7 @@ class RunCheckpoints:
 
         ``ephemeral``: select only ephemeral (True) or only permanent (False) checkpoints.
         """
-        try:
-            found = self.store.checkpoints(self.run)
-        except NotFound:  # no store yet
-            found = []
+        found = self.store.checkpoints(self.run) if self.store.repository.is_there() else []
         chosen = (one for one in found if ephemeral is None or one.ephemeral == ephemeral)
         yield from sorted(chosen, key=lambda one: one.step)
 

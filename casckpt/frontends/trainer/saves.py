@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
+import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import dataclass
 
+from casckpt.base.exit_status import unreported
+from casckpt.base.text import listed
 from casckpt.contents.checkpoint import Checkpoint
 from casckpt.errors import CasckptError, Conflict, InvalidInput, Revoked
+from casckpt.plan.retention import Rotation
+
+log = logging.getLogger(__name__)
 
 PATIENCE = 15 * 60.0
 """How long saves may fail, in seconds, before a save runs in the foreground."""
@@ -21,23 +27,39 @@ def will_repeat(error: BaseException) -> bool:
 
 
 class HeardFuture(Future[Checkpoint]):
-    """The future of a save. ``is_heard``: whether the caller has read the result or the error."""
+    """The future of a save. ``is_heard``: whether the caller has read the result or the error.
+
+    An error that nobody reads is reported when the program ends.
+    """
 
     is_heard = False
 
+    def __init__(self) -> None:
+        super().__init__()
+        self._name = object()
+
+    def set_exception(self, exception: BaseException | None) -> None:
+        """See `Future.set_exception`."""
+        unreported[self._name] = str(exception)
+        super().set_exception(exception)
+
     def result(self, timeout: float | None = None) -> Checkpoint:
         """See `Future.result`."""
-        self.is_heard = True
-        return super().result(timeout)
+        error = self.exception(timeout)
+        if error is not None:
+            raise error
+        return super().result()
 
     def exception(self, timeout: float | None = None) -> BaseException | None:
         """See `Future.exception`."""
         self.is_heard = True
-        return super().exception(timeout)
+        return self.unheard_exception(timeout)
 
-    def unheard_exception(self) -> BaseException | None:
+    def unheard_exception(self, timeout: float | None = None) -> BaseException | None:
         """Wait until the save ends, and return its error. ``is_heard`` does not change."""
-        return super().exception()
+        error = super().exception(timeout)
+        unreported.pop(self._name, None)
+        return error
 
 
 class Failures:
@@ -65,6 +87,19 @@ class Failures:
         if self._most is None or self.count < self._most:
             return False
         return self._clock() - self._first >= PATIENCE
+
+
+def allowed(rotation: Rotation, saved: Checkpoint, metrics: object) -> Rotation:
+    """Return ``rotation``, or an empty one if it names one of the ``metrics`` that the save has left out."""
+    given = metrics if isinstance(metrics, Mapping) else {}
+    left = sorted((rotation.metrics & given.keys()) - saved.metrics.keys())
+    if not left:
+        return rotation
+    log.warning(
+        "retention after the save of %s@%d removes nothing, because a rule names %s, which the save left out",
+        saved.run, saved.step, listed(left),
+    )  # fmt: skip
+    return Rotation()
 
 
 _MIB = 1 << 20

@@ -38,6 +38,7 @@ class TrainerArguments(TypedDict, total=False):
     max_steps_at_risk: int | None
     max_failures: int | None
     gc: bool
+    create: bool | None
     frozen: Frozen
     compress: Compress | None
     health: bool
@@ -85,6 +86,7 @@ class TrainerSettings:
     max_steps_at_risk: int | None = None
     max_failures: int | None = 3
     gc: bool = False
+    create: bool | None = None
     frozen: Frozen = None
     compress: Compress | None = None
     health: bool = False

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import re
 from collections.abc import Collection, Iterator, Mapping, Sequence, Set
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Unpack
 
 import numpy as np
@@ -18,6 +18,7 @@ from casckpt.contents.checkpoint import Checkpoint
 from casckpt.contents.contents import Contents
 from casckpt.errors import InvalidInput, Mismatch
 from casckpt.format.tree import find
+from casckpt.frontends.training_state.settings import Replaced
 from casckpt.loading.fit import memory_of
 from casckpt.loading.load import values_at
 from casckpt.loading.options import LoadArguments, LoadOptions
@@ -47,12 +48,13 @@ class Proof:
     """The result of a comparison after a resume. ``proved``: the number of values that are equal in every bit.
 
     The count is over the keys of all ranks. ``bytes``: the bytes of tensors that all ranks compared. ``unproved``: why
-    other values could not be proved, by flat key.
+    other values could not be proved, by flat key. ``replaced``: the settings that the resume replaced, as in `Resumed`.
     """
 
     proved: int
     bytes: int
     unproved: Mapping[str, str]
+    replaced: Replaced = field(default_factory=dict)
 
     def __str__(self) -> str:
         reasons = grouped(self.unproved, self.unproved.__getitem__).items()

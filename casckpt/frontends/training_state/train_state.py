@@ -14,6 +14,7 @@ import torch
 from torch.utils.data import DataLoader
 
 from casckpt.base.digest import hex_digest
+from casckpt.base.text import listed
 from casckpt.errors import InvalidInput, Mismatch, MissingKey
 from casckpt.format.tree import TENSOR
 from casckpt.ranks.ranks import this_rank
@@ -32,7 +33,7 @@ def plain_state(value: Any, key: str) -> Any:
     if is_object(value):
         check_part(value, key)
         name = _methods(value)[0]
-        with _noted(f"raised in {name} of {key!r}"):
+        with noted(f"raised in {name} of {key!r}"):
             return getattr(value, name)()
     if not holds_object(value):
         return value
@@ -52,7 +53,8 @@ def check_part(value: Any, key: str) -> None:
 
 
 @contextmanager
-def _noted(note: str) -> Iterator[None]:
+def noted(note: str) -> Iterator[None]:
+    """Add a note to an error."""
     try:
         yield
     except Exception as error:
@@ -165,7 +167,10 @@ def _load_into(value: Any, state: Any, key: str) -> None:
     if load is None:
         kind = type(value).__name__
         raise InvalidInput(f"{key!r} cannot be loaded: a {kind} has a state_dict but no load_state_dict", key=key)
-    with _noted(f"raised in {_methods(value)[1]} of {key!r}; earlier parts are already loaded, so repeat the load"):
+    if isinstance(state, Mapping) and not state and plain_state(value, key):
+        log.warning("%r stays as it is: the checkpoint has an empty state for it, as for an object that was off", key)
+        return
+    with noted(f"raised in {_methods(value)[1]} of {key!r}; earlier parts are already loaded, so repeat the load"):
         load(state)
 
 
@@ -270,8 +275,10 @@ class TrainState(UserDict[str, Any]):
     def set_parts(self, state: Mapping[str, Any], *, strict: bool) -> list[str]:
         """Set the parts like `load_state_dict`, but without logging."""
         missing = self._missing(state, strict=strict)
-        for name in sorted((name for name in self if name not in missing), key=lambda name: draws(self[name])):
-            self[name] = fill(self[name], state[name], name)
+        names = sorted((name for name in self if name not in missing), key=lambda name: draws(self[name]))
+        for number, name in enumerate(names):
+            with noted(f"parts of the train state that are loaded by then: {listed(names[:number]) or 'none'}"):
+                self[name] = fill(self[name], state[name], name)
         if self._rng and RNG not in missing:
             restore_rng(state[RNG])
         return missing
@@ -295,6 +302,12 @@ def as_parts(train_state: Any) -> TrainState | None:
     parts = TrainState(rng=False)
     parts.data = train_state
     return parts
+
+
+def contained(train_state: Any) -> Any:
+    """Return the parts of a train state as a mapping, or the train state itself if it has no parts."""
+    parts = as_parts(train_state)
+    return train_state if parts is None else parts.data
 
 
 def check_parts(

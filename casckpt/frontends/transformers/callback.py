@@ -25,7 +25,7 @@ from safetensors.torch import save_file
 from transformers import TrainerCallback
 
 from casckpt.base.lazy import cached_property
-from casckpt.base.names import HUB_FILE, LATEST, MAX_METRIC_NAME, MAX_METRICS, check_attachment_name
+from casckpt.base.names import HUB_FILE, LATEST, check_attachment_name
 from casckpt.contents.checkpoint import Checkpoint
 from casckpt.errors import CasckptError, InvalidInput, Mismatch, NotFound, Unsupported
 from casckpt.frontends.interchange.new_files import new_folder
@@ -106,9 +106,7 @@ class CasCheckpointCallback(TrainerCallback):
         self._check(args, kwargs)
         self._is_resumed = state.global_step > 0
         self.checkpointer.ownership.reset()
-        self.checkpointer.ownership.to_resume = (
-            "train(resume_from_checkpoint=...) with the result of restore_checkpoint"
-        )
+        self.checkpointer.ownership.to_resume = "train(resume_from_checkpoint=...)"
         self.checkpointer.start(state.global_step + 1, loaded=state.global_step or None)
 
     def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: object) -> None:
@@ -189,12 +187,10 @@ def config_of(run: str, settings: TrainerArguments) -> CheckpointerConfig:
     return CheckpointerConfig(run=run, **settings)
 
 
-def logged_metrics(state: Any, step: int, first: str | None = None) -> dict[str, float]:
-    """Return the numbers that were logged at a step: ``first``, then evaluation results, then all others."""
+def logged_metrics(state: Any, step: int) -> dict[str, Any]:
+    """Return the values that were logged at a step."""
     logged = [one for one in getattr(state, "log_history", None) or () if one.get("step") == step]
-    numbers = {str(name): value for one in logged for name, value in one.items() if type(value) in (int, float)}
-    wanted = sorted(numbers.keys() - {"step", "epoch"}, key=lambda name: (name != first, not name.startswith("eval_")))
-    return {name: numbers[name] for name in wanted[:MAX_METRICS] if len(name) <= MAX_METRIC_NAME and name.isprintable()}
+    return {name: value for one in logged for name, value in one.items() if name not in ("step", "epoch")}
 
 
 def _write_model(model: Any, folder: Path) -> None:

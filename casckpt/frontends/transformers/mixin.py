@@ -20,7 +20,7 @@ import shutil
 import signal
 import threading
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from tempfile import mkdtemp
 from typing import Any
@@ -30,7 +30,7 @@ from transformers import Trainer, TrainerCallback
 from transformers.trainer_utils import get_last_checkpoint
 
 from casckpt.base.lazy import cached_property
-from casckpt.base.names import LATEST, MAX_METRICS, check_keywords
+from casckpt.base.names import LATEST, check_keywords
 from casckpt.contents.checkpoint import Checkpoint
 from casckpt.errors import InvalidInput, Mismatch, NotFound, Unsupported
 from casckpt.frontends.stores import AnyStore, as_store
@@ -55,17 +55,14 @@ from casckpt.store.types import Commit
 log = logging.getLogger(__name__)
 
 _FILES, _BATCH = "trainer_files", "trainer_batch"  # metadata keys
-_NEW_BEST = "new_best"
-"""A metric of checkpoints whose evaluation was the best so far. Its value is the step.
-
-Retention keeps the last of these.
-"""
 _USED = (
     "_get_output_dir", "_init_training_state", "_load_best_model", "_load_from_checkpoint",
     "_load_optimizer_and_scheduler", "_load_rng_state", "_save_checkpoint", "_save_optimizer_and_scheduler",
     "_save_rng_state", "_save_scaler", "create_accelerator_and_postprocess",
 )  # fmt: skip
 """The private methods of `Trainer` that the mixin replaces, in addition to public ones."""
+_NOT_CALLED = "_save", "_save_optimizer_and_scheduler", "_save_rng_state", "_save_scaler", "save_model"
+"""The methods of `Trainer` and of other bases that write files of a checkpoint, and which the mixin does not call."""
 
 
 class CasTrainerMixin(Trainer):
@@ -78,8 +75,8 @@ class CasTrainerMixin(Trainer):
     checkpoint, as `Checkpointer.resume` does; ``trainer.proof`` has the result.
 
     ``save_strategy`` and ``save_steps`` in the training arguments determine when to save. ``save_total_limit`` is the
-    number of checkpoints to keep. With ``load_best_model_at_end``, the best checkpoint is kept in addition to these.
-    The metrics of a checkpoint are the values that were logged at its step.
+    number of checkpoints to keep. If the trainer knows the best one (``metric_for_best_model``), it is kept in addition
+    to these. The metrics of a checkpoint are the values that were logged at its step.
 
     The model may be replicated by DDP, or sharded by FSDP2 or tensor parallelism (``DistributedConfig``). Raises
     InvalidInput and Unsupported for arguments that cannot work.
@@ -150,7 +147,20 @@ class CasTrainerMixin(Trainer):
         }
         for what in (name for name, is_used in engines.items() if is_used):
             raise Unsupported(f"CasTrainerMixin does not work with {what}; leave it out")
+        self._warn_of_overrides()
         SaveOnSignal(self.checkpointer, self._signals, every=self._signal_every)  # raises InvalidInput, as for settings
+
+    def _warn_of_overrides(self) -> None:
+        """Warn about methods of other classes that write files into a checkpoint folder, and are not called."""
+        mine = type(self).__mro__
+        for name in _NOT_CALLED:
+            others = mine if name == "_save" else mine[mine.index(CasTrainerMixin) + 1 :]
+            owner = next(kind for kind in others if kind is not CasTrainerMixin and name in vars(kind))
+            if owner is not Trainer and self.args.should_save:
+                log.warning(
+                    "a checkpoint does not contain what %s.%s writes, because casckpt stores the state itself: write "
+                    "other files in _save_checkpoint", owner.__qualname__, name,
+                )  # fmt: skip
 
     @cached_property
     def _config(self) -> CheckpointerConfig:
@@ -161,9 +171,8 @@ class CasTrainerMixin(Trainer):
                 "keep and max_checkpoints cannot be combined with save_total_limit or load_best_model_at_end: pass "
                 "save_total_limit alone"
             )
-        if limit is not None:  # keep_best keeps all checkpoints until one has the metric
-            best = {"keep_best": f"{_NEW_BEST}:max:1"} if is_best_loaded else {}
-            settings = {**settings, "keep": {"keep_last": limit, **best}}
+        if limit is not None:
+            settings = {**settings, "keep": limit}
         return config_of(self._run, settings)
 
     @cached_property
@@ -186,6 +195,7 @@ class CasTrainerMixin(Trainer):
     def _save_checkpoint(self, model: Any, trial: Any) -> None:
         """Save a checkpoint. Every rank makes the call. After a signal, save in the foreground and exit."""
         try:
+            self._find_best()
             # if one rank cannot write its files, all ranks raise its error
             files, attachments = on_each(open_ranks(), lambda: self._write_files(model, trial))
             self._save_step(self.state.global_step, files, attachments)
@@ -193,6 +203,20 @@ class CasTrainerMixin(Trainer):
             shutil.rmtree(self._get_output_dir(trial), ignore_errors=True)
         if self._signal:
             raise SystemExit(128 + self._signal)
+
+    def _find_best(self) -> None:
+        """Name the best checkpoint, which may have been saved before its evaluation, and let the next rotation keep it.
+
+        Every rank makes the call, before a save. As in `Trainer`, a best step that was not saved changes nothing.
+        """
+        state, best = self.state, self.state.best_global_step
+        if best and best != state.global_step and state.best_model_checkpoint != f"{self._run}@{best}":
+            found = self.checkpointer.newest_of_all_ranks(best)
+            state.best_model_checkpoint = state.best_model_checkpoint if found is None else f"{self._run}@{best}"
+        run, _, step = (state.best_model_checkpoint or "").rpartition("@")
+        if run == self._run and self.args.save_total_limit is not None:
+            config, rotation = self.checkpointer.config, self.checkpointer._rotation
+            self.checkpointer._rotation = replace(rotation, fixed=frozenset({*(config.fixed_steps or ()), int(step)}))
 
     def _write_files(self, model: Any, trial: Any) -> tuple[list[str], dict[str, bytes]]:
         """Let the trainer write its small files. On rank 0, return their names and all attachments."""
@@ -208,9 +232,7 @@ class CasTrainerMixin(Trainer):
         return sorted(files), self._processor_files | files
 
     def _save_step(self, step: int, files: Sequence[str], attachments: Mapping[str, bytes]) -> None:
-        metrics = logged_metrics(self.state, step, first=_metric_name(self.args.metric_for_best_model))
-        if self.state.best_global_step == step:
-            metrics = dict([(_NEW_BEST, float(step)), *metrics.items()][:MAX_METRICS])
+        metrics = logged_metrics(self.state, step)
         metadata = {"epoch": self.state.epoch, _FILES: files, _BATCH: self._batch}
         save = self.checkpointer.save if self._signal or not self._is_async else self.checkpointer.save_async
         save(
@@ -438,7 +460,3 @@ class _Watch(TrainerCallback):
             control.should_save = control.should_training_stop = True
         else:
             self._trainer._check_first_steps()
-
-
-def _metric_name(name: str | None) -> str | None:
-    return name if name is None or name.startswith("eval_") else f"eval_{name}"

@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
+from casckpt.base.lazy import cached_property
 from casckpt.errors import InvalidInput, Refused
 from casckpt.storage.base import IoCounts, split_folder
 from casckpt.storage.local import syscalls
@@ -107,7 +108,19 @@ class Folders:
         with suppress(FileExistsError):
             os.mkdir(name, dir_fd=above)
             self._anchored.discard(path)
+            made = _open_inside(above, name, self.root, path)
+            syscalls.share(made, self.shared_bits)
+            return made
         return _open_inside(above, name, self.root, path)
+
+    @cached_property
+    def shared_bits(self) -> int:
+        """The permissions that group and others get in this store, or 0 if the umask decides.
+
+        A root that its group may write, with the setgid bit, is shared: one user's umask must not lock others out.
+        """
+        mode = self.root.stat().st_mode
+        return mode & 0o077 if mode & stat.S_ISGID and mode & stat.S_IWGRP else 0
 
     def _sync(self, fd: int) -> None:
         self._counts.add(fsyncs=1)
@@ -130,11 +143,11 @@ class Folders:
 
 @contextmanager
 def _unless_needed() -> Iterator[None]:
-    """Suppress the errors raised for a folder that is not empty or does not exist."""
+    """Suppress the errors raised for a folder that is not empty, does not exist, or that another user must remove."""
     try:
         yield
     except OSError as error:
-        if error.errno not in (errno.ENOENT, errno.ENOTEMPTY, errno.EEXIST):
+        if error.errno not in (errno.ENOENT, errno.ENOTEMPTY, errno.EEXIST, errno.EACCES, errno.EPERM):
             raise
 
 

@@ -53,12 +53,13 @@ def is_temporary(name: str) -> bool:
 class FileMaker:
     """Creates files on one file system, and remembers which calls the file system does not support. Thread-safe.
 
-    ``direct``: bypass the page cache for large files where possible.
+    ``direct``: bypass the page cache for large files where possible. ``bits``: see `syscalls.share`.
     """
 
     def __init__(self, counts: IoCounts, *, direct: bool = True) -> None:
         self.way = Naming.UNNAMED
         self.direct = direct
+        self.bits = 0
         self._counts = counts
 
     def create(self, folder: int, name: str, data: memoryview) -> None:
@@ -123,6 +124,7 @@ class FileMaker:
 
     def _fill(self, fd: int, data: memoryview) -> None:
         """Write all of ``data`` and make it durable."""
+        syscalls.share(fd, self.bits)
         if data.nbytes >= LARGE and address(data) % BLOCK == 0 and self.direct and syscalls.set_direct(fd, True):
             self._write_direct(fd, data)
         else:

@@ -46,7 +46,7 @@ _LARGE_FOLIOS = {"ext4": (6, 16)}
 
 def stale_listings(path: Path, mounts: Path = _MOUNTS) -> str:
     """Return why listings of ``path`` may be stale, with advice, or "" if no reason is known."""
-    kind, options = _mount_of(path, mounts)
+    _, kind, options = _mount_of(path, mounts)
     if not re.fullmatch(r"nfs\d?", kind) or _SURE & set(options.split(",")):
         return ""
     return (
@@ -57,27 +57,35 @@ def stale_listings(path: Path, mounts: Path = _MOUNTS) -> str:
 
 def caches_well(path: Path, mounts: Path = _MOUNTS, release: str | None = None) -> bool:
     """Return whether reads of ``path`` through the page cache are known to be as fast as direct I/O."""
-    kind, options = _mount_of(path, mounts)
+    _, kind, options = _mount_of(path, mounts)
     kernel = re.match(r"(\d+)\.(\d+)", platform.release() if release is None else release)
     if kind not in _LARGE_FOLIOS or kernel is None or "data=journal" in options.split(","):
         return False
     return (int(kernel[1]), int(kernel[2])) >= _LARGE_FOLIOS[kind]
 
 
-def _mount_of(folder: Path, mounts: Path) -> tuple[str, str]:
-    """Return (type, options) of the deepest mount that contains ``folder``, or empty strings if unknown."""
+def mount_point(path: str, mounts: Path = _MOUNTS) -> str:
+    """Return the deepest mount point at or above ``path``, also that of a bind mount. "" if it is / or unknown."""
+    return _mount_of(Path(path), mounts)[0].rstrip("/")
+
+
+def _mount_of(folder: Path, mounts: Path) -> tuple[str, str, str]:
+    """Return (mount point, type, options) of the deepest mount that contains ``folder``; empty strings if unknown.
+
+    A trigger of an automounter does not count, because it holds no files.
+    """
     path, best = os.path.realpath(folder), ("", "", "")
     try:
         lines = mounts.read_text(errors="replace").splitlines()
     except OSError:
-        return "", ""
+        return best
     for line in lines:
         _, at, kind, options, *_ = [*line.split(" "), "", "", "", ""]
         at = re.sub(r"\\([0-7]{3})", lambda code: chr(int(code[1], 8)), at)  # spaces are escaped as \\040
         inside = path == at or path.startswith(at.rstrip("/") + "/")
-        if inside and len(at) >= len(best[0]):
+        if inside and len(at) >= len(best[0]) and kind != "autofs":
             best = (at, kind, options)
-    return best[1], best[2]
+    return best
 
 
 _ATTEMPTS = 100  # to put into a folder that gcs in a loop keep removing; if syncs are slow, 16 were not enough
@@ -239,14 +247,17 @@ class LocalStore(ObjectStore):
         with reporting("sweep", self.path / folder):
             with suppress(FileNotFoundError), self._folders.open(folder) as fd:
                 freed = sum(_remove(fd, name) for name in os.listdir(fd) if is_temporary(name))
-            self._folders.remove(folder)
+            if "/" in folder or not below:
+                self._folders.remove(folder)
         return freed
 
     def examine(self, sample: str | None = None) -> Iterator[Finding]:
-        """Yield a finding on whether listings are reliable on this mount."""
+        """Yield findings on whether listings are reliable on this mount, on links, and on permissions."""
         stale = self.traits.stale
         found = stale or "this mount does not cache file attributes that other hosts may change"
         yield Finding("mount", not stale, found, "casckpt refuses to run gc here until you do" if stale else "")
+        with reporting("list", self.path), suppress(FileNotFoundError):
+            yield from _outsiders(self.path)
 
     def _open(self, key: str, *, shared: bool = False) -> LocalReader:
         folder, name = split_key(key)
@@ -266,6 +277,7 @@ class LocalStore(ObjectStore):
             for _ in range(_ATTEMPTS):
                 try:
                     with self._folders.open(folder, create=True) as fd:
+                        self._files.bits = self._folders.shared_bits
                         return act(fd)
                 except OSError as error:
                     if error.errno not in _REMOVED:
@@ -274,6 +286,24 @@ class LocalStore(ObjectStore):
             f"cannot write {path}: its folder cannot be created, or something keeps removing it; find the cause, and "
             "try again"
         )
+
+
+def _outsiders(root: Path) -> Iterator[Finding]:
+    """Yield a finding if there are links below ``root``, or if anything gives group and others less than ``root``."""
+    links, closed, rights = list[Path](), list[Path](), root.stat().st_mode
+    for above, folders, files in os.walk(root):
+        for path in (Path(above, name) for name in (*folders, *files)):
+            with suppress(FileNotFoundError):  # a save or a gc has just removed it
+                mode = path.lstat().st_mode
+                wanted = rights & (0o077 if stat.S_ISDIR(mode) else 0o044)
+                (links if stat.S_ISLNK(mode) else closed if wanted & ~mode else []).append(path)
+    if links:
+        found = f"a store does not follow links, but {len(links)} of its files are links, such as {links[0]}"
+        yield Finding("links", False, found, f"make a copy without links: `cp -rL {root} COPY`")
+    if closed:
+        found = f"{len(closed)} files and folders, such as {closed[0]}, give other users less than {root} does"
+        advice = "their owners: use the commands under Permissions in docs/operations.md"
+        yield Finding("permissions", False if rights & stat.S_IWGRP else None, found, advice)
 
 
 def _scan(folders: Folders, folder: str) -> tuple[list[ListedObject], list[str]]:

@@ -10,8 +10,9 @@ import ctypes
 import errno
 import fcntl
 import os
+import stat
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 
 FILE_MODE = 0o444  # objects never change; the process's umask applies
 _RENAME_NOREPLACE = 1
@@ -55,6 +56,19 @@ def open_named(folder: int, name: str) -> int:
     """Create and open a file for writing, under a name that must not exist yet."""
     flags = os.O_CREAT | os.O_EXCL | os.O_WRONLY | os.O_NOFOLLOW | os.O_CLOEXEC
     return os.open(name, flags, FILE_MODE, dir_fd=folder)
+
+
+def share(fd: int, bits: int) -> None:
+    """Give group and others the permissions ``bits`` of a new file or folder, whatever the umask. 0 changes nothing.
+
+    A file gets only those to read.
+    """
+    if bits:
+        mode = os.fstat(fd).st_mode
+        bits &= 0o077 if stat.S_ISDIR(mode) else FILE_MODE
+        if mode & 0o077 != bits:
+            with suppress(PermissionError):  # the file system does not let its users change modes
+                os.fchmod(fd, stat.S_IMODE(mode) & ~0o077 | bits)
 
 
 def link_unnamed(fd: int, folder: int, name: str) -> None:

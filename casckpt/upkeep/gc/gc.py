@@ -25,13 +25,14 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any, TypeAlias, TypedDict, Unpack
 
 from casckpt.base.parallel import in_parallel
 from casckpt.base.progress import Progress, silent
 from casckpt.contents import blobs
 from casckpt.contents.signatures import remove_signatures
-from casckpt.errors import Conflict, InvalidInput, Unsupported
+from casckpt.errors import Conflict, InvalidInput, StorageError, Unsupported
 from casckpt.format import notes, records
 from casckpt.format.keys import blob_key, manifest_key, parse_log, parse_object, uploader_folder
 from casckpt.format.names import BlobHash, ManifestId, TxId
@@ -45,16 +46,19 @@ from casckpt.plan.retention import Policy, Thinning
 from casckpt.repository.exclusive import remove_leftovers
 from casckpt.repository.reading import check_requirements
 from casckpt.repository.repository import Repository
+from casckpt.storage.failures import noting
 from casckpt.upkeep.blob_use import BlobUse
 from casckpt.upkeep.gc.candidates import Candidates, Unreadable, candidates, commits_without_doubt, spare_roots
 from casckpt.upkeep.gc.purge import (
     Deferred,
     GcPlan,
+    Refusal,
     RetireProgress,
     bring_back,
     check_metrics,
     min_age_of,
     plan_retiring,
+    refusals,
     retire,
     unless_mirror_is_gone,
     waiting_for,
@@ -72,13 +76,17 @@ SEEN_NOTE = "gc-signs-of-life"
 
 @dataclass
 class Limits:
-    """How long gc waits in total, and how long a transaction may be silent before gc revokes it, in seconds."""
+    """How long gc waits in total, and how long a transaction may be silent before gc revokes it, in seconds.
+
+    ``refused``: what this user may not delete or create, as gc meets it.
+    """
 
     wait: float
     revoke_after: float
     sleep: Sleep
     slept: float = 0.0
     pause: float = FIRST_PAUSE
+    refused: list[StorageError] = field(default_factory=list)
 
     def is_over(self) -> bool:
         """Return whether the waiting time is over."""
@@ -108,7 +116,8 @@ def wait_until_closed(
     A transaction ends when it commits, or when its save or this function revokes it. This function revokes it if its
     process is provably dead, or if it shows no new sign of life for ``patience.revoke_after`` seconds. gc counts the
     signs of life. It measures the time between checks with this host's clock only, and never compares clocks. Revoking
-    is always safe: at worst, a live save fails and is repeated. ``tell``: called at each check with the open
+    is always safe: at worst, a live save fails and is repeated. A transaction that this user may not revoke
+    is still open. ``tell``: called at each check with the open
     transactions. The ``still`` field of the result contains the transactions that did not end in time.
 
     Raises `StorageError`.
@@ -124,10 +133,12 @@ def wait_until_closed(
         result.still = []
         for txid in sorted(wanted):
             why = _why_dead(repo, looked[txid], silent[txid], patience.revoke_after)
-            if not why:
-                result.still.append(looked[txid])
-            elif revoke(repo, txid, why):
-                result.revoked.append(txid)
+            result.still.append(looked[txid])
+            if why:
+                with noting(patience.refused):
+                    if revoke(repo, txid, why):
+                        result.revoked.append(txid)
+                    result.still.pop()
         if not result.still or patience.is_over():
             return result
         tell(result.still)
@@ -232,7 +243,8 @@ class GcResult:
     that were revoked. ``foreign``: keys under objects/ that casckpt did not create, and that gc ignores. ``thin``: the
     result of thinning, or None without a thinning rule. The other fields do not include this result. ``restored``:
     checkpoints that received a tag while an earlier gc was forgetting them, if that gc was killed before it could
-    restore them.
+    restore them. ``refused``: files of other users that gc may not delete or create. If it may not create a record of a
+    checkpoint, it does not purge that checkpoint.
 
     If gc fails, its error has this result as ``done``. It lists the changes to checkpoints before the error, and all
     its counts are 0.
@@ -253,6 +265,7 @@ class GcResult:
     foreign: tuple[str, ...] = ()
     dry_run: bool = False
     thin: ThinResult | None = None
+    refused: tuple[Refusal, ...] = ()
 
 
 @dataclass
@@ -380,15 +393,16 @@ def execute(
     if revoke_after is None:
         known = settings.revoke_after_seconds
         revoke_after = REVOKE_AFTER if known is None else known
-    done, gc = RetireProgress(), _Collection(repo, Limits(wait, revoke_after, sleep), progress, tell)
+    done = RetireProgress()
+    gc = _Collection(repo, Limits(wait, revoke_after, sleep, refused=done.refused), progress, tell)
     with _noting(lambda: _so_far(plan, done, gc.tally, thin)):
         if plan.forget or plan.purge:
             _check_first(repo, plan)
         bring_back(repo, plan, done)
         retire(repo, plan, done)
         gc.run()
-        _tidy(repo, gc.tally)
-        listed = settle(repo, revoke_after)
+        _tidy(repo, gc.tally, done.refused)
+        listed = settle(repo, revoke_after, done.refused)
         return gc.tally.result(repo, plan, _so_far(plan, done, gc.tally, thin), gc.tally.still, listed)
 
 
@@ -410,6 +424,7 @@ def _so_far(plan: GcPlan, done: RetireProgress, tally: _Tally, thin: ThinResult 
         waiting=tuple(deferred for deferred in plan.waiting if deferred.txid in forgotten),
         revoked=tuple(tally.revoked),
         thin=thin,
+        refused=refusals(done.refused, plan.listed),
     )
 
 
@@ -492,7 +507,7 @@ class _Collection:
             if not self._finish(paused):
                 save_resume_state(self.repo, paused)
         else:  # do not wait, but revoke dead transactions
-            look = Limits(0, self.patience.revoke_after, self.patience.sleep)
+            look = replace(self.patience, wait=0, slept=0.0)
             self.tally.revoked += wait_until_closed(self.repo, waits, look, lambda still: None).revoked
 
     def _finish(self, paused: ResumeState) -> bool:
@@ -507,8 +522,9 @@ class _Collection:
         spare_roots(self.repo, paused.candidates)
         check_requirements(self.repo)
         _settle_records(self.repo)
-        _delete(self.repo, paused.candidates.sizes, self.progress)
-        self.tally.deleted |= paused.candidates.sizes
+        sizes = paused.candidates.sizes
+        deleted = _delete(self.repo, sizes, self.progress, self.patience.refused)
+        self.tally.deleted |= {key: sizes[key] for key in deleted}
         return True
 
 
@@ -527,21 +543,29 @@ def _settle_records(repo: Repository) -> None:
     repo.storage.settle(COMMITS.rstrip("/"))
 
 
-def _delete(repo: Repository, sizes: Iterable[str], progress: Progress) -> None:
-    """Delete the objects. No other function deletes blobs and manifests of a store.
+def _delete(repo: Repository, sizes: Iterable[str], progress: Progress, refused: list[StorageError]) -> list[str]:
+    """Delete the objects, and return the deleted ones. No other function deletes blobs and manifests of a store.
 
     Deletes blobs first, because another gc can continue as long as a purged checkpoint's manifest exists. Any order is
-    safe for live checkpoints, and a later gc deletes the remaining objects.
+    safe for live checkpoints, and a later gc deletes the remaining objects, such as those that are ``refused``.
     """
+    deleted: list[str] = []
+
+    def delete(key: str) -> None:
+        with noting(refused):
+            repo.storage.delete(key)
+            deleted.append(key)
+
     keys = sorted(sizes, key=lambda key: not key.endswith(BLOB))
     progress.expect(len(keys))
     blobs = sum(key.endswith(BLOB) for key in keys)
     for part in (keys[:blobs], keys[blobs:]):
-        for _ in in_parallel(repo.storage.traits.parallel, repo.storage.delete, part, name="gc"):
+        for _ in in_parallel(repo.storage.traits.parallel, delete, part, name="gc"):
             progress(1)
+    return deleted
 
 
-def _tidy(repo: Repository, tally: _Tally) -> None:
+def _tidy(repo: Repository, tally: _Tally, refused: list[StorageError]) -> None:
     """Remove files of closed transactions, old generations of tags, and leftovers of failed puts.
 
     This does not disturb a put in progress: an objects folder is cleaned only if it has no open transaction. In
@@ -553,15 +577,15 @@ def _tidy(repo: Repository, tally: _Tally) -> None:
     begun = {name[0] for name in names if name is not None}
     uploaders = {name.uploader for key in tally.deleted if (name := parse_object(key)) is not None}
     uploaders |= {*tally.stock.loose, *(begun & closed)}
-    for uploader in sorted(uploaders - (begun - closed)):
-        repo.storage.sweep(uploader_folder(uploader))
-    remove_closed(repo, closed)
-    remove_old_generations(repo)
-    remove_signatures(repo)
-    blobs.remove_marks(repo, tally.deleted)
-    remove_leftovers(repo.storage, repo.clock)
-    for folder in _RECORDS:
-        repo.storage.sweep(folder, below=bool(folder))
+    steps: tuple[Callable[[], object], ...] = (
+        *(partial(repo.storage.sweep, uploader_folder(uploader)) for uploader in sorted(uploaders - (begun - closed))),
+        partial(remove_closed, repo, closed), partial(remove_old_generations, repo), partial(remove_signatures, repo),
+        partial(blobs.remove_marks, repo, tally.deleted), partial(remove_leftovers, repo.storage, repo.clock),
+        *(partial(repo.storage.sweep, folder, below=bool(folder)) for folder in _RECORDS),
+    )  # fmt: skip
+    for step in steps:
+        with noting(refused):
+            step()
 
 
 def _check_storage(repo: Repository) -> None:

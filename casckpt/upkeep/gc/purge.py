@@ -20,12 +20,15 @@ from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from datetime import datetime
 from functools import partial
+from pathlib import Path
+from typing import TypeAlias
 
 from casckpt.base.groups import grouped
+from casckpt.base.names import run_hash
 from casckpt.base.parallel import in_parallel
 from casckpt.base.units import time_of
 from casckpt.contents import manifests
-from casckpt.errors import Conflict, Damaged, Gone, Refused
+from casckpt.errors import Conflict, Damaged, Gone, Refused, StorageError
 from casckpt.format import records
 from casckpt.format.keys import parse_txid
 from casckpt.format.metrics import metric_values
@@ -37,6 +40,7 @@ from casckpt.history.tags import FOREIGN_CLOCKS, Tag, tagged_txids, tags, tags_o
 from casckpt.history.transactions import OpenTransaction
 from casckpt.plan.retention import Policy, SavedCheckpoint, plan_forget, runs_without
 from casckpt.repository.repository import Repository
+from casckpt.storage.failures import noting
 from casckpt.upkeep.copies.mirror_notes import (
     NO_STORE,
     HasCopies,
@@ -50,6 +54,7 @@ from casckpt.upkeep.saves import check_own
 log = logging.getLogger(__name__)
 
 _NAMED_AT_MOST = 5
+_Action: TypeAlias = Callable[[Repository, Commit], Commit]
 
 
 @dataclass(frozen=True)
@@ -86,6 +91,40 @@ def waiting_for(transaction: OpenTransaction) -> Deferred:
 
 
 @dataclass(frozen=True)
+class Refusal:
+    """A file that gc could not delete or create, because this user may not.
+
+    ``owner``: the owner of the file or, if it does not exist, of its folder; None if unknown. ``run``: None if unknown.
+    """
+
+    path: str
+    owner: str | None
+    run: str | None
+    why: str
+
+
+def refusals(errors: Iterable[StorageError], listed: CommitList) -> tuple[Refusal, ...]:
+    """Describe what `noting` has noted, once for each path. ``listed``: commits, whose runs are named."""
+    runs = {run_hash(commit.run): commit.run for commit in listed.commits.values() if commit.last != "revoked"}
+
+    def run_of(path: str) -> str | None:
+        return next((run for part, run in runs.items() if part in path), None)  # each key contains its run's hash
+
+    found = {error.path: str(error) for error in errors}
+    return tuple(Refusal(path, _owner(Path(path)), run_of(path), why) for path, why in found.items())
+
+
+def _owner(path: Path) -> str | None:
+    with suppress(OSError):
+        there = next(one for one in (path, *path.parents) if one.exists())
+        try:
+            return there.owner()
+        except KeyError:
+            return str(there.stat().st_uid)
+    return None
+
+
+@dataclass(frozen=True)
 class GcPlan:
     """The plan of a gc. ``forget``: commits to forget by the policy.
 
@@ -109,12 +148,13 @@ class GcPlan:
 class RetireProgress:
     """The finished part of a plan.
 
-    It grows after each action, so it is complete even after an error.
+    It grows after each action, so it is complete even after an error. ``refused``: what this user may not do.
     """
 
     restored: list[Commit] = field(default_factory=list)
     forgotten: list[Commit] = field(default_factory=list)
     purged: list[Commit] = field(default_factory=list)
+    refused: list[StorageError] = field(default_factory=list)
 
 
 @dataclass(frozen=True)
@@ -279,7 +319,7 @@ def bring_back(repo: Repository, plan: GcPlan, done: RetireProgress) -> None:
     """
     tagged = tagged_txids(_without_end(_tags_now(repo)), plan.restore) if plan.restore else set()
     wanted = [commit for commit in plan.restore if commit.txid in tagged]
-    _each_unless_changed(repo, lambda repo, commit: append(repo, commit, Restored), wanted, done.restored)
+    _each_unless_changed(repo, partial(append, kind=Restored), wanted, done.restored, done.refused)
 
 
 def thinned_though_claimed(repo: Repository, listed: CommitList, since: int) -> list[Commit]:
@@ -326,12 +366,13 @@ def retire(repo: Repository, plan: GcPlan, done: RetireProgress) -> None:
     version does not know one of the store's requirements for writers.
     """
     chosen = _untagged(repo, plan.forget)
-    announce_all(repo, chosen)
-    _each_unless_changed(repo, forget, chosen, done.forgotten)
+    with noting([]):  # each record that follows announces itself if need be, so its refusal is noted there
+        announce_all(repo, chosen)
+    _each_unless_changed(repo, forget, chosen, done.forgotten, done.refused)
     # relist tags: a new tag counts, and a process that sets one later sees these records
     tagged = _barred(repo, [*plan.purge, *done.forgotten])
     claimed = [commit for commit in done.forgotten if commit.txid in tagged]
-    _each_unless_changed(repo, partial(restore, as_read=True), claimed, [])
+    _each_unless_changed(repo, partial(restore, as_read=True), claimed, [], done.refused)
     done.forgotten = [commit for commit in done.forgotten if commit.txid not in tagged]
     now = {commit.txid: commit for commit in (*plan.purge, *done.forgotten)}  # as this gc last read them
     due = [now[commit.txid] for commit in plan.purge]
@@ -339,8 +380,9 @@ def retire(repo: Repository, plan: GcPlan, done: RetireProgress) -> None:
     records.check_requirements(settings, repo.storage.url)
     unsafe = _unsafe(repo, due, settings.mirror)
     left = [c for c in due if not c.visible and c.txid not in tagged and c.txid not in unsafe]
-    announce_all(repo, left)
-    _each_unless_changed(repo, purge, left, done.purged)
+    with noting([]):
+        announce_all(repo, left)
+    _each_unless_changed(repo, purge, left, done.purged, done.refused)
 
 
 def forget_and_purge(repo: Repository, commits: Iterable[Commit]) -> list[Commit]:
@@ -369,6 +411,8 @@ def _retire_at_once(
     ages, done = min_age_of(repo, None, AT_ONCE), RetireProgress()
     plan = GcPlan(tuple(forget), tuple(commit for commit in purge if not ages.of(commit)), mirror=settings.mirror)
     retire(repo, unless_mirror_is_gone(repo, plan, near=True), done)
+    for one in refusals(done.refused, list_commits(repo) if done.refused else plan.listed):
+        log.warning("rotation left a checkpoint of run %s: %s (owner: %s)", one.run, one.why, one.owner)
     purged = {commit.txid: commit for commit in done.purged}
     return [purged.get(commit.txid, commit) for commit in done.forgotten]
 
@@ -444,12 +488,15 @@ def _end(named: Iterable[Tag]) -> datetime | None:
 
 
 def _each_unless_changed(
-    repo: Repository, action: Callable[[Repository, Commit], Commit], commits: Iterable[Commit], done: list[Commit]
+    repo: Repository, action: _Action, commits: Iterable[Commit], done: list[Commit], refused: list[StorageError]
 ) -> None:
-    """Call ``action`` on each commit, and add the results to ``done``. Skip commits that another process changed."""
+    """Call ``action`` on each commit, and add the results to ``done``. Skip commits that another process changed.
+
+    If this user may not write a record, the commit keeps its state, and therefore remains a root.
+    """
 
     def attempt(commit: Commit) -> None:
-        with suppress(Conflict):
+        with suppress(Conflict), noting(refused):
             done.append(action(repo, commit))
 
     try:

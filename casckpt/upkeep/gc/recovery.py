@@ -11,7 +11,7 @@ import logging
 from collections.abc import Iterator
 from contextlib import suppress
 
-from casckpt.errors import Conflict
+from casckpt.errors import Conflict, StorageError
 from casckpt.format.keys import announcement_key, commit_key, parse_txid, transaction_key
 from casckpt.format.names import TxId
 from casckpt.format.records import Restored
@@ -21,6 +21,7 @@ from casckpt.history.folding import UNSETTLED, VOID
 from casckpt.history.transactions import revoke
 from casckpt.repository.caches import RunCache
 from casckpt.repository.repository import Repository
+from casckpt.storage.failures import noting
 from casckpt.upkeep.gc.purge import thinned_though_claimed
 
 _UNREADABLE = (
@@ -32,35 +33,37 @@ _UNANNOUNCED = "saves and `latest` do not see it, because runs/ does not announc
 log = logging.getLogger(__name__)
 
 
-def settle(repo: Repository, seconds: float) -> CommitList:
+def settle(repo: Repository, seconds: float, refused: list[StorageError]) -> CommitList:
     """Fill each number that was announced at least ``seconds`` ago and has no record.
 
     Announce records without an announcement. Also restores checkpoints that were thinned at least ``seconds`` ago
     although a tag protects them. This is safe at any time: a late process finds that its number is taken, and announces
-    the next number. Each host reads each announcement only once. Returns the first listing that it makes; the same
-    commits are live afterwards. Raises `Damaged` or `Refused` if a tag cannot be read, and `StorageError`.
+    the next number. Each host reads each announcement only once. Ends, and notes it in ``refused``, if this user may
+    not write a record. Returns the first listing that it makes; the same commits are live afterwards. Raises `Damaged`
+    or `Refused` if a tag cannot be read, and `StorageError`.
     """
     listed = list_commits(repo)  # list commits first: each listed record was already announced
     since = repo.clock() - round(1e6 * seconds)
-    _settle_rewrites(repo, listed, since)
-    for commit in thinned_though_claimed(repo, listed, since):
-        log.warning("%s was thinned by a process that died, although it has a tag; gc restores it", commit)
-        with suppress(Conflict):  # another process restored it first
-            append(repo, commit, Restored)
-    for run in _hashes(repo, listed):
-        look(repo, run)
-        known = read_back(repo, run)
-        for number in sorted(known.unreadable):
-            fill(repo, run, number)
-        for txid, number in _undecided(known, listed, since):
-            if number:
-                keep(repo, txid, number)
-            elif repo.storage.size(transaction_key(txid)) is None:
-                # otherwise, gc revokes the transaction if it shows no sign of life
-                revoke(repo, txid, "announced but never committed")
-        if missing := list(_unannounced(known, listed, run)):
-            log.warning("%d records of run %s were not announced; runs/ was incomplete", len(missing), run)
-            announce(repo, missing)
+    with noting(refused):
+        _settle_rewrites(repo, listed, since)
+        for commit in thinned_though_claimed(repo, listed, since):
+            log.warning("%s was thinned by a process that died, although it has a tag; gc restores it", commit)
+            with suppress(Conflict):  # another process restored it first
+                append(repo, commit, Restored)
+        for run in _hashes(repo, listed):
+            look(repo, run)
+            known = read_back(repo, run)
+            for number in sorted(known.unreadable):
+                fill(repo, run, number)
+            for txid, number in _undecided(known, listed, since):
+                if number:
+                    keep(repo, txid, number)
+                elif repo.storage.size(transaction_key(txid)) is None:
+                    # otherwise, gc revokes the transaction if it shows no sign of life
+                    revoke(repo, txid, "announced but never committed")
+            if missing := list(_unannounced(known, listed, run)):
+                log.warning("%d records of run %s were not announced; runs/ was incomplete", len(missing), run)
+                announce(repo, missing)
     return listed
 
 

@@ -8,8 +8,10 @@ from typing import Any
 import pytest
 
 import casckpt
+from casckpt.errors import StorageError
 from casckpt.history.commits import forget
 from casckpt.history.transactions import begin
+from casckpt.storage.local.store import LocalStore
 from tests.cli.conftest import AsJson, Run
 
 
@@ -154,3 +156,23 @@ def test_restore_undoes_thinning(saved: Path, store: casckpt.Store, as_json: AsJ
     assert (
         "specify either the checkpoints to thin" in as_json("thin", saved, "--drop", key, status=1)["error"]["message"]
     )
+
+
+def test_gc_names_files_of_other_users_and_exits_with_1(
+    saved: Path, as_json: AsJson, run: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(storage: LocalStore, key: str) -> None:
+        path = str(storage.path / key)
+        raise StorageError(f"cannot delete {path}: permission denied", path=path, refused=True)
+
+    monkeypatch.setattr(LocalStore, "delete", refuse)
+    done = as_json("gc", saved, "--run", "a", "--keep-last", 1, "--min-age", 0, status=1)
+    assert named(done["purged"]) == ["a@1", "a@2"]
+    assert done["deleted_blobs"] == 0
+    assert {(one["run"], one["owner"], Path(one["path"]).is_file()) for one in done["refused"]} == {
+        ("a", saved.owner(), True)
+    }
+    assert "refused: cannot delete" in run("gc", saved, status=1).stdout
+    monkeypatch.undo()
+    blobs = [one for one in done["refused"] if one["path"].endswith(".safetensors")]
+    assert as_json("gc", saved)["deleted_blobs"] == len(blobs) > 0

@@ -5,6 +5,8 @@
 from __future__ import annotations
 
 import copy
+import threading
+from collections.abc import Callable
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
@@ -17,11 +19,12 @@ lightning = pytest.importorskip("lightning.pytorch", reason="needs casckpt[light
 from lightning.fabric import Fabric
 from lightning.pytorch.callbacks import Callback, EMAWeightAveraging, ModelCheckpoint
 
+from casckpt.base.exit_status import unreported
 from casckpt.errors import InvalidInput, StorageError
 from casckpt.frontends.lightning import CasCheckpointCheck, CasCheckpointIO
 from casckpt.frontends.training_state import unshard_model_state
 from casckpt.store.store import Store
-from tests.support.faulty import fail_before
+from tests.support.faulty import Call, call_first, fail_before
 from tests.support.lightning_training import Losses, Model, Slow, data, trainer
 from tests.support.saves import small_folder, steps
 from tests.support.training import identical
@@ -138,6 +141,99 @@ def test_the_error_of_a_failed_background_save_is_raised(tmp_path: Path, caplog:
     assert not (tmp_path / "2.ckpt").exists()
     assert steps(slow.store) == [("sft", 1)]
     assert io.load_checkpoint(tmp_path / "1.ckpt")["global_step"] == 1
+
+
+def test_the_last_failed_save_of_a_fabric_is_reported_at_exit_unless_somebody_hears_of_it(tmp_path: Path) -> None:
+    slow = Slow(tmp_path / "store")
+    io = CasCheckpointIO(slow.store, run="fab", async_save=True)
+    fabric, state = Fabric(accelerator="cpu", plugins=[io]), {"w": torch.ones(3), "loops": 1}
+    slow.faulty.inject(fail_before("put", key="objects/*.manifest"))
+    fabric.save(tmp_path / "1.ckpt", state)
+    slow.store._saver.get().background.wait()
+    io._waiting[-1][1].exception()  # the file is removed by now
+    assert ["injected" in why for why in unreported.values()] == [True]
+    assert not (tmp_path / "1.ckpt").exists()
+    with pytest.raises(StorageError, match="injected"):
+        io.teardown()
+    assert not unreported
+
+
+class WithTest(Model):
+    def test_step(self, batch: Any, number: int) -> None:
+        """A baseline."""
+
+
+def test_a_trainer_saves_in_the_background_only_within_a_fit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    slow, saves = Slow(tmp_path / "store"), list[str]()
+
+    def noted(name: str, real: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*args: Any, **options: Any) -> Any:
+            saves.append(name)
+            return real(*args, **options)
+
+        return call
+
+    for name in ("save", "save_async"):
+        monkeypatch.setattr(slow.store, name, noted(name, getattr(slow.store, name)))
+    io = CasCheckpointIO(slow.store, run="sft", async_save=True)
+    within = (ModelCheckpoint(tmp_path / "a", every_n_train_steps=2), ModelCheckpoint(tmp_path / "b", monitor="loss"))
+    training = trainer(tmp_path, io, *within, epochs=1)
+    training.test(WithTest(), data(), verbose=False)
+    for epochs in (1, 2):
+        training.fit_loop.max_epochs = epochs
+        training.fit(Model(), data())
+        assert {*saves} == {"save_async"}
+        saves.clear()
+        training.save_checkpoint(tmp_path / f"{epochs}.ckpt")
+        assert saves == ["save"]
+        saves.clear()
+    slow.faulty.inject(fail_before("put", key="objects/*.manifest"))
+    with pytest.raises(StorageError, match="injected"):
+        training.save_checkpoint(tmp_path / "final.ckpt")
+    assert not (tmp_path / "final.ckpt").exists()
+
+
+def test_a_removal_waits_for_the_save_before_it(tmp_path: Path) -> None:
+    slow = Slow(tmp_path / "store")
+    io, go = CasCheckpointIO(slow.store, run="sft", async_save=True), threading.Event()
+
+    def held(_: Call) -> None:
+        assert go.wait(60)
+
+    slow.faulty.inject(call_first("put", held, key="objects/*.manifest"))
+    io.save_checkpoint(checkpoint(1), tmp_path / "1.ckpt")
+    io.remove_checkpoint(tmp_path / "1.ckpt")
+    assert (tmp_path / "1.ckpt").exists()
+    go.set()
+    io.teardown()
+    assert not (tmp_path / "1.ckpt").exists()
+    assert steps(slow.store) == []
+
+
+def test_what_hooks_add_to_a_checkpoint_is_saved_and_loaded(tmp_path: Path, store: Store) -> None:
+    class Adds(Model):
+        def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+            checkpoint["mine"] = {"average": [torch.ones(2)], "drawn": 3}
+            checkpoint["state_dict"]["extra"] = torch.ones(3)
+
+    class Counts(Callback):
+        def state_dict(self) -> dict[str, Any]:
+            return {"count": 5}
+
+    io = CasCheckpointIO(store, run="sft")
+    training = trainer(tmp_path, io, Counts(), epochs=1)
+    training.fit(Adds(), data())
+    training.save_checkpoint(tmp_path / "a.ckpt")
+    given, found = (
+        training._checkpoint_connector.dump_checkpoint(weights_only=False),
+        io.load_checkpoint(tmp_path / "a.ckpt"),
+    )
+    assert found.keys() == given.keys()
+    assert found["mine"]["drawn"] == 3
+    assert found["mine"]["average"][0].tolist() == [1, 1]
+    assert found["callbacks"] == given["callbacks"]
+    assert found["loops"] == given["loops"]
+    assert identical(found["state_dict"], given["state_dict"])
 
 
 def test_fabric_saves_and_loads_through_the_plug_in(tmp_path: Path, store: Store) -> None:

@@ -108,6 +108,25 @@ def test_shards_are_saved_and_loaded_without_gathering(tmp_path: Path, ranks: Po
     assert not store.verify().is_damaged
 
 
+class Swaps(Callback):
+    """Saves other weights in place of the model's."""
+
+    def on_save_checkpoint(self, trainer: Any, pl_module: Any, checkpoint: dict[str, Any]) -> None:
+        checkpoint["state_dict"] = {"net.0.bias": torch.ones(10)}
+
+
+def swapped(rank: int, size: int, folder: Path) -> str:
+    return str(outcome_of(lambda: fitted(rank, size, folder, 1, callbacks=[Swaps()])))
+
+
+@needs_torch("2.8", "FSDP2 on the CPU")
+def test_weights_that_a_hook_saves_in_place_of_the_model_are_refused_at_the_start(tmp_path: Path, ranks: Pool) -> None:
+    for said in ranks.run(2, swapped, tmp_path):
+        assert "an on_save_checkpoint hook sets checkpoint['state_dict'], but" in said
+        assert "Choose another key" in said
+    assert steps(small_folder(tmp_path / "store")) == []
+
+
 def test_a_plug_in_that_would_be_ignored_is_rejected(tmp_path: Path) -> None:
     strategy = CasModelParallelStrategy(tmp_path, run="sft")
     with pytest.raises(InvalidInput, match="does not use CasCheckpointIO; remove that plug-in"):

@@ -363,3 +363,25 @@ def test_a_thinned_checkpoint_is_exported(tmp_path: Path) -> None:
         store.export("sft@0", tmp_path / "all.safetensors")
     store.export("sft@0", tmp_path / "model.safetensors", strip_prefix="model")
     assert torch.equal(load_file(tmp_path / "model.safetensors")["weight"], models[0].weight)
+
+
+@pytest.mark.parametrize("in_background", [False, True])
+def test_rotation_removes_nothing_if_the_metric_of_a_rule_was_left_out(
+    in_background: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    run = f"left-out-{in_background}"
+    checkpointer = Checkpointer(small(), run=run, keep={"keep_last": 1, "keep_best": "wer:1"})
+
+    def save(step: int, metrics: Any) -> list[int]:
+        if in_background:
+            checkpointer.save_async(step, nn.Linear(1, 1), metrics=metrics).result()
+        else:
+            checkpointer.save(step, nn.Linear(1, 1), metrics=metrics)
+        return [one.step for one in checkpointer.find_checkpoints()]
+
+    assert [save(step, {"wer": torch.tensor([wer])}) for step, wer in ((1, 0.1), (2, 0.2), (3, 0.3))][-1] == [1, 3]
+    assert save(4, {"wer": None, "loss": 1.0}) == [1, 3, 4]
+    assert f"after the save of {run}@4 removes nothing, because a rule names 'wer'" in caplog.text
+    assert caplog.text.count("leaves out the metrics: 'wer'") == 1
+    assert save(5, {"loss": 1.0}) == [1, 5]
+    assert save(6, {f"{number:03}": number for number in range(99)} | {"wer": 0.0}) == [6]

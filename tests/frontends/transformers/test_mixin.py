@@ -184,6 +184,59 @@ def test_the_best_model_is_kept_and_loaded_at_the_end(tmp_path: Path, store: Sto
     assert store.get("sft@4").metrics["eval_loss"] == 1.0
 
 
+STEPPED: dict[str, Any] = {"eval_strategy": "steps", "eval_steps": 1, "save_steps": 1, "max_steps": 4}
+BY_EPOCH: dict[str, Any] = {"eval_strategy": "epoch", "num_train_epochs": 3, "max_steps": -1}
+
+
+@pytest.mark.parametrize(
+    ("values", "options", "expected"),
+    [
+        ([0.9, 0.8, 0.7, 0.6], STEPPED | {"save_total_limit": 2}, ("sft@1", [1, 3, 4])),
+        ([0.6, 0.7, 0.5, 0.4], STEPPED | {"save_total_limit": 1}, ("sft@2", [2, 4])),
+        ([0.9, 0.7, 0.5], BY_EPOCH, ("sft@6", [2, 4, 6, 8, 10, 12, 14, 16, 18])),
+        ([0.9, 0.7, 0.5], BY_EPOCH | {"save_total_limit": 2}, ("sft@6", [6, 16, 18])),
+        ([0.9, 0.95, 0.5], BY_EPOCH | {"save_total_limit": 1, "save_steps": 4}, ("sft@12", [12, 18])),
+        ([0.9, 0.7, 0.5], BY_EPOCH | {"save_total_limit": 1, "save_steps": 4}, ("None", [18])),
+    ],
+)
+def test_the_best_checkpoint_is_kept_and_named_as_trainer_does(
+    tmp_path: Path, store: Store, values: list[float], options: dict[str, Any], expected: tuple[str, list[int]]
+) -> None:
+    """Without ``load_best_model_at_end``, and also if a step is saved before its evaluation, or is not saved."""
+
+    class Measured(MyTrainer):
+        def evaluate(self, *args: Any, **kwargs: Any) -> dict[str, float]:
+            return {**super().evaluate(*args, **kwargs), "eval_accuracy": values.pop(0)}
+
+    values, (best, kept) = [*values], expected
+    training = trainer(store, tmp_path / "out", kind=Measured, metric_for_best_model="accuracy", **options)
+    training.train()
+    assert str(training.state.best_model_checkpoint) == best
+    assert [step for _, step in steps(store)] == kept
+    state = json.loads(store.read_attachment(store.get("sft@latest"), "trainer_state.json"))
+    assert str(state["best_model_checkpoint"]) == best
+
+
+def test_files_that_other_classes_write_and_the_mixin_does_not_are_named(
+    tmp_path: Path, store: Store, caplog: pytest.LogCaptureFixture
+) -> None:
+    class Writes(hub.Trainer):  # type: ignore[misc] # transformers has no types
+        def _save(self, output_dir: str | None = None, state_dict: Any = None) -> None:
+            """Write a projector."""
+
+    class Both(CasTrainerMixin, Writes):
+        def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
+            """Is called, because it is before the mixin."""
+
+    trainer(store, tmp_path / "out", kind=Both)
+    (said,) = [one for one in caplog.messages if "does not contain what" in one]
+    assert "Writes._save writes" in said
+    assert "in _save_checkpoint" in said
+    caplog.clear()
+    trainer(store, tmp_path / "out")
+    assert "does not contain what" not in caplog.text
+
+
 def test_a_save_limit_without_evaluations_keeps_the_newest_checkpoints(tmp_path: Path, store: Store) -> None:
     trainer(store, tmp_path / "out", save_total_limit=1).train()
     assert [step for _, step in steps(store)] == [6]

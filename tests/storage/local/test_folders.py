@@ -14,6 +14,7 @@ import pytest
 from casckpt.errors import InvalidInput, Refused, StorageError
 from casckpt.storage.base import AlreadyExists
 from casckpt.storage.local import folders, syscalls
+from casckpt.storage.local.newfile import Naming
 from casckpt.storage.local.store import LocalStore
 from tests.support.local import KEY, failing
 
@@ -140,3 +141,23 @@ def test_the_set_of_remembered_folders_is_bounded(store: LocalStore, monkeypatch
     for number in range(20):
         store.put(f"objects/{number}/a", b"")
     assert len(store._folders._anchored) <= 6
+
+
+@pytest.mark.parametrize("way", [Naming.UNNAMED, Naming.LINK])
+def test_in_a_shared_root_files_and_folders_get_its_permissions_whatever_the_umask(way: Naming, tmp_path: Path) -> None:
+    modes = {}
+    for root in (0o2775, 0o2770, 0o775, 0o2755):
+        path = tmp_path / oct(root)
+        path.mkdir()
+        path.chmod(root)
+        store, before = LocalStore(path), os.umask(0o077)
+        store._files.way = way
+        try:
+            store.put("objects/x/y", b"data")
+        finally:
+            os.umask(before)
+        modes[root] = [stat.S_IMODE((path / key).stat().st_mode) for key in ("objects", "objects/x", "objects/x/y")]
+    assert modes == {
+        0o2775: [0o2775, 0o2775, 0o444], 0o2770: [0o2770, 0o2770, 0o440],
+        0o775: [0o700, 0o700, 0o400], 0o2755: [0o2700, 0o2700, 0o400],
+    }  # fmt: skip

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from casckpt.errors import Unsupported
-from casckpt.storage.local.store import LocalStore, caches_well, stale_listings
+from casckpt.storage.local.store import LocalStore, caches_well, mount_point, stale_listings
 from tests.support.gcs import collect
 from tests.support.repositories import repository
 
@@ -72,3 +72,22 @@ def test_the_page_cache_is_used_on_mounts_with_large_reads(mounts: Path, path: s
     mounts.write_text(MOUNTS + "/dev/vdb /journal ext4 rw,data=journal 0 0\n")
     assert caches_well(Path(path), mounts, release) is well
     assert not caches_well(Path(path), mounts / "none", release)
+
+
+@pytest.mark.parametrize(
+    ("path", "mount"),
+    [
+        ("/srv/me", ""),
+        ("/data/runs/ckpts", "/data"),
+        ("/data/sure", "/data/sure"),
+        ("/data/with space/x", "/data/with space"),
+        ("/auto/x", ""),
+        ("/auto/disk/x", "/auto/disk"),
+    ],
+)
+def test_a_mount_point_is_the_deepest_above_a_path_except_the_root_and_an_automounters_trigger(
+    mounts: Path, path: str, mount: str
+) -> None:
+    mounts.write_text(MOUNTS + "systemd-1 /auto autofs rw 0 0\n/dev/vdc /auto/disk xfs rw 0 0\n")
+    assert mount_point(path, mounts) == mount
+    assert mount_point(path, mounts / "none") == ""

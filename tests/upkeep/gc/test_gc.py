@@ -3,31 +3,35 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import msgspec
 import pytest
 
+from casckpt.base.names import run_hash
 from casckpt.base.progress import Progress
 from casckpt.cli.commands.gc import described
 from casckpt.contents import manifests
-from casckpt.errors import Damaged, InvalidInput, NotFound
-from casckpt.format.keys import blob_key, manifest_key
+from casckpt.errors import Damaged, InvalidInput, NotFound, StorageError
+from casckpt.format.keys import blob_key, commit_key, manifest_key
 from casckpt.format.names import TxId
 from casckpt.history import commits, tags, transactions
-from casckpt.history.commits import list_commits
+from casckpt.history.commits import Commit, list_commits
 from casckpt.history.leases import hold
-from casckpt.plan.retention import Policy
+from casckpt.plan.retention import Policy, Rotation
 from casckpt.repository.repository import Repository
 from casckpt.storage.local import syscalls
 from casckpt.storage.local.newfile import Naming, temporary_name
 from casckpt.storage.local.store import LocalStore
 from casckpt.upkeep.gc.gc import GcResult, execute, plan_gc
 from casckpt.upkeep.gc.purge import min_age_of
-from tests.support.faulty import Call, FaultyStore, call_first
+from casckpt.upkeep.gc.rotation import rotate
+from tests.support.faulty import Call, Fault, FaultyStore, call_first, fail_before
 from tests.support.gcs import (
     LAST,
     begin_elsewhere,
@@ -40,6 +44,7 @@ from tests.support.gcs import (
 from tests.support.local import only
 from tests.support.progress_calls import ProgressCalls
 from tests.support.repositories import Ticks, meanwhile, memory, put_blob, repository, save
+from tests.support.users import acting_as
 
 # deleted and kept
 
@@ -500,3 +505,128 @@ def test_a_dry_run_makes_the_listings_of_steps_1_to_4(tmp_path: Path) -> None:
     store.calls.clear()
     assert run_gc(repo, LAST, dry_run=True).deleted_blobs == 2
     assert listings(store) == [*PLAN, *SEARCH]
+
+
+# files of other users
+
+
+def refusing(method: str, key: str) -> Fault:
+    """Return a fault like the error of another user's folder."""
+    error = StorageError("permission denied", path=f"/store/{key.strip('*')}", refused=True)
+    return fail_before(method, key=key, error=error, times=99)
+
+
+def blob_keys(repo: Repository, commit: Commit) -> list[str]:
+    return [blob_key(uploader, blob) for uploader, blob, _ in manifests.blobs_of(repo, commit)]
+
+
+def test_gc_skips_a_blob_that_it_may_not_delete_and_names_it(repo: Repository, faults: FaultyStore) -> None:
+    one, two, _ = (save(repo, run, step, texts=[f"{run}{step}"]) for run, step in (("a", 0), ("b", 0), ("c", 0)))
+    for commit in (one, two):
+        commits.forget(repo, commit)
+    (blob,) = blob_keys(repo, two)
+    faults.inject(refusing("delete", blob))
+    result = run_gc(repo)
+    assert (result.deleted_blobs, result.deleted_manifests) == (1, 2)
+    (refusal,) = result.refused
+    assert (refusal.path, refusal.run, refusal.why) == (f"/store/{blob}", "b", "permission denied")
+    assert described(result)["refused"] == [vars(refusal)]
+    assert blob in keys(repo)
+    faults.heal()
+    again = run_gc(repo)
+    assert (again.deleted_blobs, again.refused) == (1, ()), "a later gc deletes it"
+    assert blob not in keys(repo)
+
+
+@pytest.mark.parametrize("what", ["forgotten", "purged"])
+def test_a_checkpoint_whose_record_is_refused_loses_nothing(what: str, repo: Repository, faults: FaultyStore) -> None:
+    for run in ("a", "b"):
+        for step in range(2):
+            save(repo, run, step, texts=[f"{run}{step}"])
+    theirs = next(one for one in list_commits(repo).live() if (one.run, one.step) == ("b", 0))
+    number = {"forgotten": 1, "purged": 2}[what]
+    faults.inject(refusing("put", commit_key(theirs.txid, number)))
+    result = run_gc(repo, LAST)
+    assert [(one.run, one.step) for one in result.purged] == [("a", 0)]
+    assert [one.run for one in result.refused] == ["b"]
+    assert result.deleted_blobs == 1
+    assert {*blob_keys(repo, theirs), manifest_key(theirs.txid, theirs.id)} <= keys(repo)
+    faults.heal()
+    assert [(one.run, one.step) for one in run_gc(repo, LAST).purged] == [("b", 0)]
+
+
+def test_a_refused_announcement_stops_only_its_run(repo: Repository, faults: FaultyStore) -> None:
+    for run in ("a", "b"):
+        for step in range(2):
+            save(repo, run, step, texts=[f"{run}{step}"])
+    faults.inject(refusing("put", f"runs/{run_hash('a')}*"))
+    result = run_gc(repo, LAST)
+    assert [(one.run, one.step) for one in result.purged] == [("b", 0)]
+    assert {one.run for one in result.refused} == {"a"}
+
+
+def test_a_dead_save_that_may_not_be_revoked_is_still_waited_for(repo: Repository, faults: FaultyStore) -> None:
+    txid = begin_elsewhere(repo)
+    put_blob(repo, txid, "perhaps a save")
+    faults.inject(refusing("put", commit_key(txid)))
+    result = run_gc(repo, wait=10.0, revoke_after=1.0)
+    assert ([one.txid for one in result.waiting], result.revoked, len(result.refused)) == ([txid], (), 1)
+    assert result.deleted_blobs == 0
+    assert len(keys(repo)) == 1
+
+
+def test_a_refused_read_stops_all_deletion(repo: Repository, faults: FaultyStore) -> None:
+    commits.forget(repo, save(repo, step=0, texts=["a"]))
+    before = keys(repo)
+    faults.inject(fail_before("list", key="commits/*", error=StorageError("permission denied"), times=99))
+    with pytest.raises(StorageError, match="denied"):
+        run_gc(repo)
+    faults.heal()
+    assert keys(repo) == before
+
+
+def test_gc_keeps_the_folders_at_the_top_of_a_store(tmp_path: Path) -> None:
+    repo = repository(tmp_path, LocalStore(tmp_path / "store"))
+    transactions.revoke(repo, begin_elsewhere(repo), "aborted")
+    before = {path.name for path in (tmp_path / "store").iterdir()}
+    run_gc(repo)
+    assert keys(repo, "transactions/") == set()
+    assert "transactions" in before
+    assert {path.name for path in (tmp_path / "store").iterdir()} == before
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can act as several users")
+def test_gc_of_one_user_deletes_what_it_may_beside_another_users_folder() -> None:
+    with TemporaryDirectory() as named:
+        root = Path(named)
+        root.chmod(0o755)
+        (root / "store").mkdir(mode=0o775)
+        os.chown(root / "store", 0, 4100)
+        (root / "store").chmod(0o2775)
+        runs, olds = {"a": 4101, "b": 4102}, list[Commit]()
+        for seed, (run, user) in enumerate(runs.items()):
+            (root / run).mkdir()
+            os.chown(root / run, user, 4100)
+            with acting_as(user, 4100, umask=0o077):
+                repo = repository(root / run, LocalStore(root / "store"), seed=seed)
+                olds.append(save(repo, run, 0, texts=[f"{run}0"]))
+                save(repo, run, 1, texts=[f"{run}1"])
+        theirs = olds[1].txid
+        (root / "store/objects" / theirs).chmod(0o755)  # as an earlier version leaves it
+        with acting_as(runs["a"], 4100, umask=0o022):
+            result = run_gc(repository(root / "a", LocalStore(root / "store")), LAST)
+        assert {(one.run, one.step) for one in result.purged} == {("a", 0), ("b", 0)}
+        assert result.deleted_blobs == 1
+        assert {(one.owner, one.run) for one in result.refused} == {("4102", "b")}
+        assert {Path(one.path).parent.name for one in result.refused} == {theirs}
+
+
+def test_rotation_warns_of_a_record_that_it_may_not_write(
+    repo: Repository, faults: FaultyStore, caplog: pytest.LogCaptureFixture
+) -> None:
+    saved = [save(repo, "a", step, texts=[f"a{step}"]) for step in range(3)]
+    faults.inject(refusing("put", commit_key(saved[0].txid, 2)))
+    assert steps(rotate(repo, "a", Rotation(max_checkpoints=1))) == [0, 1], "it could be forgotten, but not purged"
+    assert "rotation left a checkpoint of run a: permission denied" in caplog.text
+    states = {one.step: one.last for one in list_commits(repo).commits.values()}
+    assert states == {0: "forgotten", 1: "purged", 2: "committed"}

@@ -59,35 +59,35 @@ def die_before_the_record(repo: Repository) -> commits.Commit:
 
 def test_gc_fills_log_numbers_that_were_announced_long_ago(repo: Repository) -> None:
     one = die_before_the_record(repo)
-    settle(repo, HOUR)
+    settle(repo, HOUR, [])
     assert list_commits(repo).commits[one.txid].number == 0  # the process that announced it may just be slow
     clock(repo).advance(HOUR)
-    settle(repo, HOUR)
+    settle(repo, HOUR, [])
     now = list_commits(repo).commits[one.txid]
     assert (now.last, now.number) == ("committed", 1)
     before = {entry.key for entry in repo.storage.list("")}
-    settle(repo, 0)
+    settle(repo, 0, [])
     assert {entry.key for entry in repo.storage.list("")} == before
 
 
 def test_an_announced_save_whose_process_died_is_revoked(repo: Repository) -> None:
     record = committed(repo)
     announce(repo, [(record.txid, 0)])
-    settle(repo, 0)
+    settle(repo, 0, [])
     assert list_commits(repo).commits[record.txid].last == "revoked"
 
 
 def test_recovery_does_not_revoke_an_open_save(repo: Repository) -> None:
     transaction = begin(repo, "run", 0)
     announce(repo, [(transaction.txid, 0)])
-    settle(repo, 0)
+    settle(repo, 0, [])
     assert list_commits(repo).commits == {}
     transaction.commit(committed(repo, txid=transaction.txid))
 
 
 def test_a_slow_process_announces_the_next_log_number(repo: Repository) -> None:
     one = die_before_the_record(repo)
-    settle(repo, 0)
+    settle(repo, 0, [])
     assert commits.forget(repo, one).number == 2
 
 
@@ -96,7 +96,7 @@ def test_other_processes_can_announce_during_recovery(repo: Repository) -> None:
     dead = [die_before_the_record(repo) for _ in range(2)]
     clock(repo).advance(HOUR)
     repo.storage.inject(call_first("put", meanwhile(lambda: commit_bare(repo, step=7)), key="commits/*.1"))  # type: ignore[attr-defined]  # a FaultyStore
-    settle(repo, HOUR)
+    settle(repo, HOUR, [])
     assert [list_commits(repo).commits[one.txid].number for one in dead] == [1, 1]
 
 
@@ -112,7 +112,7 @@ def test_gc_announces_records_that_were_not_announced(repo: Repository, tmp_path
         commit_key(made[1].txid),
         commit_key(made[2].txid, 1),
     }
-    settle(host, HOUR)
+    settle(host, HOUR, [])
     assert newest(host, "run", is_visible) == made[1]
     assert known(repo, tmp_path).announced == {made[0].txid: 0, made[1].txid: 0, made[2].txid: 1}
     assert faults(host, list_commits(host), anew=True) == []
@@ -135,7 +135,7 @@ def test_gc_fills_a_gap_in_the_announcements(repo: Repository, tmp_path: Path) -
         commit_key(made[2].txid),
     ]
     assert verify(gc).records
-    settle(gc, HOUR)
+    settle(gc, HOUR, [])
     assert newest(behind, "run", is_visible) == made[3]
     assert made[2].txid in known(repo, tmp_path).announced
     assert not verify(gc).records

@@ -1,0 +1,315 @@
+"""A run belongs to the training that continues it: a table of programs, each with its answer."""
+
+from __future__ import annotations
+
+import multiprocessing
+import re
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+from torch import nn
+
+from casckpt.errors import Conflict
+from casckpt.frontends.trainer import Checkpointer
+from casckpt.plan.retention import Policy
+from casckpt.repository.processes import loaded_here, saved_here
+from casckpt.store.store import Store
+from tests.support.faulty import FaultyStore, fail_before
+from tests.support.repositories import memory
+from tests.support.saves import small, small_folder
+
+if TYPE_CHECKING:
+    from tests.support.ranks import Pool
+
+
+def new_program() -> None:
+    """Forget what this process has saved and loaded, as a new process would not know it."""
+    saved_here.clear()
+    loaded_here.clear()
+
+
+def train(
+    store: Store, saved: range, *, resume: bool = False, ref: str = "", run: str = "sft", **settings: Any
+) -> None:
+    """Train with a new checkpointer. Save each tenth step. The weight is the number of the step."""
+    model = nn.Linear(1, 1, bias=False)
+    with Checkpointer(store, run=run, save_interval=10, **settings) as checkpointer:
+        if resume:
+            checkpointer.resume(model)
+        if ref:
+            checkpointer.load(ref, model)
+        for step in saved:
+            model.weight.data.fill_(step)
+            checkpointer.save_if_due(step, model)
+
+
+def visible(store: Store, run: str = "sft") -> list[int]:
+    return sorted(one.step for one in store.checkpoints(run))
+
+
+Program = Callable[[Store], None]
+GOES_ON, IS_WARNED, STOPS = "goes on", "is warned", "stops"
+PROGRAMS: dict[str, tuple[Program, str, list[int]]] = {}
+
+
+def program(answer: str, stay: list[int]) -> Callable[[Program], Program]:
+    """Add a program to the table. ``stay``: the visible steps of the run afterwards."""
+
+    def add(function: Program) -> Program:
+        PROGRAMS[function.__name__] = (function, answer, stay)
+        return function
+
+    return add
+
+
+@program(GOES_ON, [100, 110, 120])
+def resumes(store: Store) -> None:
+    train(store, range(101, 121), resume=True, max_checkpoints=3)
+
+
+@program(STOPS, [80, 90, 100])
+def forgets_to_resume(store: Store) -> None:
+    train(store, range(1, 31))
+
+
+@program(STOPS, [80, 90, 100])
+def forgets_to_resume_and_rotates(store: Store) -> None:
+    train(store, range(1, 31), max_checkpoints=1, gc=True, thin={"drop": ["model.*"], "keep_last": 1})
+
+
+@program(IS_WARNED, [80, 90, 100, 120])
+def goes_on_at_the_next_step_without_a_load(store: Store) -> None:
+    train(store, range(101, 121), max_checkpoints=1, gc=True)
+
+
+@program(IS_WARNED, [130])
+def resumes_in_the_program_after_one_that_did_not(store: Store) -> None:
+    """The next program that resumes has one history again."""
+    train(store, range(101, 121), max_checkpoints=1)
+    assert visible(store) == [80, 90, 100, 120]
+    new_program()
+    train(store, range(121, 131), resume=True, max_checkpoints=1)
+
+
+@program(IS_WARNED, [20, 80, 90, 100])
+def overwrites_as_the_user_said(store: Store) -> None:
+    train(store, range(1, 21), overwrite=True, max_checkpoints=1)
+
+
+@program(GOES_ON, [80, 90, 100, 120])
+def reads_a_checkpoint_in_another_way(store: Store) -> None:
+    """It is not known which checkpoints it continues, so retention leaves them alone."""
+    store.read("sft@latest")
+    train(store, range(101, 121), max_checkpoints=1)
+
+
+@program(STOPS, [10, 20, 80, 90, 100])
+def runs_a_notebook_cell_twice(store: Store) -> None:
+    train(store, range(1, 21), run="other")
+    with pytest.raises(Conflict, match="saved by this program"):
+        train(store, range(1, 21), run="other")
+    assert visible(store, "other") == [10, 20]
+    train(store, range(1, 21), overwrite=True)
+    train(store, range(1, 21))
+
+
+@program(GOES_ON, [10, 20, 30, 40])
+def uses_a_second_object_for_later_steps(store: Store) -> None:
+    store.forget("sft@80..")
+    train(store, range(1, 21), max_checkpoints=2)
+    train(store, range(21, 41), max_checkpoints=2)
+
+
+@program(STOPS, [80, 90, 100])
+def loads_a_checkpoint_of_another_run(store: Store) -> None:
+    store.save({"model": {"weight": torch.zeros(1, 1)}}, run="base", step=5)
+    train(store, range(6, 31), ref="base@5")
+
+
+@program(STOPS, [80, 90, 100])
+def rolls_back_without_a_new_run(store: Store) -> None:
+    """The load has said that the save of step 90 will be refused."""
+    train(store, range(81, 101), ref="sft@80")
+
+
+@program(GOES_ON, [80, 90])
+def rolls_back_as_the_warning_says(store: Store) -> None:
+    store.forget("sft@90..100")
+    train(store, range(81, 91), ref="sft@80")
+
+
+@program(IS_WARNED, [0, 10])
+def imports_then_trains(store: Store) -> None:
+    store.forget("sft@80..")
+    store.save({"model": {"weight": torch.zeros(1, 1)}}, run="sft", step=0)
+    new_program()  # the import was a command
+    train(store, range(1, 11), max_checkpoints=1)
+
+
+@program(GOES_ON, [0, 10])
+def imports_in_the_same_program(store: Store) -> None:
+    store.forget("sft@80..")
+    store.save({"model": {"weight": torch.zeros(1, 1)}}, run="sft", step=0)
+    train(store, range(1, 11), max_checkpoints=1)
+
+
+@program(GOES_ON, [80, 90, 100])
+def sweeps(store: Store) -> None:
+    for number in range(2):
+        train(store, range(1, 21), run=f"sweep-{number}")
+        assert visible(store, f"sweep-{number}") == [10, 20]
+
+
+@program(STOPS, [80, 90, 100])
+def sweeps_with_one_run_name(store: Store) -> None:
+    train(store, range(1, 21), run="sweep")
+    train(store, range(1, 21), run="sweep")
+
+
+@pytest.mark.parametrize("name", PROGRAMS)
+def test_programs_go_on_or_are_warned_or_stop_before_a_step_is_lost(
+    name: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    store = small()
+    train(store, range(71, 101), max_checkpoints=3)
+    new_program()
+    caplog.clear()
+    run, answer, stay = PROGRAMS[name]
+    if answer == STOPS:
+        with pytest.raises(Conflict, match=r"already (has|exists)"):
+            run(store)
+    else:
+        run(store)
+    assert visible(store) == stay
+    warned = [one.getMessage() for one in caplog.records if "This training has not loaded it" in one.getMessage()]
+    assert len(warned) == (answer == IS_WARNED) or answer == STOPS
+
+
+def test_the_conflict_names_the_newest_step_and_two_ways_out() -> None:
+    store = small()
+    train(store, range(71, 101))
+    new_program()
+    with pytest.raises(Conflict) as caught:
+        train(store, range(1, 31))
+    assert re.search(
+        r"run 'sft' of memory://\S+ already has 3 checkpoints, up to sft@100 \(saved by another program at "
+        r"\d{4}-\d\d-\d\d \d\d:\d\d UTC\).* call resume\(\) first\. Otherwise, use a different run",
+        str(caught.value),
+    )
+    assert len(caught.value.checkpoints) == 3
+
+
+def test_a_load_of_an_earlier_step_says_what_latest_stays(caplog: pytest.LogCaptureFixture) -> None:
+    store = small()
+    train(store, range(71, 101))
+    caplog.clear()
+    checkpointer = Checkpointer(store, run="sft")
+    checkpointer.load("sft@100", nn.Linear(1, 1, bias=False))
+    assert not caplog.records
+    checkpointer.load("sft@80", nn.Linear(1, 1, bias=False))
+    (record,) = caplog.records
+    assert (
+        "sft@80 was loaded, but run sft already has 2 later steps, up to 100. sft@latest stays" in record.getMessage()
+    )
+    command = record.getMessage().rpartition("`casckpt forget ")[2].rstrip("`").split()
+    store.forget(command[1])  # as advised
+    assert visible(store) == [80]
+    train(store, range(81, 101), ref="sft@80")
+    assert visible(store) == [80, 90, 100]
+
+
+def test_a_training_that_resumed_nothing_stops_if_another_one_has_begun_in_the_meantime() -> None:
+    store, model = small(), nn.Linear(1, 1)
+    slow = Checkpointer(store, run="sft")
+    assert slow.resume(model) is None
+    train(store, range(1, 11))
+    new_program()
+    with pytest.raises(Conflict, match="already has 1 checkpoint, up to sft@10"):
+        slow.save(10, model)
+
+
+def test_retention_by_metrics_counts_only_what_it_may_remove() -> None:
+    store, model = small(), nn.Linear(1, 1)
+    train(store, range(71, 101))
+    new_program()
+    keep = Policy(keep_best="loss:min:1")
+    with Checkpointer(store, run="sft", keep=keep) as checkpointer:
+        for step, loss in ((110, 3.0), (120, 1.0), (130, 2.0)):
+            checkpointer.save(step, model, metrics={"loss": loss})
+    assert visible(store) == [80, 90, 100, 120, 130]
+
+
+def test_a_storage_that_fails_during_the_look_does_not_end_the_training() -> None:
+    storage = FaultyStore(memory())
+    store, model = small(storage), nn.Linear(1, 1)
+    train(store, range(71, 101))
+    new_program()
+    storage.inject(fail_before("get", key="commits/*", times=1))
+    with Checkpointer(store, run="sft", max_checkpoints=1) as checkpointer:
+        checkpointer.start(110)
+        assert not checkpointer.ownership.is_decided
+        with pytest.raises(Conflict, match="already has 3 checkpoints"):  # the look is repeated
+            checkpointer.save(50, model)
+        checkpointer.save(110, model)
+    assert visible(store) == [80, 90, 100, 110]
+
+
+def refusal_of(save: Callable[[], object]) -> str:
+    """Return the message of the Conflict that a save raises, or "" if it succeeds."""
+    try:
+        save()
+    except Conflict as error:
+        return str(error)
+    return ""
+
+
+def save_in_child(path: Path, model: nn.Module, first: int, answers: Any) -> None:
+    with Checkpointer(small_folder(path), run="sft") as checkpointer:
+        answers.put(refusal_of(lambda: checkpointer.save(first, model)))
+
+
+def test_a_spawned_child_whose_parent_loaded_the_weights_may_only_go_on(tmp_path: Path) -> None:
+    store, model = small_folder(tmp_path / "store"), nn.Linear(1, 1, bias=False)
+    train(store, range(71, 101))
+    Checkpointer(store, run="sft").resume(model)
+    context = multiprocessing.get_context("spawn")
+    answers = context.Queue()
+    for first in (101, 1):
+        child = context.Process(target=save_in_child, args=(tmp_path / "store", model, first, answers))
+        child.start()
+        child.join()
+    said = [answers.get() for _ in range(2)]
+    assert said[0] == ""
+    assert "call resume() first" in said[1]
+    assert visible(store) == [80, 90, 100, 101]
+
+
+def loads_on_one_rank(rank: int, size: int, path: Path, loader: int | None) -> list[str]:
+    """Save step 110, then step 50 with another object. Only rank ``loader`` has read the run."""
+    new_program()
+    store, model = small_folder(path), nn.Linear(1, 1, bias=False)
+    if rank == loader:
+        store.read("sft@100")
+    found = []
+    for step in (50, 110):
+        checkpointer = Checkpointer(store, run="sft", save_interval=10)
+        found.append(refusal_of(partial(checkpointer.save_if_due, step, model)))
+        checkpointer.wait()
+    return found
+
+
+@pytest.mark.parametrize("loader", [None, 1])
+def test_all_ranks_get_one_answer_and_the_load_of_any_rank_counts(
+    store_path: Path, ranks: Pool, loader: int | None
+) -> None:
+    train(small_folder(store_path), range(71, 101))
+    found = ranks.run(2, loads_on_one_rank, store_path, loader)
+    assert found[0][1] == found[1][1] == ""
+    assert (
+        ("already has 3 checkpoints" in found[0][0]) == ("already has 3 checkpoints" in found[1][0]) == (loader is None)
+    )
+    assert visible(small_folder(store_path)) == [*([50] if loader else []), 80, 90, 100, 110]
