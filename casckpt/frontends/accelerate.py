@@ -34,6 +34,7 @@ from casckpt.frontends.trainer import Checkpointer, TrainState
 from casckpt.frontends.trainer.settings import DueArguments, StepArguments, TrainerArguments
 from casckpt.frontends.training_state.contents import GroupOptions, Missing
 from casckpt.frontends.training_state.names import parameter_names
+from casckpt.loading.options import advising
 from casckpt.ranks.ranks import on_each, open_ranks
 from casckpt.store.types import Rename, Unread
 
@@ -139,6 +140,7 @@ class AcceleratorCheckpointer:
             self.checkpointer.resumed = replace(resumed, proof=proof)
         return found
 
+    @advising("AcceleratorCheckpointer.load", ("cast",))
     def load(self, ref: str | Checkpoint, *, cast: bool = False) -> None:
         """Load a checkpoint, even one that contains only weights. ``cast``: see `Checkpointer.load`."""
         on_each(open_ranks(), self._progress.refuse_hooks)

@@ -31,6 +31,7 @@ from casckpt.frontends.trainer import Checkpointer, TrainState
 from casckpt.frontends.training_state.model import model_state
 from casckpt.frontends.training_state.parts import as_model
 from casckpt.frontends.training_state.proof import Proof
+from casckpt.loading.options import advising
 from casckpt.store.opening import open as open_store
 
 OPTIMIZER = "optimizer"  # the names in torchtitan
@@ -146,6 +147,7 @@ class CasCheckpointManager(BaseCheckpointManager):  # type: ignore[misc]  # torc
         self._check()
         return found
 
+    @advising("The manager", ("cast", "rename"))
     def _load_newest(self, step: int) -> bool:
         ref = self._ref(step)
         if ref is None:

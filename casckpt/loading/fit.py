@@ -36,6 +36,7 @@ _WRAPPERS = frozenset((
     "modules_to_save",
 ))  # fmt: skip
 _REPLACED = frozenset(("base_layer", "original_module", "modules_to_save"))  # the names that PEFT adds
+_AVERAGE = re.compile(r"(?:^|[._])(?:ema|swa|averaged?|shadow)(?:[._]|$)")
 _SHARE = 10
 """A load raises an error if more than 1/10 of the tensors have different names in the checkpoint."""
 _SHOWN = 3
@@ -182,15 +183,18 @@ def missed_pairs(unfilled: Shapes, unread: Shapes) -> dict[str, str]:
 
 
 def _ending(longer: Shapes, shorter: Shapes) -> dict[str, str]:
-    """Pair each key of ``longer`` with the longest key of ``shorter`` with which its name ends."""
-    by_name = grouped(shorter, lambda key: (plain(key), tuple(shorter[key])))
+    """Pair each key of ``longer`` with the longest key of ``shorter`` with which its name ends.
+
+    Pairs averages only with averages, because otherwise the raw weights would load as the average.
+    """
+    by_name = grouped(shorter, lambda key: (plain(key), tuple(shorter[key]), bool(_AVERAGE.search(key))))
     pairs: dict[str, str] = {}
     for key, shape in longer.items():
-        end = plain(key)
-        while end and not by_name.get((end, tuple(shape))):
+        end, kind = plain(key), (tuple(shape), bool(_AVERAGE.search(key)))
+        while end and not by_name.get((end, *kind)):
             end = end.partition(".")[2]
         if end:
-            candidates = by_name[end, tuple(shape)]
+            candidates = by_name[end, *kind]
             pairs[key] = max(candidates, key=partial(_common_parts, key))
             candidates.remove(pairs[key])
     return pairs

@@ -247,8 +247,8 @@ class Template:
         unread = {key: saved[key] for key in saved.keys() - set(filled.values())}
         mapped = rename_hint(missed_pairs(self.fit.unfilled, unread), filled, self._plan.options.rename)
         return MissingKey(
-            f"{self._where} lacks {listed(names)}.{hint} Pass strict=False to leave them unchanged, or rename= to "
-            f"map them{f'. {mapped}' if mapped else ''}",
+            f"{self._where} lacks {listed(names)}.{hint} Pass rename= to map them, or strict=False to leave them as "
+            f"they are, which is random in a new model{f'. {mapped}' if mapped else ''}",
             keys=tuple(needed),
         )
 

@@ -9,6 +9,7 @@ its latest save.
 from __future__ import annotations
 
 import re
+from collections import defaultdict
 from collections.abc import Container, Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, field, fields, replace
 from datetime import UTC, datetime
@@ -23,11 +24,7 @@ from casckpt.format.names import TxId
 MAX_PATTERNS = 1 << 14
 _NUMBER = re.compile("[1-9][0-9]{0,8}")
 # in UTC; %V is the ISO 8601 week
-_CALENDAR = {
-    "keep_daily": "%Y-%m-%d",
-    "keep_weekly": "%G-%V",
-    "keep_monthly": "%Y-%m",
-}
+_CALENDAR = {"keep_daily": "%Y-%m-%d", "keep_weekly": "%G-%V", "keep_monthly": "%Y-%m"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -222,12 +219,21 @@ def plan_forget(
     Both lists are in the order of the saves. If a run has the same step twice, every policy forgets the earlier
     checkpoint, and no rule counts it. ``tagged`` checkpoints are never chosen. ``run`` limits the choice to that run.
     """
-    if policy.is_empty:
-        return []
     wanted = [saved for saved in visible if run is None or saved.run == run]
-    by_run = grouped(wanted, lambda saved: saved.run)
-    chosen = {saved.txid for group in by_run.values() for saved in _forget_of_run(group, policy, now)}
-    return [saved for saved in wanted if saved.txid in chosen and saved.txid not in tagged]
+    keep = reasons_to_keep(wanted, policy, now)
+    return [saved for saved in wanted if saved.txid not in keep and saved.txid not in tagged]
+
+
+def reasons_to_keep(visible: Iterable[SavedCheckpoint], policy: Policy, now: int) -> dict[TxId, list[str]]:
+    """Return why ``policy`` keeps checkpoints, such as ["newest", "keep-last 2"]. Leave out those that it forgets."""
+    keep: dict[TxId, list[str]] = defaultdict(list)
+    for group in grouped(visible, lambda saved: saved.run).values():
+        last = {saved.step: saved for saved in group}  # the last checkpoint of each step
+        current = [saved for saved in group if last[saved.step] is saved]
+        rules = [("no rule", group)] if policy.is_empty else _kept_by_rules(current, policy, now)
+        for why, saved in ((why, saved) for why, kept in rules for saved in kept):
+            keep[saved.txid].append(why)
+    return keep
 
 
 def runs_without(visible: Iterable[SavedCheckpoint], policy: Policy, *, run: str | None = None) -> dict[str, list[str]]:
@@ -253,35 +259,31 @@ def runs_without(visible: Iterable[SavedCheckpoint], policy: Policy, *, run: str
     }
 
 
-def _forget_of_run(group: list[SavedCheckpoint], policy: Policy, now: int) -> list[SavedCheckpoint]:
-    """Choose the checkpoints of one run to forget. ``group``: the run's checkpoints, oldest first."""
-    newest = {saved.step: saved.txid for saved in group}  # the last checkpoint of each step
-    current = [saved for saved in group if newest[saved.step] == saved.txid]
-    keep = {saved.txid for saved in (*newest_of(current), *_kept_by_rules(current, policy, now))}
-    return [saved for saved in group if saved.txid not in keep]
-
-
 def newest_of(current: Sequence[SavedCheckpoint]) -> list[SavedCheckpoint]:
     """Return the newest checkpoint, and the newest one that is not marked unhealthy. Every policy keeps both."""
     healthy = next((saved for saved in reversed(current) if saved.healthy is not False), None)
     return [*current[-1:], *([] if healthy is None else [healthy])]
 
 
-def _kept_by_rules(current: list[SavedCheckpoint], policy: Policy, now: int) -> Iterator[SavedCheckpoint]:
-    """Choose the checkpoints of one run that the rules keep. ``current``: one checkpoint per step, oldest first."""
+def _kept_by_rules(
+    current: list[SavedCheckpoint], policy: Policy, now: int
+) -> Iterator[tuple[str, Iterable[SavedCheckpoint]]]:
+    """Choose the checkpoints of one run that each rule keeps. ``current``: one checkpoint per step, oldest first."""
+    last, *healthy = newest_of(current)
+    yield from (("newest", [last]), ("newest healthy", [saved for saved in healthy if saved is not last]))
     if policy.keep_last:
-        yield from current[-policy.keep_last :]
+        yield f"keep-last {policy.keep_last}", current[-policy.keep_last :]
     if policy.keep_every is not None:
-        yield from (saved for saved in current if saved.step % policy.keep_every == 0)
+        yield f"keep-every {policy.keep_every}", (saved for saved in current if saved.step % policy.keep_every == 0)
     if policy.within_seconds is not None:
-        most = policy.within_seconds * 1_000_000
-        yield from (saved for saved in current if now - saved.created_at <= most)
+        since = now - policy.within_seconds * 1_000_000
+        yield f"keep-within {policy.keep_within}", (saved for saved in current if saved.created_at >= since)
     for best in policy.best:
-        yield from best.of(current)
+        yield f"keep-best {best.metric}:{best.count}", best.of(current)
     for rule, form in _CALENDAR.items():
         periods = getattr(policy, rule)
         if periods is not None:
             by_time = sorted(current, key=lambda saved: saved.created_at)
             times = (datetime.fromtimestamp(saved.created_at / 1e6, UTC) for saved in by_time)
             newest = {time.strftime(form): saved for time, saved in zip(times, by_time, strict=True)}
-            yield from list(newest.values())[-periods:]
+            yield f"{rule.replace('_', '-')} {periods}", list(newest.values())[-periods:]

@@ -34,9 +34,9 @@ REFUSED: Final = 0.1
 before."""
 _DIGEST_BYTES: Final = 1 << 20
 _ADVICE: Final = (
-    "Use a different name on each rank for values that belong to one rank. In Store.save or a Checkpointer, wrap "
-    "such a value in casckpt.PerRank, or name the rank that maintains it with owners=. With check_replicas='off', "
-    "casckpt saves one rank's value"
+    "Use a different name on each rank for values that belong to one rank. In Store.save, wrap such a value in "
+    "casckpt.PerRank, or name the rank that maintains it with owners=. With check_replicas='off', casckpt saves one "
+    "rank's value, and all ranks load it"
 )
 
 

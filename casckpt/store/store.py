@@ -739,7 +739,7 @@ class Store:
         target: Store | str | os.PathLike[str],
         *refs: str | Checkpoint,
         run: str | None = None,
-        tags: bool = False,
+        tags: bool | None = None,
         jobs: int | None = None,
         part: tuple[int, int] = (0, 1),
         blob_bytes: int | None = None,
@@ -750,25 +750,25 @@ class Store:
     ) -> CopyResult:
         """Copy the checkpoints or ranges of steps in ``refs``, or all visible checkpoints, to a different store.
 
-        Only bytes that ``target`` lacks are transferred. Copies keep their ids, times and order. Each copy is verified
-        during the transfer, and becomes visible in ``target`` when it is complete and durable. If ``target`` does not
-        exist, it is created with this store's cell and blob sizes. Forgotten checkpoints in ``target`` remain
-        forgotten unless you name them. ``run``: copy only this run. ``tags``: also set the tags in ``target``.
-        ``jobs``: how many files to copy in parallel. ``part``: (rank, number of ranks), if several processes share the
-        work. ``blob_bytes``: repack the cells into blobs of this size (deltas keep their blobs). ``target`` may then
-        be this store itself, whose small and worn blobs are packed together. ``compress``: "always" encodes floats,
-        except in checkpoints that already have encoded cells; "off" and None leave encodings unchanged. ``check``:
-        raise the errors after all other checkpoints are copied. Without ``check``, the result lists them as
-        ``failed``. ``progress``: called with the number of bytes that ``target`` has so far. Raises NotFound,
-        StorageError, Damaged (with blob and keys), Gone, Refused, or Conflict if ``target`` has a different checkpoint
-        with the same run and step. A checkpoint with an error does not become visible in ``target``.
+        Only bytes that ``target`` lacks are transferred. Copies keep their ids, times and order. Each copy is verified,
+        and becomes visible when it is complete and durable. A missing ``target`` is created with this store's cell and
+        blob sizes. Forgotten checkpoints in ``target`` remain forgotten unless you name them. ``run``: copy only this
+        run. ``tags``: also set the tags in ``target``. By default, a copy of the whole store sets those that ``target``
+        lacks. ``jobs``: how many files to copy in parallel. ``part``: (rank, number of ranks), if several processes
+        share the work. ``blob_bytes``: repack the cells into blobs of this size. ``target`` may then be this store
+        itself, whose small and worn blobs are packed together. ``compress``: "always" encodes floats, except in
+        checkpoints that already have encoded cells; "off" and None leave encodings unchanged. ``check``: raise the
+        errors at the end; otherwise, the result lists them as ``failed``. ``progress``: called with the bytes that
+        ``target`` has so far. Raises NotFound, StorageError, Damaged, Gone, Refused, or Conflict if ``target`` has a
+        different checkpoint at a step.
         """
         from casckpt.upkeep.copies import copy as copying
 
         source, other = self.repository, repository_of(target, self.repository.cache_dir)
+        tags = bool(tags) if refs or run is not None else tags
         plan = copying.plan_copy(source, other, map(plain, refs), run=run, blob_bytes=blob_bytes, compress=compress)
         if dry_run:
-            return copying.preview(source, other, plan)
+            return copying.preview(source, other, plan, with_tags=tags)
         result = copying.execute(source, other, plan, with_tags=tags, jobs=jobs, part=part, progress=Progress(progress))
         if check:
             result.raise_failure()

@@ -19,8 +19,9 @@ from casckpt.repository.repository import Repository
 from casckpt.upkeep.inventory import list_objects
 
 ADVICE = (
-    "Restore commits/ from a copy of the store, or mount its disk. If the store was copied while these saves ran, give "
-    "up each of them: `casckpt transactions STORE --give-up TXID`"
+    "Restore commits/ from a copy of the store, or mount its disk. If the store was copied by hand while these saves "
+    "ran, repeat the copy, which brings the records. Only if the original is lost, give up their checkpoints for good: "
+    "`casckpt transactions STORE --give-up TXID`"
 )
 _NAMED_AT_MOST = 3
 

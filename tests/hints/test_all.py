@@ -27,7 +27,7 @@ NO_HINTS = {
     Case("frontends/serve/access.py:Guard._refusal", 'Basic realm="casckpt"'): "is a header",
     Case("frontends/serve/folders.py:", "bytes="): "is a regular expression",
     Case("cli/commands/demo.py:Tour.run", "compared with the weights"): "tells what the demo did",
-    Case("cli/commands/demo.py:Tour.run", "gc --keep-last 1"): "tells what the demo does",
+    Case("cli/commands/demo.py:Tour.run", "gc --run … --keep-last 1"): "tells what the demo does",
     Case("frontends/trainer/resumed.py:", "all options are left unchanged"): "tells what was asked for",
     Case("frontends/trainer/resumed.py:", "the given schedule continues at the saved position"): "the same",
     Case("tensors/values.py:Shard.__repr__", "Shard(… of …, …)"): "is no message",
@@ -144,6 +144,36 @@ def test_every_test_listed_for_hints_outside_this_folder_exists() -> None:
             node.name for node in ast.walk(ast.parse((ROOT / path).read_text())) if isinstance(node, ast.FunctionDef)
         }
         assert name in named, test
+
+
+JUDGED_BY_SUCCESS = {
+    "test_a_damaged_record_can_be_replaced_or_its_checkpoint_forgotten_as_advised",
+    "test_a_method_that_lists_no_tensor_can_be_corrected_as_advised",
+    "test_a_region_that_was_found_out_by_a_redirect_can_be_set_as_advised",
+    "test_a_registered_function_can_rebuild_an_unknown_wrapper",
+    "test_a_store_can_load_a_checkpoint_with_wrappers_as_advised",
+    "test_an_average_that_cannot_continue_begins_in_a_different_folder",
+    "test_credentials_can_be_passed_outside_the_url_as_advised",
+    "test_gc_works_on_storage_that_replaces_objects_if_there_is_a_single_writer",
+    "test_signatures_are_verified_and_created",
+    "test_the_force_option_lets_an_export_overwrite_a_url",
+    "test_the_megatron_patch_can_be_undone_before_other_saves_as_advised",
+}
+"""Tests whose advice has no other result than that the call, or `casckpt verify`, succeeds."""
+
+
+def test_every_test_that_follows_a_hint_judges_the_result() -> None:
+    """A call that succeeds may have done harm: a test must look at what it did."""
+    unjudged = set()
+    for path in sorted(HERE.glob("test_*.py")):
+        functions = {node.name: node for node in ast.parse(path.read_text()).body if isinstance(node, ast.FunctionDef)}
+        for name, function in functions.items():
+            called = [functions[n.id] for n in ast.walk(function) if isinstance(n, ast.Name) and n.id in functions]
+            below = [node for one in (function, *called) for node in ast.walk(one)]
+            judges = any(isinstance(node, ast.Assert) or getattr(node, "attr", "") == "raises" for node in below)
+            if not judges and any(ast.unparse(mark).startswith("follows(") for mark in function.decorator_list):
+                unjudged.add(name)
+    assert unjudged == JUDGED_BY_SUCCESS
 
 
 def test_every_extra_that_a_hint_names_exists() -> None:

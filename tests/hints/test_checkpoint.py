@@ -249,7 +249,7 @@ def test_the_suggested_option_leaves_tensors_with_different_shapes_unchanged(
     assert equal(state, {"w": torch.ones(7), "b": torch.ones(1)})
 
 
-@follows("loading/template.py:Template._lacks", "Pass strict=False to leave them unchanged, or rename=")
+@follows("loading/template.py:Template._lacks", "Pass rename= to map them, or strict=False to leave them as they are")
 def test_keys_that_a_checkpoint_lacks_can_be_left_unchanged_or_renamed(
     saved: casckpt.Store, weights: Weights, messages: Messages
 ) -> None:
@@ -437,13 +437,16 @@ def far_apart(rank: int, size: int, path: str) -> str:
     advice.says("name the rank that maintains it with owners=")
     store.save({"x": weight}, run="owners", step=1, owners=lambda _: 1)
     store.save({"x": weight}, run="off", step=1, **advice.argument("check_replicas"))
+    alike = {"x": torch.zeros(64)}
+    store.load(alike, "off@1")
+    assert torch.equal(alike["x"], torch.ones(64)), "all ranks load it, as the message says"
     mine = {"x": casckpt.PerRank(torch.zeros(64))}
     store.load(mine, "parts@1")
     assert torch.equal(mine["x"].value, weight)
     return advice.message
 
 
-@follows("saving/replicas.py:", "With check_replicas='off', casckpt saves")
+@follows("saving/replicas.py:", "With check_replicas='off', casckpt saves one rank's value, and all ranks load it")
 def test_a_parameter_that_differs_across_ranks_can_be_saved_in_four_ways(
     ranks: Pool, store_path: Path, messages: Messages
 ) -> None:

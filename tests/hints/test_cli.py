@@ -218,16 +218,33 @@ def test_the_suggested_option_exports_a_model_without_its_config(
     assert (tmp_path / "out" / "config.json").exists()
 
 
-@follows(
-    "cli/commands/gc.py:_say_space", "once the forgotten checkpoints are purged; --min-age 0 deletes them immediately"
-)
+@follows("upkeep/copies/copy.py:_with_tags", "the target has it on a different checkpoint; --tags (tags=True) moves it")
+def test_the_suggested_option_moves_a_tag_of_the_target(
+    saved: Store, store_path: Path, tmp_path: Path, messages: Messages, run: Run
+) -> None:
+    saved.tag("best", "a@1")
+    saved.copy_to(tmp_path / "copy")
+    saved.save({"w": torch.zeros(7)}, run="a", step=2)
+    saved.tag("best", "a@2")
+    advice = messages.text(run("copy", store_path, tmp_path / "copy").output)
+    assert casckpt.open(tmp_path / "copy").get("tag:best").step == 1
+    run("copy", store_path, tmp_path / "copy", *advice.says("--tags").split())
+    assert casckpt.open(tmp_path / "copy").get("tag:best").step == 2
+
+
+@follows("cli/commands/gc.py:_say_space", "--min-age 0 deletes them immediately, and they cannot be restored")
 def test_the_suggested_option_deletes_forgotten_checkpoints_immediately(
     saved: Store, store_path: Path, messages: Messages, run: Run
 ) -> None:
+    """The option is added to the call that was made, so checkpoints of other runs can still be restored."""
+    other = saved.save({"w": torch.ones(9)}, run="b", step=1)
     saved.save({"w": torch.zeros(7)}, run="a", step=2)
-    advice = messages.text(run("gc", store_path, "--keep-last", 1).output)
-    run("gc", store_path, *advice.says("--min-age 0").split())
-    assert len(list(store_path.rglob("*.safetensors"))) == 1
+    saved.forget(other)
+    rule = ("gc", store_path, "--run", "a", "--keep-last", 1)
+    advice = messages.text(run(*rule).output)
+    run(*rule, *advice.says("--min-age 0").split())
+    assert len(list(store_path.rglob("*.safetensors"))) == 2
+    assert saved.restore(other).step == 1
 
 
 @follows("cli/commands/list.py:_say_forgotten", "(--all lists them)")
@@ -326,7 +343,9 @@ def test_the_suggested_option_frees_thinned_bytes_immediately(
 
 
 @follows("cli/commands/verify.py:about_records", "restore the files from a backup of the store's files")
-@follows("cli/commands/verify.py:about_records", "end the saves with `casckpt transactions STORE --give-up TXID`")
+@follows(
+    "cli/commands/verify.py:about_records", "give the saves up for good (`casckpt transactions STORE --give-up TXID`)"
+)
 @pytest.mark.parametrize("way", ["put back", "give up"])
 def test_a_damaged_record_can_be_replaced_or_its_checkpoint_forgotten_as_advised(
     saved: Store, store_path: Path, messages: Messages, run: Run, way: str

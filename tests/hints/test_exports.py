@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import json
+import pickle
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import safetensors.torch
 import torch
@@ -382,6 +384,37 @@ def test_a_file_with_a_pickle_can_be_imported_with_allow_pickle(
     else:
         run("import", store.url, tmp_path / "x.pt", "--step", 1, advice.says(way))
     assert store.read("default@1", allow_pickle=True) == {"x": Odd()}
+
+
+class Mark:
+    """Runs code when it is unpickled."""
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return (ran.append, (1,))
+
+
+ran: list[int] = []
+
+
+@follows("frontends/interchange/torch_files.py:_read", "read it with pickle.load, turn its arrays into tensors")
+@pytest.mark.parametrize("protocol", [0, 4])
+def test_a_plain_pickle_is_refused_before_its_code_runs_and_can_be_saved_as_advised(
+    store: Store, tmp_path: Path, messages: Messages, run: Run, protocol: int
+) -> None:
+    path, arrays = tmp_path / "x.pkl", {"w": np.ones(3)}
+    path.write_bytes(pickle.dumps({"model": arrays, "mark": Mark()}, protocol))
+    ran.clear()
+    with messages.error(Refused) as advice:
+        torch_save_to_casckpt(path, store, run="a", step=1, allow_pickle=True)
+    with pytest.raises(Refused, match=r"is not a torch\.save file"):
+        torch_save_to_casckpt(path, store, run="a", step=1)
+    run("import", store.url, path, "--run", "a", "--step", 1, "--allow-pickle", status=1)
+    assert ran == []
+    path.write_bytes(pickle.dumps({"model": arrays}, protocol))
+    advice.says("read it with pickle.load, turn its arrays into tensors, and pass the state to Store.save")
+    found = {name: torch.from_numpy(array) for name, array in pickle.loads(path.read_bytes())["model"].items()}
+    store.save({"model": found}, run="a", step=1)
+    assert torch.equal(store.read("a@1")["model"]["w"], torch.ones(3, dtype=torch.float64))
 
 
 @follows(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
+import subprocess
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,7 @@ import torch
 from botocore.exceptions import ClientError
 
 import casckpt
-from casckpt.errors import InvalidInput, StorageError
+from casckpt.errors import InvalidInput, Refused, StorageError
 from casckpt.storage.local import store as local_store
 from casckpt.storage.remote.patience import Backoff, Call, Patience
 from casckpt.storage.remote.s3.errors import explain
@@ -53,6 +54,22 @@ def full(_: int) -> None:
 
 def broken(_: int) -> None:
     raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+
+@follows("storage/local/folders.py:misplaced", "(`cp -rL STORE NEW`), and use the copy")
+@pytest.mark.parametrize("what", ["casckpt.json", "objects"])
+def test_a_store_of_links_can_be_copied_and_used_as_advised(
+    saved: casckpt.Store, store_path: Path, tmp_path: Path, messages: Messages, what: str
+) -> None:
+    (store_path / what).rename(tmp_path / "elsewhere")
+    (store_path / what).symlink_to(tmp_path / "elsewhere")
+    with messages.error(Refused) as advice:
+        casckpt.open(store_path).load({"w": torch.zeros(6)}, "a@1", unread="ignore")
+    subprocess.run([*advice.says("cp -rL").split(), store_path, tmp_path / "new"], check=True)
+    new = casckpt.open(tmp_path / "new")
+    assert not new.verify().is_damaged
+    new.save({"w": torch.zeros(6)}, run="a", step=2)
+    assert torch.equal(new.read("a@1")["w"], torch.arange(6.0))
 
 
 @follows("storage/failures.py:", "check the kernel log, then run `casckpt verify`")

@@ -173,6 +173,61 @@ def test_weights_without_a_parameter_can_be_omitted_as_advised(trained: Store, m
     assert torch.equal(fresh.a.weight, model.a.weight)  # type: ignore[union-attr,arg-type]
 
 
+@follows("frontends/training_state/loading.py:TrainingStateLoad.check_unused", "or map names with rename=")
+def test_a_model_with_other_names_is_not_left_random_by_the_advice(store: Store, messages: Messages) -> None:
+    saved = nn.utils.parametrizations.weight_norm(nn.Linear(4, 3))
+    save_model_and_optim_state(store, saved, run="a", step=1)
+    with pytest.warns(FutureWarning):
+        other: Any = nn.utils.weight_norm(nn.Linear(4, 3))
+    with messages.error(Mismatch) as advice:
+        load_model_and_optim_state(store, "a@1", other)
+    assert "strict=" not in advice.message
+    advice.says("it has 'weight_g', 'weight_v' instead")
+    names = {"weight_g": "original0", "weight_v": "original1"}
+    renamed: Any = {
+        advice.says("rename"): {rf"(.*)\.{old}": rf"\1.parametrizations.weight.{new}" for old, new in names.items()}
+    }
+    load_model_and_optim_state(store, "a@1", other, **renamed)
+    assert torch.equal(other(torch.ones(1, 4)), saved(torch.ones(1, 4)))
+    advice.says("Build it as it was for the save")
+    alike = nn.utils.parametrizations.weight_norm(nn.Linear(4, 3))
+    load_model_and_optim_state(store, "a@1", alike)
+    assert torch.equal(alike(torch.ones(1, 4)), saved(torch.ones(1, 4)))
+
+
+@follows("loading/options.py:advising", "load with …, which does")
+def test_an_argument_that_resume_does_not_take_is_taken_by_the_call_that_it_names(
+    store: Store, model: Two, messages: Messages
+) -> None:
+    checkpointer = Checkpointer(store, run="a")
+    checkpointer.save(1, model)
+    other = Two()
+    other.a = nn.Linear(5, 1)
+    bias = other.a.bias.detach().clone()
+    with messages.error(Mismatch) as advice:
+        checkpointer.resume(other)
+    advice.says("resume does not take ignore_mismatched=; load with Checkpointer.load, which does")
+    with pytest.raises(Mismatch) as plain:
+        checkpointer.load("a@1", other)
+    assert "does not take" not in str(plain.value)
+    checkpointer.load("a@1", other, ignore_mismatched=["a.*"])
+    assert torch.equal(other.a.bias, bias)
+    assert torch.equal(other.b.weight, model.b.weight)  # type: ignore[union-attr,arg-type]
+
+
+def test_no_hint_loads_raw_weights_as_an_average(store: Store) -> None:
+    raw, ema = ({"w": torch.full((2,), value), "v": torch.full((3,), value)} for value in (1.0, 2.0))
+    store.save({"model": raw, "train": {"state_dict_ema": ema}}, run="a", step=1)
+    fresh = {name: torch.zeros_like(value) for name, value in ema.items()}
+    with pytest.raises(MissingKey) as caught:
+        store.load({"ema": fresh}, "a@1")
+    assert "give rename=" not in str(caught.value)
+    with pytest.raises(MissingKey) as caught:
+        store.load({"state_dict_ema": fresh}, "a@1", unread="ignore")
+    store.load({"state_dict_ema": fresh}, "a@1", unread="ignore", **Advice(str(caught.value)).argument("rename"))
+    assert identical(fresh, ema)
+
+
 @follows("frontends/training_state/save_load.py:load_model_and_optim_state", 'pass unread="ignore"')
 def test_the_suggested_option_hides_the_keys_that_a_load_skips(trained: Store, messages: Messages) -> None:
     trained.save({**trained.read("a@1"), "more": {"x": 1, "y": 2}}, run="leaving-more", step=1)
@@ -351,21 +406,19 @@ def state_of_shards(rank: int, size: int, path: str) -> list[str]:
         return Advice(said[-1])
 
     model, trained = made()
-    mine = torch.full(tuple(model.weight.to_local().shape), float(rank))
-    trained.state[model.weight]["buffer"] = mine
-    advice = refused(model, trained)
-    advice.says("casckpt.Shard or casckpt.PerRank")
-    height = len(mine)
-    parts = {"shard": casckpt.Shard(mine, (6, 8), (rank * height, 0)), "own": casckpt.PerRank(mine)}
-    store.save({"optim": parts}, run="buffers", step=1)
-
-    model, trained = made()
-    trained.state[model.weight]["scales"] = torch.full((4,), 2.0 + rank)
-    advice = refused(model, trained)
-    advice.says("Save it with Store.save, as casckpt.Shard or casckpt.PerRank")
-    store.save({"scales": casckpt.PerRank(trained.state[model.weight]["scales"])}, run="scales", step=1)
-    advice.says("or remove it from the optimizer's state")
-    del trained.state[model.weight]["scales"]
+    for name, shape in (("buffer", tuple(model.weight.to_local().shape)), ("scales", (4,))):
+        model, trained = made()
+        trained.state[model.weight][name] = torch.full(shape, 2.0 + rank)
+        advice = refused(model, trained)
+        advice.says("Move it from the optimizer's state to the train_state of a Checkpointer")
+        moved = {name: trained.state[model.weight].pop(name)}
+        checkpointer = Checkpointer(store, run=name)
+        checkpointer.save(1, model, trained, moved)
+        advice.says("which resumes it on the same ranks")
+        model, trained = made()
+        own = {name: torch.zeros(shape)}
+        checkpointer.resume(model, trained, own)
+        assert torch.equal(own[name], torch.full(shape, 2.0 + rank))
     save_model_and_optim_state(store, model, trained, run="removed", step=1)
 
     ema: Any = nn.Linear(8, 6, bias=False)
@@ -388,20 +441,20 @@ def state_of_shards(rank: int, size: int, path: str) -> list[str]:
     return said
 
 
-@follows("frontends/training_state/holding.py:Holding._tensor_as_saved", "Save it with store.save, as casckpt.Shard or")
-@follows("frontends/training_state/together.py:_check_alike", "Save it with Store.save, as casckpt.Shard or")
+@follows("frontends/training_state/holding.py:Holding._tensor_as_saved", "Move it from the optimizer's state to the")
+@follows("frontends/training_state/together.py:_check_alike", "Move it from the optimizer's state to the")
 @follows("frontends/training_state/contents.py:_of_one_rank", "Pass it next to the model, as in")
 @follows("frontends/training_state/unshard.py:_unshard", "leave no_dist out")
-def test_state_that_may_belong_to_shards_can_be_saved_as_shard_state(
+def test_state_that_may_belong_to_shards_resumes_from_the_train_state_as_advised(
     ranks: Pool, store_path: Path, messages: Messages
 ) -> None:
     _, (buffer, scales, ema, alone) = ranks.run(2, state_of_shards, str(store_path))
-    messages.text(buffer).says("casckpt.Shard")
-    messages.text(scales).says("remove it")
+    messages.text(buffer).says("train_state")
+    messages.text(scales).says("train_state")
     messages.text(ema).says("load it in the same way")
     messages.text(alone).says("leave no_dist out")
-    found = casckpt.open(store_path).read("buffers@1")["optim"]["shard"]
-    assert found[:, 0].tolist() == [0, 0, 0, 1, 1, 1]
+    found = casckpt.open(store_path).read("scales@1")["train"]
+    assert [found[rank]["scales"][0].item() for rank in (0, 1)] == [2.0, 3.0]
 
 
 # trainings

@@ -86,8 +86,8 @@ def test_gc_can_run_after_a_record_is_replaced_or_purged(
     assert [one.step for one in casckpt.open(store_path).checkpoints()] == ([2] if way == "give up" else [1, 2])
 
 
-@follows("upkeep/saves.py:", "Restore commits/ from a copy of the store, or mount its disk")
-@pytest.mark.parametrize("way", ["put back", "give up"])
+@follows("upkeep/saves.py:", "repeat the copy, which brings the records. Only if the original is lost, give up")
+@pytest.mark.parametrize("way", ["put back", "repeat", "give up"])
 def test_gc_can_run_after_lost_records_are_replaced_or_revoked(
     trained: Store, store_path: Path, messages: Messages, run: Run, way: str
 ) -> None:
@@ -99,7 +99,7 @@ def test_gc_can_run_after_lost_records_are_replaced_or_revoked(
     if way == "give up":
         run(*advice.command("transactions", STORE=store_path, TXID=name))
     else:
-        advice.says("Restore commits/")
+        advice.says("Restore commits/" if way == "put back" else "repeat the copy")
         store_path.with_name(name).rename(lost)
     casckpt.open(store_path).gc()
     assert [one.step for one in casckpt.open(store_path).checkpoints()] == ([2] if way == "give up" else [1, 2])

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import os
+import re
 import shutil
+import subprocess
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -13,6 +16,7 @@ from casckpt.errors import CasckptError, Damaged, NotFound
 from casckpt.store.store import Store
 from tests.cli.conftest import Run, run
 from tests.support.buckets import state
+from tests.support.hints import PACKAGE
 from tests.support.saves import files, same_state, small_folder, steps
 
 __all__ = ["run"]
@@ -212,3 +216,65 @@ def test_an_older_snapshot_in_the_place_of_a_mirror_stops_gc_for_what_it_lacks(t
     collects(ours)
     assert steps(fresh(ours)) == [("a", 3)]
     assert steps(fresh(mirror)) == [("a", 1), ("a", 2), ("a", 3)]
+
+
+DOCUMENTED = "\n".join(
+    line[2:]
+    for line in (PACKAGE.parent / "docs/operations.md")
+    .read_text()
+    .partition("## Copies by hand")[2]
+    .partition("## ")[0]
+    .splitlines()
+    if re.match(r"\$ mkdir|> ", line)
+)
+"""The commands of docs/operations.md that copy ckpts to copy."""
+
+
+def copied(folder: Path, commands: str, between: Callable[[], None]) -> None:
+    """Copy a store by hand. Call ``between`` before each command ``cp``."""
+    waits = 'cp() { echo; read -r _; command cp "$@"; }\n'
+    with subprocess.Popen(
+        ["bash", "-ec", waits + commands], cwd=folder, stdin=subprocess.PIPE, stdout=subprocess.PIPE, bufsize=0
+    ) as shell:
+        assert shell.stdin
+        assert shell.stdout
+        while shell.stdout.readline():
+            between()
+            shell.stdin.write(b"\n")
+    assert shell.returncode == 0
+
+
+@pytest.mark.process
+def test_the_documented_copy_by_hand_verifies_although_jobs_save_and_tag_meanwhile(tmp_path: Path, run: Run) -> None:
+    source, copy = saved(tmp_path / "ckpts", "a", 1, 2), tmp_path / "copy"
+
+    def job() -> None:
+        step = int(source.get("a@latest").step) + 1
+        source.save(state(step), run="a", step=step)
+        source.tag("newest", f"a@{step}")
+
+    for _ in range(2):  # a copy, and a later one
+        first = source.get("a@latest").step
+        copied(tmp_path, DOCUMENTED, job)
+        assert source.get("a@latest").step > first + 3
+        assert not fresh(copy).verify().is_damaged
+        there = [step for _, step in steps(fresh(copy))]
+        assert there == [*range(1, len(there) + 1)]
+        assert len(there) >= first
+        assert same_state(fresh(copy).read(f"a@{first}"), state(first))
+    copied(tmp_path, DOCUMENTED, lambda: None)  # at the end, nothing is left out
+    assert steps(fresh(copy)) == steps(source)
+    collects(copy)
+
+
+@pytest.mark.process
+def test_a_copy_in_one_pass_is_completed_by_the_documented_one_as_verify_advises(tmp_path: Path, run: Run) -> None:
+    source, copy = saved(tmp_path / "ckpts", "a", 1, 2), tmp_path / "copy"
+    saves = iter([[], [], [3]])
+    one_pass = "mkdir copy; for part in casckpt.json commits objects; do cp -rn ckpts/$part copy/; done"
+    copied(tmp_path, one_pass, lambda: (saved(tmp_path / "ckpts", "a", *next(saves)), None)[1])
+    told = run("verify", copy, status=4).output
+    assert "repeat the copy, which brings the records. Only if the original is lost, give up" in told
+    copied(tmp_path, DOCUMENTED, lambda: None)
+    assert "all is well" in run("verify", copy).output
+    assert steps(fresh(copy)) == steps(source) == [("a", 1), ("a", 2), ("a", 3)]

@@ -46,6 +46,8 @@ _ADVICE: Final = tuple(
         rf"\b(?:by|into|with) {_IDENTIFIER}",
         rf"{_IDENTIFIER} takes\b",
         r"\b(?:install|upgrade)\b",
+        r"`cp [^`]+`",
+        r"\bMove it from\b|\brepeat the copy\b|; load with …",
     )
 )
 _LOGS: Final = re.compile(r"(?:_?log\w*|warnings)\.(?:warn|warning|error)\b")

@@ -23,7 +23,12 @@ if TYPE_CHECKING:
 @click.argument("destination", metavar="DST", type=STORE)
 @click.argument("refs", type=REF, nargs=-1, metavar="[REF]...")
 @click.option("--run", type=RUN, help="Copy only checkpoints of this run.")
-@click.option("--tags", is_flag=True, help="Also set these checkpoints' tags in DST.")
+@click.option(
+    "--tags/--no-tags",
+    default=None,
+    help="Also set these checkpoints' tags in DST.  [default: if neither REF nor --run is given, the tags that DST "
+    "does not have]",
+)
 @click.option(
     "--jobs", type=click.IntRange(min=1), help="The number of files to copy in parallel.  [default: 4; 16 for a bucket]"
 )
@@ -39,7 +44,7 @@ def command(
     refs: tuple[str, ...],
     *,
     run: str | None,
-    tags: bool,
+    tags: bool | None,
     jobs: int | None,
     blob_size: int | None,
     compress: Literal["off", "always"] | None,
@@ -82,7 +87,8 @@ def _described(result: CopyResult) -> dict[str, Any]:
         for one in result.failed
     ]
     found = {name: plain(getattr(result, name)) for name in ("copied", "restored", "present", "left")}
-    found |= {"failed": failed, "records": plain(result.records), "tags": list(result.tags)}
+    found |= {"failed": failed, "records": plain(result.records)}
+    found |= {"tags": list(result.tags), "tags_left": dict(result.tags_left)}
     found |= {"blobs_copied": result.blobs, "bytes_copied": result.nbytes}
     return found | {"made_store": result.made_store, "dry_run": result.dry_run}
 
@@ -113,6 +119,8 @@ def text(result: dict[str, Any]) -> None:
         f"not copied: the checkpoint of {printable(one['key'])}: {printable(one['why'])}" for one in result["records"]
     )
     if result["tags"]:
-        say(f"set the tags {printable(', '.join(shortened(result['tags'])))}")
+        done = "would set" if result["dry_run"] else "set"
+        say(f"{done} the tags {printable(', '.join(shortened(result['tags'])))}")
+    say_some([f"left the tag {printable(name)}: {printable(why)}" for name, why in result["tags_left"].items()])
     done = count(len(result["copied"]), "checkpoint")
     say(f"{copied} {done}, {size(result['bytes_copied'])}; {count(len(result['present']), 'checkpoint')} already there")

@@ -78,10 +78,8 @@ class Tour:
         exact = loads_exactly(store, first, self.training())
         self._show(f"store.load(state, {first!r}), compared with the weights at that step", None, exact, _exactness)
         self._show("Every byte matches its hash", "verify", plain(store.verify()), verify.text)
-        done, line = gc.described(store.gc(keep_last=1, min_age=0)), "gc --keep-last 1 --min-age 0"
-        self._show(
-            "Keep the newest checkpoint, and delete the other checkpoints' data immediately", line, done, gc.text
-        )
+        done, line = gc.described(store.gc(run=RUN, keep_last=1)), f"gc --run {RUN} --keep-last 1"
+        self._show("Keep the newest checkpoint of this run; the others can be restored for a day", line, done, gc.text)
         rows = list.checkpoint_rows(store.listing())
         self._show("The remaining checkpoint", "list", rows, list.text)
 

@@ -195,6 +195,8 @@ def text(result: dict[str, Any]) -> None:
     say_some([f"{restore} {name(item)}, which is tagged" for item in result["restored"]])
     say_some(_once(f"{purge} {_name(item)}" for item in result["purged"]))
     say_all(f"gave up on save {txid}" for txid in result["revoked"])
+    if "kept" in result:
+        _say_kept(result["kept"])
     if "deleted_blobs" in result:
         _say_space(delete, result)
     later = [item for item in result["waiting"] if item.get("id") not in forgotten]
@@ -202,6 +204,13 @@ def text(result: dict[str, Any]) -> None:
     say_some([f"refused: {printable(one['why'])} (owner: {one['owner'] or 'unknown'})" for one in result["refused"]])
     if result.get("foreign"):
         say(f"kept unknown files: {printable(', '.join(shortened(result['foreign'], 5)))}")
+
+
+def _say_kept(kept: dict[str, list[str]]) -> None:
+    """Print why each checkpoint stays, and how many runs have checkpoints that stay."""
+    say_some([f"kept {printable(ref)}: {', '.join(why)}" for ref, why in kept.items() if "no rule" not in why])
+    runs = {ref.rpartition("@")[0] for ref in kept}
+    say(f"{count(len(kept), 'checkpoint')} of {count(len(runs), 'run')} stay")
 
 
 def _say_space(delete: str, result: dict[str, Any]) -> None:
@@ -213,7 +222,7 @@ def _say_space(delete: str, result: dict[str, Any]) -> None:
     if result["later_blobs"]:
         say(
             f"{count(result['later_blobs'], 'blob')}, {size(result['later_bytes'])} of these will be deleted once "
-            "the forgotten checkpoints are purged; --min-age 0 deletes them immediately"
+            "the forgotten checkpoints are purged; --min-age 0 deletes them immediately, and they cannot be restored"
         )
 
 

@@ -210,7 +210,7 @@ _ALIVE = {True: "alive", False: "dead", None: "on a different host, or unknown"}
 @click.option(
     "--give-up",
     metavar="TXID",
-    help="End a transaction whose record is lost or unreadable. Its checkpoint is also lost.",
+    help="End a transaction whose record is lost or unreadable. Its checkpoint is lost, and no later copy restores it.",
 )
 def transactions(session: Session, revoke: str | None, give_up: str | None) -> None:
     """List the saves in progress.

@@ -107,7 +107,7 @@ def about_records(records: list[dict[str, Any]]) -> list[str]:
     damaged = count(len(records), "record")
     return [
         f"{damaged} damaged: restore the files from a backup of the store's files (`casckpt copy` writes new records);",
-        "without a backup, set the tags again, and end the saves with `casckpt transactions STORE --give-up TXID`",
+        "without one, set the tags again, and give the saves up for good (`casckpt transactions STORE --give-up TXID`)",
     ]
 
 

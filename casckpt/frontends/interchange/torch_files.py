@@ -9,6 +9,7 @@ import os
 import pickle
 import re
 import struct
+import tarfile
 import zipfile
 import zlib
 from collections import OrderedDict, defaultdict
@@ -23,7 +24,7 @@ from typing import Any, TypeAlias, Unpack
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch._weights_only_unpickler import _get_allowed_globals, get_globals_in_pkl
-from torch.serialization import skip_data
+from torch.serialization import MAGIC_NUMBER, skip_data
 
 from casckpt.base.names import check_keywords
 from casckpt.base.progress import Progress, Shown
@@ -61,6 +62,7 @@ _DEFINE = (
     "`import __main__; __main__.NAME = NAME`, and call torch_save_to_casckpt of casckpt.frontends.convert there, with "
     "allow_pickle=True"
 )
+_MAGIC = (MAGIC_NUMBER.to_bytes(10, "little"), str(MAGIC_NUMBER).encode())  # begins files from torch before 1.6
 _SHARD = re.compile(r".+-[0-9]+-of-[0-9]+\.bin")
 # an entry in a zip file's directory: the crc, and the lengths of its fields
 _CENTRAL = struct.Struct("<4s12xL8xHHH12x")
@@ -132,7 +134,13 @@ def _read(path: Path, allow_pickle: bool) -> Any:
         raise NotFound(f"there is no file {path}; pass the path of a file that torch.save wrote")
     with misread(lambda why: Refused(f"{path} is not a torch.save file, or is damaged: {why}")):
         with path.open("rb") as file:
-            mapped = is_archive(file.read(4))  # files from torch versions before 1.6 cannot be mapped
+            start = file.read(32)
+        mapped = is_archive(start[:4])  # files from torch versions before 1.6 cannot be mapped
+        if not mapped and not any(magic in start for magic in _MAGIC) and not tarfile.is_tarfile(path):
+            raise Refused(
+                f"{path} is not a torch.save file. If it is a plain pickle, which can run any code, and you trust its "
+                "source, read it with pickle.load, turn its arrays into tensors, and pass the state to Store.save"
+            )
         try:
             state = torch.load(path, map_location="cpu", mmap=mapped, weights_only=not allow_pickle)
         except pickle.UnpicklingError as error:

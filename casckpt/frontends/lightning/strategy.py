@@ -21,6 +21,7 @@ from casckpt.frontends.trainer.events import OnEvent
 from casckpt.frontends.trainer.settings import TrainerArguments
 from casckpt.frontends.training_state.contents import TRAIN, GroupOptions
 from casckpt.frontends.training_state.proof import Proof
+from casckpt.loading.options import advising
 from casckpt.ranks.agreement import check_same
 from casckpt.ranks.ranks import everyone, on_each, open_ranks
 from casckpt.store.types import CheckReplicas, Owners
@@ -109,6 +110,7 @@ class CasModelParallelStrategy(ModelParallelStrategy):
         )
         on_each(ranks, lambda: self._book.saved(Pointer(path), before, saved) if ranks.rank == 0 else None)
 
+    @advising("ckpt_path", ("cast",))
     def load_checkpoint(self, checkpoint_path: AnyPath, weights_only: bool | None = None) -> dict[str, Any]:
         """Load into the model and the optimizers, and return the rest of the checkpoint. Every rank makes the call.
 

@@ -90,8 +90,8 @@ class Holding:
         if is_part:
             raise InvalidInput(
                 f"the optimizer has state of shape {list(shape)} for {self.name!r}. This rank holds only a part of "
-                "the parameter, and casckpt cannot tell which elements the state belongs to. Save it with "
-                "store.save, as casckpt.Shard or casckpt.PerRank",
+                "the parameter, and casckpt cannot tell which elements the state belongs to. Move it from the "
+                "optimizer's state to the train_state of a Checkpointer, which resumes it on the same ranks",
                 key=self.name,
             )
         return described_like(value, self.parameter)

@@ -374,7 +374,10 @@ class TrainingStateLoad:
         if names and self._strict:
             what = f"the model in {where} has {listed(names)}, which this model lacks"
             is_quantized = any(PACKED in name or name.endswith("SCB") for name in names)
+            lacks = [name for name in self._model.values if self._place(name) not in self._stored.keys]
             advice = "quantize the model before the load" if is_quantized else "pass strict=False to skip them"
+            if lacks and not is_quantized:  # strict=False would leave these as they are, which is often random
+                advice = f"it has {listed(lacks)} instead. Build it as it was for the save, or map names with rename="
             raise Mismatch(f"{what}; {advice}", keys=tuple(names))
         names += on_no_rank([unused.beside for unused in unused_of_ranks])
         if names and self._warns:

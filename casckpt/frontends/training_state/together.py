@@ -120,8 +120,8 @@ def _check_alike(found: Sequence[Mapping[str, bytes]]) -> None:
             if digest != wanted:
                 raise InvalidInput(
                     f"{key!r} differs between ranks {other} and {rank}, and its parameter is sharded. It may belong "
-                    "to each rank's shard, but casckpt cannot tell which elements it belongs to. Save it with "
-                    "Store.save, as casckpt.Shard or casckpt.PerRank, or remove it from the optimizer's state",
+                    "to each rank's shard, but casckpt cannot tell which elements it belongs to. Move it from the "
+                    "optimizer's state to the train_state of a Checkpointer, which resumes it on the same ranks",
                     key=key,
                     rank=rank,
                 )

@@ -48,6 +48,7 @@ from casckpt.frontends.transformers.callback import (
     logged_metrics,
     path_within,
 )
+from casckpt.loading.options import advising
 from casckpt.ranks.agreement import check_same
 from casckpt.ranks.ranks import everyone, on_each, open_ranks
 from casckpt.store.types import Commit
@@ -384,6 +385,7 @@ class CasTrainerMixin(Trainer):
         if self._resumed_from(resume_from_checkpoint) is None:
             super()._load_from_checkpoint(resume_from_checkpoint, model)
 
+    @advising("resume_from_checkpoint")
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
         """Load everything. `Trainer` calls this method when the model and the optimizer are wrapped."""
         resumed = self._resumed_from(checkpoint)

@@ -165,7 +165,8 @@ def misplaced(mode: int, path: Path) -> Refused:
     """
     if stat.S_ISLNK(mode):
         return Refused(
-            f"{path} is a symlink, which a store does not follow: replace it with the file itself, or remove it"
+            f"{path} is a symlink, which a store does not follow: copy the store with the files that its links lead to "
+            "(`cp -rL STORE NEW`), and use the copy"
         )
     if stat.S_ISREG(mode):
         return Refused(f"{path} is a file where a folder of the store belongs: {_PUT_BACK}")

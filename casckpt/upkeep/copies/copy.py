@@ -11,7 +11,7 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Literal, TypeVar
 
 from casckpt.base.progress import Progress, silent
@@ -23,7 +23,7 @@ from casckpt.format.names import BlobHash, TxId
 from casckpt.format.sections.blobs import BlobRef
 from casckpt.history.commits import Commit, CommitList, list_commits, list_names, restore
 from casckpt.history.folding import Holdings
-from casckpt.history.tags import get_tag, set_tag, tags
+from casckpt.history.tags import Tag, get_tag, list_tags, set_tag
 from casckpt.repository.reading import check_requirements
 from casckpt.repository.repository import Repository
 from casckpt.upkeep.copies.mirror_notes import NO_STORE, made_at, note, take_back, unmirrored
@@ -83,6 +83,7 @@ class CopyResult:
 
     ``blobs``, ``nbytes``: number and size of the blobs that all processes that share the work uploaded for ``copied``.
     ``made_store``: whether the target was created. ``tags``: names of the tags that were set in the target.
+    ``tags_left``: why other tags were not set, in a copy of the whole store without ``tags``.
     ``records``: unreadable records of the source, whose checkpoints were not copied.
     """
 
@@ -93,6 +94,7 @@ class CopyResult:
     failed: tuple[CommitFailure, ...] = ()
     records: tuple[DamagedRecord, ...] = ()
     tags: tuple[str, ...] = ()
+    tags_left: Mapping[str, str] = field(default_factory=dict)
     blobs: int = 0
     nbytes: int = 0
     made_store: bool = False
@@ -234,19 +236,13 @@ def _named(source: Repository, commits: Iterable[Commit]) -> Iterator[tuple[Blob
             yield name, BlobRef(name, size, uploader)
 
 
-def preview(source: Repository, target: Repository, plan: CopyPlan) -> CopyResult:
+def preview(source: Repository, target: Repository, plan: CopyPlan, *, with_tags: bool | None = False) -> CopyResult:
     """Return the result that `execute` would have. Writes nothing."""
-    return CopyResult(
-        copied=plan.missing,
-        restored=plan.forgotten,
-        present=plan.present,
-        left=plan.left,
-        failed=plan.failed,
-        records=plan.records,
-        nbytes=plan.nbytes,
-        made_store=not target.exists(),
-        dry_run=True,
-    )
+    result = CopyResult(
+        plan.missing, plan.forgotten, plan.present, plan.left, plan.failed, plan.records, nbytes=plan.nbytes,
+        made_store=not target.exists(), dry_run=True,
+    )  # fmt: skip
+    return result if with_tags is False else _with_tags(source, target, result, with_tags)
 
 
 def execute(
@@ -254,14 +250,15 @@ def execute(
     target: Repository,
     plan: CopyPlan,
     *,
-    with_tags: bool = False,
+    with_tags: bool | None = False,
     jobs: int | None = None,
     part: Part = (0, 1),
     progress: Progress = silent,
 ) -> CopyResult:
     """Carry out ``plan``. If the target does not exist, create it with the source's cell and blob sizes.
 
-    ``with_tags``: set the source's tags on the copied and present checkpoints. ``jobs``: number of concurrent
+    ``with_tags``: set the source's tags on the copied and present checkpoints (None: those that the target does not
+    have). ``jobs``: number of concurrent
     transfers. ``part``: (number, count) of this process among the processes that make the same copy. ``progress``:
     called with the number of bytes of finished blobs, `CopyPlan.total` in all. If the target is the source's mirror,
     the copies are noted in the source.
@@ -295,18 +292,12 @@ def execute(
         for commit in unnoted:
             note(source, commit, target.storage.url, there.get(commit))
     blobs, nbytes = _brought(copied, work.part)
+    failed = (*plan.failed, *not_copied, *not_restored)
     result = CopyResult(
-        copied=tuple(one.commit for one in copied),
-        restored=tuple(restored),
-        present=plan.present,
-        left=plan.left,
-        failed=(*plan.failed, *not_copied, *not_restored),
-        records=plan.records,
-        blobs=blobs,
-        nbytes=nbytes,
-        made_store=made,
-    )
-    return replace(result, tags=_copy_tags(source, target, result)) if with_tags else result
+        tuple(one.commit for one in copied), tuple(restored), plan.present, plan.left, failed, plan.records,
+        blobs=blobs, nbytes=nbytes, made_store=made,
+    )  # fmt: skip
+    return result if with_tags is False else _with_tags(source, target, result, with_tags)
 
 
 def _create_target(source: Repository, target: Repository, blob_bytes: int | None, *, is_mirror: bool) -> bool:
@@ -370,19 +361,31 @@ def _checked_part(part: Part) -> Part:
     return part
 
 
-def _copy_tags(source: Repository, target: Repository, result: CopyResult) -> tuple[str, ...]:
-    """Set the tags of the copied and present checkpoints, except leases. Return the names that were set."""
-    there = {commit.id: commit for commit in list_commits(target).visible()}
-    here = {commit.id for commit in (*result.copied, *result.restored, *result.present)}
-    before, done = tags(target), []
-    for name, tag in tags(source).items():
-        commit = there.get(tag.manifest) if tag.manifest in here and tag.expires is None else None
-        if commit is not None and (name not in before or before[name].txid != commit.txid):
-            try:
-                set_tag(target, name, commit)
-            except Conflict:
-                now = get_tag(target, name)
-                if now is None or now.txid != commit.txid:
-                    raise
-            done.append(name)  # another process of the same copy may have set it first
-    return tuple(done)
+def _with_tags(source: Repository, target: Repository, result: CopyResult, with_tags: bool | None) -> CopyResult:
+    """Set the tags of the copied and present checkpoints, except tags that expire. Return ``result`` with their names.
+
+    ``with_tags``: None leaves the tags that the target has, and notes in the result what was left.
+    """
+    there = {commit.id: commit for commit in list_commits(target).visible()} if target.exists() else {}
+    here = {one.id for one in (*result.copied, *result.restored, *result.present) if result.dry_run or one.id in there}
+    found, before = list_tags(source), list_tags(target)
+    if with_tags:
+        found.raise_damage()
+    wanted, left = [], {name: str(error) for name, error in found.damaged.items()}
+    for name, tag in found.tags.items():
+        now = before.tags.get(name, before.damaged.get(name))
+        if tag.expires is not None or (isinstance(now, Tag) and now.expires is None and now.manifest == tag.manifest):
+            continue
+        if tag.manifest in here and (with_tags or now is None):
+            wanted.append(tag)
+        else:
+            why = "the target has it on a different checkpoint; --tags (tags=True) moves it"
+            left[name] = why if tag.manifest in here else "its checkpoint was not copied"
+    for tag in () if result.dry_run else wanted:
+        try:
+            set_tag(target, tag.name, there[tag.manifest])
+        except Conflict:  # another process of the same copy may have set it first
+            moved = get_tag(target, tag.name)
+            if moved is None or moved.manifest != tag.manifest:
+                raise
+    return replace(result, tags=tuple(tag.name for tag in wanted), tags_left={} if with_tags else left)

@@ -22,7 +22,7 @@ from __future__ import annotations
 import logging
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -244,7 +244,8 @@ class GcResult:
     result of thinning, or None without a thinning rule. The other fields do not include this result. ``restored``:
     checkpoints that received a tag while an earlier gc was forgetting them, if that gc was killed before it could
     restore them. ``refused``: files of other users that gc may not delete or create. If it may not create a record of a
-    checkpoint, it does not purge that checkpoint.
+    checkpoint, it does not purge that checkpoint. ``kept``: why the other visible checkpoints stay, by run@step:
+    "newest", "keep-last 2", "tag best", or "no rule".
 
     If gc fails, its error has this result as ``done``. It lists the changes to checkpoints before the error, and all
     its counts are 0.
@@ -266,6 +267,7 @@ class GcResult:
     dry_run: bool = False
     thin: ThinResult | None = None
     refused: tuple[Refusal, ...] = ()
+    kept: Mapping[str, Sequence[str]] = field(default_factory=dict)
 
 
 @dataclass
@@ -298,6 +300,7 @@ class _Tally:
             later_bytes=later.blob_bytes,
             revoked=tuple(self.revoked),
             foreign=tuple(self.stock.foreign),
+            kept=plan.kept,
             waiting=(*plan.waiting, *map(waiting_for, opened)),
         )
 

@@ -38,7 +38,7 @@ from casckpt.history.commits import Commit, CommitList, announce_all, append, fo
 from casckpt.history.folding import STANDS, VOID, Holdings
 from casckpt.history.tags import FOREIGN_CLOCKS, Tag, tagged_txids, tags, tags_of
 from casckpt.history.transactions import OpenTransaction
-from casckpt.plan.retention import Policy, SavedCheckpoint, plan_forget, runs_without
+from casckpt.plan.retention import Policy, SavedCheckpoint, reasons_to_keep, runs_without
 from casckpt.repository.repository import Repository
 from casckpt.storage.failures import noting
 from casckpt.upkeep.copies.mirror_notes import (
@@ -132,7 +132,8 @@ class GcPlan:
     checkpoints that are kept for now, with reasons. ``young``: those of them that have not reached their minimum age.
     ``restore``: forgotten commits that have a tag without an expiration time. All of these are oldest first.
     ``mirror``: URL of the mirror whose notes the plan relies on. ``listed``: the listing that the plan is based on.
-    Checks use it to find guards, but no step of the protocol uses it.
+    Checks use it to find guards, but no step of the protocol uses it. ``kept``: why visible checkpoints
+    stay, by run@step.
     """
 
     forget: tuple[Commit, ...]
@@ -142,6 +143,7 @@ class GcPlan:
     restore: tuple[Commit, ...] = ()
     mirror: str | None = None
     listed: CommitList = field(default_factory=lambda: CommitList({}, {}), repr=False, compare=False)
+    kept: Mapping[str, Sequence[str]] = field(default_factory=dict)
 
 
 @dataclass
@@ -200,8 +202,12 @@ def plan_retiring(repo: Repository, commits: CommitList, policy: Policy, min_age
     now = repo.clock()
     visible = {commit.txid: commit for commit in commits.visible()}
     tagged = _claimed(named, commits, commits.live()) - _free(commits, commits.live())
-    kept = map(kept_of, visible.values())
-    forgets = [visible[chosen.txid] for chosen in plan_forget(kept, policy, now, tagged=tagged, run=run)]
+    wanted = [commit for commit in visible.values() if run is None or commit.run == run]
+    reasons = reasons_to_keep(map(kept_of, wanted), policy, now)
+    for commit in (commit for commit in wanted if commit.txid in tagged):
+        reasons[commit.txid] += [f"tag {name}" for name in tags_of(named, commit.id)]
+    forgets = [commit for commit in wanted if commit.txid not in reasons]
+    kept = {f"{one.run}@{one.step}": reasons[one.txid] for one in wanted if one.txid in reasons}
     purges, waiting, young = [], [], []
     forgotten = [c for c in commits.live() if c.last in ("forgotten", "replaced") and (run is None or c.run == run)]
     back = _forgotten_though_tagged(named, commits, forgotten)
@@ -222,7 +228,7 @@ def plan_retiring(repo: Repository, commits: CommitList, policy: Policy, min_age
         else:
             purges.append(commit)
     chosen = tuple(commit for commit in forgets if commit.txid not in unsafe)
-    return GcPlan(chosen, tuple(purges), tuple(waiting), tuple(young), tuple(back), mirror, commits)
+    return GcPlan(chosen, tuple(purges), tuple(waiting), tuple(young), tuple(back), mirror, commits, kept)
 
 
 def unless_mirror_is_gone(repo: Repository, plan: GcPlan, *, near: bool = False) -> GcPlan:

@@ -44,6 +44,43 @@ def test_copy_can_include_tags_and_select_runs(as_json: AsJson, run: Run, saved:
     assert [row["tags"] for row in as_json("list", there)] == [[], ["best"], []]
 
 
+def test_a_copy_of_the_whole_store_includes_the_tags_that_the_target_does_not_have(
+    as_json: AsJson, run: Run, saved: Path, there: Path, store: casckpt.Store
+) -> None:
+    for name, ref in (("best", "a@2"), ("good", "a@1"), ("hidden", "a@3")):
+        run("tag", saved, name, ref)
+    store.tag("short", "a@1", expires="1h")
+    assert as_json("copy", saved, there, "a@1..2")["tags"] == []
+    assert as_json("copy", saved, there, "--no-tags", "--run", "a")["tags"] == []
+    run("tag", there, "best", "a@1")
+    casckpt.open(there).forget("a@3")
+    found = {"tags": ["good"], "tags_left": {
+        "best": "the target has it on a different checkpoint; --tags (tags=True) moves it",
+        "hidden": "its checkpoint was not copied",
+    }}  # fmt: skip
+    for how in ("--no-tags", "--dry-run", "--jobs=1"):
+        done = as_json("copy", saved, there, how)
+        wanted = {"tags": [], "tags_left": {}} if how == "--no-tags" else found
+        assert {name: done[name] for name in found} == wanted
+    assert {row["name"]: row["step"] for row in as_json("tags", there)} == {"best": 1, "good": 1}
+    told = run("copy", saved, there).stdout
+    assert "left the tag best: the target has it on a different checkpoint" in told
+    assert "set the tags" not in told
+
+
+def test_a_tag_that_cannot_be_read_is_left_by_a_copy_of_the_whole_store(
+    as_json: AsJson, run: Run, saved: Path, there: Path
+) -> None:
+    for name in ("best", "good"):
+        run("tag", saved, name, "a@2")
+    path = saved / "tags" / "best" / "0"
+    path.chmod(0o600)
+    path.write_bytes(b"{")
+    found = as_json("copy", saved, there)
+    assert (len(found["copied"]), found["tags"], list(found["tags_left"])) == (4, ["good"], ["best"])
+    as_json("copy", saved, there, "--tags", status=4)
+
+
 def test_copy_can_write_blobs_of_a_different_size(as_json: AsJson, run: Run, saved: Path, there: Path) -> None:
     copied = as_json("copy", saved, there, "--blob-size", "4MiB")
     assert (len(copied["copied"]), copied["failed"]) == (4, [])

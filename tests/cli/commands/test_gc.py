@@ -46,6 +46,22 @@ def test_gc_does_what_its_dry_run_reported(saved: Path, as_json: AsJson, run: Ru
     as_json("verify", saved)
 
 
+def test_gc_says_why_each_checkpoint_stays_and_counts_runs(
+    saved: Path, store: casckpt.Store, as_json: AsJson, run: Run
+) -> None:
+    store.tag("best", "a@1")
+    rule = ("gc", saved, "--keep-last", 1, "--keep-every", 3, "--dry-run")
+    newest = ["newest", "keep-last 1"]
+    assert as_json(*rule)["kept"] == {"a@1": ["tag best"], "a@3": [*newest, "keep-every 3"], "b@1": newest}
+    told = run(*rule).stdout
+    assert "kept a@1: tag best\n" in told
+    assert "3 checkpoints of 2 runs stay\n" in told
+    assert as_json(*rule, "--run", "a")["kept"].keys() == {"a@1", "a@3"}
+    told = run("gc", saved).stdout
+    assert "4 checkpoints of 2 runs stay\n" in told
+    assert "kept a@" not in told
+
+
 def test_gc_forgets_nothing_without_a_rule(saved: Path, as_json: AsJson, run: Run) -> None:
     assert as_json("gc", saved)["forgotten"] == []
     assert named(as_json("gc", saved, "--keep-every", 2, "--run", "a", "--dry-run")["forgotten"]) == ["a@1"]

@@ -68,8 +68,18 @@ def flat(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 
 def loaded_flat(rank: int, size: int, where: str, topology: Topology) -> list[Any]:
-    found = megatron.load(gpt.emptied(flat_state(rank, topology)), where)
-    return differences(found, gpt.expected(flat_state(rank, topology)))
+    """Return the paths of values that differ by more than CPUs differ in the last bits of ``torch.randn``."""
+    found = dict(gpt.leaves(megatron.load(gpt.emptied(flat_state(rank, topology)), where)))
+    expected = dict(gpt.leaves(gpt.expected(flat_state(rank, topology))))
+    if found.keys() != expected.keys():
+        return [*found, *expected]
+    return [path for path, value in found.items() if not is_close(value, expected[path])]
+
+
+def is_close(one: Any, other: Any) -> bool:
+    if not isinstance(one, torch.Tensor):
+        return gpt.same(one, other)
+    return one.dtype == other.dtype and one.shape == other.shape and torch.allclose(one, other, atol=1e-6)
 
 
 @pytest.mark.parametrize("topology", [Topology(tp=4), Topology(pp=2, cut=0.3), Topology(tp=2, dp=2)], ids=str)

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate
@@ -193,6 +194,19 @@ def test_checkpoints_load_on_other_numbers_of_ranks_and_with_fsdp2(tmp_path: Pat
     ranks.run(4 if full else 2, continued, tmp_path, expected, "-fsdp2")
 
 
+def weights_of_columns(model: nn.Module) -> dict[str, torch.Tensor]:
+    """Return the whole weights on the mesh (fsdp=2, tp=2). Parameters without tensor parallelism are in each column."""
+    found = {}
+    for name, value in model.state_dict().items():
+        parts: list[Any] = [None] * 4
+        dist.all_gather_object(parts, (value.to_local() if isinstance(value, DTensor) else value).detach().clone())
+        if isinstance(value, DTensor):
+            own = [parts[0], parts[2], parts[1], parts[3]][: 2 * value.device_mesh.ndim]
+            parts = [torch.cat([part.view(-1) for part in own]).view(value.shape)]
+        found[name.removeprefix("module.")] = parts[0]
+    return found
+
+
 def on_mesh(rank: int, size: int, path: Path, kind: str) -> None:
     """Load the unsharded state on a mesh with two dimensions, and save it again."""
     with without_cuda():
@@ -207,7 +221,11 @@ def on_mesh(rank: int, size: int, path: Path, kind: str) -> None:
         model, optimizer = megatron_fsdp(model, adamw, "optim_grads_params", units=UNITS, device_mesh=mesh, **options)
         step(model, optimizer, range(2))
         load_model_and_optim_state(path, "plain@1", model, optimizer)
-        assert identical(forward(model), Reference(path).forward())
+        expected = Reference(path)
+        if kind == "tp":  # a CPU may multiply half a matrix in another order, which changes the last bits of a forward
+            assert identical(weights_of_columns(model), expected.weights)
+        else:
+            assert identical(forward(model), expected.forward())
         save_model_and_optim_state(path, model, optimizer, run=kind, step=1)
 
 
