@@ -110,23 +110,23 @@ _EPOCHS = {"steps": 24, "longer_steps": 36, "pace": 6}
 _STEPS = {"steps": 60, "longer_steps": 90, "pace": 14}
 
 LOOPS = [
-    # Saves at the top, so a resumed step is saved again: with the same state ("already saved"), unless the new
-    # schedule gives it another rate. It draws batches ahead and at each evaluation, so resumed losses differ, as in
-    # nanoGPT itself.
+    # Saves at the top, so a resumed step is saved again, with the same model and optimizer ("already saved"), even if
+    # a new schedule gives it another rate. It draws batches ahead and at each evaluation, so resumed losses differ, as
+    # in nanoGPT itself.
     Loop(
         "nanogpt", "gpt", **_STEPS, holds=(40, 50, 60), more=(70, 80, 90), is_exact=False, repeats=True,
         killed=Cell((_ALREADY,)),
         requeued=Cell((_ALREADY,), ran=(60,)),
         forgotten=_refused("gpt", 60, ran=0),
-        longer=Cell((r"WARNING .*repeats step 60",)),
+        longer=Cell((_ALREADY,)),
     ),
-    # The same with `save`, which raises where `save_if_due` warns.
+    # The same with `save`.
     Loop(
-        "nanogpt", "gpt", **_STEPS, holds=(40, 50, 60), more=(40, 50, 60), is_exact=False, repeats=True,
+        "nanogpt", "gpt", **_STEPS, holds=(40, 50, 60), more=(70, 80, 90), is_exact=False, repeats=True,
         killed=Cell((_ALREADY,)),
         requeued=Cell((_ALREADY,), ran=(60,)),
         forgotten=_refused("gpt", 60, ran=10),
-        longer=Cell((r"Conflict: .*\b60\b",), status=1, ran=0),
+        longer=Cell((_ALREADY,)),
         arguments=("--call", "save"),
     ),
     # A resumed epoch is trained again, on top of what it gave before: the saved checkpoint stays, with a warning.

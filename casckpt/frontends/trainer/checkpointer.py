@@ -717,7 +717,7 @@ class Checkpointer(RunCheckpoints):
         loaded and ``keeps`` is set.
         """
         given = self._loaded[1].given if self._loaded is not None and self._loaded[0].id == saved.id else {}
-        differing, train = differing_keys(self.store, saved, state, model, **self._load_arguments(**given))
+        differing, minor = differing_keys(self.store, saved, state, model, **self._load_arguments(**given))
         text = f"{saved.run}@{saved.step} is already saved"
         if differing and (self.ownership.has_saved(saved.id) or not keeps):
             raise Conflict(
@@ -728,11 +728,11 @@ class Checkpointer(RunCheckpoints):
             options["overwrite"] = True
             return None
         if ranks.rank == 0:
-            self._tell_kept(text, saved.step, differing, train, unsaved_labels(saved, options))
+            self._tell_kept(text, saved.step, differing, minor, unsaved_labels(saved, options))
         return saved
 
     def _tell_kept(
-        self, text: str, step: int, differing: Sequence[str], train: Sequence[str], labels: Sequence[str]
+        self, text: str, step: int, differing: Sequence[str], minor: Sequence[str], labels: Sequence[str]
     ) -> None:
         """Log that a checkpoint of the same step stays, and emit an event."""
         if differing and not self._warned_of_repeat:
@@ -743,7 +743,7 @@ class Checkpointer(RunCheckpoints):
             )  # fmt: skip
         elif not differing:
             also = f"; its {' and '.join(labels)} are not stored" if labels else ""
-            since = f" (changed since: {listed(train)})" if train else ""
+            since = f" (changed since: {listed(minor)})" if minor else ""
             log.log(logging.WARNING if labels else logging.INFO, "%s%s%s", text, since, also)
         reason = "step_repeated" if differing else "already_saved"
         self._events.emit(CheckpointEvent(kind="skipped", run=self.run, step=step, reason=reason))

@@ -17,9 +17,10 @@ from casckpt.store.types import LoadArguments
 def differing_keys(
     store: Store, saved: Checkpoint, state: Mapping[str, Any], model: Any, **given: Unpack[LoadArguments]
 ) -> tuple[list[str], list[str]]:
-    """Return the keys of models and optimizers that differ from ``saved``, and those of the train state.
+    """Return the keys of models and optimizers that differ from ``saved``, and of what does not count.
 
-    Every rank makes the call with the state that it would save. ``given``: the arguments of the load of ``saved``.
+    The train state and the options of groups, such as the learning rate, do not count: loops set them anew. Every rank
+    makes the call with the state that it would save. ``given``: the arguments of the load of ``saved``.
     Raises the errors of `Store.compare`.
     """
     try:
@@ -27,8 +28,8 @@ def differing_keys(
     except (Mismatch, MissingKey) as error:  # for example, because it was thinned
         return list(error.keys) or ["model"], []
     differing = sorted({*wrong, *proof.unproved})
-    train = [key for key in differing if f"{key}.".startswith(f"{TRAIN}.")]
-    return [key for key in differing if key not in train], train
+    minor = [key for key in differing if f"{key}.".startswith(f"{TRAIN}.") or key.endswith(".param_groups")]
+    return [key for key in differing if key not in minor], minor
 
 
 def unsaved_labels(saved: Checkpoint, options: StepArguments) -> list[str]:
