@@ -2115,8 +2115,8 @@ PLANTED = (
     Planted(
         "a tensor without dimensions does not count as a number",
         "python_value",
-        "    return value.item()\n",
-        "    return value\n",
+        " else value.item()\n",
+        " else value\n",
         "tests/format/test_metrics.py tests/saving/test_saver.py",
     ),
     Planted(

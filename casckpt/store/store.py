@@ -114,7 +114,7 @@ class Store:
         ``no_dist``: this process saves alone.
 
         ``metadata``: JSON-serializable values to show in listings; paths are stored as strings. ``metrics``: up to 64
-        numbers by name. Both accept NumPy scalars and 0-d tensors. What cannot be stored is left out with a warning.
+        numbers by name. Both accept tensors with one element. What cannot be stored is left out with a warning.
         ``healthy``: whether training should continue from this checkpoint (True or False). ``health``: count the NaN
         and infinite values in each tensor, and find the largest value. This reads changed cells and takes the rest
         from the parent. If any rank finds NaN and you did not pass ``healthy``, the checkpoint is marked unhealthy.
