@@ -1196,10 +1196,10 @@ PLANTED = (
     ),
     Planted(
         "a rule removes tagged checkpoints",
-        "plan_forget",
-        "if saved.txid in chosen and saved.txid not in tagged]",
-        "if saved.txid in chosen]",
-        "tests/plan/test_retention.py",
+        "plan_retiring",
+        "(commit for commit in wanted if commit.txid in tagged)",
+        "()",
+        "tests/upkeep/gc/test_gc.py",
     ),
     Planted(
         "a number without a unit is a duration",

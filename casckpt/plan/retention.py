@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import re
 from collections import defaultdict
-from collections.abc import Container, Iterable, Iterator, Mapping, Sequence, Set
+from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, field, fields, replace
 from datetime import UTC, datetime
 from math import isnan, nan
@@ -206,26 +206,12 @@ class SavedCheckpoint:
     healthy: bool | None = None
 
 
-def plan_forget(
-    visible: Iterable[SavedCheckpoint],
-    policy: Policy,
-    now: int,
-    *,
-    tagged: Container[TxId] = (),
-    run: str | None = None,
-) -> list[SavedCheckpoint]:
-    """Choose the ``visible`` checkpoints that ``policy`` forgets at the time ``now`` (in microseconds).
-
-    Both lists are in the order of the saves. If a run has the same step twice, every policy forgets the earlier
-    checkpoint, and no rule counts it. ``tagged`` checkpoints are never chosen. ``run`` limits the choice to that run.
-    """
-    wanted = [saved for saved in visible if run is None or saved.run == run]
-    keep = reasons_to_keep(wanted, policy, now)
-    return [saved for saved in wanted if saved.txid not in keep and saved.txid not in tagged]
-
-
 def reasons_to_keep(visible: Iterable[SavedCheckpoint], policy: Policy, now: int) -> dict[TxId, list[str]]:
-    """Return why ``policy`` keeps checkpoints, such as ["newest", "keep-last 2"]. Leave out those that it forgets."""
+    """Return why ``policy`` keeps ``visible`` checkpoints, such as ["newest", "keep-last 2"], at the time ``now``.
+
+    Leaves out those that the policy forgets. ``visible``: in the order of the saves. If a run has a step twice,
+    every policy forgets the earlier checkpoint, and no rule counts it. ``now``: in microseconds.
+    """
     keep: dict[TxId, list[str]] = defaultdict(list)
     for group in grouped(visible, lambda saved: saved.run).values():
         last = {saved.step: saved for saved in group}  # the last checkpoint of each step
