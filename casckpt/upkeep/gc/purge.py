@@ -150,12 +150,14 @@ class GcPlan:
 class RetireProgress:
     """The finished part of a plan.
 
-    It grows after each action, so it is complete even after an error. ``refused``: what this user may not do.
+    It grows after each action, so it is complete even after an error. ``revoked``: transactions that gc revoked.
+    ``refused``: what this user may not do.
     """
 
     restored: list[Commit] = field(default_factory=list)
     forgotten: list[Commit] = field(default_factory=list)
     purged: list[Commit] = field(default_factory=list)
+    revoked: list[TxId] = field(default_factory=list)
     refused: list[StorageError] = field(default_factory=list)
 
 
