@@ -202,9 +202,8 @@ def plan_retiring(repo: Repository, commits: CommitList, policy: Policy, min_age
     check_own(repo, commits.visible())
     named = tags(repo, anew=not repo.storage.traits.remote, slack=FOREIGN_CLOCKS, listed=commits)
     now = repo.clock()
-    visible = {commit.txid: commit for commit in commits.visible()}
     tagged = _claimed(named, commits, commits.live()) - _free(commits, commits.live())
-    wanted = [commit for commit in visible.values() if run is None or commit.run == run]
+    wanted = [commit for commit in commits.visible() if run is None or commit.run == run]
     reasons = reasons_to_keep(map(kept_of, wanted), policy, now)
     for commit in (commit for commit in wanted if commit.txid in tagged):
         reasons[commit.txid] += [f"tag {name}" for name in tags_of(named, commit.id)]
