@@ -17,7 +17,7 @@ from math import isnan, nan
 from typing import Any, Self, TypedDict
 
 from casckpt.base.groups import grouped
-from casckpt.base.units import Duration, optional_seconds, seconds_of
+from casckpt.base.units import Duration, seconds_of
 from casckpt.errors import InvalidInput
 from casckpt.format.names import TxId
 
@@ -109,11 +109,6 @@ class Policy:
         """The parsed values of ``keep_best``. Raises InvalidInput."""
         given = self.keep_best if isinstance(self.keep_best, list | tuple) else [self.keep_best]
         return [Best.parse(text) for text in given if text is not None]
-
-    @property
-    def within_seconds(self) -> float | None:
-        """``keep_within`` in seconds."""
-        return optional_seconds(self.keep_within, "keep-within")
 
 
 class KeepRules(TypedDict, total=False):
@@ -261,8 +256,8 @@ def _kept_by_rules(
         yield f"keep-last {policy.keep_last}", current[-policy.keep_last :]
     if policy.keep_every is not None:
         yield f"keep-every {policy.keep_every}", (saved for saved in current if saved.step % policy.keep_every == 0)
-    if policy.within_seconds is not None:
-        since = now - policy.within_seconds * 1_000_000
+    if policy.keep_within is not None:
+        since = now - seconds_of(policy.keep_within, "keep-within") * 1_000_000
         yield f"keep-within {policy.keep_within}", (saved for saved in current if saved.created_at >= since)
     for best in policy.best:
         yield f"keep-best {best.metric}:{best.count}", best.of(current)

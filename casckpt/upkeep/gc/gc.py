@@ -25,13 +25,13 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any, TypeAlias, TypedDict, Unpack
+from typing import TypeAlias, TypedDict, Unpack
 
 from casckpt.base.parallel import in_parallel
 from casckpt.base.progress import Progress, silent
 from casckpt.contents import blobs
 from casckpt.contents.signatures import remove_signatures
-from casckpt.errors import Conflict, InvalidInput, StorageError, Unsupported
+from casckpt.errors import Conflict, StorageError, Unsupported
 from casckpt.format import notes, records
 from casckpt.format.keys import parse_log, parse_object, uploader_folder
 from casckpt.format.names import TxId
@@ -300,7 +300,6 @@ def plan_gc(
     Raises `NotFound` if there is no store, `Damaged` if records or tags cannot be read, `Unsupported` for storage on
     which gc cannot work, and `StorageError`.
     """
-    _check_seconds("a minimum age", min_age)
     _check_storage(repo)
     ages = min_age_of(repo, min_age)
     commits = commits_without_doubt(repo, anew=not repo.storage.traits.remote)  # only if reading is cheap
@@ -347,8 +346,6 @@ def execute(
     know one of the store's requirements for writers. Raises `StorageError`. Every error, including an interrupt, has
     the earlier changes to checkpoints as ``done``.
     """
-    _check_seconds("a wait", wait)
-    _check_seconds("a time to revoke after", revoke_after)
     _check_storage(repo)
     settings = repo.settings
     records.check_requirements(settings, repo.storage.url)
@@ -413,11 +410,6 @@ def _noting(done: Callable[[], GcResult]) -> Iterator[None]:
 def _named(some: Sequence[Commit]) -> str:
     more = f" and {len(some) - _NAMED_AT_MOST} more" if some[_NAMED_AT_MOST:] else ""
     return ", ".join(map(str, some[:_NAMED_AT_MOST])) + more if some else "nothing"
-
-
-def _check_seconds(what: str, seconds: Any) -> None:
-    if seconds is not None and not (isinstance(seconds, int | float) and seconds >= 0):
-        raise InvalidInput(f"{what} of {seconds!r} seconds is not valid: pass a number, 0 or more")
 
 
 @dataclass
