@@ -175,18 +175,19 @@ import subprocess, sys
 from pathlib import Path
 from casckpt.errors import NotFound
 from casckpt.repository.repository import open_repository
+from casckpt.storage import open_storage
 disk, other = Path("disk").absolute(), Path("other").absolute()
 subprocess.run(["mount", "--bind", other, disk], check=True)
-assert open_repository(disk / "ckpts", cache_dir="cache").create()
+assert open_repository(open_storage(disk / "ckpts"), "cache").create()
 subprocess.run(["umount", disk], check=True)
 try:
-    open_repository(disk / "ckpts", cache_dir="cache").create()
+    open_repository(open_storage(disk / "ckpts"), "cache").create()
 except NotFound as error:
     assert f"nothing is mounted at {disk} now" in str(error)
 else:
     raise SystemExit("it created a store")
 subprocess.run(["mount", "--bind", other, disk], check=True)
-assert not open_repository(disk / "ckpts", cache_dir="cache").create()
+assert not open_repository(open_storage(disk / "ckpts"), "cache").create()
 """
 
 
