@@ -422,8 +422,8 @@ PLANTED = (
     Planted(
         "no process fills a number whose announced record never appeared",
         "settle",
-        "            if number:\n                keep(repo, txid, number)\n",
-        "            if number:\n                continue\n",
+        "                if number:\n                    keep(repo, txid, number)\n",
+        "                if number:\n                    continue\n",
         "tests/upkeep/gc/test_recovery.py",
     ),
     Planted(
