@@ -780,7 +780,7 @@ class Checkpointer(RunCheckpoints):
         pending, self._pending = self._pending, None
         if pending is None:
             return None
-        error = pending.future.unheard_exception()
+        error = pending.future.exception()
         self._failures.note(error)
         if error is not None:
             self._files = pending.files | self._files

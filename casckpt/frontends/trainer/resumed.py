@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import re
-from collections.abc import Collection, Iterable, Mapping, MutableMapping, Sequence
+from collections.abc import Collection, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeAlias, get_args
 
@@ -59,7 +59,7 @@ class Resumed:
     @property
     def _loaded(self) -> str:
         saved = self.checkpoint
-        left = [f"left: {listed(keys)} ({why})" for why, keys in _by_value(self.left)]
+        left = [f"left: {listed(keys)} ({why})" for why, keys in grouped(self.left, self.left.__getitem__).items()]
         return "\n  ".join(
             [f"resumed {', '.join(self.restored)} from {saved.run}@{saved.step} of {saved.repo.storage.url}", *left]
         )
@@ -106,10 +106,6 @@ def _left_by(loaded: Checkpoint, given: Collection[str]) -> dict[str, str]:
     """Return why a load left keys of the live state unchanged."""
     left = dict.fromkeys(loaded.missing_keys, NOT_THERE) | dict.fromkeys(loaded.mismatched_keys, _RESIZED)
     return left | {key: _NO_OPTIMIZER for key in (f"{name}.param_groups" for name in given) if key in left}
-
-
-def _by_value(why: Mapping[str, str]) -> Iterable[tuple[str, list[str]]]:
-    return grouped(why, why.__getitem__).items()
 
 
 Outcome: TypeAlias = tuple[tuple[str, ...], dict[str, str], dict[str, tuple[Any, Any]]]

@@ -123,16 +123,14 @@ def replacing(train_state: Any, saved: Any, *, keeps: bool) -> Iterator[tuple[Re
     (``keeps``), and of the objects that stay as they are, because their saved state is empty.
     """
     found = [*objects_in(train_state, saved)]
-    kept = {at: (one, one.state_dict()) for at, one, _ in schedules_in(train_state) if keeps}
+    kept = {at: (one, one.state_dict()) for at, one, there in schedules_in(train_state, saved) if keeps and there}
     replaced = {k: v for at, one, there in found if at not in kept for k, v in replaced_in(one, there, at).items()}
     yield replaced, [*kept], [at for at, one, there in found if there == {} and plain_state(one, at)]
     for one, given in kept.values():
         if _is_function_of_position(one):
-            count = one._step_count
             one.load_state_dict({**given, "last_epoch": one.last_epoch})
             with warnings.catch_warnings(action="ignore"):  # the optimizer takes no step here
                 one.step(one.last_epoch)
-            one._step_count = count
         elif not isinstance(one, ReduceLROnPlateau):  # which only reduces the given rate
             for group, rate in zip(one.optimizer.param_groups, getattr(one, "_last_lr", ()), strict=False):
                 group["lr"] = rate
