@@ -34,7 +34,6 @@ from casckpt.frontends.trainer import Checkpointer, TrainState
 from casckpt.frontends.trainer.settings import DueArguments, StepArguments, TrainerArguments
 from casckpt.frontends.training_state.contents import GroupOptions, Missing
 from casckpt.frontends.training_state.names import parameter_names
-from casckpt.ranks.ranks import on_each, open_ranks
 from casckpt.store.types import Rename, Unread
 
 log = logging.getLogger(__name__)
@@ -44,9 +43,11 @@ Hooks = Literal["refuse", "ignore"]
 _OTHERS = ("DEEPSPEED", "MEGATRON_LM", "XLA")
 _HOOKS = "_save_model_state_pre_hook", "_load_model_state_pre_hook"  # of an Accelerator
 _LOST = (
-    "%s@%d was saved in the middle of an accumulation: the gradients of %d of %d batches are not in the checkpoint, so "
+    "%s@%d is in the middle of an accumulation: the gradients of %d of %d batches are not in the checkpoint, so "
     "the first optimizer step after a resume lacks them. To keep them, save when accelerator.sync_gradients is True"
 )
+
+_NOT_SAVED = "accumulated before the save, and not part of a checkpoint"
 
 
 class AcceleratorCheckpointer:
@@ -58,7 +59,7 @@ class AcceleratorCheckpointer:
     loaders. Otherwise, call `accelerator.skip_first_batches` yourself, as with `load_state`. As there, a save in the
     middle of an accumulation does not contain its gradients; a warning says so. ``drift``: save rank 0's model and
     optimizer even if those of other ranks differ, as they do between the synchronizations of `LocalSGD`. ``hooks``:
-    "refuse" raises Unsupported if the accelerator has hooks for `save_state` or `load_state`, here or in the first call
+    "refuse" raises Unsupported if the accelerator has hooks for `save_state` or `load_state`, here or in the first save
     after they were registered; "ignore" is for hooks that save nothing but prepared models, in another format.
     ``settings``: the settings of `Checkpointer`.
     """
@@ -89,24 +90,18 @@ class AcceleratorCheckpointer:
 
     def save(self, step: int, **options: Unpack[StepArguments]) -> Checkpoint:
         """See `Checkpointer.save`."""
-        saved = self.checkpointer.save(step, *self._all(), **options)
-        self._warn_of_lost(step)
-        return saved
+        return self.checkpointer.save(step, *self._all(step), **options)
 
     def save_async(self, step: int, **options: Unpack[StepArguments]) -> Future[Checkpoint]:
         """See `Checkpointer.save_async`."""
-        saving = self.checkpointer.save_async(step, *self._all(), **options)
-        self._warn_of_lost(step)
-        return saving
+        return self.checkpointer.save_async(step, *self._all(step), **options)
 
     def save_if_due(
         self, step: int, *, last: bool = False, **options: Unpack[DueArguments]
     ) -> Future[Checkpoint] | None:
         """See `Checkpointer.save_if_due`."""
-        saving = self.checkpointer.save_if_due(step, *self._all(), last=last, **options)
-        if saving is not None:
-            self._warn_of_lost(step)
-        return saving
+        parts = self._all(step if last or self.checkpointer.due(step) else None)
+        return self.checkpointer.save_if_due(step, *parts, last=last, **options)
 
     def check(self) -> None:
         """See `Checkpointer.check`."""
@@ -127,22 +122,19 @@ class AcceleratorCheckpointer:
 
         A checkpoint from the middle of an accumulation is named in the log, and in the ``unproved`` of the proof.
         """
-        on_each(open_ranks(), self._progress.refuse_hooks)
         found = self.checkpointer.resume(
             *self._all(), missing=missing, unread=unread, cast=cast, strict=strict, rename=rename, options=options,
             prove=prove,
         )  # fmt: skip
         resumed = self.checkpointer.resumed
-        if found is not None and resumed is not None and self._warn_of_lost(found.step) and resumed.proof is not None:
-            lost = {"gradients": "accumulated before the save, and not part of a checkpoint"}
-            proof = replace(resumed.proof, unproved={**resumed.proof.unproved, **lost})
+        if resumed is not None and self._warn_of_lost(resumed.checkpoint.step) and resumed.proof is not None:
+            proof = replace(resumed.proof, unproved={**resumed.proof.unproved, "gradients": _NOT_SAVED})
             self.checkpointer.resumed = replace(resumed, proof=proof)
         return found
 
     @advising("AcceleratorCheckpointer.load", ("cast",))
     def load(self, ref: str | Checkpoint, *, cast: bool = False) -> None:
         """Load a checkpoint, even one that contains only weights. ``cast``: see `Checkpointer.load`."""
-        on_each(open_ranks(), self._progress.refuse_hooks)
         models, optimizers, train = self._all()
         state = self.checkpointer.load(ref, models, optimizers, cast=cast)
         if state is not None:
@@ -158,11 +150,16 @@ class AcceleratorCheckpointer:
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
         self.checkpointer.__exit__(kind, error, at)
 
-    def _all(self) -> tuple[list[Any] | dict[str, Any], list[Any] | None, TrainState]:
-        """Return the models, the optimizers, and everything else that has been prepared so far."""
+    def _all(self, step: int | None = None) -> tuple[list[Any] | dict[str, Any], list[Any] | None, TrainState]:
+        """Return the models, the optimizers, and everything else that has been prepared so far.
+
+        ``step``: the step that is to be saved, which may be in the middle of an accumulation.
+        """
         it: Any = self.accelerator
         if not it._models:
             raise InvalidInput("the accelerator has not prepared a model yet; call accelerator.prepare first")
+        if step is not None:
+            self._warn_of_lost(step)
         named = {
             "scheduler": it._schedulers,
             "dataloader": [_Loader(one) for one in it._dataloaders],
@@ -178,7 +175,8 @@ class AcceleratorCheckpointer:
 
     def _warn_of_lost(self, step: int) -> bool:
         """Return whether ``step`` is in the middle of an accumulation. If it is, log a warning once."""
-        batches, window = self._progress.accumulated
+        window: int = self.accelerator.gradient_state.num_steps
+        batches: int = self.accelerator.step % window
         if batches and not self._has_warned:
             self._has_warned = True
             log.warning(_LOST, self.checkpointer.run, step, batches, window)
@@ -212,12 +210,6 @@ class _Progress:
 
     def __init__(self, accelerator: Any, hooks: Hooks) -> None:
         self._accelerator, self._hooks = accelerator, hooks
-
-    @property
-    def accumulated(self) -> tuple[int, int]:
-        """The batches since the last optimizer step, and the batches between two steps."""
-        window = self._accelerator.gradient_state.num_steps
-        return self._accelerator.step % window, window
 
     def state_dict(self) -> dict[str, int]:
         """Return the count. Raises Unsupported."""

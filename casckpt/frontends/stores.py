@@ -22,11 +22,10 @@ def as_store(store: AnyStore, create: bool | None = None) -> Store:
     ``create``: as for `casckpt.open`; None leaves a Store as it is. Raises InvalidInput or Unsupported for an invalid
     URL.
     """
-    if not isinstance(store, Store):
-        return open_store(store, create=create)
+    opened = store if isinstance(store, Store) else open_store(store)
     if create is not None:
-        store.repository.may_create = create
-    return store
+        opened.repository.may_create = create
+    return opened
 
 
 def as_trusting(url: str, like: Store | None) -> Store:

@@ -639,7 +639,7 @@ def test_the_suggested_option_preserves_a_new_learning_rate(store: Store, model:
     assert (lower.param_groups[0]["lr"], texts) == (1e-9, [])
 
 
-@follows("frontends/training_state/settings.py:Compared.look", 'Resume without options="keep", then')
+@follows("frontends/training_state/settings.py:check_schedules", 'Resume without options="keep", then')
 def test_a_longer_schedule_is_rebuilt_after_the_resume(store: Store, model: Two, messages: Messages) -> None:
     def parts(steps: int) -> Any:
         optimizer = SGD(model.parameters())
@@ -659,7 +659,7 @@ def test_a_longer_schedule_is_rebuilt_after_the_resume(store: Store, model: Two,
     assert optimizer.param_groups[0]["lr"] == pytest.approx(0.1 * (1 + math.cos(math.pi * 5 / 20)) / 2)
 
 
-@follows("frontends/training_state/proof.py:prove", "To resume without this comparison, pass prove=False")
+@follows("frontends/training_state/proof.py:prove.decide", "To resume without this comparison, pass prove=False")
 def test_a_resume_without_a_proof_accepts_values_that_a_hook_changed(
     store: Store, model: Two, messages: Messages
 ) -> None:

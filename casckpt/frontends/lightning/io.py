@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Mapping
-from concurrent.futures import Future
+from concurrent.futures import Future, wait
 from pathlib import Path
 from typing import Any
 
@@ -13,12 +13,12 @@ from lightning.fabric.plugins import CheckpointIO, TorchCheckpointIO
 from lightning.pytorch import Callback, Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint, Timer
 
-from casckpt.base.exit_status import unreported
 from casckpt.contents.checkpoint import Checkpoint
 from casckpt.errors import CasckptError, InvalidInput
 from casckpt.frontends.interchange.new_files import new_file
 from casckpt.frontends.lightning.files import AnyPath, Pointer, RunFiles
 from casckpt.frontends.stores import AnyStore, as_store, check_foreign
+from casckpt.frontends.trainer.saves import HeardFuture
 from casckpt.frontends.training_state.proof import Proof, prove
 from casckpt.frontends.training_state.settings import RECIPE, replaced_in, shown
 from casckpt.ranks.ranks import on_each, open_ranks
@@ -28,7 +28,6 @@ from casckpt.tensors.values import OfObjects
 log = logging.getLogger(__name__)
 
 WEIGHTS, REST = "model", "lightning"
-_FAILED = "a save or removal in the background failed: %s"
 
 
 class CasCheckpointIO(CheckpointIO):
@@ -64,7 +63,7 @@ class CasCheckpointIO(CheckpointIO):
         self._torch_io = TorchCheckpointIO()
         self._loaded: Checkpoint | None = None
         self._is_checked = False
-        self._waiting: list[tuple[object, Future[Any]]] = []
+        self._waiting: list[HeardFuture] = []
 
     def save_checkpoint(self, checkpoint: dict[str, Any], path: AnyPath, storage_options: Any = None) -> None:
         """Save a Lightning checkpoint, and write to ``path`` a file that names it. Rank 0 makes the call."""
@@ -141,21 +140,20 @@ class CasCheckpointIO(CheckpointIO):
     def remove_checkpoint(self, path: AnyPath) -> None:
         """Remove the file, and forget the checkpoint if no other file names it."""
         if self._waiting:
-            self._later(lambda: self._remove(Pointer(path)), after=self._waiting[-1][1])
+            self._later(lambda: self._remove(Pointer(path)), after=self._waiting[-1])
         else:
             self._remove(Pointer(path))
 
     def teardown(self) -> None:
         """Wait for the saves and removals in the background.
 
-        Raises their errors unless they have already been logged.
+        Raises the first of their errors unless it has already been logged. Others are reported when the program ends.
         """
-        errors = self._errors()
+        waiting, self._waiting = self._waiting, []
+        wait(waiting)
         self._run_files.close()
-        for error in errors[1:]:
-            log.error(_FAILED, error)
-        if errors:
-            raise errors[0]
+        for one in waiting:
+            one.result()
 
     # inside
 
@@ -180,33 +178,23 @@ class CasCheckpointIO(CheckpointIO):
         else:
             self._run_files.remove(pointer)
 
-    def _later(self, call: Callable[[], None], *, after: Future[Any]) -> None:
+    def _later(self, call: Callable[[], Any], *, after: Future[Any]) -> None:
         """Make a call in the thread of a save, once ``after`` is done."""
-        name, done = object(), Future[Any]()
+        done = HeardFuture()
 
         def run(_: Future[Any]) -> None:
             try:
-                call()
-            except BaseException as error:  # noqa: BLE001 - `_errors` returns it
-                unreported[name] = str(error)
+                done.set_result(call())
+            except BaseException as error:  # noqa: BLE001 - the future raises it
                 done.set_exception(error)
-            else:
-                done.set_result(None)
 
-        self._waiting.append((name, done))
+        self._waiting.append(done)
         after.add_done_callback(run)
 
     def _settle(self) -> None:
-        for error in self._errors():
-            log.error(_FAILED, error)
-
-    def _errors(self) -> list[BaseException]:
-        """Wait for the saves and removals in the background, and return their errors, which the caller reports."""
         waiting, self._waiting = self._waiting, []
-        errors = [error for _, done in waiting if (error := done.exception()) is not None]
-        for name, _ in waiting:
-            unreported.pop(name, None)
-        return errors
+        for error in filter(None, (one.exception() for one in waiting)):
+            log.error("a save or removal in the background failed: %s", error)
 
 
 class CasCheckpointCheck(Callback):

@@ -485,7 +485,7 @@ class Checkpointer(RunCheckpoints):
                 proof = self.prove(model, optim, train_state, excused=self.resumed.left)
                 self.resumed = replace(self.resumed, proof=replace(proof, replaced=self.resumed.replaced))
             if ranks.rank == 0:
-                self.resumed.log(wanted.compared.schedules)
+                self.resumed.log(train_state)
         self._check(model, optim, train_state, "off")  # without samples, because DDP may make the ranks equal later
         if checkpoint is not None:
             self._report_load(checkpoint, begun)
@@ -771,7 +771,7 @@ class Checkpointer(RunCheckpoints):
         pending, self._pending = self._pending, None
         if pending is None:
             return None
-        error = pending.future.unheard_exception()
+        error = pending.future.exception()
         self._failures.note(error)
         if error is not None:
             self._files = pending.files | self._files

@@ -9,7 +9,7 @@ from casckpt.contents.checkpoint import Checkpoint
 from casckpt.errors import Mismatch, MissingKey
 from casckpt.frontends.trainer.settings import StepArguments
 from casckpt.frontends.training_state.contents import TRAIN
-from casckpt.frontends.training_state.proof import compare_live
+from casckpt.frontends.training_state.proof import prove
 from casckpt.store.store import Store
 from casckpt.store.types import LoadArguments
 
@@ -24,11 +24,13 @@ def differing_keys(
     Raises the errors of `Store.compare`.
     """
     try:
-        proof, wrong = compare_live(store, saved, state, model, excused={TRAIN: "may differ"}, as_stored=True, **given)
+        proof = prove(store, saved, state, model, excused={TRAIN: "may differ"}, as_stored=True, **given)
     except (Mismatch, MissingKey) as error:  # for example, because it was thinned
         return list(error.keys) or ["model"], []
-    differing = sorted({*wrong, *proof.unproved})
-    minor = [key for key in differing if f"{key}.".startswith(f"{TRAIN}.") or key.endswith(".param_groups")]
+    differing = sorted(proof.unproved)
+    changed = [key for key in differing if "missing" not in proof.unproved[key]]
+    minor = [key for key in changed if key.endswith(".param_groups")]
+    minor += [key for key in differing if f"{key}.".startswith(f"{TRAIN}.")]
     return [key for key in differing if key not in minor], minor
 
 

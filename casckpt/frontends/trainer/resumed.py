@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import re
-from collections.abc import Collection, Iterable, Mapping, MutableMapping, Sequence
+from collections.abc import Collection, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeAlias, get_args
 
@@ -12,19 +12,11 @@ from casckpt.base.groups import grouped
 from casckpt.base.text import listed
 from casckpt.contents.checkpoint import Checkpoint
 from casckpt.errors import InvalidInput
-from casckpt.frontends.training_state.contents import OPTIM, TRAIN, LoadRequest, Missing, TrainModel
-from casckpt.frontends.training_state.objects import is_optimizer
-from casckpt.frontends.training_state.parts import AnyOptimizer, as_optimizers
+from casckpt.frontends.training_state.contents import OPTIM, TRAIN, LoadRequest, Missing
 from casckpt.frontends.training_state.proof import NOT_THERE, Proof
-from casckpt.frontends.training_state.settings import (
-    RECIPE,
-    GoingOn,
-    Replaced,
-    settings_of_groups,
-    shown,
-)
+from casckpt.frontends.training_state.settings import RECIPE, Replaced, replacing, schedules_in, settings_of, shown
 from casckpt.frontends.training_state.stored import GROUPS
-from casckpt.frontends.training_state.train_state import RNG, TrainState, as_parts, contained, fill, noted
+from casckpt.frontends.training_state.train_state import RNG, TrainState, as_parts, fill, noted
 from casckpt.ranks.ranks import everyone
 
 log = logging.getLogger("casckpt")
@@ -40,7 +32,6 @@ _KEPT = 'options="keep": all options are left unchanged; schedulers set the lear
 _GOES_ON = 'options="keep": the given schedule continues at the saved position'
 _EMPTY = "its saved state is empty, left unchanged"
 _IN_LIST = re.compile(r"\.\d+(?=\.|$)")  # a list of plain states is stored as one value
-_SAID = (_KEPT, _GOES_ON, _EMPTY)
 _OF_OPTIM = 'options="keep" keeps what was given, and refuses if a scheduler of the train state cannot continue'
 _OF_TRAIN = f"to use what was given, set it again after the resume; for a schedule, see {RECIPE}"
 
@@ -68,7 +59,7 @@ class Resumed:
     @property
     def _loaded(self) -> str:
         saved = self.checkpoint
-        left = [f"left: {listed(keys)} ({why})" for why, keys in _by_value(self.left)]
+        left = [f"left: {listed(keys)} ({why})" for why, keys in grouped(self.left, self.left.__getitem__).items()]
         return "\n  ".join(
             [f"resumed {', '.join(self.restored)} from {saved.run}@{saved.step} of {saved.repo.storage.url}", *left]
         )
@@ -83,16 +74,19 @@ class Resumed:
             for at, keys in by_object.items()
         }
 
-    def log(self, schedules: Collection[str] = ()) -> None:
-        """Log the result, and what was replaced in each object. ``schedules``: the keys of the schedulers.
+    def log(self, train_state: Any = None) -> None:
+        """Log the result, and what was replaced in each object. ``train_state``: the given train state.
 
         A message is a warning if parts were skipped that the caller wanted, or if the settings or the initial rate of
         a scheduler were replaced. Other replaced settings do not cause a warning, because some loops set them in each
         step.
         """
-        log.log(logging.WARNING if {*self.left.values()} - {*_SAID} else logging.INFO, "%s", self._loaded)
+        log.log(
+            logging.WARNING if {*self.left.values()} - {_KEPT, _GOES_ON, _EMPTY} else logging.INFO, "%s", self._loaded
+        )
+        schedules = tuple(f"{at}." for at, _, _ in schedules_in(train_state))
         for at, text in self._settings.items():
-            is_odd = f"{at}.initial_lr" in self.replaced or any(f"{at}.".startswith(f"{key}.") for key in schedules)
+            is_odd = f"{at}.initial_lr" in self.replaced or f"{at}.".startswith(schedules)
             log.log(logging.WARNING if is_odd else logging.INFO, "%s", text)
 
 
@@ -114,10 +108,6 @@ def _left_by(loaded: Checkpoint, given: Collection[str]) -> dict[str, str]:
     return left | {key: _NO_OPTIMIZER for key in (f"{name}.param_groups" for name in given) if key in left}
 
 
-def _by_value(why: Mapping[str, str]) -> Iterable[tuple[str, list[str]]]:
-    return grouped(why, why.__getitem__).items()
-
-
 Outcome: TypeAlias = tuple[tuple[str, ...], dict[str, str], dict[str, tuple[Any, Any]]]
 """The values of ``restored``, ``left`` and ``replaced`` in `Resumed`, on one rank or on all ranks."""
 
@@ -128,18 +118,6 @@ def of_all_ranks(found: Sequence[Outcome]) -> Sequence[Outcome]:
     left = {k: why for _, mine, _ in found for k, why in mine.items() if why != _NOT_HERE or k in everywhere}
     restored = tuple(dict.fromkeys(name for names, _, _ in found for name in names))
     return everyone((restored, left, {k: v for _, _, replaced in found for k, v in replaced.items()}), len(found))
-
-
-def settings_of(model: TrainModel, optim: AnyOptimizer | None, *, train_state: Any) -> dict[str, Any]:
-    """Return the settings of the optimizers by key, such as "optim.param_groups.0.lr". Raises InvalidInput.
-
-    If a scheduler changes the rate, the result instead contains "initial_lr", which is the scheduler's initial rate.
-    """
-    optims = {key: (one,) for key, one in model.items() if is_optimizer(one)} if isinstance(model, Mapping) else {}
-    settings = dict[str, Any]()
-    for at, several in (optims | {OPTIM: as_optimizers(optim)} if optim is not None else optims).items():
-        settings |= settings_of_groups(several, f"{at}.param_groups", contained(train_state))
-    return settings
 
 
 def check_given(train_state: Any, missing: Any, *optimized: Any) -> dict[str, Any]:
@@ -168,7 +146,7 @@ def outcome_of(
     ``given``: the keys of the template. ``optimized``: the model and the optimizer. ``settings``: the result of
     `settings_of` for them before the load. Raises the errors of the train state's ``load_state_dict``.
     """
-    left = _left_by(loaded, given)
+    left, replaced = _left_by(loaded, given), dict[str, tuple[Any, Any]]()
     absent = [name for name in given if f"{name}.param_groups" in left]
     restored = [name for name in given if name not in (TRAIN, *absent, *loaded.unread_subtrees)]
     if OPTIM in restored and wanted.options == "keep":
@@ -182,33 +160,29 @@ def outcome_of(
         left[TRAIN] = _NO_TRAIN
     elif state is not None:
         with noted(f"loaded by then: {listed(restored)}"):
-            left |= _set(wanted.train_state, state, wanted)
+            replaced |= _set(wanted.train_state, state, wanted, left)
         restored.append(TRAIN)
-    now, replaced = settings_of(*optimized, train_state=wanted.train_state), dict(wanted.compared.replaced)
-    for key, value in now.items():
+    for key, value in settings_of(*optimized, train_state=wanted.train_state).items():
         before = settings.get(key, settings.get(key.replace(".initial_lr", ".lr"), value))
         if before != value:
             replaced[key] = (before, value)
     return tuple(restored), left, replaced
 
 
-def _set(train_state: Any, state: Mapping[str, Any], wanted: LoadRequest) -> dict[str, str]:
-    """Set a train state. Return a reason or remark for each skipped or changed part, by key.
+def _set(train_state: Any, state: Mapping[str, Any], wanted: LoadRequest, left: dict[str, str]) -> Replaced:
+    """Set a train state. Return the settings that this replaces. ``left`` receives why parts were skipped or changed.
 
     A dict is filled in place. It also receives the parts that only the checkpoint has.
     """
-    compared, left = wanted.compared, dict[str, str]()
-    schedules = compared.schedules if wanted.options == "keep" else {}
-    going = [GoingOn(one, is_changed=at in compared.changed) for at, one in schedules.items()]
     parts = as_parts(train_state)
-    if parts is None:
-        fill(train_state, state, TRAIN)
-    else:
-        left = {f"{TRAIN}.{name}": why for name, why in _set_parts(parts, train_state, state, wanted).items()}
-    for schedule in going:
-        schedule.go_on()
-    changed, empty = ([_IN_LIST.split(key)[0] for key in keys] for keys in (compared.changed, compared.empty))
-    return left | dict.fromkeys(changed, _GOES_ON) | dict.fromkeys(empty, _EMPTY)
+    with replacing(train_state, state, keeps=wanted.options == "keep") as (replaced, kept, empty):
+        if parts is None:
+            fill(train_state, state, TRAIN)
+        else:
+            left |= {f"{TRAIN}.{name}": why for name, why in _set_parts(parts, train_state, state, wanted).items()}
+    for why, keys in ((_GOES_ON, kept), (_EMPTY, empty)):
+        left |= dict.fromkeys((_IN_LIST.split(key)[0] for key in keys), why)
+    return replaced
 
 
 def _set_parts(parts: TrainState, train_state: Any, state: Mapping[str, Any], wanted: LoadRequest) -> dict[str, str]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Mapping
-from concurrent.futures import Future
+from concurrent.futures import wait
 from contextlib import suppress
 from dataclasses import dataclass
 
@@ -14,6 +14,7 @@ from casckpt.base.text import listed
 from casckpt.contents.checkpoint import Checkpoint
 from casckpt.errors import CasckptError, Conflict, InvalidInput, Revoked
 from casckpt.plan.retention import Rotation
+from casckpt.saving.saver import SaveFuture
 
 log = logging.getLogger(__name__)
 
@@ -26,40 +27,19 @@ def will_repeat(error: BaseException) -> bool:
     return isinstance(error, InvalidInput) or (isinstance(error, Conflict) and not isinstance(error, Revoked))
 
 
-class HeardFuture(Future[Checkpoint]):
-    """The future of a save. ``is_heard``: whether the caller has read the result or the error.
+class HeardFuture(SaveFuture):
+    """The future of a save. An error that nobody reads is reported when the program ends."""
 
-    An error that nobody reads is reported when the program ends.
-    """
-
-    is_heard = False
-
-    def __init__(self) -> None:
-        super().__init__()
-        self._name = object()
+    @property
+    def is_heard(self) -> bool:
+        """Whether somebody has read the error. Waits until the save ends."""
+        wait([self])
+        return self.name not in unreported
 
     def set_exception(self, exception: BaseException | None) -> None:
         """See `Future.set_exception`."""
-        unreported[self._name] = str(exception)
+        unreported[self.name] = str(exception)
         super().set_exception(exception)
-
-    def result(self, timeout: float | None = None) -> Checkpoint:
-        """See `Future.result`."""
-        error = self.exception(timeout)
-        if error is not None:
-            raise error
-        return super().result()
-
-    def exception(self, timeout: float | None = None) -> BaseException | None:
-        """See `Future.exception`."""
-        self.is_heard = True
-        return self.unheard_exception(timeout)
-
-    def unheard_exception(self, timeout: float | None = None) -> BaseException | None:
-        """Wait until the save ends, and return its error. ``is_heard`` does not change."""
-        error = super().exception(timeout)
-        unreported.pop(self._name, None)
-        return error
 
 
 class Failures:

@@ -10,7 +10,7 @@ import logging
 from collections import defaultdict
 from collections.abc import Callable, Mapping
 from contextlib import suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import cache, partial
 from typing import Any, Literal, Protocol, TypeAlias, get_args, runtime_checkable
 
@@ -24,10 +24,10 @@ from casckpt.frontends.training_state.objects import Objects, is_optimizer, load
 from casckpt.frontends.training_state.optimizer import tensors_below
 from casckpt.frontends.training_state.parts import AnyModel, AnyOptimizer, as_model, as_optimizers
 from casckpt.frontends.training_state.save_load import state_of
-from casckpt.frontends.training_state.settings import Compared
+from casckpt.frontends.training_state.settings import check_schedules
 from casckpt.frontends.training_state.stored import StoredTraining
 from casckpt.frontends.training_state.together import Groups, Made, find, is_sharded, made_by_name, make_state
-from casckpt.frontends.training_state.train_state import check_parts, contained, plain_state
+from casckpt.frontends.training_state.train_state import check_parts, plain_state
 from casckpt.loading.options import LoadOptions
 from casckpt.loading.unread import EVERYTHING, is_generator, that_hold, warn_moved, warn_unread
 from casckpt.ranks.ranks import Ranks, on_each
@@ -162,7 +162,7 @@ class LoadRequest:
     ``missing`` argument of a resume, which logs unread keys itself; None for any other load. If it is "raise", the
     checkpoint must have all state of a train module. If it is "warn", the load skips an optimizer that was saved by
     number, and tensors with a different shape. ``train_state``: the train state that a resume sets. If it is None, a
-    resume does not read a train state. ``compared``: what a resume learns about it before it loads.
+    resume does not read a train state.
     """
 
     optim: bool | None
@@ -172,7 +172,6 @@ class LoadRequest:
     options: GroupOptions
     missing: Missing | None = None
     train_state: Any = None
-    compared: Compared = field(default_factory=Compared)
 
 
 class Restoring:
@@ -249,10 +248,8 @@ class Restoring:
         read, wanted = partial(stored.value, allow_pickle=self._given.allow_pickle), self._wanted
         for at in [f"{TRAIN}.{rank}" for rank in self._train.get(TRAIN, ())]:
             check_parts(wanted.train_state, stored.below(at), at, strict=wanted.missing != "warn", read=read)
-            wanted.compared.look(
-                contained(wanted.train_state), stored.below(at), TRAIN,
-                lambda key: read(key.replace(TRAIN, at, 1)), keep=wanted.options == "keep",  # noqa: B023 - in this call
-            )  # fmt: skip
+            if wanted.options == "keep" and wanted.train_state is not None:
+                check_schedules(wanted.train_state, read(at))
 
     def _train_template(self, stored: StoredTraining) -> dict[str, Any]:
         wanted, mine = self._wanted, self._ranks.rank

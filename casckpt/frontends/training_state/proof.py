@@ -25,8 +25,7 @@ from casckpt.loading.options import LoadArguments, LoadOptions
 from casckpt.ranks.ranks import everyone, open_ranks
 from casckpt.store.store import Store
 from casckpt.tensors.objects import TORCH_EXTENSIONS, encode_object
-from casckpt.tensors.shards import local_tensor
-from casckpt.tensors.state import LeafValue, flatten
+from casckpt.tensors.state import LeafValue, flatten, is_part
 
 log = logging.getLogger(__name__)
 
@@ -83,6 +82,7 @@ def prove(
     *,
     excused: Mapping[str, str],
     by_name: bool = False,
+    as_stored: bool = False,
     **given: Unpack[LoadArguments],
 ) -> Proof:
     """Compare ``state``, as the next save would store it, with ``loaded``. Every rank makes the call.
@@ -91,36 +91,8 @@ def prove(
     why values may differ, by key or by the beginning of keys, such as parts that the load left out. There, "train" is
     the train state of any rank. ``by_name``: whether the load matched values only by their exact names, and "train" is
     a name like all others. Raises Mismatch, which names the keys, if anything else differs. Rank 0 logs the result.
-    """
-    proof, wrong = compare_live(store, loaded, state, model, excused=excused, by_name=by_name, **given)
-    if wrong:
-        kinds = ", ".join(dict.fromkeys(wrong.values()))
-        raise Mismatch(
-            f"after the resume, {listed([*wrong])} differ from {loaded.run}@{loaded.step} ({kinds}): something "
-            "changed them after they were loaded, or they were not loaded. Look for hooks and callbacks, and "
-            "resume before other code uses the model. To resume without this comparison, pass prove=False, or do "
-            "not call prove",
-            keys=tuple(wrong),
-        )
-    if open_ranks(given.get("process_group"), no_dist=given.get("no_dist", False)).rank == 0:
-        log.info("%s@%d: %s", loaded.run, loaded.step, proof)
-    return proof
-
-
-def compare_live(
-    store: Store,
-    loaded: Checkpoint,
-    state: Mapping[str, Any],
-    model: Any,
-    *,
-    excused: Mapping[str, str],
-    by_name: bool = False,
-    as_stored: bool = False,
-    **given: Unpack[LoadArguments],
-) -> tuple[Proof, dict[str, str]]:
-    """Compare as `prove` does. Return the proof, and how all other values differ, by key. Every rank makes the call.
-
-    ``as_stored``: where ranks hold copies of a value, compare only the one that a save would store.
+    ``as_stored``: the state was not loaded. Where ranks hold copies of a value, compare only the one that a save would
+    store. Nothing is logged, and ``unproved`` has all differences.
     """
     options = LoadOptions(**given)
     ranks = open_ranks(options.process_group, no_dist=options.no_dist)
@@ -133,14 +105,13 @@ def compare_live(
             by_name=by_name,
         )  # fmt: skip
 
-    def decide(reports: Sequence[_Found]) -> Sequence[tuple[Proof, dict[str, str]]]:
+    def decide(reports: Sequence[_Found]) -> Sequence[Proof]:
         live = {key for report in reports for key in report.live}
         unproved, wrong, lower = dict[str, str](), dict[str, str](), set[str]()
         for report in reports:
-            copies = report.copies & lower if as_stored else ()
+            other = lower & report.copies if as_stored else set()
+            differs = {k: what for k, what in report.differs.items() if k not in (live if what == _LACKING else other)}
             lower.update(report.live)
-            differs = {key: what for key, what in report.differs.items() if what != _LACKING or key not in live}
-            differs = {key: what for key, what in differs.items() if key not in copies}
             unproved |= {key: report.excused[key] for key in differs if key in report.excused}
             wrong |= {key: what for key, what in differs.items() if key not in report.excused}
         is_renamed = options.rename is not None
@@ -148,9 +119,23 @@ def compare_live(
         named = [key for key in names if is_renamed or not _BESIDE.match(key)]
         if is_renamed or {wrong[key] for key in named} == _NAMES:  # a load may fill a model from different names
             unproved |= {key: _RENAMED for key in named if wrong.pop(key)}
-        return everyone((Proof(len(live - unproved.keys()), compared.bytes, unproved), wrong), len(reports))
+        if as_stored:
+            unproved |= wrong
+        elif wrong:
+            kinds = ", ".join(dict.fromkeys(wrong.values()))
+            raise Mismatch(
+                f"after the resume, {listed([*wrong])} differ from {loaded.run}@{loaded.step} ({kinds}): something "
+                "changed them after they were loaded, or they were not loaded. Look for hooks and callbacks, and "
+                "resume before other code uses the model. To resume without this comparison, pass prove=False, or do "
+                "not call prove",
+                keys=tuple(wrong),
+            )
+        return everyone(Proof(len(live - unproved.keys()), compared.bytes, unproved), len(reports))
 
-    return ranks.exchange(look, decide)
+    proof = ranks.exchange(look, decide)
+    if ranks.rank == 0 and not as_stored:
+        log.info("%s@%d: %s", loaded.run, loaded.step, proof)
+    return proof
 
 
 def _look(
@@ -189,9 +174,9 @@ def _look(
             excused[key] = differs[key]
         elif leaf is not None and memory_of(leaf.unit.value) in hooked:
             excused[key] = _HOOKED
-    leaves = {key: leaf for key in differs if (leaf := flat.leaves.get(key)) is not None and not leaf.per_rank}
-    parts = {key for key, leaf in leaves.items() if leaf.is_tensor and local_tensor(key, leaf.value).data is None}
-    return _Found({*flat.leaves}, differs, excused, leaves.keys() - parts)
+    shared = {key: leaf for key, leaf in flat.leaves.items() if key in differs and not leaf.per_rank}
+    copies = {key for key, leaf in shared.items() if not (leaf.is_tensor and is_part(leaf.value))}
+    return _Found({*flat.leaves}, differs, excused, copies)
 
 
 def _objects_that_differ(

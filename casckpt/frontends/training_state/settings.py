@@ -3,139 +3,108 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import suppress
-from dataclasses import dataclass, field
+import warnings
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
 from functools import cache
 from typing import Any, TypeAlias
 
 import torch
-from torch.optim.lr_scheduler import LambdaLR
+from torch.optim.lr_scheduler import LambdaLR, ReduceLROnPlateau
 from torch.optim.swa_utils import SWALR
 
 from casckpt.errors import InvalidInput
 from casckpt.format.tree import children
-from casckpt.frontends.training_state.train_state import plain_state
+from casckpt.frontends.training_state.objects import is_optimizer
+from casckpt.frontends.training_state.parts import AnyOptimizer, as_optimizers
+from casckpt.frontends.training_state.stored import OPTIM
+from casckpt.frontends.training_state.train_state import TrainState, plain_state
 from casckpt.tensors.state import holds_object, is_object
 
 Replaced: TypeAlias = Mapping[str, tuple[Any, Any]]
 """Settings that differ from the checkpoint's, as (given, saved) by flat key."""
-Read: TypeAlias = Callable[[str], Any] | None
-"""A function that reads the saved value at a key. None: the saved state is a value, not a node of a tree."""
+Found: TypeAlias = tuple[str, Any, Any]
+"""An object in a train state: its flat key, the object, and its saved state or None."""
 
-_POSITIONS = frozenset(("last_epoch", "epoch", "step", "iteration", "params", "rank"))
+_POSITIONS = frozenset(("last_epoch", "epoch", "step", "iteration", "params", "rank", "schedulers"))
 """Parameters of constructors that classes change while they run, or that are not settings."""
 _DERIVED = {"OneCycleLR": ("_schedule_phases", "_anneal_func_type"), "CyclicLR": ("total_size", "step_ratio")}
 """What schedulers compute from parameters that they do not keep."""
-_OF_GROUPS = frozenset(("lr", "initial_lr", "max_lr", "min_lr", "base_momentum", "max_momentum", "swa_lr"))
-"""The rate of a group, and the options that schedulers add to it and do not change."""
-_WAYS = ("get_lr", "_get_closed_form_lr")
+_OF_GROUPS = {"initial_lr", "max_lr", "min_lr", "base_momentum", "max_momentum", "swa_lr"}
+"""The options that schedulers add to a group and do not change."""
 RECIPE = '"Train for longer, or with another schedule" in docs/training.md'
 _ODD = "(not plain data)"
 
 
-def settings_of_groups(optims: Sequence[Any], at: str, train_state: Any) -> dict[str, Any]:
-    """Return the settings of all groups of the optimizers by key. ``at``: the key of the groups.
+def settings_of(model: Any, optim: AnyOptimizer | None, *, train_state: Any) -> dict[str, Any]:
+    """Return the settings of the optimizers by key, such as "optim.param_groups.0.lr". Raises InvalidInput.
 
-    They do not include what the schedulers in ``train_state`` change, but the initial rate.
+    They do not include what the schedulers in ``train_state`` change, but a scheduler's initial rate.
     """
-    found, inner = dict[str, Any](), [getattr(optim, "optimizer", optim) for optim in optims]
-    groups = [(one, moved_by(train_state, one), group) for one in inner for group in one.param_groups]
-    for number, (one, moved, group) in enumerate(groups):
-        for name in {*group} - moved - ({"lr"} if "initial_lr" in group else set()):
-            is_one = name in _OF_GROUPS or _is_setting(type(one), name)
-            if is_one and (value := _plain(group[name])) != _ODD:
-                found[f"{at}.{number}.{name}"] = value
+    optims = {key: [one] for key, one in model.items() if is_optimizer(one)} if isinstance(model, Mapping) else {}
+    scheduled, found = [one.optimizer for _, one, _ in schedules_in(train_state)], dict[str, Any]()
+    for at, several in (optims | {OPTIM: as_optimizers(optim)} if optim is not None else optims).items():
+        groups = [(getattr(one, "optimizer", one), group) for one in several for group in one.param_groups]
+        for number, (one, group) in enumerate(groups):
+            moved = {"betas", "momentum"} if "max_momentum" in group else set[str]()  # a scheduler cycles them
+            if "initial_lr" in group or any(one is other for other in scheduled):
+                moved.add("lr")
+            for name in (_OF_GROUPS | {*one.defaults}) & group.keys() - moved:
+                if (value := _plain(group[name])) != _ODD:
+                    found[f"{at}.param_groups.{number}.{name}"] = value
     return found
 
 
-def replaced_in(value: Any, saved: Any, key: str, read: Read = None, *, rates: bool = False) -> dict[str, Any]:
-    """Return the settings of the objects in ``value`` that differ from the saved ones, as (given, saved) by key.
-
-    ``saved``: the node of the checkpoint's tree, or the value itself. ``rates``: compare the base rates too.
-    """
-    found = dict[str, Any]()
-    for at, one, there, read_there in objects_in(value, saved, key, read):
-        names = [name for name in there if _is_setting(type(one), name) or (rates and name == "base_lrs")]
-        state = plain_state(one, at) if names else {}
-        for name in (name for name in names if name in state):
-            inner, path = getattr(one, str(name), None), f"{at}.{name}"
-            nested, values = holds_object([inner]), (state[name], read_there(path) if read_there else there[name])
-            if nested:
-                found |= replaced_in(inner, there[name], path, read_there, rates=rates)
-            pair: tuple[Any, ...] = tuple(map(len if nested else _plain, values))
-            if pair[0] != pair[1] and _ODD not in pair:
-                found[path] = pair
-    return found
-
-
-def objects_in(value: Any, saved: Any, key: str, read: Read = None) -> Iterator[tuple[str, Any, Any, Read]]:
-    """Yield the objects in ``value`` that were saved as dicts: key, object, the saved dict, and how to read its items.
-
-    The arguments and the result are as for `replaced_in`. Accelerate's wrappers of schedulers are removed.
-    """
-    if not holds_object([value]):
-        return
-    if read is not None and isinstance(saved, int):
-        saved, read = read(key), None
-    if not is_object(value):
-        there = dict(children(saved))
+def objects_in(value: Any, saved: Any = None, key: str = "train") -> Iterator[Found]:
+    """Yield the objects in a train state, without Accelerate's wrappers of schedulers. ``saved``: its saved state."""
+    if is_object(value) and not isinstance(value, TrainState):
+        yield key, getattr(value, "scheduler", value), saved
+    elif holds_object(value):
+        there = {} if saved is None else dict(children(saved))
         for name, child in value.items() if isinstance(value, Mapping) else enumerate(value):
-            if name in there:
-                yield from objects_in(child, there[name], f"{key}.{name}", read)
-    elif isinstance(saved, Mapping):
-        yield key, getattr(value, "scheduler", value), saved, read
+            yield from objects_in(child, there.get(name), f"{key}.{name}")
 
 
-def moved_by(value: Any, optim: Any) -> set[str]:
-    """Return the options of an optimizer that the schedulers in ``value`` change in each step."""
-    if isinstance(value, Mapping | list | tuple):
-        return {
-            name for one in (value.values() if isinstance(value, Mapping) else value) for name in moved_by(one, optim)
-        }
-    inner = getattr(value, "scheduler", value)
-    if getattr(inner, "optimizer", None) is not optim:
-        return set()
-    cycled = {"betas", "momentum"} if getattr(inner, "cycle_momentum", False) else set()
-    return {"lr"} | cycled | moved_by(getattr(inner, "_schedulers", ()), optim)
+def schedules_in(train_state: Any, saved: Any = None) -> list[Found]:
+    """Return the schedulers of `objects_in`."""
+    found = objects_in(train_state, saved)
+    return [(at, one, there) for at, one, there in found if hasattr(one, "optimizer") and hasattr(one, "step")]
 
 
-@dataclass
-class Compared:
-    """What a resume learns about its train state before anything is loaded.
+def replaced_in(one: Any, saved: Any, key: str, also: str = "") -> dict[str, tuple[Any, Any]]:
+    """Return the settings of an object, and of the schedulers in it, that differ from the saved ones.
 
-    ``replaced``: the settings that it replaces. ``schedules``: the keys of the schedulers. ``changed``: of these, the
-    schedulers that keep their settings or base rates, which differ. ``empty``: the objects whose saved state is empty.
+    ``also``: a name that counts as a setting.
     """
+    found, there = dict[str, tuple[Any, Any]](), saved if isinstance(saved, Mapping) else {}
+    names = [name for name in there if name == also or _is_setting(type(one), name)]
+    state = plain_state(one, key) if names else {}
+    for name in (name for name in names if name in state):
+        pair = _plain(state[name]), _plain(there[name])
+        if pair[0] != pair[1] and _ODD not in pair:
+            found[f"{key}.{name}"] = pair
+    inner = zip(getattr(one, "_schedulers", ()), there.get("_schedulers", ()), strict=False)
+    for number, pair in enumerate(inner):
+        found |= replaced_in(*pair, f"{key}._schedulers.{number}", also)
+    return found
 
-    replaced: dict[str, tuple[Any, Any]] = field(default_factory=dict)
-    schedules: dict[str, Any] = field(default_factory=dict)
-    changed: list[str] = field(default_factory=list)
-    empty: list[str] = field(default_factory=list)
 
-    def look(self, train_state: Any, saved: Any, key: str, read: Read, *, keep: bool) -> None:
-        """Compare a train state with the saved one. The arguments are those of `replaced_in`.
+def check_schedules(train_state: Any, saved: Any) -> None:
+    """Raise InvalidInput if a scheduler has other settings than the saved one, and cannot continue with them.
 
-        ``keep``: the resume keeps the options of the optimizers. Raises InvalidInput if a scheduler with other settings
-        cannot continue with them.
-        """
-        for at, one, there, _ in objects_in(train_state, saved, key, read):
-            if hasattr(one, "optimizer") and hasattr(one, "step"):
-                self.schedules[at] = one
-            if not there and plain_state(one, at):
-                self.empty.append(at)
-        self.replaced |= replaced_in(train_state, saved, key, read, rates=keep)
-        for at, one in self.schedules.items() if keep else ():
-            mine = {name: self.replaced.pop(name) for name in [*self.replaced] if name.startswith(f"{at}.")}
-            is_alone = sum(one.optimizer is other.optimizer for other in self.schedules.values()) == 1
-            if (mine or isinstance(one, SWALR)) and not (is_alone and _is_function_of_position(one)):
-                raise InvalidInput(
-                    f'options="keep" cannot continue {at!r}, a {type(one).__name__} whose position alone does not '
-                    f'determine the rate: {shown(mine) or "swa_lr may differ"}. Resume without options="keep", then '
-                    f"follow {RECIPE}",
-                    key=at,
-                )
-            self.changed += [at] * bool(mine)
+    A SWALR, and two schedulers of one optimizer, cannot continue at all.
+    """
+    found = schedules_in(train_state, saved)
+    optims = [one.optimizer for _, one, _ in found]
+    for at, one, there in found:
+        mine, is_alone = replaced_in(one, there, at, "base_lrs"), optims.count(one.optimizer) == 1
+        if not is_alone or isinstance(one, SWALR) or (mine and not _is_function_of_position(one)):
+            raise InvalidInput(
+                f'options="keep" cannot continue {at!r}, a {type(one).__name__} whose position alone does not '
+                f'determine the rate{": " * bool(mine)}{shown(mine)}. Resume without options="keep", then follow '
+                f"{RECIPE}",
+                key=at,
+            )
 
 
 def shown(replaced: Replaced) -> str:
@@ -146,49 +115,38 @@ def shown(replaced: Replaced) -> str:
     )
 
 
-def _is_function_of_position(schedule: Any) -> bool:
-    names = [getattr(getattr(type(schedule), name, None), "__qualname__", "").rpartition(".")[0] for name in _WAYS]
-    return names[0] in (names[1], LambdaLR.__name__)
+@contextmanager
+def replacing(train_state: Any, saved: Any, *, keeps: bool) -> Iterator[tuple[Replaced, list[str], list[str]]]:
+    """Yield what a load of a train state replaces: the settings, by key.
 
-
-class GoingOn:
-    """A scheduler that continues at the position that a load sets.
-
-    ``is_changed``: with its own settings and base rates instead of the saved ones.
+    Also yield the keys of the schedulers that continue as they were given, at the position that the load sets
+    (``keeps``), and of the objects that stay as they are, because their saved state is empty.
     """
-
-    def __init__(self, schedule: Any, *, is_changed: bool) -> None:
-        state = schedule.state_dict() if is_changed else {}
-        self._given = {k: v for k, v in state.items() if _is_setting(type(schedule), k) or k == "base_lrs"}
-        self._schedule = schedule
-
-    def go_on(self) -> None:
-        """Restore the settings after the load, and set the rates of the optimizer."""
-        it, rates = self._schedule, getattr(self._schedule, "_last_lr", ())
-        if not hasattr(it, "base_lrs") and not hasattr(it, "_schedulers"):  # it only reduces the given rate
-            return
-        if self._given:
-            it.load_state_dict({**it.state_dict(), **self._given})
-            rates = it._last_lr = (
-                [base * of(it.last_epoch) for of, base in zip(it.lr_lambdas, it.base_lrs, strict=True)]
-                if isinstance(it, LambdaLR)
-                else it._get_closed_form_lr()
-            )
-        for group, rate in zip(it.optimizer.param_groups, rates, strict=False):
-            if isinstance(group["lr"], torch.Tensor):
-                group["lr"].fill_(rate)
-            else:
+    found = [*objects_in(train_state, saved)]
+    kept = {at: (one, one.state_dict()) for at, one, there in schedules_in(train_state, saved) if keeps and there}
+    replaced = {k: v for at, one, there in found if at not in kept for k, v in replaced_in(one, there, at).items()}
+    yield replaced, [*kept], [at for at, one, there in found if there == {} and plain_state(one, at)]
+    for one, given in kept.values():
+        if _is_function_of_position(one):
+            one.load_state_dict({**given, "last_epoch": one.last_epoch})
+            with warnings.catch_warnings(action="ignore"):  # the optimizer takes no step here
+                one.step(one.last_epoch)
+        elif not isinstance(one, ReduceLROnPlateau):  # which only reduces the given rate
+            for group, rate in zip(one.optimizer.param_groups, getattr(one, "_last_lr", ()), strict=False):
                 group["lr"] = rate
+
+
+def _is_function_of_position(schedule: Any) -> bool:
+    owner = next((kind for kind in type(schedule).__mro__ if "get_lr" in vars(kind)), object)
+    return owner is LambdaLR or "_get_closed_form_lr" in vars(owner)
 
 
 @cache
 def _parameters_of(kind: type) -> frozenset[str]:
-    """Return the names of the parameters of a class's constructors, those of its bases included."""
-    names = set[str]()
-    for one in kind.__mro__:
-        with suppress(ValueError, TypeError):  # a constructor in C
-            names |= {*inspect.signature(one.__init__).parameters}  # type: ignore[misc] # of each class
-    return frozenset(names)
+    """Return the names of the parameters of a class's constructor."""
+    with suppress(ValueError, TypeError):  # a constructor in C
+        return frozenset(inspect.signature(kind.__init__).parameters)  # type: ignore[misc] # of each class
+    return frozenset()
 
 
 def _is_setting(kind: type, name: Any) -> bool:
@@ -199,7 +157,7 @@ def _is_setting(kind: type, name: Any) -> bool:
 
 def _plain(value: Any) -> Any:
     """Return a plain value in a form that compares equal after a load; `_ODD` for any other."""
-    if isinstance(value, torch.Tensor) and value.numel() == 1 and not value.is_meta:
+    if isinstance(value, torch.Tensor) and value.numel() == 1:
         value = value.item()
     if isinstance(value, float):
         return float(f"{value:.7g}")  # float32 precision

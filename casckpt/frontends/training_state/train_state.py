@@ -304,12 +304,6 @@ def as_parts(train_state: Any) -> TrainState | None:
     return parts
 
 
-def contained(train_state: Any) -> Any:
-    """Return the parts of a train state as a mapping, or the train state itself if it has no parts."""
-    parts = as_parts(train_state)
-    return train_state if parts is None else parts.data
-
-
 def check_parts(
     train_state: Any, saved: Mapping[Any, Any], at: str, *, strict: bool, read: Callable[[str], Any]
 ) -> None:

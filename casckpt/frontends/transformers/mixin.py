@@ -61,8 +61,6 @@ _USED = (
     "_save_rng_state", "_save_scaler", "create_accelerator_and_postprocess",
 )  # fmt: skip
 """The private methods of `Trainer` that the mixin replaces, in addition to public ones."""
-_NOT_CALLED = "_save", "_save_optimizer_and_scheduler", "_save_rng_state", "_save_scaler", "save_model"
-"""The methods of `Trainer` and of other bases that write files of a checkpoint, and which the mixin does not call."""
 
 
 class CasTrainerMixin(Trainer):
@@ -152,14 +150,13 @@ class CasTrainerMixin(Trainer):
 
     def _warn_of_overrides(self) -> None:
         """Warn about methods of other classes that write files into a checkpoint folder, and are not called."""
-        mine = type(self).__mro__
-        for name in _NOT_CALLED:
-            others = mine if name == "_save" else mine[mine.index(CasTrainerMixin) + 1 :]
-            owner = next(kind for kind in others if kind is not CasTrainerMixin and name in vars(kind))
-            if owner is not Trainer and self.args.should_save:
+        base: Any = super()
+        several: Any = self._save, base._save_optimizer_and_scheduler, base._save_rng_state, base._save_scaler
+        for method in (*several, base.save_model):
+            if method.__func__ is not getattr(Trainer, method.__name__) and self.args.should_save:
                 log.warning(
-                    "a checkpoint does not contain what %s.%s writes, because casckpt stores the state itself: write "
-                    "other files in _save_checkpoint", owner.__qualname__, name,
+                    "a checkpoint does not contain what %s writes, because casckpt stores the state itself: write "
+                    "other files in _save_checkpoint", method.__qualname__,
                 )  # fmt: skip
 
     @cached_property
@@ -198,7 +195,12 @@ class CasTrainerMixin(Trainer):
             self._find_best()
             # if one rank cannot write its files, all ranks raise its error
             files, attachments = on_each(open_ranks(), lambda: self._write_files(model, trial))
-            self._save_step(self.state.global_step, files, attachments)
+            save = self.checkpointer.save if self._signal or not self._is_async else self.checkpointer.save_async
+            save(
+                self.state.global_step, self.model, self._optim(), self._train_state(), attachments=attachments,
+                metadata={"epoch": self.state.epoch, _FILES: files, _BATCH: self._batch},
+                metrics=logged_metrics(self.state, self.state.global_step),
+            )  # fmt: skip
         finally:
             shutil.rmtree(self._get_output_dir(trial), ignore_errors=True)
         if self._signal:
@@ -210,9 +212,9 @@ class CasTrainerMixin(Trainer):
         Every rank makes the call, before a save. As in `Trainer`, a best step that was not saved changes nothing.
         """
         state, best = self.state, self.state.best_global_step
-        if best and best != state.global_step and state.best_model_checkpoint != f"{self._run}@{best}":
-            found = self.checkpointer.newest_of_all_ranks(best)
-            state.best_model_checkpoint = state.best_model_checkpoint if found is None else f"{self._run}@{best}"
+        is_new = best and best != state.global_step and state.best_model_checkpoint != f"{self._run}@{best}"
+        if is_new and self.checkpointer.newest_of_all_ranks(best) is not None:
+            state.best_model_checkpoint = f"{self._run}@{best}"
         run, _, step = (state.best_model_checkpoint or "").rpartition("@")
         if run == self._run and self.args.save_total_limit is not None:
             config, rotation = self.checkpointer.config, self.checkpointer._rotation
@@ -230,15 +232,6 @@ class CasTrainerMixin(Trainer):
         state.save_to_json(str(folder / STATE))
         files = {name: path.read_bytes() for name, path in files_below(folder)}
         return sorted(files), self._processor_files | files
-
-    def _save_step(self, step: int, files: Sequence[str], attachments: Mapping[str, bytes]) -> None:
-        metrics = logged_metrics(self.state, step)
-        metadata = {"epoch": self.state.epoch, _FILES: files, _BATCH: self._batch}
-        save = self.checkpointer.save if self._signal or not self._is_async else self.checkpointer.save_async
-        save(
-            step, self.model, self._optim(), self._train_state(), attachments=attachments, metadata=metadata,
-            metrics=metrics,
-        )  # fmt: skip
 
     @property
     def _batch(self) -> int:
