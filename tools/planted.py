@@ -457,8 +457,8 @@ PLANTED = (
     Planted(
         "a gc that restores lists tags before it reads logs",
         "plan_retiring",
-        "    now = repo.clock()\n    visible = {",
-        "    commits, now = list_commits(repo), repo.clock()\n    visible = {",
+        "    now = repo.clock()\n",
+        "    commits, now = list_commits(repo), repo.clock()\n",
         "tests/upkeep/gc/test_purge.py",
     ),
     Planted(
@@ -499,12 +499,12 @@ PLANTED = (
     Planted(
         "tags are listed before a gc forgets",
         "retire",
-        """    _each_unless_changed(repo, forget, chosen, done.forgotten)
+        """    _each_unless_changed(repo, forget, chosen, done.forgotten, done.refused)
     # relist tags: a new tag counts, and a process that sets one later sees these records
     tagged = _barred(repo, [*plan.purge, *done.forgotten])
 """,
         """    tagged = _barred(repo, [*plan.purge, *plan.forget])
-    _each_unless_changed(repo, forget, chosen, done.forgotten)
+    _each_unless_changed(repo, forget, chosen, done.forgotten, done.refused)
 """,
         "tests/upkeep/gc/test_purge.py",
     ),
@@ -897,7 +897,7 @@ PLANTED = (
     ),
     Planted(
         "errors of a delete are ignored",
-        "_delete",
+        "_delete.delete",
         "        with noting(refused):\n            repo.storage.delete(key)\n",
         "        with suppress(OSError):\n            repo.storage.delete(key)\n",
         "tests/upkeep/gc/test_candidates.py",
@@ -1181,9 +1181,9 @@ PLANTED = (
     ),
     Planted(
         "a rule removes the newest checkpoint of a run",
-        "_forget_of_run",
-        "(*newest_of(current), *_kept_by_rules",
-        "(*current[:0], *_kept_by_rules",
+        "_kept_by_rules",
+        'yield from (("newest", [last]), ("newest',
+        'yield from (("newest", []), ("newest',
         "tests/plan/test_retention.py",
     ),
     Planted(
@@ -2186,9 +2186,9 @@ PLANTED = (
     ),
     Planted(
         "each rank counts its failures for itself",
-        "Checkpointer._begin",
-        "        waits = ranks.exchange(look, lambda found: everyone(any(found), ranks.size))\n",
-        "        waits = ranks.exchange(look, lambda found: found)\n",
+        "Checkpointer._begin.decide",
+        "return everyone((any(found), None if saved is None else saved.commit), ranks.size)",
+        "return [(one, None if saved is None else saved.commit) for one in found]",
         "tests/frontends/trainer/test_ranks.py",
     ),
     Planted(
@@ -2424,7 +2424,7 @@ PLANTED = (
     ),
     Planted(
         "unread parts of a saved train state are not reported",
-        "_set",
+        "_set_parts",
         "(name for name in beside if name != RNG)",
         "()",
         "tests/frontends/trainer/test_resumed.py",
@@ -2685,22 +2685,22 @@ PLANTED = (
     Planted(
         "a learning rate that a resume replaces is not named",
         "outcome_of",
-        "for key, value in now.items() if before[key] != value}",
-        "for key, value in now.items() if before[key] is None}",
+        "        if before != value:\n            replaced[key]",
+        "        if before is None:\n            replaced[key]",
         "tests/frontends/trainer/test_resumed.py",
     ),
     Planted(
         "a learning rate that a scheduler changed is named as replaced",
-        "rates_of",
-        '"initial_lr" if "initial_lr" in group else "lr"',
-        '"lr"',
+        "settings_of",
+        'if "initial_lr" in group or any(',
+        "if any(",
         "tests/frontends/trainer/test_resumed.py",
     ),
     Planted(
         "a learning rate that a loop sets causes a warning",
         "Resumed.log",
-        'any(key.endswith(".initial_lr") for key in self.replaced)',
-        "self.replaced",
+        'is_odd = f"{at}.initial_lr" in self.replaced or',
+        "is_odd = bool(self.replaced) or",
         "tests/frontends/trainer/test_resumed.py",
     ),
     Planted(
@@ -2964,7 +2964,7 @@ PLANTED = (
     ),
     Planted(
         "a failed background save is not reported",
-        "Checkpointer.save_async.finish",
+        "Checkpointer._save_async.finish",
         "                with self._reporting(ranks, step):\n                    saved",
         "                if True:\n                    saved",
         "tests/frontends/trainer/test_events.py",

@@ -10,6 +10,7 @@ from collections.abc import Callable
 from concurrent.futures import wait
 from contextlib import nullcontext
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -323,3 +324,16 @@ def test_the_first_failed_save_suggests_the_check_callback(
     with pytest.raises(InvalidInput) as caught:  # raised by a Fabric, which has no callbacks
         CasCheckpointIO(tmp_path / "fabric", run="sft").save_checkpoint({"x": object()}, tmp_path / "x")
     assert not hasattr(caught.value, "__notes__")
+
+
+def test_the_check_names_the_schedules_that_a_resume_replaces(caplog: pytest.LogCaptureFixture) -> None:
+    def cosine(steps: int) -> Any:
+        optimizer = torch.optim.SGD([torch.nn.Parameter(torch.ones(1))], lr=0.1)
+        return torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, steps)
+
+    training: Any = SimpleNamespace(lr_scheduler_configs=[SimpleNamespace(scheduler=cosine(24))], is_global_zero=True)
+    check = CasCheckpointCheck()
+    check.on_load_checkpoint(training, None, {"lr_schedulers": [cosine(16).state_dict()]})
+    check.on_fit_start(training, None)
+    (record,) = caplog.records
+    assert "T_max=24 was given, but the checkpoint has 16" in record.getMessage()
