@@ -764,8 +764,8 @@ PLANTED = (
         "a gc deletes blobs for records that are not durable",
         "_Collection._finish",
         """        _settle_records(self.repo)
-        _delete(""",
-        "        _delete(",
+        self.deleted |= _delete(""",
+        "        self.deleted |= _delete(",
         "tests/upkeep/gc/test_gc.py",
     ),
     Planted(
@@ -898,16 +898,8 @@ PLANTED = (
     Planted(
         "errors of a delete are ignored",
         "_delete",
-        """        for _ in in_parallel(repo.storage.traits.parallel, repo.storage.delete, part, name="gc"):
-            progress(1)
-""",
-        """        for key in part:
-            try:
-                repo.storage.delete(key)
-            except OSError:
-                pass
-            progress(1)
-""",
+        "        with noting(refused):\n            repo.storage.delete(key)\n",
+        "        with suppress(OSError):\n            repo.storage.delete(key)\n",
         "tests/upkeep/gc/test_candidates.py",
     ),
     Planted(
@@ -1156,14 +1148,14 @@ PLANTED = (
     Planted(
         "commits made while gc waits do not count as roots",
         "_Collection._finish",
-        "        spare_roots(self.repo, paused.candidates)\n",
+        "        spare_roots(self.repo, found)\n",
         "",
         "tests/upkeep/gc/test_interleavings.py",
     ),
     Planted(
         "gc does not wait for open transactions",
         "_Collection._finish",
-        "        if waited.still:\n            return False",
+        "        if self.still:\n            return False",
         "        if False:\n            return False",
         "tests/upkeep/gc/test_wait.py",
     ),
@@ -1196,10 +1188,10 @@ PLANTED = (
     ),
     Planted(
         "a rule removes tagged checkpoints",
-        "plan_forget",
-        "if saved.txid in chosen and saved.txid not in tagged]",
-        "if saved.txid in chosen]",
-        "tests/plan/test_retention.py",
+        "plan_retiring",
+        "(commit for commit in wanted if commit.txid in tagged)",
+        "()",
+        "tests/upkeep/gc/test_gc.py",
     ),
     Planted(
         "a number without a unit is a duration",
@@ -2115,8 +2107,8 @@ PLANTED = (
     Planted(
         "a tensor without dimensions does not count as a number",
         "python_value",
-        "    return value.item()\n",
-        "    return value\n",
+        " else value.item()\n",
+        " else value\n",
         "tests/format/test_metrics.py tests/saving/test_saver.py",
     ),
     Planted(

@@ -64,7 +64,7 @@ def _fields(record: Any) -> dict[str, Any] | None:
     return None if record is None else {name: getattr(record, name) for name in record.__struct_fields__}
 
 
-def doubt(store: Store, run: str) -> None:
+def doubt(store: Store, run: str | None) -> None:
     """Warn if ``run`` has no checkpoints, not even forgotten ones, because its name may be mistyped."""
-    if not store.checkpoints(run, forgotten=True):
+    if run is not None and not store.checkpoints(run, forgotten=True):
         log.warning("%s", store.listing().about_run(run))

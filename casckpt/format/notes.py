@@ -21,12 +21,12 @@ SignsRow: TypeAlias = tuple[int, int]
 
 
 class PausedGc(msgspec.Struct, frozen=True):
-    """A gc that timed out. ``candidates``: the (kind, hash, bytes) of objects, by uploader."""
+    """A gc that timed out. ``candidates``: the sizes of objects, by key. ``waits``: the open transactions."""
 
     url: str
-    candidates: dict[TxId, list[tuple[str, str, int]]]
-    ended: list[TxId]
-    waits: list[TxId]
+    candidates: dict[str, int]
+    ended: frozenset[TxId]
+    waits: frozenset[TxId]
 
 
 PAUSED_GC: Decoder[PausedGc] = Decoder(PausedGc)

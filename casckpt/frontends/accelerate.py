@@ -29,12 +29,11 @@ except ImportError as error:
 
 from casckpt.contents.checkpoint import Checkpoint
 from casckpt.errors import InvalidInput, Unsupported
-from casckpt.frontends.stores import AnyStore
+from casckpt.frontends.stores import AnyStore, advising
 from casckpt.frontends.trainer import Checkpointer, TrainState
 from casckpt.frontends.trainer.settings import DueArguments, StepArguments, TrainerArguments
 from casckpt.frontends.training_state.contents import GroupOptions, Missing
 from casckpt.frontends.training_state.names import parameter_names
-from casckpt.loading.options import advising
 from casckpt.store.types import Rename, Unread
 
 log = logging.getLogger(__name__)
@@ -181,7 +180,7 @@ class AcceleratorCheckpointer:
         if batches and not self._has_warned:
             self._has_warned = True
             log.warning(_LOST, self.checkpointer.run, step, batches, window)
-        return batches > 0
+        return bool(batches)
 
 
 def _share_names(models: Sequence[Any]) -> bool:

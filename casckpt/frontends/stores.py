@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Collection, Iterator
+from contextlib import contextmanager
 from typing import TypeAlias
 
-from casckpt.errors import Unsigned
+from casckpt.errors import Mismatch, MissingKey, Unsigned
 from casckpt.store.opening import open as open_store
 from casckpt.store.store import Store
+from casckpt.store.types import FillArguments
 
 AnyStore: TypeAlias = Store | str | os.PathLike[str]
 """A store, a path or a URL."""
@@ -45,3 +48,18 @@ def check_foreign(store: Store | None, path: str | os.PathLike[str]) -> None:
             "require_signature. Import it and sign the imported checkpoint, or load it with a store that was opened "
             "without require_signature"
         )
+
+
+@contextmanager
+def advising(
+    call: str, takes: Collection[str] = (), more: str = "casckpt.load_model_and_optim_state"
+) -> Iterator[None]:
+    """If an error of a load advises arguments that ``call`` does not have, name the function that has ``more``."""
+    try:
+        yield
+    except (Mismatch, MissingKey) as error:
+        lacks = [f"{name}=" for name in FillArguments.__annotations__ if name not in takes and f"{name}=" in str(error)]
+        if not lacks:
+            raise
+        text = f"{error}. {call} does not take {' or '.join(lacks)}; load with {more}, which does"
+        raise type(error)(text, **vars(error)) from error

@@ -27,11 +27,11 @@ except ImportError as error:
 
 from casckpt.contents.checkpoint import Checkpoint
 from casckpt.errors import InvalidInput, MissingKey, NotFound, Unsupported
+from casckpt.frontends.stores import advising
 from casckpt.frontends.trainer import Checkpointer, TrainState
 from casckpt.frontends.training_state.model import model_state
 from casckpt.frontends.training_state.parts import as_model
 from casckpt.frontends.training_state.proof import Proof
-from casckpt.loading.options import advising
 from casckpt.store.opening import open as open_store
 
 OPTIMIZER = "optimizer"  # the names in torchtitan

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from math import inf
 from typing import TYPE_CHECKING, Literal, Self, TypeAlias, TypedDict, get_args
 
 from casckpt.base.parallel import usable_threads
-from casckpt.errors import InvalidInput, Mismatch, MissingKey
+from casckpt.errors import InvalidInput
 from casckpt.loading.arguments import Rename, usable_patterns
 
 if TYPE_CHECKING:
@@ -66,21 +65,6 @@ class UpdateArguments(FillArguments, total=False):
     no_dist: bool
     threads: int | None
     progress: Shown | None
-
-
-@contextmanager
-def advising(
-    call: str, takes: Collection[str] = (), more: str = "casckpt.load_model_and_optim_state"
-) -> Iterator[None]:
-    """If an error of a load advises arguments that ``call`` does not have, name the function that has ``more``."""
-    try:
-        yield
-    except (Mismatch, MissingKey) as error:
-        lacks = [f"{name}=" for name in FillArguments.__annotations__ if name not in takes and f"{name}=" in str(error)]
-        if not lacks:
-            raise
-        text = f"{error}. {call} does not take {' or '.join(lacks)}; load with {more}, which does"
-        raise type(error)(text, **vars(error)) from error
 
 
 @dataclass(frozen=True, kw_only=True)

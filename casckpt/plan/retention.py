@@ -10,14 +10,14 @@ from __future__ import annotations
 
 import re
 from collections import defaultdict
-from collections.abc import Container, Iterable, Iterator, Mapping, Sequence, Set
+from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, field, fields, replace
 from datetime import UTC, datetime
 from math import isnan, nan
 from typing import Any, Self, TypedDict
 
 from casckpt.base.groups import grouped
-from casckpt.base.units import Duration, optional_seconds, seconds_of
+from casckpt.base.units import Duration, seconds_of
 from casckpt.errors import InvalidInput
 from casckpt.format.names import TxId
 
@@ -110,11 +110,6 @@ class Policy:
         given = self.keep_best if isinstance(self.keep_best, list | tuple) else [self.keep_best]
         return [Best.parse(text) for text in given if text is not None]
 
-    @property
-    def within_seconds(self) -> float | None:
-        """``keep_within`` in seconds."""
-        return optional_seconds(self.keep_within, "keep-within")
-
 
 class KeepRules(TypedDict, total=False):
     """The fields of a `Policy` as keyword arguments."""
@@ -206,26 +201,12 @@ class SavedCheckpoint:
     healthy: bool | None = None
 
 
-def plan_forget(
-    visible: Iterable[SavedCheckpoint],
-    policy: Policy,
-    now: int,
-    *,
-    tagged: Container[TxId] = (),
-    run: str | None = None,
-) -> list[SavedCheckpoint]:
-    """Choose the ``visible`` checkpoints that ``policy`` forgets at the time ``now`` (in microseconds).
-
-    Both lists are in the order of the saves. If a run has the same step twice, every policy forgets the earlier
-    checkpoint, and no rule counts it. ``tagged`` checkpoints are never chosen. ``run`` limits the choice to that run.
-    """
-    wanted = [saved for saved in visible if run is None or saved.run == run]
-    keep = reasons_to_keep(wanted, policy, now)
-    return [saved for saved in wanted if saved.txid not in keep and saved.txid not in tagged]
-
-
 def reasons_to_keep(visible: Iterable[SavedCheckpoint], policy: Policy, now: int) -> dict[TxId, list[str]]:
-    """Return why ``policy`` keeps checkpoints, such as ["newest", "keep-last 2"]. Leave out those that it forgets."""
+    """Return why ``policy`` keeps ``visible`` checkpoints, such as ["newest", "keep-last 2"], at the time ``now``.
+
+    Leaves out those that the policy forgets. ``visible``: in the order of the saves. If a run has a step twice,
+    every policy forgets the earlier checkpoint, and no rule counts it. ``now``: in microseconds.
+    """
     keep: dict[TxId, list[str]] = defaultdict(list)
     for group in grouped(visible, lambda saved: saved.run).values():
         last = {saved.step: saved for saved in group}  # the last checkpoint of each step
@@ -275,8 +256,8 @@ def _kept_by_rules(
         yield f"keep-last {policy.keep_last}", current[-policy.keep_last :]
     if policy.keep_every is not None:
         yield f"keep-every {policy.keep_every}", (saved for saved in current if saved.step % policy.keep_every == 0)
-    if policy.within_seconds is not None:
-        since = now - policy.within_seconds * 1_000_000
+    if policy.keep_within is not None:
+        since = now - seconds_of(policy.keep_within, "keep-within") * 1_000_000
         yield f"keep-within {policy.keep_within}", (saved for saved in current if saved.created_at >= since)
     for best in policy.best:
         yield f"keep-best {best.metric}:{best.count}", best.of(current)

@@ -6,19 +6,19 @@ import logging
 import os
 import time
 import uuid
-from collections.abc import Callable, Hashable, Iterable, Mapping
+from collections.abc import Callable, Hashable, Iterable
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from math import inf
 from pathlib import Path
 from socket import gethostname
-from typing import TYPE_CHECKING, Any, Literal, TypeAlias, get_args
+from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
 import platformdirs
 
 from casckpt.base.digest import hex_digest
 from casckpt.base.names import check_run, check_step
-from casckpt.base.units import parse_size, time_of
+from casckpt.base.units import time_of
 from casckpt.errors import CasckptError, Conflict, Damaged, InvalidInput, NotFound, Refused, StorageError
 from casckpt.format import keys, records
 from casckpt.format.names import BlobHash, ManifestId, TxId
@@ -27,8 +27,7 @@ from casckpt.repository.blob_cache import BlobCache, in_memory
 from casckpt.repository.caches import ManifestCache, RecordCache, RunCaches
 from casckpt.repository.catalogue import Catalogue, recall, remember
 from casckpt.repository.exclusive import check_listed, require_exclusive, require_lasting
-from casckpt.repository.signing_keys import KeyFile, KeyFiles, PublicKey, private_key, public_keys
-from casckpt.storage import open_storage
+from casckpt.repository.signing_keys import PublicKey
 from casckpt.storage.base import AlreadyExists, ObjectStore
 from casckpt.storage.local.store import mount_point
 
@@ -451,33 +450,13 @@ CREATE_VARIABLE = "CASCKPT_CREATE"
 
 
 def open_repository(
-    url: str | os.PathLike[str],
-    *,
-    storage_options: Mapping[str, Any] | None = None,
-    cache_dir: str | os.PathLike[str] | None = None,
-    cache_bytes: int | str | None = None,
-    share_reads: ShareReads = "auto",
-    cache_saves: bool = False,
-    staging_bytes: int | str | None = None,
-    single_writer: bool = False,
-    page_cache: bool | None = None,
-    sign_with: KeyFile | None = None,
-    require_signature: KeyFiles | None = None,
-    create: bool | None = None,
+    storage: ObjectStore, cache_dir: str | os.PathLike[str] | None = None, create: bool | None = None
 ) -> Repository:
-    """Open a store with the arguments of `casckpt.open`, without creating or reading anything.
+    """Return the repository in ``storage``, without creating or reading anything.
 
     If ``cache_dir`` or ``create`` is None, the environment variables that `CACHE_VARIABLE` and `CREATE_VARIABLE` name
-    set them, both for programs and for the command line.
-
-    Raises `InvalidInput` or `Unsupported` for an invalid URL or key, and `NotFound` for a missing key file.
+    set them, both for programs and for the command line. Raises `InvalidInput` for an invalid variable.
     """
-    if share_reads not in get_args(ShareReads):
-        raise InvalidInput(f'share_reads={share_reads!r:.40} is not valid: pass "auto", "on" or "off"')
-    staging = parse_size(staging_bytes) if isinstance(staging_bytes, str) else staging_bytes
-    if staging is not None and (type(staging) is not int or staging < 0):
-        raise InvalidInput(f"staging_bytes={staging!r:.40} is not valid: pass a size, or 0 to save without copies")
-    storage = open_storage(url, storage_options, single_writer=single_writer, page_cache=page_cache)
     allowed = os.environ.get(CREATE_VARIABLE) or None
     if allowed not in (None, "0", "1"):
         raise InvalidInput(f"{CREATE_VARIABLE}={allowed!r} is not valid: 0 requires a store, and 1 allows a new one")
@@ -485,12 +464,5 @@ def open_repository(
     return Repository(
         storage,
         None if folder is None else Path(folder).expanduser().absolute(),
-        single_writer=single_writer,
-        cache_bytes=parse_size(cache_bytes) if isinstance(cache_bytes, str) else cache_bytes,
-        share_reads=share_reads,
-        cache_saves=cache_saves,
-        staging_bytes=staging,
         may_create=create if create is not None or allowed is None else allowed == "1",
-        signer=None if sign_with is None else private_key(sign_with).private_bytes_raw(),
-        trusted=None if require_signature is None else public_keys(require_signature),
     )

@@ -162,7 +162,6 @@ class Leader:
 
         Raises Conflict if the step exists and must not be overwritten.
         """
-        encode_metadata(self.options.metadata or {})  # raises before the first write
         run, step, overwrite = self.options.run, self.options.step, self.options.overwrite
         self._transaction, self._parent, self._replaced = begin_save(self.repo, run, step, overwrite=overwrite)
         return self._transaction.txid
@@ -347,7 +346,7 @@ class Leader:
             metadata=metadata,
             healthy=self._healthy(health),
             health=health,
-            metrics=stored_metrics(self.options.metrics),
+            metrics=stored_metrics(self.options.metrics, []),
             lineage=encode_metadata(lineage)[1] or dict.fromkeys(lineage) or None,
         )
 

@@ -97,9 +97,8 @@ def usable_metrics(run: str, given: Any, *, first: Collection[str] = ()) -> dict
     """
     left = list[str]()
     stored = stored_metrics(given, left, first=first)
-    if left:
-        most = f"a checkpoint has up to {MAX_METRICS} numbers, with names of up to {MAX_METRIC_NAME} characters"
-        _warn(run, "the metrics", tuple(left), most)
+    most = f"a checkpoint has up to {MAX_METRICS} numbers, with names of up to {MAX_METRIC_NAME} characters"
+    _warn(run, "the metrics", tuple(left), most)
     return stored
 
 
@@ -107,7 +106,7 @@ def usable_metrics(run: str, given: Any, *, first: Collection[str] = ()) -> dict
 def _warn(run: str, what: str, left: tuple[str, ...], why: str) -> None:
     from casckpt.ranks.ranks import this_rank  # late, because it imports torch
 
-    if not this_rank():
+    if left and not this_rank():
         log.warning("a save of run %r leaves out %s: %s (%s). This is logged once", run, what, listed(left), why)
 
 
@@ -153,15 +152,15 @@ class SaveOptions:
             raise InvalidInput(f"health={self.health!r:.40} is not valid: pass True to scan changed cells, or False")
         if self.owners is not None and not callable(self.owners):
             raise InvalidInput(f"owners={self.owners!r:.40} is not valid: pass a function from a flat key to a rank")
-        lineage = None if self.lineage is None else plain_metadata(self.lineage, "lineage")
-        if unknown := [name for name in lineage or () if name not in LINEAGE]:
-            raise InvalidInput(f"lineage has the name {unknown[0]!r:.80}: use one of {', '.join(LINEAGE)}")
+        left, unfit = list[str](), list[str]()
+        lineage = plain_metadata(self.lineage or {}, unfit, "lineage")
+        if unfit := [*unfit, *(lineage.keys() - {*LINEAGE})]:
+            names = ", ".join(LINEAGE)
+            raise InvalidInput(f"lineage cannot hold {listed(unfit)}: pass plain data under the names {names}")
         check = usable_check(self.check_replicas)
         run, step, threads = check_run(self.run), check_step(self.step), usable_threads(self.threads)
-        left = list[str]()
-        metadata = None if self.metadata is None else plain_metadata(self.metadata, left=left)
-        if left:
-            _warn(run, "what JSON cannot represent", tuple(left), "put it into an attachment or the train state")
+        metadata = plain_metadata(self.metadata or {}, left)
+        _warn(run, "what JSON cannot represent", tuple(left), "put it into an attachment or the train state")
         metrics, ephemeral = usable_metrics(run, self.metrics), bool(self.ephemeral)
         return replace(
             self, run=run, step=step, metadata=metadata, metrics=metrics, ephemeral=ephemeral, threads=threads,

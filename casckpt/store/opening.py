@@ -6,13 +6,15 @@ import os
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 from casckpt.base.names import check_run, check_step
+from casckpt.base.units import parse_size
 from casckpt.errors import InvalidInput
 from casckpt.repository.blob_cache import BlobCache, in_memory
 from casckpt.repository.repository import ShareReads, default_cache_folder, open_repository
-from casckpt.repository.signing_keys import KeyFile, KeyFiles
+from casckpt.repository.signing_keys import KeyFile, KeyFiles, private_key, public_keys
+from casckpt.storage import open_storage
 from casckpt.storage.throttle import ThrottledStore, Turn
 from casckpt.store.store import Store, repository_of
 
@@ -61,12 +63,22 @@ def open(
 
     Raises InvalidInput or Unsupported for an invalid or unsupported URL, and NotFound for a missing key file.
     """
-    here = open_repository(
-        url, storage_options=storage_options, cache_dir=cache_dir, cache_bytes=cache_bytes,
-        share_reads=share_reads, cache_saves=cache_saves, staging_bytes=staging_bytes,
-        single_writer=single_writer, page_cache=page_cache, sign_with=sign_with, require_signature=require_signature,
-        create=create,
-    )  # fmt: skip
+    if share_reads not in get_args(ShareReads):
+        raise InvalidInput(f'share_reads={share_reads!r:.40} is not valid: pass "auto", "on" or "off"')
+    staging = parse_size(staging_bytes) if isinstance(staging_bytes, str) else staging_bytes
+    if staging is not None and (type(staging) is not int or staging < 0):
+        raise InvalidInput(f"staging_bytes={staging!r:.40} is not valid: pass a size, or 0 to save without copies")
+    storage = open_storage(url, storage_options, single_writer=single_writer, page_cache=page_cache)
+    here = replace(
+        open_repository(storage, cache_dir, create),
+        single_writer=single_writer,
+        cache_bytes=parse_size(cache_bytes) if isinstance(cache_bytes, str) else cache_bytes,
+        share_reads=share_reads,
+        cache_saves=cache_saves,
+        staging_bytes=staging,
+        signer=None if sign_with is None else private_key(sign_with).private_bytes_raw(),
+        trusted=None if require_signature is None else public_keys(require_signature),
+    )
     if mirror is None:
         return Store(here)
     there = repository_of(mirror, None if cache_dir is None else Path(cache_dir))

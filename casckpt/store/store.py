@@ -31,6 +31,7 @@ from casckpt.plan.retention import KeepRules, Policy, Rotation, Thinning, thinni
 from casckpt.repository.repository import Repository, open_repository
 from casckpt.repository.signing_keys import KeyFile, private_key
 from casckpt.saving.options import SaveArguments, SaveOptions, WhenBusy
+from casckpt.storage import open_storage
 from casckpt.storage.base import Finding
 from casckpt.storage.forking import PerProcess
 from casckpt.store import exports, objects, reading
@@ -114,7 +115,7 @@ class Store:
         ``no_dist``: this process saves alone.
 
         ``metadata``: JSON-serializable values to show in listings; paths are stored as strings. ``metrics``: up to 64
-        numbers by name. Both accept NumPy scalars and 0-d tensors. What cannot be stored is left out with a warning.
+        numbers by name. Both accept tensors with one element. What cannot be stored is left out with a warning.
         ``healthy``: whether training should continue from this checkpoint (True or False). ``health``: count the NaN
         and infinite values in each tensor, and find the largest value. This reads changed cells and takes the rest
         from the parent. If any rank finds NaN and you did not pass ``healthy``, the checkpoint is marked unhealthy.
@@ -798,4 +799,4 @@ class Store:
 
 def repository_of(store: Store | str | os.PathLike[str], cache_dir: Path | None) -> Repository:
     """Return the repository of an open store, path or URL. Raises InvalidInput or Unsupported for an invalid URL."""
-    return store.repository if isinstance(store, Store) else open_repository(store, cache_dir=cache_dir)
+    return store.repository if isinstance(store, Store) else open_repository(open_storage(store), cache_dir)

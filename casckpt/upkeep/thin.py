@@ -31,7 +31,7 @@ from casckpt.format.records import Committed, Dropped, changed
 from casckpt.format.sections.index import ATTACHMENT, Entry
 from casckpt.history.commits import Commit, CommitList, list_commits, restore
 from casckpt.history.tags import Tag, tagged_txids, tags, tags_of, write_generation
-from casckpt.plan.retention import Policy, Thinning, patterns_of, plan_forget
+from casckpt.plan.retention import Policy, Thinning, patterns_of, reasons_to_keep
 from casckpt.plan.reuse import coded_bytes
 from casckpt.repository.reading import check_requirements
 from casckpt.repository.repository import Repository
@@ -161,9 +161,9 @@ def _check_untagged(named: Mapping[str, Tag], chosen: Iterable[Commit]) -> None:
 
 def _beyond(listed: CommitList, keep: Policy, now: int, tagged: set[TxId], run: str | None) -> list[Commit]:
     """Return the visible checkpoints that ``keep`` does not keep, oldest first."""
-    visible = {commit.txid: commit for commit in listed.visible()}
-    every = map(kept_of, visible.values())
-    return [visible[kept.txid] for kept in plan_forget(every, keep, now, tagged=tagged, run=run)]
+    visible = [commit for commit in listed.visible() if run is None or commit.run == run]
+    left = reasons_to_keep(map(kept_of, visible), keep, now).keys() | tagged
+    return [commit for commit in visible if commit.txid not in left]
 
 
 def _plan_one(repo: Repository, rule: frozenset[str], commit: Commit) -> Thin | CasckptError:

@@ -15,7 +15,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from casckpt.base.names import MAX_METRIC_NAME, MAX_METRICS
-from casckpt.errors import InvalidInput, Refused
+from casckpt.errors import Refused
 from casckpt.format import records
 from casckpt.format.manifest import decode, encode
 from casckpt.format.metrics import (
@@ -28,7 +28,6 @@ from casckpt.format.metrics import (
 )
 from casckpt.format.names import ManifestId, TxId
 from casckpt.format.records import Committed
-from tests.support.ids import named
 from tests.support.repositories import draft
 
 TXID = TxId("20260102T030405000000Z-00000000000000ab-00000000000000cd-7")
@@ -38,7 +37,7 @@ NUMBERS = st.floats() | st.integers(-(2**63) + 1, 2**63 - 1)
 
 @given(st.dictionaries(NAMES, NUMBERS, max_size=MAX_METRICS))
 def test_metrics_decode_from_a_record(metrics: dict[str, float]) -> None:
-    stored = stored_metrics(metrics)
+    stored = stored_metrics(metrics, [])
     record = Committed(
         txid=TXID, run="a", step=7, time=1, manifest=ManifestId("0" * 64), head="0" * 64,
         manifest_bytes=1, created_at=1, bytes_total=0, metrics=stored,
@@ -49,7 +48,7 @@ def test_metrics_decode_from_a_record(metrics: dict[str, float]) -> None:
     for name, value in metrics.items():
         assert values[name] == value or (math.isnan(value) and math.isnan(values[name]))
         assert type(values[name]) is type(value)
-    assert stored_metrics(found) == stored, "what is stored may be given again"
+    assert stored_metrics(found, []) == stored, "what is stored may be given again"
 
 
 @pytest.mark.parametrize(
@@ -60,10 +59,10 @@ def test_metrics_decode_from_a_record(metrics: dict[str, float]) -> None:
     ],
 )  # fmt: skip
 def test_numpy_and_torch_numbers_are_valid_metrics(value: Any, stored: Any) -> None:
-    found = stored_metrics({"x": value})["x"]
+    found = stored_metrics({"x": value}, [])["x"]
     assert found == stored
     assert type(found) is type(stored)
-    assert stored_metrics(None) == {}
+    assert stored_metrics(None, []) == {}
 
 
 @pytest.mark.parametrize(
@@ -127,14 +126,14 @@ def test_a_record_with_invalid_metrics_is_rejected(stored: dict[str, Any]) -> No
     ],
 )  # fmt: skip
 def test_a_value_without_dimensions_becomes_a_python_number(value: Any, want: Any) -> None:
-    found = python_value(value, "x")
+    found = python_value(value)
     assert found == want
     assert type(found) is type(want)
 
 
 def test_a_tensor_with_dimensions_is_returned_unchanged() -> None:
-    tensor = torch.ones(1)
-    assert python_value(tensor, "x") is tensor
+    tensor = torch.ones(2)
+    assert python_value(tensor) is tensor
 
 
 class Distributed:
@@ -146,14 +145,9 @@ class Distributed:
         """A collective."""
 
 
-@pytest.mark.parametrize(
-    ("value", "advice"), [(torch.ones((), device="meta"), "pass a number"), (Distributed(), "its full_tensor()")]
-)
-def test_the_error_for_a_tensor_without_a_value_names_it(value: Any, advice: str) -> None:
-    with pytest.raises(InvalidInput) as caught:
-        python_value(value, "metric 'loss'")
-    assert str(caught.value).startswith("metric 'loss' is a ")
-    assert advice in str(caught.value)
+@pytest.mark.parametrize("value", [torch.ones((), device="meta"), Distributed()])
+def test_a_tensor_without_a_value_in_this_process_is_returned_unchanged(value: Any) -> None:
+    assert python_value(value) is value
 
 
 json_values = st.recursive(
@@ -176,42 +170,32 @@ def test_metadata_that_json_cannot_represent_is_stored_only_in_the_manifest() ->
         raw, short = encode_metadata({"v": value})
         assert short is None
         assert repr(msgspec.msgpack.decode(raw)["v"]) == repr(value)
-    assert encode_metadata({"t": (1, 2)})[1] == {"t": [1, 2]}
-
-
-@pytest.mark.parametrize(
-    ("metadata", "names"),
-    [
-        ({"a": b"x"}, "metadata['a'] is a bytes"),
-        ({"a": [1, {"b": object()}]}, "metadata['a'][1]['b'] is a object"),
-        ({"a": 2**63}, "metadata['a'] is a int"),
-        ({1: 2}, "metadata has the key 1;"),
-        ({"a": {None: 2}}, "metadata['a'] has the key None;"),
-        ([1], "not a list"),
-        ("text", "not a str"),
-        ({"a": "\ud800"}, "surrogate"),
-    ],
-    ids=named,
-)
-def test_metadata_that_json_cannot_represent_is_rejected(metadata: Any, names: str) -> None:
-    with pytest.raises(InvalidInput) as caught:
-        encode_metadata(metadata)
-    assert names in str(caught.value)
+    assert encode_metadata(plain_metadata({"t": (1, 2)}, []))[1] == {"t": [1, 2]}
 
 
 def test_metadata_that_json_cannot_represent_is_left_out_and_named() -> None:
     left: list[str] = []
-    given = {"a": {"b": b"x", "c": [1]}, "d": [{"e": object(), "f": 2}], "g": [1, {2}], 3: 4, "h": "\ud800", "i": 1}
-    assert plain_metadata(given, left=left) == {"a": {"c": [1]}, "d": [{"f": 2}], "i": 1}
+    given = {
+        "a": {"b": b"x", "c": [1]},
+        "d": [{"e": object(), "f": 2}],
+        "g": [1, {2}],
+        3: 4,
+        "h": "\ud800",
+        "i": 1,
+        "j": 2**63,
+    }
+    assert plain_metadata(given, left) == {"a": {"c": [1]}, "d": [{"f": 2}], "i": 1}
     assert left == [
         "metadata['a']['b']", "metadata['d'][0]['e']", "metadata['g']", "metadata[3]", "metadata['h']",
+        "metadata['j']",
     ]  # fmt: skip
-    assert plain_metadata("text", left=left) == {}
+    assert plain_metadata("text", left) == {}
     assert left[-1] == "metadata (a str instead of a dict)"
 
 
-def test_metadata_that_contains_itself_is_rejected() -> None:
+def test_metadata_that_contains_itself_is_left_out() -> None:
     loop: list[Any] = []
     loop.append(loop)
-    with pytest.raises(InvalidInput, match="levels deep"):
-        encode_metadata({"a": loop})
+    left: list[str] = []
+    assert plain_metadata({"a": loop}, left) == {}
+    assert left == ["metadata['a']"]

@@ -11,7 +11,7 @@ TXID = TxId("20260101T000000.000000Z-0123456789abcdef-1")
 
 
 def test_notes_decode_as_encoded() -> None:
-    paused = notes.PausedGc("memory://a", {TXID: [("safetensors", "ab", 3)]}, [TXID], [])
+    paused = notes.PausedGc("memory://a", {"objects/a": 3}, frozenset([TXID]), frozenset())
     assert notes.decode(notes.encode(paused), notes.PAUSED_GC) == paused
     assert notes.decode(notes.encode({TXID: (TXID, 1, 2, 3, 4)}), notes.FOLDERS) == {TXID: (TXID, 1, 2, 3, 4)}
     assert notes.decode(notes.encode({TXID: (2, 5)}), notes.SIGNS_OF_LIFE) == {TXID: (2, 5)}

@@ -74,6 +74,12 @@ FOLLOWED_ELSEWHERE: dict[Case, str] = {
     Case("frontends/accelerate.py:AcceleratorCheckpointer.__init__", "Save at multiples of local_sgd_steps"): (
         "tests/frontends/test_accelerate.py::test_each_rank_loads_its_own_model_if_it_was_saved_at_a_synchronization"
     ),
+    Case("frontends/accelerate.py:", "call accelerator.register_for_checkpointing"): (
+        "tests/frontends/test_accelerate.py::test_hooks_of_save_state_are_refused_by_name_unless_they_are_ignored"
+    ),
+    Case("storage/local/store.py:_outsiders", "make a copy without links"): (
+        "tests/hints/test_store.py::test_a_store_of_links_can_be_copied_as_doctor_advises"
+    ),
     Case("frontends/interchange/torch_files.py:", "call torch_save_to_casckpt of casckpt.frontends.convert there"): (
         "tests/frontends/interchange/test_torch_files.py::test_the_error_for_a_class_from_the_saving_script_names_the_class"
     ),

@@ -11,12 +11,10 @@ from zoneinfo import TZPATH, ZoneInfo
 
 import pytest
 import torch
-from torch.distributed.tensor import DTensor, Replicate
 
 import casckpt
 from casckpt.errors import InvalidInput
 from tests.support.hints import Messages, follows
-from tests.tensors.test_dtensors import pretending
 
 Store = casckpt.Store
 
@@ -87,27 +85,6 @@ def zone_file() -> Path:
             return Path(folder, "UTC")
     tzdata = pytest.importorskip("tzdata.zoneinfo")
     return Path(tzdata.__file__).with_name("UTC")
-
-
-@follows("format/metrics.py:python_value", "pass its full_tensor()")
-def test_the_full_tensor_of_a_dtensor_can_be_a_metric(store: Store, messages: Messages) -> None:
-    with pretending((1,)) as ranks:
-        for mesh in ranks:
-            loss = DTensor.from_local(torch.tensor(0.5), mesh, [Replicate()], run_check=False)
-            with messages.error(InvalidInput) as advice:
-                store.save({"x": 1}, run="a", step=1, metrics={"loss": loss}, no_dist=True)
-            advice.says("full_tensor()")
-            store.save({"x": 1}, run="a", step=1, metrics={"loss": loss.full_tensor()}, no_dist=True)
-    assert store.get("a@1").metrics == {"loss": 0.5}
-
-
-@follows("format/metrics.py:_items", "convert it with str()")
-def test_metadata_is_accepted_with_keys_that_are_strings(store: Store, messages: Messages) -> None:
-    with messages.error(InvalidInput) as advice:
-        store.save({"x": 1}, run="a", step=1, metadata={3: "three"})  # type: ignore[dict-item]
-    advice.says("convert it with str()")
-    store.save({"x": 1}, run="a", step=1, metadata={str(3): "three"})
-    assert store.get("a@1").metadata == {"3": "three"}
 
 
 # rules

@@ -88,7 +88,7 @@ def test_a_new_store_can_be_made_without_the_setting_that_requires_one(store_pat
     assert len(casckpt.open(store_path, create=False).checkpoints()) == 1
 
 
-@follows("repository/repository.py:Repository._is_free", "set CASCKPT_CREATE=1 once (or pass create=True)")
+@follows("repository/repository.py:Repository._is_free", "=1 once (or pass create=True)")
 def test_a_missing_mount_comes_back_or_a_new_store_is_made_on_the_disk_below(
     saved: Store, store_path: Path, tmp_path: Path, messages: Messages, monkeypatch: pytest.MonkeyPatch
 ) -> None:

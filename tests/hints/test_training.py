@@ -195,7 +195,7 @@ def test_a_model_with_other_names_is_not_left_random_by_the_advice(store: Store,
     assert torch.equal(alike(torch.ones(1, 4)), saved(torch.ones(1, 4)))
 
 
-@follows("loading/options.py:advising", "load with …, which does")
+@follows("frontends/stores.py:advising", "load with …, which does")
 def test_an_argument_that_resume_does_not_take_is_taken_by_the_call_that_it_names(
     store: Store, model: Two, messages: Messages
 ) -> None:

@@ -24,9 +24,9 @@ STATE = {"w": torch.arange(6.0), "x": [1]}
     [
         ({"healthy": 1}, "healthy=1 is not valid"),
         ({"healthy": "no"}, "healthy='no' is not valid"),
-        ({"lineage": 3}, "lineage must be a dict"),
-        ({"lineage": {"replicas": []}}, "lineage has the name 'replicas': use one of resumed_from"),
-        ({"lineage": {"resumed_from": {1, 2}}}, r"lineage\['resumed_from'\] is a set"),
+        ({"lineage": 3}, "a int instead of a dict"),
+        ({"lineage": {"replicas": []}}, "cannot hold 'replicas': pass plain data under the names resumed_from"),
+        ({"lineage": {"resumed_from": {1, 2}}}, r"lineage\['resumed_from'\]"),
     ],
 )
 def test_invalid_options_of_a_save_are_rejected(arguments: dict[str, Any], error: str) -> None:

@@ -1,200 +1,162 @@
-"""Whether a program may create a store where one was before: on a missing mount, in a deleted folder, or never."""
+"""If a checkpoint is purged during a read, every front end raises Gone, and never Damaged."""
 
 from __future__ import annotations
 
-import logging
-import os
-import shutil
-import subprocess
-import sys
+import warnings
 from collections.abc import Callable
-from functools import partial
 from pathlib import Path
+from typing import Any, TypeAlias
 
 import pytest
 import torch
 from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.state_dict_loader import load
 
 import casckpt
-from casckpt import Checkpointer, Store
-from casckpt.errors import InvalidInput, NotFound
-from casckpt.frontends.dcp import StorageWriter
-from casckpt.repository import catalogue, repository
-from casckpt.storage.local.store import mount_point
-from tests.support import dcp
+from casckpt.contents import manifests
+from casckpt.contents.checkpoint import Checkpoint
+from casckpt.errors import Gone, NotFound
+from casckpt.format.keys import manifest_key
+from casckpt.frontends.dcp import StorageReader
+from casckpt.repository.repository import Repository
+from casckpt.store.store import Store
+from tests.support.faulty import FaultyStore, call_first, fail_before
+from tests.support.repositories import meanwhile, memory
+from tests.support.saves import reopened, same_state, small
+from tests.support.versions import changed
 
-STATE = {"w": torch.ones(3)}
-Program = Callable[[str, bool | None], object]
+pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is")
+
+REF = "run@1"
+Reader: TypeAlias = Callable[[Store, Checkpoint, Path], object]
+
+
+def first() -> dict[str, Any]:
+    generator = torch.Generator().manual_seed(1)
+    return {f"w{number}": torch.randn(48, 512, generator=generator).bfloat16() for number in range(3)}
+
+
+def second() -> dict[str, Any]:
+    return {key: changed(one, number) for number, (key, one) in enumerate(first().items())}
+
+
+def zeros() -> dict[str, Any]:
+    return {key: torch.zeros_like(one) for key, one in first().items()}
+
+
+def update(store: Store, held: Checkpoint, _: Path) -> None:
+    """Update a state, which reads frames."""
+    state = zeros()
+    store.update(state, REF, held=store.load(state, held))
+
+
+def through_dcp(store: Store, *_: object) -> None:
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", UserWarning)  # a warning about a single process
+            load(zeros(), storage_reader=StorageReader(store, REF))
+    except CheckpointException as error:
+        cause = next(iter(error.failures.values()))[0]
+        # If several errors were raised, DCP raises an AssertionError.
+        raise Gone(str(cause)) if type(cause) is AssertionError else cause from error
+
+
+def copy(store: Store, _: Checkpoint, folder: Path) -> None:
+    store.copy_to(folder / "copy", REF)
+
+
+READERS: dict[str, Reader] = {
+    "load": lambda store, _, __: store.load(zeros(), REF),
+    "update": update,
+    "update of nothing": lambda store, _, __: store.update(zeros(), REF, held=None),
+    "a part": lambda store, _, __: store.read(REF, keys=["w1"]),
+    "not verified": lambda store, _, __: store.read(REF, verify=False),
+    "dcp": through_dcp,
+    "a file": lambda store, _, folder: store.export(REF, folder / "all.safetensors"),
+    "a folder": lambda store, _, folder: store.export(REF, folder / "all"),
+    "torch.save": lambda store, _, folder: store.export(REF, folder / "all.pt"),
+    "a folder of DCP": lambda store, _, folder: store.export(REF, folder / "all", format="dcp"),
+    "download": lambda store, _, __: store.pre_download(REF),
+    "digests": lambda store, _, __: store.digests(REF),
+    "compare": lambda store, _, __: store.compare(zeros(), REF),
+    "copy": copy,
+}
 
 
 @pytest.fixture
-def mounts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A table of mounts, in which the folder ``disk`` is one."""
-    table, disk = tmp_path / "mounts", tmp_path / "disk"
-    disk.mkdir()
-    table.write_text(f"/dev/a / ext4 rw 0 0\n/srv/disk {disk} none rw,bind 0 0\n")
-    for module in (catalogue, repository):
-        monkeypatch.setattr(module, "mount_point", partial(mount_point, mounts=table))
-    monkeypatch.setenv("CASCKPT_CACHE_DIR", str(tmp_path / "cache"))
-    monkeypatch.delenv("CASCKPT_CREATE", raising=False)
-    return table
+def faults() -> FaultyStore:
+    return FaultyStore(memory(near=False))
 
 
-def save(url: str, create: bool | None = None) -> Store:
-    store = casckpt.open(url, create=create)
-    store.save(STATE, run="r", step=1)
-    return store
+@pytest.fixture
+def store(faults: FaultyStore, tmp_path: Path) -> Store:
+    """A store with run@0 and run@1, whose cells are deltas against those of run@0, on a host without a cache."""
+    made = small(faults)
+    made.save(first(), run="run", step=0)
+    made.save(second(), run="run", step=1, compress="always")
+    made.save(zeros(), run="run", step=2)
+    return Store(Repository(faults, tmp_path / "cache"))
 
 
-def save_async(url: str, create: bool | None = None) -> object:
-    return casckpt.open(url, create=create).save_async(STATE, run="r", step=1).result()
+def purge(faults: FaultyStore) -> None:
+    """Act as a gc on a different host that keeps only the newest checkpoint."""
+    Store(Repository(faults.inner)).gc(keep_last=1, min_age=0, wait=0)
 
 
-def resume(url: str, create: bool | None = None) -> object:
-    return Checkpointer(url, run="r", create=create).resume(torch.nn.Linear(1, 1))
-
-
-def resume_healthy(url: str, create: bool | None = None) -> object:
-    return Checkpointer(casckpt.open(url), run="r", create=create).resume(torch.nn.Linear(1, 1), healthy=True)
-
-
-def look(url: str, create: bool | None = None) -> object:
-    return Checkpointer(url, run="r", create=create).contains_checkpoint()
-
-
-def check(url: str, create: bool | None = None) -> object:
-    casckpt.open(url, create=create).check(STATE, run="r")
-    return None
-
-
-def save_with_dcp(url: str, create: bool | None = None) -> object:
-    try:
-        return dcp.save(dict(STATE), StorageWriter(casckpt.open(url, create=create), run="r", step=1))
-    except CheckpointException as error:
-        raise dcp.causes(error)[0] from error
-
-
-def init(url: str, create: bool | None = None) -> object:
-    return casckpt.open(url, create=create).create()
-
-
-PROGRAMS: list[Program] = [save, save_async, resume, resume_healthy, look, check, save_with_dcp, init]
-
-
-def unmount(mounts: Path) -> None:
-    """Leave the empty folder below, as an unmounted disk does."""
-    shutil.rmtree(mounts.parent / "disk/ckpts")
-    mounts.write_text("/dev/a / ext4 rw 0 0\n")
-
-
-@pytest.mark.parametrize("program", PROGRAMS)
-def test_no_program_takes_a_missing_mount_for_a_new_store(program: Program, mounts: Path) -> None:
-    disk = mounts.parent / "disk"
-    save(str(disk / "ckpts"))
-    unmount(mounts)
-    with pytest.raises(NotFound, match=rf"nothing is mounted at {disk} now: mount it.*CASCKPT_CREATE=1"):
-        program(str(disk / "ckpts"), None)
-    assert [*disk.iterdir()] == []
-
-
-def test_the_advice_for_a_missing_mount_works(mounts: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    url = str(mounts.parent / "disk/ckpts")
-    first, table = save(url), mounts.read_text()
-    unmount(mounts)
-    with pytest.raises(NotFound):
-        first.save(STATE, run="r", step=2)  # in a job that had the store open
-    save(url, create=True)
-    shutil.rmtree(url)
-    assert resume(url) is None, "the new store was on the disk below, so its mount is not missing"
-    save(url)
-    mounts.write_text(table)
-    assert casckpt.open(url).checkpoints()
-    unmount(mounts)
-    with pytest.raises(NotFound):
-        resume(url)
-    monkeypatch.setenv("CASCKPT_CREATE", "1")
-    assert resume(url) is None
-    assert save(url).exists()
-
-
-def test_a_link_to_a_store_on_a_missing_mount_is_not_followed_to_the_disk_below(mounts: Path) -> None:
-    link = mounts.parent / "link"
-    link.symlink_to(mounts.parent / "disk/ckpts")
-    (mounts.parent / "disk/ckpts").mkdir()
-    save(str(link))
-    unmount(mounts)
-    with pytest.raises(NotFound, match="nothing is mounted"):
-        resume(str(link))
-
-
-def test_a_deleted_store_is_created_again_with_one_warning(mounts: Path, caplog: pytest.LogCaptureFixture) -> None:
-    url = str(mounts.parent / "disk/ckpts")
-    with caplog.at_level(logging.INFO, "casckpt"):
-        save(url)
-    assert f"created a new store at {url}" in caplog.text
-    assert "is gone" not in caplog.text
-    shutil.rmtree(url)
-    caplog.clear()
-    checkpointer = Checkpointer(url, run="r")
-    assert checkpointer.resume(torch.nn.Linear(1, 1)) is None
-    checkpointer.save(1, torch.nn.Linear(1, 1))
-    checkpointer.close()
-    assert caplog.text.count(f"the store at {url} is gone") == 1
-
-
-@pytest.mark.parametrize("program", PROGRAMS)
-@pytest.mark.parametrize("by", ["argument", "environment"])
-def test_a_job_that_continues_can_require_a_store(
-    program: Program, by: str, mounts: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("reader", READERS)
+def test_a_checkpoint_purged_while_its_bytes_are_read_is_reported_as_gone(
+    store: Store, faults: FaultyStore, tmp_path: Path, reader: str
 ) -> None:
-    url = str(mounts.parent / "never")
-    if by == "environment":
-        monkeypatch.setenv("CASCKPT_CREATE", "0")
-    with pytest.raises(NotFound, match="requires one: check the path"):
-        program(url, False if by == "argument" else None)
-    assert not Path(url).exists()
+    held, mine = store.get("run@0"), store.get(REF)
+    for ref in set(mine._manifest.blobs) - set(held._manifest.blobs):
+        faults.inject(call_first("open", meanwhile(lambda: purge(faults)), key=f"*/{ref.hash}.safetensors"))
+    with pytest.raises(Gone, match=r"run@1 \(.* was purged"):
+        READERS[reader](store, held, tmp_path)
+    assert not list(tmp_path.glob("all*")), "what was begun is not left behind"
 
 
-def test_the_first_job_of_all_needs_no_setting(mounts: Path, caplog: pytest.LogCaptureFixture) -> None:
-    url = str(mounts.parent / "disk/new")
-    assert resume(url) is None
-    save(url)
-    assert [record for record in caplog.records if record.levelno >= logging.WARNING] == []
+@pytest.mark.parametrize("reader", READERS)
+def test_a_checkpoint_purged_while_its_manifest_is_read_is_reported_as_gone(
+    store: Store, faults: FaultyStore, tmp_path: Path, reader: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(manifests, "WHOLE_BYTES", 0)
+    held = store.get("run@0")
+    key = manifest_key(store.get(REF).commit.txid, store.get(REF).commit.id)
+    faults.inject(call_first("open", meanwhile(lambda: purge(faults)), key=key))
+    with pytest.raises(Gone, match=r"run@1 \(.* was purged"):
+        READERS[reader](store, held, tmp_path)
 
 
-def test_the_environment_accepts_only_0_and_1(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setenv("CASCKPT_CREATE", "no")
-    with pytest.raises(InvalidInput, match="0 requires a store, and 1 allows a new one"):
-        casckpt.open(tmp_path)
-    monkeypatch.setenv("CASCKPT_CREATE", "0")
-    assert save(str(tmp_path / "x"), create=True).exists(), "an argument wins"
+def test_following_the_advice_in_a_gone_error_helps(store: Store, faults: FaultyStore) -> None:
+    faults.inject(call_first("open", meanwhile(lambda: purge(faults)), key="*.safetensors"))
+    with pytest.raises(NotFound, match="lease=True") as caught:
+        store.load(zeros(), REF)
+    assert caught.value.checkpoints
+    state = zeros()
+    state["w0"] += 1
+    store.load(state, "run@latest", lease=True)
+    assert same_state(state, zeros())
 
 
-_REAL = """
-import subprocess, sys
-from pathlib import Path
-from casckpt.errors import NotFound
-from casckpt.repository.repository import open_repository
-disk, other = Path("disk").absolute(), Path("other").absolute()
-subprocess.run(["mount", "--bind", other, disk], check=True)
-assert open_repository(disk / "ckpts", cache_dir="cache").create()
-subprocess.run(["umount", disk], check=True)
-try:
-    open_repository(disk / "ckpts", cache_dir="cache").create()
-except NotFound as error:
-    assert f"nothing is mounted at {disk} now" in str(error)
-else:
-    raise SystemExit("it created a store")
-subprocess.run(["mount", "--bind", other, disk], check=True)
-assert not open_repository(disk / "ckpts", cache_dir="cache").create()
-"""
+def test_a_checkpoint_with_a_lease_is_kept_during_a_read(store: Store, faults: FaultyStore) -> None:
+    faults.inject(call_first("open", meanwhile(lambda: purge(faults)), key="*.safetensors"))
+    state = zeros()
+    store.load(state, REF, lease=True)
+    assert same_state(state, second())
 
 
-@pytest.mark.skipif(
-    os.geteuid() != 0 or subprocess.run(["unshare", "-m", "true"], capture_output=True, check=False).returncode != 0,
-    reason="only root can mount, in a namespace of its own",
-)
-def test_a_real_bind_mount_is_missed(tmp_path: Path) -> None:
-    for name in ("disk", "other"):
-        (tmp_path / name).mkdir()
-    subprocess.run(["unshare", "-m", sys.executable, "-c", _REAL], cwd=tmp_path, check=True)
+def test_a_server_answers_requests_for_a_purged_checkpoint_with_404(store: Store, faults: FaultyStore) -> None:
+    pytest.importorskip("uvicorn", reason="needs casckpt[serve]")
+    from tests.support.serving import serving
+
+    with serving(reopened(store)) as served:
+        faults.inject(fail_before("put", key="tags/*", times=99))  # as in a read-only store, there is no lease
+        faults.inject(call_first("open", meanwhile(lambda: purge(faults)), key="*.safetensors"))
+        said = served.get("/run/resolve/1/model.safetensors")
+    assert (said.status, said.headers["X-Error-Code"]) == (404, "RevisionNotFound")
+    assert "was purged while it was read" in said.headers["X-Error-Message"]
+
+
+def test_the_error_gone_is_a_kind_of_not_found() -> None:
+    assert issubclass(casckpt.errors.Gone, FileNotFoundError)
+    assert (Gone.kind, Gone.exit_status) == ("gone", 3)

@@ -9,7 +9,7 @@ from multiprocessing import forkserver
 from multiprocessing.context import ForkServerContext
 from pathlib import Path
 
-_PEERS = ("transformers.trainer", "lightning.pytorch", "megatron.core")
+_PEERS = ("transformers.trainer", "diffusers.training_utils", "lightning.pytorch", "megatron.core")
 """Their imports take one to three seconds of CPU time each."""
 
 

@@ -68,8 +68,7 @@ def command(
         destination, storage_options=dict(dst_options), cache_dir=session.cache_dir, single_writer=session.single_writer
     )
     part = _part()
-    if run is not None:
-        doubt(session.store, run)
+    doubt(session.store, run)
     with progress_bar("copying") as done:
         result = session.store.copy_to(
             target, *refs, run=run, tags=tags, jobs=jobs, part=part, blob_bytes=blob_size, compress=compress,
@@ -86,11 +85,8 @@ def _described(result: CopyResult) -> dict[str, Any]:
         brief(one.commit) | {"kind": one.error.kind, "blob": one.error.blob, "why": str(one.error)}
         for one in result.failed
     ]
-    found = {name: plain(getattr(result, name)) for name in ("copied", "restored", "present", "left")}
-    found |= {"failed": failed, "records": plain(result.records)}
-    found |= {"tags": list(result.tags), "tags_left": dict(result.tags_left)}
-    found |= {"blobs_copied": result.blobs, "bytes_copied": result.nbytes}
-    return found | {"made_store": result.made_store, "dry_run": result.dry_run}
+    found = plain(result)
+    return found | {"failed": failed, "blobs_copied": found.pop("blobs"), "bytes_copied": found.pop("nbytes")}
 
 
 def _part() -> tuple[int, int]:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, Unpack
 
 import click
 
-from casckpt.cli.describe import brief
+from casckpt.cli.describe import brief, plain
 from casckpt.cli.progress import progress_bar
 from casckpt.cli.session import Session, store_command
 from casckpt.cli.text import count, name, printable, say, say_all, shortened, size, summed
@@ -79,17 +79,8 @@ def command(session: Session, ref: str, out: str, **options: Unpack[ExportOption
     with progress_bar("exporting") as done:
         options["progress"] = done
         exported = export(session.store, checkpoint, out, **options)
-    result = {
-        "format": exported.format,
-        "files": [str(path) for path in exported.files],
-        "tensors": exported.tensors,
-        "bytes": exported.nbytes,
-        "attachments": list(exported.attachments),
-        "left_out": list(exported.left_out),
-        "skipped": list(exported.skipped),
-        "prefix": exported.prefix,
-        "notes": list(exported.notes),
-    }
+    result = {name: value for name, value in plain(exported).items() if name not in ("checkpoint", "nbytes")}
+    result |= {"files": [str(path) for path in exported.files], "bytes": exported.nbytes}
     is_file = len(exported.files) == 1 and Path(exported.files[0]).name == Path(out).name
     session.give(brief(checkpoint) | result, partial(_text, is_file=is_file, wanted=options["attachments"]))
 

@@ -6,7 +6,7 @@ from typing import Any
 
 import click
 
-from casckpt.cli.describe import brief
+from casckpt.cli.describe import brief, plain
 from casckpt.cli.session import Session, store_command
 from casckpt.cli.text import name, printable, say_all
 from casckpt.cli.types import FORGOTTEN, REF
@@ -44,9 +44,7 @@ def restore(session: Session, refs: tuple[str, ...], *, whole: bool, dry_run: bo
     """
     result = session.store.restore_many(*refs, whole=whole, dry_run=dry_run, check=False)
     failed = [brief(one.commit) | {"kind": one.error.kind, "why": str(one.error)} for one in result.failed]
-    found: dict[str, Any] = {"restored": [brief(one) for one in result.restored], "failed": failed}
-    found |= {"left": [brief(one) for one in result.left], "dry_run": dry_run}
-    session.give(found, _restored_text)
+    session.give(plain(result) | {"failed": failed}, _restored_text)
     return max((one.error.exit_status for one in result.failed), key=(0, 1, 3, 5, 4).index, default=0)
 
 

@@ -16,6 +16,7 @@ from casckpt.cli.types import AT_LEAST_ONE, DURATION, REF, RUN, keep_options
 
 if TYPE_CHECKING:
     from casckpt.plan.retention import KeepRules
+    from casckpt.store.types import Deferred, GcResult
 
 
 @store_command("thin")
@@ -47,8 +48,7 @@ def thin(
     of each run remain whole. A thinned checkpoint keeps its id, name and tags. `casckpt restore --whole` can bring the
     tensors back until a gc purges the old commit, by default a day later. That gc also frees the space.
     """
-    if run is not None:
-        doubt(session.store, run)
+    doubt(session.store, run)
     session.give(
         plain(session.store.thin(*refs, drop=drop, run=run, tagged=tagged, dry_run=dry_run, **keep)), thinned_text
     )
@@ -71,9 +71,6 @@ def thinned_text(result: dict[str, Any], *, with_space: bool = True) -> None:
     if result["shared_bytes"] and with_space:
         say(f"{size(result['shared_bytes'])} more will be freed once other checkpoints no longer need them")
 
-
-if TYPE_CHECKING:
-    from casckpt.store.types import Deferred, GcResult
 
 _OLD: Final = "the old locations of "  # of a rewritten checkpoint
 # fields that are set when a gc fails
@@ -132,8 +129,7 @@ def command(
     """
     if thin_keep_last is not None and not thin:
         raise click.UsageError("--thin-keep-last requires --thin: also pass --thin PATTERN")
-    if options["run"] is not None:
-        doubt(session.store, options["run"])
+    doubt(session.store, options["run"])
     rule = {"drop": thin, "keep_last": thin_keep_last or 1} if thin else None
     try:
         with progress_bar("deleting", of_bytes=False) as done:

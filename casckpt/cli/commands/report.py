@@ -119,8 +119,7 @@ def stats(session: Session, *, by: tuple[str, ...], run: str | None, **rules: An
     result = plain(session.store.stats())
     given: Any = {name: list(value) if isinstance(value, tuple) else value for name, value in rules.items()}
     if by or any(value is not None and value != [] for value in given.values()):
-        if run is not None:
-            doubt(session.store, run)
+        doubt(session.store, run)
         found = plain(session.store.footprint(run, branches="key" in by, **given))
         found["runs"] = _runs(session, run) if "run" in by else []
         result |= {f"by_{one}": found[_PARTS[one]] for one in by}

@@ -13,13 +13,14 @@ from lightning.fabric.plugins import CheckpointIO, TorchCheckpointIO
 from lightning.pytorch import Callback, Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint, Timer
 
+from casckpt.base.exit_status import ReportedFuture
 from casckpt.contents.checkpoint import Checkpoint
 from casckpt.errors import CasckptError, InvalidInput
 from casckpt.frontends.interchange.new_files import new_file
 from casckpt.frontends.lightning.files import AnyPath, Pointer, RunFiles
 from casckpt.frontends.stores import AnyStore, as_store, check_foreign
-from casckpt.frontends.trainer.saves import HeardFuture
 from casckpt.frontends.training_state.proof import Proof, prove
+from casckpt.frontends.training_state.settings import RECIPE, replaced_in, shown
 from casckpt.ranks.ranks import on_each, open_ranks
 from casckpt.store.types import Compress, SaveArguments
 from casckpt.tensors.values import OfObjects
@@ -62,7 +63,7 @@ class CasCheckpointIO(CheckpointIO):
         self._torch_io = TorchCheckpointIO()
         self._loaded: Checkpoint | None = None
         self._is_checked = False
-        self._waiting: list[HeardFuture] = []
+        self._waiting: list[ReportedFuture[Any]] = []
 
     def save_checkpoint(self, checkpoint: dict[str, Any], path: AnyPath, storage_options: Any = None) -> None:
         """Save a Lightning checkpoint, and write to ``path`` a file that names it. Rank 0 makes the call."""
@@ -179,7 +180,7 @@ class CasCheckpointIO(CheckpointIO):
 
     def _later(self, call: Callable[[], Any], *, after: Future[Any]) -> None:
         """Make a call in the thread of a save, once ``after`` is done."""
-        done = HeardFuture()
+        done = ReportedFuture[Any]()
 
         def run(_: Future[Any]) -> None:
             try:
@@ -202,12 +203,25 @@ class CasCheckpointCheck(Callback):
     If a value cannot be saved, the callback raises InvalidInput on every rank: for the optimizer's state after the
     first step, and for all other values before the first batch. ``prove``: when a resumed training starts, compare
     rank 0's live state with the checkpoint, as `Checkpointer.resume` does; ``proof`` has the result. To include what
-    other callbacks change when the training starts, put this callback last.
+    other callbacks change when the training starts, put this callback last. If a resume replaces settings of
+    schedulers, such as their length, the log names them.
     """
 
     def __init__(self, *, prove: bool = False) -> None:
         self._is_proving = prove
+        self._saved: Any = ()
         self.proof: Proof | None = None
+
+    def on_load_checkpoint(self, trainer: Trainer, pl_module: Any, checkpoint: dict[str, Any]) -> None:
+        """Note the saved schedulers."""
+        self._saved = checkpoint.get("lr_schedulers", ())
+
+    def on_fit_start(self, trainer: Trainer, pl_module: Any) -> None:
+        """Log a warning if the checkpoint will replace settings of schedulers."""
+        live = [config.scheduler for config in trainer.lr_scheduler_configs]
+        replaced = replaced_in(live, self._saved, "lr_schedulers")
+        if replaced and trainer.is_global_zero:
+            log.warning("the checkpoint replaces settings of schedulers: %s. See %s", shown(replaced), RECIPE)
 
     def on_train_start(self, trainer: Trainer, pl_module: Any) -> None:
         """Check the state when the training starts."""

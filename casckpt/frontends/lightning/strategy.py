@@ -15,13 +15,12 @@ from torch.optim import Optimizer
 from casckpt.errors import InvalidInput
 from casckpt.frontends.lightning.files import AnyPath, Pointer, RunFiles
 from casckpt.frontends.lightning.io import may_differ, monitored
-from casckpt.frontends.stores import AnyStore, as_store
+from casckpt.frontends.stores import AnyStore, advising, as_store
 from casckpt.frontends.trainer import Checkpointer
 from casckpt.frontends.trainer.events import OnEvent
 from casckpt.frontends.trainer.settings import TrainerArguments
 from casckpt.frontends.training_state.contents import TRAIN, GroupOptions
 from casckpt.frontends.training_state.proof import Proof
-from casckpt.loading.options import advising
 from casckpt.ranks.agreement import check_same
 from casckpt.ranks.ranks import everyone, on_each, open_ranks
 from casckpt.store.types import CheckReplicas, Owners

@@ -12,18 +12,19 @@ from functools import cache, partial
 from types import MappingProxyType, TracebackType
 from typing import TYPE_CHECKING, Any, Self, Unpack
 
+from casckpt.base.exit_status import ReportedFuture
 from casckpt.base.names import check_attachment_name, check_keywords, check_step
 from casckpt.base.text import in_one_line, listed
 from casckpt.contents.checkpoint import Checkpoint
-from casckpt.errors import CasckptError, Conflict, InvalidInput
-from casckpt.frontends.stores import AnyStore, as_store
+from casckpt.errors import CasckptError, Conflict, Damaged, InvalidInput, Refused, StorageError
+from casckpt.frontends.stores import AnyStore, advising, as_store
 from casckpt.frontends.trainer.events import CheckpointEvent, Events, of_checkpoint
 from casckpt.frontends.trainer.janitor import Janitor
 from casckpt.frontends.trainer.ownership import RunOwnership
 from casckpt.frontends.trainer.repeats import differing_keys, unsaved_labels
 from casckpt.frontends.trainer.resumed import Resumed, check_given, excuses, of_all_ranks, outcome_of
 from casckpt.frontends.trainer.run_checkpoints import RunCheckpoints, newest, newest_together
-from casckpt.frontends.trainer.saves import Failures, HeardFuture, SaveSummary, allowed, will_repeat
+from casckpt.frontends.trainer.saves import Failures, SaveSummary, allowed, will_repeat
 from casckpt.frontends.trainer.settings import DueArguments, Kind, StepArguments, TrainerArguments, TrainerSettings
 from casckpt.frontends.training_state.contents import (
     OPTIM,
@@ -43,7 +44,6 @@ from casckpt.frontends.training_state.proof import Proof
 from casckpt.frontends.training_state.proof import prove as prove_state
 from casckpt.frontends.training_state.stored import MODEL
 from casckpt.frontends.training_state.train_state import restore_rng, rng_state
-from casckpt.loading.options import advising
 from casckpt.ranks.ranks import Ranks, everyone, open_ranks, this_rank
 from casckpt.store.opening import throttled
 from casckpt.store.types import (
@@ -196,18 +196,18 @@ class Checkpointer(RunCheckpoints):
         `SaveOnSignal` does so. ``keeps``: if False, raise Conflict.
         """
         begun = time.monotonic()
-        begin = self._begin(step, options)
-        with self._reporting(begin.ranks, step):
-            state = state_to_save(begin.ranks, model, optim, train_state)
-            kept = self._kept(begin, state, model, options, keeps=keeps)
-            saved = kept or self.store.save(state, run=self.run, step=step, **self._arguments(begin, model, options))
+        ranks, _, waits, existing = self._begin(step, options)
+        with self._reporting(ranks, step):
+            state = state_to_save(ranks, model, optim, train_state)
+            kept = existing and self._kept(existing, ranks, state, model, options, keeps=keeps)
+            saved = kept or self.store.save(state, run=self.run, step=step, **self._save_arguments(model, **options))
         self._failures.note(None)
         self.saved_step = saved.step
         if kept is None:
             self._files.clear()
             seconds = time.monotonic() - begun
-            summary = SaveSummary(checkpoint=saved, blocked=seconds, durable=seconds, waits=begin.waits)
-            self._after(summary, begin.ranks, options.get("metrics"))
+            summary = SaveSummary(checkpoint=saved, blocked=seconds, durable=seconds, waits=waits)
+            self._after(summary, ranks, options.get("metrics"))
         return saved
 
     def save_async(
@@ -233,17 +233,15 @@ class Checkpointer(RunCheckpoints):
         self, step: int, model: TrainModel, optim: Any, train_state: Any, options: StepArguments, *, keeps: bool
     ) -> Future[Checkpoint]:
         """Implement `save_async`. ``keeps``: see `save_or_keep`."""
-        begun, done = time.monotonic(), HeardFuture()
-        begin = self._begin(step, options)
-        ranks, waits = begin.ranks, begin.waits
+        begun, done = time.monotonic(), ReportedFuture[Checkpoint]()
+        ranks, is_foreground, waits, existing = self._begin(step, options)
         with self._reporting(ranks, step):
             state = state_to_save(ranks, model, optim, train_state)
-            if (kept := self._kept(begin, state, model, options, keeps=keeps)) is not None:
+            if existing and (kept := self._kept(existing, ranks, state, model, options, keeps=keeps)):
                 self.saved_step = step
                 done.set_result(kept)
                 return done
-            arguments = self._arguments(begin, model, options)
-            saving = self.store.save_async(state, run=self.run, step=step, **arguments)
+            saving = self.store.save_async(state, run=self.run, step=step, **self._save_arguments(model, **options))
         blocked = time.monotonic() - begun
 
         def finish(saving: Future[Checkpoint]) -> None:
@@ -252,8 +250,8 @@ class Checkpointer(RunCheckpoints):
                     saved = saving.result()
                 durable, copied = time.monotonic() - begun, getattr(saving, "bytes_copied", 0)
                 summary = SaveSummary(
-                    checkpoint=saved, blocked=blocked, durable=durable, waits=waits, bytes_copied=copied,
-                )  # fmt: skip
+                    checkpoint=saved, blocked=blocked, durable=durable, waits=waits, bytes_copied=copied
+                )
                 self._after(summary, ranks, options.get("metrics"))
             except BaseException as error:  # noqa: BLE001 - the future raises it; without this, it would never finish
                 done.set_exception(error)
@@ -263,7 +261,7 @@ class Checkpointer(RunCheckpoints):
         self._pending = _Pending(done, step, self.saved_step, self._files)
         self._files, self.saved_step = {}, step
         saving.add_done_callback(finish)
-        if begin.is_foreground:
+        if is_foreground:
             self.wait()
         return done
 
@@ -285,9 +283,7 @@ class Checkpointer(RunCheckpoints):
                 self.ownership.decide(
                     step, was_loaded=any(found), overwrites=self._overwrites({"overwrite": overwrite})
                 )
-            except Conflict:
-                raise
-            except CasckptError as error:  # it is decided before the next save
+            except (StorageError, Damaged, Refused) as error:  # it is decided before the next save
                 log.info("casckpt cannot look at run %s of %s: %s", self.run, self.store.url, error)
             return everyone(self.ownership.is_decided, ranks.size)
 
@@ -618,6 +614,7 @@ class Checkpointer(RunCheckpoints):
 
         Errors are only logged, because the checkpoint is saved.
         """
+        self.ownership.note_save(summary.checkpoint)
         if ranks.rank != 0:
             return
         saved, figures = summary.checkpoint, summary.figures  # now, while the manifest is still in memory
@@ -647,7 +644,6 @@ class Checkpointer(RunCheckpoints):
     def _warn_of_others(self, saved: Checkpoint) -> None:
         """Warn once, from the second save on, if something else saved the previous checkpoint of the run."""
         parent, is_first = saved.commit.committed.parent, self.summary is None
-        self.ownership.note_save(saved)
         is_own = parent is None or self.ownership.has_saved(parent)
         if not (is_own or is_first or self._warned_of_others):
             self._warned_of_others = True
@@ -681,8 +677,11 @@ class Checkpointer(RunCheckpoints):
         overwrite = options.get("overwrite")
         return self.config.overwrite if overwrite is None else overwrite
 
-    def _begin(self, step: int, options: StepArguments) -> _Begin:
-        """Wait for the background save and for the other ranks. Look for a checkpoint of ``step``.
+    def _begin(self, step: int, options: StepArguments) -> tuple[Ranks, bool, tuple[float, float], Checkpoint | None]:
+        """Wait for the background save and for the other ranks.
+
+        Return the ranks, whether they must also wait for the next save, the ``waits`` of its `SaveSummary`, and the
+        checkpoint of ``step`` that this object has loaded or saved, unless it is to be overwritten.
 
         If the save failed on any rank and the next save would fail in the same way, the error is raised on all ranks.
         So is Conflict, if ``step`` exists and this object has neither loaded nor saved it.
@@ -697,51 +696,44 @@ class Checkpointer(RunCheckpoints):
                 raise error
             return self._failures.too_many
 
-        def decide(found: Sequence[bool]) -> Sequence[tuple[bool, Commit | None, bool]]:
+        def decide(found: Sequence[bool]) -> Sequence[tuple[bool, Commit | None]]:
             saved = None if self._overwrites(options) else self.ownership.find(step)
-            is_own = saved is not None and self.ownership.has_saved(saved.id)
-            return everyone((any(found), None if saved is None else saved.commit, is_own), ranks.size)
+            return everyone((any(found), None if saved is None else saved.commit), ranks.size)
 
         self.start(step, overwrite=options.get("overwrite"))
-        waits, existing, is_own = ranks.exchange(look, decide)
-        if waits and ranks.rank == 0:
+        is_foreground, commit = ranks.exchange(look, decide)
+        if is_foreground and ranks.rank == 0:
             log.warning(
                 "%d consecutive saves of %s failed: the training waits for the next one", self._failures.count, self.run
             )
-        checkpoint = None if existing is None else Checkpoint(self.store.repository, existing)
-        return _Begin(ranks, waits, (settled - begun, time.monotonic() - settled), checkpoint, is_own)
-
-    def _arguments(self, begin: _Begin, model: TrainModel, options: StepArguments) -> SaveArguments:
-        """Return the arguments for `Store.save`. It replaces a checkpoint that has the same state."""
-        return {**self._save_arguments(model, **options), **({"overwrite": True} if begin.existing else {})}
+        existing = None if commit is None else Checkpoint(self.store.repository, commit)
+        return ranks, is_foreground, (settled - begun, time.monotonic() - settled), existing
 
     def _kept(
-        self, begin: _Begin, state: Mapping[str, Any], model: TrainModel, options: StepArguments, *, keeps: bool
+        self, saved: Checkpoint, ranks: Ranks, state: Any, model: TrainModel, options: StepArguments, *, keeps: bool
     ) -> Checkpoint | None:
-        """Return the checkpoint of a step that is already saved, if it stays. Return None if the step is to be saved.
+        """Return ``saved``, which is the checkpoint of the step, if it stays. Return None if it is to be overwritten.
 
         Raises Conflict on every rank if the model or the optimizer differ from the saved ones, unless the step was
         loaded and ``keeps`` is set.
         """
-        saved = begin.existing
-        if saved is None:
-            return None
         given = self._loaded[1].given if self._loaded is not None and self._loaded[0].id == saved.id else {}
-        differing, train = differing_keys(self.store, saved, state, model, **self._load_arguments(**given))
+        differing, minor = differing_keys(self.store, saved, state, model, **self._load_arguments(**given))
         text = f"{saved.run}@{saved.step} is already saved"
-        if differing and (begin.is_own or not keeps):
+        if differing and (self.ownership.has_saved(saved.id) or not keeps):
             raise Conflict(
                 f"{text}, and {listed(differing)} changed since. Save after advancing the step counter",
                 checkpoints=(saved.id,),
             )
         if not differing and saved.ephemeral and not options.get("ephemeral"):
+            options["overwrite"] = True
             return None
-        if begin.ranks.rank == 0:
-            self._tell_kept(text, saved.step, differing, train, unsaved_labels(saved, options))
+        if ranks.rank == 0:
+            self._tell_kept(text, saved.step, differing, minor, unsaved_labels(saved, options))
         return saved
 
     def _tell_kept(
-        self, text: str, step: int, differing: Sequence[str], train: Sequence[str], labels: Sequence[str]
+        self, text: str, step: int, differing: Sequence[str], minor: Sequence[str], labels: Sequence[str]
     ) -> None:
         """Log that a checkpoint of the same step stays, and emit an event."""
         if differing and not self._warned_of_repeat:
@@ -752,7 +744,7 @@ class Checkpointer(RunCheckpoints):
             )  # fmt: skip
         elif not differing:
             also = f"; its {' and '.join(labels)} are not stored" if labels else ""
-            since = f" (changed since: {listed(train)})" if train else ""
+            since = f" (changed since: {listed(minor)})" if minor else ""
             log.log(logging.WARNING if labels else logging.INFO, "%s%s%s", text, since, also)
         reason = "step_repeated" if differing else "already_saved"
         self._events.emit(CheckpointEvent(kind="skipped", run=self.run, step=step, reason=reason))
@@ -763,7 +755,7 @@ class Checkpointer(RunCheckpoints):
         ``to_save``: instead of logging an error that the next save would repeat, return it unless the caller has read
         it.
         """
-        pending, heard = self._pending, self._pending is not None and self._pending.future.is_heard
+        pending, heard = self._pending, self._pending is not None and self._pending.future.is_read
         error = self._end_pending()
         if pending is None or error is None:
             return None
@@ -789,24 +781,10 @@ class Checkpointer(RunCheckpoints):
 
 
 @dataclass(frozen=True)
-class _Begin:
-    """The beginning of a save. ``is_foreground``: whether the ranks wait for it. ``waits``: see `SaveSummary`.
-
-    ``existing``: the checkpoint of its step that this object has loaded or saved. ``is_own``: whether it saved it.
-    """
-
-    ranks: Ranks
-    is_foreground: bool
-    waits: tuple[float, float]
-    existing: Checkpoint | None
-    is_own: bool
-
-
-@dataclass(frozen=True)
 class _Pending:
     """A background save. ``saved_step``, ``files``: the checkpointer's saved step and files before the save."""
 
-    future: HeardFuture
+    future: ReportedFuture[Checkpoint]
     step: int
     saved_step: int | None
     files: dict[str, bytes]

@@ -29,7 +29,7 @@ class RunOwnership:
 
     def __init__(self, of: RunCheckpoints, rotation: Rotation) -> None:
         self.to_resume = "resume()"
-        self.is_decided = False
+        self.is_decided = self._continues = False
         self.removable = set[str]()
         self._of, self._rotation = of, rotation
         self._saved = set[str]()
@@ -37,10 +37,11 @@ class RunOwnership:
 
     def reset(self) -> None:
         """Decide anew, because this object begins another training."""
-        self.is_decided, self._saved, self._loaded = False, set(), None
+        self.is_decided = self._continues = False
 
     def note_save(self, saved: Checkpoint) -> None:
         """Note that this object has saved a checkpoint."""
+        self._continues = True
         self._saved.add(saved.id)
         self.removable.add(saved.id)
 
@@ -54,7 +55,7 @@ class RunOwnership:
         is_last = last is None or last.id == loaded.id
         visible = [] if is_last and self._rotation.is_empty else self._visible()
         if loaded.run == self._of.run:
-            self._loaded = loaded.id
+            self._loaded, self._continues = loaded.id, True
             self.removable.update(one.id for one in visible)
         if last is not None and not is_last and (later := [one.step for one in visible if one.step > loaded.step]):
             log.warning(
@@ -81,7 +82,7 @@ class RunOwnership:
         """
         if self.is_decided:
             return
-        found = [] if self._loaded or self._saved or newest(self._of.store, self._of.run) is None else self._visible()
+        found = [] if self._continues or newest(self._of.store, self._of.run) is None else self._visible()
         foreign = [one for one in found if one.id not in saved_here]
         is_later = all(step > one.step for one in found)
         if not (was_loaded or is_later or overwrites):

@@ -17,18 +17,20 @@ from casckpt.store.types import LoadArguments
 def differing_keys(
     store: Store, saved: Checkpoint, state: Mapping[str, Any], model: Any, **given: Unpack[LoadArguments]
 ) -> tuple[list[str], list[str]]:
-    """Return the keys of models and optimizers that differ from ``saved``, and those of the train state.
+    """Return the keys of models and optimizers that differ from ``saved``, and of what does not count.
 
-    Every rank makes the call with the state that it would save. ``given``: the arguments of the load of ``saved``.
+    The train state and the options of groups, such as the learning rate, do not count: loops set them anew. Every rank
+    makes the call with the state that it would save. ``given``: the arguments of the load of ``saved``.
     Raises the errors of `Store.compare`.
     """
+    minor = (TRAIN, *(f"{key}.param_groups" for key in state))
     try:
-        proof = prove(store, saved, state, model, excused={TRAIN: "may differ"}, as_stored=True, **given)
+        proof = prove(store, saved, state, model, excused=dict.fromkeys(minor, "may differ"), as_stored=True, **given)
     except (Mismatch, MissingKey) as error:  # the second, for example, because it was thinned
-        return list(error.keys) or ["model"], []
+        return sorted(error.keys) or ["model"], []
     differing = sorted(proof.unproved)
-    train = [key for key in differing if f"{key}.".startswith(f"{TRAIN}.")]
-    return [key for key in differing if key not in train], train
+    rest = [key for key in differing if not f"{key}.".startswith(tuple(f"{start}." for start in minor))]
+    return rest, [key for key in differing if key not in rest]
 
 
 def unsaved_labels(saved: Checkpoint, options: StepArguments) -> list[str]:

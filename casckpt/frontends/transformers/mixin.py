@@ -33,7 +33,7 @@ from casckpt.base.lazy import cached_property
 from casckpt.base.names import LATEST, check_keywords
 from casckpt.contents.checkpoint import Checkpoint
 from casckpt.errors import InvalidInput, Mismatch, NotFound, Unsupported
-from casckpt.frontends.stores import AnyStore, as_store
+from casckpt.frontends.stores import AnyStore, advising, as_store
 from casckpt.frontends.trainer import Checkpointer, CheckpointerConfig, SaveOnSignal
 from casckpt.frontends.trainer.run_checkpoints import newest, warn_of_similar
 from casckpt.frontends.trainer.settings import TrainerArguments
@@ -48,7 +48,6 @@ from casckpt.frontends.transformers.callback import (
     logged_metrics,
     path_within,
 )
-from casckpt.loading.options import advising
 from casckpt.ranks.agreement import check_same
 from casckpt.ranks.ranks import everyone, on_each, open_ranks
 from casckpt.store.types import Commit
@@ -213,9 +212,9 @@ class CasTrainerMixin(Trainer):
         Every rank makes the call, before a save. As in `Trainer`, a best step that was not saved changes nothing.
         """
         state, best = self.state, self.state.best_global_step
-        if best and best != state.global_step and state.best_model_checkpoint != f"{self._run}@{best}":
-            if self.checkpointer.newest_of_all_ranks(best) is not None:
-                state.best_model_checkpoint = f"{self._run}@{best}"
+        is_named = best in (None, state.global_step) or state.best_model_checkpoint == f"{self._run}@{best}"
+        if not is_named and self.checkpointer.newest_of_all_ranks(best) is not None:
+            state.best_model_checkpoint = f"{self._run}@{best}"
         run, _, step = (state.best_model_checkpoint or "").rpartition("@")
         if run == self._run and self.args.save_total_limit is not None:
             config, rotation = self.checkpointer.config, self.checkpointer._rotation
@@ -421,10 +420,6 @@ class CasTrainerMixin(Trainer):
     def _check_first_steps(self) -> None:
         self.checkpointer.check_first_steps(self.model, self._optim(), self._train_state())
 
-    def _ask_for_signal(self, step: int) -> bool:
-        self._signal = self._received.received(step) if self._signals else 0
-        return self._signal != 0
-
 
 @dataclass
 class _Resumed:
@@ -451,7 +446,9 @@ class _Watch(TrainerCallback):
         self._trainer._check_first_steps()
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: object) -> None:
-        if self._trainer._ask_for_signal(state.global_step):
+        trainer = self._trainer
+        trainer._signal = trainer._received.received(state.global_step) if trainer._signals else 0
+        if trainer._signal:
             control.should_save = control.should_training_stop = True
         else:
-            self._trainer._check_first_steps()
+            trainer._check_first_steps()

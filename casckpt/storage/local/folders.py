@@ -16,6 +16,7 @@ from casckpt.storage.local import syscalls
 
 _FOLDER = os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC
 _NO_FOLDER_SYNC = (errno.EINVAL, errno.EOPNOTSUPP, errno.ENOSYS)  # file systems that do not need folder syncs
+_STAYS = (errno.ENOENT, errno.ENOTEMPTY, errno.EEXIST, errno.EACCES, errno.EPERM)  # the last two: not this user's
 _REMEMBERED = 4096  # folders
 _PUT_BACK = "restore the original from a copy of the store, or move this out of the store"
 
@@ -63,13 +64,16 @@ class Folders:
         """Remove an empty folder. The root and its parents are removed only if this instance created them."""
         parent, _, name = folder.rpartition("/")
         self._anchored.discard(folder)
-        with _unless_needed():
+        try:
             if name:
                 with self.open(parent) as above:
                     os.rmdir(name, dir_fd=above)
             while not name and self._made:
                 self._made[-1].rmdir()
                 self._made.pop()
+        except OSError as error:
+            if error.errno not in _STAYS:
+                raise
 
     def _open_root(self, create: bool) -> int:
         try:
@@ -108,10 +112,9 @@ class Folders:
         with suppress(FileExistsError):
             os.mkdir(name, dir_fd=above)
             self._anchored.discard(path)
-            made = _open_inside(above, name, self.root, path)
-            syscalls.share(made, self.shared_bits)
-            return made
-        return _open_inside(above, name, self.root, path)
+        made = _open_inside(above, name, self.root, path)
+        syscalls.share(made, self.shared_bits)
+        return made
 
     @cached_property
     def shared_bits(self) -> int:
@@ -139,16 +142,6 @@ class Folders:
             self._sync(fd)
         finally:
             os.close(fd)
-
-
-@contextmanager
-def _unless_needed() -> Iterator[None]:
-    """Suppress the errors raised for a folder that is not empty, does not exist, or that another user must remove."""
-    try:
-        yield
-    except OSError as error:
-        if error.errno not in (errno.ENOENT, errno.ENOTEMPTY, errno.EEXIST, errno.EACCES, errno.EPERM):
-            raise
 
 
 def _open_inside(above: int, name: str, root: Path, path: str) -> int:

@@ -23,7 +23,7 @@ from casckpt.format.names import BlobHash, TxId
 from casckpt.format.sections.blobs import BlobRef
 from casckpt.history.commits import Commit, CommitList, list_commits, list_names, restore
 from casckpt.history.folding import Holdings
-from casckpt.history.tags import Tag, get_tag, list_tags, set_tag
+from casckpt.history.tags import Tag, TagList, get_tag, list_tags, set_tag
 from casckpt.repository.reading import check_requirements
 from casckpt.repository.repository import Repository
 from casckpt.upkeep.copies.mirror_notes import NO_STORE, made_at, note, take_back, unmirrored
@@ -368,7 +368,7 @@ def _with_tags(source: Repository, target: Repository, result: CopyResult, with_
     """
     there = {commit.id: commit for commit in list_commits(target).visible()} if target.exists() else {}
     here = {one.id for one in (*result.copied, *result.restored, *result.present) if result.dry_run or one.id in there}
-    found, before = list_tags(source), list_tags(target)
+    found, before = list_tags(source), list_tags(target) if target.exists() else TagList({}, {})
     if with_tags:
         found.raise_damage()
     wanted, left = [], {name: str(error) for name, error in found.damaged.items()}

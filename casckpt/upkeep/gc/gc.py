@@ -21,21 +21,20 @@ from __future__ import annotations
 
 import logging
 import time
-from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any, TypeAlias, TypedDict, Unpack
+from typing import TypeAlias, TypedDict, Unpack
 
 from casckpt.base.parallel import in_parallel
 from casckpt.base.progress import Progress, silent
 from casckpt.contents import blobs
 from casckpt.contents.signatures import remove_signatures
-from casckpt.errors import Conflict, InvalidInput, StorageError, Unsupported
+from casckpt.errors import Conflict, StorageError, Unsupported
 from casckpt.format import notes, records
-from casckpt.format.keys import blob_key, manifest_key, parse_log, parse_object, uploader_folder
-from casckpt.format.names import BlobHash, ManifestId, TxId
+from casckpt.format.keys import parse_log, parse_object, uploader_folder
+from casckpt.format.names import TxId
 from casckpt.format.notes import PausedGc
 from casckpt.history.commits import PREFIX as COMMITS
 from casckpt.history.commits import Commit, CommitList, list_names
@@ -78,7 +77,7 @@ SEEN_NOTE = "gc-signs-of-life"
 class Limits:
     """How long gc waits in total, and how long a transaction may be silent before gc revokes it, in seconds.
 
-    ``refused``: what this user may not delete or create, as gc meets it.
+    ``done``: receives the transactions that gc revokes, and what this user may not do.
     """
 
     wait: float
@@ -86,7 +85,7 @@ class Limits:
     sleep: Sleep
     slept: float = 0.0
     pause: float = FIRST_PAUSE
-    refused: list[StorageError] = field(default_factory=list)
+    done: RetireProgress = field(default_factory=RetireProgress)
 
     def is_over(self) -> bool:
         """Return whether the waiting time is over."""
@@ -100,29 +99,20 @@ class Limits:
         self.pause = min(2 * self.pause, LONGEST_PAUSE)
 
 
-@dataclass
-class WaitResult:
-    """The result of a wait. ``still``: open transactions. ``revoked``: transactions that this gc revoked."""
-
-    still: list[OpenTransaction] = field(default_factory=list)
-    revoked: list[TxId] = field(default_factory=list)
-
-
 def wait_until_closed(
     repo: Repository, waits: Iterable[TxId], patience: Limits, tell: Callable[[Sequence[OpenTransaction]], None]
-) -> WaitResult:
+) -> list[OpenTransaction]:
     """Wait until every transaction of ``waits`` has ended (steps 4 and 5 of the protocol).
 
     A transaction ends when it commits, or when its save or this function revokes it. This function revokes it if its
     process is provably dead, or if it shows no new sign of life for ``patience.revoke_after`` seconds. gc counts the
     signs of life. It measures the time between checks with this host's clock only, and never compares clocks. Revoking
     is always safe: at worst, a live save fails and is repeated. A transaction that this user may not revoke
-    is still open. ``tell``: called at each check with the open
-    transactions. The ``still`` field of the result contains the transactions that did not end in time.
+    is still open. ``tell``: called at each check with the open transactions.
 
-    Raises `StorageError`.
+    Returns the transactions that did not end in time. Raises `StorageError`.
     """
-    wanted, result = set(waits), WaitResult()
+    wanted, still = set(waits), list[OpenTransaction]()
     while wanted:
         closed = list_names(repo)
         wanted -= closed
@@ -130,20 +120,20 @@ def wait_until_closed(
         for txid in wanted - looked.keys():  # a transaction without its file is still open
             looked[txid] = OpenTransaction(txid, None, 0)
         silent = _silence(repo, looked)
-        result.still = []
+        still = []
         for txid in sorted(wanted):
             why = _why_dead(repo, looked[txid], silent[txid], patience.revoke_after)
-            result.still.append(looked[txid])
+            still.append(looked[txid])
             if why:
-                with noting(patience.refused):
+                with noting(patience.done.refused):
                     if revoke(repo, txid, why):
-                        result.revoked.append(txid)
-                    result.still.pop()
-        if not result.still or patience.is_over():
-            return result
-        tell(result.still)
+                        patience.done.revoked.append(txid)
+                    still.pop()
+        if not still or patience.is_over():
+            break
+        tell(still)
         patience.rest()
-    return result
+    return still
 
 
 def _why_dead(repo: Repository, transaction: OpenTransaction, silent: float, revoke_after: float) -> str:
@@ -173,46 +163,18 @@ def _silence(repo: Repository, looked: dict[TxId, OpenTransaction]) -> dict[TxId
 RESUME_NOTE = "gc-paused"
 
 
-@dataclass(frozen=True)
-class ResumeState:
-    """The state of an interrupted gc, which this host stores so that the next gc can continue.
+def load_resume_state(repo: Repository, commits: CommitList) -> PausedGc | None:
+    """Return the state that a gc on this host stored for this store, or None. ``commits``: a new listing.
 
     An old state is safe to use: object keys are never reused, and a commit that was not purged when gc chose the
     candidates remains a root. Both hold only for the same store. Therefore, gc compares the URL and the ended
-    transactions, and ignores the state of any copy of the store. ``waits``: the open transactions that gc was waiting
-    for.
+    transactions, and ignores the state of any copy of the store.
     """
-
-    candidates: Candidates
-    waits: frozenset[TxId]
-
-
-def save_resume_state(repo: Repository, paused: ResumeState) -> None:
-    """Store the state on this host, for the next gc."""
-    columns: dict[TxId, list[tuple[str, str, int]]] = defaultdict(list)
-    for key, size in paused.candidates.sizes.items():
-        name = parse_object(key)
-        if name is not None:
-            columns[name.uploader].append((name.kind, name.hash, size))
-    state = PausedGc(repo.storage.url, columns, sorted(paused.candidates.ended), sorted(paused.waits))
-    repo.catalogue.set_note(RESUME_NOTE, notes.encode(state))
-
-
-def load_resume_state(repo: Repository, commits: CommitList) -> ResumeState | None:
-    """Return the state that a gc on this host stored for this store, or None. ``commits``: a new listing."""
     state = notes.decode(repo.catalogue.note(RESUME_NOTE), notes.PAUSED_GC)
-    if state is None or state.url != repo.storage.url:
+    if state is None or state.url != repo.storage.url or None in map(parse_object, state.candidates):
         return None
-    if not all(txid in commits.commits and not commits.commits[txid].live for txid in state.ended):
-        return None
-    sizes = {
-        _key(uploader, kind, digest): size for uploader, rows in state.candidates.items() for kind, digest, size in rows
-    }
-    return ResumeState(Candidates(sizes, frozenset(state.ended)), frozenset(state.waits))
-
-
-def _key(uploader: TxId, kind: str, digest: str) -> str:
-    return blob_key(uploader, BlobHash(digest)) if kind == BLOB else manifest_key(uploader, ManifestId(digest))
+    is_same = all(txid in commits.commits and not commits.commits[txid].live for txid in state.ended)
+    return state if is_same else None
 
 
 log = logging.getLogger(__name__)
@@ -270,39 +232,36 @@ class GcResult:
     kept: Mapping[str, Sequence[str]] = field(default_factory=dict)
 
 
-@dataclass
-class _Tally:
-    """The partial results of a gc."""
+def _counted(
+    repo: Repository,
+    done: GcResult,
+    plan: GcPlan,
+    stock: Inventory,
+    *,
+    deleted: Mapping[str, int],
+    opened: Iterable[OpenTransaction],
+    listed: CommitList,
+) -> GcResult:
+    """Return ``done`` with a gc's final counts. ``opened``: transactions that gc would have to wait for.
 
-    deleted: dict[str, int] = field(default_factory=dict)
-    stock: Inventory = field(default_factory=Inventory)
-    still: list[OpenTransaction] = field(default_factory=list)
-    revoked: list[TxId] = field(default_factory=list)
-
-    def result(
-        self, repo: Repository, plan: GcPlan, done: GcResult, opened: Iterable[OpenTransaction], listed: CommitList
-    ) -> GcResult:
-        """Return ``done`` with a gc's final counts. ``opened``: transactions that gc would have to wait for.
-
-        ``listed``: the last listing that gc made.
-        """
-        deleted, kept = sums_of(self.deleted.items()), self.stock.total(but=self.deleted)
-        named = BlobUse(repo, listed.live() if plan.young else ())
-        later = named.alone(commit.txid for commit in plan.young)
-        return replace(
-            done,
-            deleted_blobs=deleted.blobs,
-            deleted_bytes=deleted.blob_bytes,
-            deleted_manifests=deleted.manifests,
-            kept_blobs=kept.blobs,
-            kept_bytes=kept.blob_bytes,
-            later_blobs=later.blobs,
-            later_bytes=later.blob_bytes,
-            revoked=tuple(self.revoked),
-            foreign=tuple(self.stock.foreign),
-            kept=plan.kept,
-            waiting=(*plan.waiting, *map(waiting_for, opened)),
-        )
+    ``listed``: the last listing that gc made.
+    """
+    gone, kept = sums_of(deleted.items()), stock.total(but=deleted)
+    named = BlobUse(repo, listed.live() if plan.young else ())
+    later = named.alone(commit.txid for commit in plan.young)
+    return replace(
+        done,
+        deleted_blobs=gone.blobs,
+        deleted_bytes=gone.blob_bytes,
+        deleted_manifests=gone.manifests,
+        kept_blobs=kept.blobs,
+        kept_bytes=kept.blob_bytes,
+        later_blobs=later.blobs,
+        later_bytes=later.blob_bytes,
+        foreign=tuple(stock.foreign),
+        kept=plan.kept,
+        waiting=(*plan.waiting, *map(waiting_for, opened)),
+    )
 
 
 def collect(
@@ -341,7 +300,6 @@ def plan_gc(
     Raises `NotFound` if there is no store, `Damaged` if records or tags cannot be read, `Unsupported` for storage on
     which gc cannot work, and `StorageError`.
     """
-    _check_seconds("a minimum age", min_age)
     _check_storage(repo)
     ages = min_age_of(repo, min_age)
     commits = commits_without_doubt(repo, anew=not repo.storage.traits.remote)  # only if reading is cheap
@@ -361,7 +319,7 @@ def preview(repo: Repository, plan: GcPlan, *, thin: ThinResult | None = None) -
         found, listed = _candidates(repo, stock, as_purged)
         check_recorded(repo, found.sizes, listed.commits)
         opened = open_transactions(repo, listed.commits) if found.sizes else []
-        return _Tally(found.sizes, stock).result(repo, plan, done, opened, listed)
+        return _counted(repo, done, plan, stock, deleted=found.sizes, opened=opened, listed=listed)
 
 
 def execute(
@@ -388,8 +346,6 @@ def execute(
     know one of the store's requirements for writers. Raises `StorageError`. Every error, including an interrupt, has
     the earlier changes to checkpoints as ``done``.
     """
-    _check_seconds("a wait", wait)
-    _check_seconds("a time to revoke after", revoke_after)
     _check_storage(repo)
     settings = repo.settings
     records.check_requirements(settings, repo.storage.url)
@@ -397,16 +353,17 @@ def execute(
         known = settings.revoke_after_seconds
         revoke_after = REVOKE_AFTER if known is None else known
     done = RetireProgress()
-    gc = _Collection(repo, Limits(wait, revoke_after, sleep, refused=done.refused), progress, tell)
-    with _noting(lambda: _so_far(plan, done, gc.tally, thin)):
+    gc = _Collection(repo, Limits(wait, revoke_after, sleep, done=done), progress, tell)
+    with _noting(lambda: _so_far(plan, done, thin)):
         if plan.forget or plan.purge:
             _check_first(repo, plan)
         bring_back(repo, plan, done)
         retire(repo, plan, done)
         gc.run()
-        _tidy(repo, gc.tally, done.refused)
+        _tidy(repo, gc.stock, gc.deleted, done.refused)
         listed = settle(repo, revoke_after, done.refused)
-        return gc.tally.result(repo, plan, _so_far(plan, done, gc.tally, thin), gc.tally.still, listed)
+        so_far = _so_far(plan, done, thin)
+        return _counted(repo, so_far, plan, gc.stock, deleted=gc.deleted, opened=gc.still, listed=listed)
 
 
 def _check_first(repo: Repository, plan: GcPlan) -> None:
@@ -417,7 +374,7 @@ def _check_first(repo: Repository, plan: GcPlan) -> None:
     _candidates(repo, stock, {commit.txid for commit in plan.purge})
 
 
-def _so_far(plan: GcPlan, done: RetireProgress, tally: _Tally, thin: ThinResult | None) -> GcResult:
+def _so_far(plan: GcPlan, done: RetireProgress, thin: ThinResult | None) -> GcResult:
     """Return the partial results. ``waiting`` contains only checkpoints that this gc has forgotten."""
     forgotten = {commit.txid for commit in done.forgotten}
     return GcResult(
@@ -425,7 +382,7 @@ def _so_far(plan: GcPlan, done: RetireProgress, tally: _Tally, thin: ThinResult 
         restored=tuple(done.restored),
         purged=tuple(done.purged),
         waiting=tuple(deferred for deferred in plan.waiting if deferred.txid in forgotten),
-        revoked=tuple(tally.revoked),
+        revoked=tuple(done.revoked),
         thin=thin,
         refused=refusals(done.refused, plan.listed),
     )
@@ -455,11 +412,6 @@ def _named(some: Sequence[Commit]) -> str:
     return ", ".join(map(str, some[:_NAMED_AT_MOST])) + more if some else "nothing"
 
 
-def _check_seconds(what: str, seconds: Any) -> None:
-    if seconds is not None and not (isinstance(seconds, int | float) and seconds >= 0):
-        raise InvalidInput(f"{what} of {seconds!r} seconds is not valid: pass a number, 0 or more")
-
-
 @dataclass
 class _Collection:
     """Steps 2 to 7 of a gc. Steps 3 and 6 make their own listings. Only step 2 may use an older listing."""
@@ -468,7 +420,9 @@ class _Collection:
     patience: Limits
     progress: Progress
     tell: Tell
-    tally: _Tally = field(default_factory=_Tally)
+    deleted: dict[str, int] = field(default_factory=dict)
+    stock: Inventory = field(default_factory=Inventory)
+    still: Sequence[OpenTransaction] = ()
 
     def run(self) -> None:
         """Finish the work of an interrupted gc, then perform all steps."""
@@ -476,7 +430,7 @@ class _Collection:
         paused = load_resume_state(self.repo, guards)
         if paused is not None:
             if not self._finish_paused(paused):
-                self.tally.stock = list_unguarded(self.repo, guards)  # used to count the remaining objects
+                self.stock = list_unguarded(self.repo, guards)  # used to count the remaining objects
                 return None
             guards = commits_without_doubt(self.repo)
         for _ in range(ATTEMPTS):
@@ -487,11 +441,11 @@ class _Collection:
             "other gc processes repeatedly purged checkpoints that this one was reading; run one gc at a time"
         )
 
-    def _finish_paused(self, paused: ResumeState) -> bool:
+    def _finish_paused(self, paused: PausedGc) -> bool:
         """Continue an interrupted gc at step 5. Return False if it has to wait longer."""
         check_requirements(self.repo)
         try:
-            finished = self._finish(paused)
+            finished = self._finish(Candidates(paused.candidates, paused.ended), paused.waits)
         except Unreadable:
             finished = True  # another gc has deleted a manifest
         if finished:
@@ -500,34 +454,30 @@ class _Collection:
 
     def _pass(self, guards: CommitList) -> None:
         """Perform steps 2 to 7. ``guards``: an earlier listing. Raises `Unreadable` if gc must start over."""
-        self.tally.stock = list_unguarded(self.repo, guards)
-        found, listed = candidates(self.repo, self.tally.stock)
+        self.stock = list_unguarded(self.repo, guards)
+        found, listed = candidates(self.repo, self.stock)
         waits = frozenset(transaction.txid for transaction in open_transactions(self.repo, listed.commits))
         live, spare = len(listed.live()), len(found.sizes)
         log.info("%s: %d live checkpoints, %d objects that none of them needs", self.repo.storage.url, live, spare)
         if found.sizes:
-            paused = ResumeState(found, waits)
-            if not self._finish(paused):
-                save_resume_state(self.repo, paused)
+            if not self._finish(found, waits):
+                paused = PausedGc(self.repo.storage.url, found.sizes, found.ended, waits)
+                self.repo.catalogue.set_note(RESUME_NOTE, notes.encode(paused))
         else:  # do not wait, but revoke dead transactions
             look = replace(self.patience, wait=0, slept=0.0)
-            self.tally.revoked += wait_until_closed(self.repo, waits, look, lambda still: None).revoked
+            wait_until_closed(self.repo, waits, look, lambda still: None)
 
-    def _finish(self, paused: ResumeState) -> bool:
+    def _finish(self, found: Candidates, waits: Iterable[TxId]) -> bool:
         """Perform steps 5 to 7. Return False if the time is up."""
-        waited = wait_until_closed(
-            self.repo, paused.waits, self.patience, lambda still: self.tell([waiting_for(one) for one in still])
+        self.still = wait_until_closed(
+            self.repo, waits, self.patience, lambda still: self.tell([waiting_for(one) for one in still])
         )
-        self.tally.revoked += waited.revoked
-        self.tally.still = waited.still
-        if waited.still:
+        if self.still:
             return False
-        spare_roots(self.repo, paused.candidates)
+        spare_roots(self.repo, found)
         check_requirements(self.repo)
         _settle_records(self.repo)
-        sizes = paused.candidates.sizes
-        deleted = _delete(self.repo, sizes, self.progress, self.patience.refused)
-        self.tally.deleted |= {key: sizes[key] for key in deleted}
+        self.deleted |= _delete(self.repo, found.sizes, self.progress, self.patience.done.refused)
         return True
 
 
@@ -546,18 +496,20 @@ def _settle_records(repo: Repository) -> None:
     repo.storage.settle(COMMITS.rstrip("/"))
 
 
-def _delete(repo: Repository, sizes: Iterable[str], progress: Progress, refused: list[StorageError]) -> list[str]:
+def _delete(
+    repo: Repository, sizes: Mapping[str, int], progress: Progress, refused: list[StorageError]
+) -> dict[str, int]:
     """Delete the objects, and return the deleted ones. No other function deletes blobs and manifests of a store.
 
     Deletes blobs first, because another gc can continue as long as a purged checkpoint's manifest exists. Any order is
     safe for live checkpoints, and a later gc deletes the remaining objects, such as those that are ``refused``.
     """
-    deleted: list[str] = []
+    deleted = dict[str, int]()
 
     def delete(key: str) -> None:
         with noting(refused):
             repo.storage.delete(key)
-            deleted.append(key)
+            deleted[key] = sizes[key]
 
     keys = sorted(sizes, key=lambda key: not key.endswith(BLOB))
     progress.expect(len(keys))
@@ -568,7 +520,7 @@ def _delete(repo: Repository, sizes: Iterable[str], progress: Progress, refused:
     return deleted
 
 
-def _tidy(repo: Repository, tally: _Tally, refused: list[StorageError]) -> None:
+def _tidy(repo: Repository, stock: Inventory, deleted: Mapping[str, int], refused: list[StorageError]) -> None:
     """Remove files of closed transactions, old generations of tags, and leftovers of failed puts.
 
     This does not disturb a put in progress: an objects folder is cleaned only if it has no open transaction. In
@@ -578,12 +530,12 @@ def _tidy(repo: Repository, tally: _Tally, refused: list[StorageError]) -> None:
     _settle_records(repo)
     names = (parse_log(entry.key) for entry in repo.storage.list(TRANSACTIONS, known=parse_log))
     begun = {name[0] for name in names if name is not None}
-    uploaders = {name.uploader for key in tally.deleted if (name := parse_object(key)) is not None}
-    uploaders |= {*tally.stock.loose, *(begun & closed)}
+    uploaders = {name.uploader for key in deleted if (name := parse_object(key)) is not None}
+    uploaders |= {*stock.loose, *(begun & closed)}
     steps: tuple[Callable[[], object], ...] = (
         *(partial(repo.storage.sweep, uploader_folder(uploader)) for uploader in sorted(uploaders - (begun - closed))),
         partial(remove_closed, repo, closed), partial(remove_old_generations, repo), partial(remove_signatures, repo),
-        partial(blobs.remove_marks, repo, tally.deleted), partial(remove_leftovers, repo.storage, repo.clock),
+        partial(blobs.remove_marks, repo, deleted), partial(remove_leftovers, repo.storage, repo.clock),
         *(partial(repo.storage.sweep, folder, below=bool(folder)) for folder in _RECORDS),
     )  # fmt: skip
     for step in steps:

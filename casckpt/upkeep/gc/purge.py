@@ -150,12 +150,14 @@ class GcPlan:
 class RetireProgress:
     """The finished part of a plan.
 
-    It grows after each action, so it is complete even after an error. ``refused``: what this user may not do.
+    It grows after each action, so it is complete even after an error. ``revoked``: transactions that gc revoked.
+    ``refused``: what this user may not do.
     """
 
     restored: list[Commit] = field(default_factory=list)
     forgotten: list[Commit] = field(default_factory=list)
     purged: list[Commit] = field(default_factory=list)
+    revoked: list[TxId] = field(default_factory=list)
     refused: list[StorageError] = field(default_factory=list)
 
 
@@ -200,9 +202,8 @@ def plan_retiring(repo: Repository, commits: CommitList, policy: Policy, min_age
     check_own(repo, commits.visible())
     named = tags(repo, anew=not repo.storage.traits.remote, slack=FOREIGN_CLOCKS, listed=commits)
     now = repo.clock()
-    visible = {commit.txid: commit for commit in commits.visible()}
     tagged = _claimed(named, commits, commits.live()) - _free(commits, commits.live())
-    wanted = [commit for commit in visible.values() if run is None or commit.run == run]
+    wanted = [commit for commit in commits.visible() if run is None or commit.run == run]
     reasons = reasons_to_keep(map(kept_of, wanted), policy, now)
     for commit in (commit for commit in wanted if commit.txid in tagged):
         reasons[commit.txid] += [f"tag {name}" for name in tags_of(named, commit.id)]

@@ -12,7 +12,7 @@ from collections.abc import Container, Sequence
 from casckpt.format.names import TxId
 from casckpt.history.commits import Commit, list_commits
 from casckpt.history.tags import FOREIGN_CLOCKS, tagged_txids, tags
-from casckpt.plan.retention import Rotation, Thinning, newest_of, plan_forget
+from casckpt.plan.retention import Rotation, Thinning, newest_of, reasons_to_keep
 from casckpt.repository.repository import Repository
 from casckpt.upkeep.gc.purge import forget_and_purge, kept_of, purge_now
 from casckpt.upkeep.saves import check_own
@@ -35,8 +35,7 @@ def plan_rotation(visible: Sequence[Commit], rotation: Rotation, tagged: Contain
     keep = {commit.txid for commit in newest_of([*map(kept_of, current)])}
     keep |= {commit.txid for commit in current if commit.step in rotation.fixed}
     if rotation.keep is not None:
-        forgotten = {commit.txid for commit in plan_forget(map(kept_of, permanent), rotation.keep, now)}
-        keep |= {commit.txid for commit in permanent} - forgotten
+        keep |= reasons_to_keep(map(kept_of, permanent), rotation.keep, now).keys()
     if rotation.max_checkpoints is not None:
         counted = [commit for commit in permanent if commit.step not in rotation.fixed and commit.txid not in tagged]
         keep |= {commit.txid for commit in counted[-rotation.max_checkpoints :]}

@@ -88,7 +88,7 @@ def test_a_replaced_commit_of_a_visible_checkpoint_is_marked_as_an_old_location(
     run("gc", saved)  # gc ends undone rewrites
     assert [(one["reason"], one["replaced"]) for one in as_json("gc", saved)["waiting"]] == [("replaced", True)] * 2
     lines = run("gc", saved).stdout.splitlines()
-    assert [line.partition(" (")[0] for line in lines[1:]] == ["left for later: the old locations of a@1"], "once"
+    assert [line.partition(" (")[0] for line in lines[2:]] == ["left for later: the old locations of a@1"], "once"
     just_now = round((datetime.now(UTC) - timedelta(minutes=1)).timestamp() * 1e6)
     write_generation(store.repository, "eval", 0, store.get("a@1").commit, expires=just_now)
     store.thin("a@1", drop=key)

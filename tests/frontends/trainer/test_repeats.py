@@ -76,7 +76,8 @@ def test_an_equal_state_is_not_saved_again_and_the_log_and_an_event_say_so(caplo
     store, learner = small(), Learner()
     with Checkpointer(store, run="sft", save_interval=1, on_event=events.append) as checkpointer:
         saved = checkpointer.save(1, *learner.all)
-        learner.train["epoch"] = 5  # a train state alone does not count
+        learner.train["epoch"] = 5  # neither a train state nor a rate counts
+        learner.optim.param_groups[0]["lr"] = 0.5
         assert checkpointer.save(1, *learner.all).id == saved.id
         future = checkpointer.save_if_due(1, *learner.all, last=True)
         assert future is not None
@@ -85,7 +86,7 @@ def test_an_equal_state_is_not_saved_again_and_the_log_and_an_event_say_so(caplo
         assert checkpointer.save_async(1, *learner.all).result().id == saved.id
     assert [(one.kind, one.reason) for one in events] == [("saved", ""), *[("skipped", "already_saved")] * 3]
     lines = [one.getMessage() for one in caplog.records if "already saved" in one.getMessage()]
-    assert lines == ["sft@1 is already saved (changed since: 'train.0.epoch')"] * 3
+    assert lines == ["sft@1 is already saved (changed since: 'optim.param_groups', 'train.0.epoch')"] * 3
 
 
 def repeated_epoch(store: Store) -> tuple[Checkpointer, Learner]:

@@ -20,7 +20,6 @@ from casckpt.history.commits import Commit, CommitList, list_commits
 from casckpt.repository.repository import Repository
 from casckpt.upkeep.gc import gc
 from casckpt.upkeep.gc import purge as retiring
-from casckpt.upkeep.gc.gc import WaitResult
 from tests.support.repositories import put_blob, save
 from tests.upkeep.gc.play import HOUR, ROUNDS, Lost, Play, draw_from_log, draw_known, finish, rewrite_some
 
@@ -200,8 +199,8 @@ def test_a_writer_that_breaks_the_protocol_loses_data(
     assert is_lost(tmp_path, seed, cast, QUIET[program])
 
 
-def no_waiting(repo: object, waits: object, patience: object, tell: object) -> WaitResult:
-    return WaitResult()
+def no_waiting(repo: object, waits: object, patience: object, tell: object) -> list[object]:
+    return []
 
 
 def no_roots(repo: object, found: object) -> None:
