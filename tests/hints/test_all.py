@@ -74,7 +74,7 @@ FOLLOWED_ELSEWHERE: dict[Case, str] = {
     Case("frontends/accelerate.py:AcceleratorCheckpointer.__init__", "Save at multiples of local_sgd_steps"): (
         "tests/frontends/test_accelerate.py::test_each_rank_loads_its_own_model_if_it_was_saved_at_a_synchronization"
     ),
-    Case("frontends/accelerate.py:", "call accelerator.register_for_checkpointing"): (
+    Case("frontends/accelerate.py:_Progress.refuse_hooks", "call accelerator.register_for_checkpointing"): (
         "tests/frontends/test_accelerate.py::test_hooks_of_save_state_are_refused_by_name_unless_they_are_ignored"
     ),
     Case("storage/local/store.py:_outsiders", "make a copy without links"): (

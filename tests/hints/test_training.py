@@ -659,7 +659,7 @@ def test_a_longer_schedule_is_rebuilt_after_the_resume(store: Store, model: Two,
     assert optimizer.param_groups[0]["lr"] == pytest.approx(0.1 * (1 + math.cos(math.pi * 5 / 20)) / 2)
 
 
-@follows("frontends/training_state/proof.py:prove", "To resume without this comparison, pass prove=False")
+@follows("frontends/training_state/proof.py:prove.decide", "To resume without this comparison, pass prove=False")
 def test_a_resume_without_a_proof_accepts_values_that_a_hook_changed(
     store: Store, model: Two, messages: Messages
 ) -> None:
