@@ -784,11 +784,11 @@ DRAWN: tuple[tuple[str, str, str, str, str], ...] = (
         "tests/frontends/training_state/test_ranks.py",
     ),
     (
-        "a trainer may log any number of metrics",
-        "logged_metrics",
-        "[:MAX_METRICS]",
-        "[:]",
-        "tests/frontends/transformers/test_callback.py",
+        "a save stores any number of metrics",
+        "stored_metrics",
+        " and len(stored) < MAX_METRICS",
+        "",
+        "tests/format/test_metrics.py",
     ),
     (
         "files of random generators are not recognized",

@@ -422,8 +422,8 @@ PLANTED = (
     Planted(
         "no process fills a number whose announced record never appeared",
         "settle",
-        "            if number:\n                keep(repo, txid, number)\n",
-        "            if number:\n                continue\n",
+        "                if number:\n                    keep(repo, txid, number)\n",
+        "                if number:\n                    continue\n",
         "tests/upkeep/gc/test_recovery.py",
     ),
     Planted(
@@ -450,8 +450,8 @@ PLANTED = (
     Planted(
         "a gc restores under a later number",
         "bring_back",
-        "    _each_unless_changed(repo, lambda repo, commit: append(repo, commit, Restored), wanted, done.restored)\n",
-        "    _each_unless_changed(repo, restore, wanted, done.restored)\n",
+        "partial(append, kind=Restored), wanted, done.restored",
+        "restore, wanted, done.restored",
         "tests/upkeep/gc/test_purge.py",
     ),
     Planted(

@@ -114,12 +114,16 @@ def plain_metadata(metadata: Any, left: list[str], name: str = "metadata") -> di
 
 def _items(found: Mapping[Any, Any], path: str, depth: int, left: list[str]) -> dict[str, Any]:
     made = dict[str, Any]()
+    if depth > MAX_METADATA_DEPTH:
+        raise RecursionError
     for key, value in found.items():
         try:
             if type(key) is not str:
                 raise _NotPlain
             made[_plain(key, path, depth, left)] = _plain(value, f"{path}[{key!r}]", depth + 1, left)
-        except _NotPlain:
+        except (_NotPlain, RecursionError) as error:
+            if depth and isinstance(error, RecursionError):  # at the top, because a cycle may branch
+                raise
             left.append(f"{path}[{key!r:.80}]")
     return made
 
@@ -137,8 +141,10 @@ def _plain(given: Any, path: str, depth: int, left: list[str]) -> Any:
         return value
     if isinstance(value, float):
         return float(value)
-    if kind in (list, tuple) and depth <= MAX_METADATA_DEPTH:
+    if kind in (list, tuple):
+        if depth > MAX_METADATA_DEPTH:
+            raise RecursionError
         return [_plain(item, f"{path}[{i}]", depth + 1, left) for i, item in enumerate(value)]
-    if isinstance(value, Mapping) and depth <= MAX_METADATA_DEPTH:
+    if isinstance(value, Mapping):
         return _items(value, path, depth, left)
     raise _NotPlain

@@ -176,7 +176,7 @@ class AcceleratorCheckpointer:
     def _warn_of_lost(self, step: int) -> bool:
         """Return whether ``step`` is in the middle of an accumulation. If it is, log a warning once."""
         window: int = self.accelerator.gradient_state.num_steps
-        batches = self.accelerator.step % window
+        batches: int = self.accelerator.step % window
         if batches and not self._has_warned:
             self._has_warned = True
             log.warning(_LOST, self.checkpointer.run, step, batches, window)

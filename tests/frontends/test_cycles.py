@@ -77,7 +77,6 @@ SAVES: dict[str, tuple[Callable[[casckpt.Store, Any], Any], str]] = {
     "save": (lambda store, value: store.save({"k": value}, run="r", step=1), "k"),
     "save in the background": (lambda store, value: store.save_async({"k": value}, run="r", step=1).result(), "k"),
     "PerRank": (lambda store, value: store.save({"k": casckpt.PerRank(value)}, run="r", step=1), "k"),
-    "metadata": (lambda store, value: store.save({}, run="r", step=1, metadata={"k": value}), "metadata"),
     "train state": (lambda store, value: train(store, {"k": value}), "train.0.k"),
     "TrainState": (lambda store, value: train(store, TrainState(k=value)), "train.0.k"),
     "state of an optimizer": (
@@ -132,6 +131,15 @@ def test_a_state_nested_too_deeply_is_rejected(store: casckpt.Store) -> None:
     for call, _ in SAVES.values():
         with pytest.raises((InvalidInput, CheckpointingException)):
             call(store, deep)
+
+
+def test_metadata_with_a_cycle_is_left_out_and_named(store: casckpt.Store, caplog: pytest.LogCaptureFixture) -> None:
+    branching: dict[str, Any] = {}
+    branching |= {"a": branching, "b": [branching, branching]}
+    found = [branching, *(make() for make in MAKERS)]
+    saved = store.save({}, run="r", step=1, metadata={"good": 1, **{str(i): one for i, one in enumerate(found)}})
+    assert saved.metadata == {"good": 1}
+    assert "metadata['0']" in caplog.text
 
 
 def test_dcp_stores_a_cycle_as_a_pickle(store: casckpt.Store) -> None:

@@ -280,11 +280,9 @@ def test_a_hundred_saves_use_one_copy_and_leave_no_thread_behind() -> None:
         ([1], {}),
         ({}, {"step": -1}),
         ({}, {"run": ""}),
-        ({}, {"metadata": {"x": threading.Lock()}}),
-        ({}, {"metrics": {"x": "low"}}),
         ({}, {"attachments": {"../x": b""}}),
     ],
-    ids=["meta", "object", "list", "step", "run", "metadata", "metrics", "attachment"],
+    ids=["meta", "object", "list", "step", "run", "attachment"],
 )
 def test_an_invalid_state_is_rejected_before_anything_is_copied(state: Any, arguments: dict[str, Any]) -> None:
     store = small()

@@ -85,7 +85,7 @@ def _described(result: CopyResult) -> dict[str, Any]:
         brief(one.commit) | {"kind": one.error.kind, "blob": one.error.blob, "why": str(one.error)}
         for one in result.failed
     ]
-    found = plain(result)
+    found: dict[str, Any] = plain(result)
     return found | {"failed": failed, "blobs_copied": found.pop("blobs"), "bytes_copied": found.pop("nbytes")}
 
 

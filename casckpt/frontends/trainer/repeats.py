@@ -23,14 +23,15 @@ def differing_keys(
     makes the call with the state that it would save. ``given``: the arguments of the load of ``saved``.
     Raises the errors of `Store.compare`.
     """
-    minor = (TRAIN, *(f"{key}.param_groups" for key in state))
     try:
-        proof = prove(store, saved, state, model, excused=dict.fromkeys(minor, "may differ"), as_stored=True, **given)
-    except (Mismatch, MissingKey) as error:  # the second, for example, because it was thinned
-        return sorted(error.keys) or ["model"], []
+        proof = prove(store, saved, state, model, excused={TRAIN: "may differ"}, as_stored=True, **given)
+    except (Mismatch, MissingKey) as error:  # for example, because it was thinned
+        return list(error.keys) or ["model"], []
     differing = sorted(proof.unproved)
-    rest = [key for key in differing if not f"{key}.".startswith(tuple(f"{start}." for start in minor))]
-    return rest, [key for key in differing if key not in rest]
+    changed = [key for key in differing if "missing" not in proof.unproved[key]]
+    minor = [key for key in changed if key.endswith(".param_groups")]
+    minor += [key for key in differing if f"{key}.".startswith(f"{TRAIN}.")]
+    return [key for key in differing if key not in minor], minor
 
 
 def unsaved_labels(saved: Checkpoint, options: StepArguments) -> list[str]:

@@ -92,7 +92,7 @@ def prove(
     the train state of any rank. ``by_name``: whether the load matched values only by their exact names, and "train" is
     a name like all others. Raises Mismatch, which names the keys, if anything else differs. Rank 0 logs the result.
     ``as_stored``: the state was not loaded. Where ranks hold copies of a value, compare only the one that a save would
-    store, and log nothing.
+    store. Nothing is logged, and ``unproved`` has all differences.
     """
     options = LoadOptions(**given)
     ranks = open_ranks(options.process_group, no_dist=options.no_dist)
@@ -119,7 +119,9 @@ def prove(
         named = [key for key in names if is_renamed or not _BESIDE.match(key)]
         if is_renamed or {wrong[key] for key in named} == _NAMES:  # a load may fill a model from different names
             unproved |= {key: _RENAMED for key in named if wrong.pop(key)}
-        if wrong:
+        if as_stored:
+            unproved |= wrong
+        elif wrong:
             kinds = ", ".join(dict.fromkeys(wrong.values()))
             raise Mismatch(
                 f"after the resume, {listed([*wrong])} differ from {loaded.run}@{loaded.step} ({kinds}): something "

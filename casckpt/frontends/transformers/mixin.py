@@ -212,8 +212,8 @@ class CasTrainerMixin(Trainer):
         Every rank makes the call, before a save. As in `Trainer`, a best step that was not saved changes nothing.
         """
         state, best = self.state, self.state.best_global_step
-        is_named = best in (None, state.global_step) or state.best_model_checkpoint == f"{self._run}@{best}"
-        if not is_named and self.checkpointer.newest_of_all_ranks(best) is not None:
+        is_new = best and best != state.global_step and state.best_model_checkpoint != f"{self._run}@{best}"
+        if is_new and self.checkpointer.newest_of_all_ranks(best) is not None:
             state.best_model_checkpoint = f"{self._run}@{best}"
         run, _, step = (state.best_model_checkpoint or "").rpartition("@")
         if run == self._run and self.args.save_total_limit is not None:

@@ -136,6 +136,17 @@ def test_a_second_state_for_a_step_that_this_object_saved_is_an_error_in_the_cal
         Checkpointer.save(checkpointer, 1, learner.model)
 
 
+def test_a_module_with_hooks_counts_as_changed_even_if_only_the_rate_changed_beside_it() -> None:
+    learner = Learner()
+    learner.model.register_state_dict_post_hook(lambda *_: None)  # type: ignore[no-untyped-call] # of torch
+    checkpointer = Checkpointer(small(), run="sft")
+    checkpointer.save(1, learner.model, learner.optim)
+    learner.model.weight.data.fill_(7)
+    learner.optim.param_groups[0]["lr"] = 0.5
+    with pytest.raises(Conflict, match=r"'model\.weight' changed"):
+        checkpointer.save(1, learner.model, learner.optim)
+
+
 def test_overwrite_replaces_a_step_that_was_resumed() -> None:
     store = small()
     checkpointer, learner = repeated_epoch(store)
