@@ -8,18 +8,19 @@ fail. Unlike with `os._exit`, all other exit functions still run.
 from __future__ import annotations
 
 import atexit
-import concurrent.futures.thread  # noqa: F401 - imported first, so that Python waits for its pools after `_ending` is set
+import concurrent.futures.thread  # imported first, so that Python waits for its pools after `_ending` is set
 import logging
 import os
 import sys
 import threading
 from contextlib import suppress
-from typing import Any, Final
+from typing import Any, Final, TypeVar
 
 STATUS: Final = 120
 """The exit status, unless an uncaught error ends the program."""
 
 log = logging.getLogger(__name__)
+T = TypeVar("T")
 _UNREPORTED: Final = "the last background save failed, and no caller checked its future: %s"
 _ending: Final = threading.Event()
 
@@ -41,6 +42,48 @@ def note_if_late(error: BaseException) -> None:
     """
     if _ending.is_set() and threading.current_thread() is not threading.main_thread():
         unreported[object()] = str(error)
+
+
+class ReportedFuture(concurrent.futures.Future[T]):
+    """A future whose error is reported when the program ends, unless somebody reads it. It cannot be cancelled."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.name = object()
+        self.awaited = False  # a caller is waiting, and will receive the error
+        self.set_running_or_notify_cancel()
+
+    @property
+    def is_read(self) -> bool:
+        """Whether somebody has read the error. Waits for it."""
+        concurrent.futures.wait([self])
+        return self.name not in unreported
+
+    def set_exception(self, exception: BaseException | None) -> None:
+        """See `Future.set_exception`."""
+        unreported[self.name] = str(exception)
+        super().set_exception(exception)
+
+    def result(self, timeout: float | None = None) -> T:
+        """Wait, and return the result or raise the error."""
+        self.awaited = True
+        try:
+            return super().result(timeout)
+        finally:
+            self._note_retrieved()
+
+    def exception(self, timeout: float | None = None) -> BaseException | None:
+        """Wait, and return the error. Return None if there is none."""
+        self.awaited = True
+        try:
+            return super().exception(timeout)
+        finally:
+            self._note_retrieved()
+
+    def _note_retrieved(self) -> None:
+        if self.done():
+            unreported.pop(self.name, None)
+        self.awaited = False
 
 
 @atexit.register

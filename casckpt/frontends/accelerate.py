@@ -180,7 +180,7 @@ class AcceleratorCheckpointer:
         if batches and not self._has_warned:
             self._has_warned = True
             log.warning(_LOST, self.checkpointer.run, step, batches, window)
-        return batches > 0
+        return bool(batches)
 
 
 def _share_names(models: Sequence[Any]) -> bool:

@@ -14,7 +14,7 @@ from typing import Any, NoReturn, TypeAlias, get_args
 import torch
 
 from casckpt.base.cycle_collector import collector_paused
-from casckpt.base.exit_status import unreported
+from casckpt.base.exit_status import ReportedFuture, unreported
 from casckpt.base.units import format_size
 from casckpt.contents.checkpoint import Checkpoint
 from casckpt.errors import CasckptError, Conflict, InvalidInput, StorageError
@@ -35,7 +35,7 @@ _LASTING = frozenset((errno.EACCES, errno.EPERM, errno.EROFS, errno.ELOOP, errno
 """Operating system errors that recur until somebody changes the path, the permissions or the mount."""
 
 
-class SaveFuture(Future[Checkpoint]):
+class SaveFuture(ReportedFuture[Checkpoint]):
     """The future of a save in the background.
 
     It cannot be cancelled, because the other ranks would keep waiting for this rank. ``bytes_copied``: the size of this
@@ -43,33 +43,6 @@ class SaveFuture(Future[Checkpoint]):
     """
 
     bytes_copied = 0
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.name = object()
-        self.awaited = False  # a caller is waiting, and will receive the error
-        self.set_running_or_notify_cancel()
-
-    def result(self, timeout: float | None = None) -> Checkpoint:
-        """Return the checkpoint once it is durable and visible. If the save failed, raise its error."""
-        self.awaited = True
-        try:
-            return super().result(timeout)
-        finally:
-            self._note_retrieved()
-
-    def exception(self, timeout: float | None = None) -> BaseException | None:
-        """Wait for the save, and return its error. Return None if it succeeded."""
-        self.awaited = True
-        try:
-            return super().exception(timeout)
-        finally:
-            self._note_retrieved()
-
-    def _note_retrieved(self) -> None:
-        if self.done():
-            unreported.pop(self.name, None)
-        self.awaited = False
 
 
 class Background:
@@ -124,8 +97,8 @@ class Background:
             except BaseException as error:
                 if threading.current_thread() is caller and not isinstance(error, Exception):
                     future.set_exception(error)
+                    future.exception()  # this thread reports it
                     raise
-                unreported[future.name] = str(error)
                 future.set_exception(error)
             else:
                 future.set_result(checkpoint)

@@ -13,12 +13,12 @@ from lightning.fabric.plugins import CheckpointIO, TorchCheckpointIO
 from lightning.pytorch import Callback, Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint, Timer
 
+from casckpt.base.exit_status import ReportedFuture
 from casckpt.contents.checkpoint import Checkpoint
 from casckpt.errors import CasckptError, InvalidInput
 from casckpt.frontends.interchange.new_files import new_file
 from casckpt.frontends.lightning.files import AnyPath, Pointer, RunFiles
 from casckpt.frontends.stores import AnyStore, as_store, check_foreign
-from casckpt.frontends.trainer.saves import HeardFuture
 from casckpt.frontends.training_state.proof import Proof, prove
 from casckpt.frontends.training_state.settings import RECIPE, replaced_in, shown
 from casckpt.ranks.ranks import on_each, open_ranks
@@ -63,7 +63,7 @@ class CasCheckpointIO(CheckpointIO):
         self._torch_io = TorchCheckpointIO()
         self._loaded: Checkpoint | None = None
         self._is_checked = False
-        self._waiting: list[HeardFuture] = []
+        self._waiting: list[ReportedFuture[Any]] = []
 
     def save_checkpoint(self, checkpoint: dict[str, Any], path: AnyPath, storage_options: Any = None) -> None:
         """Save a Lightning checkpoint, and write to ``path`` a file that names it. Rank 0 makes the call."""
@@ -180,7 +180,7 @@ class CasCheckpointIO(CheckpointIO):
 
     def _later(self, call: Callable[[], Any], *, after: Future[Any]) -> None:
         """Make a call in the thread of a save, once ``after`` is done."""
-        done = HeardFuture()
+        done = ReportedFuture[Any]()
 
         def run(_: Future[Any]) -> None:
             try:

@@ -12,6 +12,7 @@ from functools import cache, partial
 from types import MappingProxyType, TracebackType
 from typing import TYPE_CHECKING, Any, Self, Unpack
 
+from casckpt.base.exit_status import ReportedFuture
 from casckpt.base.names import check_attachment_name, check_keywords, check_step
 from casckpt.base.text import in_one_line, listed
 from casckpt.contents.checkpoint import Checkpoint
@@ -23,7 +24,7 @@ from casckpt.frontends.trainer.ownership import RunOwnership
 from casckpt.frontends.trainer.repeats import differing_keys, unsaved_labels
 from casckpt.frontends.trainer.resumed import Resumed, check_given, excuses, of_all_ranks, outcome_of
 from casckpt.frontends.trainer.run_checkpoints import RunCheckpoints, newest, newest_together
-from casckpt.frontends.trainer.saves import Failures, HeardFuture, SaveSummary, allowed, will_repeat
+from casckpt.frontends.trainer.saves import Failures, SaveSummary, allowed, will_repeat
 from casckpt.frontends.trainer.settings import DueArguments, Kind, StepArguments, TrainerArguments, TrainerSettings
 from casckpt.frontends.training_state.contents import (
     OPTIM,
@@ -232,7 +233,7 @@ class Checkpointer(RunCheckpoints):
         self, step: int, model: TrainModel, optim: Any, train_state: Any, options: StepArguments, *, keeps: bool
     ) -> Future[Checkpoint]:
         """Implement `save_async`. ``keeps``: see `save_or_keep`."""
-        begun, done = time.monotonic(), HeardFuture()
+        begun, done = time.monotonic(), ReportedFuture[Checkpoint]()
         ranks, is_foreground, waits, existing = self._begin(step, options)
         with self._reporting(ranks, step):
             state = state_to_save(ranks, model, optim, train_state)
@@ -754,7 +755,7 @@ class Checkpointer(RunCheckpoints):
         ``to_save``: instead of logging an error that the next save would repeat, return it unless the caller has read
         it.
         """
-        pending, heard = self._pending, self._pending is not None and self._pending.future.is_heard
+        pending, heard = self._pending, self._pending is not None and self._pending.future.is_read
         error = self._end_pending()
         if pending is None or error is None:
             return None
@@ -783,7 +784,7 @@ class Checkpointer(RunCheckpoints):
 class _Pending:
     """A background save. ``saved_step``, ``files``: the checkpointer's saved step and files before the save."""
 
-    future: HeardFuture
+    future: ReportedFuture[Checkpoint]
     step: int
     saved_step: int | None
     files: dict[str, bytes]

@@ -5,16 +5,13 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Mapping
-from concurrent.futures import wait
 from contextlib import suppress
 from dataclasses import dataclass
 
-from casckpt.base.exit_status import unreported
 from casckpt.base.text import listed
 from casckpt.contents.checkpoint import Checkpoint
 from casckpt.errors import CasckptError, Conflict, InvalidInput, Revoked
 from casckpt.plan.retention import Rotation
-from casckpt.saving.saver import SaveFuture
 
 log = logging.getLogger(__name__)
 
@@ -25,21 +22,6 @@ PATIENCE = 15 * 60.0
 def will_repeat(error: BaseException) -> bool:
     """Return whether the next save would also fail, because the error concerns the state, an argument or a step."""
     return isinstance(error, InvalidInput) or (isinstance(error, Conflict) and not isinstance(error, Revoked))
-
-
-class HeardFuture(SaveFuture):
-    """The future of a save. An error that nobody reads is reported when the program ends."""
-
-    @property
-    def is_heard(self) -> bool:
-        """Whether somebody has read the error. Waits until the save ends."""
-        wait([self])
-        return self.name not in unreported
-
-    def set_exception(self, exception: BaseException | None) -> None:
-        """See `Future.set_exception`."""
-        unreported[self.name] = str(exception)
-        super().set_exception(exception)
 
 
 class Failures:

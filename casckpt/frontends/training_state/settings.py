@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from functools import cache
 from typing import Any, TypeAlias
@@ -71,7 +71,13 @@ def schedules_in(train_state: Any, saved: Any = None) -> list[Found]:
     return [(at, one, there) for at, one, there in found if hasattr(one, "optimizer") and hasattr(one, "step")]
 
 
-def replaced_in(one: Any, saved: Any, key: str, also: str = "") -> dict[str, tuple[Any, Any]]:
+def replaced_in(value: Any, saved: Any, key: str = "train", *, kept: Collection[str] = ()) -> Replaced:
+    """Return the settings of the objects in a train state that differ from the saved ones, except those in ``kept``."""
+    found = [(at, one, there) for at, one, there in objects_in(value, saved, key) if at not in kept]
+    return {name: pair for at, one, there in found for name, pair in _differing(one, there, at).items()}
+
+
+def _differing(one: Any, saved: Any, key: str, also: str = "") -> dict[str, tuple[Any, Any]]:
     """Return the settings of an object, and of the schedulers in it, that differ from the saved ones.
 
     ``also``: a name that counts as a setting.
@@ -85,7 +91,7 @@ def replaced_in(one: Any, saved: Any, key: str, also: str = "") -> dict[str, tup
             found[f"{key}.{name}"] = pair
     inner = zip(getattr(one, "_schedulers", ()), there.get("_schedulers", ()), strict=False)
     for number, pair in enumerate(inner):
-        found |= replaced_in(*pair, f"{key}._schedulers.{number}", also)
+        found |= _differing(*pair, f"{key}._schedulers.{number}", also)
     return found
 
 
@@ -97,7 +103,7 @@ def check_schedules(train_state: Any, saved: Any) -> None:
     found = schedules_in(train_state, saved)
     optims = [one.optimizer for _, one, _ in found]
     for at, one, there in found:
-        mine, is_alone = replaced_in(one, there, at, "base_lrs"), optims.count(one.optimizer) == 1
+        mine, is_alone = _differing(one, there, at, "base_lrs"), optims.count(one.optimizer) == 1
         if not is_alone or isinstance(one, SWALR) or (mine and not _is_function_of_position(one)):
             raise InvalidInput(
                 f'options="keep" cannot continue {at!r}, a {type(one).__name__} whose position alone does not '
@@ -122,10 +128,9 @@ def replacing(train_state: Any, saved: Any, *, keeps: bool) -> Iterator[tuple[Re
     Also yield the keys of the schedulers that continue as they were given, at the position that the load sets
     (``keeps``), and of the objects that stay as they are, because their saved state is empty.
     """
-    found = [*objects_in(train_state, saved)]
     kept = {at: (one, one.state_dict()) for at, one, there in schedules_in(train_state, saved) if keeps and there}
-    replaced = {k: v for at, one, there in found if at not in kept for k, v in replaced_in(one, there, at).items()}
-    yield replaced, [*kept], [at for at, one, there in found if there == {} and plain_state(one, at)]
+    empty = [at for at, one, there in objects_in(train_state, saved) if there == {} and plain_state(one, at)]
+    yield replaced_in(train_state, saved, kept=kept), [*kept], empty
     for one, given in kept.values():
         if _is_function_of_position(one):
             one.load_state_dict({**given, "last_epoch": one.last_epoch})

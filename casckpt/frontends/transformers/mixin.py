@@ -420,10 +420,6 @@ class CasTrainerMixin(Trainer):
     def _check_first_steps(self) -> None:
         self.checkpointer.check_first_steps(self.model, self._optim(), self._train_state())
 
-    def _ask_for_signal(self, step: int) -> bool:
-        self._signal = self._received.received(step) if self._signals else 0
-        return self._signal != 0
-
 
 @dataclass
 class _Resumed:
@@ -450,7 +446,9 @@ class _Watch(TrainerCallback):
         self._trainer._check_first_steps()
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: object) -> None:
-        if self._trainer._ask_for_signal(state.global_step):
+        trainer = self._trainer
+        trainer._signal = trainer._received.received(state.global_step) if trainer._signals else 0
+        if trainer._signal:
             control.should_save = control.should_training_stop = True
         else:
-            self._trainer._check_first_steps()
+            trainer._check_first_steps()

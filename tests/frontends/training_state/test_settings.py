@@ -16,7 +16,7 @@ from torch.optim.swa_utils import SWALR
 
 from casckpt.errors import InvalidInput
 from casckpt.frontends.trainer import Checkpointer, TrainState
-from casckpt.frontends.training_state.settings import objects_in, replaced_in
+from casckpt.frontends.training_state.settings import replaced_in
 from tests.support.saves import small
 
 Make = Callable[..., Any]
@@ -191,9 +191,8 @@ def test_a_position_is_no_setting() -> None:
         def state_dict(self) -> dict[str, int]:
             return dict(vars(self))
 
-    ((at, sampler, saved),) = objects_in([Sampler(3)], [{"size": 4, "epoch": 9}])
-    assert replaced_in(sampler, saved | {"size": 3}, at) == {}
-    assert replaced_in(sampler, saved, at) == {"train.0.size": (3, 4)}
+    assert replaced_in([Sampler(3)], [{"size": 3, "epoch": 9}], "train") == {}
+    assert replaced_in([Sampler(3)], [{"size": 4, "epoch": 9}], "train") == {"train.0.size": (3, 4)}
 
 
 def whole(make: Make, steps: int, lr: float = 0.1, /, **given: Any) -> list[float]:
