@@ -16,7 +16,7 @@ register what they save with `accelerator.register_for_checkpointing`.
 from __future__ import annotations
 
 import logging
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import replace
 from types import TracebackType
@@ -167,7 +167,7 @@ class AcceleratorCheckpointer:
             "scaler": [] if it.scaler is None else [it.scaler],
         }
         parts = {f"{name}{number}": one for name, several in named.items() for number, one in enumerate(several)}
-        train = _Parts(accelerator=self._progress, **parts)
+        train = TrainState(accelerator=self._progress, **parts)
         models, optimizers = list(it._models), [one.optimizer for one in it._optimizers]
         if not _share_names(models):
             return models, optimizers, train
@@ -192,14 +192,6 @@ def _share_names(models: Sequence[Any]) -> bool:
 
 def _numbered(name: str, several: Sequence[Any]) -> dict[str, Any]:
     return {f"{name}_{number}" if number else name: one for number, one in enumerate(several)}
-
-
-class _Parts(TrainState):
-    """A train state whose count of batches may be missing, because casckpt 0.2.0 did not save it."""
-
-    def _missing(self, saved: Collection[str], *, strict: bool) -> list[str]:
-        super()._missing({"accelerator", *saved}, strict=strict)
-        return super()._missing(saved, strict=False)
 
 
 class _Progress:

@@ -434,19 +434,6 @@ def test_a_save_between_accumulations_says_nothing(tmp_path: Path, caplog: pytes
     assert "accumulation" not in caplog.text
 
 
-def test_a_checkpoint_of_an_older_version_resumes_without_the_count_of_batches(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    old = Accumulating(tmp_path)
-    models, optims, train = old.checkpointer._all()
-    del train["accelerator"]
-    old.checkpointer.checkpointer.save(1, models, optims, train)
-    new = Accumulating(tmp_path)
-    assert new.checkpointer.resume()
-    assert "left: 'train.accelerator'" in caplog.text
-    new.checkpointer.load("a@1")
-
-
 def save_hook(models: Any, weights: Any, folder: str) -> None:
     """A hook for `save_state`."""
 

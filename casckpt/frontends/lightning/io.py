@@ -218,9 +218,8 @@ class CasCheckpointCheck(Callback):
 
     def on_fit_start(self, trainer: Trainer, pl_module: Any) -> None:
         """Log a warning if the checkpoint will replace settings of schedulers."""
-        replaced = dict[str, tuple[Any, Any]]()
-        for number, (config, saved) in enumerate(zip(trainer.lr_scheduler_configs, self._saved, strict=False)):
-            replaced |= replaced_in(config.scheduler, saved, f"lr_schedulers.{number}")
+        live = [config.scheduler for config in trainer.lr_scheduler_configs]
+        replaced = replaced_in(live, self._saved, "lr_schedulers")
         if replaced and trainer.is_global_zero:
             log.warning("the checkpoint replaces settings of schedulers: %s. See %s", shown(replaced), RECIPE)
 

@@ -84,7 +84,6 @@ class RangeReader:
 
 WINDOWS: Final = 8
 """The maximum number of windows in memory, across all clients."""
-_SLOW_WINDOWS = 3
 _AHEAD = 3  # windows to read ahead over a network
 _CHUNK_BYTES = 256 << 10
 REMEMBERED_SECONDS: Final = 5.0
@@ -109,7 +108,7 @@ class Desk:
     def __init__(self, store: Store, folders: ServedFolders, *, slow_seconds: float = 30.0) -> None:
         self.store, self.folders, self.slow_seconds = store, folders, slow_seconds
         self.leases = Leases(store)
-        self.slots, self.slow_slots = asyncio.Semaphore(WINDOWS), asyncio.Semaphore(_SLOW_WINDOWS)
+        self.slots = asyncio.Semaphore(WINDOWS)
         self.buffers = BufferPool(WINDOWS, WINDOW_BYTES)
         self.windows: dict[object, _Held] = {}
         self._charts: asyncio.Future[str] | None = None
@@ -166,18 +165,17 @@ def _drawn(store: Store) -> str:
 class _Held:
     """A window that is in memory or being read. All responses that send it share it, and the last of these frees it."""
 
-    def __init__(self, desk: Desk, key: object, reader: RangeReader, window: Window, *, slow: bool) -> None:
+    def __init__(self, desk: Desk, key: object, reader: RangeReader, window: Window) -> None:
         self.data = memoryview(b"")
         self._desk, self._key, self._users = desk, key, 0
         self._taken = ExitStack()
-        self._reading = asyncio.ensure_future(self._read(reader, window, slow=slow))
+        self._reading = asyncio.ensure_future(self._read(reader, window))
 
-    async def _read(self, reader: RangeReader, window: Window, *, slow: bool) -> None:
+    async def _read(self, reader: RangeReader, window: Window) -> None:
         desk = self._desk
         with ExitStack() as taken:
-            for slots in (desk.slow_slots, desk.slots) if slow else (desk.slots,):
-                await slots.acquire()
-                taken.callback(slots.release)
+            await desk.slots.acquire()
+            taken.callback(desk.slots.release)
             buffer = taken.enter_context(desk.buffers.borrow())  # never waits: there are as many as `desk.slots`
             reading = asyncio.ensure_future(desk.read(partial(reader.read, window, buffer.view)))
             try:
@@ -223,7 +221,6 @@ class RangeResponse:
         self._desk, self._folder, self._file, self._span, self._headers = desk, folder, file, span, headers
         self._begun = False
         self._window: Window | None = None  # the next window whose read has not started
-        self._is_slow = False
         self._sent = 0
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -294,14 +291,11 @@ class RangeResponse:
         return self._join(reader, window)
 
     def _key(self, window: Window) -> object:
-        """Return the key by which responses share windows.
-
-        A slow response does not share any windows, because it would block other responses.
-        """
-        return object() if self._is_slow else (self._folder.checkpoint.id, self._file.etag, window.start, window.stop)
+        """Return the key by which responses share windows."""
+        return self._folder.checkpoint.id, self._file.etag, window.start, window.stop
 
     def _has_room(self, window: Window) -> bool:
-        return self._key(window) in self._desk.windows or not (self._is_slow or self._desk.slots.locked())
+        return self._key(window) in self._desk.windows or not self._desk.slots.locked()
 
     async def _join(self, reader: RangeReader, window: Window | None) -> _Held | None:
         """Return a window in memory: one that other responses share, or one that is read now.
@@ -312,14 +306,12 @@ class RangeResponse:
             return None
         windows, key = self._desk.windows, self._key(window)
         if key not in windows:
-            windows[key] = _Held(self._desk, key, reader, window, slow=self._is_slow)
+            windows[key] = _Held(self._desk, key, reader, window)
         return await windows[key].join()
 
     async def _send(self, send: Send, gone: asyncio.Future[None], data: memoryview) -> None:
         """Send within the time limit. Raises _Slow."""
-        began = monotonic()
         await self._in_time(self._send_chunks(send, gone, data))
-        self._is_slow = monotonic() - began > self._desk.slow_seconds / 10
 
     async def _send_chunks(self, send: Send, gone: asyncio.Future[None], data: memoryview) -> None:
         for start in range(0, len(data), _CHUNK_BYTES):
