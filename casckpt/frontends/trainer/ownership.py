@@ -52,7 +52,7 @@ class RunOwnership:
         """Note that this object has loaded a checkpoint. Warn if its run has later steps."""
         last = newest(self._of.store, self._of.run)
         is_last = last is None or last.id == loaded.id
-        visible = [] if is_last and self._rotation.is_empty else self._visible()
+        visible = [] if is_last and self._rotation.changes_nothing else self._visible()
         if loaded.run == self._of.run:
             self._loaded = loaded.id
             self.removable.update(one.id for one in visible)
@@ -126,7 +126,7 @@ class RunOwnership:
             return ()
 
     def _spared(self) -> str:
-        return "" if self._rotation.is_empty else ". Retention leaves them alone until a program resumes the run"
+        return "" if self._rotation.changes_nothing else ". Retention leaves them alone until a program resumes the run"
 
 
 def _counted(found: Sequence[Checkpoint]) -> str:
