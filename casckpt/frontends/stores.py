@@ -6,6 +6,7 @@ import os
 from typing import TypeAlias
 
 from casckpt.errors import Unsigned
+from casckpt.repository.repository import check_create
 from casckpt.store.opening import open as open_store
 from casckpt.store.store import Store
 
@@ -21,6 +22,7 @@ def as_store(store: AnyStore, create: bool | None = None) -> Store:
     """
     if not isinstance(store, Store):
         return open_store(store, create=create)
+    check_create(create)
     if create is not None:
         store.repository.may_create = create
     return store

@@ -450,6 +450,12 @@ CACHE_VARIABLE = "CASCKPT_CACHE_DIR"
 CREATE_VARIABLE = "CASCKPT_CREATE"
 
 
+def check_create(create: Any) -> None:
+    """Raise `InvalidInput` unless ``create`` is True, False or None."""
+    if create is not None and not isinstance(create, bool):
+        raise InvalidInput(f"create={create!r:.40} is not valid: pass True, False or None")
+
+
 def open_repository(
     url: str | os.PathLike[str],
     *,
@@ -477,6 +483,7 @@ def open_repository(
     staging = parse_size(staging_bytes) if isinstance(staging_bytes, str) else staging_bytes
     if staging is not None and (type(staging) is not int or staging < 0):
         raise InvalidInput(f"staging_bytes={staging!r:.40} is not valid: pass a size, or 0 to save without copies")
+    check_create(create)
     storage = open_storage(url, storage_options, single_writer=single_writer, page_cache=page_cache)
     allowed = os.environ.get(CREATE_VARIABLE) or None
     if allowed not in (None, "0", "1"):
