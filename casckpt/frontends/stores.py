@@ -23,8 +23,7 @@ def as_store(store: AnyStore, create: bool | None = None) -> Store:
     URL.
     """
     opened = store if isinstance(store, Store) else open_store(store)
-    if create is not None:
-        opened.repository.may_create = create
+    opened.repository.allow_create(create)
     return opened
 
 

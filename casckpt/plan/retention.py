@@ -151,6 +151,11 @@ class Rotation:
         return self.keep is None and self.max_checkpoints is None
 
     @property
+    def changes_nothing(self) -> bool:
+        """Return whether all checkpoints are kept whole."""
+        return self.is_empty and self.thin is None
+
+    @property
     def metrics(self) -> set[str]:
         """The metrics that the rules name."""
         policies = [*([self.keep] if self.keep else []), *([self.thin.keep] if self.thin else [])]

@@ -141,6 +141,12 @@ class Repository:
         """
         return self.exists() or self._is_free()
 
+    def allow_create(self, allowed: bool | None) -> None:
+        """Set ``may_create``, unless ``allowed`` is None. Raises `InvalidInput` for anything but a bool."""
+        if allowed is not None and not isinstance(allowed, bool):
+            raise InvalidInput(f"create={allowed!r:.40} is not valid: pass True, False or None")
+        self.may_create = self.may_create if allowed is None else allowed
+
     def _is_free(self) -> Literal[False]:
         url, was_at = self.storage.url, recall(self._cache_folder, self.storage)
         if self.may_create is False:
@@ -150,7 +156,7 @@ class Repository:
             )
         if was_at and was_at[1] and self.may_create is None and mount_point(was_at[1]) != was_at[1]:
             raise NotFound(
-                f"the store at {url} was in {was_at[0]}, but nothing is mounted at {was_at[1]} now: mount it, and try "
+                f"the store at {url} is gone, because nothing is mounted at {was_at[1]} now: mount it, and try "
                 f"again. To start a new store on the disk below, set {CREATE_VARIABLE}=1 once (or pass create=True)"
             )
         if (was_at or self._marker) and not self._warned:
@@ -461,8 +467,10 @@ def open_repository(
     if allowed not in (None, "0", "1"):
         raise InvalidInput(f"{CREATE_VARIABLE}={allowed!r} is not valid: 0 requires a store, and 1 allows a new one")
     folder = cache_dir if cache_dir is not None else os.environ.get(CACHE_VARIABLE) or None
-    return Repository(
+    opened = Repository(
         storage,
         None if folder is None else Path(folder).expanduser().absolute(),
-        may_create=create if create is not None or allowed is None else allowed == "1",
+        may_create=None if allowed is None else allowed == "1",
     )
+    opened.allow_create(create)
+    return opened

@@ -10,6 +10,7 @@ import sys
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -168,6 +169,15 @@ def test_the_environment_accepts_only_0_and_1(monkeypatch: pytest.MonkeyPatch, t
         casckpt.open(tmp_path)
     monkeypatch.setenv("CASCKPT_CREATE", "0")
     assert save(str(tmp_path / "x"), create=True).exists(), "an argument wins"
+
+
+@pytest.mark.parametrize("wrong", [0, 1, "no", "0"])
+def test_create_accepts_only_booleans(wrong: Any, tmp_path: Path) -> None:
+    for make in (casckpt.open, partial(Checkpointer, run="sft")):
+        with pytest.raises(InvalidInput, match="pass True, False or None"):
+            make(tmp_path / "x", create=wrong)
+    with pytest.raises(InvalidInput, match="pass True, False or None"):
+        Checkpointer(casckpt.open(tmp_path / "x"), run="sft", create=wrong)
 
 
 _REAL = """

@@ -466,6 +466,7 @@ class Checkpointer(RunCheckpoints):
         begun = time.monotonic()
         self.resumed, before = None, cache(partial(check_given, train_state, missing, model, optim))
         self._settle()
+        self.ownership.replaces_unhealthy = healthy
         checkpoint = newest_together(
             open_ranks(self.process_group), self.store, self.run, healthy=healthy, check=before
         )
@@ -717,6 +718,9 @@ class Checkpointer(RunCheckpoints):
         Raises Conflict on every rank if the model or the optimizer differ from the saved ones, unless the step was
         loaded and ``keeps`` is set.
         """
+        if self.ownership.may_replace(saved):
+            options["overwrite"] = True
+            return None
         given = self._loaded[1].given if self._loaded is not None and self._loaded[0].id == saved.id else {}
         differing, minor = differing_keys(self.store, saved, state, model, **self._load_arguments(**given))
         text = f"{saved.run}@{saved.step} is already saved"
@@ -725,11 +729,8 @@ class Checkpointer(RunCheckpoints):
                 f"{text}, and {listed(differing)} changed since. Save after advancing the step counter",
                 checkpoints=(saved.id,),
             )
-        if not differing and saved.ephemeral and not options.get("ephemeral"):
-            options["overwrite"] = True
-            return None
         if ranks.rank == 0:
-            self._tell_kept(text, saved.step, differing, minor, unsaved_labels(saved, options))
+            self._tell_kept(text, saved.step, differing, minor, unsaved_labels(self.store, saved, options))
         return saved
 
     def _tell_kept(
@@ -743,7 +744,7 @@ class Checkpointer(RunCheckpoints):
                 "the counter", text, listed(differing), step,
             )  # fmt: skip
         elif not differing:
-            also = f"; its {' and '.join(labels)} are not stored" if labels else ""
+            also = f"; not stored: its new {', '.join(labels)}" if labels else ""
             since = f" (changed since: {listed(minor)})" if minor else ""
             log.log(logging.WARNING if labels else logging.INFO, "%s%s%s", text, since, also)
         reason = "step_repeated" if differing else "already_saved"

@@ -24,12 +24,13 @@ class RunOwnership:
 
     ``of``: the `Checkpointer`. ``rotation``: its retention rules. ``to_resume``: the call that resumes, for messages.
     ``removable``: the ids of the checkpoints that retention may remove: those that this object saved, or that were
-    visible when it loaded one.
+    visible when it loaded one. ``replaces_unhealthy``: whether it skipped unhealthy checkpoints in its last `resume`,
+    and so may replace them.
     """
 
     def __init__(self, of: RunCheckpoints, rotation: Rotation) -> None:
         self.to_resume = "resume()"
-        self.is_decided = self._continues = False
+        self.is_decided = self._continues = self.replaces_unhealthy = False
         self.removable = set[str]()
         self._of, self._rotation = of, rotation
         self._saved = set[str]()
@@ -49,19 +50,27 @@ class RunOwnership:
         """Return whether this object has saved the checkpoint ``id``."""
         return id in self._saved
 
+    def may_replace(self, saved: Checkpoint) -> bool:
+        """Return whether the training replaces ``saved``, because it resumed from a healthy checkpoint instead."""
+        return self.replaces_unhealthy and saved.healthy is False
+
     def note_load(self, loaded: Checkpoint) -> None:
         """Note that this object has loaded a checkpoint. Warn if its run has later steps."""
         last = newest(self._of.store, self._of.run)
         is_last = last is None or last.id == loaded.id
-        visible = [] if is_last and self._rotation.is_empty else self._visible()
+        visible = [] if is_last and self._rotation.changes_nothing else self._visible()
         if loaded.run == self._of.run:
             self._loaded, self._continues = loaded.id, True
             self.removable.update(one.id for one in visible)
-        if last is not None and not is_last and (later := [one.step for one in visible if one.step > loaded.step]):
+        if (
+            last is not None
+            and not is_last
+            and (later := [one.step for one in visible if one.step > loaded.step and not self.may_replace(one)])
+        ):
             log.warning(
-                "%s@%d was loaded, but run %s already has %d later steps, up to %d. %s@latest stays step %d until this "
-                "program saves, and a save of a step that exists raises Conflict. To go on from here, use a different "
-                "run, or forget the later steps first: `casckpt forget %s %s@%d..%d`", loaded.run, loaded.step,
+                "%s@%d was loaded, but run %s already has later steps (%d, up to %d). %s@latest stays step %d until "
+                "this program saves, and a save of a step that exists raises Conflict. To go on from here, use a "
+                "different run, or forget the later steps first: `casckpt forget %s %s@%d..%d`", loaded.run, loaded.step,
                 self._of.run, len(later), max(later), self._of.run, last.step, self._of.store.url, self._of.run,
                 min(later), max(later),
             )  # fmt: skip
@@ -104,7 +113,7 @@ class RunOwnership:
         self.is_decided = True
 
     def find(self, step: int) -> Checkpoint | None:
-        """Return the checkpoint of ``step``, if this object has loaded or saved it. None if there is none.
+        """Return the checkpoint of ``step``, if this object has loaded or saved it, or may replace it; else None.
 
         Raises Conflict for any other checkpoint.
         """
@@ -112,10 +121,11 @@ class RunOwnership:
             found = self._of.store.get(f"{self._of.run}@{step}")
         except CasckptError:  # not found; the save raises any other error
             return None
-        if found.id != self._loaded and found.id not in self._saved:
+        if found.id != self._loaded and found.id not in self._saved and not self.may_replace(found):
+            and_later = "" if self._loaded is None else ".."  # the rest of what a training went back from
             raise Conflict(
                 f"{_about(found)} already exists, and this training has not loaded it. Use a different run, or forget "
-                f"it first: `casckpt forget {self._of.store.url} {self._of.run}@{step}`",
+                f"it first: `casckpt forget {self._of.store.url} {self._of.run}@{step}{and_later}`",
                 checkpoints=(found.id,),
             )
         return found
@@ -127,7 +137,7 @@ class RunOwnership:
             return ()
 
     def _spared(self) -> str:
-        return "" if self._rotation.is_empty else ". Retention leaves them alone until a program resumes the run"
+        return "" if self._rotation.changes_nothing else ". Retention leaves them alone until a program resumes the run"
 
 
 def _counted(found: Sequence[Checkpoint]) -> str:

@@ -34,8 +34,10 @@ def differing_keys(
     return [key for key in differing if key not in minor], minor
 
 
-def unsaved_labels(saved: Checkpoint, options: StepArguments) -> list[str]:
-    """Return which of the given metrics, metadata and health mark ``saved`` does not have at all."""
-    has = {"metrics": saved.metrics, "metadata": saved.metadata, "healthy": saved.healthy is not None}
+def unsaved_labels(store: Store, saved: Checkpoint, options: StepArguments) -> list[str]:
+    """Return in which respects the options of a save say more than ``saved``, such as ["metrics", "health mark"]."""
     given: Mapping[str, Any] = options
-    return [name for name, value in has.items() if given.get(name) is not None and not value]
+    has = {"metrics": saved.metrics, "metadata": saved.metadata or {}, "attachments": store.attachments(saved)}
+    labels = [name for name, there in has.items() if {*(given.get(name) or ())} - there.keys()]
+    labels += ["health mark"] if given.get("healthy") not in (None, saved.healthy) else []
+    return [*labels, "permanence"] if saved.ephemeral and not given.get("ephemeral") else labels

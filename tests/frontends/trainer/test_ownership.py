@@ -170,6 +170,19 @@ def sweeps_with_one_run_name(store: Store) -> None:
     train(store, range(1, 21), run="sweep")
 
 
+def test_thinning_alone_also_takes_the_checkpoints_of_earlier_programs_that_were_resumed() -> None:
+    store, rule = small(), {"drop": ["model.bias"], "keep_last": 1}
+    for first, resumes in ((1, True), (3, True), (5, True), (7, False)):
+        new_program()
+        model = nn.Linear(1, 1)
+        with Checkpointer(store, run="sft", thin=rule) as checkpointer:
+            if resumes:
+                checkpointer.resume(model)
+            for step in (first, first + 1):
+                checkpointer.save(step, model)
+    assert [one.step for one in store.checkpoints("sft") if one.dropped is None] == [6, 8]
+
+
 @pytest.mark.parametrize("name", PROGRAMS)
 def test_programs_go_on_or_are_warned_or_stop_before_a_step_is_lost(
     name: str, caplog: pytest.LogCaptureFixture
@@ -213,7 +226,7 @@ def test_a_load_of_an_earlier_step_says_what_latest_stays(caplog: pytest.LogCapt
     checkpointer.load("sft@80", nn.Linear(1, 1, bias=False))
     (record,) = caplog.records
     assert (
-        "sft@80 was loaded, but run sft already has 2 later steps, up to 100. sft@latest stays" in record.getMessage()
+        "sft@80 was loaded, but run sft already has later steps (2, up to 100). sft@latest stays" in record.getMessage()
     )
     command = record.getMessage().rpartition("`casckpt forget ")[2].rstrip("`").split()
     store.forget(command[1])  # as advised

@@ -155,23 +155,41 @@ def test_overwrite_replaces_a_step_that_was_resumed() -> None:
     assert len(store.checkpoints("sft")) == 1
 
 
-def test_a_permanent_save_replaces_an_equal_ephemeral_one() -> None:
-    store, learner = small(), Learner()
-    checkpointer = Checkpointer(store, run="sft", max_checkpoints=1)
-    checkpointer.save(1, *learner.all, ephemeral=True)
-    assert not checkpointer.save(1, *learner.all).ephemeral
-    assert checkpointer.save(1, *learner.all, ephemeral=True).ephemeral is False
-    assert len(store.checkpoints("sft")) == 1
-
-
 def test_labels_of_a_skipped_save_are_named(caplog: pytest.LogCaptureFixture) -> None:
-    learner = Learner()
-    checkpointer = Checkpointer(small(), run="sft")
-    checkpointer.save(1, *learner.all)
-    checkpointer.save(1, *learner.all, metrics={"loss": 1.0}, healthy=True)
-    assert [one.getMessage() for one in caplog.records] == [
-        "sft@1 is already saved; its metrics and healthy are not stored"
-    ]
+    store, learner = small(), Learner()
+    checkpointer = Checkpointer(store, run="sft")
+    checkpointer.save(1, *learner.all, ephemeral=True, metrics={"loss": 1.0}, healthy=True)
+    store.tag("best", "sft@1")
+    checkpointer.save(1, *learner.all, ephemeral=True, metrics={"loss": 2.0}, healthy=True)
+    assert not caplog.records
+    more: dict[str, Any] = {"metrics": {"loss": 1.0, "acc": 2.0}, "healthy": False, "attachments": {"a": b""}}
+    checkpointer.save(1, *learner.all, **more)
+    (record,) = caplog.records
+    assert record.getMessage() == (
+        "sft@1 is already saved; not stored: its new metrics, attachments, health mark, permanence"
+    )
+    assert store.get("tag:best").step == 1
+    checkpointer.save(1, *learner.all, **more, overwrite=True)
+    assert (store.get("sft@1").healthy, store.get("sft@1").ephemeral) == (False, False)
+
+
+def test_a_training_that_resumed_a_healthy_checkpoint_replaces_the_unhealthy_ones(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    store, learner = small(), Learner()
+    Checkpointer(store, run="sft").save(1, *learner.all)
+    for step in (2, 3):
+        store.save({"model": learner.model}, run="sft", step=step, healthy=False)
+    for _ in range(2):  # also after another crash
+        new_program()
+        checkpointer = Checkpointer(store, run="sft", save_interval=1)
+        found = checkpointer.resume(*learner.all, healthy=True)
+        assert found is not None
+        learner.step()
+        checkpointer.save_if_due(found.step + 1, *learner.all)
+        checkpointer.close()
+    assert not caplog.records
+    assert sorted((one.step, one.healthy) for one in store.checkpoints("sft")) == [(1, None), (2, None), (3, None)]
 
 
 def test_a_signal_at_the_resumed_step_keeps_its_checkpoint(caplog: pytest.LogCaptureFixture) -> None:
