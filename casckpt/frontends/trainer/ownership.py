@@ -70,8 +70,8 @@ class RunOwnership:
             log.warning(
                 "%s@%d was loaded, but run %s already has later steps (%d, up to %d). %s@latest stays step %d until "
                 "this program saves, and a save of a step that exists raises Conflict. To go on from here, use a "
-                "different run, or forget the later steps first: `casckpt forget %s %s@%d..%d`", loaded.run, loaded.step,
-                self._of.run, len(later), max(later), self._of.run, last.step, self._of.store.url, self._of.run,
+                "different run, or forget the later steps first: `casckpt forget %s %s@%d..%d`", loaded.run,
+                loaded.step, self._of.run, len(later), max(later), self._of.run, last.step, self._of.store.url, self._of.run,
                 min(later), max(later),
             )  # fmt: skip
 
