@@ -56,10 +56,11 @@ class RunOwnership:
 
     def note_load(self, loaded: Checkpoint) -> None:
         """Note that this object has loaded a checkpoint. Warn if its run has later steps."""
-        last = newest(self._of.store, self._of.run)
+        run = self._of.run
+        last = newest(self._of.store, run)
         is_last = last is None or last.id == loaded.id
         visible = [] if is_last and self._rotation.changes_nothing else self._visible()
-        if loaded.run == self._of.run:
+        if loaded.run == run:
             self._loaded, self._continues = loaded.id, True
             self.removable.update(one.id for one in visible)
         if (
@@ -71,8 +72,8 @@ class RunOwnership:
                 "%s@%d was loaded, but run %s already has later steps (%d, up to %d). %s@latest stays step %d until "
                 "this program saves, and a save of a step that exists raises Conflict. To go on from here, use a "
                 "different run, or forget the later steps first: `casckpt forget %s %s@%d..%d`", loaded.run,
-                loaded.step, self._of.run, len(later), max(later), self._of.run, last.step, self._of.store.url, self._of.run,
-                min(later), max(later),
+                loaded.step, run, len(later), max(later), run, last.step, self._of.store.url, run, min(later),
+                max(later),
             )  # fmt: skip
 
     def was_loaded_here(self) -> bool:
