@@ -708,7 +708,7 @@ DRAWN: tuple[tuple[str, str, str, str, str], ...] = (
     ),
     (
         "a summary shows the time since the host started",
-        "Checkpointer.save_or_keep",
+        "Checkpointer.save",
         "seconds = time.monotonic() - begun",
         "seconds = time.monotonic()",
         "tests/frontends/trainer/test_saves.py",

@@ -2964,7 +2964,7 @@ PLANTED = (
     ),
     Planted(
         "a failed background save is not reported",
-        "Checkpointer._save_async.finish",
+        "Checkpointer.save_async.finish",
         "                with self._reporting(ranks, step):\n                    saved",
         "                if True:\n                    saved",
         "tests/frontends/trainer/test_events.py",

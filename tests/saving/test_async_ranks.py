@@ -58,12 +58,12 @@ def test_a_failure_that_one_rank_did_not_see_stops_the_next_save_on_all_ranks(ra
 
 
 def wrong_on_one(rank: int, size: int, path: Path) -> Any:
-    """Rank 1 passes an invalid value: first as a metric, then in the state."""
+    """Rank 1 passes an invalid value: first as an argument, then in the state."""
     store = casckpt.open(path)
     state = spread({"w": numbers("w", 64, 100)}, line(size), [Shard(0)])
-    metrics: Any = {"loss": "low"} if rank == 1 else None
+    compress: Any = "much" if rank == 1 else None
     calls = (
-        lambda: store.save_async(state, step=0, metrics=metrics),
+        lambda: store.save_async(state, step=0, compress=compress),
         lambda: store.save_async(state | ({"odd": object()} if rank == 1 else {}), step=0),
     )
     errors = [outcome_of(call) for call in calls]

@@ -140,7 +140,7 @@ class Checkpointer(RunCheckpoints):
         self._loaded: tuple[Checkpoint, LoadRequest] | None = None
         self._begun: int | None = None
         self._reached: int | None = None
-        self._warned_of_space = self._warned_of_others = self._warned_of_repeat = False
+        self._warned_of_space = self._warned_of_others = self._warned_of_repeat = self._keeps = False
         self.ownership = RunOwnership(self, self._rotation)
         self._checked: bool | None = None  # False: checked, but before the optimizer had state
         self.resumed: Resumed | None = None
@@ -179,27 +179,11 @@ class Checkpointer(RunCheckpoints):
         retry the same step.
         """
         check_keywords("Checkpointer.save", options, StepArguments)
-        return self.save_or_keep(step, model, optim, train_state, keeps=False, **options)
-
-    def save_or_keep(
-        self,
-        step: int,
-        model: TrainModel,
-        optim: AnyOptimizer | None = None,
-        train_state: AnyTrainState = None,
-        *,
-        keeps: bool = True,
-        **options: Unpack[StepArguments],
-    ) -> Checkpoint:
-        """Save like `save`, but if ``step`` was loaded and the state has changed, keep the checkpoint, with a warning.
-
-        `SaveOnSignal` does so. ``keeps``: if False, raise Conflict.
-        """
         begun = time.monotonic()
         ranks, _, waits, existing = self._begin(step, options)
         with self._reporting(ranks, step):
             state = state_to_save(ranks, model, optim, train_state)
-            kept = existing and self._kept(existing, ranks, state, model, options, keeps=keeps)
+            kept = existing and self._kept(existing, ranks, state, model, options)
             saved = kept or self.store.save(state, run=self.run, step=step, **self._save_arguments(model, **options))
         self._failures.note(None)
         self.saved_step = saved.step
@@ -227,17 +211,11 @@ class Checkpointer(RunCheckpoints):
         call waits for its own save and raises its error.
         """
         check_keywords("Checkpointer.save_async", options, StepArguments)
-        return self._save_async(step, model, optim, train_state, options, keeps=False)
-
-    def _save_async(
-        self, step: int, model: TrainModel, optim: Any, train_state: Any, options: StepArguments, *, keeps: bool
-    ) -> Future[Checkpoint]:
-        """Implement `save_async`. ``keeps``: see `save_or_keep`."""
         begun, done = time.monotonic(), ReportedFuture[Checkpoint]()
         ranks, is_foreground, waits, existing = self._begin(step, options)
         with self._reporting(ranks, step):
             state = state_to_save(ranks, model, optim, train_state)
-            if existing and (kept := self._kept(existing, ranks, state, model, options, keeps=keeps)):
+            if existing and (kept := self._kept(existing, ranks, state, model, options)):
                 self.saved_step = step
                 done.set_result(kept)
                 return done
@@ -264,6 +242,18 @@ class Checkpointer(RunCheckpoints):
         if is_foreground:
             self.wait()
         return done
+
+    @contextmanager
+    def keeping(self) -> Iterator[None]:
+        """Inside the block, a save of the step that was loaded keeps it, with a warning, if the state has changed.
+
+        `save_if_due` and `SaveOnSignal` save in this way. Otherwise, such a save raises Conflict.
+        """
+        self._keeps = True
+        try:
+            yield
+        finally:
+            self._keeps = False
 
     def start(self, step: int, *, loaded: int | None = None, overwrite: bool | None = None) -> None:
         """Decide whether this training may save steps from ``step`` on to the run. Every rank makes the call.
@@ -353,8 +343,8 @@ class Checkpointer(RunCheckpoints):
             self._begun = step - 1
         self._reached = step
         if kind is not None:
-            named = StepArguments(ephemeral=kind == "ephemeral")
-            saving = self._save_async(step, model, optim, train_state, {**named, **options}, keeps=True)
+            with self.keeping():
+                saving = self.save_async(step, model, optim, train_state, ephemeral=kind == "ephemeral", **options)
         else:
             self.start(step)
             if self.config.is_skipped(step, self.saved_step) and open_ranks(self.process_group).rank == 0:
@@ -711,12 +701,12 @@ class Checkpointer(RunCheckpoints):
         return ranks, is_foreground, (settled - begun, time.monotonic() - settled), existing
 
     def _kept(
-        self, saved: Checkpoint, ranks: Ranks, state: Any, model: TrainModel, options: StepArguments, *, keeps: bool
+        self, saved: Checkpoint, ranks: Ranks, state: Any, model: TrainModel, options: StepArguments
     ) -> Checkpoint | None:
         """Return ``saved``, which is the checkpoint of the step, if it stays. Return None if it is to be overwritten.
 
         Raises Conflict on every rank if the model or the optimizer differ from the saved ones, unless the step was
-        loaded and ``keeps`` is set.
+        loaded and this is inside `keeping`.
         """
         if self.ownership.may_replace(saved):
             options["overwrite"] = True
@@ -724,7 +714,7 @@ class Checkpointer(RunCheckpoints):
         given = self._loaded[1].given if self._loaded is not None and self._loaded[0].id == saved.id else {}
         differing, minor = differing_keys(self.store, saved, state, model, **self._load_arguments(**given))
         text = f"{saved.run}@{saved.step} is already saved"
-        if differing and (self.ownership.has_saved(saved.id) or not keeps):
+        if differing and (self.ownership.has_saved(saved.id) or not self._keeps):
             raise Conflict(
                 f"{text}, and {listed(differing)} changed since. Save after advancing the step counter",
                 checkpoints=(saved.id,),

@@ -87,7 +87,8 @@ class SaveOnSignal:
             log.warning("%s: exiting after step %d, which is saved", name, step)
         else:
             log.warning("%s: saving step %d, then exiting", name, step)
-            self._checkpointer.save_or_keep(step, model, optim, train_state, **options)
+            with self._checkpointer.keeping():
+                self._checkpointer.save(step, model, optim, train_state, **options)
         raise SystemExit(128 + number if self._status is None else self._status)
 
     def received(self, step: int) -> int:

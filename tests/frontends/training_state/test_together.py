@@ -238,7 +238,7 @@ def refused_saves(rank: int, size: int, path: Path) -> Any:
 def test_all_ranks_reject_a_save_that_one_rank_rejects(store_path: Path, ranks: Pool) -> None:
     for rank, found in enumerate(ranks.run(3, refused_saves, store_path)):
         assert [kind for kind, _ in found] == ["InvalidInput"] * 5
-        words = [r"[7]", "use_orig_params=True", "casckpt.Shard", "casckpt.Shard", "summon_full_params"]
+        words = [r"[7]", "use_orig_params=True", "train_state", "train_state", "summon_full_params"]
         assert all(word in text for word, (_, text) in zip(words, found, strict=True)), found
         assert ("rank 2: " in found[0][1]) is (rank != 2)
     with pytest.raises(NotFound):
