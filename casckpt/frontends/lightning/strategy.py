@@ -171,6 +171,7 @@ class CasModelParallelStrategy(ModelParallelStrategy):
     def _checkpointer(self, run: str) -> Checkpointer:
         made = Checkpointer(self._book.store, run=run, **self._settings)
         made.lineage = self._lineage
+        made.ownership.is_decided = True  # Lightning names the file of each save, and nothing rotates
         return made
 
     def _models(self) -> Any:

@@ -278,3 +278,14 @@ def test_an_invalid_state_raises_an_error_on_all_ranks_at_the_start(tmp_path: Pa
     expected = [("InvalidInput", 0)] * 2 + [("InvalidInput", 1)] * 2
     assert ranks.run(size, hears, tmp_path) == [expected] * size
     assert steps(small_folder(tmp_path / "store")) == []
+
+
+def test_the_strategy_saves_the_files_that_lightning_names_in_any_order(tmp_path: Path) -> None:
+    store = small_folder(tmp_path / "store")
+    store.save({"x": 1}, run="sft", step=5)
+    strategy = CasModelParallelStrategy(store, run="sft")
+    module: Any = nn.Linear(2, 2)
+    module.trainer = SimpleNamespace(callbacks=[])
+    strategy._lightning_module = module
+    strategy.save_checkpoint({"state_dict": {}, "global_step": 3, "epoch": 1}, tmp_path / "x.ckpt")
+    assert sorted(step for _, step in steps(store)) == [3, 5]
