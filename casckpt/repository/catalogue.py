@@ -257,8 +257,11 @@ def remember(folder: Path, storage: ObjectStore) -> None:
     mount = "" if path is None else mount_point(real)
     with suppress(OSError):
         if recall(folder, storage) != (real, mount) and not storage.url.startswith("memory:"):
-            _note(folder, storage).parent.mkdir(parents=True, exist_ok=True)
-            _note(folder, storage).write_bytes(os.fsencode(f"{real}\0{mount}"))
+            note = _note(folder, storage)
+            note.parent.mkdir(parents=True, exist_ok=True)
+            new = note.with_suffix(f".{os.getpid()}")  # a note that is cut off would name another mount
+            new.write_bytes(os.fsencode(f"{real}\0{mount}"))
+            new.replace(note)
 
 
 def recall(folder: Path, storage: ObjectStore) -> tuple[str, str] | None:
