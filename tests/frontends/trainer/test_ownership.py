@@ -285,6 +285,7 @@ def save_in_child(path: Path, model: nn.Module, first: int, answers: Any) -> Non
         answers.put(refusal_of(lambda: checkpointer.save(first, model)))
 
 
+@pytest.mark.soak
 def test_a_spawned_child_whose_parent_loaded_the_weights_may_only_go_on(tmp_path: Path) -> None:
     store, model = small_folder(tmp_path / "store"), nn.Linear(1, 1, bias=False)
     train(store, range(71, 101))
