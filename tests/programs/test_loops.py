@@ -260,7 +260,8 @@ class Folder(NamedTuple):
         words = ["--store", str(self.path / "store"), "--steps", str(steps or self.loop.steps), *self.loop.arguments]
         output, started = self.path / "output", list[Any]()
         for rank, own in enumerate(environments(self.loop.ranks)):
-            given, file = {**own, KILL: kill}, output.with_name(f"output{rank}")
+            given = {**own, KILL: kill, "XDG_CACHE_HOME": str(self.path / "cache")}  # pytest uses its folders again
+            file = output.with_name(f"output{rank}")
             program = HERE / f"{self.loop.program}.py"
             started.append(afresh().Process(target=_play, args=(program, [*words, *arguments], self.path, given, file)))
             started[-1].start()
