@@ -544,8 +544,7 @@ class Store:
     def rotate(self, run: str, rotation: Rotation, among: Container[str] | None = None) -> list[Checkpoint]:
         """Forget and purge the checkpoints of ``run`` that ``rotation`` does not keep, as `forget_now` does.
 
-        ``among``: the ids of the only checkpoints that may go; the rules count no others. None for all. Exactly one
-        process must call this. Raises StorageError, and Damaged or Refused if a tag cannot be read.
+        ``among``: the ids that may go and count. Only one process may call this. Raises StorageError, Damaged, Refused.
         """
         from casckpt.upkeep.gc.rotation import rotate
 
@@ -758,10 +757,9 @@ class Store:
         lacks. ``jobs``: how many files to copy in parallel. ``part``: (rank, number of ranks), if several processes
         share the work. ``blob_bytes``: repack the cells into blobs of this size. ``target`` may then be this store
         itself, whose small and worn blobs are packed together. ``compress``: "always" encodes floats, except in
-        checkpoints that already have encoded cells; "off" and None leave encodings unchanged. ``check``: raise the
-        errors at the end; otherwise, the result lists them as ``failed``. ``progress``: called with the bytes that
-        ``target`` has so far. Raises NotFound, StorageError, Damaged, Gone, Refused, or Conflict if ``target`` has a
-        different checkpoint at a step.
+        checkpoints with encoded cells; "off" and None leave encodings unchanged. ``check``: raise errors at the end;
+        otherwise, the result lists them as ``failed``. ``progress``: called with the bytes so far.
+        Raises NotFound, StorageError, Damaged, Gone, Refused, and Conflict for a different checkpoint at a step.
         """
         from casckpt.upkeep.copies import copy as copying
 

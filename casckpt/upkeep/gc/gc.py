@@ -51,7 +51,7 @@ from casckpt.upkeep.gc.candidates import Candidates, Unreadable, candidates, com
 from casckpt.upkeep.gc.purge import (
     Deferred,
     GcPlan,
-    Refusal,
+    RefusedFile,
     RetireProgress,
     bring_back,
     check_metrics,
@@ -228,7 +228,7 @@ class GcResult:
     foreign: tuple[str, ...] = ()
     dry_run: bool = False
     thin: ThinResult | None = None
-    refused: tuple[Refusal, ...] = ()
+    refused: tuple[RefusedFile, ...] = ()
     kept: Mapping[str, Sequence[str]] = field(default_factory=dict)
 
 

@@ -91,7 +91,7 @@ def waiting_for(transaction: OpenTransaction) -> Deferred:
 
 
 @dataclass(frozen=True)
-class Refusal:
+class RefusedFile:
     """A file that gc could not delete or create, because this user may not.
 
     ``owner``: the owner of the file or, if it does not exist, of its folder; None if unknown. ``run``: None if unknown.
@@ -103,7 +103,7 @@ class Refusal:
     why: str
 
 
-def refusals(errors: Iterable[StorageError], listed: CommitList) -> tuple[Refusal, ...]:
+def refusals(errors: Iterable[StorageError], listed: CommitList) -> tuple[RefusedFile, ...]:
     """Describe what `noting` has noted, once for each path. ``listed``: commits, whose runs are named."""
     runs = {run_hash(commit.run): commit.run for commit in listed.commits.values() if commit.last != "revoked"}
 
@@ -111,7 +111,7 @@ def refusals(errors: Iterable[StorageError], listed: CommitList) -> tuple[Refusa
         return next((run for part, run in runs.items() if part in path), None)  # each key contains its run's hash
 
     found = {error.path: str(error) for error in errors}
-    return tuple(Refusal(path, _owner(Path(path)), run_of(path), why) for path, why in found.items())
+    return tuple(RefusedFile(path, _owner(Path(path)), run_of(path), why) for path, why in found.items())
 
 
 def _owner(path: Path) -> str | None:
