@@ -35,6 +35,7 @@ class RunOwnership:
         self._of, self._rotation = of, rotation
         self._saved = set[str]()
         self._loaded: str | None = None
+        self._rest = ""  # "..": what it went back from goes on after the step that it reaches
 
     def reset(self) -> None:
         """Decide anew, because this object begins another training."""
@@ -68,6 +69,7 @@ class RunOwnership:
             and not is_last
             and (later := [one.step for one in visible if one.step > loaded.step and not self.may_replace(one)])
         ):
+            self._rest = ".."
             log.warning(
                 "%s@%d was loaded, but run %s already has later steps (%d, up to %d). %s@latest stays step %d until "
                 "this program saves, and a save of a step that exists raises Conflict. To go on from here, use a "
@@ -123,10 +125,9 @@ class RunOwnership:
         except CasckptError:  # not found; the save raises any other error
             return None
         if found.id != self._loaded and found.id not in self._saved and not self.may_replace(found):
-            and_later = "" if self._loaded is None else ".."  # the rest of what a training went back from
             raise Conflict(
                 f"{_about(found)} already exists, and this training has not loaded it. Use a different run, or forget "
-                f"it first: `casckpt forget {self._of.store.url} {self._of.run}@{step}{and_later}`",
+                f"it first: `casckpt forget {self._of.store.url} {self._of.run}@{step}{self._rest}`",
                 checkpoints=(found.id,),
             )
         return found

@@ -38,6 +38,7 @@ def unsaved_labels(store: Store, saved: Checkpoint, options: StepArguments) -> l
     """Return in which respects the options of a save say more than ``saved``, such as ["metrics", "health mark"]."""
     given: Mapping[str, Any] = options
     has = {"metrics": saved.metrics, "metadata": saved.metadata or {}, "attachments": store.attachments(saved)}
-    labels = [name for name, there in has.items() if {*(given.get(name) or ())} - there.keys()]
+    named = {name: value.keys() for name, value in given.items() if isinstance(value, Mapping)}
+    labels = [name for name, there in has.items() if named.get(name, set[str]()) - there.keys()]
     labels += ["health mark"] if given.get("healthy") not in (None, saved.healthy) else []
     return [*labels, "permanence"] if saved.ephemeral and not given.get("ephemeral") else labels

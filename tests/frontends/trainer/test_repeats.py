@@ -169,6 +169,8 @@ def test_labels_of_a_skipped_save_are_named(caplog: pytest.LogCaptureFixture) ->
         "sft@1 is already saved; not stored: its new metrics, attachments, health mark, permanence"
     )
     assert store.get("tag:best").step == 1
+    odd: Any = 5  # a label never costs a checkpoint
+    assert checkpointer.save(1, *learner.all, metrics=odd, metadata=odd).step == 1
     checkpointer.save(1, *learner.all, **more, overwrite=True)
     assert (store.get("sft@1").healthy, store.get("sft@1").ephemeral) == (False, False)
 
