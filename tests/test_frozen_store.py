@@ -16,7 +16,7 @@ import casckpt
 from casckpt.contents import manifests
 from casckpt.errors import Damaged
 from casckpt.format.encodings.frames import Form
-from casckpt.upkeep.repair.cell_sources import locate
+from casckpt.upkeep.repair.located import locate
 from tests.format.test_plain_reader import assert_same
 from tests.support import frozen_store
 from tests.support.exact import same

@@ -20,9 +20,6 @@ from casckpt.storage.base import AlreadyExists, ListedObject
 
 PREFIX = "damaged/"
 DAMAGED, REPAIRED = "damaged", "repaired"
-FRAMES = "frames"
-"""The mark on a blob whose bytes match what was written, but which contains a frame that decodes to an
-incorrect cell."""
 MAX_WHY_CHARACTERS = 500
 _SAMPLE = 16
 
@@ -123,18 +120,12 @@ def damaged_marks(repo: Repository) -> set[tuple[TxId, BlobHash]]:
     return {(mark.uploader, mark.blob) for mark in marks(repo) if mark.state != REPAIRED}
 
 
-def frame_marks(repo: Repository) -> set[tuple[TxId, BlobHash]]:
-    """Return (uploader, blob) for each blob that is marked only because of incorrect frames. Raises `StorageError`."""
-    return {(mark.uploader, mark.blob) for mark in marks(repo) if mark.state == FRAMES}
-
-
-def mark_damaged(repo: Repository, uploader: TxId, blob: BlobHash, why: str, *, by_frames: bool = False) -> None:
+def mark_damaged(repo: Repository, uploader: TxId, blob: BlobHash, why: str) -> None:
     """Mark a blob as damaged unless it is already marked. Later saves do not reuse it. Raises `StorageError`.
 
-    ``why``: the reason, of which the first 500 characters are kept. ``by_frames``: whether only frames are incorrect,
-    and not the stored bytes.
+    ``why``: the reason, of which the first 500 characters are kept.
     """
-    _mark_as(repo, uploader, blob, FRAMES if by_frames else DAMAGED, why)
+    _mark_as(repo, uploader, blob, DAMAGED, why)
 
 
 def mark_repaired(repo: Repository, uploader: TxId, blob: BlobHash, why: str) -> None:
@@ -177,5 +168,5 @@ def _mark_as(repo: Repository, uploader: TxId, blob: BlobHash, state: str, why: 
 def _mark(name: tuple[TxId, BlobHash], number: int, record: Read) -> DamageMark:
     if isinstance(record, CasckptError):
         return DamageMark(*name, number, DAMAGED, f"casckpt cannot read the blob's damage mark: {record}")
-    fits = (record.uploader, record.blob) == name and record.state in {REPAIRED, FRAMES}
-    return DamageMark(*name, number, record.state if fits else DAMAGED, record.why)
+    fits = (record.uploader, record.blob) == name and record.state == REPAIRED
+    return DamageMark(*name, number, REPAIRED if fits else DAMAGED, record.why)

@@ -80,6 +80,15 @@ def get_with_extents(repo: Repository, commit: Commit) -> Manifest:
     return manifest
 
 
+def readable(repo: Repository, commits: Iterable[Commit]) -> Iterator[tuple[Commit, Manifest]]:
+    """Yield each of ``commits`` that has a readable manifest, with the manifest. Raises `StorageError`."""
+    for commit in commits:
+        try:
+            yield commit, get_with_extents(repo, commit)
+        except (Damaged, Gone, Refused):
+            continue
+
+
 def left_out(commit: Commit) -> str | None:
     """Describe which entries thinning dropped, with the rule, time and advice. Return None for a complete checkpoint.
 

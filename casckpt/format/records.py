@@ -323,7 +323,7 @@ class TagRecord(Record, tag="tag", frozen=True, kw_only=True):
 
 
 class DamageRecord(Record, tag="damage", frozen=True, kw_only=True):
-    """damaged/<uploader>/<blob>/<N>: ``state`` is "damaged", "frames" or "repaired"."""
+    """damaged/<uploader>/<blob>/<N>: ``state`` is "damaged" or "repaired"."""
 
     uploader: TxId
     blob: BlobHash

@@ -43,7 +43,6 @@ from casckpt.repository.fetching import BlobDamaged, explain
 from casckpt.repository.repository import Repository
 from casckpt.storage.base import ShortObject
 from casckpt.storage.buffers import BufferPool
-from casckpt.upkeep.repair.cell_sources import readable
 
 log = logging.getLogger(__name__)
 
@@ -135,7 +134,7 @@ class Recoding:
         avoided = blobs.damaged_marks(self.target) if related else set[tuple[TxId, BlobHash]]()
         if self.source is self.target:
             avoided |= {(ref.uploader, ref.hash) for ref in map(self.manifest.blob, self.moving)}
-        bases = [CellSource.of(manifest) for _, manifest in readable(self.target, related)]
+        bases = [CellSource.of(manifest) for _, manifest in manifests.readable(self.target, related)]
         return ReusableCells(None, bases, lambda ref: ref.worn or (ref.uploader, ref.hash) in avoided)
 
     def _related(self) -> list[Commit]:

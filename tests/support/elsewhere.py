@@ -26,7 +26,7 @@ _SUITES: Final = {
     "history": ("commits", "tags", "transactions"),
     "contents": ("blobs", "checkpoint", "manifests", "refs"),
     "upkeep/gc": ("forgetting", "gc"),
-    "upkeep/repair": ("affected", "blob_check", "blob_rebuild", "cell_sources", "relocation", "repair", "verify"),
+    "upkeep/repair": ("affected", "blob_check", "repair", "verify"),
     "saving": ("frozen", "reuse", "save", "saver"),
     "loading": ("arguments", "entry_reader", "load", "load_plan", "read_bytes", "transfer"),
     "store": ("damage", "faults", "opening", "roundtrip"),

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import numpy as np
-
 from casckpt.contents import blobs, manifests
 from casckpt.format.blob import DATA_OFFSET
 from casckpt.format.keys import blob_key
@@ -13,22 +11,10 @@ from casckpt.history import commits
 from casckpt.history.commits import Commit
 from casckpt.repository.repository import Repository
 from casckpt.upkeep.repair.verify import verify
-from tests.support.checkpoints import Arrays, array, flip, save_arrays
-from tests.support.gcs import collect
+from tests.support.checkpoints import Arrays, array, flip
 from tests.support.repositories import committed_encoded
 
 STATE: Arrays = {"a": array(1, 3), "b": array(2, dtype="int64"), "c": array(3, 0.5, dtype="uint8")}
-LARGE: Arrays = {
-    "a": np.concatenate([array(1, 32), array(2, 0.5)]),
-    "b": array(3, 16),
-    "c": array(4, 0.125),
-    "d": array(5, 0.125, "uint8"),
-}
-LEAF = 64 << 10  # bytes, so that large cells are leaves
-A1, TAIL, PADDING, B = (DATA_OFFSET + at for at in (LEAF, 2 * LEAF, 2 * LEAF + 3000, 2 * LEAF + 4096))
-"""Positions in the blob of `LARGE` with cells of `LEAF`: in each leaf of "a", in padding, and in "b"."""
-SMALL = B + LEAF + 5
-"""A position in its small cells."""
 KINDS = ["flipped", "header", "short", "gone"]
 """The kinds of `damage`."""
 
@@ -59,12 +45,3 @@ def damage(repo: Repository, key: str, how: str) -> None:
     else:
         repo.storage.delete(key)
     verify(repo)
-
-
-def with_dead_cells(repo: Repository) -> tuple[Commit, Commit]:
-    """Return (older, newer). The newer one uses part of the older one's blob. The rest of that blob is dead."""
-    older = save_arrays(repo, STATE, step=0)
-    newer = save_arrays(repo, {"a": STATE["a"], "c": STATE["c"], "new": array(7)}, step=1, reuse=older, ephemeral=True)
-    commits.forget(repo, older)
-    collect(repo)
-    return older, newer

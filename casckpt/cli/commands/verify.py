@@ -10,7 +10,7 @@ from casckpt.cli.describe import plain
 from casckpt.cli.failures import FAILED
 from casckpt.cli.progress import progress_bar
 from casckpt.cli.session import Session, store_command
-from casckpt.cli.text import count, name, printable, say, say_all, say_some, shortened, size
+from casckpt.cli.text import count, name, printable, say, say_all, shortened, size
 from casckpt.cli.types import REF
 from casckpt.errors import Damaged
 
@@ -165,9 +165,8 @@ def _summary(result: dict[str, Any]) -> None:
 def repair(session: Session, sources: tuple[str, ...]) -> int:
     """Repair damaged blobs and manifests.
 
-    Copies the bytes from identical blobs and cells in this store and in other stores. If a blob cannot be rebuilt,
-    repair rewrites the checkpoint without it, under the same id. Damaged records of commits and tags are only reported:
-    restore those files from a backup. The exit status is 4 if something cannot be repaired.
+    Copies them from intact copies: in this store, in this host's cache, and in other stores. Damaged records of commits
+    and tags are only reported: restore those files from a backup. The exit status is 4 if something cannot be repaired.
     """
     from casckpt.store.opening import open as open_store
 
@@ -182,10 +181,8 @@ def repaired_text(result: dict[str, Any]) -> None:
     """Print which blobs and manifests were repaired and which are lost."""
     say_all(f"repaired blob {blob}" for blob in result["blobs"])
     say_all(f"repaired manifest {id}" for id in result["manifests"])
-    say_some([f"rewrote {name(one)}" for one in result["rewritten"]])
     say_damage("not repaired:", result["lost"], result["lost_manifests"], result["records"])
-    done = len(result["blobs"]) + len(result["manifests"]) + len(result["rewritten"])
-    say(f"repaired {count(done, 'object')}")
+    say(f"repaired {count(len(result['blobs']) + len(result['manifests']), 'object')}")
     if result["lost"] or result["lost_manifests"]:
         say(
             "pass a second copy of the store with --from, or hide these checkpoints with `casckpt forget`. A gc "

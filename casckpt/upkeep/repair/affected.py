@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from casckpt.contents import manifests
-from casckpt.errors import Damaged, Gone, NotFound, Refused, StorageError
+from casckpt.errors import CasckptError, Damaged, Gone, NotFound, Refused, StorageError
 from casckpt.format.extents import StoredCell
 from casckpt.format.keys import blob_key
 from casckpt.format.manifest import Manifest
@@ -16,9 +16,9 @@ from casckpt.format.sections.blobs import BlobRef
 from casckpt.history.commits import Commit, refresh
 from casckpt.repository.fetching import holds_cell
 from casckpt.repository.repository import Repository
-from casckpt.storage.base import Reader
+from casckpt.storage.base import Reader, ShortObject
 from casckpt.upkeep.repair.blob_check import Checked
-from casckpt.upkeep.repair.cell_sources import Located, by_number, locate
+from casckpt.upkeep.repair.located import Located, locate
 
 
 @dataclass(frozen=True)
@@ -74,7 +74,7 @@ def describe(repo: Repository, commits: Sequence[Commit], wrong: Sequence[Checke
     for commit in commits if every else ():
         try:
             manifest = manifests.get(repo, commit)
-            uses = by_number(manifest, every)
+            uses = _by_number(manifest, every)
             if not uses or not refresh(repo, commit).live:
                 continue
             manifest.ready(objects=())
@@ -98,6 +98,12 @@ def keys_of(manifest: Manifest, wanted: Iterable[int]) -> list[str]:
         except (Damaged, Refused):
             keys.add(entry.key)  # unreadable extents, so the entry may need the blobs
     return sorted(keys)
+
+
+def _by_number(manifest: Manifest, uses: Mapping[tuple[TxId, BlobHash], _Uses]) -> dict[int, _Uses]:
+    """Convert the keys of ``uses`` from (uploader, hash) to a manifest's blob numbers."""
+    names = enumerate((ref.uploader, ref.hash) for ref in manifest.blobs)
+    return {number: uses[name] for number, name in names if name in uses}
 
 
 def _collect(repo: Repository, manifest: Manifest, uses: Mapping[int, _Uses]) -> None:
@@ -138,5 +144,11 @@ def _wrong_cells(repo: Repository, uses: _Uses) -> list[_Cell]:
 
 
 def _holds(reader: Reader, place: Located) -> bool:
-    cell, buffer = place.cell, memoryview(bytearray(place.cell.nbytes))
-    return place.fill(buffer) if cell.frame else holds_cell(reader, cell.offset, buffer, cell.digest)
+    cell = place.cell
+    if not cell.frame:
+        return holds_cell(reader, cell.offset, memoryview(bytearray(cell.nbytes)), cell.digest)
+    try:
+        place.read()
+    except (CasckptError, ShortObject):
+        return False
+    return True

@@ -23,7 +23,7 @@ from casckpt.repository.fetching import Range
 from casckpt.repository.repository import Repository
 from casckpt.storage.base import ShortObject
 from casckpt.upkeep.repair.blob_check import Checked, threads_for
-from casckpt.upkeep.repair.cell_sources import Located, locate
+from casckpt.upkeep.repair.located import Located, locate
 
 _AT_ONCE = 1 << 16  # cells in memory; each base is decoded once for all of them
 
@@ -49,28 +49,29 @@ _Wrong = tuple[StoredCell, str, str]
 
 @dataclass
 class Frames:
-    """The encoded cells of checkpoints in ``right``, the blobs that were verified.
+    """The encoded cells in ``blobs``, whose bytes were verified.
 
     ``decoded_bytes``: size of the decoded cells and bases.
     """
 
     repo: Repository
-    right: Sequence[Checked]
+    blobs: Sequence[Checked]
     progress: Progress
     decoded_bytes: int = 0
 
     def wrong(self, commits: Iterable[Commit]) -> list[Checked]:
-        """Return the blobs with frames that do not decode to cells of ``commits``. Raises `StorageError`."""
-        right = {blob_key(blob.ref.uploader, blob.ref.hash): blob.ref for blob in self.right}
+        """Return the ``blobs`` with frames that do not decode to cells of ``commits``. Raises `StorageError`."""
+        by_key = {blob_key(blob.ref.uploader, blob.ref.hash): blob.ref for blob in self.blobs}
         wrong = dict[BlobRef, dict[Range, str]]()
-        for cell, key, why in self._wrong_cells(commits, right):
-            wrong.setdefault(right[key], {})[cell.offset, cell.offset + cell.stored] = why
+        for cell, key, why in self._wrong_cells(commits if by_key else (), by_key):
+            if key in by_key:
+                wrong.setdefault(by_key[key], {})[cell.offset, cell.offset + cell.stored] = why
         return [Checked(ref, _explained(ranges), ranges=tuple(sorted(ranges))) for ref, ranges in wrong.items()]
 
-    def _wrong_cells(self, commits: Iterable[Commit], right: Container[str]) -> Iterator[_Wrong]:
+    def _wrong_cells(self, commits: Iterable[Commit], wanted: Container[str]) -> Iterator[_Wrong]:
         roots, count = dict[_Name, _Node](), 0
         for commit in commits:
-            for place in _coded(self.repo, commit, right):
+            for place in _coded(self.repo, commit, wanted):
                 count += _plant(roots, place)
                 if count >= _AT_ONCE:
                     yield from self._decode(roots)
@@ -86,14 +87,14 @@ class Frames:
             yield from wrong
 
 
-def _coded(repo: Repository, commit: Commit, right: Container[str]) -> Iterator[Located]:
-    """Yield the location of each encoded cell of a checkpoint whose blobs are all ``right``."""
+def _coded(repo: Repository, commit: Commit, wanted: Container[str]) -> Iterator[Located]:
+    """Yield the location of each encoded cell of a checkpoint that is in a blob in ``wanted``, or whose bases are."""
     try:
         manifest = manifests.get_with_extents(repo, commit)
-        known = [blob_key(ref.uploader, ref.hash) in right for ref in manifest.blobs]
+        is_wanted = [blob_key(ref.uploader, ref.hash) in wanted for ref in manifest.blobs]
         for entry in manifest.held:
             table = manifest.extents(entry)
-            every = (each for each in table.extents if each.coding and all(known[link.blob] for link in each.chain))
+            every = (each for each in table.extents if each.coding and any(is_wanted[link.blob] for link in each.chain))
             for cell in table.stored_cells(every):
                 yield locate(repo, manifest, cell)
     except (Damaged, Gone, Refused):

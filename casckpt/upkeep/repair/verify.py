@@ -119,9 +119,9 @@ class UnreadBlob(NamedTuple):
 class VerifyResult:
     """The result of a verification. ``checked_bytes``: size of the hashed blobs. ``blobs``: number of needed blobs.
 
-    ``damaged``: damaged blobs and, with ``decode``, blobs with a frame that decodes to a wrong cell. ``decoded_bytes``:
-    size of the decoded cells and their bases, with ``decode``. ``repaired``: marked blobs that are intact again.
-    ``unsigned``: checkpoints without a trusted signature, if the store was opened with ``require_signature``.
+    ``damaged``: damaged blobs, and blobs with a frame that decodes to a wrong cell. ``decoded_bytes``: size of the
+    decoded cells and their bases. ``repaired``: marked blobs that are intact again. ``unsigned``: checkpoints without a
+    trusted signature, if the store was opened with ``require_signature``.
     """
 
     checked_blobs: int = 0
@@ -172,18 +172,19 @@ def verify(
     Skips commits that were rewritten without a loss. ``refs``: check only these checkpoints (None: all). ``mode``:
     "full" reads and verifies every blob once, and compares the manifests with the proofs. "exists" compares presence
     and size, and trusts the marks. ``sample``: the fraction of the blobs to check, chosen at random, in addition to
-    marked blobs. ``decode``: also decode encoded cells and compare them. ``progress``: called with the number of bytes
-    just read.
+    marked blobs. ``decode``: also decode all encoded cells and compare them; without it, only those in marked blobs.
+    ``progress``: called with the number of bytes just read.
 
-    No save reuses a marked blob. If the store is not writable, the old marks remain and verify logs a warning. Raises
-    `NotFound`, `InvalidInput`, and `StorageError`. Damage does not raise an error; it is reported in the result.
+    No save reuses a marked blob. Only a check of all checkpoints removes marks. If the store is not writable, the old
+    marks remain and verify logs a warning. Raises `NotFound`, `InvalidInput`, and `StorageError`. Damage does not raise
+    an error; it is reported in the result.
     """
     _check_arguments(mode, sample, decode)
     listed = list_commits(repo, anew=mode == "full")
     chosen = listed.needed() if refs is None else resolve_many(repo, refs, listed)
     records = damaged_records(repo, listed, is_all=refs is None, anew=mode == "full")
     needs = survey(repo, chosen, with_extents=mode == "full")
-    needed, marked = needs.refs(), {} if mode == "full" and sample >= 1 else _marked(repo)
+    needed, marked = needs.refs(), _marked(repo)
     wanted = _sampled(repo, needed, sample, marked.keys())
     log.info("%d checkpoints, %d blobs to check", len(needs.commits), len(wanted))
     progress.expect(sum(ref.size for ref in wanted) if mode == "full" else 0)
@@ -195,23 +196,21 @@ def verify(
         progress(nbytes)
 
     checked = list(_compare_sizes(repo, wanted, marked) if mode == "exists" else check_blobs(repo, wanted, count))
-    damaged = describe(repo, needs.commits, [blob for blob in checked if blob.why])
     right = [blob for blob in checked if blob.proof and blob.is_right]
-    frames = Frames(repo, right if decode else (), progress)
-    misframed = describe(repo, needs.commits, frames.wrong(needs.commits if decode else ()))
+    frames = Frames(repo, [blob for blob in right if decode or _name(blob) in marked], progress)
+    wrong = [*(blob for blob in checked if blob.why), *frames.wrong(needs.commits)]
+    damaged = describe(repo, needs.commits, wrong)
     broken = [*needs.broken, *wrong_rows(repo, needs.commits, right)]
     unmarked = [blob for blob in damaged if mode == "full" or (blob.uploader, blob.blob) not in marked]
-    unmark = {(blob.ref.uploader, blob.ref.hash) for blob in checked if mode == "full" and blob.is_right}
-    unmark -= {(blob.uploader, blob.blob) for blob in misframed}
-    is_whole = decode and refs is None and sample >= 1
-    repaired = _update_marks(repo, unmarked, misframed, unmark, by_frames=is_whole)
+    healed = marked.keys() & set(map(_name, right if refs is None else ())) - set(map(_name, wrong))
+    repaired = _update_marks(repo, unmarked, healed)
     return VerifyResult(
         checked_blobs=len(checked),
         blobs=len(needed),
         checked_bytes=read,
         checked_checkpoints=len(chosen),
         decoded_bytes=frames.decoded_bytes,
-        damaged=(*damaged, *misframed),
+        damaged=tuple(damaged),
         manifests=tuple(DamagedManifest(c.id, c.run, c.step, str(error)) for c, error in broken),
         records=tuple(records),
         failed=tuple(UnreadBlob(blob.ref.hash, blob.failed) for blob in checked if blob.failed),
@@ -283,6 +282,10 @@ def _check_manifest(manifest: Manifest, commit: Commit, with_extents: bool) -> D
     return None
 
 
+def _name(blob: Checked) -> Name:
+    return blob.ref.uploader, blob.ref.hash
+
+
 def _marked(repo: Repository) -> dict[Name, str]:
     """Return the marked blobs, and the reason for each mark."""
     return {(mark.uploader, mark.blob): mark.why for mark in blobs.marks(repo) if mark.state != blobs.REPAIRED}
@@ -308,27 +311,16 @@ def _compare_sizes(repo: Repository, refs: Iterable[BlobRef], marked: Mapping[Na
             yield Checked(ref, why, ranges=((min(size or 0, ref.size), ref.size),))
 
 
-def _update_marks(
-    repo: Repository,
-    damaged: Sequence[DamagedBlob],
-    misframed: Sequence[DamagedBlob],
-    right: AbstractSet[Name],
-    *,
-    by_frames: bool,
-) -> tuple[BlobHash, ...]:
-    """Mark ``damaged`` and ``misframed`` blobs, and unmark ``right`` ones. Return the blobs that were unmarked.
+def _update_marks(repo: Repository, damaged: Sequence[DamagedBlob], healed: AbstractSet[Name]) -> tuple[BlobHash, ...]:
+    """Mark ``damaged`` blobs, and unmark ``healed`` ones. Return the blobs that were unmarked.
 
-    ``by_frames``: also unmark blobs that were marked for a wrong frame, because all frames were decoded. If the store
-    is not writable, logs a warning and returns no blobs, so that the caller still gets the result.
+    If the store is not writable, logs a warning and returns no blobs, so that the caller still gets the result.
     """
     try:
-        healed = blobs.damaged_marks(repo) & right if right else set[Name]()
-        if healed and not by_frames:
-            healed -= blobs.frame_marks(repo)
-        if damaged or misframed or healed:
+        if damaged or healed:
             check_requirements(repo)
-        for blob in (*damaged, *misframed):
-            blobs.mark_damaged(repo, blob.uploader, blob.blob, blob.why, by_frames=blob in misframed)
+        for blob in damaged:
+            blobs.mark_damaged(repo, blob.uploader, blob.blob, blob.why)
         for uploader, name in sorted(healed):
             blobs.mark_repaired(repo, uploader, name, "verify found it intact")
     except CasckptError as error:

@@ -122,7 +122,7 @@ def test_a_full_check_unmarks_an_undamaged_blob(repo: Repository) -> None:
     flip(repo, key, DATA_OFFSET)
     verify(repo)
     flip(repo, key, DATA_OFFSET)
-    assert verify(repo, mode="exists").repaired == ()
+    assert verify(repo, mode="exists").repaired == verify(repo, refs=[commit]).repaired == ()
     assert marks(repo) == {hash_in(key)}
     found = verify(repo)
     assert found.repaired == (hash_in(key),)
@@ -286,15 +286,12 @@ def test_equal_objects_of_different_uploaders_are_different_blobs(repo: Reposito
 # cached results
 
 
-@pytest.mark.parametrize("by_frames", [False, True])
-def test_marked_blobs_count_as_damaged_without_a_full_read(
-    repo: Repository, faults: FaultyStore, by_frames: bool
-) -> None:
+def test_marked_blobs_count_as_damaged_without_a_full_read(repo: Repository, faults: FaultyStore) -> None:
     commits = [save_arrays(repo, {"a": array(step)}, step=step) for step in range(3)]
     key = only_blob(repo, commits[1])
     blob = BlobHash(hash_in(key))
     flip(repo, key, DATA_OFFSET)
-    blobs.mark_damaged(repo, commits[1].txid, blob, "seen before", by_frames=by_frames)
+    blobs.mark_damaged(repo, commits[1].txid, blob, "seen before")
     faults.calls.clear()
     (found,) = verify(repo, mode="exists").damaged
     assert (found.blob, found.keys, found.checkpoints) == (blob, ("a",), (commits[1].id,))
