@@ -265,7 +265,7 @@ def test_the_suggested_options_list_and_count_forgotten_checkpoints(
     assert "a gc frees" in run(*advice.command("stats"), where, *options).output
 
 
-@follows("cli/commands/verify.py:repaired_text", "or hide these checkpoints with `casckpt forget`. A gc deletes")
+@follows("cli/commands/verify.py:repaired_text", "or exported with `casckpt export --keys`. To give up the checkpoints")
 @pytest.mark.parametrize("way", ["--from", "forget"])
 def test_damage_can_be_repaired_from_a_copy_or_its_checkpoint_forgotten_as_advised(
     saved: Store, tmp_path: Path, messages: Messages, run: Run, way: str
@@ -276,11 +276,27 @@ def test_damage_can_be_repaired_from_a_copy_or_its_checkpoint_forgotten_as_advis
     advice = messages.text(run("repair", path, status=4).output)
     if way == "--from":
         run("repair", path, advice.says(way), tmp_path / "copy")
-        assert saved.read("a@1").keys() == {"w", "b"}
     else:
         run(*advice.command("forget"), path, "a@1")
         run("gc", path, *advice.says("--run RUN --min-age 0").replace("RUN", "a").split())
         assert not list(path.rglob("*.safetensors"))
+        run(*advice.command("copy"), tmp_path / "copy", path, "a@1")
+    assert saved.read("a@1").keys() == {"w", "b"}
+
+
+@follows("cli/commands/verify.py:repaired_text", "The undamaged tensors of these checkpoints can still be loaded")
+def test_undamaged_tensors_of_a_lost_blob_can_be_exported_as_advised(
+    saved: Store, store_path: Path, tmp_path: Path, messages: Messages, run: Run
+) -> None:
+    changed_blob(store_path)
+    run("verify", store_path, status=4)
+    (lost,) = json.loads(run("repair", store_path, "--json", status=4).output)["lost"]
+    (key,) = {"w", "b"} - {*lost["keys"]}
+    advice = messages.text(run("repair", store_path, status=4).output)
+    assert saved.read("a@1", keys=[key]).keys() == {key}
+    command, option = advice.command("export")
+    run(command, store_path, "a@1", tmp_path / "out.safetensors", option, key)
+    assert (tmp_path / "out.safetensors").exists()
 
 
 @follows("cli/commands/report.py:say_unreadable", "could not be read; run `casckpt verify` for details")

@@ -185,8 +185,10 @@ def repaired_text(result: dict[str, Any]) -> None:
     say(f"repaired {count(len(result['blobs']) + len(result['manifests']), 'object')}")
     if result["lost"] or result["lost_manifests"]:
         say(
-            "pass a second copy of the store with --from, or hide these checkpoints with `casckpt forget`. A gc "
-            "deletes hidden checkpoints a day later. `--run RUN --min-age 0` makes a gc delete them immediately, "
-            "together with all other forgotten checkpoints of that run"
+            "pass a copy of the store, such as its mirror, with --from. The undamaged tensors of these checkpoints can "
+            "still be loaded, or exported with `casckpt export --keys`. To give up the checkpoints, hide them with "
+            "`casckpt forget`. A gc deletes hidden checkpoints a day later. `--run RUN --min-age 0` makes a gc delete "
+            "them immediately, together with all other forgotten checkpoints of that run. After that, `casckpt copy` "
+            "can bring a checkpoint back from another store that names it"
         )
     say_all(about_records(result["records"]))
