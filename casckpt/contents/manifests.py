@@ -27,7 +27,7 @@ from casckpt.format.records import Committed
 from casckpt.format.sections.blobs import BlobList, BlobRef
 from casckpt.format.sections.head import BLOBS, HEAD_BYTES, MAX_MANIFEST_BYTES, Head, check_section, check_size
 from casckpt.format.sections.index import ManifestBody
-from casckpt.history.commits import Commit, gone, list_commits, refresh
+from casckpt.history.commits import Commit, exists, gone, list_commits
 from casckpt.repository.repository import Repository
 from casckpt.storage.base import AlreadyExists, Reader, ShortObject
 
@@ -92,33 +92,34 @@ def readable(repo: Repository, commits: Iterable[Commit]) -> Iterator[tuple[Comm
 def left_out(commit: Commit) -> str | None:
     """Describe which entries thinning dropped, with the rule, time and advice. Return None for a complete checkpoint.
 
-    For a copied or repaired checkpoint, the time is the time of the copy or repair.
+    For a copied checkpoint, the time is the time of the copy.
     """
     if commit.dropped is None:
         return None
-    when = f"{time_of(commit.committed.time):%Y-%m-%d %H:%M} UTC"
+    when = f"{time_of(commit.moved_at):%Y-%m-%d %H:%M} UTC"
     return f"it was thinned by {commit.dropped.rule[:500]} ({when}). Load other keys, or a different checkpoint"
 
 
 def others(repo: Repository, id: ManifestId, tried: Container[str]) -> list[Commit]:
-    """Return the live commits with an id, best first. Omit commits whose head or transaction is in ``tried``.
+    """Return the live commits with an id, at all of their places, best first.
 
-    This makes a new listing, because a rewrite may have been undone. Raises `StorageError`.
+    Omit places whose head or transaction is in ``tried``. This makes a new listing, because the checkpoint may have
+    been rewritten. Raises `StorageError`.
     """
-    same = (commit for commit in list_commits(repo).standing() if commit.id == id)
-    left = (commit for commit in same if commit.txid not in tried and commit.committed.head not in tried)
+    same = (commit for commit in list_commits(repo).placed() if commit.id == id)
+    left = (commit for commit in same if commit.places.txid not in tried and commit.committed.head not in tried)
     return sorted(left, key=lambda commit: commit.rank, reverse=True)
 
 
 def use(repo: Repository, commit: Commit, act: Callable[[Commit, Manifest], T]) -> T:
-    """Call ``act`` with a manifest. If it is missing or damaged, use that of a different commit with the same id.
+    """Call ``act`` with a manifest. If it is missing or damaged, use that of other places, or of another commit.
 
     The other commit's record must agree with the record of ``commit``, because a hostile record may name the id of a
     different checkpoint. ``act`` may be called several times. Raises the errors of `get` and ``act``.
     """
     tried, shared = set[str](), _shared_fields(commit.committed)
     while True:
-        tried.add(commit.txid)
+        tried.add(commit.places.txid)
         try:
             return act(commit, get(repo, commit))
         except (Gone, Damaged):
@@ -132,28 +133,28 @@ def adopt(repo: Repository, commit: Commit, manifest: Manifest) -> None:
     """Cache a manifest that another rank has sent. Its missing parts are read from ``repo``."""
     manifest.attach(partial(_read_later, repo, commit))
     manifest.left_out = left_out(commit)
-    repo.manifests.add(commit.txid, manifest)
+    repo.manifests.add(commit.places.txid, manifest)
 
 
 def _unless_purged(repo: Repository, commit: Commit, act: Callable[[], T]) -> T:
     try:
         return act()
     except Damaged:
-        if commit.live and not refresh(repo, commit).live:
+        if commit.live and not exists(repo, commit):
             raise gone(commit, commit.id, "just now") from None
         raise
 
 
 def _read(repo: Repository, commit: Commit) -> Manifest:
     record = commit.committed
-    held = repo.manifests.get(commit.txid, record.head)
+    held = repo.manifests.get(commit.places.txid, record.head)
     if held is not None and held.id == record.manifest and not held.is_damaged:
         return held
     with _naming(commit):
         if record.manifest_bytes <= WHOLE_BYTES:
-            manifest = decode(repo.storage.get(_key(record), limit=MAX_MANIFEST_BYTES), record.manifest, record.head)
+            manifest = decode(repo.storage.get(_key(commit), limit=MAX_MANIFEST_BYTES), record.manifest, record.head)
         else:
-            with repo.storage.open(_key(record)) as reader:
+            with repo.storage.open(_key(commit)) as reader:
                 head = _head(reader, record)
                 first = head[FRONT[0]].offset
                 front = _range(reader, first, head[FRONT[-1]].end - first)
@@ -164,7 +165,7 @@ def _read(repo: Repository, commit: Commit) -> Manifest:
             raise Refused(f"its commit record does not match its manifest ({body.run}@{body.step})")
     # not cached if damaged, because it may be repaired in the store
     if record.manifest_bytes > WHOLE_BYTES or manifest.is_sound:
-        repo.manifests.add(commit.txid, manifest)
+        repo.manifests.add(commit.places.txid, manifest)
     return manifest
 
 
@@ -172,14 +173,14 @@ def _read_later(repo: Repository, commit: Commit, ranges: Sequence[tuple[int, in
     """Read ranges of a manifest whose head is known."""
 
     def read() -> list[memoryview]:
-        with _naming(commit), repo.storage.open(_key(commit.committed)) as reader:
+        with _naming(commit), repo.storage.open(_key(commit)) as reader:
             return list(in_parallel(repo.storage.traits.requests, lambda span: _range(reader, *span), ranges))
 
     return _unless_purged(repo, commit, read)
 
 
-def _key(record: Committed) -> str:
-    return manifest_key(record.txid, record.manifest)
+def _key(commit: Commit) -> str:
+    return manifest_key(commit.places.txid, commit.id)
 
 
 def _head(reader: Reader, record: Committed) -> Head:
@@ -200,7 +201,7 @@ def _naming(commit: Commit) -> Iterator[None]:
     try:
         yield
     except (NotFound, ShortObject, Damaged) as error:
-        key, why = _key(commit.committed), "is missing" if isinstance(error, NotFound) else "is damaged"
+        key, why = _key(commit), "is missing" if isinstance(error, NotFound) else "is damaged"
         reason = str(error).removeprefix(f"manifest {commit.id} is damaged: ")
         more = f" ({reason})" if isinstance(error, Damaged) else ""
         message = (
@@ -211,7 +212,7 @@ def _naming(commit: Commit) -> Iterator[None]:
         )
         raise Damaged(message, key=key, checkpoints=(commit.id,)) from error
     except Refused as error:
-        key, name = _key(commit.committed), f"{commit.run}@{commit.step}"
+        key, name = _key(commit), f"{commit.run}@{commit.step}"
         raise Refused(f"checkpoint {name}: {error}", key=key, checkpoints=(commit.id,)) from error
 
 
@@ -227,12 +228,12 @@ def blob_list(repo: Repository, commit: Commit) -> BlobList:
     Never raises `Gone`.
     """
     head = commit.committed.head
-    known = repo.catalogue.blobs(commit.txid, head)
+    known = repo.catalogue.blobs(commit.places.txid, head)
     if known is not None:
         return BlobList(known)
-    held = repo.manifests.get(commit.txid, head)
+    held = repo.manifests.get(commit.places.txid, head)
     listed = _read_blobs(repo, commit) if held is None else held.blob_list
-    repo.catalogue.add_blobs(commit.txid, head, listed.data)
+    repo.catalogue.add_blobs(commit.places.txid, head, listed.data)
     return listed
 
 
@@ -248,12 +249,12 @@ def _read_blobs(repo: Repository, commit: Commit) -> BlobList:
     record = commit.committed
     with _naming(commit):
         if record.manifest_bytes <= WHOLE_BYTES:
-            whole = memoryview(repo.storage.get(_key(record), limit=MAX_MANIFEST_BYTES))
+            whole = memoryview(repo.storage.get(_key(commit), limit=MAX_MANIFEST_BYTES))
             head = decode_front(whole, record.manifest, record.head)
             check_size(head, len(whole))
             data = whole[head[BLOBS].offset : head[BLOBS].end]
         else:
-            with repo.storage.open(_key(record)) as reader:
+            with repo.storage.open(_key(commit)) as reader:
                 head = _head(reader, record)
                 data = _range(reader, head[BLOBS].offset, head[BLOBS].length)
         check_section(head[BLOBS], data)
@@ -314,7 +315,7 @@ def reindex(repo: Repository) -> int:
     if the catalogue cannot be written.
     """
     repo.catalogue.reindex()
-    known = learn(repo, list_commits(repo).live())
+    known = {commit.txid for commit in learn(repo, list_commits(repo).placed())}
     if repo.catalogue.is_off:
         raise StorageError(
             f"casckpt cannot write {repo.catalogue.path}: free some space there, or pass a different --cache-dir"

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from casckpt.base.progress import Progress
 from casckpt.errors import Damaged
 from casckpt.format.sections.blobs import BlobRef
-from casckpt.history.commits import Commit, gone, refresh
+from casckpt.history.commits import Commit, exists, gone
 from casckpt.repository.fetching import BlobDamaged
 from casckpt.repository.repository import Repository
 
@@ -23,7 +23,7 @@ def pre_download(repo: Repository, commit: Commit, refs: Sequence[BlobRef], *, t
         progress.expect(sum(ref.size for ref in refs))
         return repo.blob_cache.fill(repo.storage, refs, threads, progress)
     except BlobDamaged as error:
-        if not refresh(repo, commit).live:
+        if not exists(repo, commit):
             raise gone(commit, commit.id, "while it was being fetched") from error
         raise Damaged(
             f"blob {error.ref.hash} is damaged: {error}. Checkpoint {commit} needs it. Run `casckpt verify`, then "

@@ -162,7 +162,7 @@ def _by_its_log(repo: Repository, commit: Commit) -> Commit | None:
         now = read_log(repo, commit.txid)
     except (Damaged, Refused):
         return None
-    return now if now is not None and now.live and now.answers and now.id == commit.id else None
+    return now if now is not None and now.live and now.id == commit.id else None
 
 
 def _as_it_is(repo: Repository, listed: CommitList, commit: Commit) -> Commit:
@@ -172,14 +172,14 @@ def _as_it_is(repo: Repository, listed: CommitList, commit: Commit) -> Commit:
     if commit.txid in listed.damaged:
         return same or commit
     now = same or _by_id(repo, listed, commit.id)
-    if now.live and now.answers:
+    if now.live:
         return now
-    other = listed.of_id(now.id)  # it was rewritten, or a rewrite was undone
+    other = listed.of_id(now.id)  # it was copied back
     if other is not None and (other.run, other.step) != (now.run, now.step):
         raise Refused(
             f"the commit records of {other} and {now} name the same id: one of them is wrong", checkpoints=(now.id,)
         )
-    if other is None or not (other.visible or now.live or listed.is_rewrite_of(other, now.txid)):
+    if other is None or not other.visible:
         raise Gone(f"{now} was purged: it is gone for good; see `casckpt list`", checkpoints=(now.id,))
     return other
 

@@ -19,7 +19,7 @@ from casckpt.errors import Damaged, InvalidInput, NotFound, Refused, StorageErro
 from casckpt.format.keys import announcement_key, commit_key, parse_log, parse_txid
 from casckpt.format.names import ManifestId, TxId
 from casckpt.history.announcements import look, read_back
-from casckpt.history.commits import Commit, follow, list_commits, read_log
+from casckpt.history.commits import Commit, list_commits, read_log
 from casckpt.history.following import announced_by, hidden_from, is_visible, newest
 from casckpt.repository.caches import RunCache
 from casckpt.repository.repository import Repository
@@ -55,7 +55,7 @@ class _Awaited:
 class Expected:
     """Decides which announced commits are yielded, and when their logs are read. Performs no I/O.
 
-    ``newest``: the origin of the latest save that was yielded, or that was visible at the start. ``polls``: the number
+    ``newest``: the latest save that was yielded, or that was visible at the start. ``polls``: the number
     of polls. This number serves as a clock.
     """
 
@@ -69,7 +69,7 @@ class Expected:
 
     def begin_behind(self, commit: Commit) -> None:
         """Treat a checkpoint as already yielded."""
-        self.newest = commit.origin
+        self.newest = commit.txid
         self._yielded.add(commit.id)
 
     def begin_anew(self) -> None:
@@ -94,17 +94,14 @@ class Expected:
             self.drop(txid)
         return sorted(self.due(), reverse=True)
 
-    def judge(self, txid: TxId, seen: Commit | None, stands: Commit | None) -> Commit | None:
-        """Return the commit to yield, or None. ``seen``: the commit from the log of ``txid``.
-
-        ``stands``: the commit that has replaced ``seen``, or ``seen`` itself.
-        """
-        if seen is None or stands is None:
+    def judge(self, txid: TxId, seen: Commit | None) -> Commit | None:
+        """Return the commit to yield, or None. ``seen``: the commit from the log of ``txid``."""
+        if seen is None:
             self._wait(txid)
-        elif self._is_over(seen) or stands.id in self._yielded:
+        elif seen.last == "revoked" or seen.id in self._yielded:
             self.drop(txid)
-        elif stands.visible:
-            return stands
+        elif seen.visible:
+            return seen
         elif seen.live and seen.number < self._awaited[txid].number:
             self._wait(txid)
         else:
@@ -113,12 +110,12 @@ class Expected:
 
     def is_late(self, commit: Commit) -> bool:
         """Return whether a later save is known."""
-        return self.newest is not None and commit.origin < self.newest
+        return self.newest is not None and commit.txid < self.newest
 
     def take(self, txid: TxId, commit: Commit) -> Notice:
         """Return the notice for a commit, and record that the commit was yielded."""
         notice = Notice(commit, self.is_late(commit))
-        self.newest = max(self.newest or commit.origin, commit.origin)
+        self.newest = max(self.newest or commit.txid, commit.txid)
         self._yielded.add(commit.id)
         self.drop(txid)
         return notice
@@ -127,10 +124,6 @@ class Expected:
         """Stop waiting for a transaction."""
         self._new.discard(txid)
         self._awaited.pop(txid, None)
-
-    def _is_over(self, seen: Commit) -> bool:
-        """Return whether the commit was revoked, or is a rewrite of a commit that is not new."""
-        return seen.last == "revoked" or (seen.replaces is not None and seen.replaces[0] not in self._new)
 
     def _wait(self, txid: TxId) -> None:
         awaited = self._awaited[txid]
@@ -174,14 +167,13 @@ class Watcher:
         last = newest(self._repo, self._run, is_visible, skip_doubtful=True)
         if last is None:
             return
-        if not with_newest:
+        if with_newest:
+            self._expected.note(last.txid)
+        else:
             self._expected.begin_behind(last)
-            return
-        for txid in (last.txid, *([last.replaces[0]] if last.replaces else [])):
-            self._expected.note(txid)
 
     def _begin_behind(self, commit: Commit) -> None:
-        self._next = self._number_of(commit.origin if commit.replaces else commit.txid) + 1
+        self._next = self._number_of(commit.txid) + 1
         if not self._next:
             self._expected.begin_anew()
         self._note_open()
@@ -258,24 +250,23 @@ class Watcher:
     def _take_latest(self) -> Notice | None:
         best: tuple[TxId, Commit] | None = None
         for txid in self._expected.latest():
-            if best is not None and best[1].origin >= txid:
+            if best is not None and best[1].txid >= txid:
                 break
             commit = self._read_commit(txid)
             if commit is not None and self._expected.is_late(commit):
                 self._expected.drop(txid)  # this is a copy, whose checkpoint is older than its transaction
-            elif commit is not None and (best is None or commit.order > best[1].order):
+            elif commit is not None and (best is None or commit.txid > best[1].txid):
                 best = txid, commit
         return None if best is None else self._expected.take(*best)
 
     def _read_commit(self, txid: TxId) -> Commit | None:
         try:
             seen = read_log(self._repo, txid)
-            stands = seen if seen is None or seen.replaced is None else follow(self._repo, seen)
         except (Damaged, Refused) as error:
             log.warning("skipping %s: %s", txid, error)
             self._expected.drop(txid)
             return None
-        return self._expected.judge(txid, seen, stands)
+        return self._expected.judge(txid, seen)
 
 
 def watch(
@@ -328,4 +319,4 @@ def _resolved(repo: Repository, ref: str) -> Commit:
         named = [one for one in every if ref == f"{one.run}@{one.step}" or one.id.startswith(ref.lower())]
         if not named:
             raise
-        return max(named, key=lambda commit: commit.order)
+        return max(named, key=lambda commit: commit.txid)

@@ -71,12 +71,12 @@ def _check_announced(announced: list[tuple[TxId, int]]) -> None:
 
 _CHECKS: dict[str, Callable[[Any], object]] = {
     "announced": _check_announced,
-    "replaces": lambda record: _check_announced([record]),
+    "slot": lambda record: _check_announced([record]),
     "txid": check_txid,
-    "origin": check_txid,
+    "places": check_txid,
+    "to": check_txid,
     "by": check_txid,
     "copy": check_txid,
-    "tagged": _check_tagged,
     "store": _check_store,
     "merged_stores": lambda ids: list(map(_check_store, ids.split(","))),
     "uploader": check_txid,
@@ -139,7 +139,11 @@ class Process(Record, frozen=True, kw_only=True):
 
 
 class Began(Record, tag="began", frozen=True, kw_only=True):
-    """transactions/<txid>: a save in progress. ``manifest``: for a copy from another store, the checkpoint's id."""
+    """transactions/<txid>: a save in progress.
+
+    ``manifest``, ``places``: for a copy from another store, the checkpoint's id, and the transaction of the places
+    there. ``slot``: for a rewrite, the log and the number of the record with which it will commit.
+    """
 
     txid: TxId
     run: str
@@ -147,6 +151,13 @@ class Began(Record, tag="began", frozen=True, kw_only=True):
     time: int
     process: Process
     manifest: ManifestId | None = None
+    places: TxId | None = None
+    slot: tuple[TxId, int] | None = None
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.slot is not None:
+            _check_same(self.txid, self.slot[0])
 
 
 class SignOfLife(Record, tag="alive", frozen=True, kw_only=True):
@@ -158,7 +169,7 @@ class SignOfLife(Record, tag="alive", frozen=True, kw_only=True):
 
 
 class Dropped(Record, frozen=True, kw_only=True):
-    """What this rewrite and all earlier ones dropped: the number of entries, their bytes in memory, and the rule."""
+    """What these places lack: the number of entries, their bytes in memory, and the rule that dropped them."""
 
     entries: int
     bytes: int
@@ -185,9 +196,7 @@ class Committed(Record, tag="committed", frozen=True, kw_only=True):
     ``lineage``: the notes of `casckpt.format.metrics.LINEAGE` in the manifest, or None if there are none. The values
     are None if they are too large for the record.
 
-    ``replaces``: for a rewrite, the transaction that it replaces and the number of its `replaced` record. ``origin``:
-    the transaction of the first save, which defines the order, or None if it is this transaction. ``dropped``: what it
-    lacks compared to the first save.
+    ``dropped``: for a copy of a thinned checkpoint, what it lacks.
     """
 
     txid: TxId
@@ -215,22 +224,8 @@ class Committed(Record, tag="committed", frozen=True, kw_only=True):
     health: Health | None = None
     metrics: dict[str, Stored] = {}
     lineage: dict[str, Any] | None = None
-    replaces: tuple[TxId, int] | None = None
-    origin: TxId | None = None
     dropped: Dropped | None = None
     store: str | None = None  # the id of the store in which it was committed; None in records from before version 0.3
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        for older in filter(None, (self.origin, self.replaces and self.replaces[0])):
-            _check_older(older, self.txid)
-
-
-def _check_older(older: TxId, txid: TxId) -> None:
-    """Raise `Refused` unless ``older`` has the same run and step as ``txid`` and is older."""
-    before, after = parse_txid(older), parse_txid(txid)
-    if older >= txid or (before.run_hash, before.step) != (after.run_hash, after.step):
-        raise Refused(f"{txid} claims to be a rewrite of {older}, which is impossible")
 
 
 class RevokedRecord(Record, tag="revoked", frozen=True, kw_only=True):
@@ -239,7 +234,6 @@ class RevokedRecord(Record, tag="revoked", frozen=True, kw_only=True):
     txid: TxId
     time: int
     reason: str
-    tagged: tuple[str, int] | None = None  # there was no transaction: this generation of a permanent tag was set
 
 
 class Forgotten(Record, tag="forgotten", frozen=True, kw_only=True):
@@ -263,20 +257,69 @@ class Purged(Record, tag="purged", frozen=True, kw_only=True):
     time: int
 
 
-class Replaced(Record, tag="replaced", frozen=True, kw_only=True):
-    """commits/<txid>.<N>: from now on, the checkpoint's commit is ``by``, which names this record."""
+class Rewritten(Record, tag="rewritten", frozen=True, kw_only=True):
+    """commits/<txid>.<N>: the checkpoint has new places, with the manifest under ``by``.
+
+    The other fields describe these places, as in `Committed`.
+    """
 
     txid: TxId
     time: int
     by: TxId
+    head: str
+    manifest_bytes: int
+    bytes_written: int = 0
+    bytes_reused: int = 0
+    bytes_coded: int = 0
+    bytes_frames: int = 0
+    bytes_deltas: int = 0
+    blobs_written: int = 0
+    blobs_reused: int = 0
+    seconds: float = 0.0
+    dropped: Dropped | None = None
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        _check_older(self.txid, self.by)
+        _check_same(self.by, self.txid)
+
+
+def _check_same(rewrite: TxId, of: TxId) -> None:
+    """Raise `Refused` unless a rewrite has the run and step of its checkpoint."""
+    one, other = parse_txid(rewrite), parse_txid(of)
+    if (one.run_hash, one.step) != (other.run_hash, other.step):
+        raise Refused(f"{rewrite} claims to be a rewrite of {of}, which is impossible")
+
+
+class Back(Record, tag="back", frozen=True, kw_only=True):
+    """commits/<txid>.<N>: the existing places ``to`` are the current ones again."""
+
+    txid: TxId
+    time: int
+    to: TxId
+
+
+class Trimmed(Record, tag="trimmed", frozen=True, kw_only=True):
+    """commits/<txid>.<N>: only the current places exist from now on. gc may delete the bytes of the others."""
+
+    txid: TxId
+    time: int
+
+
+class Tagged(Record, tag="tagged", frozen=True, kw_only=True):
+    """commits/<txid>.<N>: generation ``generation`` of the permanent tag ``name`` was set on the checkpoint."""
+
+    txid: TxId
+    time: int
+    name: str
+    generation: int
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        _check_tagged((self.name, self.generation))
 
 
 class Kept(Record, tag="kept", frozen=True, kw_only=True):
-    """commits/<txid>.<N>: has no effect. It occupies a number that was announced but never written."""
+    """commits/<txid>.<N>: has no effect. It occupies a number that a dead process may still write."""
 
     txid: TxId
     time: int
@@ -303,7 +346,7 @@ class Mirrored(Record, tag="mirrored", frozen=True, kw_only=True):
 
 
 FirstRecord = Committed | RevokedRecord
-LaterRecord = Forgotten | Restored | Purged | Kept | Replaced
+LaterRecord = Forgotten | Restored | Purged | Rewritten | Back | Trimmed | Tagged | Kept
 
 
 class TagRecord(Record, tag="tag", frozen=True, kw_only=True):

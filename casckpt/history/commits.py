@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections import defaultdict
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import replace
 from typing import Any, TypeAlias
 
@@ -15,27 +15,25 @@ from casckpt.format import records
 from casckpt.format.keys import commit_key, parse_log, parse_txid
 from casckpt.format.names import ManifestId, TxId
 from casckpt.format.records import (
+    Back,
     Committed,
     FirstRecord,
     Forgotten,
     Kept,
     LaterRecord,
     Purged,
-    Replaced,
     Restored,
+    Tagged,
+    Trimmed,
 )
 from casckpt.history.announcements import announce
 from casckpt.history.folding import (
-    STANDS,
     STATES,
-    VOID,
     Commit,
     CommitList,
-    all_judged,
+    Places,
     doubt_of,
     fold,
-    is_whole,
-    judged,
     just_committed,
     with_logs,
 )
@@ -47,7 +45,8 @@ from casckpt.storage.base import ListedObject
 __all__ = ["Commit", "CommitList", "just_committed"]  # reexported, because readers of logs need them
 
 PREFIX = "commits/"
-LaterKind: TypeAlias = type[Forgotten] | type[Restored] | type[Purged]
+StateKind: TypeAlias = type[Forgotten] | type[Restored] | type[Purged]
+Change: TypeAlias = Forgotten | Restored | Purged | Back | Trimmed | Tagged
 
 Folded: TypeAlias = tuple[Mapping[str, Shown], "CommitList"]
 """The properties of each key in a listing, and the commits that follow from the records."""
@@ -58,8 +57,8 @@ _CHANGED = (
 )
 _AFTER = {
     "forgotten": ("committed", "restored"),
-    "restored": ("forgotten", "replaced"),
-    "purged": ("forgotten", "replaced"),
+    "restored": ("forgotten",),
+    "purged": ("forgotten",),
 }
 log = logging.getLogger(__name__)
 
@@ -82,9 +81,8 @@ def list_commits(repo: Repository, *, anew: bool = False) -> CommitList:
         repo.forget_all(keep_marker=not now)
         return list_commits(repo, anew=anew)
     logs = _read_logs(repo, _entries(now, touched), anew=anew)
-    _add_linked(repo, listed, logs)
-    listed = _look_again(repo, with_logs(listed, logs), logs)
-    if not listed.damaged and all(commit_key(txid) in now and is_whole(log) for txid, log in logs.items()):
+    listed = with_logs(listed, logs)
+    if not listed.damaged:
         repo.records.folded = (now, listed)  # otherwise, the next listing rereads the missing records
     return listed
 
@@ -101,9 +99,9 @@ def _seen(repo: Repository, before: Mapping[str, Shown]) -> set[str]:
     return own | {key_of(row) for row in repo.catalogue.keys(PREFIX)}
 
 
-def list_names(repo: Repository) -> set[TxId]:
-    """Return the ids of all transactions that have ended. Takes one LIST, and no reads. Raises `StorageError`."""
-    return {name[0] for entry in repo.storage.list(PREFIX, known=parse_log) if (name := parse_log(entry.key))}
+def list_names(repo: Repository) -> set[tuple[TxId, int]]:
+    """Return the names (txid, number) of all records. Takes one LIST, and no reads. Raises `StorageError`."""
+    return {name for entry in repo.storage.list(PREFIX, known=parse_log) if (name := parse_log(entry.key))}
 
 
 def read_log(repo: Repository, txid: TxId) -> Commit | None:
@@ -118,9 +116,8 @@ def read_log(repo: Repository, txid: TxId) -> Commit | None:
         return None
     if isinstance(first, CasckptError):
         raise first
-    commit = fold(txid, {0: first})
-    is_all = commit is None or (isinstance(second, NotFound) and commit.replaces is None)
-    return commit if commit is None or is_all else refresh(repo, commit)
+    commit = fold({0: first})
+    return commit if commit is None or isinstance(second, NotFound) else refresh(repo, commit)
 
 
 def _record(repo: Repository, txid: TxId, key: str, kind: Any) -> Read:
@@ -131,62 +128,32 @@ def _record(repo: Repository, txid: TxId, key: str, kind: Any) -> Read:
 
 
 def refresh(repo: Repository, commit: Commit) -> Commit:
-    """Return the current state of the commit. Reads only records after the last one that ``commit`` includes.
+    """Return the current state of the commit, at its current places. Reads only records after ``commit.number``.
 
-    For a rewrite, also reads the base's log. Raises `Damaged` or `Refused` if the last record cannot be read, and
-    `StorageError`.
+    Raises `Damaged` or `Refused` if one of them cannot be read, and `StorageError`.
     """
-    commit = _refreshed(repo, commit)
-    if commit.replaces is None or commit.standing == VOID:
-        return commit
-    commit, doubt = judged(commit, read_log(repo, commit.replaces[0]))
-    if doubt is not None:
-        raise doubt
-    return commit
-
-
-def _refreshed(repo: Repository, commit: Commit) -> Commit:
-    log: dict[int, Read] = {0: commit.first}
-    log |= _records_behind(repo, commit.txid, commit.number)
-    number = max(log)
-    if number <= commit.number:
-        return commit
-    if all(isinstance(record, Kept) for of, record in log.items() if of):
-        return replace(commit, number=number)
+    commit = replace(commit, shown=None)
+    log = {0: commit.first, **_records_behind(repo, commit.txid, commit.number)}
     doubt = doubt_of(log)
     if doubt is not None:
         raise doubt
-    return fold(commit.txid, log, commit) or commit
+    return fold(log, commit) or commit
 
 
-def follow(repo: Repository, commit: Commit) -> Commit:
-    """Follow the commits that have replaced ``commit``, in the current logs.
-
-    Return the last one, or ``commit`` itself.
-
-    If the result is not visible, this call has verified that there was a moment at which all logs were as it read them.
-    Without this check, a checkpoint that was always visible could appear to be gone. Raises the errors of `refresh`.
-    """
-    chain = [commit]
-    while (link := chain[-1].replaced) is not None and (other := read_log(repo, link[1])) is not None:
-        chain.append(other)
-    if chain[-1].visible or [refresh(repo, one) for one in chain] == chain:
-        return chain[-1]
-    return follow(repo, refresh(repo, commit))
+def exists(repo: Repository, commit: Commit) -> bool:
+    """Return whether these places of the commit still exist, according to its log. Raises the errors of `refresh`."""
+    return commit.places in refresh(repo, commit).existing
 
 
 def commit(repo: Repository, record: Committed, *, seen: int | None = None) -> None:
     """Make a checkpoint visible: announce it, and create commits/<txid>. An equal existing record counts as success.
-
-    A rewrite does not become visible yet. This call also announces the record that will make it visible.
 
     ``seen``: see `casckpt.history.announcements.announce`. Raises `Revoked` if the transaction was revoked, and
     `Conflict` if a different record already has its name. Raises `StorageError` if the storage does not answer. In this
     case, the commit may still happen, unless `casckpt.history.transactions.revoke` creates its record first.
     """
     key = commit_key(record.txid)
-    replaced = [] if record.replaces is None else [record.replaces]
-    announce(repo, [(record.txid, 0), *replaced], seen=seen)
+    announce(repo, [(record.txid, 0)], seen=seen)
     try:
         repo.put_record(key, record)
     except Conflict:
@@ -213,33 +180,44 @@ def gone(named: object, id: ManifestId, when: str, **attributes: object) -> Gone
     )
 
 
-def append(repo: Repository, commit: Commit, kind: LaterKind) -> Commit:
-    """Announce and append a record of ``kind``, unless the commit is already in that state. Return the new commit.
+def append(repo: Repository, commit: Commit, kind: StateKind) -> Commit:
+    """Append a record of ``kind``, unless the commit is already in that state. Return the new commit.
 
     If several processes append at the same time, exactly one of them wins. Raises `Conflict` if the log does not allow
     the record, or if another process appended a different record first. Raises `StorageError`.
     """
     wanted = STATES[kind]
-    _check_standing(commit, wanted)
     if _holds(commit, wanted):
         commit = refresh(repo, commit)
         if _holds(commit, wanted):
             return commit
     _check_allowed(commit, wanted)
-    record, number = kind(txid=commit.txid, time=repo.clock()), commit.number + 1
-    announce(repo, [(commit.txid, number)])
     try:
-        repo.put_record(commit_key(commit.txid, number), record)
+        return add(repo, commit, kind(txid=commit.txid, time=repo.clock()))
     except Conflict:
         now = refresh(repo, commit)
         if _holds(now, wanted):
             return now
-        if (now.last, now.restored) == (commit.last, commit.restored):  # only the number was used
-            return append(repo, now, kind)
-        message = f"{commit} was not {wanted}: another process has just {now.last} it; check the checkpoint's state"
+        message = f"{commit} was not {wanted}: another process has just changed it; check the checkpoint's state"
         raise Conflict(message, checkpoints=(commit.id,)) from None
-    commit = replace(commit, last=wanted, number=number, changed_at=record.time)
-    return replace(commit, restored=number, replaced=None) if kind is Restored else commit
+
+
+def add(repo: Repository, commit: Commit, record: Change) -> Commit:
+    """Create the record right after those that ``commit`` includes, and return the new commit.
+
+    Raises `Conflict` if another process has changed the commit, and `StorageError`.
+    """
+    number = commit.number + 1
+    if isinstance(record, Restored):
+        announce(repo, [(commit.txid, number)])
+    try:
+        repo.put_record(commit_key(commit.txid, number), record)
+    except Conflict:
+        now = refresh(repo, commit)
+        if now == replace(commit, number=now.number, shown=None):  # only the number was used
+            return add(repo, now, record)
+        raise Conflict(f"another process has just changed {commit}", checkpoints=(commit.id,)) from None
+    return fold({0: commit.first, number: record}, replace(commit, shown=None)) or commit
 
 
 def forget(repo: Repository, commit: Commit) -> Commit:
@@ -251,7 +229,9 @@ def forget(repo: Repository, commit: Commit) -> Commit:
 
 
 def restore(repo: Repository, commit: Commit, *, as_read: bool = False, listed: CommitList | None = None) -> Commit:
-    """Make a forgotten or replaced checkpoint visible again. Returns a visible checkpoint unchanged.
+    """Make a forgotten checkpoint visible again. If ``commit`` has older places, make them the current ones.
+
+    Returns a visible checkpoint unchanged.
 
     ``as_read``: undo only the last record that ``commit`` includes. This is for callers that undo their own change.
     ``listed``: a listing, for callers that restore many checkpoints and have checked the requirements. None makes a
@@ -264,39 +244,53 @@ def restore(repo: Repository, commit: Commit, *, as_read: bool = False, listed: 
         listed = list_commits(repo)
     now = listed.commits.get(commit.txid, commit)
     check_restore(listed, now)
+    if now.live and commit.places != now.current and commit.places in now.existing:
+        now = bring_back(repo, now, commit.places)
     return append(repo, commit if as_read else now, Restored)
+
+
+def bring_back(repo: Repository, commit: Commit, places: Places) -> Commit:
+    """Make older places the current ones again, such as those from before the checkpoint was thinned.
+
+    Raises `Conflict` if they no longer exist, or if another process changed the checkpoint first. Raises
+    `StorageError`.
+    """
+    if places not in commit.existing:
+        raise Conflict(f"the older places of {commit} were purged: they are gone for good", checkpoints=(commit.id,))
+    if places == commit.current:
+        return commit
+    return add(repo, commit, Back(txid=commit.txid, time=repo.clock(), to=places.txid))
+
+
+def trim(repo: Repository, commit: Commit) -> Commit:
+    """End all places of a checkpoint but the current ones, so that gc may delete their bytes.
+
+    Raises `Conflict` if another process changed the checkpoint first, and `StorageError`.
+    """
+    return add(repo, commit, Trimmed(txid=commit.txid, time=repo.clock()))
 
 
 def check_restore(listed: CommitList, commit: Commit) -> None:
     """Raise `Conflict` if, according to a listing, ``commit`` cannot be restored."""
-    _check_standing(commit, "restored")
     if _holds(commit, "restored"):
         return
     _check_allowed(commit, "restored")
     twin = listed.at(commit.run, commit.step)
-    if twin is not None and not listed.is_rewrite_of(twin, commit.txid):
+    if twin is not None:
         message = f"{commit} was not restored: {twin} is visible under the same run and step. Forget that one first"
         raise Conflict(message, checkpoints=(commit.id, twin.id))
 
 
 def purge(repo: Repository, commit: Commit) -> Commit:
-    """Purge a forgotten or replaced checkpoint, so that gc may delete its bytes. Returns a purged checkpoint unchanged.
+    """Purge a forgotten checkpoint, so that gc may delete its bytes. Returns a purged checkpoint unchanged.
 
-    Raises `Conflict` if it is neither forgotten nor replaced, and `StorageError`.
+    Raises `Conflict` if it is not forgotten, and `StorageError`.
     """
     return append(repo, commit, Purged)
 
 
-def announce_all(repo: Repository, commits: Iterable[Commit]) -> None:
-    """Announce the next record of each log, all in one go, before `append` adds these records.
-
-    Raises `StorageError`.
-    """
-    announce(repo, [(commit.txid, commit.number + 1) for commit in commits])
-
-
 def keep(repo: Repository, txid: TxId, number: int) -> bool:
-    """Fill an announced number with a `kept` record, which blocks late writers. Return False if it has a record.
+    """Fill a free number with a `kept` record, which blocks late writers. Return False if it has a record.
 
     This is safe at any time. Raises `StorageError`.
     """
@@ -307,15 +301,12 @@ def keep(repo: Repository, txid: TxId, number: int) -> bool:
     return True
 
 
-def record_tag(repo: Repository, commit: Commit, name: str, generation: int) -> None:
+def record_tag(repo: Repository, commit: Commit, name: str, generation: int) -> Commit:
     """Record that this generation of a tag was set on ``commit``, so that a gc notices if tags/ is lost.
 
-    The record revokes a transaction that never began: every version reads it, and none acts on it. Raises
-    `StorageError`.
+    Raises `Conflict` if another process changed the commit first, and `StorageError`.
     """
-    txid, reason = repo.new_txid(commit.run, commit.step), f"no save, but a record that tag {name} was set"
-    record = records.RevokedRecord(txid=txid, time=repo.clock(), reason=reason, tagged=(name, generation))
-    repo.put_record(commit_key(txid), record)
+    return add(repo, commit, Tagged(txid=commit.txid, time=repo.clock(), name=name, generation=generation))
 
 
 def purge_unreadable(repo: Repository, txid: TxId) -> None:
@@ -325,7 +316,6 @@ def purge_unreadable(repo: Repository, txid: TxId) -> None:
     """
     logs = (parse_log(entry.key) for entry in repo.storage.list(PREFIX, known=parse_log))
     number = max((log[1] for log in logs if log and log[0] == txid), default=0)
-    announce(repo, [(txid, number + 1)])
     repo.put_record(commit_key(txid, number + 1), Purged(txid=txid, time=repo.clock()))
 
 
@@ -360,19 +350,6 @@ def _read_logs(
     return logs
 
 
-def _add_linked(repo: Repository, listed: CommitList, logs: dict[TxId, dict[int, Read]]) -> None:
-    """Add logs that ``logs`` refer to and the listing lacks. Such logs were created during the listing, or deleted."""
-    while True:
-        records = [record for log in logs.values() for record in log.values()]
-        wanted = {record.by for record in records if isinstance(record, Replaced)}
-        wanted |= {record.replaces[0] for record in records if isinstance(record, Committed) and record.replaces}
-        wanted -= logs.keys() | listed.commits.keys()
-        if not wanted:
-            return
-        for txid in sorted(wanted):
-            logs[txid] = {0: _record(repo, txid, commit_key(txid), FirstRecord)} | _records_behind(repo, txid, 0)
-
-
 def _records_behind(repo: Repository, txid: TxId, number: int) -> dict[int, Read]:
     """Read the records of a log after ``number``, by their keys."""
     records = dict[int, Read]()
@@ -382,39 +359,6 @@ def _records_behind(repo: Repository, txid: TxId, number: int) -> dict[int, Read
         if isinstance(record, NotFound):
             return records
         records[number] = record
-
-
-def _look_again(repo: Repository, listed: CommitList, logs: Collection[TxId]) -> CommitList:
-    """Reread the logs of rewritten checkpoints that the listing shows as hidden, until there is no new record.
-
-    A listing is not atomic. It may show that a rewrite was forgotten, but miss that its base was restored before that.
-    Only checkpoints with a log in ``logs`` are read, because all others were checked before and have not changed.
-    """
-    while True:
-        now = {commit.txid: _again(repo, commit) for commit in _hidden(listed, logs)}
-        # only a higher number is a change: a log that is read by key ends early if a record is lost
-        changed = {txid: commit for txid, commit in now.items() if commit.number > listed.commits[txid].number}
-        if not changed:
-            return listed
-        for commit in list(changed.values()):
-            if commit.replaced is not None and (other := read_log(repo, commit.replaced[1])) is not None:
-                changed[other.txid] = other
-        listed = all_judged({**listed.commits, **changed}, listed.damaged)
-
-
-def _hidden(listed: CommitList, touched: Collection[TxId]) -> list[Commit]:
-    """Return the live commits of rewritten ids that have no visible commit, if any of their commits was touched."""
-    live = [commit for commit in listed.commits.values() if commit.live]
-    ids = {one.id for one in live if one.txid in touched and (one.replaces or one.replaced)}
-    ids -= {one.id for one in live if one.visible} if ids else set()
-    return [one for one in live if one.id in ids] if ids else []
-
-
-def _again(repo: Repository, commit: Commit) -> Commit:
-    try:
-        return refresh(repo, commit)
-    except (Damaged, Refused):
-        return commit
 
 
 def _kind(key: str) -> Any:
@@ -440,12 +384,6 @@ def _holds(commit: Commit, wanted: str) -> bool:
     return commit.last == wanted or (wanted == "restored" and commit.last == "committed")
 
 
-def _check_standing(commit: Commit, wanted: str) -> None:
-    """Raise `Conflict` for a rewrite that does not stand, unless the new record purges it or forgets a void rewrite."""
-    if commit.standing != STANDS and wanted != "purged" and (commit.standing, wanted) != (VOID, "forgotten"):
-        raise Conflict(f"{commit} was not {wanted}: it is a rewrite that did not take effect", checkpoints=(commit.id,))
-
-
 def _check_allowed(commit: Commit, wanted: str) -> None:
     if commit.last in _AFTER[wanted]:
         return
@@ -453,8 +391,4 @@ def _check_allowed(commit: Commit, wanted: str) -> None:
         raise Conflict(f"{commit} was purged: it is gone for good", checkpoints=(commit.id,))
     if commit.last == "revoked":
         raise Conflict(f"transaction {commit.txid} was revoked, so there is no checkpoint to change")
-    if commit.last == "replaced":
-        raise Conflict(
-            f"{commit} was not {wanted}: it has been rewritten; resolve the reference again", checkpoints=(commit.id,)
-        )
     raise Conflict(f"{commit} is {commit.last}, so it cannot be {wanted}: forget it first", checkpoints=(commit.id,))

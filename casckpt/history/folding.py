@@ -1,48 +1,65 @@
-"""Folds logs into commits. Each log is folded separately. The result for a rewrite also depends on its base's log.
+"""Folds the log of a transaction into a commit: the state of a checkpoint, and the places where its cells are.
 
-A rewrite is a commit that holds the checkpoint of a different commit, its base, in different blobs. It names a number
-in its base's log. It stands from the moment at which the record with this number says that the rewrite replaces the
-base. It stands until a later `restored` record undoes this, or permanently if the base is purged. If the record says
-something else, or was undone, or the base is void, the rewrite is permanently void. Therefore, the state of a rewrite
-depends on the log of its base, and on the log of that base's own base.
+A checkpoint has one log, which holds everything that happens to it. A rewrite stores the same checkpoint elsewhere, or
+without some of its tensors. It adds places to the log, and changes nothing else: the id, the order of commits and the
+state stay.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 from casckpt.base.lazy import cached_property
-from casckpt.errors import CasckptError, Damaged, NotFound, Revoked
+from casckpt.errors import CasckptError, NotFound, Revoked
 from casckpt.format import records
 from casckpt.format.keys import commit_key
 from casckpt.format.names import ManifestId, TxId
-from casckpt.format.records import Committed, Dropped, FirstRecord, Forgotten, Kept, Purged, Replaced, Restored
+from casckpt.format.records import (
+    Back,
+    Committed,
+    Dropped,
+    FirstRecord,
+    Forgotten,
+    Purged,
+    Restored,
+    Rewritten,
+    Tagged,
+    Trimmed,
+)
 from casckpt.repository.reading import Read
 
-STATES: dict[type, str] = {
-    Committed: "committed",
-    records.RevokedRecord: "revoked",
-    Forgotten: "forgotten",
-    Restored: "restored",
-    Purged: "purged",
-    Replaced: "replaced",
-}
-STANDS, UNSETTLED, VOID = "stands", "unsettled", "void"
-"""The standing of a commit. A commit that is not a rewrite stands. A rewrite is unsettled until its number is used."""
+STATES: dict[type, str] = {Forgotten: "forgotten", Restored: "restored", Purged: "purged"}
+OF_PLACES = [name for name in Rewritten.__struct_fields__ if name not in {"txid", "time", "by"}]
+"""The fields of a commit record that describe its places, and that a rewrite changes."""
+
+
+class Places(NamedTuple):
+    """Where a checkpoint's cells are. ``txid``: the transaction whose folder holds the manifest that says so.
+
+    ``record``: the commit record, with the values that describe these places, such as the head of the manifest.
+    """
+
+    txid: TxId
+    record: Committed
+
+    def holds(self, other: Places) -> bool:
+        """Return whether these places have at least the entries that ``other``, places of the same id, has."""
+        return self.record.dropped in (None, other.record.dropped)
 
 
 @dataclass(frozen=True)
 class Commit:
     """The state of one transaction, from its log in commits/.
 
-    ``last``: "committed", "revoked", "forgotten", "restored", "replaced" or "purged". ``number``: the highest number
-    in the log. A `kept` record only uses up a number. ``changed_at``: the time of the last record, in microseconds
-    since the epoch. ``restored``: the number of the last `restored` record, or 0 if there is none. An unlisted or
-    unreadable record counts as `restored`. ``replaced``: the number of a `replaced` record that no `restored` record
-    has undone, and the transaction of the rewrite. ``unread``: the numbers of unlisted and unreadable records.
-    ``standing``: `STANDS`, `UNSETTLED` or `VOID`, from the base's log.
+    ``last``: "committed", "revoked", "forgotten", "restored" or "purged". ``number``: the highest number in the log.
+    ``changed_at``, ``moved_at``: the times at which the state and the current places last changed, in microseconds
+    since the epoch. ``current``: the current places, or None for a revoked transaction. ``existing``: all places that
+    were not ended, in the order of the log. ``ended``: the others. ``tagged``: the (name, generation) of permanent tags
+    that were set. ``restored``: the number of the last `restored` or `back` record, or 0.
+
+    ``shown``: the places that this object describes, if they are not the current ones (see `at`).
     """
 
     txid: TxId
@@ -50,10 +67,17 @@ class Commit:
     last: str
     number: int
     changed_at: int
+    current: Places | None = None
+    existing: tuple[Places, ...] = ()
+    ended: tuple[Places, ...] = ()
+    moved_at: int = 0
+    tagged: tuple[tuple[str, int], ...] = ()
     restored: int = 0
-    replaced: tuple[int, TxId] | None = None
-    unread: tuple[int, ...] = ()
-    standing: str = STANDS
+    shown: Places | None = None
+
+    def at(self, places: Places) -> Commit:
+        """Return the commit as it was at other places, such as those from before it was thinned."""
+        return replace(self, shown=None if places == self.current else places)
 
     @property
     def live(self) -> bool:
@@ -61,37 +85,38 @@ class Commit:
         return self.last not in ("revoked", "purged")
 
     @property
-    def answers(self) -> bool:
-        """Whether the id refers to this commit: the commit is valid, and was not replaced."""
-        return self.standing == STANDS and self.last != "replaced"
-
-    @property
     def visible(self) -> bool:
-        """Whether the commit is live, not forgotten, and the one to which its id refers."""
-        return self.last in ("committed", "restored") and self.standing == STANDS
+        """Whether the checkpoint is live and not forgotten. Old places are never visible."""
+        return self.last in ("committed", "restored") and self.shown is None
 
     @property
     def is_forgotten(self) -> bool:
-        """Whether a `forgotten` record hides the commit."""
-        return self.last == "forgotten" and self.standing == STANDS
-
-    @property
-    def replaces(self) -> tuple[TxId, int] | None:
-        """The transaction of its base, and the number that it needs in the base's log. None if it is not a rewrite."""
-        return self.first.replaces if isinstance(self.first, Committed) else None
+        """Whether a `forgotten` record hides the checkpoint. Old places are never forgotten on their own."""
+        return self.last == "forgotten" and self.shown is None
 
     @property
     def is_old_places(self) -> bool:
-        """Whether this is a replaced commit, or a rewrite that does not stand.
+        """Whether this object describes places that are not the current ones."""
+        return self.shown is not None
 
-        The id then refers to a different commit.
-        """
-        return self.replaced is not None or self.standing != STANDS
+    @property
+    def places(self) -> Places:
+        """The places that this object describes. Raises `Revoked` if the transaction was revoked."""
+        places = self.shown or self.current
+        if places is None:
+            reason = self.first.reason if isinstance(self.first, records.RevokedRecord) else ""
+            raise Revoked(f"transaction {self.txid} was revoked ({reason}), so it has no checkpoint")
+        return places
+
+    @property
+    def old(self) -> list[Commit]:
+        """The commit at each of the existing places that are not the current ones."""
+        return [self.at(places) for places in self.existing if places != self.current]
 
     @property
     def dropped(self) -> Dropped | None:
         """The entries that thinning dropped. None if the checkpoint is whole."""
-        return self.first.dropped if isinstance(self.first, Committed) else None
+        return self.committed.dropped if isinstance(self.first, Committed) else None
 
     @property
     def bytes_held(self) -> int:
@@ -99,29 +124,17 @@ class Commit:
         return max(0, self.committed.bytes_total - (self.dropped.bytes if self.dropped is not None else 0))
 
     @property
-    def origin(self) -> TxId:
-        """The transaction of the first save. It determines which of two checkpoints is newer."""
-        return (self.first.origin if isinstance(self.first, Committed) else None) or self.txid
+    def rank(self) -> tuple[bool, int, bool, TxId]:
+        """The sort key of commits with the same id: the one to which the id refers comes last.
 
-    @property
-    def order(self) -> tuple[TxId, bool, bool, bool, TxId]:
-        """The sort key of commits, oldest first.
-
-        If a save has several commits, the one to which its id refers comes last.
+        This is a visible one, then one with more entries, then one at its current places.
         """
-        return self.origin, *self.rank
-
-    @property
-    def rank(self) -> tuple[bool, bool, bool, TxId]:
-        """The sort key of commits with the same id. The commit to which the id refers comes last."""
-        return self.visible, self.answers, self.dropped is None, self.txid
+        return self.visible, 0 if self.dropped is None else -self.dropped.entries, self.shown is None, self.txid
 
     @property
     def committed(self) -> Committed:
-        """The first record. Raises `Revoked` if the transaction was revoked."""
-        if isinstance(self.first, Committed):
-            return self.first
-        raise Revoked(f"transaction {self.txid} was revoked ({self.first.reason}), so it has no checkpoint")
+        """The commit record, for these places. Raises `Revoked` if the transaction was revoked."""
+        return self.places.record
 
     @property
     def id(self) -> ManifestId:
@@ -147,17 +160,17 @@ class Commit:
 
 def just_committed(record: Committed) -> Commit:
     """Return the commit of a log that holds only ``record``."""
-    standing = STANDS if record.replaces is None else UNSETTLED
-    return Commit(record.txid, record, "committed", 0, record.time, standing=standing)
+    places = Places(record.txid, record)
+    return Commit(record.txid, record, "committed", 0, record.time, places, (places,), moved_at=record.time)
 
 
 @dataclass(frozen=True)
 class CommitList:
     """The listing: a snapshot from one LIST of commits/.
 
-    ``commits``: committed and revoked transactions. ``damaged``: transactions whose first or last record cannot be
-    read, with the error. If the first record can be read, the transaction is also in ``commits``, in its last readable
-    state. gc deletes nothing while any transaction is damaged.
+    ``commits``: committed and revoked transactions. ``damaged``: transactions with a record that cannot be read, and
+    the error. If the first record can be read, the transaction is also in ``commits``, as its readable records say. gc
+    deletes nothing while any transaction is damaged.
     """
 
     commits: Mapping[TxId, Commit]
@@ -167,9 +180,9 @@ class CommitList:
         """Return the live commits, oldest first."""
         return [commit for commit in self._sorted if commit.live]
 
-    def standing(self) -> list[Commit]:
-        """Return the live commits, oldest first. Omit rewrites that do not stand."""
-        return [commit for commit in self._sorted if commit.live and commit.standing == STANDS]
+    def placed(self) -> list[Commit]:
+        """Return the live commits, oldest first, each one at all of its existing places."""
+        return [one for commit in self.live() for one in (*commit.old, commit)]
 
     def visible(self) -> list[Commit]:
         """Return the visible commits, oldest first."""
@@ -199,47 +212,32 @@ class CommitList:
         """Return the commit to which an id refers: the live commit with the highest `Commit.rank`, or None."""
         return max((commit for commit in self.live() if commit.id == id), key=lambda commit: commit.rank, default=None)
 
-    def standin(self, commit: Commit, *, loses: bool = False) -> Commit:
-        """Follow the commits that have replaced ``commit`` without a loss.
+    @cached_property
+    def ended(self) -> frozenset[TxId]:
+        """The transactions whose manifests and blobs no longer count: revoked ones, and those of ended places."""
+        revoked = (txid for txid, commit in self.commits.items() if commit.last == "revoked")
+        return frozenset([*revoked, *(places.txid for one in self.commits.values() for places in one.ended)])
 
-        Return the last one, or ``commit`` if there is none.
+    @cached_property
+    def names(self) -> frozenset[tuple[TxId, int]]:
+        """The names (txid, number) of all records of these logs."""
+        every = ((txid, number) for txid, one in self.commits.items() for number in range(one.number + 1))
+        return frozenset([*every, *((txid, 0) for txid in self.damaged)])
 
-        ``loses``: also accept a thinned commit.
-        """
-        while commit.replaced is not None:
-            other = self.commits.get(commit.replaced[1])
-            if other is None or not (loses or commit in Holdings([other])):
-                break
-            commit = other
-        return commit
-
-    def needed(self, *, loses: bool = False) -> list[Commit]:
-        """Return the live commits that no other commit has replaced without a loss, oldest first.
-
-        ``loses``: accept a thinned commit as the replacement of a whole one.
-        """
-        return [commit for commit in self.standing() if self.standin(commit, loses=loses) is commit]
-
-    def is_rewrite_of(self, commit: Commit | None, txid: TxId) -> bool:
-        """Return whether ``commit`` is a rewrite of the transaction ``txid``, or of one of its rewrites."""
-        while commit is not None and commit.replaces is not None:
-            if commit.replaces[0] == txid:
-                return True
-            commit = self.commits.get(commit.replaces[0])
-        return False
+    @cached_property
+    def recorded(self) -> frozenset[TxId]:
+        """The transactions that have a record here: each log's own, and those of all its places."""
+        every = (places.txid for one in self.commits.values() for places in (*one.existing, *one.ended))
+        return frozenset([*self.commits, *self.damaged, *every])
 
     @cached_property
     def recorded_tags(self) -> Mapping[str, int]:
         """The highest generation of each tag that commits/ records, by name. tags/ has it, or a later one."""
-        firsts = (commit.first for commit in self.commits.values())
-        return dict(sorted(one.tagged for one in firsts if isinstance(one, records.RevokedRecord) and one.tagged))
+        return dict(sorted(tag for commit in self.commits.values() for tag in commit.tagged))
 
     @cached_property
     def _sorted(self) -> list[Commit]:
-        found = [self.commits[txid] for txid in sorted(self.commits)]
-        # the usual case, which does not need the slow sort
-        is_plain = all(commit.origin == commit.txid for commit in found)
-        return found if is_plain else sorted(found, key=lambda commit: commit.order)
+        return [self.commits[txid] for txid in sorted(self.commits)]
 
     @cached_property
     def _current(self) -> list[Commit]:
@@ -270,92 +268,62 @@ class Holdings:
 def with_logs(listed: CommitList, logs: Mapping[TxId, Mapping[int, Read]]) -> CommitList:
     """Return the listing, with the transactions in ``logs`` updated from these logs."""
     commits = {txid: commit for txid, commit in listed.commits.items() if txid not in logs}
-    commits |= {txid: commit for txid, log in logs.items() if (commit := fold(txid, log))}
-    doubts = {txid: error for txid, log in logs.items() if (error := doubt_of(log))}
-    return all_judged(commits, doubts)
+    commits |= {txid: commit for txid, log in logs.items() if (commit := fold(log))}
+    return CommitList(commits, {txid: error for txid, log in logs.items() if (error := doubt_of(log))})
 
 
-def all_judged(commits: dict[TxId, Commit], doubts: Mapping[TxId, CasckptError]) -> CommitList:
-    """Return a listing of ``commits``. Set the standing of each rewrite."""
-    damaged = dict(doubts)
-    for txid, (base, _) in sorted((txid, commit.replaces) for txid, commit in commits.items() if commit.replaces):
-        # the base is older, so it has already been judged
-        commits[txid], doubt = judged(commits[txid], commits.get(base))
-        if doubt is not None:
-            damaged.setdefault(txid, doubt)
-    return CommitList(commits, damaged)
+def fold(log: Mapping[int, Read], before: Commit | None = None) -> Commit | None:
+    """Return the commit that the readable records of a log produce. ``before``: the state up to a number of the log.
+
+    Return None if the first record cannot be read.
+    """
+    if before is None:
+        first = log[0]
+        if isinstance(first, CasckptError):
+            return None
+        if isinstance(first, records.RevokedRecord):
+            return Commit(first.txid, first, "revoked", max(log), first.time)
+        before = just_committed(first)
+    commit = before
+    for number in sorted(number for number in log if number > before.number):
+        changes = {} if commit.last == "purged" else _changes(commit, log[number], number)
+        commit = replace(commit, number=number, **changes)
+    return commit
 
 
-def judged(commit: Commit, base: Commit | None) -> tuple[Commit, CasckptError | None]:
-    """Return a rewrite with the standing that follows from its base, and an error if the standing is in doubt."""
-    standing, doubt = _standing(commit, base)
-    return (commit if standing == commit.standing else replace(commit, standing=standing)), doubt
-
-
-def _standing(commit: Commit, base: Commit | None) -> tuple[str, CasckptError | None]:
-    """Return the standing of a rewrite. In case of doubt, it stands if no other commit of the checkpoint is live."""
-    if commit.replaces is None:
-        return STANDS, None
-    txid, number = commit.replaces
-    if base is None:
-        key = commit_key(txid)
-        return STANDS, Damaged(f"{key}, which {commit.txid} replaces, is missing or cannot be read", key=key)
-    if base.standing == VOID or base.replaced == (number, commit.txid):
-        return base.standing, None
-    if base.number < number:
-        return UNSETTLED, None
-    unread = next((other for other in base.unread if other >= number), None)
-    if unread is None:
-        return VOID, None
-    key = commit_key(txid, unread)
-    why = f"{key}, which may say that {commit.txid} replaces it, is missing or cannot be read"
-    return UNSETTLED if base.live else STANDS, Damaged(why, key=key)
-
-
-def fold(txid: TxId, log: Mapping[int, Read], before: Commit | None = None) -> Commit | None:
-    """Return the commit that the readable records of a log produce. ``before``: the previous state."""
-    first = log[0]
-    if isinstance(first, CasckptError):
-        return None
-    if isinstance(first, records.RevokedRecord):
-        return Commit(txid, first, "revoked", max(log), first.time)
-    readable: list[Any] = [log[number] for number in sorted(log) if not isinstance(log[number], CasckptError)]
-    changes = [record for record in readable if not isinstance(record, Kept)]
-    last = next((record for record in changes if isinstance(record, Purged)), changes[-1])
-    before = before or just_committed(first)
-    new = {number: log.get(number) for number in range(before.number + 1, max(log) + 1)}
-    unread = [number for number, record in new.items() if record is None or isinstance(record, CasckptError)]
-    restored = max([before.restored, *unread, *(n for n, record in new.items() if isinstance(record, Restored))])
-    links = [(number, record.by) for number, record in new.items() if isinstance(record, Replaced)]
-    link = max([*links, *([before.replaced] if before.replaced else [])], default=None)
-    return replace(
-        before,
-        last=STATES[type(last)],
-        number=max(log),
-        changed_at=last.time,
-        restored=restored,
-        replaced=link if link is not None and link[0] > restored else None,
-        unread=(*before.unread, *unread),
-    )
-
-
-def is_whole(log: Mapping[int, Read]) -> bool:
-    """Return whether all records of a log could be read. If not, the next listing rereads the log."""
-    return not any(isinstance(record, CasckptError) for record in log.values())
+def _changes(commit: Commit, record: Read, number: int) -> dict[str, Any]:
+    """Return the fields of ``commit`` that the next record of its log changes. An unreadable record changes none."""
+    match record:
+        case Forgotten() | Purged() | Restored():
+            ends = {"existing": (), "ended": (*commit.ended, *commit.existing)} if isinstance(record, Purged) else {}
+            restored = number if isinstance(record, Restored) else commit.restored
+            return {"last": STATES[type(record)], "changed_at": record.time, "restored": restored, **ends}
+        case Rewritten():
+            values = {name: getattr(record, name) for name in OF_PLACES}
+            places = Places(record.by, records.changed(commit.committed, **values))
+            return {"current": places, "existing": (*commit.existing, places), "moved_at": record.time}
+        case Back():
+            to = next((places for places in commit.existing if places.txid == record.to), commit.current)
+            return {"current": to, "moved_at": record.time, "restored": number}
+        case Trimmed():
+            old = [places for places in commit.existing if places != commit.current]
+            return {"existing": (commit.places,), "ended": (*commit.ended, *old)}
+        case Tagged():
+            return {"tagged": (*commit.tagged, (record.name, record.generation))}
+    return {}
 
 
 def doubt_of(log: Mapping[int, Read]) -> CasckptError | None:
-    """Return the error that makes a transaction's state uncertain, or None if it is certain. A purge is final.
-
-    A `kept` record does not change the state, so the record before it must be readable.
-    """
+    """Return the error of the first record that cannot be read, or that is missing. A purge leaves no doubt."""
     if any(isinstance(record, Purged) for record in log.values()):
         return None
-    first, last = log[0], max(log)
+    first = log[0]
     if isinstance(first, CasckptError):
         return first
-    while isinstance(log.get(last), Kept):
-        last -= 1
-    key = commit_key(first.txid, last)
-    record = log.get(last, NotFound(f"{key} is missing, but later records exist", key=key))
-    return record if isinstance(record, CasckptError) else None
+    low = min((number for number in log if number), default=0)
+    for number in range(low, max(log) + 1) if low else ():
+        key = commit_key(first.txid, number)
+        record = log.get(number, NotFound(f"{key} is missing, but later records exist", key=key))
+        if isinstance(record, CasckptError):
+            return record
+    return None

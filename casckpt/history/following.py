@@ -15,7 +15,7 @@ from casckpt.errors import Damaged, Refused
 from casckpt.format.keys import parse_txid
 from casckpt.format.names import TxId
 from casckpt.history.announcements import Announcement, announce, are_there_any, look, read_back, runs
-from casckpt.history.commits import Commit, follow, list_commits, list_names, read_log
+from casckpt.history.commits import Commit, list_commits, list_names, read_log
 from casckpt.repository.caches import RunCache
 from casckpt.repository.repository import Repository
 
@@ -55,7 +55,7 @@ def announce_lost(repo: Repository) -> bool:
     if are_there_any(repo):
         return False
     lost = [commit for commit in list_commits(repo).commits.values() if commit.last != "revoked"]
-    announce(repo, [(commit.txid, commit.number) for commit in lost])
+    announce(repo, [(commit.txid, 0) for commit in lost])
     return bool(lost)
 
 
@@ -101,7 +101,7 @@ def newest_of_runs(
             hashes,
         )
         chosen = [commit for commit in each if commit is not None]
-    return sorted(chosen, key=lambda commit: commit.order, reverse=True)
+    return sorted(chosen, key=lambda commit: commit.txid, reverse=True)
 
 
 def at_step(
@@ -113,9 +113,8 @@ def at_step(
     `newest`.
     """
     hidden = (txid for txid in hidden_from(repo, run_hash(run), known, 0) if parse_txid(txid).step == step)
-    logs = (_logs_of(repo, known, txid, skip_doubtful=skip_doubtful) for txid in {*known.at.get(step, ()), *hidden})
-    found = {commit.txid: commit for some in logs for commit in some if wanted(commit)}
-    return sorted(found.values(), key=lambda commit: commit.order)
+    logs = (_log_of(repo, known, txid, skip_doubtful=skip_doubtful) for txid in {*known.at.get(step, ()), *hidden})
+    return sorted((commit for commit in logs if commit and wanted(commit)), key=lambda commit: commit.txid)
 
 
 def greatest(repo: Repository, known: RunCache, run: str) -> TxId | None:
@@ -127,10 +126,7 @@ def greatest(repo: Repository, known: RunCache, run: str) -> TxId | None:
 def _newest(
     repo: Repository, run: str, known: RunCache, wanted: Wanted, *, skip_doubtful: bool = False
 ) -> Commit | None:
-    """Read announcements downwards from the head, until the remaining ones can only name earlier transactions.
-
-    A rewrite is as old as its base, so the search continues after a rewrite.
-    """
+    """Read announcements downwards from the head, until the remaining ones can only name earlier transactions."""
     low, count, tried = known.head + 1, 1, set[TxId]()
     best: Commit | None = None
     while low > 0:
@@ -142,12 +138,12 @@ def _newest(
             if low > 0 and (bound is None or txid < bound):
                 break
             tried.add(txid)
-            logs = _logs_of(repo, known, txid, skip_doubtful=skip_doubtful)
-            every = (commit for commit in (*logs, best) if commit and wanted(commit))
-            best = max(every, key=lambda commit: commit.order, default=None)
-            if best is not None and best.origin >= txid:
+            commit = _log_of(repo, known, txid, skip_doubtful=skip_doubtful)
+            if commit is not None and wanted(commit) and (best is None or commit.txid > best.txid):
+                best = commit
+            if best is not None and best.txid >= txid:
                 return best
-        if best is not None and bound is not None and best.origin >= bound:
+        if best is not None and bound is not None and best.txid >= bound:
             return best
     return best
 
@@ -175,26 +171,20 @@ def hidden_from(repo: Repository, run: str, known: RunCache, low: int) -> set[Tx
     """
     if max(known.unreadable, default=-1) < low:
         return set()
-    return {txid for txid in list_names(repo) if parse_txid(txid).run_hash == run}
+    return {txid for txid, _ in list_names(repo) if parse_txid(txid).run_hash == run}
 
 
-def _logs_of(repo: Repository, known: RunCache, txid: TxId, *, skip_doubtful: bool) -> list[Commit]:
-    """Read the log of a commit, and the log of the commit that has replaced it. Logs that have ended are not reread.
-
-    The logs of a base and its rewrite are read one after the other. Therefore, a rewrite may be unsettled when it is
-    read, even though its base is already replaced when the base is read.
-    """
+def _log_of(repo: Repository, known: RunCache, txid: TxId, *, skip_doubtful: bool) -> Commit | None:
+    """Read the log of a commit. A log that has ended is not reread."""
     if txid in known.ended:
-        return []
+        return None
     try:
         commit = read_log(repo, txid)
-        commits = [] if commit is None else [commit]
-        commits += [] if commit is None or commit.replaced is None else [follow(repo, commit)]
     except (Damaged, Refused) as error:
         if not skip_doubtful:
             raise
         log.warning("skipping %s: %s", txid, error)
-        return []
+        return None
     if commit is not None and not commit.live:
         known.ended.add(txid)
-    return commits
+    return commit

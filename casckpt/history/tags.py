@@ -34,7 +34,7 @@ FOREIGN_CLOCKS = 3600 * 10**6
 class Tag:
     """A movable name. ``generation``: its number in tags/<name>/.
 
-    ``txid``, ``manifest``: those of the commit on which it was set.
+    ``txid``, ``manifest``: the transaction of the places on which it was set, and the id of the checkpoint.
 
     ``expires``: the last microsecond at which it is valid. None if it never expires. ``holder``: the host:pid of the
     process that set it. ``unique``: a string that is the same in all generations of a lease.
@@ -97,8 +97,8 @@ def get_tag(repo: Repository, name: str) -> Tag | None:
 def set_tag(repo: Repository, name: str, commit: Commit) -> Tag:
     """Set tag ``name`` on ``commit``. The tag never expires. If the checkpoint is forgotten, this restores it.
 
-    This also restores a checkpoint that is being thinned at this moment, because the tag protects all entries of
-    ``commit``.
+    This also brings back the places of ``commit`` if the checkpoint was thinned since then, because the tag protects
+    all of their entries.
 
     Raises `InvalidInput` for an invalid name. Raises `Conflict` if the checkpoint was purged, if it is forgotten and
     cannot be restored, or if another process moved the tag at this moment. Raises `StorageError`.
@@ -111,24 +111,29 @@ def set_tag(repo: Repository, name: str, commit: Commit) -> Tag:
         commit = restore(repo, commit)
     number, before = newest_generation(repo, name, list_commits(repo))
     tag = write_generation(repo, name, number + 1, commit)
-    # a gc lists tags before it purges: either the gc saw this tag, or this call sees its purge
-    now = refresh(repo, commit)
-    if not now.visible:
-        now = list_commits(repo).of_id(commit.id) or now  # it may have been rewritten
-    if not now.live:
-        take_back(repo, tag, before.tags.get(name))
-        raise Conflict(f"{commit} was just purged, so it cannot be tagged", checkpoints=(commit.id,))
-    if not now.visible:
-        try:
-            restore(repo, now)
-        except Conflict:  # another checkpoint took its run and step at this moment
+    # a rule reads the log, then lists tags, then takes the next number: either it saw this tag, or it is in the log now
+    now = commit
+    while True:
+        now = refresh(repo, now)
+        if not now.visible:
+            now = list_commits(repo).of_id(commit.id) or now  # it may have been copied back
+        if not now.live:
             take_back(repo, tag, before.tags.get(name))
-            raise
-    elif now.txid != commit.txid and now.dropped not in (None, commit.dropped):
-        with suppress(Conflict):  # the old commit was purged, so the tag names the thinned one
-            restore(repo, commit)
-    record_tag(repo, commit, name, tag.generation)  # last: a recorded generation must exist
-    return tag
+            raise Conflict(f"{commit} was just purged, so it cannot be tagged", checkpoints=(commit.id,))
+        try:
+            if not now.visible or _lacks(now, commit):
+                now = restore(repo, now.at(commit.places))
+            record_tag(repo, now, name, tag.generation)
+            return tag
+        except Conflict:
+            if refresh(repo, now) == now:  # for example, another checkpoint took its run and step
+                take_back(repo, tag, before.tags.get(name))
+                raise
+
+
+def _lacks(now: Commit, commit: Commit) -> bool:
+    """Return whether a checkpoint was thinned after ``commit`` was read, and its older places still exist."""
+    return commit.places in now.existing and not now.places.holds(commit.places)
 
 
 def delete_tag(repo: Repository, name: str) -> None:
@@ -163,9 +168,12 @@ def named_by(tag: Tag, listed: CommitList) -> Commit | None:
 
     If several commits rank equally, the commit on which the tag was set is returned.
     """
-    same = [commit for commit in listed.live() if commit.id == tag.manifest]
-    target = listed.commits.get(tag.txid)
-    return max(same, key=lambda commit: (*commit.rank[:3], commit is target, commit.order), default=target)
+    same = [commit for commit in listed.commits.values() if commit.last != "revoked" and commit.id == tag.manifest]
+    return max(same, key=lambda commit: (commit.live, *commit.rank[:3], _has(commit, tag), commit.txid), default=None)
+
+
+def _has(commit: Commit, tag: Tag) -> bool:
+    return any(places.txid == tag.txid for places in (*commit.existing, *commit.ended))
 
 
 def no_tag(repo: Repository, name: str) -> NotFound:
@@ -263,7 +271,7 @@ def write_generation(
 ) -> Tag:
     """Create a generation that names ``commit``, and return the tag. Raises `Conflict` if the number is taken."""
     holder = f"{socket.gethostname()}:{os.getpid()}"
-    tag = Tag(name, number, commit.txid, commit.id, expires, holder, unique or repo.entropy(8).hex())
+    tag = Tag(name, number, commit.places.txid, commit.id, expires, holder, unique or repo.entropy(8).hex())
     _put(repo, tag)
     return tag
 

@@ -4,6 +4,9 @@ A transaction begins before its save determines which commits are live, and befo
 removed only after its record is in commits/. gc relies on both rules (see "How objects are deleted" in
 docs/format.md). Saves call `begin_save`, which ensures this order. Copies and rewrites call `join` or `begin`, and
 then list all commits, because they may reuse blobs of any run.
+
+A save commits with the first record of its own log. A rewrite commits with the next record of its checkpoint's log: its
+slot. In both cases, the record that ends the transaction without a commit competes for the same key.
 """
 
 from __future__ import annotations
@@ -14,13 +17,15 @@ import weakref
 from collections.abc import Container, Iterable
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 
+from casckpt.base.parallel import in_parallel
 from casckpt.errors import CasckptError, Conflict, Damaged, NotFound, Refused, Revoked, StorageError
 from casckpt.format import records
-from casckpt.format.keys import commit_key, parse_log, transaction_key
+from casckpt.format.keys import commit_key, parse_log, parse_txid, transaction_key
 from casckpt.format.names import TxId
-from casckpt.format.records import Began, Committed, FirstRecord, Settings, SignOfLife
-from casckpt.history.commits import Commit, commit, just_committed
+from casckpt.format.records import Began, Committed, FirstRecord, LaterRecord, Rewritten, Settings, SignOfLife
+from casckpt.history.commits import Commit, commit, just_committed, keep, list_commits
 from casckpt.history.following import announce_lost, at_step, greatest, is_visible, look_at_all, newest_reusable
 from casckpt.repository.caches import RunCache
 from casckpt.repository.processes import is_dead, saved_here, this_process
@@ -150,6 +155,28 @@ class Transaction:
             f"a different process already ended transaction {self.txid}; begin a new one", key=commit_key(self.txid)
         )
 
+    def rewrite(self, record: Rewritten) -> None:
+        """Give a checkpoint new places, and end the transaction, which has a slot. The caller must put the manifest.
+
+        Raises `Conflict` if another record has the slot, and `StorageError`.
+        """
+        log, number = self.began.slot or (record.txid, 1)
+        try:
+            self._repo.put_record(commit_key(log, number), record)
+        except CasckptError as error:  # the answer may be lost, but not the record: `revoke` competes for the same name
+            if self.abort(error) or not self._has_slot():
+                if isinstance(error, Conflict):
+                    raise Conflict(f"{log} was not rewritten: another process changed it", key=error.key) from error
+                raise
+        self._has_committed = True
+        self._pulse.stop()
+        self._remove_files()
+
+    def _has_slot(self) -> bool:
+        with suppress(NotFound):
+            return self.began.slot is not None and _holds_slot(self._repo, self.txid, self.began.slot)
+        return False
+
     def close(self) -> None:
         """End the transaction after its record is in commits/. Remove its files, or leave them to gc after an error.
 
@@ -181,8 +208,8 @@ class Transaction:
         try:
             if not self._repo.fresh().exists():
                 return False  # it was deleted, and a record would make its place look like a damaged store
-            revoke(self._repo, self.txid, text)
-            found = self._repo.get_record(commit_key(self.txid), FirstRecord)
+            revoke(self._repo, self.txid, text, _slots(self.began))
+            found = None if self._has_slot() else self._repo.get_record(commit_key(self.txid), FirstRecord)
         except CasckptError as error:
             log.warning("casckpt could not revoke transaction %s; a later gc revokes it: %s", self.txid, error)
             return False
@@ -207,11 +234,9 @@ class Transaction:
 
 @dataclass(frozen=True)
 class OpenTransaction:
-    """A transaction without a record in commits/.
+    """A transaction that has not ended. ``signs``: the number of its last sign of life, or 0 if there is none.
 
-    ``signs``: the number of its last sign of life, or 0 if there is none.
-
-    ``began``: None if its file cannot be read.
+    ``began``: None if its file cannot be read. It is then unknown which record would commit it.
     """
 
     txid: TxId
@@ -226,18 +251,19 @@ def begin(
     *,
     after: Iterable[TxId] = (),
     seen: int | None = None,
+    slot: tuple[TxId, int] | None = None,
     seconds: float = SIGN_OF_LIFE_SECONDS,
 ) -> Transaction:
     """Begin a transaction. Call this before you list live commits, and before any upload. See `begin_save`.
 
     ``after``: ids that must sort before the new one. ``seen``: the number of an announcement of the run. The new id
-    also sorts after all transactions that were announced up to this number. ``seconds``: the interval between signs of
-    life. Raises `InvalidInput`, `StorageError`, and `Unsupported`. `Unsupported` is also raised if this version does
-    not know one of the store's requirements for writers.
+    also sorts after all transactions that were announced up to this number. ``slot``: for a rewrite, see `Began`.
+    ``seconds``: the interval between signs of life. Raises `InvalidInput`, `StorageError`, and `Unsupported`.
+    `Unsupported` is also raised if this version does not know one of the store's requirements for writers.
     """
     repo.declare_mirror()
     txid = repo.new_txid(run, step, after)
-    began = Began(txid=txid, run=run, step=step, time=repo.clock(), process=this_process())
+    began = Began(txid=txid, run=run, step=step, time=repo.clock(), process=this_process(), slot=slot)
     repo.put_record(transaction_key(txid), began)
     return _allowed(repo, Transaction(repo, began, seconds=seconds, seen=seen))
 
@@ -309,7 +335,8 @@ def join(repo: Repository, began: Began, *, seconds: float = SIGN_OF_LIFE_SECOND
         joined = None
     except Conflict:
         found = _began(repo, began.txid)
-        if found is None or found.manifest != began.manifest or began.manifest is None:
+        same = began.manifest, began.places
+        if found is None or None in same or (found.manifest, found.places) != same:
             return None
         began, joined = found, _last_sign(repo, began.txid)
     if repo.storage.size(commit_key(began.txid)) is None:
@@ -338,17 +365,26 @@ def _last_sign(repo: Repository, txid: TxId) -> int:
     return max((name[1] for name in names if name is not None and name[0] == txid), default=0)
 
 
-def open_transactions(repo: Repository, closed: Container[TxId]) -> list[OpenTransaction]:
-    """List the transactions that are not ``closed`` (without a record in commits/), oldest first.
+def open_transactions(repo: Repository, names: Container[tuple[TxId, int]]) -> list[OpenTransaction]:
+    """List the transactions that have not ended, oldest first. ``names``: records that exist (see `list_names`).
 
-    The result may include transactions that ended after ``closed`` was listed. Raises `StorageError`.
+    The result may include transactions that ended after ``names`` were listed. Raises `StorageError`.
     """
     signs: dict[TxId, int] = {}
     for entry in repo.storage.list(PREFIX, known=parse_log):
         name = parse_log(entry.key)
-        if name is not None and name[0] not in closed:
+        if name is not None and (name[0], 0) not in names:
             signs[name[0]] = max(signs.get(name[0], 0), name[1])
-    return [OpenTransaction(txid, _began(repo, txid), signs[txid]) for txid in sorted(signs)]
+    read = list(in_parallel(repo.storage.traits.requests, partial(_began, repo), sorted(signs)))
+    found = (OpenTransaction(txid, began, signs[txid]) for txid, began in zip(sorted(signs), read, strict=True))
+    return [one for one in found if not _has_ended(repo, one, names)]
+
+
+def _has_ended(repo: Repository, one: OpenTransaction, names: Container[tuple[TxId, int]]) -> bool:
+    """Return whether a transaction without a record of its own has ended: its slot is taken, or its file is gone."""
+    if one.began is None:
+        return repo.storage.size(transaction_key(one.txid)) is None or one.txid in list_commits(repo).recorded
+    return one.began.slot is not None and one.began.slot in names
 
 
 def _began(repo: Repository, txid: TxId) -> Began | None:
@@ -375,11 +411,14 @@ def has_died(repo: Repository, transaction: OpenTransaction) -> bool:
     return sign.process is None or is_dead(sign.process)
 
 
-def revoke(repo: Repository, txid: TxId, reason: str) -> bool:
-    """Revoke a transaction: create commits/<txid> as `revoked`. Return False if it already has a record.
+def revoke(repo: Repository, txid: TxId, reason: str, slots: Iterable[tuple[TxId, int]] = ()) -> bool:
+    """Revoke a transaction: create commits/<txid> as `revoked`. Return False if it has committed or already ended.
 
-    This is safe at any time. In the worst case, a live save fails and is retried. Raises `StorageError`.
+    ``slots``: for a rewrite, the records with which it may commit. They are filled first. This is safe at any time. In
+    the worst case, a live save fails and is retried. Raises `StorageError`.
     """
+    if any(_holds_slot(repo, txid, slot) for slot in slots if not keep(repo, *slot)):
+        return False
     record = records.RevokedRecord(txid=txid, time=repo.clock(), reason=reason[:MAX_REASON_CHARACTERS])
     try:
         repo.put_record(commit_key(txid), record)
@@ -388,13 +427,52 @@ def revoke(repo: Repository, txid: TxId, reason: str) -> bool:
     return True
 
 
-def remove_closed(repo: Repository, closed: Container[TxId]) -> int:
-    """Remove the files of ``closed`` transactions (with a record in commits/). Return the number of removed files.
+def end(repo: Repository, one: OpenTransaction, reason: str) -> bool:
+    """Revoke an open transaction of any process, as `revoke` does.
 
-    Raises `StorageError`.
+    If its file cannot be read, it may be a rewrite of any checkpoint of its run and step. Its slot is then, at most,
+    the next number of that checkpoint's log.
     """
-    names = ((entry.key, parse_log(entry.key)) for entry in repo.storage.list(PREFIX, known=parse_log))
-    done = [key for key, name in names if name is not None and name[0] in closed]
+    if one.began is not None:
+        return revoke(repo, one.txid, reason, _slots(one.began))
+    name = parse_txid(one.txid)
+    of_run = (one for one in list_commits(repo).live() if parse_txid(one.txid).run_hash == name.run_hash)
+    slots = [(commit.txid, commit.number + 1) for commit in of_run if commit.step == name.step]
+    return revoke(repo, one.txid, reason, slots)
+
+
+def _slots(began: Began) -> list[tuple[TxId, int]]:
+    return [] if began.slot is None else [began.slot]
+
+
+def _holds_slot(repo: Repository, txid: TxId, slot: tuple[TxId, int]) -> bool:
+    """Return whether a rewrite has committed. If so, make its record durable.
+
+    Raises `StorageError`, and `Damaged` if its slot cannot be read.
+    """
+    record = repo.get_record(commit_key(*slot), LaterRecord)
+    has_committed = isinstance(record, Rewritten) and record.by == txid
+    if has_committed:
+        repo.settle(commit_key(*slot))
+    return has_committed
+
+
+def remove_closed(repo: Repository, names: Container[tuple[TxId, int]]) -> int:
+    """Remove the files of transactions that have ended. Return the number of removed files.
+
+    ``names``: durable records in commits/. A rewrite that lost its slot is first revoked. Raises `StorageError`.
+    """
+    files = [
+        (entry.key, name) for entry in repo.storage.list(PREFIX, known=parse_log) if (name := parse_log(entry.key))
+    ]
+    opened = {txid for _, (txid, _) in files if (txid, 0) not in names}
+    for txid in sorted(opened):
+        one = OpenTransaction(txid, _began(repo, txid), 0)
+        if _has_ended(repo, one, names):
+            if one.began is not None:
+                end(repo, one, "another record has its slot")
+            opened.discard(txid)
+    done = [key for key, (txid, _) in files if txid not in opened]
     for key in done:
         repo.storage.delete(key)
     return len(done)

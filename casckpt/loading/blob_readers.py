@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from threading import Lock
 from typing import TypeVar
 
@@ -202,15 +202,19 @@ class Lost(Exception):
 def damaged_error(repo: Repository, manifest: Manifest, ref: BlobRef, key: str, why: str) -> CasckptError:
     """Return the error for missing or wrong bytes: Damaged, or Gone if the checkpoint was purged in the meantime."""
     commits = list_commits(repo)
-    head = manifest.head.digest  # other commits with the same id may use different blobs
-    same = [c for c in commits.commits.values() if c.last != "revoked" and c.committed.head == head]
+    head = manifest.head.digest  # other places of the same id may use different blobs
+    exists = {places.record.head for one in commits.commits.values() for places in one.existing}
+    ended = {places.record.head for one in commits.commits.values() for places in one.ended} - exists
     name = f"{manifest.body.run}@{manifest.body.step}"
-    if same and not any(commit.live for commit in same):
+    if head in ended:
         return gone(f"{name} ({manifest.id})", manifest.id, "while it was read", key=key)
     users = list(checkpoints_using(repo, commits, ref))
     listed = ", ".join(map(str, users[:8])) + (", ..." if len(users) > 8 else "")
     others = f", and so do these checkpoints: {listed}" if users else ""
-    older = "" if same else f" This process does not list {name}, so it may see an older state of the store: try again."
+    is_here = head in exists
+    older = (
+        "" if is_here else f" This process does not list {name}, so it may see an older state of the store: try again."
+    )
     return Damaged(
         f"blob {ref.hash} is damaged: {why}. Tensor {key!r} of {name} needs it{others}. "
         f"The contents of the load's target are now undefined.{older} "
@@ -224,8 +228,8 @@ def damaged_error(repo: Repository, manifest: Manifest, ref: BlobRef, key: str, 
 def checkpoints_using(repo: Repository, commits: CommitList, ref: BlobRef) -> Iterator[Commit]:
     """Yield the live checkpoints that refer to a blob. Skip checkpoints whose manifest cannot be read."""
     for commit in commits.live():
-        try:
-            if any((uploader, name) == (ref.uploader, ref.hash) for uploader, name, _ in blobs_of(repo, commit)):
-                yield commit
-        except CasckptError:
-            continue
+        for one in (commit, *commit.old):
+            with suppress(CasckptError):
+                if any((uploader, name) == (ref.uploader, ref.hash) for uploader, name, _ in blobs_of(repo, one)):
+                    yield commit
+                    break

@@ -206,7 +206,7 @@ def _resolved(
     def find(_: LoadOptions, requests: Sequence[_ResolveRequest]) -> list[_ResolveAnswer]:
         check_same([request.ref for request in requests])
         commit, manifest = manifests.use(repo, resolve(), lambda commit, manifest: (commit, manifest))
-        home, name, load_id = StoreIdentity.of(repo), (commit.txid, commit.committed.head), repo.entropy(8).hex()
+        home, name, load_id = StoreIdentity.of(repo), (commit.places.txid, commit.committed.head), repo.entropy(8).hex()
         on_host = Counter(request.host for request in requests)
         sharing = Counter(request.host for request in requests if request.shares)
         sharing = sharing if sharing.total() > 1 else Counter()

@@ -45,10 +45,10 @@ class LastShare:
 class ReuseOffer:
     """The cells that rank 0 found for reuse by all ranks of a save.
 
-    ``commits``: the parent, if any, and commits of other runs. ``last``: the transaction of the parent, if each rank
-    uses its last share instead of ``commits``. ``compress``: rank 0's option, or the store's setting. ``damaged``:
-    blobs that must not be reused. ``manifests``: the manifests of ``commits``, so that the other ranks need not read
-    them. ``unscanned``: the parent's streams whose health is unknown. None if the save does not scan.
+    ``commits``: the parent, if any, and commits of other runs. ``last``: the transaction of the parent's places, if
+    each rank uses its last share instead of ``commits``. ``compress``: rank 0's option, or the store's setting.
+    ``damaged``: blobs that must not be reused. ``manifests``: the manifests of ``commits``, so that the other ranks
+    need not read them. ``unscanned``: the parent's streams whose health is unknown. None if the save does not scan.
     """
 
     commits: Sequence[Commit] = ()
@@ -60,8 +60,8 @@ class ReuseOffer:
 
     def for_ranks(self, repo: Repository, last: Collection[TxId | None] = ()) -> ReuseOffer:
         """Return the offer for ranks whose last shares belong to the transactions ``last``."""
-        if len(self.commits) == 1 and {self.commits[0].txid} == {*last}:
-            return replace(self, commits=(), last=self.commits[0].txid)
+        if len(self.commits) == 1 and {self.commits[0].places.txid} == {*last}:
+            return replace(self, commits=(), last=self.commits[0].places.txid)
         held = ((commit, readable(repo, commit)) for commit in self.commits)
         return replace(self, manifests=[(commit, manifest) for commit, manifest in held if manifest is not None])
 
@@ -75,11 +75,11 @@ def make_offer(
     transaction must begin before this call, and before the parent is read. Only then does gc keep all offered
     blobs.
     """
-    if parent is not None and last is not None and last.txid == parent.txid:
+    if parent is not None and last is not None and last.txid == parent.places.txid:  # not if it was rewritten since
         own = last.share.extents
         has_all = dedup != "store" or own.has_only(streams) or streams.items() <= own.streams.items()
         if has_all:
-            return ReuseOffer(last=parent.txid, damaged=frozenset(blobs.damaged_marks(repo)))
+            return ReuseOffer(last=parent.places.txid, damaged=frozenset(blobs.damaged_marks(repo)))
     manifest = None if parent is None else readable(repo, parent, warn=True)
     commits = [] if parent is None or manifest is None else [parent]
     held = {} if manifest is None else {entry.name: (entry.dtype, entry.shape) for entry in manifest.held}

@@ -48,7 +48,7 @@ class Listing:
     @property
     def standing(self) -> list[Checkpoint]:
         """The visible and forgotten checkpoints and the old commits of rewrites, oldest first."""
-        return self._checkpoints(self._commits.standing())
+        return self._checkpoints(self._commits.placed())
 
     @property
     def forgotten(self) -> list[Checkpoint]:

@@ -347,7 +347,7 @@ class Store:
     def checkpoints(self, run: str | None = None, *, forgotten: bool = False) -> list[Checkpoint]:
         """Return all checkpoints (of ``run``), oldest first. ``forgotten``: include forgotten and replaced ones."""
         found = commit_log.list_commits(self.repository)
-        chosen = found.standing() if forgotten else found.current()
+        chosen = found.placed() if forgotten else found.current()
         return [Checkpoint(self.repository, commit) for commit in chosen if run is None or commit.run == run]
 
     def runs(self) -> list[str]:

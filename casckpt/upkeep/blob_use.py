@@ -19,7 +19,7 @@ class BlobUse:
 
     ``refs``: (uploader, hash, bytes) of each blob. ``names``: "uploader/hash" of each blob. ``readable``: the
     checkpoints whose manifest can be read; the index leaves out all others. ``blobs``: the blob numbers of each
-    checkpoint, by transaction.
+    checkpoint, by the transaction of its places.
     """
 
     def __init__(self, repo: Repository, live: Iterable[Commit]) -> None:
@@ -29,21 +29,21 @@ class BlobUse:
         self.blobs: dict[TxId, Ints] = {}
         for commit in self.readable:
             own = [numbers.setdefault(blob, len(numbers)) for blob in manifests.blobs_of(repo, commit)]
-            self.blobs[commit.txid] = np.unique(np.array(own, np.int64))
+            self.blobs[commit.places.txid] = np.unique(np.array(own, np.int64))
         self.refs = list(numbers)
         self.names = [f"{uploader}/{blob}" for uploader, blob, _ in numbers]
         self.named = {(uploader, blob) for uploader, blob, _ in numbers}
         self.sizes = np.array([size for _, _, size in numbers], np.int64)
-        self._users = self.used(self.blobs)[1]
+        self._users = self.used(self.readable)[1]
 
-    def used(self, txids: Iterable[TxId]) -> tuple[Ints, Ints]:
-        """Return the numbers of the blobs that ``txids`` name, and how many of these transactions name each blob."""
-        numbers = [self.blobs[txid] for txid in txids if txid in self.blobs]
+    def used(self, commits: Iterable[Commit]) -> tuple[Ints, Ints]:
+        """Return the numbers of the blobs that ``commits`` name, and how many of them name each blob."""
+        numbers = [self.blobs[one.places.txid] for one in commits if one.places.txid in self.blobs]
         return np.unique(np.concatenate([np.empty(0, np.int64), *numbers]), return_counts=True)
 
-    def alone(self, txids: Iterable[TxId]) -> Sums:
-        """Sum the sizes of the blobs that only ``txids`` use."""
-        numbers, counts = self.used(txids)
+    def alone(self, commits: Iterable[Commit]) -> Sums:
+        """Sum the sizes of the blobs that only ``commits`` use."""
+        numbers, counts = self.used(commits)
         sizes = self.sizes[numbers[counts == self._users[numbers]]]
         return Sums(blobs=len(sizes), blob_bytes=int(sizes.sum()))
 
@@ -51,10 +51,10 @@ class BlobUse:
         """Yield each commit with the numbers of the blobs that no earlier commit in ``commits`` names."""
         seen = np.zeros(len(self.refs), bool)
         for commit in commits:
-            own = self.blobs[commit.txid]
+            own = self.blobs[commit.places.txid]
             yield commit, own[~seen[own]]
             seen[own] = True
 
     def bytes_new(self) -> dict[TxId, int]:
         """Return, in ``readable`` order, the size of the blobs that no earlier checkpoint names."""
-        return {commit.txid: int(self.sizes[new].sum()) for commit, new in self.new(self.readable)}
+        return {commit.places.txid: int(self.sizes[new].sum()) for commit, new in self.new(self.readable)}

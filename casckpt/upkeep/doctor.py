@@ -57,7 +57,7 @@ def _reads(repo: Repository) -> Finding:
         with repo.storage.open(key) as reader:
             reader.read_into(0, [memoryview(bytearray(1))])
 
-    for newest in sorted(listed.visible(), key=lambda commit: commit.order)[-1:]:
+    for newest in listed.visible()[-1:]:
         keys = (blob_key(uploader, blob) for uploader, blob, _ in stored_blobs(repo, newest).names())
         deque(in_parallel(repo.storage.traits.parallel, read, keys), maxlen=0)
     return Finding("store", True, f"checkpoints listed: {len(listed.visible())}; the newest is readable")

@@ -121,7 +121,7 @@ def footprint(
     """
     check_metrics(repo, policy or Policy(), run)
     commits = list_commits(repo)
-    live = sorted(commits.live(), key=lambda commit: commit.order)
+    live = commits.placed()
     use, named = BlobUse(repo, live), tags(repo)
     wanted = [commit for commit in use.readable if run is None or commit.run == run]
     ids = {commit.id for commit in wanted}
@@ -130,7 +130,7 @@ def footprint(
         tags=[_tag_usage(tag, use, commits) for tag in named.values() if tag.manifest in ids],
         branches=_branches(repo, wanted, use) if branches else (),
         rules=[_rule_usage(repo, commits, use, rule, run) for rule in _each_rule(policy or Policy())],
-        unreadable=[commit.id for commit in live if commit.txid not in use.blobs],
+        unreadable=[commit.id for commit in live if commit.places.txid not in use.blobs],
     )
 
 
@@ -138,10 +138,10 @@ def _steps(wanted: Sequence[Commit], use: BlobUse, plan: GcPlan, named: Mapping[
     waiting = {deferred.txid: deferred for deferred in plan.waiting}
     first, steps = use.bytes_new(), []
     for commit in wanted:
-        waits, used = waiting.get(commit.txid), int(use.sizes[use.blobs[commit.txid]].sum())
+        waits, used = waiting.get(commit.places.txid), int(use.sizes[use.blobs[commit.places.txid]].sum())
         made = StepUsage(
             commit.run, commit.step, commit.id, _state(commit), commit.dropped is not None, commit.bytes_held, used,
-            first[commit.txid], use.alone([commit.txid]).blob_bytes, None if waits is None else waits.until,
+            first[commit.places.txid], use.alone([commit]).blob_bytes, None if waits is None else waits.until,
             None if waits is None or waits.reason not in _NO_TIME else waits.reason, tuple(tags_of(named, commit.id)),
         )  # fmt: skip
         steps.append(made)
@@ -151,13 +151,13 @@ def _steps(wanted: Sequence[Commit], use: BlobUse, plan: GcPlan, named: Mapping[
 def _state(commit: Commit) -> str:
     if commit.visible:
         return "visible"
-    return "forgotten" if commit.is_forgotten else "replaced"
+    return "replaced" if commit.is_old_places else "forgotten"
 
 
 def _tag_usage(tag: Tag, use: BlobUse, commits: CommitList) -> TagUsage:
-    same = [commit for commit in commits.live() if commit.id == tag.manifest]
+    same = [commit for commit in commits.placed() if commit.id == tag.manifest]
     end = None if tag.expires is None else time_of(tag.expires)
-    alone = use.alone(commit.txid for commit in same).blob_bytes
+    alone = use.alone(same).blob_bytes
     return TagUsage(tag.name, same[-1].run, same[-1].step, tag.manifest, end, tag.holder, alone)
 
 
@@ -176,8 +176,8 @@ def _each_rule(policy: Policy) -> list[tuple[str, Policy]]:
 def _rule_usage(
     repo: Repository, commits: CommitList, use: BlobUse, rule: tuple[str, Policy], run: str | None
 ) -> RuleUsage:
-    gone = [commit.txid for commit in commits.live() if not commit.visible]
-    forgets = [commit.txid for commit in plan_of(repo, commits, rule[1], run).forget]
+    gone = [commit for commit in commits.placed() if not commit.visible]
+    forgets = plan_of(repo, commits, rule[1], run).forget
     freed = use.alone([*gone, *forgets]).blob_bytes - use.alone(gone).blob_bytes
     return RuleUsage(rule[0], len(forgets), freed)
 
@@ -204,7 +204,7 @@ def _branches(repo: Repository, wanted: Sequence[Commit], use: BlobUse) -> list[
 
 def _shares_of(repo: Repository, commit: Commit, names: Sequence[str]) -> BlobShares:
     """Return each branch's bytes in the blobs ``names``, or {} if they are unreadable. Caches them in the catalogue."""
-    note = f"branches/{commit.txid}/{commit.committed.head}"
+    note = f"branches/{commit.places.txid}/{commit.committed.head}"
     known = decode(repo.catalogue.note(note), BLOB_SHARES) if names else {}
     if known is not None and known.keys() >= {*names}:
         return known
@@ -228,7 +228,7 @@ def _only_bases(repo: Repository, use: BlobUse) -> npt.NDArray[np.bool_]:
     needed, direct = np.zeros((2, len(use.names)), bool)
     bases = in_parallel(repo.storage.traits.requests, partial(_bases_of, repo), visible)
     for commit, only_bases in zip(visible, bases, strict=True):
-        own = use.blobs[commit.txid]
+        own = use.blobs[commit.places.txid]
         needed[own] = True
         direct[[number for number in own if use.names[number] not in only_bases] if only_bases else own] = True
     return needed & ~direct
@@ -238,7 +238,7 @@ def _bases_of(repo: Repository, commit: Commit) -> frozenset[str]:
     """Return the blobs that a checkpoint uses only for bases. Cache them in the catalogue."""
     if not commit.committed.bytes_deltas:
         return frozenset()
-    note = f"bases/{commit.txid}/{commit.committed.head}"
+    note = f"bases/{commit.places.txid}/{commit.committed.head}"
     known = decode(repo.catalogue.note(note), BLOB_NAMES)
     if known is None:
         try:

@@ -118,10 +118,10 @@ def history(repo: Repository, runs: Collection[str], looked_at: int = 48) -> His
     commits = list_commits(repo)
     before: dict[str, Manifest] = {}
     wanted = _newest([commit for commit in commits.current() if commit.run in runs], looked_at)
-    added, fresh = [], BlobUse(repo, commits.live()).bytes_new()
+    added, fresh = [], BlobUse(repo, commits.placed()).bytes_new()
     for commit in commits.visible():
         changed = _changed(repo, commit, before) if commit.txid in wanted else None
-        added.append(Added(commit, fresh.get(commit.txid, 0), _why(commit, changed), changed))
+        added.append(Added(commit, fresh.get(commit.places.txid, 0), _why(commit, changed), changed))
     damaged = sorted(blob for _, blob in blobs.damaged_marks(repo))
     return History(added, damaged, list(commits.damaged))
 

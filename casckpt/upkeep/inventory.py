@@ -95,11 +95,11 @@ class _Guarded:
 
 
 def list_unguarded(repo: Repository, commits: CommitList, *, as_purged: Container[TxId] = ()) -> Inventory:
-    """List the objects without a guard. ``commits``: an earlier listing. ``as_purged``: commits that cannot be guards.
+    """List the objects without a guard. ``commits``: an earlier listing. ``as_purged``: places that cannot be guards.
 
     Reads the manifests that the catalogue lacks. Raises `StorageError`.
     """
-    live = {commit.txid: commit for commit in commits.live() if commit.txid not in commits.damaged}
+    live = {one.places.txid: one for one in commits.placed() if one.txid not in commits.damaged}
     loose, folders = repo.storage.list_folder("objects")
     uploaders = {folder: TxId(folder.rpartition("/")[2]) for folder in folders}
     before = _load_guards(repo)
@@ -139,19 +139,19 @@ class _Guards:
     def __init__(self, repo: Repository, live: Sequence[Commit]) -> None:
         self._repo = repo
         self._readable = manifests.learn(repo, live)
-        self._own = {commit.txid: commit for commit in self._readable}
+        self._own = {commit.places.txid: commit for commit in self._readable}
 
     def of(self, uploader: TxId, contents: Mapping[str, int]) -> TxId | None:
         """Return the guard of the ``uploader``'s folder, which holds ``contents`` (sizes by key), or None."""
         own = [self._own[uploader]] if uploader in self._own else []
         users = (commit for some in (own, self._users.get(uploader, ())) for commit in some) if contents else ()
-        return next((commit.txid for commit in users if self._names_exactly(commit, uploader, contents)), None)
+        return next((commit.places.txid for commit in users if self._names_exactly(commit, uploader, contents)), None)
 
     def _names_exactly(self, commit: Commit, uploader: TxId, contents: Mapping[str, int]) -> bool:
         """Return whether a commit names exactly ``contents`` in the ``uploader``'s folder."""
         blobs = manifests.blobs_of(self._repo, commit)
         named = {blob_key(owner, name): size for owner, name, size in blobs if owner == uploader}
-        if commit.txid == uploader:
+        if commit.places.txid == uploader:
             own = manifest_key(uploader, commit.id)
             named[own] = contents.get(own, -1)
         return named == contents
@@ -160,7 +160,7 @@ class _Guards:
     def _users(self) -> Mapping[TxId, Sequence[Commit]]:
         """Return the newest commits that name blobs of each uploader."""
         users: dict[TxId, list[Commit]] = defaultdict(list)
-        for commit in sorted(self._readable, key=lambda commit: commit.txid, reverse=True):
+        for commit in sorted(self._readable, key=lambda commit: commit.places.txid, reverse=True):
             for uploader in manifests.blob_list(self._repo, commit).uploaders:
                 if len(users[uploader]) < _TRIED:
                     users[uploader].append(commit)

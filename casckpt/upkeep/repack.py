@@ -141,7 +141,7 @@ class Recoding:
         """Return the target's visible checkpoints that share blobs with this one in the source, most blobs first."""
         listed = self.listed if self.source is self.target else list_commits(self.source)
         own, shared = _heads(self.manifest.blob_list), dict[str, int]()
-        for commit in manifests.learn(self.source, listed.live()):
+        for commit in manifests.learn(self.source, listed.placed()):
             both = np.isin(_heads(manifests.blob_list(self.source, commit)), own).sum()
             shared[commit.id] = max(shared.get(commit.id, 0), int(both))
         related = [commit for commit in reversed(self.listed.visible()) if shared.get(commit.id)]
@@ -240,7 +240,7 @@ class Recoding:
 
     def _placed(self, places: Mapping[CellDigest, CellPlace]) -> Encoded:
         numbers: dict[BlobRef, int] = {}
-        before, live = list(self.manifest.blobs), {commit.txid for commit in self.listed.live()}
+        before, live = list(self.manifest.blobs), {commit.places.txid for commit in self.listed.placed()}
 
         def place(cell: StoredCell) -> tuple[int, int]:
             moving = cell.blob in self.moving

@@ -13,7 +13,7 @@ from casckpt.format.names import TxId
 from casckpt.format.records import Process
 from casckpt.history.commits import Commit, list_commits, list_names, purge_unreadable
 from casckpt.history.transactions import PREFIX as TRANSACTIONS
-from casckpt.history.transactions import OpenTransaction, has_died, open_transactions, revoke
+from casckpt.history.transactions import OpenTransaction, end, has_died, open_transactions, revoke
 from casckpt.repository.processes import is_dead, this_process
 from casckpt.repository.repository import Repository
 from casckpt.upkeep.inventory import list_objects
@@ -39,7 +39,7 @@ def lost_records(repo: Repository, keys: Iterable[str], ended: Container[TxId] =
         return []
     listed = (parse_log(entry.key) for entry in repo.storage.list(TRANSACTIONS, known=parse_log))
     saving = {name[0] for name in listed if name is not None}
-    return sorted(doubtful - saving - list_names(repo))  # a save that ends between the listings is in one of them
+    return sorted(doubtful - saving - list_commits(repo).recorded)  # a save that ends meanwhile is in one of them
 
 
 def check_recorded(repo: Repository, keys: Iterable[str], ended: Container[TxId]) -> None:
@@ -107,9 +107,7 @@ class SaveInProgress:
 def saves_in_progress(repo: Repository) -> list[SaveInProgress]:
     """List the saves in progress, oldest first. Raises `NotFound` if there is no store, and `StorageError`."""
     repo.check_exists()  # a missing store is an error, not an empty list
-    opened = open_transactions(repo, list_names(repo))
-    ended = list_names(repo) if opened else set()
-    return [_described(repo, transaction) for transaction in opened if transaction.txid not in ended]
+    return [_described(repo, transaction) for transaction in open_transactions(repo, list_names(repo))]
 
 
 def _described(repo: Repository, transaction: OpenTransaction) -> SaveInProgress:
@@ -139,10 +137,11 @@ def revoke_save(repo: Repository, txid: TxId) -> None:
 
     Raises `Conflict` if it has ended, and `NotFound`.
     """
-    closed = list_names(repo)
-    if txid not in closed and txid not in {one.txid for one in open_transactions(repo, closed)}:
+    names = list_names(repo)
+    opened = {one.txid: one for one in open_transactions(repo, names)}
+    if (txid, 0) not in names and txid not in opened:
         raise NotFound(f"there is no save {txid} in progress; `casckpt transactions STORE` lists the saves in progress")
-    if txid in closed or not revoke(repo, txid, "revoked manually"):
+    if txid not in opened or not end(repo, opened[txid], "revoked manually"):
         raise Conflict(f"save {txid} has already ended; `casckpt list STORE` shows whether it was committed")
 
 

@@ -1,13 +1,11 @@
 """Thinning: removes some of a checkpoint's tensors, such as the optimizer state, and keeps its id.
 
-A thinned checkpoint is a rewrite without the dropped entries and without the blobs that only these entries use.
-Thinning does not read or write tensor bytes. gc purges the old commit like a forgotten one. Until then, `restore`
+A thinned checkpoint has new places, without the dropped entries and without the blobs that only these entries use.
+Thinning does not read or write tensor bytes. gc trims the old places like a forgotten checkpoint. Until then, `restore`
 recovers all entries.
 
-A tag that is set during thinning protects the whole checkpoint. Therefore, at its end, thinning relists the tags and
-restores checkpoints that have new tags. A process that sets a tag reads the log afterwards, so at least one of the two
-processes notices the other. If thinning is killed before its end, the tag protects the old commit, and a later gc
-restores it.
+A tag protects the whole checkpoint. Thinning reads the log, then lists the tags, and then takes the log's next number.
+A process that sets a tag takes that number too, so at least one of the two notices the other.
 """
 
 from __future__ import annotations
@@ -27,9 +25,9 @@ from casckpt.contents.refs import resolve_many
 from casckpt.errors import CasckptError, Conflict, Damaged, Gone, InvalidInput, MissingKey, NotFound
 from casckpt.format.manifest import Manifest, thinned
 from casckpt.format.names import BlobHash, TxId
-from casckpt.format.records import Committed, Dropped, changed
+from casckpt.format.records import Dropped, Rewritten, changed
 from casckpt.format.sections.index import ATTACHMENT, Entry
-from casckpt.history.commits import Commit, CommitList, list_commits, restore
+from casckpt.history.commits import Commit, CommitList, list_commits
 from casckpt.history.tags import Tag, tagged_txids, tags, tags_of, write_generation
 from casckpt.plan.retention import Policy, Thinning, patterns_of, reasons_to_keep
 from casckpt.plan.reuse import coded_bytes
@@ -37,7 +35,7 @@ from casckpt.repository.reading import check_requirements
 from casckpt.repository.repository import Repository
 from casckpt.upkeep.blob_use import BlobUse
 from casckpt.upkeep.gc.purge import check_metrics, kept_of, min_age_of
-from casckpt.upkeep.rewrite import record_of, rewrite
+from casckpt.upkeep.rewrite import rewrite, rewritten
 from casckpt.upkeep.saves import check_own
 
 log = logging.getLogger(__name__)
@@ -211,8 +209,8 @@ def preview(repo: Repository, plan: ThinPlan) -> ThinResult:
 def _space(repo: Repository, plan: ThinPlan) -> tuple[int, int]:
     """Return two totals: blobs that gc can delete once the old commits are purged, and blobs that others still need."""
     goes: _Sizes = {name: size for one in plan.thin for name, size in one.goes.items()}
-    bases = {one.commit.txid for one in plan.thin}
-    others = (one for one in list_commits(repo).live() if one.txid not in bases)
+    bases = {one.commit.places.txid for one in plan.thin}
+    others = (one for one in list_commits(repo).placed() if one.places.txid not in bases)
     needed = {name for one in plan.thin for name in one.stays} | BlobUse(repo, others).named
     free = sum(size for name, size in goes.items() if name not in needed)
     return free, sum(goes.values()) - free
@@ -232,7 +230,6 @@ def execute(repo: Repository, plan: ThinPlan) -> tuple[Commit, ...]:
     """
     check_requirements(repo)
     made = [done for one in plan.thin if (done := _thin(repo, one, plan.drop)) is not None]
-    made = _but_tagged(repo, plan.thin, made, _barring(repo, tagged=plan.tagged) if made else {})
     if plan.tagged:
         _move_tags(repo, [*plan.done, *made])
     return tuple(made)
@@ -280,36 +277,16 @@ def thin_by(
 
 
 def _thin(repo: Repository, plan: Thin, drop: Iterable[str]) -> Commit | None:
-    def save(txid: TxId, _: CommitList) -> Committed:
+    def save(txid: TxId) -> Rewritten:
         manifest = manifests.get(repo, plan.commit)
-        made = record_of(repo, txid, plan.commit, thinned(manifest, plan.entries))
         kept = (manifest.extents(entry) for entry in manifest.held if entry.number not in plan.entries)
-        return changed(made, dropped=_dropped(plan, drop), **coded_bytes(kept)._asdict())
+        coded = coded_bytes(kept)._asdict()
+        made = rewritten(repo, txid, plan.commit, thinned(manifest, plan.entries), **coded)
+        return changed(made, dropped=_dropped(plan, drop))
 
     with suppress(Conflict, Gone):
         return rewrite(repo, plan.commit, save)
     return None
-
-
-def _but_tagged(
-    repo: Repository, thin: Iterable[Thin], made: Sequence[Commit], named: Mapping[str, Tag]
-) -> list[Commit]:
-    """Restore the commits in ``made`` that have received a tag in the meantime. Return the others."""
-    tagged = tagged_txids(named, made)
-    before = {one.commit.id: one.commit for one in thin}
-    left = []
-    for commit in made:
-        base = before[commit.id]
-        _, number = commit.replaces or (base.txid, base.number)
-        replaced = replace(base, last="replaced", number=number, replaced=(number, commit.txid))
-        try:
-            if commit.txid in tagged:
-                restore(repo, replaced, as_read=True)
-                continue
-        except Conflict:  # it was purged, so the tag is on the thinned commit; or another process changed it
-            pass
-        left.append(commit)
-    return left
 
 
 def _dropped(one: Thin, drop: Iterable[str]) -> Dropped:
@@ -320,11 +297,11 @@ def _dropped(one: Thin, drop: Iterable[str]) -> Dropped:
 
 
 def _move_tags(repo: Repository, thin: Sequence[Commit]) -> None:
-    """Move these checkpoints' tags to the new commits. Skip leases, because their holders need all tensors."""
+    """Move these checkpoints' tags to the new places. Skip leases, because their holders need all tensors."""
     now = {commit.id: commit for commit in thin}
     for tag in tags(repo).values() if thin else ():
         commit = now.get(tag.manifest)
-        if commit is not None and tag.expires is None and tag.txid != commit.txid:
+        if commit is not None and tag.expires is None and tag.txid != commit.places.txid:
             with suppress(Conflict):  # another process has moved it
                 write_generation(repo, tag.name, tag.generation + 1, commit)
 
@@ -335,27 +312,24 @@ def thin_alike(repo: Repository, others: Iterable[Commit]) -> list[Commit]:
     Skips checkpoints of ``repo`` that have a tag or cannot be read. Raises `StorageError`.
     """
     listed, named = list_commits(repo), {tag.manifest for tag in tags(repo).values()}
-    plans, made = [], []
+    made = []
     for other in others:
         here, rule = listed.of_id(other.id), _rule(other)
         if here is not None and here.visible and here.id not in named and not rule <= _rule(here):
             plan = _plan_one(repo, rule, here)
             if not isinstance(plan, CasckptError) and (done := _thin(repo, plan, rule)) is not None:
-                plans.append(plan)
                 made.append(done)
-    return _but_tagged(repo, plans, made, tags(repo) if made else {})
+    return made
 
 
-def whole_of(repo: Repository, commit: Commit, listed: CommitList | None = None) -> Commit:
-    """Return the most complete old commit of a thinned checkpoint. ``listed``: a listing (None: make a new LIST).
+def whole_of(commit: Commit) -> Commit:
+    """Return a thinned checkpoint at its fullest older places.
 
-    Raises `NotFound` if the old commits were purged or the checkpoint was never thinned, and `StorageError`.
+    Raises `NotFound` if they were trimmed or the checkpoint was never thinned.
     """
-    listed = list_commits(repo) if listed is None else listed
-    old = [other for other in listed.standing() if other.id == commit.id and other.last == "replaced"]
-    fullest = min(reversed(old), key=_lacking, default=commit)
+    fullest = min(reversed(commit.old), key=_lacking, default=commit)
     if _lacking(fullest) >= _lacking(commit):
-        raise NotFound(f"{commit} was never thinned, or gc has purged its old commits")
+        raise NotFound(f"{commit} was never thinned, or gc has purged its old places")
     return fullest
 
 

@@ -106,11 +106,11 @@ def usage(repo: Repository) -> StoreUsage:
     Raises NotFound and StorageError.
     """
     commits = list_commits(repo)
-    live = commits.live()
+    live = commits.placed()
     use, stock = BlobUse(repo, live), list_unguarded(repo, commits)
     loose, by_run = _loose_blobs(stock), grouped(live, lambda commit: commit.run)
     runs = [_usage_of(run, of_run, use) for run, of_run in by_run.items()]
-    used = [use.used(commit.txid for commit in of_run)[0].tolist() for of_run in by_run.values()]
+    used = [use.used(of_run)[0].tolist() for of_run in by_run.values()]
     shared = (use.refs[number] for number, runs_of in Counter(chain(*used)).items() if runs_of > 1)
     return StoreUsage(
         runs=sorted(runs, key=lambda usage: (-usage.bytes_used, usage.run)),
@@ -120,7 +120,7 @@ def usage(repo: Repository) -> StoreUsage:
         ),
         freed=freed_by_gc(repo, commits, stock),
         bytes_unneeded=sum(size for blob, size in loose.items() if blob not in use.named),
-        unreadable=[commit.id for commit in live if commit.txid not in use.blobs],
+        unreadable=[commit.id for commit in live if commit.places.txid not in use.blobs],
     )
 
 
@@ -155,7 +155,7 @@ def measure(repo: Repository) -> StoreStats:
         mirror_found=is_there,
         mirrored=len(needed) - behind,
         unmirrored=behind,
-        damaged_blobs=len(marked & BlobUse(repo, commits.needed()).named) if marked else 0,
+        damaged_blobs=len(marked & BlobUse(repo, commits.placed()).named) if marked else 0,
     )
 
 
@@ -165,14 +165,14 @@ def freed_by_gc(repo: Repository, commits: CommitList, stock: Inventory | None =
     ``purges``: False if the mirror is gone, because gc then does not purge anything. Reads manifests only if there are
     forgotten checkpoints or blobs without a guard. Raises `StorageError`.
     """
-    forgotten = [commit for commit in commits.live() if not commit.visible]
+    forgotten = [commit for commit in commits.placed() if not commit.visible]
     loose = {} if stock is None else _loose_blobs(stock)
-    use = BlobUse(repo, commits.live() if forgotten or loose else ())
+    use = BlobUse(repo, commits.placed() if forgotten or loose else ())
     purged = plan_of(repo, commits, Policy()).purge if forgotten and purges else ()
-    due = use.alone(commit.txid for commit in purged).blob_bytes
+    due = use.alone(purged).blob_bytes
     return Freed(
         now=due + sum(size for blob, size in loose.items() if blob not in use.named),
-        later=use.alone(commit.txid for commit in forgotten).blob_bytes - due,
+        later=use.alone(forgotten).blob_bytes - due,
     )
 
 
@@ -183,8 +183,8 @@ def _loose_blobs(stock: Inventory) -> dict[_Blob, int]:
 
 
 def _usage_of(run: str, commits: Sequence[Commit], use: BlobUse) -> RunUsage:
-    txids, newest = [commit.txid for commit in commits], commits[-1]
-    readable = [txid for txid in txids if txid in use.blobs]
+    newest = commits[-1]
+    readable = [commit for commit in commits if commit.places.txid in use.blobs]
     return RunUsage(
         run=run,
         checkpoints=sum(commit.visible for commit in commits),
@@ -192,7 +192,7 @@ def _usage_of(run: str, commits: Sequence[Commit], use: BlobUse) -> RunUsage:
         newest_step=newest.step,
         newest_at=newest.committed.created_at,
         bytes_logical=sum(commit.bytes_held for commit in commits if commit.visible),
-        bytes_used=int(use.sizes[use.used(txids)[0]].sum()),
-        bytes_alone=use.alone(txids).blob_bytes,
+        bytes_used=int(use.sizes[use.used(commits)[0]].sum()),
+        bytes_alone=use.alone(commits).blob_bytes,
         bytes_newest=int(use.sizes[use.used(readable[-1:])[0]].sum()),
     )

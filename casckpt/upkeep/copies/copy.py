@@ -145,7 +145,7 @@ def plan_copy(
     listed = list_commits(source)
     source.check_exists()  # a missing store is an error, unlike an empty one
     chosen = resolve_many(source, named, listed) if named else listed.current()
-    chosen = sorted((commit for commit in chosen if run is None or commit.run == run), key=lambda commit: commit.order)
+    chosen = sorted((commit for commit in chosen if run is None or commit.run == run), key=lambda commit: commit.txid)
     records = _unread(source, listed, named, chosen, run)
     if in_place and blob_bytes is not None:
         return replace(_in_place(source, chosen, listed, blob_bytes), records=records)
@@ -173,7 +173,7 @@ def _unread(
 
 def _in_place(repo: Repository, chosen: Sequence[Commit], listed: CommitList, blob_bytes: int) -> CopyPlan:
     """Plan in-place repacking, newest checkpoint first, so that older checkpoints share its new blobs."""
-    named = (ref for commit in manifests.learn(repo, listed.live()) for ref in manifests.blob_list(repo, commit))
+    named = (ref for commit in manifests.learn(repo, listed.placed()) for ref in manifests.blob_list(repo, commit))
     kept = {(ref.uploader, ref.hash) for ref in named if not ref.worn and 2 * ref.size >= blob_bytes}
     moving: dict[TxId, frozenset[int]] = {}
 
@@ -225,7 +225,7 @@ def _bytes_of(source: Repository, target: Repository, missing: Sequence[Commit],
     for name, ref in _named(source, missing):
         total += ref.size
         wanted[name] = ref
-    known = manifests.locate(target, there.live(), wanted) if there.commits else {}
+    known = manifests.locate(target, there.placed(), wanted) if there.commits else {}
     return total, sum(ref.size for name, ref in wanted.items() if name not in known)
 
 
@@ -309,7 +309,10 @@ def _create_target(source: Repository, target: Repository, blob_bytes: int | Non
     made = target.create(cell_bytes=sizes.cell_bytes, blob_bytes=max(blob_bytes or sizes.blob_bytes, sizes.cell_bytes))
     if is_mirror:  # delete the notes about an earlier store at this URL, and about copies that this one does not have
         since, live = NO_STORE if made else made_at(target.storage), list_commits(source).live()
-        take_back(source, unmirrored(source, live, target.storage.url, since, lambda _: list_names(target)))
+        take_back(
+            source,
+            unmirrored(source, live, target.storage.url, since, lambda _: {txid for txid, _ in list_names(target)}),
+        )
     for written in (target, source) if is_mirror else (target,):
         check_requirements(written)  # check now: after a refused commit, the copy could not use its own transaction id
     return made

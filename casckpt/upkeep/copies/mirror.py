@@ -141,7 +141,7 @@ class Mirror:
         self._repo.declare_mirror()
         listed = list_commits(self._repo)
         is_thinned = bool(self._repo.settings.mirror_thinned)
-        needed = listed.needed(loses=is_thinned)
+        needed = listed.live()
         url = self.target.storage.url
         known = unmirrored(self._repo, needed, url)
         if not known:

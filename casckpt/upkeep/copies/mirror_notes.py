@@ -108,7 +108,7 @@ def _storage_of(repo: Repository, mirror: str) -> ObjectStore:
 
 def needed_in_mirror(repo: Repository) -> list[Commit]:
     """Return the commits that the mirror must have according to the settings, oldest first. Raises `StorageError`."""
-    return list_commits(repo).needed(loses=bool(repo.settings.mirror_thinned))
+    return list_commits(repo).live()
 
 
 def copies_at(repo: Repository, mirror: str) -> HasCopies:

@@ -30,12 +30,12 @@ from casckpt.format import manifest as format_manifest
 from casckpt.format.keys import blob_key, commit_key, copied_txid, manifest_key, parse_txid, uploader_folder
 from casckpt.format.manifest import Encoded, Manifest, placed
 from casckpt.format.names import BlobHash, ManifestId, TxId
-from casckpt.format.records import MAX_RECORD_BYTES, Began, Committed, changed
+from casckpt.format.records import MAX_RECORD_BYTES, Began, Committed, Rewritten, changed
 from casckpt.format.sections.blobs import BlobRef, encode_blobs
 from casckpt.format.sections.head import MAX_MANIFEST_BYTES
 from casckpt.format.sections.index import TENSOR
 from casckpt.format.sections.tables import Extents
-from casckpt.history.commits import Commit, CommitList, list_commits, refresh
+from casckpt.history.commits import Commit, CommitList, exists, list_commits, refresh
 from casckpt.history.folding import Holdings
 from casckpt.history.transactions import Transaction, join
 from casckpt.plan.reuse import bytes_in, coded_bytes
@@ -46,7 +46,7 @@ from casckpt.storage.base import AlreadyExists
 from casckpt.storage.buffers import BufferPool
 from casckpt.upkeep.repack import Recoding, blobs_of_chains
 from casckpt.upkeep.repair.affected import keys_of
-from casckpt.upkeep.rewrite import record_of, rewrite
+from casckpt.upkeep.rewrite import rewrite, rewritten
 
 
 class BlobLocations:
@@ -60,12 +60,12 @@ class BlobLocations:
 
     def locate(self, listed: CommitList, wanted: Mapping[BlobHash, BlobRef]) -> dict[BlobHash, BlobRef]:
         """Return the locations of the blobs that a live commit of ``listed`` names. Raises `StorageError`."""
-        live = {commit.txid: commit for commit in listed.live()}
+        live = {commit.places.txid: commit for commit in listed.placed()}
         for commit in manifests.learn(self._repo, [one for txid, one in live.items() if txid not in self._seen]):
-            self._seen.add(commit.txid)
+            self._seen.add(commit.places.txid)
             blobs_of = manifests.blobs_of(self._repo, commit)
             refs = (BlobRef(name, size, uploader) for uploader, name, size in blobs_of if name in self._names)
-            self._found |= {ref.hash: (commit.txid, ref) for ref in refs}
+            self._found |= {ref.hash: (commit.places.txid, ref) for ref in refs}
         named = {name: self._found[name] for name in wanted if name in self._found}
         marked = blobs.damaged_marks(self._repo) if named else set[tuple[TxId, BlobHash]]()
         if any(txid not in live or (ref.uploader, ref.hash) in marked for txid, ref in named.values()):
@@ -167,8 +167,9 @@ def _join(target: Repository, commit: Commit, attempt: int) -> tuple[Transaction
     while True:
         txid = copied_txid(commit.txid, attempt)
         began = Began(
-            txid=txid, run=commit.run, step=commit.step, time=target.clock(), process=this_process(), manifest=commit.id
-        )
+            txid=txid, run=commit.run, step=commit.step, time=target.clock(), process=this_process(),
+            manifest=commit.id, places=commit.places.txid,
+        )  # fmt: skip
         transaction = join(target, began)
         if transaction is not None:
             return transaction, attempt
@@ -184,15 +185,16 @@ def repack(repo: Repository, commit: Commit, moving: frozenset[int], work: Work)
     """
     manifest = manifests.get(repo, commit)
 
-    def save(txid: TxId, listed: CommitList) -> Committed:
+    def save(txid: TxId) -> Rewritten:
+        listed = list_commits(repo)
         recoding = Recoding(repo, repo, manifest, txid, listed, moving, work.blob_bytes, work.jobs, work.progress)
-        return record_of(repo, txid, commit, recoding.run())
+        return rewritten(repo, txid, commit, recoding.run())
 
     try:
-        now = rewrite(repo, commit, save) or commit
+        now = rewrite(repo, refresh(repo, commit), save)
     except BlobDamaged as error:
         raise _damaged_blob(repo, commit, manifest, error) from error
-    new = [ref.size for ref in manifests.blob_list(repo, now) if ref.uploader == now.txid]
+    new = [ref.size for ref in manifests.blob_list(repo, now) if ref.uploader == now.places.txid]
     return Replica(now, len(new), sum(new))
 
 
@@ -203,7 +205,7 @@ def _bare(ref: BlobRef) -> BlobRef:
 
 def _damaged_blob(source: Repository, commit: Commit, manifest: Manifest, error: BlobDamaged) -> CasckptError:
     """Return the error for a damaged blob of ``source``, or `Gone` if the checkpoint was purged meanwhile."""
-    if not refresh(source, commit).live:
+    if not exists(source, commit):
         return Gone(f"{commit} was purged from {source.storage.url} during the copy; copy a different checkpoint")
     ref = error.ref
     keys = keys_of(manifest, [number for number, other in enumerate(manifest.blobs) if other.hash == ref.hash])
@@ -381,8 +383,6 @@ class _Copy:
         return changed(
             first,
             txid=txid,
-            origin=None if self.commit.origin == txid else self.commit.origin,
-            replaces=None,  # the target lacks the replaced commit, or has it under another transaction
             time=now,
             head=made.head,
             manifest_bytes=len(made.data),

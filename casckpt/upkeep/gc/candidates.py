@@ -30,8 +30,8 @@ class Candidates:
     """The objects that no live commit named when the commits were listed.
 
     ``sizes``: their sizes in bytes, by key; gc later removes the objects of roots from this dict. ``ended``: the
-    commits that were purged or revoked in that listing. All other commits remain roots for this gc, even if they are
-    purged later.
+    transactions that were revoked, or whose places had ended, in that listing. All other places remain roots for this
+    gc, even if they end later.
     """
 
     sizes: dict[str, int] = field(repr=False)
@@ -59,11 +59,11 @@ def commits_without_doubt(repo: Repository, *, anew: bool = False) -> CommitList
 def candidates(repo: Repository, stock: Inventory, *, as_purged: Container[TxId] = ()) -> tuple[Candidates, CommitList]:
     """Perform step 3: list the commits after the listing ``stock``. Return the candidates, and the listing for step 4.
 
-    ``as_purged``: commits that count as purged. Raises `Damaged` with all checkpoints whose manifests cannot be read,
-    `Unreadable` if one of them was purged in the meantime, and `StorageError`.
+    ``as_purged``: transactions whose places count as ended. Raises `Damaged` with all checkpoints whose manifests
+    cannot be read, `Unreadable` if one of them was purged in the meantime, and `StorageError`.
     """
     commits = commits_without_doubt(repo)
-    live = [commit for commit in commits.live() if commit.txid not in as_purged]
+    live = [commit for commit in commits.placed() if commit.places.txid not in as_purged]
     sizes = dict(stock.sizes)
     broken: list[tuple[Commit, CasckptError]] = []
     manifests.learn(repo, live if repo.storage.traits.remote else ())  # other storage: read one by one below
@@ -76,26 +76,25 @@ def candidates(repo: Repository, stock: Inventory, *, as_purged: Container[TxId]
             broken.append((commit, error))
     if broken:
         raise _cannot_read(broken)
-    ended = frozenset(txid for txid, commit in commits.commits.items() if not commit.live)
-    return Candidates(sizes, ended), commits
+    return Candidates(sizes, commits.ended), commits
 
 
 def spare_roots(repo: Repository, pending: Candidates) -> None:
-    """Do step 6: list the commits, and remove from ``pending`` the objects of commits that had not ended in step 3.
+    """Do step 6: list the commits, and remove from ``pending`` the objects of places that had not ended in step 3.
 
-    This includes commits that have been purged since then. Raises `Unreadable` if a manifest cannot be read, `Damaged`
+    This includes places that have ended since then. Raises `Unreadable` if a manifest cannot be read, `Damaged`
     if records are lost, and `StorageError`.
     """
     commits = commits_without_doubt(repo)
-    every = (commit for _, commit in sorted(commits.commits.items()))
-    roots = [one for one in every if one.live or (one.txid not in pending.ended and one.last != "revoked")]
+    every = [(commit, places) for commit in commits.commits.values() for places in (*commit.existing, *commit.ended)]
+    roots = [commit.at(places) for commit, places in every if places.txid not in pending.ended]
     manifests.learn(repo, roots)
     for commit in roots:
         try:
             _remove(pending.sizes, _names(repo, commit))
         except (Damaged, Refused) as error:
             raise Unreadable(str(error)) from error
-    check_recorded(repo, pending.sizes, commits.commits)
+    check_recorded(repo, pending.sizes, commits.recorded)
 
 
 def _remove(sizes: dict[str, int], keys: Iterable[str]) -> None:
@@ -105,7 +104,7 @@ def _remove(sizes: dict[str, int], keys: Iterable[str]) -> None:
 
 def _names(repo: Repository, commit: Commit) -> Iterator[str]:
     """Yield the keys of a commit's manifest and blobs, from the catalogue or the store."""
-    yield manifest_key(commit.txid, commit.id)
+    yield manifest_key(commit.places.txid, commit.id)
     for uploader, blob, _ in manifests.blobs_of(repo, commit):
         yield blob_key(uploader, blob)
 
@@ -115,7 +114,7 @@ def _names_of_live(repo: Repository, commit: Commit, stock: Inventory) -> list[s
 
     If all objects have a guard, there are no candidates, so this returns no keys.
     """
-    key = manifest_key(commit.txid, commit.id)
+    key = manifest_key(commit.places.txid, commit.id)
     if repo.storage.traits.remote and (stock.has_manifest(key) or repo.storage.size(key) is not None):
         return list(_names(repo, commit)) if stock.sizes else []
     blobs = manifests.stored_blobs(repo, commit)

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 from casckpt.base.parallel import in_parallel
 from casckpt.contents.refs import resolve_forgotten, resolve_many
 from casckpt.errors import CasckptError, Conflict, StorageError
 from casckpt.history import commits
-from casckpt.history.commits import Commit, CommitList, announce_all, check_restore, list_commits
+from casckpt.history.commits import Commit, CommitList, check_restore, list_commits
 from casckpt.history.tags import delete_tag, tags, tags_of
 from casckpt.repository.reading import check_requirements
 from casckpt.repository.repository import Repository
@@ -104,7 +104,8 @@ def plan_restore(repo: Repository, refs: Iterable[str | Commit], *, whole: bool 
     `resolve_forgotten` and `casckpt.upkeep.thin.whole_of`.
     """
     listed = list_commits(repo)
-    named = _whole(repo, refs, listed) if whole else (commit for ref in refs for commit in _named(repo, ref, listed))
+    found = (commit for ref in refs for commit in _named(repo, ref, listed, whole=whole))
+    named = map(whole_of, found) if whole else found
     chosen = {commit.txid: commit for commit in named}
     at: dict[tuple[str, int], Commit] = {}
     for commit in chosen.values():
@@ -135,12 +136,10 @@ def restore(repo: Repository, plan: RestorePlan) -> RestoreResult:
                 raise
 
     try:
-        announce_all(repo, (commit for commit in plan.chosen if not commit.visible))
         for _ in in_parallel(repo.storage.traits.requests, attempt, plan.chosen):
             pass
     except StorageError:
-        if not failed:  # only the announcement failed
-            raise
+        pass  # it is in ``failed``
     except BaseException:  # most likely an interrupt
         log.warning("restored %d of %d: %s", len(restored), len(plan.chosen), ", ".join(map(str, restored.values())))
         raise
@@ -166,15 +165,11 @@ def restore_chosen(
     return result
 
 
-def _named(repo: Repository, ref: str | Commit, listed: CommitList) -> list[Commit]:
-    """Return the commits that ``ref`` names. A replaced commit is returned unchanged."""
-    if isinstance(ref, Commit) and ref.last == "replaced":
-        return [listed.commits.get(ref.txid, ref)]
-    return resolve_forgotten(repo, ref, listed)
-
-
-def _whole(repo: Repository, refs: Iterable[str | Commit], listed: CommitList) -> Iterator[Commit]:
-    for ref in refs:
-        named = resolve_many(repo, [ref], listed)
-        thin = [commit for commit in named if commit.dropped is not None]
-        yield from (whole_of(repo, commit, listed) for commit in thin or named)
+def _named(repo: Repository, ref: str | Commit, listed: CommitList, *, whole: bool) -> list[Commit]:
+    """Return the commits that ``ref`` names. Older places of a commit are returned unchanged."""
+    if isinstance(ref, Commit) and ref.is_old_places:
+        return [ref]
+    if not whole:
+        return resolve_forgotten(repo, ref, listed)
+    named = resolve_many(repo, [ref], listed)
+    return [commit for commit in named if commit.dropped is not None] or named

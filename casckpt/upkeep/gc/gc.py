@@ -40,7 +40,7 @@ from casckpt.history.commits import PREFIX as COMMITS
 from casckpt.history.commits import Commit, CommitList, list_names
 from casckpt.history.tags import remove_old_generations
 from casckpt.history.transactions import PREFIX as TRANSACTIONS
-from casckpt.history.transactions import OpenTransaction, has_died, open_transactions, remove_closed, revoke
+from casckpt.history.transactions import OpenTransaction, end, has_died, open_transactions, remove_closed
 from casckpt.plan.retention import Policy, Thinning
 from casckpt.repository.exclusive import remove_leftovers
 from casckpt.repository.reading import check_requirements
@@ -114,11 +114,8 @@ def wait_until_closed(
     """
     wanted, still = set(waits), list[OpenTransaction]()
     while wanted:
-        closed = list_names(repo)
-        wanted -= closed
-        looked = {one.txid: one for one in open_transactions(repo, closed)}
-        for txid in wanted - looked.keys():  # a transaction without its file is still open
-            looked[txid] = OpenTransaction(txid, None, 0)
+        looked = {one.txid: one for one in open_transactions(repo, list_names(repo))}
+        wanted &= looked.keys()  # a transaction without its file has ended
         silent = _silence(repo, looked)
         still = []
         for txid in sorted(wanted):
@@ -126,7 +123,7 @@ def wait_until_closed(
             still.append(looked[txid])
             if why:
                 with noting(patience.done.refused):
-                    if revoke(repo, txid, why):
+                    if end(repo, looked[txid], why):
                         patience.done.revoked.append(txid)
                     still.pop()
         if not still or patience.is_over():
@@ -173,8 +170,7 @@ def load_resume_state(repo: Repository, commits: CommitList) -> PausedGc | None:
     state = notes.decode(repo.catalogue.note(RESUME_NOTE), notes.PAUSED_GC)
     if state is None or state.url != repo.storage.url or None in map(parse_object, state.candidates):
         return None
-    is_same = all(txid in commits.commits and not commits.commits[txid].live for txid in state.ended)
-    return state if is_same else None
+    return state if state.ended <= commits.ended else None
 
 
 log = logging.getLogger(__name__)
@@ -247,8 +243,8 @@ def _counted(
     ``listed``: the last listing that gc made.
     """
     gone, kept = sums_of(deleted.items()), stock.total(but=deleted)
-    named = BlobUse(repo, listed.live() if plan.young else ())
-    later = named.alone(commit.txid for commit in plan.young)
+    named = BlobUse(repo, listed.placed() if plan.young else ())
+    later = named.alone(plan.young)
     return replace(
         done,
         deleted_blobs=gone.blobs,
@@ -312,13 +308,13 @@ def preview(repo: Repository, plan: GcPlan, *, thin: ThinResult | None = None) -
     Counts deleted objects as if all purges had happened and no open transaction would commit. Raises the errors of
     `execute`, with the plan as ``done``.
     """
-    as_purged = {commit.txid for commit in plan.purge}
+    as_purged = {commit.places.txid for commit in plan.purge}
     done = GcResult(plan.forget, plan.restore, plan.purge, waiting=plan.waiting, dry_run=True, thin=thin)
     with _noting(lambda: done):
         stock = list_unguarded(repo, plan.listed, as_purged=as_purged)
         found, listed = _candidates(repo, stock, as_purged)
-        check_recorded(repo, found.sizes, listed.commits)
-        opened = open_transactions(repo, listed.commits) if found.sizes else []
+        check_recorded(repo, found.sizes, listed.recorded)
+        opened = open_transactions(repo, list_names(repo)) if found.sizes else []
         return _counted(repo, done, plan, stock, deleted=found.sizes, opened=opened, listed=listed)
 
 
@@ -370,8 +366,8 @@ def _check_first(repo: Repository, plan: GcPlan) -> None:
     """Before gc forgets or purges a checkpoint, find errors that would prevent deletion."""
     stock = list_unguarded(repo, plan.listed)
     # if records are lost, the listing for the policy is incomplete
-    check_recorded(repo, stock.sizes, plan.listed.commits)
-    _candidates(repo, stock, {commit.txid for commit in plan.purge})
+    check_recorded(repo, stock.sizes, plan.listed.recorded)
+    _candidates(repo, stock, {commit.places.txid for commit in plan.purge})
 
 
 def _so_far(plan: GcPlan, done: RetireProgress, thin: ThinResult | None) -> GcResult:
@@ -456,7 +452,7 @@ class _Collection:
         """Perform steps 2 to 7. ``guards``: an earlier listing. Raises `Unreadable` if gc must start over."""
         self.stock = list_unguarded(self.repo, guards)
         found, listed = candidates(self.repo, self.stock)
-        waits = frozenset(transaction.txid for transaction in open_transactions(self.repo, listed.commits))
+        waits = frozenset(one.txid for one in open_transactions(self.repo, listed.names))
         live, spare = len(listed.live()), len(found.sizes)
         log.info("%s: %d live checkpoints, %d objects that none of them needs", self.repo.storage.url, live, spare)
         if found.sizes:
@@ -526,15 +522,16 @@ def _tidy(repo: Repository, stock: Inventory, deleted: Mapping[str, int], refuse
     This does not disturb a put in progress: an objects folder is cleaned only if it has no open transaction. In
     addition, the folder must belong to a closed transaction, have held a deleted object, or have no guard.
     """
-    closed = list_names(repo)
+    ended = list_names(repo)
     _settle_records(repo)
     names = (parse_log(entry.key) for entry in repo.storage.list(TRANSACTIONS, known=parse_log))
     begun = {name[0] for name in names if name is not None}
+    closed = begun - {one.txid for one in open_transactions(repo, ended)}
     uploaders = {name.uploader for key in deleted if (name := parse_object(key)) is not None}
-    uploaders |= {*stock.loose, *(begun & closed)}
+    uploaders |= {*stock.loose, *closed}
     steps: tuple[Callable[[], object], ...] = (
         *(partial(repo.storage.sweep, uploader_folder(uploader)) for uploader in sorted(uploaders - (begun - closed))),
-        partial(remove_closed, repo, closed), partial(remove_old_generations, repo), partial(remove_signatures, repo),
+        partial(remove_closed, repo, ended), partial(remove_old_generations, repo), partial(remove_signatures, repo),
         partial(blobs.remove_marks, repo, deleted), partial(remove_leftovers, repo.storage, repo.clock),
         *(partial(repo.storage.sweep, folder, below=bool(folder)) for folder in _RECORDS),
     )  # fmt: skip

@@ -1,15 +1,13 @@
-"""Step 1 of a gc: forgets checkpoints by a policy, and purges or restores forgotten and replaced commits.
+"""Step 1 of a gc: forgets checkpoints by a policy, purges forgotten ones, and trims the old places of rewritten ones.
 
 gc first makes a plan and then carries it out unchanged. If another process changes a checkpoint in between, that
-change wins: forget, restore and purge compete for the next record of a log, and gc relists the tags. A purge reads the
-`forgotten` record, then reads the clock, then lists the tags, and then takes the next log number. Therefore, either a
-new tag is in the listing, or the restore of its checkpoint has taken the number. This also holds if another forget
-follows the restore.
+change wins: forget, restore, purge, trim, rewrite and tag compete for the next record of a log. A rule reads the log,
+then lists the tags, and then takes the next number of the log. A process that sets a tag takes that number too, so
+either the tag is in the listing, or the rule finds the number taken. A purge or a trim reads the log, then the clock,
+then lists the tags, because leases take no number.
 
-gc restores a checkpoint that received a tag while gc was forgetting it. If gc is killed before that, the next gc
-restores the checkpoint: it reads the logs, then lists the tags, and then takes the number after `forgotten`. `forget`
-deletes the tags of a checkpoint first, so the checkpoint remains forgotten. An overwritten checkpoint also remains
-forgotten.
+If a process died after it created a tag and before it took the number, gc restores the checkpoint. `forget` deletes the
+tags of a checkpoint first, so the checkpoint remains forgotten. An overwritten checkpoint also remains forgotten.
 """
 
 from __future__ import annotations
@@ -34,8 +32,8 @@ from casckpt.format.keys import parse_txid
 from casckpt.format.metrics import metric_values
 from casckpt.format.names import TxId
 from casckpt.format.records import Restored, Settings
-from casckpt.history.commits import Commit, CommitList, announce_all, append, forget, list_commits, purge, restore
-from casckpt.history.folding import STANDS, VOID, Holdings
+from casckpt.history.commits import Commit, CommitList, append, forget, list_commits, purge, trim
+from casckpt.history.folding import Holdings
 from casckpt.history.tags import FOREIGN_CLOCKS, Tag, tagged_txids, tags, tags_of
 from casckpt.history.transactions import OpenTransaction
 from casckpt.plan.retention import Policy, SavedCheckpoint, reasons_to_keep, runs_without
@@ -61,11 +59,11 @@ _Action: TypeAlias = Callable[[Repository, Commit], Commit]
 class Deferred:
     """A checkpoint or transaction that a gc leaves for later, and the reason.
 
-    ``reason``: "young" (forgotten; may be purged after ``until``), "replaced" (the old commit of a rewrite, or an
-    undone rewrite; may be purged after ``until``), "tagged" (forgotten, but protected by ``tags``; if all of them
-    expire, until ``until``), "unmirrored" (not forgotten or purged, because it is not safe in the store's mirror, or
-    the mirror is gone), or "transaction" (a save in progress that ``pid`` on ``host`` began at ``since``; gc waits
-    until it ends). ``replaced``: True for an old commit of a rewrite, None otherwise.
+    ``reason``: "young" (forgotten; may be purged after ``until``), "replaced" (the old places of a rewritten
+    checkpoint; may be trimmed after ``until``), "tagged" (forgotten, but protected by ``tags``; if all of them expire,
+    until ``until``), "unmirrored" (not forgotten or purged, because it is not safe in the store's mirror, or the mirror
+    is gone), or "transaction" (a save in progress that ``pid`` on ``host`` began at ``since``; gc waits until it ends).
+    ``replaced``: True for old places, None otherwise.
     """
 
     reason: str
@@ -128,7 +126,8 @@ def _owner(path: Path) -> str | None:
 class GcPlan:
     """The plan of a gc. ``forget``: commits to forget by the policy.
 
-    ``purge``: commits that have reached their minimum age. ``purge`` may include commits in ``forget``. ``waiting``:
+    ``purge``: commits that have reached their minimum age, at each of the places that end. If only old places are
+    here, the checkpoint is trimmed. ``purge`` may include commits in ``forget``. ``waiting``:
     checkpoints that are kept for now, with reasons. ``young``: those of them that have not reached their minimum age.
     ``restore``: forgotten commits that have a tag without an expiration time. All of these are oldest first.
     ``mirror``: URL of the mirror whose notes the plan relies on. ``listed``: the listing that the plan is based on.
@@ -202,33 +201,33 @@ def plan_retiring(repo: Repository, commits: CommitList, policy: Policy, min_age
     check_own(repo, commits.visible())
     named = tags(repo, anew=not repo.storage.traits.remote, slack=FOREIGN_CLOCKS, listed=commits)
     now = repo.clock()
-    tagged = _claimed(named, commits, commits.live()) - _free(commits, commits.live())
     wanted = [commit for commit in commits.visible() if run is None or commit.run == run]
     reasons = reasons_to_keep(map(kept_of, wanted), policy, now)
-    for commit in (commit for commit in wanted if commit.txid in tagged):
+    for commit in (commit for commit in wanted if commit.txid in tagged_txids(named, wanted)):
         reasons[commit.txid] += [f"tag {name}" for name in tags_of(named, commit.id)]
-    forgets = [commit for commit in wanted if commit.txid not in reasons]
+    forgets = {commit.txid: commit for commit in wanted if commit.txid not in reasons}
     kept = {f"{one.run}@{one.step}": reasons[one.txid] for one in wanted if one.txid in reasons}
-    purges, waiting, young = [], [], []
-    forgotten = [c for c in commits.live() if c.last in ("forgotten", "replaced") and (run is None or c.run == run)]
-    back = _forgotten_though_tagged(named, commits, forgotten)
-    gone = [commit for commit in [*forgotten, *forgets] if commit not in back]
+    live = [commit for commit in commits.live() if run is None or commit.run == run]
+    back = _forgotten_though_tagged(named, commits, live)
+    gone = [one for one in live if one not in back and (one.is_forgotten or one.txid in forgets or one.old)]
+    purges, waiting, young = list[Commit](), list[Deferred](), list[Commit]()
     mirror = mirror_to_wait_for(repo)
-    unsafe = _unsafe(repo, gone, mirror)
-    for commit in sorted(gone, key=lambda commit: commit.order):
-        until = _gone_since(commit, now) + min_age.of(commit)
+    unsafe, claims = _unsafe(repo, gone, mirror), _Claims(named, commits)
+    for commit in gone:
+        ends = (*commit.old, commit) if commit.is_forgotten or commit.txid in forgets else tuple(commit.old)
+        names = [] if commit.txid in forgets else claims.on(commit, ends)
+        until = (now if commit.txid in forgets else _gone_since(commit, now)) + min_age.of(commit)
         if commit.txid in unsafe:
-            waiting.append(_waits(commit, "unmirrored"))
-        elif commit.txid in tagged:
-            names = tags_of(named, commit.id)
+            waiting += [_waits(one, "unmirrored") for one in ends]
+        elif names:
             until_then = _end([named[name] for name in names])
-            waiting.append(_waits(commit, "tagged", until=until_then, tags=tuple(names)))
-        elif until > now and not _is_ruin(repo, commits, commit):
-            waiting.append(_waits(commit, "replaced" if _is_old(commit) else "young", until=time_of(until)))
-            young.append(commit)
+            waiting += [_waits(one, "tagged", until=until_then, tags=tuple(names)) for one in ends]
+        elif until > now and not all(_is_ruin(repo, one) for one in ends):
+            waiting += [_waits(one, "replaced" if commit.visible else "young", until=time_of(until)) for one in ends]
+            young += ends
         else:
-            purges.append(commit)
-    chosen = tuple(commit for commit in forgets if commit.txid not in unsafe)
+            purges += ends
+    chosen = tuple(commit for commit in forgets.values() if commit.txid not in unsafe)
     return GcPlan(chosen, tuple(purges), tuple(waiting), tuple(young), tuple(back), mirror, commits, kept)
 
 
@@ -251,7 +250,7 @@ def unless_mirror_is_gone(repo: Repository, plan: GcPlan, *, near: bool = False)
         else "a different store or an older snapshot is now at the mirror's URL",
         plan.mirror, len(held), repo.storage.url,
     )  # fmt: skip
-    waiting = [_waits(relied[txid], "unmirrored") for txid in sorted(held, key=lambda txid: relied[txid].order)]
+    waiting = [_waits(relied[txid], "unmirrored") for txid in sorted(held)]
     return replace(
         plan,
         forget=tuple(commit for commit in plan.forget if commit.txid not in held),
@@ -262,14 +261,14 @@ def unless_mirror_is_gone(repo: Repository, plan: GcPlan, *, near: bool = False)
 
 
 def _gone_since(commit: Commit, now: int) -> int:
-    """Return the time at which a commit was forgotten or replaced, or ``now`` if it is still visible.
+    """Return the time at which a commit was forgotten or, if it is visible, at which it was rewritten.
 
-    The time comes from the clock of the host that forgot or replaced it. If this time is before the save, that clock
+    The time comes from the clock of the host that forgot or rewrote it. If this time is before the save, that clock
     was slow, and the save time counts instead. A save time in the future does not count, because the saver's clock was
     fast.
     """
     saved = commit.committed.time
-    return now if commit.visible else max(commit.changed_at, saved if saved <= now else 0)
+    return max(commit.moved_at if commit.visible else commit.changed_at, saved if saved <= now else 0)
 
 
 def kept_of(commit: Commit) -> SavedCheckpoint:
@@ -309,8 +308,9 @@ def _forgotten_though_tagged(
     tagged = tagged_txids(_without_end(named), forgotten := list(forgotten))
     wanted = [commit for commit in forgotten if commit.is_forgotten and commit.txid in tagged]
     taken = {(commit.run, commit.step) for commit in commits.visible()} if wanted else set()
-    stood = [commit for commit in commits.commits.values() if commit.last != "revoked" and commit.standing == STANDS]
-    last = {(one.run, one.step): one.id for one in sorted(stood if wanted else (), key=lambda commit: commit.order)}
+    every = sorted(commits.commits) if wanted else ()
+    saved = (commits.commits[txid] for txid in every if commits.commits[txid].last != "revoked")
+    last = {(one.run, one.step): one.id for one in saved}
     free = [one for one in wanted if (one.run, one.step) not in taken and last[one.run, one.step] == one.id]
     return list({commit.id: commit for commit in free}.values())
 
@@ -330,22 +330,23 @@ def bring_back(repo: Repository, plan: GcPlan, done: RetireProgress) -> None:
 
 
 def thinned_though_claimed(repo: Repository, listed: CommitList, since: int) -> list[Commit]:
-    """Return the commits that were thinned before ``since`` despite a tag: the most complete commit for each id.
+    """Return the commits that were thinned before ``since`` despite a tag, at their fullest places.
 
-    At its end, thinning relists the tags and restores checkpoints that have new tags. If it was killed before that,
-    such commits remain. Raises `Damaged` or `Refused` if a tag cannot be read, and `StorageError`.
+    The process that set the tag then died before it brought the places back. Raises `Damaged` or `Refused` if a tag
+    cannot be read, and `StorageError`.
     """
-    seen = {commit.id for commit in listed.visible()}
-    old = (commit for commit in listed.standing() if commit.last == "replaced" and commit.changed_at <= since)
-    wanted = [commit for commit in old if commit.id in seen]
-    claimed = _claimed(tags(repo) if wanted else {}, listed, wanted) - _free(listed, wanted)
-    fullest_last = sorted((commit for commit in wanted if commit.txid in claimed), key=lambda commit: commit.bytes_held)
-    return list({commit.id: commit for commit in fullest_last}.values())
+    thin = [one for one in listed.visible() if one.dropped is not None and one.old and one.moved_at <= since]
+    claims = _Claims(_without_end(tags(repo)) if thin else {}, listed)
+    claimed = (commit for commit in thin if claims.on(commit, commit.old))
+    return [max(commit.old, key=lambda one: one.bytes_held) for commit in claimed]
 
 
-def _is_ruin(repo: Repository, commits: CommitList, commit: Commit) -> bool:
-    """Return whether a commit has a lossless rewrite but a damaged manifest. gc fails while it is live."""
-    if commits.standin(commit) is commit:
+def _is_ruin(repo: Repository, commit: Commit) -> bool:
+    """Return whether these are old places with a damaged manifest, and the current ones have all entries.
+
+    gc fails while such places exist.
+    """
+    if commit.current is None or not commit.is_old_places or not commit.current.holds(commit.places):
         return False
     try:
         manifests.stored_blobs(repo, commit)
@@ -356,14 +357,9 @@ def _is_ruin(repo: Repository, commits: CommitList, commit: Commit) -> bool:
 
 def _waits(commit: Commit, reason: str, *, until: datetime | None = None, tags: tuple[str, ...] = ()) -> Deferred:
     return Deferred(
-        reason, commit.run, commit.step, id=commit.id, txid=commit.txid, until=until, tags=tags,
-        replaced=_is_old(commit) or None,
+        reason, commit.run, commit.step, id=commit.id, txid=commit.places.txid, until=until, tags=tags,
+        replaced=commit.is_old_places or None,
     )  # fmt: skip
-
-
-def _is_old(commit: Commit) -> bool:
-    """Return whether a commit is the old commit of a rewrite, or an undone rewrite."""
-    return not (commit.visible or commit.is_forgotten)
 
 
 def retire(repo: Repository, plan: GcPlan, done: RetireProgress) -> None:
@@ -372,24 +368,22 @@ def retire(repo: Repository, plan: GcPlan, done: RetireProgress) -> None:
     Skips commits that another process has since changed or tagged. Raises `StorageError`, and `Unsupported` if this
     version does not know one of the store's requirements for writers.
     """
-    chosen = _untagged(repo, plan.forget)
-    with noting([]):  # each record that follows announces itself if need be, so its refusal is noted there
-        announce_all(repo, chosen)
-    _each_unless_changed(repo, forget, chosen, done.forgotten, done.refused)
-    # relist tags: a new tag counts, and a process that sets one later sees these records
-    tagged = _barred(repo, [*plan.purge, *done.forgotten])
-    claimed = [commit for commit in done.forgotten if commit.txid in tagged]
-    _each_unless_changed(repo, partial(restore, as_read=True), claimed, [], done.refused)
-    done.forgotten = [commit for commit in done.forgotten if commit.txid not in tagged]
-    now = {commit.txid: commit for commit in (*plan.purge, *done.forgotten)}  # as this gc last read them
-    due = [now[commit.txid] for commit in plan.purge]
+    _each_unless_changed(repo, forget, plan.forget, done.forgotten, done.refused)
+    now = {commit.txid: commit for commit in done.forgotten}  # as this gc last read them
+    due = [now.get(commit.txid, commit).at(commit.places) for commit in plan.purge]
     settings = repo.settings  # reread: the store may have a new mirror or new requirements for writers
     records.check_requirements(settings, repo.storage.url)
-    unsafe = _unsafe(repo, due, settings.mirror)
-    left = [c for c in due if not c.visible and c.txid not in tagged and c.txid not in unsafe]
-    with noting([]):
-        announce_all(repo, left)
-    _each_unless_changed(repo, purge, left, done.purged, done.refused)
+    held = _unsafe(repo, due, settings.mirror) | _barred(repo, due)
+    left = grouped((commit for commit in due if commit.txid not in held), lambda commit: commit.txid)
+
+    def end(repo: Repository, commit: Commit) -> Commit:
+        return purge(repo, commit) if commit.is_forgotten else trim(repo, commit)
+
+    ended: list[Commit] = []
+    logs = [commits[-1] for commits in left.values() if commits[-1].is_old_places or commits[-1].is_forgotten]
+    _each_unless_changed(repo, end, logs, ended, done.refused)
+    after = {commit.txid: commit for commit in ended}
+    done.purged += [after[one.txid].at(one.places) for one in due if one.txid in after]
 
 
 def forget_and_purge(repo: Repository, commits: Iterable[Commit]) -> list[Commit]:
@@ -405,11 +399,9 @@ def forget_and_purge(repo: Repository, commits: Iterable[Commit]) -> list[Commit
     return _retire_at_once(repo, settings, chosen, chosen)
 
 
-def purge_now(repo: Repository, replaced: Iterable[TxId]) -> None:
-    """Purge the old commits of rewritten checkpoints immediately, without running gc, as `forget_and_purge` does."""
-    commits, settings = list_commits(repo).commits, repo.settings
-    old = [commits[txid] for txid in replaced if txid in commits and commits[txid].last == "replaced"]
-    _retire_at_once(repo, settings, (), old)
+def trim_now(repo: Repository, rewritten: Iterable[Commit]) -> None:
+    """Trim the old places of rewritten checkpoints immediately, without running gc, as `forget_and_purge` does."""
+    _retire_at_once(repo, repo.settings, (), [old for commit in rewritten for old in commit.old])
 
 
 def _retire_at_once(
@@ -424,67 +416,49 @@ def _retire_at_once(
     return [purged.get(commit.txid, commit) for commit in done.forgotten]
 
 
-def _untagged(repo: Repository, commits: Sequence[Commit]) -> list[Commit]:
-    tagged = tagged_txids(_tags_now(repo), commits) if commits else set()
-    return [commit for commit in commits if commit.txid not in tagged]
-
-
 def _tags_now(repo: Repository) -> dict[str, Tag]:
     """Return the tags that count now, including those that expired less than an hour ago."""
     return tags(repo, slack=FOREIGN_CLOCKS)
 
 
 def _barred(repo: Repository, commits: Sequence[Commit]) -> set[TxId]:
-    """Return the ``commits`` that tags protect from a purge. All of them were forgotten when the caller read them."""
+    """Return the logs of ``commits`` that tags protect. The caller read these logs before this call."""
     named = _tags_now(repo) if commits else {}
     if not tagged_txids(named, commits):
         return set()
-    listed = list_commits(repo)
-    return _claimed(named, listed, commits) - _free(listed, commits)
+    claims, by_log = _Claims(named, list_commits(repo)), grouped(commits, lambda commit: commit.txid)
+    return {txid for txid, ends in by_log.items() if claims.on(ends[-1], ends)}
 
 
-def _claimed(named: Mapping[str, Tag], listed: CommitList, commits: Iterable[Commit]) -> set[TxId]:
-    """Return the ``commits`` that are tagged. A tag on a thinned rewrite does not count for the old commit."""
+class _Claims:
+    """What tags ask of checkpoints that are forgotten or were rewritten."""
 
-    def claims(tag: Tag, commit: Commit) -> bool:
-        on = listed.commits.get(tag.txid)
-        is_behind = on is not None and on.standing == STANDS and listed.is_rewrite_of(on, commit.txid)
-        return not (is_behind and commit.last == "replaced")
+    def __init__(self, named: Mapping[str, Tag], listed: CommitList) -> None:
+        self._named = grouped(named.items(), lambda one: one[1].manifest)
+        self._seen = Holdings(listed.visible() if named else ())
 
-    by_id = grouped(named.values(), lambda tag: tag.manifest)
-    return {commit.txid for commit in commits if any(claims(tag, commit) for tag in by_id.get(commit.id, ()))}
+    def on(self, commit: Commit, ends: Iterable[Commit]) -> list[str]:
+        """Return the tags that need ``ends``: places of the log of ``commit`` that are to be purged or trimmed.
+
+        No tag needs them if visible checkpoints have all of their entries. A tag does not need old places if the
+        current ones have all entries of the places on which it was set.
+        """
+        named = [name for name, tag in self._named.get(commit.id, ()) if _asks_for_more(tag, commit)]
+        return [] if all(one in self._seen for one in ends) else sorted(named)
 
 
-def _free(listed: CommitList, commits: Iterable[Commit]) -> set[TxId]:
-    """Return the hidden ``commits`` that tags do not need, because another commit has the whole checkpoint.
-
-    That is the case if another commit of the checkpoint is visible, or if this commit has a lossless rewrite or is
-    itself a void rewrite.
-    """
-    seen = Holdings(listed.visible())
-    return {
-        commit.txid
-        for commit in commits
-        if not commit.visible and (commit in seen or commit.standing == VOID or listed.standin(commit) is not commit)
-    }
+def _asks_for_more(tag: Tag, commit: Commit) -> bool:
+    if commit.current is None or commit.last == "forgotten":
+        return True
+    on = next((places for places in (*commit.existing, *commit.ended) if places.txid == tag.txid), None)
+    return on is None or not commit.current.holds(on)
 
 
 def _unsafe(
     repo: Repository, commits: Iterable[Commit], mirror: str | None, made: float = 0, has: HasCopies | None = None
 ) -> set[TxId]:
-    """Return the ``commits`` for which neither the commit nor a lossless rewrite is safe in ``mirror``.
-
-    If the settings thin the mirror, a thinned rewrite counts as safe. A void rewrite does not need to be safe.
-    ``made``, ``has``: see `unmirrored`.
-    """
-    wanted = [commit for commit in commits if commit.standing != VOID]
-    if mirror is None or not wanted:
-        return set()
-    listed = list_commits(repo)
-    loses = bool(repo.settings.mirror_thinned)
-    standins = {commit.txid: listed.standin(commit, loses=loses) for commit in wanted}
-    behind = {commit.txid for commit in unmirrored(repo, standins.values(), mirror, made, has)}
-    return {txid for txid, standin in standins.items() if standin.txid in behind}
+    """Return the logs of ``commits`` that are not safe in ``mirror``. ``made``, ``has``: see `unmirrored`."""
+    return {commit.txid for commit in unmirrored(repo, commits, mirror, made, has)}
 
 
 def _end(named: Iterable[Tag]) -> datetime | None:
@@ -510,4 +484,4 @@ def _each_unless_changed(
         for _ in in_parallel(repo.storage.traits.requests, attempt, commits):
             pass
     finally:
-        done.sort(key=lambda commit: commit.order)  # because threads append in any order
+        done.sort(key=lambda commit: commit.txid)  # because threads append in any order

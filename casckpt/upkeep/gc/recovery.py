@@ -1,7 +1,7 @@
-"""Recovery at the end of a gc: announcements without records, records without announcements, unfinished rewrites.
+"""Recovery at the end of a gc: announcements without records, and commits without an announcement.
 
-If a process dies before it creates an announced record, every later read makes an additional request. A record without
-an announcement is invisible to readers of runs. Such records exist if runs/ was lost or was restored from an older
+If a process dies before it creates an announced record, every later read makes an additional request. A commit without
+an announcement is invisible to readers of runs. Such commits exist if runs/ was lost or was restored from an older
 copy.
 """
 
@@ -14,10 +14,8 @@ from contextlib import suppress
 from casckpt.errors import Conflict, StorageError
 from casckpt.format.keys import announcement_key, commit_key, parse_txid, transaction_key
 from casckpt.format.names import TxId
-from casckpt.format.records import Restored
 from casckpt.history.announcements import announce, fill, look, read_back, runs
-from casckpt.history.commits import CommitList, append, forget, keep, list_commits, refresh
-from casckpt.history.folding import UNSETTLED, VOID
+from casckpt.history.commits import CommitList, bring_back, keep, list_commits
 from casckpt.history.transactions import revoke
 from casckpt.repository.caches import RunCache
 from casckpt.repository.repository import Repository
@@ -36,7 +34,7 @@ log = logging.getLogger(__name__)
 def settle(repo: Repository, seconds: float, refused: list[StorageError]) -> CommitList:
     """Fill each number that was announced at least ``seconds`` ago and has no record.
 
-    Announce records without an announcement. Also restores checkpoints that were thinned at least ``seconds`` ago
+    Announce commits without an announcement. Also brings back checkpoints that were thinned at least ``seconds`` ago
     although a tag protects them. This is safe at any time: a late process finds that its number is taken, and announces
     the next number. Each host reads each announcement only once. Ends, and notes it in ``refused``, if this user may
     not write a record. Returns the first listing that it makes; the same commits are live afterwards. Raises `Damaged`
@@ -45,11 +43,10 @@ def settle(repo: Repository, seconds: float, refused: list[StorageError]) -> Com
     listed = list_commits(repo)  # list commits first: each listed record was already announced
     since = repo.clock() - round(1e6 * seconds)
     with noting(refused):
-        _settle_rewrites(repo, listed, since)
         for commit in thinned_though_claimed(repo, listed, since):
             log.warning("%s was thinned by a process that died, although it has a tag; gc restores it", commit)
             with suppress(Conflict):  # another process restored it first
-                append(repo, commit, Restored)
+                bring_back(repo, commit.at(commit.current or commit.places), commit.places)
         for run in _hashes(repo, listed):
             look(repo, run)
             known = read_back(repo, run)
@@ -62,28 +59,13 @@ def settle(repo: Repository, seconds: float, refused: list[StorageError]) -> Com
                     # otherwise, gc revokes the transaction if it shows no sign of life
                     revoke(repo, txid, "announced but never committed")
             if missing := list(_unannounced(known, listed, run)):
-                log.warning("%d records of run %s were not announced; runs/ was incomplete", len(missing), run)
-                announce(repo, missing)
+                log.warning("%d commits of run %s were not announced; runs/ was incomplete", len(missing), run)
+                announce(repo, [(txid, 0) for txid in missing])
     return listed
 
 
-def _settle_rewrites(repo: Repository, listed: CommitList, since: int) -> None:
-    """Fill the numbers of unfinished rewrites from before ``since``, and forget void rewrites.
-
-    A void rewrite never becomes visible, so forgetting it does not hide anything.
-    """
-    for commit in listed.live():
-        is_old = commit.standing == UNSETTLED and commit.committed.time <= since
-        if is_old and commit.replaces is not None:
-            keep(repo, *commit.replaces)
-        now = refresh(repo, commit) if is_old else commit
-        if now.standing == VOID and now.last != "forgotten":
-            with suppress(Conflict):
-                forget(repo, now)
-
-
 def faults(repo: Repository, listed: CommitList, *, anew: bool) -> list[tuple[str, str]]:
-    """Return (key, problem) of unreadable announcements, and of records in ``listed`` without an announcement.
+    """Return (key, problem) of unreadable announcements, and of commits in ``listed`` without an announcement.
 
     ``anew``: also reread announcements that this host has read before. Raises `StorageError`.
     """
@@ -93,7 +75,7 @@ def faults(repo: Repository, listed: CommitList, *, anew: bool) -> list[tuple[st
         look(reader, run, anew=anew)
         known = read_back(reader, run)
         problems += [(announcement_key(run, number), _UNREADABLE) for number in sorted(known.unreadable)]
-        problems += [(commit_key(*record), _UNANNOUNCED) for record in _unannounced(known, listed, run)]
+        problems += [(commit_key(txid), _UNANNOUNCED) for txid in _unannounced(known, listed, run)]
     return problems
 
 
@@ -110,8 +92,6 @@ def _undecided(known: RunCache, listed: CommitList, since: int) -> Iterator[tupl
                 yield txid, number
 
 
-def _unannounced(known: RunCache, listed: CommitList, run: str) -> Iterator[tuple[TxId, int]]:
-    for txid, commit in listed.commits.items():
-        is_of_run = parse_txid(txid).run_hash == run and commit.last != "revoked"
-        if is_of_run and known.announced.get(txid, -1) < commit.number:
-            yield txid, commit.number
+def _unannounced(known: RunCache, listed: CommitList, run: str) -> list[TxId]:
+    every = (txid for txid, one in listed.commits.items() if one.last != "revoked")
+    return [txid for txid in every if parse_txid(txid).run_hash == run and txid not in known.announced]

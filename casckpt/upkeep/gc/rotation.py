@@ -14,7 +14,7 @@ from casckpt.history.commits import Commit, list_commits
 from casckpt.history.tags import FOREIGN_CLOCKS, tagged_txids, tags
 from casckpt.plan.retention import Rotation, Thinning, newest_of, reasons_to_keep
 from casckpt.repository.repository import Repository
-from casckpt.upkeep.gc.purge import forget_and_purge, kept_of, purge_now
+from casckpt.upkeep.gc.purge import forget_and_purge, kept_of, trim_now
 from casckpt.upkeep.saves import check_own
 from casckpt.upkeep.thin import execute, plan_thin
 
@@ -30,7 +30,7 @@ def plan_rotation(visible: Sequence[Commit], rotation: Rotation, tagged: Contain
     """
     if rotation.is_empty or not visible:
         return []
-    current = sorted({commit.step: commit for commit in visible}.values(), key=lambda commit: commit.order)
+    current = sorted({commit.step: commit for commit in visible}.values(), key=lambda commit: commit.txid)
     permanent = [commit for commit in current if not commit.committed.ephemeral]
     keep = {commit.txid for commit in newest_of([*map(kept_of, current)])}
     keep |= {commit.txid for commit in current if commit.step in rotation.fixed}
@@ -87,5 +87,5 @@ def thin(repo: Repository, run: str, rule: Thinning | None, among: Container[str
     if not plan.thin:
         return []
     made = execute(repo, plan)
-    purge_now(repo, [one.commit.txid for one in plan.thin])
+    trim_now(repo, made)
     return list(made)

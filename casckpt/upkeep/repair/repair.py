@@ -67,10 +67,10 @@ def repair(repo: Repository, *, sources: Sequence[Repository] = (), progress: Pr
         source.check_exists()
     check_requirements(repo)
     listed = list_commits(repo)
-    needed = survey(repo, listed.needed())
+    needed = survey(repo, listed.placed())
     restored, lost_manifests = _repair_manifests(repo, needed.broken, sources)
     if restored:
-        needed = survey(repo, listed.needed())
+        needed = survey(repo, listed.placed())
     damaged, misframed = _wrong(repo, needed)
     log.info("%d blobs are damaged or missing; %d manifests were restored", len(damaged), len(restored))
     copies = _BlobCopies(repo, sources if damaged else ())
@@ -104,7 +104,7 @@ def _repair_manifests(
         if data is None:
             lost.append(DamagedManifest(commit.id, commit.run, commit.step, str(error)))
         else:
-            _put_back(repo, commit.txid, manifest_key(commit.txid, commit.id), data)
+            _put_back(repo, commit.places.txid, manifest_key(commit.places.txid, commit.id), data)
             restored.append(commit.id)
     return restored, lost
 
@@ -115,9 +115,9 @@ def _same_manifests(repo: Repository, commit: Commit, sources: Sequence[Reposito
     A copy of a checkpoint may have its blobs elsewhere. Then the locations come from the catalogue of this host.
     """
     wanted = commit.committed.head
-    known = repo.catalogue.blobs(commit.txid, wanted)
+    known = repo.catalogue.blobs(commit.places.txid, wanted)
     for source in sources:
-        same = [other for other in list_commits(source).live() if other.id == commit.id]
+        same = [other for other in list_commits(source).placed() if other.id == commit.id]
         for _, manifest in manifests.readable(source.fresh(), same):
             for places in (manifest.blob_list.data, known):
                 with suppress(Damaged, Gone, Refused):

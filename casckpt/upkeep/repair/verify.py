@@ -181,7 +181,7 @@ def verify(
     """
     _check_arguments(mode, sample, decode)
     listed = list_commits(repo, anew=mode == "full")
-    chosen = listed.needed() if refs is None else resolve_many(repo, refs, listed)
+    chosen = listed.placed() if refs is None else resolve_many(repo, refs, listed)
     records = damaged_records(repo, listed, is_all=refs is None, anew=mode == "full")
     needs = survey(repo, chosen, with_extents=mode == "full")
     needed, marked = needs.refs(), _marked(repo)
