@@ -45,7 +45,7 @@ from casckpt.storage.base import ListedObject
 __all__ = ["Commit", "CommitList", "just_committed"]  # reexported, because readers of logs need them
 
 PREFIX = "commits/"
-StateKind: TypeAlias = type[Forgotten] | type[Restored] | type[Purged]
+LaterKind: TypeAlias = type[Forgotten] | type[Restored] | type[Purged]
 Change: TypeAlias = Forgotten | Restored | Purged | Back | Trimmed | Tagged
 
 Folded: TypeAlias = tuple[Mapping[str, Shown], "CommitList"]
@@ -180,7 +180,7 @@ def gone(named: object, id: ManifestId, when: str, **attributes: object) -> Gone
     )
 
 
-def append(repo: Repository, commit: Commit, kind: StateKind) -> Commit:
+def append(repo: Repository, commit: Commit, kind: LaterKind) -> Commit:
     """Append a record of ``kind``, unless the commit is already in that state. Return the new commit.
 
     If several processes append at the same time, exactly one of them wins. Raises `Conflict` if the log does not allow
