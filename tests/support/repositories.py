@@ -18,12 +18,14 @@ from casckpt.errors import NotFound
 from casckpt.format.keys import manifest_key
 from casckpt.format.manifest import Draft, Encoded
 from casckpt.format.names import BlobHash, ManifestId, TxId
-from casckpt.format.records import Committed, changed
+from casckpt.format.records import Committed, Rewritten
 from casckpt.format.sections.blobs import BlobRef
 from casckpt.format.sections.head import MAX_MANIFEST_BYTES
 from casckpt.format.sections.tables import Extents
 from casckpt.history import commits
-from casckpt.history.commits import Commit, CommitList
+from casckpt.history.commits import Commit
+from casckpt.history.folding import OF_PLACES
+from casckpt.history.transactions import begin
 from casckpt.repository.repository import Clock, Entropy, Repository
 from casckpt.storage.base import ObjectStore
 from casckpt.storage.memory import MemoryStore
@@ -137,30 +139,27 @@ def commit_bare(repo: Repository, run: str = "run", step: int = 0, **fields: Any
 def put_manifest_of(repo: Repository, base: Commit, txid: TxId) -> None:
     """If a commit has a manifest, also write that manifest under a different transaction."""
     with suppress(NotFound):
-        data = repo.storage.get(manifest_key(base.txid, base.id), limit=MAX_MANIFEST_BYTES)
+        data = repo.storage.get(manifest_key(base.places.txid, base.id), limit=MAX_MANIFEST_BYTES)
         repo.storage.put(manifest_key(txid, base.id), data)
+
+
+def rewritten_bare(repo: Repository, base: Commit, txid: TxId, **fields: Any) -> Rewritten:
+    """Write the manifest of a commit, if it has one, under a rewrite's transaction. Return the rewrite's record."""
+    put_manifest_of(repo, base, txid)
+    values = {name: getattr(base.committed, name) for name in OF_PLACES} | fields
+    return Rewritten(txid=base.txid, time=repo.clock(), by=txid, **values)
 
 
 def rewrite_bare(repo: Repository, base: Commit, **fields: Any) -> Commit:
     """Rewrite a commit, with its manifest if it has one."""
-
-    def save(txid: TxId, _: CommitList) -> Committed:
-        put_manifest_of(repo, base, txid)
-        return changed(base.committed, txid=txid, time=repo.clock(), **fields)
-
-    made = rewrite(repo, base, save)
-    assert made is not None
-    return made
+    return rewrite(repo, base, lambda txid: rewritten_bare(repo, base, txid, **fields))
 
 
-def half_rewrite(repo: Repository, base: Commit) -> Commit:
-    """Leave the objects of a rewriter that died before its decisive record. They have the locations of the base."""
-    txid = repo.new_txid(base.run, base.step, [base.txid])
-    put_manifest_of(repo, base, txid)
-    links = {"replaces": (base.txid, base.number + 1), "origin": base.origin}
-    record = changed(base.committed, txid=txid, time=repo.clock(), **links)
-    commits.commit(repo, record)
-    return commits.just_committed(record)
+def half_rewrite(repo: Repository, base: Commit) -> Rewritten:
+    """Leave what a rewriter left that died before its record. Return that record."""
+    transaction = begin(repo, base.run, base.step, after=[base.txid], slot=(base.txid, base.number + 1))
+    transaction.leave()
+    return rewritten_bare(repo, base, transaction.txid)
 
 
 def draft(refs: Iterable[BlobRef], run: str = "run", step: int = 0, **fields: Any) -> Draft:

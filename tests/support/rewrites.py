@@ -10,11 +10,11 @@ from casckpt.format.extents import ExtentTable, build
 from casckpt.format.keys import blob_key
 from casckpt.format.manifest import placed
 from casckpt.format.names import TxId
-from casckpt.format.records import Committed, changed
+from casckpt.format.records import Rewritten, changed
 from casckpt.format.sections.blobs import encode_blobs
-from casckpt.history.commits import Commit, CommitList
+from casckpt.history.commits import Commit
 from casckpt.repository.repository import Repository
-from casckpt.upkeep.rewrite import record_of, rewrite
+from casckpt.upkeep.rewrite import rewrite, rewritten
 
 
 def _renumbered(table: ExtentTable, count: int) -> ExtentTable:
@@ -25,14 +25,12 @@ def _renumbered(table: ExtentTable, count: int) -> ExtentTable:
 def move(repo: Repository, base: Commit, **fields: Any) -> Commit:
     """Rewrite a checkpoint into the same blobs of a different uploader, in reverse order. ``fields``: record fields."""
 
-    def save(txid: TxId, _: CommitList) -> Committed:
+    def save(txid: TxId) -> Rewritten:
         manifest = manifests.get(repo, base)
         for ref in manifest.blobs:
             blobs.put(repo, txid, ref.hash, repo.storage.get(blob_key(ref.uploader, ref.hash), limit=ref.size))
         refs = [replace(ref, uploader=txid) for ref in manifest.blobs][::-1]
         tables = {entry.number: _renumbered(manifest.extents(entry), len(refs)) for entry in manifest.entries}
-        return changed(record_of(repo, txid, base, placed(manifest, encode_blobs(refs), tables)), **fields)
+        return changed(rewritten(repo, txid, base, placed(manifest, encode_blobs(refs), tables)), **fields)
 
-    made = rewrite(repo, base, save)
-    assert made is not None
-    return made
+    return rewrite(repo, base, save)
