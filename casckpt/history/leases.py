@@ -20,7 +20,7 @@ from typing import Self
 from casckpt.base.units import time_of
 from casckpt.errors import CasckptError, Conflict, InvalidInput, NotFound
 from casckpt.format.keys import check_tag
-from casckpt.history.commits import Commit, CommitList, list_commits, refresh
+from casckpt.history.commits import Commit, CommitList, list_commits, record_tag, refresh
 from casckpt.history.tags import Tag, end_generation, newest_generation, take_back, write_generation
 from casckpt.repository.reading import check_requirements
 from casckpt.repository.repository import Clock, Repository
@@ -59,7 +59,12 @@ def hold(
     if behind is not None and (number != behind or found.tags or found.damaged):
         raise Conflict(f"tag {name!r} was moved by another process", key=f"tags/{name}/{number}")
     tag = write_generation(repo, name, number + 1, commit, expires=_end(repo.clock, seconds))
-    return tag, _granted(repo, tag, commit, found.tags.get(name))
+    while True:
+        now = _granted(repo, tag, commit, found.tags.get(name))
+        if name.startswith("lease-"):
+            return tag, now
+        with suppress(Conflict):  # another process has just changed the checkpoint
+            return tag, record_tag(repo, now, name, tag.generation)
 
 
 def renew(repo: Repository, tag: Tag, commit: Commit, seconds: float, clock: Clock | None = None) -> tuple[Tag, Commit]:

@@ -457,22 +457,18 @@ def _holds_slot(repo: Repository, txid: TxId, slot: tuple[TxId, int]) -> bool:
     return has_committed
 
 
-def remove_closed(repo: Repository, names: Container[tuple[TxId, int]]) -> int:
-    """Remove the files of transactions that have ended. Return the number of removed files.
+def closed_files(repo: Repository, names: Container[tuple[TxId, int]]) -> tuple[dict[str, TxId], set[TxId]]:
+    """Return the files of transactions that have ended, and the open transactions.
 
-    ``names``: durable records in commits/. A rewrite that lost its slot is first revoked. Raises `StorageError`.
+    Revokes rewrites that lost their slot. ``names``: durable records in commits/. Raises `StorageError`.
     """
-    files = [
-        (entry.key, name) for entry in repo.storage.list(PREFIX, known=parse_log) if (name := parse_log(entry.key))
-    ]
-    opened = {txid for _, (txid, _) in files if (txid, 0) not in names}
+    every = ((entry.key, parse_log(entry.key)) for entry in repo.storage.list(PREFIX, known=parse_log))
+    files = {key: name[0] for key, name in every if name is not None}
+    opened = {txid for txid in files.values() if (txid, 0) not in names}
     for txid in sorted(opened):
         one = OpenTransaction(txid, _began(repo, txid), 0)
         if _has_ended(repo, one, names):
             if one.began is not None:
                 end(repo, one, "another record has its slot")
             opened.discard(txid)
-    done = [key for key, (txid, _) in files if txid not in opened]
-    for key in done:
-        repo.storage.delete(key)
-    return len(done)
+    return {key: txid for key, txid in files.items() if txid not in opened}, opened

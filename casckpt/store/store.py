@@ -538,7 +538,8 @@ class Store:
         """
         from casckpt.upkeep.gc.purge import forget_and_purge
 
-        forgotten = forget_and_purge(self.repository, [one.commit for one in checkpoints])
+        chosen = refs.resolve_many(self.repository, map(plain, checkpoints))
+        forgotten = forget_and_purge(self.repository, chosen)
         return [Checkpoint(self.repository, commit) for commit in forgotten]
 
     def rotate(self, run: str, rotation: Rotation, among: Container[str] | None = None) -> list[Checkpoint]:

@@ -23,9 +23,8 @@ def undecided(repo: Repository) -> list[tuple[str, int]]:
 
 
 def untold(repo: Repository) -> list[tuple[str, int]]:
-    """Return (txid, number) of the last record in each log that no announcement mentions."""
+    """Return the commits and restored checkpoints, as (txid, number), that no announcement mentions."""
     told = {(txid, number) for _, some in announcements(repo) for txid, number in some}
-    listed = list_commits(repo).commits
-    return sorted(
-        (txid, one.number) for txid, one in listed.items() if one.last != "revoked" and (txid, one.number) not in told
-    )
+    listed = [one for one in list_commits(repo).commits.values() if one.last != "revoked"]
+    wanted = {(one.txid, 0) for one in listed} | {(one.txid, one.restored) for one in listed if one.last == "restored"}
+    return sorted(wanted - told)

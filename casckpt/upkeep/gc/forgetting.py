@@ -10,6 +10,7 @@ from casckpt.base.parallel import in_parallel
 from casckpt.contents.refs import resolve_forgotten, resolve_many
 from casckpt.errors import CasckptError, Conflict, StorageError
 from casckpt.history import commits
+from casckpt.history.announcements import announce
 from casckpt.history.commits import Commit, CommitList, check_restore, list_commits
 from casckpt.history.tags import delete_tag, tags, tags_of
 from casckpt.repository.reading import check_requirements
@@ -136,10 +137,12 @@ def restore(repo: Repository, plan: RestorePlan) -> RestoreResult:
                 raise
 
     try:
+        announce(repo, [(commit.txid, commit.number + 1) for commit in plan.chosen if commit.is_forgotten])
         for _ in in_parallel(repo.storage.traits.requests, attempt, plan.chosen):
             pass
     except StorageError:
-        pass  # it is in ``failed``
+        if not failed:  # only the announcement failed
+            raise
     except BaseException:  # most likely an interrupt
         log.warning("restored %d of %d: %s", len(restored), len(plan.chosen), ", ".join(map(str, restored.values())))
         raise

@@ -33,14 +33,13 @@ from casckpt.contents import blobs
 from casckpt.contents.signatures import remove_signatures
 from casckpt.errors import Conflict, StorageError, Unsupported
 from casckpt.format import notes, records
-from casckpt.format.keys import parse_log, parse_object, uploader_folder
+from casckpt.format.keys import parse_object, uploader_folder
 from casckpt.format.names import TxId
 from casckpt.format.notes import PausedGc
 from casckpt.history.commits import PREFIX as COMMITS
 from casckpt.history.commits import Commit, CommitList, list_names
 from casckpt.history.tags import remove_old_generations
-from casckpt.history.transactions import PREFIX as TRANSACTIONS
-from casckpt.history.transactions import OpenTransaction, end, has_died, open_transactions, remove_closed
+from casckpt.history.transactions import OpenTransaction, closed_files, end, has_died, open_transactions
 from casckpt.plan.retention import Policy, Thinning
 from casckpt.repository.exclusive import remove_leftovers
 from casckpt.repository.reading import check_requirements
@@ -314,7 +313,7 @@ def preview(repo: Repository, plan: GcPlan, *, thin: ThinResult | None = None) -
         stock = list_unguarded(repo, plan.listed, as_purged=as_purged)
         found, listed = _candidates(repo, stock, as_purged)
         check_recorded(repo, found.sizes, listed.recorded)
-        opened = open_transactions(repo, list_names(repo)) if found.sizes else []
+        opened = open_transactions(repo, listed.names) if found.sizes else []
         return _counted(repo, done, plan, stock, deleted=found.sizes, opened=opened, listed=listed)
 
 
@@ -524,14 +523,13 @@ def _tidy(repo: Repository, stock: Inventory, deleted: Mapping[str, int], refuse
     """
     ended = list_names(repo)
     _settle_records(repo)
-    names = (parse_log(entry.key) for entry in repo.storage.list(TRANSACTIONS, known=parse_log))
-    begun = {name[0] for name in names if name is not None}
-    closed = begun - {one.txid for one in open_transactions(repo, ended)}
+    files, opened = closed_files(repo, ended)
     uploaders = {name.uploader for key in deleted if (name := parse_object(key)) is not None}
-    uploaders |= {*stock.loose, *closed}
+    uploaders |= {*stock.loose, *files.values()}
     steps: tuple[Callable[[], object], ...] = (
-        *(partial(repo.storage.sweep, uploader_folder(uploader)) for uploader in sorted(uploaders - (begun - closed))),
-        partial(remove_closed, repo, ended), partial(remove_old_generations, repo), partial(remove_signatures, repo),
+        *(partial(repo.storage.sweep, uploader_folder(uploader)) for uploader in sorted(uploaders - opened)),
+        *(partial(repo.storage.delete, key) for key in files),
+        partial(remove_old_generations, repo), partial(remove_signatures, repo),
         partial(blobs.remove_marks, repo, deleted), partial(remove_leftovers, repo.storage, repo.clock),
         *(partial(repo.storage.sweep, folder, below=bool(folder)) for folder in _RECORDS),
     )  # fmt: skip

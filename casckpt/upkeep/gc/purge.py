@@ -223,7 +223,8 @@ def plan_retiring(repo: Repository, commits: CommitList, policy: Policy, min_age
             until_then = _end([named[name] for name in names])
             waiting += [_waits(one, "tagged", until=until_then, tags=tuple(names)) for one in ends]
         elif until > now and not all(_is_ruin(repo, one) for one in ends):
-            waiting += [_waits(one, "replaced" if commit.visible else "young", until=time_of(until)) for one in ends]
+            for one in ends:
+                waiting.append(_waits(one, "replaced" if one.is_old_places else "young", until=time_of(until)))
             young += ends
         else:
             purges += ends
@@ -381,19 +382,23 @@ def retire(repo: Repository, plan: GcPlan, done: RetireProgress) -> None:
 
     ended: list[Commit] = []
     logs = [commits[-1] for commits in left.values() if commits[-1].is_old_places or commits[-1].is_forgotten]
-    _each_unless_changed(repo, end, logs, ended, done.refused)
-    after = {commit.txid: commit for commit in ended}
-    done.purged += [after[one.txid].at(one.places) for one in due if one.txid in after]
+    try:
+        _each_unless_changed(repo, end, logs, ended, done.refused)
+    finally:
+        after = {commit.txid: commit for commit in ended}
+        done.purged += [after[one.txid].at(one.places) for one in due if one.txid in after]
 
 
 def forget_and_purge(repo: Repository, commits: Iterable[Commit]) -> list[Commit]:
-    """Forget ``commits``, which are visible, and purge them immediately without a gc. Return the forgotten commits.
+    """Forget ``commits``, as they were just read, and purge them immediately without a gc. Return the forgotten ones.
 
     If the store's settings have a minimum age, a later gc purges them instead. Skips commits that have a tag or are
     not yet safe in the store's mirror. Raises `StorageError`.
     """
     wanted, settings = list(commits), repo.settings
     records.check_requirements(settings, repo.storage.url)
+    tagged = tagged_txids(_tags_now(repo), wanted) if wanted else set()
+    wanted = [commit for commit in wanted if commit.txid not in tagged]
     unsafe = {commit.txid for commit in unmirrored(repo, wanted, settings.mirror)}
     chosen = [commit for commit in wanted if commit.txid not in unsafe]
     return _retire_at_once(repo, settings, chosen, chosen)

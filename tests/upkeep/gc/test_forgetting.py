@@ -24,6 +24,7 @@ def test_forget_changes_nothing_if_one_of_the_named_checkpoints_is_tagged(tmp_pa
     repo = repository(tmp_path)
     made = [commit_bare(repo, "a", step) for step in (1, 2, 3)]
     set_tag(repo, "best", made[1])
+    made = list_commits(repo).live()
     with pytest.raises(Conflict, match=r"a@2 .* by best.*--tagged") as caught:
         plan_forget(repo, ["a@1..3"])
     assert caught.value.checkpoints == (made[1].id,)

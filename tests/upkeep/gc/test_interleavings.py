@@ -6,22 +6,22 @@ The code is the real code; only the order of the storage calls is random. The in
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 import pytest
 
 from casckpt.errors import Revoked
 from casckpt.format.keys import parse_object
-from casckpt.format.names import TxId
 from casckpt.format.sections.blobs import BlobRef
 from casckpt.history import leases, tags, transactions
-from casckpt.history.commits import Commit, CommitList, list_commits
+from casckpt.history.commits import CommitList, list_commits
+from casckpt.history.folding import Holdings
 from casckpt.repository.repository import Repository
 from casckpt.upkeep.gc import gc
 from casckpt.upkeep.gc import purge as retiring
 from tests.support.repositories import put_blob, save
-from tests.upkeep.gc.play import HOUR, ROUNDS, Lost, Play, draw_from_log, draw_known, finish, rewrite_some
+from tests.upkeep.gc.play import HOUR, ROUNDS, Lost, Play, copy_again, draw_from_log, draw_known, finish
 
 pytestmark = pytest.mark.sweep
 HELD_UP = (0.05, 0.2)  # few switches, but a fifth of all changes are late: a bug shows up in about a tenth of the plays
@@ -62,8 +62,8 @@ def holders(play: Play) -> None:
 
 def twins(play: Play) -> None:
     """Commits of a leased checkpoint may be purged as long as one remains."""
-    rewrite_some(play, play.watcher)
-    _, commit = leases.hold(play.watcher, "watcher", list_commits(play.watcher).visible()[0], 9 * HOUR)
+    copy_again(play.watcher)
+    _, commit = leases.hold(play.watcher, "lease-watcher", list_commits(play.watcher).visible()[0], 9 * HOUR)
     play.held["watcher"] = commit.id
     play.repairer("r0")
     play.gc("g0")
@@ -72,7 +72,7 @@ def twins(play: Play) -> None:
 
 
 def two_rewriters(play: Play) -> None:
-    """A checkpoint that is never forgotten is always visible, as exactly one commit."""
+    """A checkpoint that is never forgotten is always visible."""
     play.never_gone = {one.id for one in list_commits(play.watcher).visible()}
     play.repairer("r0")
     play.repairer("r1")
@@ -232,9 +232,11 @@ def test_a_gc_without_a_second_listing_of_tags_loses_leased_checkpoints(
 def test_a_gc_that_counts_forgotten_twins_loses_leased_checkpoints(
     tmp_path: Path, seed: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def with_any_twin(listed: CommitList, commits: Iterable[Commit]) -> set[TxId]:
-        count = Counter(commit.id for commit in listed.live())
-        return {commit.txid for commit in commits if not commit.visible and count[commit.id] > 1}
+    class AnyTwin(retiring._Claims):
+        def __init__(self, named: Mapping[str, tags.Tag], listed: CommitList) -> None:
+            super().__init__(named, listed)
+            count = Counter(commit.id for commit in listed.live())
+            self._seen = Holdings(commit for commit in listed.live() if count[commit.id] > 1)
 
-    monkeypatch.setattr(retiring, "_free", with_any_twin)
+    monkeypatch.setattr(retiring, "_Claims", AnyTwin)
     assert is_lost(tmp_path, seed, twins, quiet=20)

@@ -12,7 +12,6 @@ from casckpt.base.names import run_hash
 from casckpt.contents import blobs, manifests
 from casckpt.errors import StorageError
 from casckpt.format.keys import announcement_key, commit_key
-from casckpt.format.records import Forgotten
 from casckpt.history import commits
 from casckpt.history.announcements import announce, look, read_back
 from casckpt.history.commits import list_commits
@@ -50,21 +49,21 @@ def known(repo: Repository, tmp_path: Path) -> RunCache:
 
 
 def die_before_the_record(repo: Repository) -> commits.Commit:
-    one = commit_bare(repo)
-    repo.storage.inject(fail_before("put", key=f"{commit_key(one.txid)}.1"))  # type: ignore[attr-defined]  # a FaultyStore
+    one = commits.forget(repo, commit_bare(repo))
+    repo.storage.inject(fail_before("put", key=f"{commit_key(one.txid)}.2"))  # type: ignore[attr-defined]  # a FaultyStore
     with pytest.raises(StorageError):
-        commits.forget(repo, one)
+        commits.restore(repo, one)
     return one
 
 
 def test_gc_fills_log_numbers_that_were_announced_long_ago(repo: Repository) -> None:
     one = die_before_the_record(repo)
     settle(repo, HOUR, [])
-    assert list_commits(repo).commits[one.txid].number == 0  # the process that announced it may just be slow
+    assert list_commits(repo).commits[one.txid].number == 1  # the process that announced it may just be slow
     clock(repo).advance(HOUR)
     settle(repo, HOUR, [])
     now = list_commits(repo).commits[one.txid]
-    assert (now.last, now.number) == ("committed", 1)
+    assert (now.last, now.number) == ("forgotten", 2)
     before = {entry.key for entry in repo.storage.list("")}
     settle(repo, 0, [])
     assert {entry.key for entry in repo.storage.list("")} == before
@@ -88,19 +87,19 @@ def test_recovery_does_not_revoke_an_open_save(repo: Repository) -> None:
 def test_a_slow_process_announces_the_next_log_number(repo: Repository) -> None:
     one = die_before_the_record(repo)
     settle(repo, 0, [])
-    assert commits.forget(repo, one).number == 2
+    assert commits.restore(repo, one).number == 3
 
 
 def test_other_processes_can_announce_during_recovery(repo: Repository) -> None:
     """The threads of a process share what it remembers about a run."""
     dead = [die_before_the_record(repo) for _ in range(2)]
     clock(repo).advance(HOUR)
-    repo.storage.inject(call_first("put", meanwhile(lambda: commit_bare(repo, step=7)), key="commits/*.1"))  # type: ignore[attr-defined]  # a FaultyStore
+    repo.storage.inject(call_first("put", meanwhile(lambda: commit_bare(repo, step=7)), key="commits/*.2"))  # type: ignore[attr-defined]  # a FaultyStore
     settle(repo, HOUR, [])
-    assert [list_commits(repo).commits[one.txid].number for one in dead] == [1, 1]
+    assert [list_commits(repo).commits[one.txid].number for one in dead] == [2, 2]
 
 
-def test_gc_announces_records_that_were_not_announced(repo: Repository, tmp_path: Path) -> None:
+def test_gc_announces_commits_that_were_not_announced(repo: Repository, tmp_path: Path) -> None:
     made = [commit_bare(repo, step=step) for step in range(3)]
     commits.forget(repo, made[2])
     for entry in list(repo.storage.list("runs/")):
@@ -110,11 +109,11 @@ def test_gc_announces_records_that_were_not_announced(repo: Repository, tmp_path
     assert {key for key, _ in faults(host, list_commits(host), anew=True)} == {
         commit_key(made[0].txid),
         commit_key(made[1].txid),
-        commit_key(made[2].txid, 1),
+        commit_key(made[2].txid),
     }
     settle(host, HOUR, [])
     assert newest(host, "run", is_visible) == made[1]
-    assert known(repo, tmp_path).announced == {made[0].txid: 0, made[1].txid: 0, made[2].txid: 1}
+    assert known(repo, tmp_path).announced == {one.txid: 0 for one in made}
     assert faults(host, list_commits(host), anew=True) == []
 
 
@@ -151,17 +150,6 @@ def test_damaged_announcements_are_reported(repo: Repository) -> None:
     assert found[0] == key
 
 
-def test_purges_of_one_gc_are_announced_together(repo: Repository, tmp_path: Path) -> None:
-    for step in range(5):
-        save(repo, step=step, texts=[str(step)])
-    for commit in list_commits(repo).live()[:4]:
-        commits.forget(repo, commit)
-    head = known(repo, tmp_path).head
-    collect(repo, min_age=0)
-    records = [record for number, record in known(repo, tmp_path).records.items() if number > head]
-    assert [len(record.announced) for record in records if record is not None] == [4]
-
-
 def test_gc_deletes_the_marks_of_blobs_that_it_deletes(repo: Repository) -> None:
     one, two = (save(repo, step=step, texts=[str(step)]) for step in range(2))
     for commit in (one, two):
@@ -171,12 +159,6 @@ def test_gc_deletes_the_marks_of_blobs_that_it_deletes(repo: Repository) -> None
     commits.forget(repo, one)
     collect(repo, min_age=0)
     assert {entry.key.split("/")[1] for entry in repo.storage.list("damaged/")} == {two.txid}
-
-
-def test_a_manually_created_forgotten_record_is_announced(repo: Repository, tmp_path: Path) -> None:
-    one = commit_bare(repo)
-    commits.append(repo, one, Forgotten)
-    assert known(repo, tmp_path).announced == {one.txid: 1}
 
 
 class Killed(BaseException):

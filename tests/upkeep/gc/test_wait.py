@@ -179,16 +179,6 @@ def test_revoke_after_can_be_an_option_or_a_setting(repo: Repository) -> None:
     assert run_gc(repo, revoke_after=0.0).revoked == (other,)
 
 
-def test_gc_still_waits_for_a_transaction_whose_file_was_removed_manually(repo: Repository) -> None:
-    txid = begin_elsewhere(repo)
-    put_blob(repo, txid, "half")
-    run_gc(repo, wait=0.0)
-    repo.storage.delete(transaction_key(txid))
-    result = run_gc(repo, wait=10.0)
-    assert (result.deleted_blobs, [one.txid for one in result.waiting]) == (0, [txid])
-    assert run_gc(repo, wait=1.0, revoke_after=5.0).revoked == (txid,)
-
-
 def test_gc_waits_for_an_unreadable_transaction(repo: Repository) -> None:
     txid = repo.new_txid("run", 3)
     repo.storage.put(transaction_key(txid), b"torn")
