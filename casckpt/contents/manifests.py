@@ -92,7 +92,7 @@ def readable(repo: Repository, commits: Iterable[Commit]) -> Iterator[tuple[Comm
 def left_out(commit: Commit) -> str | None:
     """Describe which entries thinning dropped, with the rule, time and advice. Return None for a complete checkpoint.
 
-    For a copied or repaired checkpoint, the time is the time of the copy or repair.
+    For a copied checkpoint, the time is the time of the copy.
     """
     if commit.dropped is None:
         return None
