@@ -1528,7 +1528,7 @@ PLANTED = (
                 raise error from None
 """,
         "            raise\n",
-        "tests/history/test_transactions.py tests/upkeep/repair/test_repair.py",
+        "tests/history/test_transactions.py",
     ),
     Planted(
         "any commit with a transaction's id counts as its checkpoint",

@@ -725,10 +725,11 @@ class Store:
         return verify(self.repository, refs=chosen, mode=mode, sample=sample, decode=decode, progress=shown)
 
     def repair(self, *sources: Store | str | os.PathLike[str], progress: Shown | None = None) -> RepairResult:
-        """Restore missing blobs, and blobs that `verify` or a save found to be damaged.
+        """Restore missing and damaged manifests and blobs. Damaged blobs are those that `verify` or a save has marked.
 
-        The bytes come from copies in this store or in ``sources``, which casckpt only reads. ``progress``: called with
-        the number of restored bytes. The result lists what could not be repaired. Raises NotFound and StorageError.
+        Each comes from an intact copy in this store, in this host's cache, or in ``sources``, which casckpt only reads.
+        ``progress``: called with the number of restored bytes. The result lists what could not be repaired. Raises
+        NotFound and StorageError.
         """
         from casckpt.upkeep.repair.repair import repair
 
