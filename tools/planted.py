@@ -510,10 +510,10 @@ PLANTED = (
     ),
     Planted(
         "the clock is read after tags are listed",
-        "list_tags",
-        "    return _read_newest(repo, PREFIX, _newest_entries(repo, PREFIX, listed), since, anew=anew)\n",
-        "    entries = _newest_entries(repo, PREFIX, listed)\n"
-        "    return _read_newest(repo, PREFIX, entries, repo.clock() - slack, anew=anew)\n",
+        "list_tags.read",
+        "        return _read_newest(repo, prefix, _newest_entries(repo, prefix, listed), since, anew=anew)\n",
+        "        entries = _newest_entries(repo, prefix, listed)\n"
+        "        return _read_newest(repo, prefix, entries, repo.clock() - slack, anew=anew)\n",
         "tests/upkeep/gc/test_purge.py",
     ),
     Planted(
@@ -671,32 +671,64 @@ PLANTED = (
     Planted(
         "a late renewal is not checked again",
         "renew",
-        "    if tag.expires is not None and clock() <= tag.expires:",
-        "    if tag.expires is not None:",
+        "    if lease.expires is not None and clock() <= lease.expires:",
+        "    if lease.expires is not None:",
         "tests/history/test_leases.py",
     ),
     Planted(
         "the clock of a renewal is read before its put",
         "renew",
-        "    made = write_generation(repo, tag.name, number + 1, commit, expires=end, unique=tag.unique)\n"
-        "    if tag.expires is not None and clock() <= tag.expires:",
-        "    before = clock()\n"
-        "    made = write_generation(repo, tag.name, number + 1, commit, expires=end, unique=tag.unique)\n"
-        "    if tag.expires is not None and before <= tag.expires:",
+        """    end = _end(clock, seconds)
+    try:
+        made = write_generation(repo, lease.name, lease.generation + 1, commit, expires=end)
+""",
+        """    end, read = _end(clock, seconds), clock()
+    clock = lambda: read
+    try:
+        made = write_generation(repo, lease.name, lease.generation + 1, commit, expires=end)
+""",
+        "tests/history/test_leases.py",
+    ),
+    Planted(
+        "a lease that another process ended is renewed",
+        "renew",
+        "        if lease.name not in found.tags:\n",
+        "        if False:\n",
+        "tests/history/test_leases.py",
+    ),
+    Planted(
+        "the generation that ends a lease is deleted at once",
+        "_is_over",
+        "    return record.txid is None if record.expires is None else record.expires < since\n",
+        "    return record.txid is None or (record.expires is not None and record.expires < since)\n",
+        "tests/history/test_leases.py",
+    ),
+    Planted(
+        "a lease that expired less than an hour ago is deleted",
+        "remove_old_generations",
+        "    since = repo.clock() - FOREIGN_CLOCKS",
+        "    since = repo.clock()",
+        "tests/history/test_leases.py",
+    ),
+    Planted(
+        "a lease of a process that may not delete does not end",
+        "end_lease",
+        "        end_generation(repo, lease.name, lease.generation + 1, lease)\n",
+        "        pass\n",
         "tests/history/test_leases.py",
     ),
     Planted(
         "the newest generation of an expired tag is deleted",
         "remove_old_generations",
-        "        for number in sorted(several[name])[:-1]:",
-        "        for number in sorted(several[name]):",
+        "((PREFIX, 1), (LEASES, 0))",
+        "((PREFIX, 0), (LEASES, 0))",
         "tests/history/test_tags.py",
     ),
     Planted(
         "old generations are deleted while the newest counts",
         "remove_old_generations",
-        "several.keys() - counting.tags.keys() - counting.damaged.keys()",
-        "several.keys() - counting.damaged.keys()",
+        "not isinstance(record, CasckptError) and _is_over(record, since)",
+        "not isinstance(record, CasckptError)",
         "tests/history/test_tags.py",
     ),
     Planted(
@@ -964,13 +996,6 @@ PLANTED = (
         "            if not self.verify or cell_digest(into) == cell.digest:",
         "            if into:",
         "tests/loading/test_frames.py",
-    ),
-    Planted(
-        "a lease takes a name that another process has used since",
-        "hold",
-        "(number != behind or found.tags or found.damaged)",
-        "found.damaged",
-        "tests/history/test_leases.py",
     ),
     Planted(
         "separate ranges of a buffer are copied to a GPU in one copy",

@@ -5,9 +5,9 @@
     casckpt.json                              settings/<N>
     objects/<uploader>/<blake3>.safetensors   objects/<txid>/<id>.manifest
     transactions/<txid>[.N]                   commits/<txid>[.N]
-    tags/<name>/<N>                           damaged/<uploader>/<blake3>/<N>
-    mirrored/<txid>[.N]                       signatures/<id>/<key id>
-    runs/<run hash>/<six digits>/<three digits>
+    tags/<name>/<N>                           leases/<16 hex digits>/<N>
+    damaged/<uploader>/<blake3>/<N>           signatures/<id>/<key id>
+    mirrored/<txid>[.N]                       runs/<run hash>/<six digits>/<three digits>
 """
 
 from __future__ import annotations
@@ -28,11 +28,13 @@ MAX_NUMBER = 999_999_999
 _HEX64 = r"[0-9a-f]{64}"
 _NUMBER = r"(?:0|[1-9][0-9]{0,8})"
 _TAG = r"[a-z0-9][a-z0-9._-]{0,99}"
+_LEASE = r"[0-9a-f]{16}"
 _HEX64_RE = re.compile(_HEX64)
 _TAG_RE = re.compile(_TAG)
+_LEASE_RE = re.compile(f"lease-({_LEASE})")
 _LOG_RE = re.compile(rf"(?:commits|transactions)/({TXID})(?:\.([1-9]\d{{0,8}}))?")
 _OBJECT_RE = re.compile(rf"objects/({TXID})/({_HEX64})\.(safetensors|manifest)")
-_TAG_KEY_RE = re.compile(rf"tags/({_TAG})/({_NUMBER})")
+_TAG_KEY_RE = re.compile(rf"(?:tags/(?!lease-{_LEASE}/)({_TAG})|leases/({_LEASE}))/({_NUMBER})")
 _DAMAGED_RE = re.compile(rf"damaged/({TXID})/({_HEX64})/({_NUMBER})")
 _MIRRORED_RE = re.compile(rf"mirrored/({TXID})(?:\.([1-9][0-9]{{0,8}}))?")
 _SIGNATURE_RE = re.compile(rf"signatures/({_HEX64})/({_HEX64})")
@@ -101,12 +103,17 @@ def check_hash(text: str) -> str:
 
 
 def check_tag(name: str) -> str:
-    """Return ``name`` if it is a valid tag name. Otherwise, raise `InvalidInput`."""
+    """Return ``name`` if it is a valid name of a tag or a lease. Otherwise, raise `InvalidInput`."""
     if type(name) is not str or not _TAG_RE.fullmatch(name):
         raise InvalidInput(
             f"tag {name!r} is not a valid name: use up to 100 of a-z 0-9 . _ -, starting with a letter or digit"
         )
     return name
+
+
+def is_lease(name: str) -> bool:
+    """Return whether ``name`` is the name of a lease, which no tag may have: lease-0123456789abcdef, for example."""
+    return _LEASE_RE.fullmatch(name) is not None
 
 
 def blob_key(uploader: TxId, blob: BlobHash) -> str:
@@ -155,15 +162,21 @@ def parse_log(key: str) -> tuple[TxId, int] | None:
     return (TxId(match[1]), int(match[2] or 0)) if match else None
 
 
+def tag_folder(name: str) -> str:
+    """Return the folder that holds the generations of a tag or a lease."""
+    lease = _LEASE_RE.fullmatch(name)
+    return f"leases/{lease[1]}" if lease else f"tags/{name}"
+
+
 def tag_key(name: str, number: int) -> str:
-    """Return the key of a tag's generation."""
-    return f"tags/{name}/{number}"
+    """Return the key of a generation of a tag or a lease."""
+    return f"{tag_folder(name)}/{number}"
 
 
 def parse_tag(key: str) -> tuple[str, int] | None:
-    """Parse (name, generation) from a key under tags/. Returns None for all other keys."""
+    """Parse (name, generation) from a key under tags/ or leases/. Returns None for all other keys."""
     match = _TAG_KEY_RE.fullmatch(key)
-    return (match[1], int(match[2])) if match else None
+    return (match[1] or f"lease-{match[2]}", int(match[3])) if match else None
 
 
 def damaged_key(uploader: TxId, blob: BlobHash, number: int) -> str:

@@ -365,6 +365,19 @@ class TagRecord(Record, tag="tag", frozen=True, kw_only=True):
     holder: str = ""
 
 
+class LeaseRecord(Record, tag="lease", frozen=True, kw_only=True):
+    """leases/<16 hex digits>/<N>: until ``expires``, the lease names the checkpoint ``manifest``.
+
+    The fields without a value end the lease. Otherwise, they are those of a tag.
+    """
+
+    time: int
+    expires: int
+    txid: TxId | None = None
+    manifest: ManifestId | None = None
+    holder: str = ""
+
+
 class DamageRecord(Record, tag="damage", frozen=True, kw_only=True):
     """damaged/<uploader>/<blob>/<N>: ``state`` is "damaged" or "repaired"."""
 

@@ -1,9 +1,12 @@
-"""Tags that expire, and leases. A lease is an expiring tag with a unique name that its holder renews.
+"""Tags that expire, and leases. A lease has a unique name, and its holder renews it.
 
-A holder first puts the tag, then reads the checkpoint's log and finds the checkpoint visible. A gc reads `forgotten`,
-then its clock, then lists the tags, and then takes the next log number. Therefore, at least one of them sees the
-other's record. Clocks only determine when a tag expires. If a tag expires too early, a reader raises NotFound, and
-nothing else happens.
+A holder first puts the tag or lease, then reads the checkpoint's log and finds the checkpoint visible. A gc reads
+`forgotten`, then its clock, then lists the tags and leases, and then takes the next log number. Therefore, at least one
+of them sees the other's record. Clocks only determine when a tag or lease expires. If it expires too early, a reader
+raises NotFound, and nothing else happens.
+
+A name of a lease is never used again, even by its holder after the lease has expired. Therefore, its generations may be
+deleted: a process that pauses before it deletes one never deletes a later one with the same key.
 """
 
 from __future__ import annotations
@@ -12,78 +15,89 @@ import logging
 import os
 import threading
 import time
-from collections import deque
 from contextlib import suppress
 from types import TracebackType
 from typing import Self
 
 from casckpt.base.units import time_of
 from casckpt.errors import CasckptError, Conflict, InvalidInput, NotFound
-from casckpt.format.keys import check_tag
 from casckpt.history.commits import Commit, CommitList, list_commits, record_tag, refresh
-from casckpt.history.tags import Tag, end_generation, newest_generation, take_back, write_generation
+from casckpt.history.tags import Tag, check_new_tag, end_lease, newest_generation, take_back, write_generation
 from casckpt.repository.reading import check_requirements
 from casckpt.repository.repository import Clock, Repository
-from casckpt.storage.forking import PerProcess
 
 STOP_SECONDS = 30.0
-_KEPT = 256  # the number of names that are kept for each store
-_GENERATIONS = 256  # the maximum per name; after that, leases use a new name, because each lists all generations
 _RENEWALS, _ATTEMPTS = 3, 30  # per lease duration: the renewals, and the attempts after a failure
 
 log = logging.getLogger(__name__)
-_ended = PerProcess[dict[str, deque[tuple[str, int]]]](dict)
-"""The names of leases that this process has ended, with their last generation, by store URL.
-
-Leases reuse these names, because each name permanently leaves a record in the store.
-"""
 
 
 def hold(
-    repo: Repository, name: str, commit: Commit, seconds: float, *, behind: int | None = None,
-    listed: CommitList | None = None,
-) -> tuple[Tag, Commit]:  # fmt: skip
+    repo: Repository, name: str, commit: Commit, seconds: float, *, listed: CommitList | None = None
+) -> tuple[Tag, Commit]:
     """Set tag ``name`` on ``commit`` for ``seconds``. Return the tag, and the checkpoint's visible commit.
 
     Raises `NotFound` if the checkpoint is not visible after the tag is set. In this case, the tag's previous state is
-    restored. Raises `Conflict` if another process moved the tag at this moment, or since generation ``behind``. Raises
-    `InvalidInput` and `StorageError`. ``listed``: as in `list_tags`, for names that a permanent tag may have had.
+    restored. Raises `Conflict` if another process moved the tag at this moment. Raises `InvalidInput` and
+    `StorageError`. ``listed``: as in `list_tags`, for names that a permanent tag may have had.
     """
-    check_tag(name)
+    check_new_tag(name)
+    _check(repo, commit, seconds)
+    number, found = newest_generation(repo, name, listed)
+    tag = write_generation(repo, name, number + 1, commit, expires=_end(repo.clock, seconds))
+    while True:
+        now = _granted(repo, tag, commit, found.tags.get(name))
+        with suppress(Conflict):  # another process has just changed the checkpoint
+            return tag, record_tag(repo, now, name, tag.generation)
+
+
+def take(repo: Repository, commit: Commit, seconds: float, clock: Clock | None = None) -> tuple[Tag, Commit]:
+    """Take a lease on ``commit`` for ``seconds``. Return the lease, and the checkpoint's visible commit.
+
+    ``clock``: instead of the repository's. Raises the errors of `hold`.
+    """
+    _check(repo, commit, seconds)
+    name = f"lease-{repo.entropy(8).hex()}"
+    number, end = 0, _end(clock or repo.clock, seconds)
+    while True:
+        lease = write_generation(repo, name, number, commit, expires=end)
+        now = _granted(repo, lease, commit, None)
+        if now.txid != commit.txid or commit.places.holds(now.places):
+            return lease, now
+        commit, number = now, number + 1  # more entries came back, and the lease must protect them
+
+
+def renew(
+    repo: Repository, lease: Tag, commit: Commit, seconds: float, clock: Clock | None = None
+) -> tuple[Tag, Commit]:
+    """Renew a lease for ``seconds``. ``lease``: as it was last granted. ``clock``: as in `take`.
+
+    If the lease has expired, this takes a new one.
+
+    Raises `Conflict` if another process has ended the lease, and the errors of `hold`.
+    """
+    clock = clock or repo.clock
+    end = _end(clock, seconds)
+    try:
+        made = write_generation(repo, lease.name, lease.generation + 1, commit, expires=end)
+    except Conflict:
+        number, found = newest_generation(repo, lease.name)
+        if lease.name not in found.tags:
+            raise Conflict(f"another process ended {lease.name!r}: create a new lease") from None
+        made = write_generation(repo, lease.name, number + 1, commit, expires=end)  # an earlier response was lost
+    if lease.expires is not None and clock() <= lease.expires:  # it was still valid when the new generation was put
+        return made, commit
+    with suppress(CasckptError):  # it expires
+        end_lease(repo, made)
+    return take(repo, commit, seconds, clock)
+
+
+def _check(repo: Repository, commit: Commit, seconds: float) -> None:
     if not seconds > 0:
         raise InvalidInput("a tag cannot expire immediately: pass a time above 0")
     check_requirements(repo)
     if not commit.visible and not (now := _visible(repo, commit)).visible:  # each tag leaves a record
         raise _not_visible(now)
-    number, found = newest_generation(repo, name, listed)
-    if behind is not None and (number != behind or found.tags or found.damaged):
-        raise Conflict(f"tag {name!r} was moved by another process", key=f"tags/{name}/{number}")
-    tag = write_generation(repo, name, number + 1, commit, expires=_end(repo.clock, seconds))
-    while True:
-        now = _granted(repo, tag, commit, found.tags.get(name))
-        if name.startswith("lease-"):
-            return tag, now
-        with suppress(Conflict):  # another process has just changed the checkpoint
-            return tag, record_tag(repo, now, name, tag.generation)
-
-
-def renew(repo: Repository, tag: Tag, commit: Commit, seconds: float, clock: Clock | None = None) -> tuple[Tag, Commit]:
-    """Renew a lease for ``seconds``. ``tag``: the lease as it was last granted. ``clock``: instead of the repository's.
-
-    A lease that has expired is granted again.
-
-    Raises `Conflict` if another process has ended or moved the lease, and the errors of `hold`.
-    """
-    number, found = newest_generation(repo, tag.name)
-    now = found.tags.get(tag.name)
-    if now is None or now.unique != tag.unique:
-        raise Conflict(f"another process ended or moved {tag.name!r}: create a new lease")
-    clock = clock or repo.clock
-    end = _end(clock, seconds)
-    made = write_generation(repo, tag.name, number + 1, commit, expires=end, unique=tag.unique)
-    if tag.expires is not None and clock() <= tag.expires:  # the old tag was still valid when the new one was set
-        return made, commit
-    return made, _granted(repo, made, commit, None)
 
 
 def _end(clock: Clock, seconds: float) -> int:
@@ -117,17 +131,6 @@ def _not_visible(now: Commit) -> NotFound:
     return NotFound(f"{now} was {now.last}, and only a visible checkpoint can be leased{more}", checkpoints=(now.id,))
 
 
-def _held(repo: Repository, commit: Commit, seconds: float) -> tuple[Tag, Commit]:
-    """Hold a checkpoint.
-
-    Reuse a name whose lease this process has ended, if no other process has used the name since then.
-    """
-    with suppress(KeyError, IndexError, Conflict):
-        name, end = _ended.get()[repo.storage.url].pop()
-        return hold(repo, name, commit, seconds, behind=end)
-    return hold(repo, f"lease-{repo.entropy(8).hex()}", commit, seconds)
-
-
 class Lease:
     """Holds a checkpoint until the ``with`` block ends. Until then, gc keeps its bytes, even if it is forgotten.
 
@@ -141,7 +144,7 @@ class Lease:
         self._pid = os.getpid()
         self._over = threading.Event()
         self._clock = _never_set_back(repo.clock)
-        self._tag, self.commit = _held(repo, commit, seconds)
+        self._tag, self.commit = take(repo, commit, seconds, self._clock)
         self._thread = threading.Thread(target=self._run, name=f"casckpt-{self._tag.name}", daemon=True)
 
     def __enter__(self) -> Self:
@@ -157,12 +160,7 @@ class Lease:
         if was_lost:
             return
         try:
-            number, found = newest_generation(self._repo, self._tag.name)
-            if found.tags.keys() == {self._tag.name} and found.tags[self._tag.name].unique == self._tag.unique:
-                end_generation(self._repo, self._tag.name, number + 1)
-                if number + 1 < _GENERATIONS and not self._thread.is_alive():
-                    ended = _ended.get().setdefault(self._repo.storage.url, deque(maxlen=_KEPT))
-                    ended.append((self._tag.name, number + 1))
+            end_lease(self._repo, self._tag)
         except CasckptError as failure:
             log.warning("casckpt could not end %s; it expires at %s: %s", self._what, self._until, failure)
 

@@ -2,8 +2,10 @@
 
 A generation without a target deletes the tag.
 
-A tag names an id, and protects all commits of that id from gc. A tag may expire (`casckpt.history.leases`). gc honors
-an expired tag for one more hour, because the clocks of other hosts may be behind.
+A tag names an id, and protects all commits of that id from gc. A tag may expire. gc honors an expired tag for one more
+hour, because the clocks of other hosts may be behind.
+
+Leases (`casckpt.history.leases`) are in a folder of their own, but are otherwise read and listed like expiring tags.
 """
 
 from __future__ import annotations
@@ -15,29 +17,31 @@ from collections import defaultdict
 from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from typing import Any
 
-from casckpt.errors import CasckptError, Conflict, Damaged, NotFound, Refused
-from casckpt.format.keys import check_tag, parse_tag, tag_key
+from casckpt.base.parallel import in_parallel
+from casckpt.errors import CasckptError, Conflict, Damaged, InvalidInput, NotFound, Refused, StorageError
+from casckpt.format.keys import check_tag, is_lease, parse_tag, tag_folder, tag_key
 from casckpt.format.names import ManifestId, TxId
-from casckpt.format.records import TagRecord
+from casckpt.format.records import LeaseRecord, TagRecord
 from casckpt.history.commits import Commit, CommitList, list_commits, record_tag, refresh, restore
 from casckpt.repository.reading import Read, check_no_file, check_requirements, key_of, read_records
 from casckpt.repository.repository import Repository
 from casckpt.storage.base import ListedObject
 
-PREFIX = "tags/"
+PREFIX, LEASES = "tags/", "leases/"
 FOREIGN_CLOCKS = 3600 * 10**6
 """The number of microseconds by which another host's clock may be behind the clock of a gc."""
 
 
 @dataclass(frozen=True)
 class Tag:
-    """A movable name. ``generation``: its number in tags/<name>/.
+    """A movable name, or a lease. ``generation``: its number in the folder of the name.
 
     ``txid``, ``manifest``: the transaction of the places on which it was set, and the id of the checkpoint.
 
     ``expires``: the last microsecond at which it is valid. None if it never expires. ``holder``: the host:pid of the
-    process that set it. ``unique``: a string that is the same in all generations of a lease.
+    process that set it.
     """
 
     name: str
@@ -46,12 +50,11 @@ class Tag:
     manifest: ManifestId
     expires: int | None = None
     holder: str = ""
-    unique: str = ""
 
 
 @dataclass(frozen=True)
 class TagList:
-    """All tags, and the error for each tag whose newest record cannot be read."""
+    """All tags and leases, and the error for each one whose newest record cannot be read."""
 
     tags: Mapping[str, Tag]
     damaged: Mapping[str, CasckptError]
@@ -65,18 +68,25 @@ class TagList:
 
 
 def list_tags(repo: Repository, *, anew: bool = False, slack: int = 0, listed: CommitList | None = None) -> TagList:
-    """Return all tags, with one LIST. A damaged record affects only its own tag. Raises `StorageError`.
+    """Return all tags and leases, by name. A damaged record affects only its own tag. Raises `StorageError`.
+
+    Whoever looks for what prevents a purge calls this or `tags`, so that no process overlooks leases.
 
     ``anew``: read every record, even if it is in the catalogue. ``slack``: the number of microseconds for which
     expired tags still count. ``listed``: an earlier listing. A tag that it records but tags/ lacks counts as damaged.
     """
     # taken before the listing, because a listing may miss tags that are set or renewed while it runs
     since = repo.clock() - slack
-    return _read_newest(repo, PREFIX, _newest_entries(repo, PREFIX, listed), since, anew=anew)
+
+    def read(prefix: str) -> TagList:
+        return _read_newest(repo, prefix, _newest_entries(repo, prefix, listed), since, anew=anew)
+
+    named, leased = in_parallel(repo.storage.traits.requests, read, (PREFIX, LEASES))
+    return TagList(dict(sorted({**named.tags, **leased.tags}.items())), {**named.damaged, **leased.damaged})
 
 
 def tags(repo: Repository, *, anew: bool = False, slack: int = 0, listed: CommitList | None = None) -> dict[str, Tag]:
-    """Return all tags, sorted by name. For the arguments, see `list_tags`.
+    """Return all tags and leases, sorted by name. For the arguments, see `list_tags`.
 
     Raises `Damaged` or `Refused` if a tag cannot be read, because such a tag protects an unknown checkpoint from gc
     and policies. Raises `StorageError`.
@@ -88,7 +98,7 @@ def tags(repo: Repository, *, anew: bool = False, slack: int = 0, listed: Commit
 
 def get_tag(repo: Repository, name: str) -> Tag | None:
     """Read a tag. Return None if it does not exist. Raises `InvalidInput`, `Damaged`, `Refused`, and `StorageError`."""
-    prefix = f"{PREFIX}{check_tag(name)}/"
+    prefix = f"{tag_folder(check_tag(name))}/"
     listed = _read_newest(repo, prefix, _newest_entries(repo, prefix), repo.clock())
     listed.raise_damage()
     return listed.tags.get(name)
@@ -103,7 +113,7 @@ def set_tag(repo: Repository, name: str, commit: Commit) -> Tag:
     Raises `InvalidInput` for an invalid name. Raises `Conflict` if the checkpoint was purged, if it is forgotten and
     cannot be restored, or if another process moved the tag at this moment. Raises `StorageError`.
     """
-    check_tag(name)
+    check_new_tag(name)
     if not commit.live:
         raise Conflict(f"{commit} was {commit.last}, so it cannot be tagged", checkpoints=(commit.committed.manifest,))
     check_requirements(repo)
@@ -136,8 +146,14 @@ def _lacks(now: Commit, commit: Commit) -> bool:
     return commit.places in now.existing and not now.places.holds(commit.places)
 
 
+def check_new_tag(name: str) -> None:
+    """Raise `InvalidInput` if a tag may not have this name."""
+    if is_lease(check_tag(name)):
+        raise InvalidInput(f"tag {name!r} is not a valid name, because leases have such names: choose a different one")
+
+
 def delete_tag(repo: Repository, name: str) -> None:
-    """Delete a tag, even if it is unreadable.
+    """Delete a tag or end a lease, even if it is unreadable. The holder of a lease notices this when it renews it.
 
     Raises `NotFound` if it does not exist, and `Conflict` if another process moved it at this moment.
     """
@@ -146,7 +162,7 @@ def delete_tag(repo: Repository, name: str) -> None:
     number, found = newest_generation(repo, name, list_commits(repo))
     if name not in found.tags and name not in found.damaged:
         raise no_tag(repo, name)
-    end_generation(repo, name, number + 1)
+    end_generation(repo, name, number + 1, found.tags.get(name))
 
 
 def tags_of(found: Mapping[str, Tag], id: ManifestId) -> list[str]:
@@ -188,19 +204,35 @@ def _read_newest(
     repo: Repository, prefix: str, newest: Mapping[str, tuple[int, ListedObject]], since: int, *, anew: bool = False
 ) -> TagList:
     """Read the newest records. ``since``: omit tags that expire before this time."""
-    fetched = read_records(repo, prefix, [entry for _, entry in newest.values()], lambda _: TagRecord, anew=anew)
     tags: dict[str, Tag] = {}
     damaged: dict[str, CasckptError] = {}
-    for name in sorted(newest):
-        number, entry = newest[name]
-        if isinstance(fetched[entry.key], NotFound) and _is_gone(repo, entry):
-            continue  # it was deleted after the listing, so it had expired
-        record = _checked(fetched[entry.key], name, entry.key)
+    for name, record in _newest_records(repo, prefix, newest, anew=anew).items():
         if isinstance(record, CasckptError):
             damaged[name] = record
-        elif (tag := _tag(number, record)) is not None and (tag.expires is None or tag.expires >= since):
+        elif (tag := _tag(name, newest[name][0], record)) is not None and not _is_over(record, since):
             tags[name] = tag
     return TagList(tags, damaged)
+
+
+def _newest_records(
+    repo: Repository, prefix: str, newest: Mapping[str, tuple[int, ListedObject]], *, anew: bool = False
+) -> dict[str, Read]:
+    """Return the newest record of each tag, or the error raised while reading it, sorted by name."""
+    of_leases = prefix.startswith(LEASES)
+    kind = LeaseRecord if of_leases else TagRecord
+    entries = [entry for _, entry in newest.values()]
+    fetched = read_records(repo, prefix, entries, lambda _: kind, anew=anew, lasting=not of_leases)
+    found = {}
+    for name, (_, entry) in sorted(newest.items()):
+        if isinstance(fetched[entry.key], NotFound) and _is_gone(repo, entry):
+            continue  # it was deleted after the listing, so it was over
+        found[name] = _checked(fetched[entry.key], name, entry.key)
+    return found
+
+
+def _is_over(record: TagRecord | LeaseRecord, since: int) -> bool:
+    """Return whether a record deletes its tag, or expired before ``since``. A record that ends a lease also expires."""
+    return record.txid is None if record.expires is None else record.expires < since
 
 
 def _is_gone(repo: Repository, entry: ListedObject) -> bool:
@@ -219,6 +251,8 @@ def _generations(
     repo: Repository, prefix: str, listed: CommitList | None = None, *, again: bool = True
 ) -> dict[str, dict[int, ListedObject]]:
     """Return all generations of each tag, by name and number. Include the highest one that `_seen` returns.
+
+    A lease has no such generation: its generations are deleted, and no listing records them.
 
     ``again``: if that one is missing, list again. A listing may miss both a new generation and an old one that was
     deleted because of it.
@@ -261,78 +295,99 @@ def newest_generation(repo: Repository, name: str, listed: CommitList | None = N
 
     ``listed``: as in `list_tags`.
     """
-    folder = f"{PREFIX}{name}/"
+    folder = f"{tag_folder(name)}/"
     newest = _newest_entries(repo, folder, listed)
     return newest.get(name, (-1, None))[0], _read_newest(repo, folder, newest, 0)
 
 
-def write_generation(
-    repo: Repository, name: str, number: int, commit: Commit, *, expires: int | None = None, unique: str = ""
-) -> Tag:
+def write_generation(repo: Repository, name: str, number: int, commit: Commit, *, expires: int | None = None) -> Tag:
     """Create a generation that names ``commit``, and return the tag. Raises `Conflict` if the number is taken."""
     holder = f"{socket.gethostname()}:{os.getpid()}"
-    tag = Tag(name, number, commit.places.txid, commit.id, expires, holder, unique or repo.entropy(8).hex())
+    tag = Tag(name, number, commit.places.txid, commit.id, expires, holder)
     _put(repo, tag)
     return tag
 
 
-def end_generation(repo: Repository, name: str, number: int) -> None:
-    """Create a generation that deletes the tag. Raises `Conflict` if the number is taken."""
-    _create(repo, number, TagRecord(name=name, time=repo.clock(), unique=repo.entropy(8).hex()))
+def end_generation(repo: Repository, name: str, number: int, before: Tag | None = None) -> None:
+    """Create a generation that deletes the tag or ends the lease. Raises `Conflict` if the number is taken.
+
+    ``before``: the lease, if it can be read. Until it would have expired, its holder's next renewal finds its number
+    taken.
+    """
+    expires = before.expires if before else repo.clock()
+    _create(repo, name, number, expires=expires if is_lease(name) else None)
+
+
+def end_lease(repo: Repository, lease: Tag) -> None:
+    """Delete the generations of a lease that this process holds. If it may not, create one that ends the lease.
+
+    Raises `Conflict` if another process has ended it, and `StorageError`.
+    """
+    try:
+        for number in range(lease.generation + 1):  # the newest last, so that no older one counts again
+            repo.storage.delete(tag_key(lease.name, number))
+        repo.storage.sweep(tag_folder(lease.name))
+    except StorageError:
+        end_generation(repo, lease.name, lease.generation + 1, lease)
 
 
 def take_back(repo: Repository, tag: Tag, before: Tag | None) -> None:
     """Undo a generation: reset the tag to its state ``before``, unless another process has moved it in the meantime."""
     number = tag.generation + 1
     with suppress(Conflict):
-        if before is None:
+        if is_lease(tag.name):
+            end_lease(repo, tag)
+        elif before is None:
             end_generation(repo, tag.name, number)
         else:
             _put(repo, replace(before, generation=number))
 
 
 def remove_old_generations(repo: Repository) -> None:
-    """Delete all but the newest generation of each tag that is deleted or has expired. The newest is kept permanently.
+    """Delete all generations of each lease that is over, and all but the newest of each deleted or expired tag.
 
-    Otherwise, its number would be reused, and a gc that paused in the meantime would delete the new generation. A tag
-    that still counts keeps its old generations, because a listing may miss a generation that is put while it runs.
-    Raises `StorageError`.
+    The newest generation of a tag is kept permanently. Otherwise, its number would be reused, and a gc that paused in
+    the meantime would delete the new generation. What still counts keeps its old generations, because a listing may
+    miss a generation that is put while it runs. A lease that another process has ended is not over before it expires,
+    because its holder may renew it until then. Raises `StorageError`.
     """
-    since = repo.clock() - FOREIGN_CLOCKS
-    several = {name: numbers for name, numbers in _generations(repo, PREFIX).items() if len(numbers) > 1}
-    counting = _read_newest(repo, PREFIX, {name: max(numbers.items()) for name, numbers in several.items()}, since)
-    for name in several.keys() - counting.tags.keys() - counting.damaged.keys():
-        for number in sorted(several[name])[:-1]:
-            repo.storage.delete(tag_key(name, number))
+    since = repo.clock() - FOREIGN_CLOCKS  # before the listing, so that no renewal that it misses is on time
+    for prefix, kept in ((PREFIX, 1), (LEASES, 0)):
+        several = {name: numbers for name, numbers in _generations(repo, prefix).items() if len(numbers) > kept}
+        newest = {name: max(numbers.items()) for name, numbers in several.items()}
+        for name, record in _newest_records(repo, prefix, newest).items():
+            if not isinstance(record, CasckptError) and _is_over(record, since):
+                for number in sorted(several[name])[: len(several[name]) - kept]:
+                    repo.storage.delete(tag_key(name, number))
 
 
 def _put(repo: Repository, tag: Tag) -> None:
-    record = TagRecord(
-        name=tag.name, time=repo.clock(), unique=tag.unique, txid=tag.txid, manifest=tag.manifest, expires=tag.expires,
-        holder=tag.holder,
-    )  # fmt: skip
-    _create(repo, tag.generation, record)
+    named = {"txid": tag.txid, "manifest": tag.manifest, "holder": tag.holder}
+    _create(repo, tag.name, tag.generation, expires=tag.expires, **named)
 
 
-def _create(repo: Repository, number: int, record: TagRecord) -> None:
+def _create(repo: Repository, name: str, number: int, **fields: Any) -> None:
+    fields["time"] = repo.clock()
+    if not is_lease(name):
+        fields |= {"name": name, "unique": repo.entropy(8).hex()}
     try:
-        repo.put_record(tag_key(record.name, number), record)
+        repo.put_record(tag_key(name, number), (LeaseRecord if is_lease(name) else TagRecord)(**fields))
     except Conflict as error:
-        message = f"another process has just moved tag {record.name!r}: check the tag, and try again"
+        message = f"another process has just moved tag {name!r}: check the tag, and try again"
         raise Conflict(message, key=error.key) from error
 
 
-def _tag(number: int, record: TagRecord) -> Tag | None:
-    """Return the tag of a record. Return None for a record that deletes the tag."""
+def _tag(name: str, number: int, record: TagRecord | LeaseRecord) -> Tag | None:
+    """Return the tag or lease of a record. Return None for a record that deletes the tag or ends the lease."""
     if record.txid is None or record.manifest is None:
         return None
-    return Tag(record.name, number, record.txid, record.manifest, record.expires, record.holder, record.unique)
+    return Tag(name, number, record.txid, record.manifest, record.expires, record.holder)
 
 
 def _checked(record: Read, name: str, key: str) -> Read:
     if isinstance(record, NotFound):
         message = f"{key} is missing, although it was set. If tags/ was moved, or left out of a copy, restore it"
         return Damaged(message, key=key)
-    if isinstance(record, CasckptError) or record.name == name:
+    if isinstance(record, CasckptError | LeaseRecord) or record.name == name:
         return record
     return Refused(f"{key} is not valid: it holds a record of tag {record.name[:100]!r}", key=key)

@@ -24,13 +24,14 @@ _BELOW = ("/0", f"/{'0' * 64}/0")
 
 
 def read_records(
-    repo: Repository, prefix: str, entries: Iterable[ListedObject], kind_of: Callable[[str], Any], *, anew: bool = False
-) -> dict[str, Read]:
+    repo: Repository, prefix: str, entries: Iterable[ListedObject], kind_of: Callable[[str], Any], *,
+    anew: bool = False, lasting: bool = True,
+) -> dict[str, Read]:  # fmt: skip
     """Return the record or the error for each listed key under ``prefix`` ("commits/").
 
     A record is read only once, unless the listing shows a different size or version than this process or the catalogue
     has. In that case, the store was restored from a copy and has changed since. ``anew``: reread all records, to check
-    that they are intact.
+    that they are intact. ``lasting``: whether the catalogue keeps them, although a record may soon be deleted.
 
     Raises `StorageError`, and `NotFound` if there is no store.
     """
@@ -40,7 +41,7 @@ def read_records(
     rest = [entry for entry in entries if held.get(entry.key) is None]
     if not rest:
         return held
-    known = {} if anew else repo.catalogue.records(prefix, min(entry.key for entry in rest))
+    known = {} if anew or not lasting else repo.catalogue.records(prefix, min(entry.key for entry in rest))
     rows = {entry.key: row_of(entry) for entry in rest}
     hits = {entry.key: data for entry in rest if len(data := known.get(rows[entry.key], b"")) == entry.size > 0}
     misses = [entry.key for entry in rest if entry.key not in hits]
@@ -53,7 +54,7 @@ def read_records(
     for entry in rest:
         if entry.key in whole:
             repo.records.add(replace(entry, size=len(whole[entry.key])), decoded[entry.key])
-    if new := {rows[key]: data for key, data in whole.items() if key in fresh}:
+    if lasting and (new := {rows[key]: data for key, data in whole.items() if key in fresh}):
         repo.catalogue.add_records(new)
     return held | decoded
 

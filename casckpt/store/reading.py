@@ -60,7 +60,7 @@ def resolve_held(repo: Repository, ref: str | Checkpoint, held: ExitStack) -> Co
     try:
         commit = held.enter_context(lease(repo, ref, AN_HOUR)).commit
     except (StorageError, Unsupported) as error:
-        more = "A lease is a small record in tags/: if you cannot write there, load without lease=True"
+        more = "A lease is a small record in leases/: if you cannot write there, load without lease=True"
         raise type(error)(f"{error}. {more}", **error.__dict__) from error
     return _trusted(repo, commit)
 

@@ -481,7 +481,7 @@ class Store:
     def lease(self, ref: str | Checkpoint, *, expires: Duration = "1h") -> Iterator[Checkpoint]:
         """Hold a checkpoint inside a with block: gc keeps all its objects, even if it is forgotten in the meantime.
 
-        A lease is a tag with a unique name that expires ``expires`` from now. A thread renews it until the block ends.
+        A lease has a unique name, and expires ``expires`` from now. A thread renews it until the block ends.
         If the process is killed, the lease expires. casckpt logs and retries a failed renewal, and logs a lost lease
         as an error. Raises NotFound if the checkpoint is not visible.
         """

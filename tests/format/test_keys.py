@@ -53,6 +53,9 @@ def test_keys_are_parsed_into_the_values_that_they_were_built_from(txid: TxId, n
     assert keys.parse_log(keys.commit_key(txid, number)) == (txid, number)
     assert keys.parse_log(keys.transaction_key(txid, number)) == (txid, number)
     assert keys.parse_tag(keys.tag_key("best", number)) == ("best", number)
+    assert keys.tag_key("lease-0123456789abcdef", number) == f"leases/0123456789abcdef/{number}"
+    assert keys.parse_tag(f"leases/0123456789abcdef/{number}") == ("lease-0123456789abcdef", number)
+    assert keys.parse_tag(f"tags/lease-0123456789abcdef/{number}") is None
     assert keys.parse_damaged(keys.damaged_key(txid, BlobHash(HASH), number)) == (txid, HASH, number)
     assert keys.parse_settings(keys.settings_key(number)) == number
     assert keys.parse_mirrored(keys.mirrored_key(txid, number)) == (txid, number)

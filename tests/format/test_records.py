@@ -24,6 +24,7 @@ from casckpt.format.records import (
     Forgotten,
     Kept,
     LaterRecord,
+    LeaseRecord,
     Marker,
     Process,
     Purged,
@@ -75,7 +76,9 @@ EXAMPLES: list[Record] = [
     Kept(txid=TXID, time=1),
     Announced(time=1, announced=[(TXID, 0), (TXID, 2)], seen=-1),
     TagRecord(name="best", time=1, unique="u", txid=TXID, manifest=ManifestId(HASH)),
-    TagRecord(name="lease-1", time=1, unique="u", txid=TXID, manifest=ManifestId(HASH), expires=2, holder="h:1"),
+    TagRecord(name="eval", time=1, unique="u", txid=TXID, manifest=ManifestId(HASH), expires=2, holder="h:1"),
+    LeaseRecord(time=1, expires=2, txid=TXID, manifest=ManifestId(HASH), holder="h:1"),
+    LeaseRecord(time=1, expires=2),
     DamageRecord(uploader=TXID, blob=BlobHash(HASH), state="damaged", time=1, why="x", unique="u"),
 ]
 

@@ -329,7 +329,7 @@ def test_a_checkpoint_that_cannot_be_leased_can_be_loaded_without_hold(
     faulty = FaultyStore(LocalStore(tmp_path / "store"))
     store = Store(Repository(faulty, tmp_path / "cache"))
     store.save(weights, run="a", step=1)
-    faulty.inject(fail_before("put", key="tags/*", times=99))
+    faulty.inject(fail_before("put", key="leases/*", times=99))
     state = {key: torch.zeros_like(value) for key, value in weights.items()}
     with messages.error(StorageError) as advice:
         store.load(state, "a@1", lease=True)

@@ -1,4 +1,5 @@
-"""Expiring tags are granted only if their checkpoint is visible afterward. They are renewed in time, and end."""
+"""Expiring tags and leases are granted only if their checkpoint is visible afterward. Leases are renewed in time, and
+end."""
 
 from __future__ import annotations
 
@@ -8,12 +9,14 @@ from collections.abc import Callable
 
 import pytest
 
-from casckpt.errors import Conflict, InvalidInput, NotFound, StorageError
+from casckpt.errors import Conflict, Damaged, InvalidInput, NotFound, StorageError
+from casckpt.format.keys import tag_folder
 from casckpt.history.commits import Commit, forget, list_commits, purge, restore
-from casckpt.history.leases import Lease, hold, renew
+from casckpt.history.leases import Lease, hold, renew, take
 from casckpt.history.tags import (
     FOREIGN_CLOCKS,
     delete_tag,
+    end_lease,
     get_tag,
     list_tags,
     remove_old_generations,
@@ -22,7 +25,7 @@ from casckpt.history.tags import (
 )
 from casckpt.repository.repository import Repository
 from tests.support.faulty import FaultyStore, call_first, fail_after, fail_before
-from tests.support.gcs import ticking
+from tests.support.gcs import keys, ticking
 from tests.support.repositories import commit_bare, meanwhile
 
 HOUR = 3600.0
@@ -33,13 +36,13 @@ def advance(repo: Repository, seconds: float) -> None:
 
 
 def generations(repo: Repository, name: str) -> int:
-    return len(list(repo.storage.list(f"tags/{name}/")))
+    return len(list(repo.storage.list(f"{tag_folder(name)}/")))
 
 
 def test_a_tag_with_a_duration_expires(repo: Repository) -> None:
     commit = commit_bare(repo)
     tag, held = hold(repo, "eval", commit, HOUR)
-    assert held == commit
+    assert held.places == commit.places
     assert tag.expires is not None
     assert abs(tag.expires - repo.clock() - HOUR * 1e6) < 1e6
     assert get_tag(repo, "eval") == tag
@@ -69,6 +72,16 @@ def test_a_tag_without_a_duration_is_rejected(repo: Repository, seconds: float) 
         hold(repo, "eval", commit_bare(repo), seconds)
     with pytest.raises(InvalidInput, match="not a valid name"):
         hold(repo, "Eval", commit_bare(repo), HOUR)
+
+
+def test_a_tag_cannot_have_a_name_such_as_leases_have(repo: Repository) -> None:
+    commit = commit_bare(repo)
+    for set_it in (lambda name: hold(repo, name, commit, HOUR), lambda name: set_tag(repo, name, commit)):
+        with pytest.raises(InvalidInput, match="leases have such names"):
+            set_it("lease-0123456789abcdef")
+        set_it("lease-1")
+    repo.storage.put("tags/lease-0123456789abcdef/0", repo.storage.get("tags/lease-1/0", limit=1 << 20))
+    assert list(tags(repo)) == ["lease-1"]
 
 
 # grants
@@ -116,7 +129,7 @@ def test_an_expiring_tag_is_granted_if_its_checkpoint_is_restored_in_time(
 def test_a_tag_is_granted_if_a_different_commit_of_the_id_is_visible(repo: Repository) -> None:
     old = commit_bare(repo, "a", 1)
     again = commit_bare(repo, "a", 1, manifest=old.id)
-    assert hold(repo, "eval", purge(repo, forget(repo, old)), HOUR)[1] == again
+    assert hold(repo, "eval", purge(repo, forget(repo, old)), HOUR)[1].txid == again.txid
 
 
 def test_a_lease_that_is_not_granted_does_not_undo_a_later_move_of_its_tag(
@@ -134,53 +147,103 @@ def test_a_lease_that_is_not_granted_does_not_undo_a_later_move_of_its_tag(
 
 
 def test_a_timely_renewal_does_not_read_the_log(repo: Repository) -> None:
-    tag, commit = hold(repo, "eval", commit_bare(repo), HOUR)
+    lease, commit = take(repo, commit_bare(repo), HOUR)
     forget(repo, commit)  # this does not end a lease
     advance(repo, HOUR / 2)
-    made, _ = renew(repo, tag, commit, HOUR)
-    assert (made.generation, made.unique) == (1, tag.unique)
+    made, _ = renew(repo, lease, commit, HOUR)
+    assert (made.name, made.generation) == (lease.name, 1)
     assert made.expires is not None
-    assert tag.expires is not None
-    assert made.expires - tag.expires > HOUR * 4e5
-    assert get_tag(repo, "eval") == made
+    assert lease.expires is not None
+    assert made.expires - lease.expires > HOUR * 4e5
+    assert get_tag(repo, lease.name) == made
 
 
 @pytest.mark.parametrize("visible", [False, True])
-def test_a_late_renewal_succeeds_only_if_its_checkpoint_is_still_visible(
+def test_a_late_renewal_takes_a_new_lease_if_its_checkpoint_is_still_visible(
     repo: Repository, faults: FaultyStore, visible: bool
 ) -> None:
     """The clock is read after the renewal is stored, because the network may have delayed the put."""
-    tag, commit = hold(repo, "eval", commit_bare(repo), HOUR)
+    lease, commit = take(repo, commit_bare(repo), HOUR)
     if not visible:
         forget(repo, commit)
-    faults.inject(call_first("put", meanwhile(lambda: advance(repo, HOUR)), key="tags/eval/1"))
+    faults.inject(call_first("put", meanwhile(lambda: advance(repo, HOUR)), key="leases/*/1"))
     if visible:
-        assert renew(repo, tag, commit, HOUR)[0].generation == 1
+        made, _ = renew(repo, lease, commit, HOUR)
+        assert made.name != lease.name, "a gc may be about to delete the generations of the old one"
+        assert list(tags(repo)) == [made.name]
         return
     with pytest.raises(NotFound, match="forgotten"):
-        renew(repo, tag, commit, HOUR)
+        renew(repo, lease, commit, HOUR)
+    assert keys(repo, "leases/") == set()
+
+
+def test_a_lease_that_a_different_process_ended_is_not_renewed_even_after_a_gc(repo: Repository) -> None:
+    lease, commit = take(repo, commit_bare(repo), HOUR)
+    delete_tag(repo, lease.name)
     assert tags(repo) == {}
-
-
-@pytest.mark.parametrize("ended", [False, True])
-def test_a_lease_that_a_different_process_ended_or_moved_is_not_renewed(repo: Repository, ended: bool) -> None:
-    tag, commit = hold(repo, "eval", commit_bare(repo, "a", 1), HOUR)
-    if ended:
-        delete_tag(repo, "eval")
-    else:
-        set_tag(repo, "eval", commit_bare(repo, "a", 2))
-    with pytest.raises(Conflict, match="another process ended or moved"):
-        renew(repo, tag, commit, HOUR)
-    assert generations(repo, "eval") == 2
+    with pytest.raises(NotFound, match="there is no tag"):
+        delete_tag(repo, lease.name)
+    for _ in range(2):
+        with pytest.raises(Conflict, match="another process ended"):
+            renew(repo, lease, commit, HOUR)
+        remove_old_generations(repo)
+    advance(repo, 2 * HOUR + 1)
+    remove_old_generations(repo)
+    assert keys(repo, "leases/") == set()
 
 
 def test_a_renewal_whose_response_was_lost_does_not_prevent_the_next_one(repo: Repository, faults: FaultyStore) -> None:
-    tag, commit = hold(repo, "eval", commit_bare(repo), HOUR)
-    faults.inject(fail_after("put", key="tags/eval/1"), fail_before("get", key="tags/eval/1", times=2))
+    lease, commit = take(repo, commit_bare(repo), HOUR)
+    faults.inject(fail_after("put", key="leases/*/1"), fail_before("get", key="leases/*/1", times=2))
     with pytest.raises(StorageError):
-        renew(repo, tag, commit, HOUR)
+        renew(repo, lease, commit, HOUR)
     faults.heal()
-    assert renew(repo, tag, commit, HOUR)[0].generation == 2
+    assert renew(repo, lease, commit, HOUR)[0].generation == 2
+
+
+# generations of leases that are over
+
+
+def test_gc_deletes_a_lease_an_hour_after_it_expired(repo: Repository) -> None:
+    lease, commit = take(repo, commit_bare(repo), HOUR)
+    advance(repo, HOUR / 2)
+    renew(repo, lease, commit, HOUR)
+    advance(repo, 2 * HOUR - 1)
+    remove_old_generations(repo)
+    assert generations(repo, lease.name) == 2, "the first one too, because a listing may lack the second one"
+    advance(repo, 2)
+    remove_old_generations(repo)
+    assert keys(repo, "leases/") == set()
+
+
+def test_gc_reads_the_clock_before_it_lists_leases(repo: Repository, faults: FaultyStore) -> None:
+    """The listing may lack a renewal that was on time."""
+    lease, _ = take(repo, commit_bare(repo), HOUR)
+    advance(repo, 2 * HOUR - 1)
+    faults.inject(call_first("list", meanwhile(lambda: advance(repo, 2)), key="leases/"))
+    remove_old_generations(repo)
+    assert generations(repo, lease.name) == 1
+
+
+def test_a_damaged_lease_counts_until_it_is_ended(repo: Repository) -> None:
+    lease, _ = take(repo, commit_bare(repo), HOUR)
+    (key,) = keys(repo, "leases/")
+    repo.storage.replace(key, b"torn")
+    advance(repo, 3 * HOUR)
+    remove_old_generations(repo)
+    with pytest.raises(Damaged, match=f"--delete {lease.name}"):
+        tags(repo)
+    delete_tag(repo, lease.name)
+    assert tags(repo) == {}
+    advance(repo, HOUR + 1)
+    remove_old_generations(repo)
+    assert keys(repo, "leases/") == set()
+
+
+def test_a_lease_that_ends_after_it_was_listed_does_not_count(repo: Repository, faults: FaultyStore) -> None:
+    lease, _ = take(repo, commit_bare(repo), HOUR)
+    faults.inject(call_first("get", meanwhile(lambda: end_lease(repo, lease)), key="leases/*"))
+    assert tags(repo.fresh()) == {}
 
 
 # leases
@@ -199,94 +262,67 @@ def test_a_lease_has_a_unique_name_and_ends_when_its_block_ends(repo: Repository
     assert not [thread for thread in threading.enumerate() if thread.name.startswith("casckpt-lease")]
 
 
-def names(repo: Repository) -> set[str]:
-    return {entry.key.split("/")[1] for entry in repo.storage.list("tags/")}
-
-
-def test_successive_leases_leave_a_single_record_behind(repo: Repository) -> None:
-    commits = [commit_bare(repo, "a", step) for step in (1, 2)]
+def test_successive_leases_have_different_names_and_leave_nothing_behind(repo: Repository) -> None:
+    commits, seen = [commit_bare(repo, "a", step) for step in (1, 2)], set[str]()
     for _ in range(5):
         for commit in commits:
             with Lease(repo, commit, HOUR) as lease:
                 lease.renew()
                 assert [tag.txid for tag in tags(repo).values()] == [commit.txid]
-            assert tags(repo) == {}
-    with Lease(repo, commits[0], HOUR), Lease(repo, commits[1], HOUR):
-        assert {tag.txid for tag in tags(repo).values()} == {commit.txid for commit in commits}
-    assert len(names(repo)) == 2
-    remove_old_generations(repo)
-    assert len(list(repo.storage.list("tags/"))) == 2
+                seen |= tags(repo).keys()
+    assert len(seen) == 10
+    assert keys(repo, "leases/") == keys(repo, "tags/") == set()
 
 
-def test_a_lease_name_ended_by_a_different_process_is_not_reused(
-    repo: Repository, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    commit = commit_bare(repo)
-    with Lease(repo, commit, HOUR):
-        pass
-    monkeypatch.setattr("casckpt.storage.forking.os.getpid", lambda: -1)
-    with Lease(repo, commit, HOUR):
-        pass
-    assert len(names(repo)) == 2
+def test_a_lease_lists_only_the_settings_and_needs_few_requests(repo: Repository, faults: FaultyStore) -> None:
+    commit, calls = commit_bare(repo), list[str]()
 
+    def made() -> list[str]:
+        new = [f"{call.method} {call.key.split('/')[0]}" for call in faults.calls[len(calls) :]]
+        calls.extend(new)
+        return new
 
-def test_the_name_of_a_lease_that_did_not_end_is_not_reused(repo: Repository, faults: FaultyStore) -> None:
-    commit = commit_bare(repo)
-    faults.inject(fail_before("put", key="tags/*/1"))
-    with Lease(repo, commit, HOUR):
-        pass
+    made()
     with Lease(repo, commit, HOUR) as lease:
-        assert len(tags(repo)) == 2
-        delete_tag(repo, max(tags(repo), key=lambda name: tags(repo)[name].expires or 0))
-        assert not lease.renew()
-    with Lease(repo, commit, HOUR):
-        assert len(names(repo)) == 3
+        assert made() == ["list settings", "put leases", "get commits"]
+        lease.renew()
+        assert made() == ["put leases"]
+    assert made() == ["delete leases", "delete leases", "sweep leases"]
 
 
-@pytest.mark.parametrize("ended", [False, True])
-def test_a_lease_name_that_a_different_process_used_later_is_not_reused(repo: Repository, ended: bool) -> None:
-    first, second = commit_bare(repo, "a", 1), commit_bare(repo, "a", 2)
-    with Lease(repo, first, HOUR):
-        (name,) = tags(repo)
-    set_tag(repo, name, first)
-    if ended:
-        delete_tag(repo, name)
-    with Lease(repo, second, HOUR):
-        assert len(names(repo)) == 2
-    assert list(tags(repo)) == ([] if ended else [name])
-
-
-def test_a_lease_name_with_too_many_generations_is_not_used_again(
-    repo: Repository, monkeypatch: pytest.MonkeyPatch
+def test_the_leases_of_a_process_that_may_not_delete_also_end(
+    repo: Repository, faults: FaultyStore, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr("casckpt.history.leases._GENERATIONS", 6)
-    commit = commit_bare(repo)
-    for count in range(1, 10):
-        with Lease(repo, commit, HOUR):
-            pass
-        assert len(names(repo)) == -(-count // 4)
-        assert max(generations(repo, name) for name in names(repo)) <= 8
-
-
-def test_an_ended_lease_does_not_renew_a_reused_name(repo: Repository) -> None:
-    first, second = commit_bare(repo, "a", 1), commit_bare(repo, "a", 2)
-    with Lease(repo, first, HOUR) as before:
-        pass
-    with Lease(repo, second, HOUR):
-        assert len(names(repo)) == 1
-        assert not before.renew(), "its own is over"
-        assert [tag.txid for tag in tags(repo).values()] == [second.txid]
+    faults.inject(fail_before("delete", key="leases/*", times=99, error=StorageError("denied")))
+    with Lease(repo, commit_bare(repo), HOUR) as lease:
+        lease.renew()
+    assert (tags(repo), len(keys(repo, "leases/")), caplog.text) == ({}, 3, "")
+    faults.heal()
+    advance(repo, 2 * HOUR + 1)
+    remove_old_generations(repo)
+    assert keys(repo, "leases/") == set()
 
 
 def test_a_lease_on_a_purged_checkpoint_is_rejected(repo: Repository) -> None:
     with pytest.raises(NotFound):
         Lease(repo, forget(repo, commit_bare(repo)), HOUR)
-    assert names(repo) == set()
+    assert keys(repo, "leases/") == set()
+
+
+@pytest.mark.parametrize("ends", [forgets, purges])
+def test_a_lease_is_not_granted_if_its_checkpoint_disappears_in_the_meantime(
+    repo: Repository, faults: FaultyStore, ends: Callable[..., Callable[[], object]]
+) -> None:
+    commit = commit_bare(repo, "a", 1)
+    faults.inject(call_first("put", meanwhile(ends(repo, commit)), key="leases/*"))
+    with pytest.raises(NotFound, match="only a visible checkpoint can be leased"):
+        take(repo, commit, HOUR)
+    assert keys(repo, "leases/") == set()
 
 
 def test_a_lease_is_renewed_in_the_background(repo: Repository, faults: FaultyStore) -> None:
     renewed = threading.Event()
-    faults.inject(call_first("put", meanwhile(renewed.set), key="tags/lease-*/3"))
+    faults.inject(call_first("put", meanwhile(renewed.set), key="leases/*/3"))
     with Lease(repo, commit_bare(repo), 0.05):
         assert renewed.wait(60)
 
@@ -295,13 +331,13 @@ def test_a_failed_renewal_is_logged_and_retried(
     repo: Repository, faults: FaultyStore, caplog: pytest.LogCaptureFixture
 ) -> None:
     with Lease(repo, commit_bare(repo, "a", 1), HOUR) as lease:
-        faults.inject(fail_before("put", key="tags/*"))
+        faults.inject(fail_before("put", key="leases/*"))
         with caplog.at_level(logging.WARNING):
             assert not lease.renew()
         assert "a@1" in caplog.text
         assert "casckpt could not renew" in caplog.text
         assert lease.renew()
-    assert tags(repo) == {}
+    assert keys(repo, "leases/") == set()
 
 
 def test_a_lost_lease_is_logged(repo: Repository, caplog: pytest.LogCaptureFixture) -> None:
@@ -318,7 +354,7 @@ def test_failing_to_end_a_lease_does_not_hide_an_error(
     repo: Repository, faults: FaultyStore, caplog: pytest.LogCaptureFixture
 ) -> None:
     commit = commit_bare(repo)
-    faults.inject(fail_before("put", key="tags/*/1"))
+    faults.inject(fail_before("delete", key="leases/*"), fail_before("put", key="leases/*/1"))
     with pytest.raises(ZeroDivisionError), Lease(repo, commit, HOUR):
         raise ZeroDivisionError
     assert "it expires at" in caplog.text

@@ -150,7 +150,7 @@ def test_a_server_answers_requests_for_a_purged_checkpoint_with_404(store: Store
     from tests.support.serving import serving
 
     with serving(reopened(store)) as served:
-        faults.inject(fail_before("put", key="tags/*", times=99))  # as in a read-only store, there is no lease
+        faults.inject(fail_before("put", key="leases/*", times=99))  # as in a read-only store, there is no lease
         faults.inject(call_first("open", meanwhile(lambda: purge(faults)), key="*.safetensors"))
         said = served.get("/run/resolve/1/model.safetensors")
     assert (said.status, said.headers["X-Error-Code"]) == (404, "RevisionNotFound")

@@ -113,13 +113,26 @@ def test_copies_keep_metrics_and_health_but_not_leases(store: Store) -> None:
         assert mine.metrics
 
 
-def test_leases_leave_only_one_small_record_behind(store: Store) -> None:
+def test_leases_leave_nothing_behind(tmp_path: Path) -> None:
+    store = small_folder(tmp_path / "store")
+    store.save(state(0), run="run", step=0)
     for _ in range(3):
         with store.lease("run@0"):
             pass
-    gc(store)
-    assert list_tags(store.repository).tags == {}
-    assert len(list(store.repository.storage.list("tags/"))) == 1
+    assert list((tmp_path / "store" / "leases").iterdir()) == []
+    assert not (tmp_path / "store" / "tags").exists()
+
+
+def test_a_lease_can_be_ended_by_its_name_and_is_found_by_it(store: Store) -> None:
+    with store.lease("run@0"):
+        (name,) = store.tags()
+        assert store.get(f"tag:{name}") == store.get("run@0")
+        with pytest.raises(InvalidInput, match="choose a different one"):
+            store.tag(name, "run@1")
+        with pytest.raises(Conflict, match=f"protect 1 of the checkpoints.*{name}"):
+            store.forget("run@0")
+        store.untag(name)
+        assert store.tags() == {}
 
 
 # loads that lease their checkpoint
@@ -162,7 +175,7 @@ def test_a_load_that_cannot_get_a_lease_fails_before_changing_anything(error: Ex
     storage = FaultyStore(memory())
     store = small(storage)
     store.save(state(0), run="run", step=0)
-    storage.inject(fail_before("put", key="tags/*", times=99, error=error))
+    storage.inject(fail_before("put", key="leases/*", times=99, error=error))
     found = empty()
     with pytest.raises(type(error), match=f"{error}. A lease is a small record .* load without lease=True"):
         store.load(found, "run@0", lease=True)
@@ -180,7 +193,7 @@ def test_a_lease_on_latest_holds_the_checkpoint_that_is_latest_at_that_time(stor
         store.save(state(3), run="run", step=3)
         gc(store)
 
-    storage.inject(call_first("put", meanwhile(rotate), key="tags/*"))
+    storage.inject(call_first("put", meanwhile(rotate), key="leases/*"))
     with reader.lease("run@latest") as held:
         assert held.step == 3
     assert steps(store) == [("run", 3)]
@@ -202,7 +215,7 @@ def leases_of(rank: int, size: int, path: Path) -> tuple[int, int]:
 def test_rank_0_holds_a_lease_for_all_ranks(ranks: Pool, tmp_path: Path) -> None:
     small_folder(tmp_path / "store").save(state(0), run="run", step=0)
     assert ranks.run(2, leases_of, tmp_path / "store") == [(1, 0)] * 2
-    assert len(list((tmp_path / "store" / "tags").iterdir())) == 1
+    assert list((tmp_path / "store" / "leases").iterdir()) == []
 
 
 # during a gc

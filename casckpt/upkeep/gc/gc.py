@@ -177,7 +177,9 @@ log = logging.getLogger(__name__)
 WAIT, REVOKE_AFTER = 60.0, 3600.0  # seconds
 ATTEMPTS = 5
 _NAMED_AT_MOST = 20
-_RECORDS = ("", "commits", "transactions", "settings", "tags", "damaged", "mirrored", "signatures", "probes", "runs")
+_RECORDS = (
+    "", "commits", "transactions", "settings", "tags", "leases", "damaged", "mirrored", "signatures", "probes", "runs",
+)  # fmt: skip
 
 Tell = Callable[[Sequence[Deferred]], None]
 
@@ -516,7 +518,7 @@ def _delete(
 
 
 def _tidy(repo: Repository, stock: Inventory, deleted: Mapping[str, int], refused: list[StorageError]) -> None:
-    """Remove files of closed transactions, old generations of tags, and leftovers of failed puts.
+    """Remove files of closed transactions, old generations of tags and leases, and leftovers of failed puts.
 
     This does not disturb a put in progress: an objects folder is cleaned only if it has no open transaction. In
     addition, the folder must belong to a closed transaction, have held a deleted object, or have no guard.

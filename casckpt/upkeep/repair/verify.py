@@ -17,7 +17,7 @@ from casckpt.contents.signatures import is_trusted
 from casckpt.errors import CasckptError, Damaged, Gone, InvalidInput, NotFound, Refused, StorageError
 from casckpt.format.blob_writer import LEAF_BYTES
 from casckpt.format.extents import StoredCell
-from casckpt.format.keys import blob_key, commit_key
+from casckpt.format.keys import blob_key, commit_key, tag_folder
 from casckpt.format.manifest import Manifest
 from casckpt.format.names import BlobHash, TxId
 from casckpt.format.proof import Leaf, as_leaves
@@ -226,7 +226,7 @@ def damaged_records(repo: Repository, listed: CommitList, *, is_all: bool = True
     """
     damaged = [(f"commits/{txid}", str(error)) for txid, error in sorted(listed.damaged.items())]
     tags = list_tags(repo, listed=listed)
-    damaged += [(f"tags/{name}", str(error)) for name, error in sorted(tags.damaged.items())]
+    damaged += [(tag_folder(name), str(error)) for name, error in sorted(tags.damaged.items())]
     if is_all:
         why = f"it is missing, although objects/ has a manifest of this save. {ADVICE}"
         damaged += [(commit_key(txid), why) for txid in lost_records(repo, list_objects(repo))]

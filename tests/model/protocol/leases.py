@@ -1,13 +1,18 @@
-"""Permanent tags and expiring tags (leases), combined with forgets, restores, purges and rewrites.
+"""Permanent tags and leases, combined with forgets, restores, purges and rewrites.
 
-A tag is a name with numbered generations, the highest of which counts. Each generation names the ID "X". Some
-generations expire; others never do. A process that sets a tag writes it and then reads the logs. The tag is *granted*
-if X is visible then. gc reads the record that allows a purge, reads the clock, lists the tags, and then takes the
+A tag or lease is a name with numbered generations, the highest of which counts. Each generation names the ID "X". Those
+of leases expire. A process that sets a tag, or takes a lease, writes it and then reads the logs. It is *granted* if X
+is visible then. gc reads the record that allows a purge, reads the clock, lists the tags and leases, and then takes the
 number right after that record.
 
-Time is an increasing number. A lease is over when its `expires` is less than the clock. Ending it early does no harm,
-so the invariants use the true clock. The clocks of other hosts are not modeled, because the hour of slack covers their
-error.
+No two leases have the same name. A lease that is over is not renewed: its holder takes a new one. The holder counts the
+generations of its lease itself, and deletes them when it ends the lease. Anyone else ends a lease with one more
+generation, which names nothing, for whose number the next renewal competes. A cleaner reads the clock, lists the
+leases, and deletes all generations of those whose newest one is over.
+
+Time is an increasing number. A lease is over when its `expires` is less than the clock. The clocks of gcs and cleaners
+are ahead of the holder's by as much as they may be: the hour for which they honor a lease longer. Therefore, the model
+has neither. With a larger error, a lease is lost ("clock_ahead").
 """
 
 from __future__ import annotations
@@ -44,16 +49,23 @@ MUTANTS = {
     "void_claims_less": "a tag that was set on a thin rewrite bars nothing of its base, though that was undone since",
     "adds_entries": "a rewrite has an entry that its base lacks, and is purged like any other when it is void",
     "clock_last": "a gc reads the clock after it has listed tags",
-    "drops_old_generations": "a generation is deleted as soon as there is a newer one",
-    "drops_newest": "all generations of a name that is over are deleted, and its next one has number 0 again",
+    "clock_ahead": "the clock of a gc is ahead by more than the time for which it honors a lease longer",
+    "drops_old_generations": "a generation that is over is deleted, though a newer one counts",
+    "cleaner_clock_last": "a cleaner reads the clock after it has listed leases",
+    "reuses_name": "a lease has the name of the one before it, and numbers from 0 again if that was deleted",
+    "drops_ended": "the generations of a lease that another process has ended are deleted at once",
     "late_renewal": "a lease is renewed when it is over already, and nobody looks whether it is granted",
+    "late_keeps_name": "a lease that is over already is granted again under its name",
     "renewal_not_counted": "of a lease only the first generation counts",
 }
 NEVER = 99
 
 
 class Tag(NamedTuple):
-    """A tag. ``txid``: the commit that it was set on. ``expires``: the last instant at which it counts."""
+    """A generation. ``txid``: the commit that it was set on, or "" if it ends a lease.
+
+    ``expires``: the last instant at which it counts.
+    """
 
     txid: str
     expires: int = NEVER
@@ -64,6 +76,10 @@ class Rules(NamedTuple):
 
     mutant: str = ""
     torn: bool = False
+
+    def clock(self, store: Store) -> int:
+        """Return the time by the clock of a gc or a cleaner."""
+        return int(store.get("clock")) + (self.mutant == "clock_ahead")
 
 
 def clock(until: int) -> Program:
@@ -107,17 +123,20 @@ class Lease(NamedTuple):
         return ("tags", self.name, self.number), Tag(self.txid, self.left[0][0])
 
 
-def holder(rules: Rules, name: str, leases: tuple[tuple[int, ...], ...]) -> Program:
-    """Hold leases one after the other under one name. Renew each lease once for each `expires` after its first."""
+def holder(rules: Rules, leases: tuple[tuple[int, ...], ...]) -> Program:
+    """Hold leases one after the other. Renew each of them once for each `expires` after its first."""
     if not leases:
         return None
     txid = yield look("lists commits", _named)
-    number = yield look("lists generations", lambda store: 1 + max(_generations(store, name), default=-1))
-    return goto(sets_lease, rules, Lease(name, txid, number, leases))
+    lease = Lease(f"lease {len(leases)}", txid, 0, leases)
+    if rules.mutant == "reuses_name":
+        number = yield look("lists generations", lambda store: 1 + max(_generations(store, "lease"), default=-1))
+        lease = lease._replace(name="lease", number=number)
+    return goto(sets_lease, rules, lease)
 
 
 def sets_lease(rules: Rules, lease: Lease) -> Program:
-    """Write the tag, then read the logs. The holder has the lease only if X is visible."""
+    """Write the lease, then read the logs. The holder has the lease only if X is visible."""
     if rules.mutant == "log_first":
         seen = yield from listing(torn=rules.torn)
         yield create(*lease.generation())
@@ -132,20 +151,59 @@ def is_granted(rules: Rules, lease: Lease) -> Program:
     if lease.has:
         yield look("is granted the lease", lambda _: lease.has, lambda store, _: _granted(store, lease, expires))
     if not later or not lease.has:
-        return goto(holder, rules, lease.name, lease.left[1:])
+        return goto(ends_lease, rules, lease)
     left = (tuple(later), *lease.left[1:])
     return goto(renews, rules, lease._replace(number=lease.number + 1, left=left), expires)
 
 
 def renews(rules: Rules, lease: Lease, before: int) -> Program:
-    """Write the next generation. If the previous one was over by then, the lease must be granted again."""
-    yield create(*lease.generation())
+    """Write the next generation. If the previous one was over by then, take a new lease."""
+    won = yield create(*lease.generation())
+    if not won:  # another process has ended the lease
+        return goto(holder, rules, lease.left[1:])
     in_time = True
     if rules.mutant != "late_renewal":
         in_time = yield look("reads the clock", lambda store: store.get("clock") <= before)
-    if not in_time:
-        lease = lease._replace(has=entries((yield from listing(torn=rules.torn))))
-    return goto(is_granted, rules, lease)
+    if in_time:
+        return goto(is_granted, rules, lease)
+    if rules.mutant == "late_keeps_name":
+        return goto(is_granted, rules, lease._replace(has=entries((yield from listing(torn=rules.torn)))))
+    return goto(sets_lease, rules, lease._replace(name=f"{lease.name}'", number=0))
+
+
+def ends_lease(rules: Rules, lease: Lease) -> Program:
+    """Delete the generations of a lease, the newest one last."""
+    yield look("ends the lease", lambda _: lease.name, _given_up)
+    return goto(cleans, tuple((lease.name, number) for number in range(lease.number + 1)), (rules, lease.left[1:]))
+
+
+def ender() -> Program:
+    """End another process's lease with a generation that names nothing."""
+
+    def newest(store: Store) -> tuple[tuple[str, int, int], ...]:
+        return tuple((name, all_[-1][0] + 1, all_[-1][1].expires) for name, all_ in _leases(store))
+
+    def remember(store: Store, won: bool) -> Store:
+        return _given_up(store.with_(("ghost", "ended", name, number)), name) if won else store
+
+    found = yield look("lists leases", newest)
+    if found:
+        name, number, expires = yield choose(found)
+        yield create(("tags", name, number), Tag("", expires), remember)
+    return None
+
+
+def _leases(store: Store) -> tuple[tuple[str, tuple[tuple[int, Tag], ...]], ...]:
+    """Return the generations of all leases, by name."""
+    found: dict[str, list[tuple[int, Tag]]] = {}
+    for (name, number), tag in sorted(store.under("tags").items()):
+        if name.startswith("lease"):
+            found.setdefault(name, []).append((number, tag))
+    return tuple((name, tuple(all_)) for name, all_ in found.items())
+
+
+def _given_up(store: Store, name: str) -> Store:
+    return store.without(*(("ghost", "held", *key) for key in store.under("ghost", "held") if key[0] == name))
 
 
 def _entries_for(seen: Logs, rules: Rules) -> str:
@@ -160,6 +218,9 @@ def _generations(store: Store, name: str) -> list[int]:
 
 
 def _granted(store: Store, lease: Lease, expires: int) -> Store:
+    """Promise protection, unless another process has ended the lease: the next renewal notices that."""
+    if store.get("ghost", "ended", lease.name, lease.number + 1):
+        return store
     return store.with_(("ghost", "held", lease.name, lease.number), (lease.has, expires))
 
 
@@ -198,7 +259,7 @@ def gc(rules: Rules, records: int = 1) -> Program:
     if not records:
         return None
     if rules.mutant == "tags_first":
-        now = yield look("reads the clock", lambda store: store.get("clock"))
+        now = yield look("reads the clock", rules.clock)
         named = yield from _tags(rules, now)
         return goto(gc_reads_logs, rules, records, named)
     return goto(gc_reads_logs, rules, records, None)
@@ -242,7 +303,7 @@ def gc_picks(rules: Rules, records: int, named: Any, found: Any) -> Program:
 def gc_lists_tags(rules: Rules, records: int, txid: str, number: int) -> Program:
     now = None
     if rules.mutant != "clock_last":
-        now = yield look("reads the clock", lambda store: store.get("clock"))
+        now = yield look("reads the clock", rules.clock)
     named = yield from _tags(rules, now)
     return goto(gc_purges, rules, records, txid, number, named)
 
@@ -254,8 +315,8 @@ def _tags(rules: Rules, now: int | None) -> Generator[Op, Any, frozenset[str]]:
         before = yield look("begins to list tags", lambda store: frozenset(store.under("tags")))
     shown = yield Op(lambda store: _listed(store, before if rules.torn else None))
     if now is None:
-        now = yield look("reads the clock", lambda store: store.get("clock"))
-    newest = [(name, number) for name, number in shown if (name, number + 1) not in shown]
+        now = yield look("reads the clock", rules.clock)
+    newest = list(dict(sorted(shown)).items())
     if rules.mutant == "renewal_not_counted":
         newest = [key for key in shown if key[1] == 0]
     counting: frozenset[str] = yield look("reads tags", lambda store: _counting(store, newest, now))
@@ -263,9 +324,9 @@ def _tags(rules: Rules, now: int | None) -> Generator[Op, Any, frozenset[str]]:
 
 
 def _counting(store: Store, newest: list[Any], now: int) -> frozenset[str]:
-    """Return the txids of tags that count at ``now``. If a tag has vanished since the listing, it had expired."""
+    """Return the txids of tags that count at ``now``. If a tag has vanished since the listing, it was over."""
     found = [tag for key in newest if (tag := store.get("tags", *key))]
-    return frozenset(tag.txid for tag in found if tag.expires >= now)
+    return frozenset(tag.txid for tag in found if tag.txid and tag.expires >= now)
 
 
 def _listed(store: Store, before: frozenset[Any] | None) -> Iterable[Outcome]:
@@ -308,40 +369,40 @@ def _followed(now: Logs, named: frozenset[str]) -> frozenset[str]:
     return named if new <= named else _followed(now, named | new)
 
 
-def cleaner(rules: Rules, name: str) -> Program:
-    """Delete the old generations of a name once its newest generation is over.
-
-    The newest generation remains, because its number must not be reused.
-    """
-
-    def over(store: Store) -> tuple[int, ...]:
-        numbers = sorted(_generations(store, name))
-        newest = store.get("tags", name, numbers[-1]) if numbers else None
-        if newest and (newest.expires < store.get("clock") or rules.mutant == "drops_old_generations"):
-            return tuple(numbers if rules.mutant == "drops_newest" else numbers[:-1])
-        return ()
-
-    found = yield look("lists generations", over)
-    return goto(cleans, name, found)
+def cleaner(rules: Rules) -> Program:
+    """Delete all generations of each lease whose newest generation is over, the newest one last."""
+    now = None
+    if rules.mutant != "cleaner_clock_last":
+        now = yield look("reads the clock", rules.clock)
+    found = yield look("lists leases", _leases)
+    if now is None:
+        now = yield look("reads the clock", rules.clock)
+    over = ((name, number) for name, all_ in found for number, tag in all_ if _is_over(rules, tag, all_[-1][1], now))
+    return goto(cleans, tuple(over), None)
 
 
-def cleans(name: str, found: tuple[int, ...]) -> Program:
-    for number in found:
-        yield delete(("tags", name, number))
-        return goto(cleans, name, found[1:])
-    return None
+def _is_over(rules: Rules, tag: Tag, newest: Tag, now: int) -> bool:
+    if rules.mutant == "drops_ended" and not newest.txid:
+        return True
+    return (tag if rules.mutant == "drops_old_generations" else newest).expires < now
+
+
+def cleans(found: tuple[tuple[str, int], ...], then: Any) -> Program:
+    for key in found:
+        yield delete(("tags", *key))
+        return goto(cleans, found[1:], then)
+    return goto(holder, *then) if then else None
 
 
 # -- invariants
 
 
 def holds_what_was_granted(store: Store) -> bool:
-    """Check that each granted lease or tag is respected until it is over or its name is set again."""
+    """Check that each granted lease or tag is respected until it is over or has been ended."""
     now = logs(store)
     there = [set(now.get(txid)[0].has) for txid in now.live()]
-    newest: dict[str, int] = dict(sorted(store.under("tags")))
-    held = {name: of for (name, n), of in store.under("ghost", "held").items() if newest.get(name, n) == n}
-    return all(any(set(has) <= one for one in there) for has, expires in held.values() if expires >= store.get("clock"))
+    held = store.under("ghost", "held").values()
+    return all(any(set(has) <= one for one in there) for has, expires in held if expires >= store.get("clock"))
 
 
 HELD = Invariant(
@@ -408,20 +469,23 @@ def model(
     rewrite: tuple[str, ...] = (),
     until: int = 0,
     cleaners: int = 0,
+    ended: bool = False,
     torn: bool = False,
     records: int = 1,
 ) -> Model:
     """Return a model. ``leases``: the expiry times of each lease's generations. ``does``: the actions of a user.
 
-    ``rewrite``: the entries that each rewrite keeps. ``records``: the records that gc may create.
+    ``rewrite``: the entries that each rewrite keeps. ``ended``: whether another process ends a lease. ``records``: the
+    records that gc may create.
     """
     rules = Rules(mutant, torn)
     found = [Process("gc", goto(gc, rules, records))]
-    found += [Process("holder", goto(holder, rules, "lease", leases))] if leases else []
+    found += [Process("holder", goto(holder, rules, leases))] if leases else []
     found += [Process("tagger", goto(tagger, rules, "tag"))] if tag else []
     found += [Process("user", goto(user, does))] if does else []
     found += [Process("rewriter", goto(rewriter, ("efg",) if mutant == "adds_entries" else rewrite))] if rewrite else []
-    found += [Process(f"cleaner {index}", goto(cleaner, rules, "lease")) for index in range(cleaners)]
+    found += [Process(f"cleaner {index}", goto(cleaner, rules)) for index in range(cleaners)]
+    found += [Process("ender", goto(ender))] if ended else []
     found += [Process("clock", Goto(clock, (until,)), daemon=True)] if until else []
     first: dict[Any, Any] = {("commits", "T", 0): Committed(), ("clock",): 0}
     return Model(Store(first), found, always=(HELD,))

@@ -14,7 +14,9 @@ SAFE: Setups = {
     "forgotten again": {"leases": LEASE, "does": (FORGOTTEN, RESTORED, FORGOTTEN), "torn": True},
     "a tag": {"tag": True, "does": (FORGOTTEN, RESTORED, FORGOTTEN), "torn": True},
     "renewed": {"leases": ((0, 1),), "until": 2, "cleaners": 1, "torn": True},
-    "set anew under its name": {"leases": ((0,), (2,)), "until": 1, "cleaners": 2},
+    "one after the other": {"leases": ((0,), (2,)), "until": 1, "cleaners": 2},
+    "ended, renewed late": {"leases": ((0, 1),), "until": 1, "cleaners": 2, "ended": True},
+    "ended": {"leases": ((0, 0), (1,)), "until": 1, "cleaners": 1, "ended": True},
     "thinned": {"leases": LEASE, "does": (), "rewrite": ("e",)},
     "thinned, undone, thinned": {"leases": LEASE, "does": (RESTORED,), "rewrite": ("e", "f"), "records": 3},
     "a tag, thinned twice": {"tag": True, "does": (), "rewrite": ("ef", "e"), "records": 3},
@@ -25,6 +27,7 @@ SAFE: Setups = {
 LARGE: Setups = {
     "repaired, then thinned": {"leases": LEASE, "does": (RESTORED, FORGOTTEN), "rewrite": ("ef", "e"), "records": 4},
     "renewed twice": {"leases": ((0, 1, 2),), "until": 3, "cleaners": 2, "torn": True, "records": 2},
+    "ended, torn": {"leases": ((0, 1),), "until": 2, "cleaners": 2, "ended": True, "torn": True},
     "thinned, undone, torn": {
         "leases": LEASE,
         "does": (RESTORED, FORGOTTEN, RESTORED),
@@ -51,9 +54,13 @@ DIES = {
     "adds_entries": "repaired, undone",
     "void_claims_less": "thinned, undone, thinned",
     "clock_last": "renewed",
+    "clock_ahead": "renewed",
     "drops_old_generations": "renewed",
-    "drops_newest": "set anew under its name",
+    "cleaner_clock_last": "renewed",
+    "reuses_name": "one after the other",
+    "drops_ended": "ended",
     "late_renewal": "renewed",
+    "late_keeps_name": "ended, renewed late",
     "renewal_not_counted": "renewed",
 }
 

@@ -18,7 +18,7 @@ from casckpt.format.sections.head import BLOBS
 from casckpt.history import commits, tags, transactions
 from casckpt.history.commits import Commit, CommitList, list_commits
 from casckpt.history.following import newest_reusable
-from casckpt.history.leases import hold, renew
+from casckpt.history.leases import renew, take
 from casckpt.history.transactions import Transaction
 from casckpt.plan.retention import Policy
 from casckpt.repository.repository import Repository
@@ -278,15 +278,15 @@ def hold_on(play: Play, repo: Repository, name: str) -> None:
         if not live:
             return
         try:
-            tag, commit = hold(repo, f"lease-{name}", play.draw.choice(live), HOUR)
+            lease, commit = take(repo, play.draw.choice(live), HOUR)
         except (NotFound, Conflict):
             continue
         play.held[name] = commit.id
         list_commits(repo)
-        renew(repo, tag, commit, HOUR)
+        lease, _ = renew(repo, lease, commit, HOUR)
         list_commits(repo)
         del play.held[name]
-        tags.delete_tag(repo, tag.name)
+        tags.end_lease(repo, lease)
 
 
 def toggle(play: Play, repo: Repository) -> None:

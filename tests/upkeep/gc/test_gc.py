@@ -397,20 +397,21 @@ def test_gc_respects_a_mirror_that_was_set_after_the_plan(repo: Repository) -> N
 
 # listings by gc
 
-PLAN = ["commits", "tags"]
+TAGS = ["tags", "leases"]
+PLAN = ["commits", *TAGS]
 CHECK = ["objects", "commits"]  # the plan's listing finds the guards
 TAKE_UP = ["commits"]  # also finds the guards for the first pass
 SEARCH = ["objects", "commits", "transactions"]  # steps 2 to 4
 LOOK = ["commits", "transactions"]  # step 5, each time that gc checks the open transactions
 ROOTS = ["commits"]
-TIDY = ["commits", "transactions", "tags"]
+TIDY = ["commits", "transactions", *TAGS]
 RECOVERY = ["commits"]
 
 
 def listings(store: FaultyStore) -> list[str]:
     """Return the listed folders in order, except for folders of single uploaders."""
     names = (key.rstrip("/") for key in store.keys("list"))
-    return [name for name in names if name in {"commits", "objects", "transactions", "tags"}]
+    return [name for name in names if name in {"commits", "objects", "transactions", *TAGS}]
 
 
 def fail_a_save(repo: Repository) -> TxId:
@@ -436,12 +437,12 @@ def with_an_open_save(repo: Repository) -> list[str]:
 
 def that_purges(repo: Repository) -> list[str]:
     commits.forget(repo, list_commits(repo).live()[0])
-    return [*PLAN, *CHECK, "tags", *TAKE_UP, *SEARCH, *ROOTS, *TIDY, *RECOVERY]
+    return [*PLAN, *CHECK, *TAGS, *TAKE_UP, *SEARCH, *ROOTS, *TIDY, *RECOVERY]
 
 
 def that_forgets_and_purges(repo: Repository) -> list[str]:
     save(repo, step=3, texts=["3"])
-    return [*PLAN, *CHECK, "tags", *TAKE_UP, *SEARCH, *ROOTS, *TIDY, *RECOVERY]
+    return [*PLAN, *CHECK, *TAGS, *TAKE_UP, *SEARCH, *ROOTS, *TIDY, *RECOVERY]
 
 
 def that_spares_a_tagged_checkpoint(repo: Repository) -> list[str]:
@@ -452,7 +453,7 @@ def that_spares_a_tagged_checkpoint(repo: Repository) -> list[str]:
     repo.storage.inject(
         call_first("list", meanwhile(lambda: tags.write_generation(repo, "held", 1, hidden)), key="objects")
     )
-    return [*PLAN, *CHECK, "tags", "commits", *TAKE_UP, *SEARCH, *TIDY, *RECOVERY]
+    return [*PLAN, *CHECK, *TAGS, "commits", *TAKE_UP, *SEARCH, *TIDY, *RECOVERY]
 
 
 def that_goes_on(repo: Repository) -> list[str]:

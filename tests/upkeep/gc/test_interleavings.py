@@ -63,7 +63,7 @@ def holders(play: Play) -> None:
 def twins(play: Play) -> None:
     """Commits of a leased checkpoint may be purged as long as one remains."""
     copy_again(play.watcher)
-    _, commit = leases.hold(play.watcher, "lease-watcher", list_commits(play.watcher).visible()[0], 9 * HOUR)
+    _, commit = leases.take(play.watcher, list_commits(play.watcher).visible()[0], 9 * HOUR)
     play.held["watcher"] = commit.id
     play.repairer("r0")
     play.gc("g0")

@@ -14,7 +14,7 @@ from casckpt.format.names import TxId
 from casckpt.format.records import Dropped, changed
 from casckpt.history import commits, tags
 from casckpt.history.commits import Commit, list_commits
-from casckpt.history.leases import hold, renew
+from casckpt.history.leases import hold, renew, take
 from casckpt.plan.retention import Policy
 from casckpt.repository.repository import Repository
 from casckpt.upkeep.gc import forgetting
@@ -313,14 +313,12 @@ def test_two_gcs_that_each_forget_a_leased_twin_restore_one(repo: Repository, fa
 
 
 def test_a_lease_granted_while_gc_forgets_protects_its_checkpoint(repo: Repository, faults: FaultyStore) -> None:
-    """gc forgets first, and lists tags afterward. Leases granted before the listing are included in it."""
+    """A lease does not keep it from being forgotten at this moment, but keeps its bytes."""
     commit, plan = first(repo), plan_gc(repo, LAST, min_age=0.0)
-    faults.inject(
-        call_first("put", meanwhile(lambda: hold(repo, "eval", commit, HOUR)), key=f"commits/{commit.txid}.1")
-    )
+    faults.inject(call_first("put", meanwhile(lambda: take(repo, commit, HOUR)), key=f"commits/{commit.txid}.1"))
     result = execute(repo, plan)
-    assert (result.forgotten, result.purged) == ((), ())
-    assert first(repo).visible
+    assert (steps(result.forgotten), result.purged) == ([0], ())
+    assert first(repo).is_forgotten
 
 
 def test_gc_undoes_its_own_forget_but_not_later_changes(repo: Repository, faults: FaultyStore) -> None:
@@ -376,13 +374,14 @@ def test_a_purge_takes_effect_only_if_it_gets_the_next_log_number(repo: Reposito
     assert [one.reason for one in run_gc(repo).waiting] == ["tagged"]
 
 
-def test_gc_reads_the_clock_before_it_lists_tags(repo: Repository, faults: FaultyStore) -> None:
-    """A tag that is renewed during the listing may be missing from it, so the time before the listing is used."""
+@pytest.mark.parametrize("folder", ["tags/", "leases/"])
+def test_gc_reads_the_clock_before_it_lists_tags(repo: Repository, faults: FaultyStore, folder: str) -> None:
+    """A lease that is renewed during the listing may be missing from it, so the time before the listing is used."""
     commit = first(repo)
-    _, commit = hold(repo, "eval", commit, HOUR)
+    _, commit = hold(repo, "eval", commit, HOUR) if folder == "tags/" else take(repo, commit, HOUR)
     plan = GcPlan((), (commits.forget(repo, commit),))
     ticking(repo)(2 * HOUR - 1)
-    faults.inject(call_first("list", meanwhile(lambda: ticking(repo)(2)), key="tags/"))
+    faults.inject(call_first("list", meanwhile(lambda: ticking(repo)(2)), key=folder))
     assert execute(repo, plan).purged == ()
     assert steps(execute(repo, plan).purged) == [0]
 
@@ -394,14 +393,19 @@ def test_rotation_keeps_a_checkpoint_that_is_tagged_after_rotation_read_it(repo:
     assert first(repo).visible
 
 
-def test_gc_deletes_old_generations_of_leases(repo: Repository) -> None:
-    tag, commit = hold(repo, "eval", first(repo), HOUR)
-    renew(repo, tag, commit, HOUR)
+def test_rotation_keeps_leased_checkpoints(repo: Repository) -> None:
+    take(repo, first(repo), HOUR)
+    assert forget_and_purge(repo, [first(repo)]) == []
+    assert first(repo).visible
+
+
+def test_gc_deletes_leases_an_hour_after_they_expired(repo: Repository) -> None:
+    renew(repo, *take(repo, first(repo), HOUR), HOUR)
     run_gc(repo)
-    assert len(keys(repo, "tags/")) == 2
+    assert len(keys(repo, "leases/")) == 2
     ticking(repo)(2 * HOUR + 1)
     run_gc(repo)
-    assert keys(repo, "tags/") == {"tags/eval/1"}
+    assert keys(repo, "leases/") == set()
 
 
 # checkpoints that were tagged by a process that died before it had recorded this in their log
