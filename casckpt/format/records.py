@@ -78,7 +78,6 @@ _CHECKS: dict[str, Callable[[Any], object]] = {
     "copy": check_txid,
     "tagged": _check_tagged,
     "store": _check_store,
-    "merged_stores": lambda ids: list(map(_check_store, ids.split(","))),
     "uploader": check_txid,
     "manifest": check_hash,
     "head": check_hash,
@@ -125,7 +124,6 @@ class Settings(Record, frozen=True, kw_only=True):
     )
     requires: list[str] = []
     compress: str | None = None  # the default for saves
-    merged_stores: str | None = None  # ids, separated by commas, of other stores whose commits may be in this one
 
 
 class Process(Record, frozen=True, kw_only=True):
@@ -218,7 +216,7 @@ class Committed(Record, tag="committed", frozen=True, kw_only=True):
     replaces: tuple[TxId, int] | None = None
     origin: TxId | None = None
     dropped: Dropped | None = None
-    store: str | None = None  # the id of the store in which it was committed; None in records from before version 0.3
+    store: str  # the id of the store in which it was committed
 
     def __post_init__(self) -> None:
         super().__post_init__()

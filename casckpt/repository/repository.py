@@ -173,8 +173,8 @@ class Repository:
         if is_store and self.storage.size(keys.MARKER) is None:  # recheck: it may have been created in the meantime
             message = (
                 f"casckpt.json is missing from {self.storage.url}, although commits/ has records of a store. A new "
-                "file might permanently set different sizes: restore the file from a copy of the store. That of its "
-                "mirror fits too, but then gc asks you to accept the commits of this store"
+                "file might permanently set different sizes: restore the file from a copy of the store, or take "
+                "that of its mirror, and set its store_id to the `store` of a record in commits/"
             )
             raise Damaged(message, key=keys.MARKER)
 

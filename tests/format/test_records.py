@@ -51,6 +51,7 @@ COMMITTED = Committed(
     head=HASH,
     manifest_bytes=5000,
     created_at=1,
+    store="s",
     bytes_total=10,
     metadata={"loss": 1.5},
     healthy=False,

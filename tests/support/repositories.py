@@ -121,10 +121,11 @@ def committed(
     txid = fields.pop("txid", None) or repo.new_txid(run, step)
     found = manifest_id(txid) if manifest is None else manifest
     now = repo.clock()
-    fields = {"time": now, "created_at": now, "bytes_total": 0} | fields
-    fields.setdefault("head", hex_digest(b"no head"))
-    fields.setdefault("manifest_bytes", 0)
-    return Committed(txid=txid, run=run, step=step, manifest=found, **fields)
+    given: dict[str, Any] = {
+        "time": now, "created_at": now, "head": hex_digest(b"no head"), "manifest_bytes": 0, "bytes_total": 0,
+        "store": repo.marker.store_id,
+    }  # fmt: skip
+    return Committed(txid=txid, run=run, step=step, manifest=found, **given | fields)
 
 
 def commit_bare(repo: Repository, run: str = "run", step: int = 0, **fields: Any) -> Commit:
