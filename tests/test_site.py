@@ -12,7 +12,6 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
-import msgspec
 import pictures
 import pytest
 import reference
@@ -21,10 +20,9 @@ from casckpt import errors
 from casckpt.base.units import parse_size
 from casckpt.cli.commands.settings import _DEFAULTS
 from casckpt.cli.types import ENV_STORE
-from casckpt.format.records import Marker
 from casckpt.frontends.follow import Follower
 from casckpt.frontends.trainer import CheckpointerConfig
-from casckpt.repository.repository import CACHE_VARIABLE, CREATE_VARIABLE
+from casckpt.repository.repository import CACHE_VARIABLE, CREATE_VARIABLE, Repository
 from casckpt.saving.options import SaveOptions
 from casckpt.store.opening import open as open_store
 from casckpt.store.types import NAMES
@@ -148,9 +146,8 @@ def test_documented_store_settings_match_the_code() -> None:
 
 
 def test_documented_settings_for_a_new_store_match_the_code() -> None:
-    fields = {field.name: field.default for field in msgspec.structs.fields(Marker)}
     sizes = {name: parse_size(default) for name, default in settings("Sizes of a new store").items()}
-    assert sizes == {name: fields[name] for name in ("cell_bytes", "blob_bytes")}
+    assert sizes == Repository.create.__kwdefaults__
 
 
 def as_written(values: dict[str, Any]) -> dict[str, str]:

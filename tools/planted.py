@@ -2844,13 +2844,6 @@ PLANTED = (
         "tests/frontends/test_accelerate.py",
     ),
     Planted(
-        "earlier versions load a tensor of a wrapper alone",
-        "entry_columns",
-        'f"{_INNER}{dtype}" if name[1] in inner',
-        'f"{_INNER}{dtype}" if not streams and name[1] in inner',
-        "tests/loading/test_wrapped.py",
-    ),
-    Planted(
         "a wrapper with a different context is filled",
         "forms_differ",
         "yield from kinds or differences(here.fields, there.fields)",

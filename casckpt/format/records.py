@@ -21,13 +21,13 @@ from casckpt.format.metrics import Stored, check_metrics
 from casckpt.format.names import BlobHash, ManifestId, TxId
 
 FORMAT_VERSION = 1
-KNOWN_FEATURES: frozenset[str] = frozenset()
+KNOWN_FEATURES = frozenset({"history-2"})
+"""The names in `Marker.features`. Every store has all of them."""
 KNOWN_REQUIREMENTS: frozenset[str] = frozenset()
 """The names in `Settings.requires` that this version knows. There are none yet."""
 HASH = "blake3"
 MAX_RECORD_BYTES = 1 << 20
 DEFAULT_CELL_BYTES = 1 << 20
-DEFAULT_BLOB_BYTES = 32 << 20
 _YEAR_10000 = 253_402_300_800 * 10**6
 STORE_ID = re.compile(r"[0-9A-Za-z-]{1,64}")  # because a cache folder is named after it
 
@@ -101,10 +101,10 @@ class Marker(Record, omit_defaults=False, frozen=True, kw_only=True):
     format: int
     store_id: str
     created_at: int  # microseconds since the epoch, in UTC, like all times below
-    features: list[str] = []
-    hash: str = HASH
-    cell_bytes: int = DEFAULT_CELL_BYTES
-    blob_bytes: int = DEFAULT_BLOB_BYTES
+    features: list[str] = []  # none in stores from before the first release
+    hash: str
+    cell_bytes: int
+    blob_bytes: int
 
 
 class Settings(Record, frozen=True, kw_only=True):
@@ -364,9 +364,7 @@ def decode(data: bytes, kind: type[R] | Any, key: str) -> R:
         record: R = DECODERS[kind].decode(line)
     except (msgspec.DecodeError, ValueError, RecursionError) as error:
         raise Refused(
-            f"cannot parse {key}: {error}. A different version of casckpt wrote it. If it was a later version, "
-            f"upgrade. If it was a version from before this format, read the store with that version, and save its "
-            f"checkpoints into a new store"
+            f"cannot parse {key}: {error}. A later version of casckpt may have written it: upgrade casckpt"
         ) from error
     return record
 
@@ -393,19 +391,18 @@ def decode_marker(data: bytes) -> Marker:
     """
     try:
         marker: Marker = DECODERS[Marker].decode(data)
-        named = msgspec.json.decode(data)  # of all fields, including unknown ones
     except (msgspec.DecodeError, ValueError, RecursionError) as error:
         raise Damaged(f"casckpt.json is damaged: {error}") from error
-    if marker.format > FORMAT_VERSION or set(marker.features) - KNOWN_FEATURES:
-        missing = sorted(set(marker.features) - KNOWN_FEATURES)
+    unknown = sorted(set(marker.features) - KNOWN_FEATURES)
+    if marker.format > FORMAT_VERSION or unknown:
         raise Refused(
-            f"this store has format {marker.format} with features {missing}, but this version of casckpt reads "
+            f"this store has format {marker.format} with features {unknown}, but this version of casckpt reads "
             f"format {FORMAT_VERSION}. Upgrade casckpt to use the store"
         )
-    if "hash" not in named:
+    if KNOWN_FEATURES - set(marker.features):
         raise Refused(
-            "this store is in an older format: read it with the version of casckpt that wrote it, and "
-            "save its checkpoints into a new store"
+            "this store is in a format from before the first release of casckpt: read it with the version that wrote "
+            "it, and save its checkpoints into a new store"
         )
     if marker.hash != HASH:
         raise Refused(

@@ -202,6 +202,8 @@ class Repository:
             format=records.FORMAT_VERSION,
             store_id=uuid.UUID(bytes=self.entropy(16), version=4).hex,
             created_at=self.clock(),
+            features=sorted(records.KNOWN_FEATURES),
+            hash=records.HASH,
             cell_bytes=cell_bytes,
             blob_bytes=blob_bytes,
         )
@@ -301,6 +303,7 @@ class Repository:
 
         Raises `Damaged`, `Refused`, and `StorageError`.
         """
+        self.check_exists()
         listed = self.storage.list("settings/", known=keys.parse_settings)
         numbers = (keys.parse_settings(entry.key) for entry in listed)
         newest = max((number for number in numbers if number is not None), default=-1)

@@ -12,12 +12,12 @@ import pytest
 from casckpt.errors import Conflict, Damaged, InvalidInput, NotFound, Refused, StorageError
 from casckpt.format.keys import commit_key, make_txid, parse_txid
 from casckpt.format.names import TxId
-from casckpt.format.records import Forgotten, Marker, encode_marker
+from casckpt.format.records import Forgotten, changed, encode_marker
 from casckpt.history.commits import list_commits
 from casckpt.repository.repository import Repository, microseconds
 from casckpt.storage.local.store import LocalStore
 from tests.support.faulty import Call, FaultyStore, call_first, fail_after, fail_before
-from tests.support.repositories import Ticks, commit_bare, memory, repository
+from tests.support.repositories import MARKER, Ticks, commit_bare, memory, repository
 
 
 def test_opening_a_missing_store_does_not_create_it_and_raises_an_error_with_advice(tmp_path: Path) -> None:
@@ -115,7 +115,7 @@ def test_a_failure_to_write_the_marker_raises_an_error(tmp_path: Path) -> None:
 @pytest.mark.parametrize("store_id", ["../../etc", "", "a" * 65, "a/b", ".."])
 def test_a_store_id_that_is_not_a_folder_name_is_rejected(tmp_path: Path, store_id: str) -> None:
     storage = memory()
-    storage.put("casckpt.json", encode_marker(Marker(format=1, store_id=store_id, created_at=0)))
+    storage.put("casckpt.json", encode_marker(changed(MARKER, store_id=store_id)))
     with pytest.raises(Refused, match="invalid store id"):
         _ = Repository(storage, tmp_path).catalogue
 

@@ -1,9 +1,8 @@
-"""The store in tests/data/frozen_store.
+"""The store in tests/data/frozen_store, which each version reads, extends, and prunes.
 
-A single version wrote it; every later one reads it, saves to it, and prunes it. ``python -m tests.support.frozen_store
-FOLDER`` created it. Do not regenerate it, because it would no longer test anything. Add a new store when a later
-version writes something new. ``python -m tests.support.frozen_store FOLDER coded`` created
-tests/data/frozen_store_coded, whose cells are stored as frames.
+``python -m tests.support.frozen_store FOLDER`` created it. After the first release, do not regenerate it, because it
+would no longer test anything. Add a new store when a later version writes something new. ``python -m
+tests.support.frozen_store FOLDER coded`` created tests/data/frozen_store_coded, whose cells are stored as frames.
 """
 
 from __future__ import annotations
@@ -132,6 +131,7 @@ def make(folder: Path) -> None:
     with tempfile.TemporaryDirectory() as cache, mock.patch("socket.gethostname", return_value="host"):
         store = casckpt.open(folder, mirror=MIRROR, cache_dir=cache)
         store.repository.clock = itertools.count(_BEGIN, 1000).__next__
+        store._its_mirror().target.clock = store.repository.clock
         store.create(cell_bytes=CELL, blob_bytes=BLOB)
         store.save(
             kinds(), run="kinds", step=1, attachments=ATTACHMENTS, metadata=METADATA, metrics=METRICS, healthy=True

@@ -18,7 +18,7 @@ from casckpt.errors import NotFound
 from casckpt.format.keys import manifest_key
 from casckpt.format.manifest import Draft, Encoded
 from casckpt.format.names import BlobHash, ManifestId, TxId
-from casckpt.format.records import Committed, changed
+from casckpt.format.records import Committed, Marker, changed
 from casckpt.format.sections.blobs import BlobRef
 from casckpt.format.sections.head import MAX_MANIFEST_BYTES
 from casckpt.format.sections.tables import Extents
@@ -102,6 +102,11 @@ def repository(
     if not repo.exists():
         repo.create()
     return repo
+
+
+MARKER = Marker(
+    format=1, store_id="abc", created_at=5, features=["history-2"], hash="blake3", cell_bytes=4096, blob_bytes=8192
+)
 
 
 def blob_hash(text: str) -> BlobHash:
