@@ -596,8 +596,8 @@ PLANTED = (
     Planted(
         "the record of a copied checkpoint names the store that it came from",
         "Transaction.commit",
-        "store=self._repo.marker.store_id)",
-        "store=record.store or self._repo.marker.store_id)",
+        "store=self._repo.marker.store_id, who",
+        "store=record.store, who",
         "tests/history/test_transactions.py",
     ),
     Planted(

@@ -217,6 +217,7 @@ class Committed(Record, tag="committed", frozen=True, kw_only=True):
     origin: TxId | None = None
     dropped: Dropped | None = None
     store: str  # the id of the store in which it was committed
+    who: str  # who committed it, as user@host
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -245,6 +246,7 @@ class Forgotten(Record, tag="forgotten", frozen=True, kw_only=True):
 
     txid: TxId
     time: int
+    who: str
 
 
 class Restored(Record, tag="restored", frozen=True, kw_only=True):
@@ -252,6 +254,7 @@ class Restored(Record, tag="restored", frozen=True, kw_only=True):
 
     txid: TxId
     time: int
+    who: str
 
 
 class Purged(Record, tag="purged", frozen=True, kw_only=True):
@@ -259,6 +262,7 @@ class Purged(Record, tag="purged", frozen=True, kw_only=True):
 
     txid: TxId
     time: int
+    who: str
 
 
 class Replaced(Record, tag="replaced", frozen=True, kw_only=True):
@@ -307,8 +311,8 @@ LaterRecord = Forgotten | Restored | Purged | Kept | Replaced
 class TagRecord(Record, tag="tag", frozen=True, kw_only=True):
     """tags/<name>/<N>: the tag names the checkpoint ``manifest``, with the commit ``txid``. None deletes the tag.
 
-    ``unique`` distinguishes writers. ``expires``: when the tag expires, or None. ``holder``: its owner, for people to
-    read.
+    ``unique`` distinguishes writers. ``expires``: when the tag expires, or None. ``who``: who wrote this generation, as
+    user@host:pid.
     """
 
     name: str
@@ -317,7 +321,7 @@ class TagRecord(Record, tag="tag", frozen=True, kw_only=True):
     txid: TxId | None = None
     manifest: ManifestId | None = None
     expires: int | None = None
-    holder: str = ""
+    who: str
 
 
 class DamageRecord(Record, tag="damage", frozen=True, kw_only=True):

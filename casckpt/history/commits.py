@@ -226,7 +226,7 @@ def append(repo: Repository, commit: Commit, kind: LaterKind) -> Commit:
         if _holds(commit, wanted):
             return commit
     _check_allowed(commit, wanted)
-    record, number = kind(txid=commit.txid, time=repo.clock()), commit.number + 1
+    record, number = kind(txid=commit.txid, time=repo.clock(), who=repo.who), commit.number + 1
     announce(repo, [(commit.txid, number)])
     try:
         repo.put_record(commit_key(commit.txid, number), record)
@@ -238,7 +238,7 @@ def append(repo: Repository, commit: Commit, kind: LaterKind) -> Commit:
             return append(repo, now, kind)
         message = f"{commit} was not {wanted}: another process has just {now.last} it; check the checkpoint's state"
         raise Conflict(message, checkpoints=(commit.id,)) from None
-    commit = replace(commit, last=wanted, number=number, changed_at=record.time)
+    commit = replace(commit, last=wanted, number=number, changed_at=record.time, who=record.who)
     return replace(commit, restored=number, replaced=None) if kind is Restored else commit
 
 
@@ -326,7 +326,7 @@ def purge_unreadable(repo: Repository, txid: TxId) -> None:
     logs = (parse_log(entry.key) for entry in repo.storage.list(PREFIX, known=parse_log))
     number = max((log[1] for log in logs if log and log[0] == txid), default=0)
     announce(repo, [(txid, number + 1)])
-    repo.put_record(commit_key(txid, number + 1), Purged(txid=txid, time=repo.clock()))
+    repo.put_record(commit_key(txid, number + 1), Purged(txid=txid, time=repo.clock(), who=repo.who))
 
 
 def _touched(before: Mapping[str, Shown], now: Mapping[str, Shown]) -> set[TxId]:

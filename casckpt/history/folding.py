@@ -39,10 +39,10 @@ class Commit:
 
     ``last``: "committed", "revoked", "forgotten", "restored", "replaced" or "purged". ``number``: the highest number
     in the log. A `kept` record only uses up a number. ``changed_at``: the time of the last record, in microseconds
-    since the epoch. ``restored``: the number of the last `restored` record, or 0 if there is none. An unlisted or
-    unreadable record counts as `restored`. ``replaced``: the number of a `replaced` record that no `restored` record
-    has undone, and the transaction of the rewrite. ``unread``: the numbers of unlisted and unreadable records.
-    ``standing``: `STANDS`, `UNSETTLED` or `VOID`, from the base's log.
+    since the epoch. ``who``: who created that record. ``restored``: the number of the last `restored` record, or 0 if
+    there is none. An unlisted or unreadable record counts as `restored`. ``replaced``: the number of a `replaced`
+    record that no `restored` record has undone, and the transaction of the rewrite. ``unread``: the numbers of unlisted
+    and unreadable records. ``standing``: `STANDS`, `UNSETTLED` or `VOID`, from the base's log.
     """
 
     txid: TxId
@@ -50,6 +50,7 @@ class Commit:
     last: str
     number: int
     changed_at: int
+    who: str = ""
     restored: int = 0
     replaced: tuple[int, TxId] | None = None
     unread: tuple[int, ...] = ()
@@ -148,7 +149,7 @@ class Commit:
 def just_committed(record: Committed) -> Commit:
     """Return the commit of a log that holds only ``record``."""
     standing = STANDS if record.replaces is None else UNSETTLED
-    return Commit(record.txid, record, "committed", 0, record.time, standing=standing)
+    return Commit(record.txid, record, "committed", 0, record.time, record.who, standing=standing)
 
 
 @dataclass(frozen=True)
@@ -333,6 +334,7 @@ def fold(txid: TxId, log: Mapping[int, Read], before: Commit | None = None) -> C
         last=STATES[type(last)],
         number=max(log),
         changed_at=last.time,
+        who=getattr(last, "who", ""),
         restored=restored,
         replaced=link if link is not None and link[0] > restored else None,
         unread=(*before.unread, *unread),

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import difflib
 import os
-import socket
 from collections import defaultdict
 from collections.abc import Iterable, Mapping
 from contextlib import suppress
@@ -36,8 +35,8 @@ class Tag:
 
     ``txid``, ``manifest``: those of the commit on which it was set.
 
-    ``expires``: the last microsecond at which it is valid. None if it never expires. ``holder``: the host:pid of the
-    process that set it. ``unique``: a string that is the same in all generations of a lease.
+    ``expires``: the last microsecond at which it is valid. None if it never expires. ``holder``: who set it, as
+    user@host:pid. ``unique``: a string that is the same in all generations of a lease.
     """
 
     name: str
@@ -262,15 +261,19 @@ def write_generation(
     repo: Repository, name: str, number: int, commit: Commit, *, expires: int | None = None, unique: str = ""
 ) -> Tag:
     """Create a generation that names ``commit``, and return the tag. Raises `Conflict` if the number is taken."""
-    holder = f"{socket.gethostname()}:{os.getpid()}"
-    tag = Tag(name, number, commit.txid, commit.id, expires, holder, unique or repo.entropy(8).hex())
+    tag = Tag(name, number, commit.txid, commit.id, expires, _holder(repo), unique or repo.entropy(8).hex())
     _put(repo, tag)
     return tag
 
 
 def end_generation(repo: Repository, name: str, number: int) -> None:
     """Create a generation that deletes the tag. Raises `Conflict` if the number is taken."""
-    _create(repo, number, TagRecord(name=name, time=repo.clock(), unique=repo.entropy(8).hex()))
+    record = TagRecord(name=name, time=repo.clock(), unique=repo.entropy(8).hex(), who=_holder(repo))
+    _create(repo, number, record)
+
+
+def _holder(repo: Repository) -> str:
+    return f"{repo.who}:{os.getpid()}"
 
 
 def take_back(repo: Repository, tag: Tag, before: Tag | None) -> None:
@@ -301,7 +304,7 @@ def remove_old_generations(repo: Repository) -> None:
 def _put(repo: Repository, tag: Tag) -> None:
     record = TagRecord(
         name=tag.name, time=repo.clock(), unique=tag.unique, txid=tag.txid, manifest=tag.manifest, expires=tag.expires,
-        holder=tag.holder,
+        who=tag.holder,
     )  # fmt: skip
     _create(repo, tag.generation, record)
 
@@ -318,7 +321,7 @@ def _tag(number: int, record: TagRecord) -> Tag | None:
     """Return the tag of a record. Return None for a record that deletes the tag."""
     if record.txid is None or record.manifest is None:
         return None
-    return Tag(record.name, number, record.txid, record.manifest, record.expires, record.holder, record.unique)
+    return Tag(record.name, number, record.txid, record.manifest, record.expires, record.who, record.unique)
 
 
 def _checked(record: Read, name: str, key: str) -> Read:

@@ -334,6 +334,7 @@ class Leader:
             manifest_bytes=len(made.data),
             created_at=draft.created_at,
             store=self.repo.marker.store_id,
+            who=self.repo.who,
             bytes_total=total,
             bytes_written=sum(new.values()),
             bytes_reused=total - bytes_in(whole.extents, new),

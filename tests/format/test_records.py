@@ -53,6 +53,7 @@ COMMITTED = Committed(
     manifest_bytes=5000,
     created_at=1,
     store="s",
+    who="ann@node3",
     bytes_total=10,
     metadata={"loss": 1.5},
     healthy=False,
@@ -71,13 +72,13 @@ EXAMPLES: list[Record] = [
     SignOfLife(txid=TXID, time=2),
     COMMITTED,
     RevokedRecord(txid=TXID, time=1, reason="dead"),
-    Forgotten(txid=TXID, time=1),
-    Restored(txid=TXID, time=1),
-    Purged(txid=TXID, time=1),
+    Forgotten(txid=TXID, time=1, who="ann@node3"),
+    Restored(txid=TXID, time=1, who="ann@node3"),
+    Purged(txid=TXID, time=1, who="ann@node3"),
     Kept(txid=TXID, time=1),
     Announced(time=1, announced=[(TXID, 0), (TXID, 2)], seen=-1),
-    TagRecord(name="best", time=1, unique="u", txid=TXID, manifest=ManifestId(HASH)),
-    TagRecord(name="lease-1", time=1, unique="u", txid=TXID, manifest=ManifestId(HASH), expires=2, holder="h:1"),
+    TagRecord(name="best", time=1, unique="u", txid=TXID, manifest=ManifestId(HASH), who="ann@node3:1"),
+    TagRecord(name="lease-1", time=1, unique="u", txid=TXID, manifest=ManifestId(HASH), expires=2, who="h:1"),
     DamageRecord(uploader=TXID, blob=BlobHash(HASH), state="damaged", time=1, why="x", unique="u"),
 ]
 
@@ -178,7 +179,7 @@ def test_a_deeply_nested_record_is_rejected() -> None:
 
 def test_a_record_with_an_invalid_name_cannot_be_created() -> None:
     with pytest.raises(CasckptError):
-        Forgotten(txid=TxId("../x"), time=1)
+        Forgotten(txid=TxId("../x"), time=1, who="ann@node3")
 
 
 def test_the_marker_decodes_as_encoded() -> None:

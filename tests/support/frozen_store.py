@@ -130,6 +130,7 @@ def make(folder: Path) -> None:
     """Write the store."""
     with tempfile.TemporaryDirectory() as cache, mock.patch("socket.gethostname", return_value="host"):
         store = casckpt.open(folder, mirror=MIRROR, cache_dir=cache)
+        store.repository.user = "ann"
         store.repository.clock = itertools.count(_BEGIN, 1000).__next__
         store._its_mirror().target.clock = store.repository.clock
         store.create(cell_bytes=CELL, blob_bytes=BLOB)
@@ -157,6 +158,7 @@ def make_coded(folder: Path) -> None:
     """Write a store of encoded cells. The first checkpoint is purged, but the bases of other cells remain."""
     with tempfile.TemporaryDirectory() as cache, mock.patch("socket.gethostname", return_value="host"):
         store = casckpt.open(folder, cache_dir=cache)
+        store.repository.user = "ann"
         store.repository.clock = itertools.count(_BEGIN, 1000).__next__
         store.create(cell_bytes=CELL, blob_bytes=BLOB)
         for step in range(1, 6):
