@@ -88,14 +88,6 @@ def test_every_stored_field_is_described_on_the_format_page(struct: type[msgspec
     assert not isinstance(config.tag, str) or config.tag in quoted(section("Records"))
 
 
-@pytest.mark.parametrize("name", ["format", "cell_bytes", "blob_bytes"])
-def test_the_documented_defaults_of_the_marker_are_correct(name: str) -> None:
-    info = msgspec.structs.fields(records.Marker)
-    default = next(field.default for field in info if field.name == name)
-    expected = "" if default is msgspec.NODEFAULT else f"{default} "
-    assert f"| `{name}` | {expected}|" in section("Marker")
-
-
 def test_every_dtype_is_documented_with_its_stored_name() -> None:
     text = section("Dtypes").replace("`int1` to `int7`", " ".join(f"`int{n}`" for n in range(1, 8)))
     text = text.replace("`uint1` to `uint7`", " ".join(f"`uint{n}`" for n in range(1, 8)))

@@ -1,5 +1,4 @@
-"""The current version reads, extends and prunes copies of stores that an earlier version wrote
-(tests/data/frozen_store)."""
+"""The current version reads, extends and prunes copies of the stores in tests/data."""
 
 from __future__ import annotations
 

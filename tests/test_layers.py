@@ -103,7 +103,10 @@ EXCEPTIONS: dict[tuple[str, str], str] = {
         "ranks/ranks.py",
         "os.environ",
     ): "a launcher sets WORLD_SIZE, and torch reads GLOO_SOCKET_IFNAME: both are not settings",
-    ("repository/repository.py", "os.environ"): "CASCKPT_CACHE_DIR and CASCKPT_CREATE are for programs too",
+    (
+        "repository/repository.py",
+        "os.environ",
+    ): "CASCKPT_CACHE_DIR, CASCKPT_CREATE and CASCKPT_USER are for programs too",
 }
 """(module of the package, what it names although a fence is around it, or a layer is above it) -> why it must."""
 

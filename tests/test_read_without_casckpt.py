@@ -100,7 +100,7 @@ def test_the_example_reader_runs_without_casckpt() -> None:
     assert last == "hurt@1: 1 of 2 tensors are intact; nothing else was read"
 
 
-# stores of an earlier version
+# the stores in tests/data
 
 
 def test_the_example_reader_lists_the_frozen_store(reader: Any) -> None:
@@ -417,7 +417,9 @@ def test_a_hostile_manifest_does_not_yield_wrong_bytes(reader: Any, saved: Path,
     assert set(found.values()) <= {*sound}
 
 
-@pytest.mark.parametrize("new", [{"format": 2}, {"features": ["x"]}, {"hash": "sha256"}], ids=str)
+@pytest.mark.parametrize(
+    "new", [{"format": 2}, {"features": []}, {"features": ["history-2", "x"]}, {"hash": "sha256"}], ids=str
+)
 def test_a_later_format_is_rejected(reader: Any, saved: Path, new: dict[str, Any]) -> None:
     marker = saved / "casckpt.json"
     write(marker, json.dumps(json.loads(marker.read_text()) | new).encode())

@@ -12,7 +12,6 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
-import msgspec
 import pictures
 import pytest
 import reference
@@ -21,10 +20,9 @@ from casckpt import errors
 from casckpt.base.units import parse_size
 from casckpt.cli.commands.settings import _DEFAULTS
 from casckpt.cli.types import ENV_STORE
-from casckpt.format.records import Marker
 from casckpt.frontends.follow import Follower
 from casckpt.frontends.trainer import CheckpointerConfig
-from casckpt.repository.repository import CACHE_VARIABLE, CREATE_VARIABLE
+from casckpt.repository.repository import CACHE_VARIABLE, CREATE_VARIABLE, USER_VARIABLE, Repository
 from casckpt.saving.options import SaveOptions
 from casckpt.store.opening import open as open_store
 from casckpt.store.types import NAMES
@@ -120,11 +118,11 @@ def test_the_table_of_errors_matches_the_code() -> None:
 def test_each_environment_variable_is_documented() -> None:
     text = "".join(path.read_text() for path in (ROOT / "casckpt").rglob("*.py"))
     named = set(re.findall(r"os\.environ(?:\.get\(|\[)([A-Z_]+)\b", text))
-    assert named == {"ENV_STORE", "CACHE_VARIABLE", "CREATE_VARIABLE"}
+    assert named == {"ENV_STORE", "CACHE_VARIABLE", "CREATE_VARIABLE", "USER_VARIABLE"}
     read = set(re.findall(r'os\.environ(?:\.get\(|\[)"(\w+)"|"(\w+)" in os\.environ', text))
     of_itself, for_commands = (DOCS / "environment.md").read_text().split("`casckpt follow --exec` sets")
     described = {name for row in re.findall(r"^\| (`.*?`) \|", of_itself, re.MULTILINE) for name in quoted(row)}
-    assert described == {ENV_STORE, CACHE_VARIABLE, CREATE_VARIABLE, *("".join(one) for one in read)}
+    assert described == {ENV_STORE, CACHE_VARIABLE, CREATE_VARIABLE, USER_VARIABLE, *("".join(one) for one in read)}
     assert set(re.findall(r"^\| `(\w+)` \|", for_commands, re.MULTILINE)) == set(
         re.findall(r"CASCKPT_\w+", inspect.getdoc(Follower) or "")
     )
@@ -148,9 +146,8 @@ def test_documented_store_settings_match_the_code() -> None:
 
 
 def test_documented_settings_for_a_new_store_match_the_code() -> None:
-    fields = {field.name: field.default for field in msgspec.structs.fields(Marker)}
     sizes = {name: parse_size(default) for name, default in settings("Sizes of a new store").items()}
-    assert sizes == {name: fields[name] for name in ("cell_bytes", "blob_bytes")}
+    assert sizes == Repository.create.__kwdefaults__
 
 
 def as_written(values: dict[str, Any]) -> dict[str, str]:

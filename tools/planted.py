@@ -596,8 +596,8 @@ PLANTED = (
     Planted(
         "the record of a copied checkpoint names the store that it came from",
         "Transaction.commit",
-        "store=self._repo.marker.store_id)",
-        "store=record.store or self._repo.marker.store_id)",
+        "store=self._repo.marker.store_id, who",
+        "store=record.store, who",
         "tests/history/test_transactions.py",
     ),
     Planted(
@@ -2867,13 +2867,6 @@ PLANTED = (
         '            settings.setdefault("check_replicas", "off")\n',
         "",
         "tests/frontends/test_accelerate.py",
-    ),
-    Planted(
-        "earlier versions load a tensor of a wrapper alone",
-        "entry_columns",
-        'f"{_INNER}{dtype}" if name[1] in inner',
-        'f"{_INNER}{dtype}" if not streams and name[1] in inner',
-        "tests/loading/test_wrapped.py",
     ),
     Planted(
         "a wrapper with a different context is filled",

@@ -48,12 +48,14 @@ def summary(checkpoint: Checkpoint) -> dict[str, Any]:
     """Describe a checkpoint from its commit and its save's statistics, without reading its manifest."""
     return brief(checkpoint) | {
         "created_at": checkpoint.created_at.isoformat(),
+        "who": checkpoint.who,
         "ephemeral": checkpoint.ephemeral,
         "healthy": checkpoint.healthy,
         "health": _fields(checkpoint.commit.committed.health),
         "metrics": checkpoint.commit.committed.metrics,
         "lineage": checkpoint.commit.committed.lineage,
         "forgotten": checkpoint.forgotten,
+        "forgotten_by": checkpoint.forgotten_by,
         "dropped": _fields(checkpoint.dropped),
         "replaced": checkpoint.replaced,
         "stats": asdict(checkpoint.stats),

@@ -182,6 +182,12 @@ def facts(rows: Iterable[tuple[str, str]]) -> None:
         say(f"{title:<{width}}  {printable(value)}".rstrip())
 
 
+def states(checkpoint: Mapping[str, Any], *names: str) -> list[str]:
+    """Return the states in ``names`` that a checkpoint from the JSON output has, and who forgot it."""
+    by = {"forgotten": f"forgotten by {checkpoint['forgotten_by']}"}
+    return [by.get(name, name) for name in names if checkpoint[name]]
+
+
 def unusual(health: Mapping[str, Any] | None) -> list[str]:
     """Format the counts of NaN and infinite elements. The result is empty if there are none."""
     found = {} if health is None else {"NaN": health["nan"], "infinite": health["inf"]}

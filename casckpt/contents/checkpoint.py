@@ -149,6 +149,11 @@ class Checkpoint:
         return time_of(self._record.created_at)
 
     @property
+    def who(self) -> str:
+        """Who saved it in this store, as user@host. Of a copy, who copied it."""
+        return self._record.who
+
+    @property
     def ephemeral(self) -> bool:
         """Whether it was saved as ephemeral. If so, gc may purge it soon."""
         return self._record.ephemeral
@@ -160,6 +165,11 @@ class Checkpoint:
         A forgotten checkpoint can only be named by its id, until it is restored or purged.
         """
         return self.commit.is_forgotten
+
+    @property
+    def forgotten_by(self) -> str | None:
+        """Who forgot it, as user@host. None if it is not forgotten."""
+        return self.commit.who if self.forgotten else None
 
     @property
     def replaced(self) -> bool:

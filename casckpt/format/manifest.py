@@ -511,12 +511,9 @@ def encode(draft: Draft) -> Encoded:
     every_cells, every_rows = draft.streams.encoded()
     (cells, cell_bytes), (rows, row_bytes) = cut(every_cells), cut(every_rows)
     data, data_bytes = cut([*(stored.data for stored in draft.objects), *(item.data for item in draft.attachments)])
-    inner, unhashed = outer_keys(wrappers_in(draft.tree)), draft.unhashed
     body = ManifestBody(
         **{name: getattr(draft, name) for name in Description.__struct_fields__},
-        entry_columns=entry_columns(draft.streams.streams, unhashed, inner)
-        if inner or unhashed
-        else draft.streams.columns,
+        entry_columns=entry_columns(draft.streams.streams, draft.unhashed) if draft.unhashed else draft.streams.columns,
         object_columns=ObjectColumns(
             keys=[stored.key for stored in draft.objects],
             rank=pack_ranks(stored.rank for stored in draft.objects),

@@ -21,13 +21,13 @@ from casckpt.format.metrics import Stored, check_metrics
 from casckpt.format.names import BlobHash, ManifestId, TxId
 
 FORMAT_VERSION = 1
-KNOWN_FEATURES: frozenset[str] = frozenset()
+KNOWN_FEATURES = frozenset({"history-2"})
+"""The names in `Marker.features`. Every store has all of them."""
 KNOWN_REQUIREMENTS: frozenset[str] = frozenset()
 """The names in `Settings.requires` that this version knows. There are none yet."""
 HASH = "blake3"
 MAX_RECORD_BYTES = 1 << 20
 DEFAULT_CELL_BYTES = 1 << 20
-DEFAULT_BLOB_BYTES = 32 << 20
 _YEAR_10000 = 253_402_300_800 * 10**6
 STORE_ID = re.compile(r"[0-9A-Za-z-]{1,64}")  # because a cache folder is named after it
 
@@ -78,7 +78,6 @@ _CHECKS: dict[str, Callable[[Any], object]] = {
     "by": check_txid,
     "copy": check_txid,
     "store": _check_store,
-    "merged_stores": lambda ids: list(map(_check_store, ids.split(","))),
     "uploader": check_txid,
     "manifest": check_hash,
     "head": check_hash,
@@ -102,10 +101,10 @@ class Marker(Record, omit_defaults=False, frozen=True, kw_only=True):
     format: int
     store_id: str
     created_at: int  # microseconds since the epoch, in UTC, like all times below
-    features: list[str] = []
-    hash: str = HASH
-    cell_bytes: int = DEFAULT_CELL_BYTES
-    blob_bytes: int = DEFAULT_BLOB_BYTES
+    features: list[str] = []  # none in stores from before the first release
+    hash: str
+    cell_bytes: int
+    blob_bytes: int
 
 
 class Settings(Record, frozen=True, kw_only=True):
@@ -125,7 +124,6 @@ class Settings(Record, frozen=True, kw_only=True):
     )
     requires: list[str] = []
     compress: str | None = None  # the default for saves
-    merged_stores: str | None = None  # ids, separated by commas, of other stores whose commits may be in this one
 
 
 class Process(Record, frozen=True, kw_only=True):
@@ -225,7 +223,8 @@ class Committed(Record, tag="committed", frozen=True, kw_only=True):
     metrics: dict[str, Stored] = {}
     lineage: dict[str, Any] | None = None
     dropped: Dropped | None = None
-    store: str | None = None  # the id of the store in which it was committed; None in records from before version 0.3
+    store: str  # the id of the store in which it was committed
+    who: str  # who committed it, as user@host
 
 
 class RevokedRecord(Record, tag="revoked", frozen=True, kw_only=True):
@@ -241,6 +240,7 @@ class Forgotten(Record, tag="forgotten", frozen=True, kw_only=True):
 
     txid: TxId
     time: int
+    who: str
 
 
 class Restored(Record, tag="restored", frozen=True, kw_only=True):
@@ -248,6 +248,7 @@ class Restored(Record, tag="restored", frozen=True, kw_only=True):
 
     txid: TxId
     time: int
+    who: str
 
 
 class Purged(Record, tag="purged", frozen=True, kw_only=True):
@@ -255,6 +256,7 @@ class Purged(Record, tag="purged", frozen=True, kw_only=True):
 
     txid: TxId
     time: int
+    who: str
 
 
 class Rewritten(Record, tag="rewritten", frozen=True, kw_only=True):
@@ -265,6 +267,7 @@ class Rewritten(Record, tag="rewritten", frozen=True, kw_only=True):
 
     txid: TxId
     time: int
+    who: str
     by: TxId
     head: str
     manifest_bytes: int
@@ -295,6 +298,7 @@ class Back(Record, tag="back", frozen=True, kw_only=True):
 
     txid: TxId
     time: int
+    who: str
     to: TxId
 
 
@@ -303,6 +307,7 @@ class Trimmed(Record, tag="trimmed", frozen=True, kw_only=True):
 
     txid: TxId
     time: int
+    who: str
 
 
 class Tagged(Record, tag="tagged", frozen=True, kw_only=True):
@@ -352,8 +357,8 @@ LaterRecord = Forgotten | Restored | Purged | Rewritten | Back | Trimmed | Tagge
 class TagRecord(Record, tag="tag", frozen=True, kw_only=True):
     """tags/<name>/<N>: the tag names the checkpoint ``manifest``, with the commit ``txid``. None deletes the tag.
 
-    ``unique`` distinguishes writers. ``expires``: when the tag expires, or None. ``holder``: its owner, for people to
-    read.
+    ``unique`` distinguishes writers. ``expires``: when the tag expires, or None. ``who``: who wrote this generation, as
+    user@host:pid.
     """
 
     name: str
@@ -362,7 +367,7 @@ class TagRecord(Record, tag="tag", frozen=True, kw_only=True):
     txid: TxId | None = None
     manifest: ManifestId | None = None
     expires: int | None = None
-    holder: str = ""
+    who: str
 
 
 class LeaseRecord(Record, tag="lease", frozen=True, kw_only=True):
@@ -373,9 +378,9 @@ class LeaseRecord(Record, tag="lease", frozen=True, kw_only=True):
 
     time: int
     expires: int
+    who: str
     txid: TxId | None = None
     manifest: ManifestId | None = None
-    holder: str = ""
 
 
 class DamageRecord(Record, tag="damage", frozen=True, kw_only=True):
@@ -422,9 +427,7 @@ def decode(data: bytes, kind: type[R] | Any, key: str) -> R:
         record: R = DECODERS[kind].decode(line)
     except (msgspec.DecodeError, ValueError, RecursionError) as error:
         raise Refused(
-            f"cannot parse {key}: {error}. A different version of casckpt wrote it. If it was a later version, "
-            f"upgrade. If it was a version from before this format, read the store with that version, and save its "
-            f"checkpoints into a new store"
+            f"cannot parse {key}: {error}. A later version of casckpt may have written it: upgrade casckpt"
         ) from error
     return record
 
@@ -451,19 +454,18 @@ def decode_marker(data: bytes) -> Marker:
     """
     try:
         marker: Marker = DECODERS[Marker].decode(data)
-        named = msgspec.json.decode(data)  # of all fields, including unknown ones
     except (msgspec.DecodeError, ValueError, RecursionError) as error:
         raise Damaged(f"casckpt.json is damaged: {error}") from error
-    if marker.format > FORMAT_VERSION or set(marker.features) - KNOWN_FEATURES:
-        missing = sorted(set(marker.features) - KNOWN_FEATURES)
+    unknown = sorted(set(marker.features) - KNOWN_FEATURES)
+    if marker.format > FORMAT_VERSION or unknown:
         raise Refused(
-            f"this store has format {marker.format} with features {missing}, but this version of casckpt reads "
+            f"this store has format {marker.format} with features {unknown}, but this version of casckpt reads "
             f"format {FORMAT_VERSION}. Upgrade casckpt to use the store"
         )
-    if "hash" not in named:
+    if KNOWN_FEATURES - set(marker.features):
         raise Refused(
-            "this store is in an older format: read it with the version of casckpt that wrote it, and "
-            "save its checkpoints into a new store"
+            "this store is in a format from before the first release of casckpt: read it with the version that wrote "
+            "it, and save its checkpoints into a new store"
         )
     if marker.hash != HASH:
         raise Refused(

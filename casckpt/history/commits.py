@@ -193,7 +193,7 @@ def append(repo: Repository, commit: Commit, kind: LaterKind) -> Commit:
             return commit
     _check_allowed(commit, wanted)
     try:
-        return add(repo, commit, kind(txid=commit.txid, time=repo.clock()))
+        return add(repo, commit, kind(txid=commit.txid, time=repo.clock(), who=repo.who))
     except Conflict:
         now = refresh(repo, commit)
         if _holds(now, wanted):
@@ -259,7 +259,7 @@ def bring_back(repo: Repository, commit: Commit, places: Places) -> Commit:
         raise Conflict(f"the older places of {commit} were purged: they are gone for good", checkpoints=(commit.id,))
     if places == commit.current:
         return commit
-    return add(repo, commit, Back(txid=commit.txid, time=repo.clock(), to=places.txid))
+    return add(repo, commit, Back(txid=commit.txid, time=repo.clock(), who=repo.who, to=places.txid))
 
 
 def trim(repo: Repository, commit: Commit) -> Commit:
@@ -267,7 +267,7 @@ def trim(repo: Repository, commit: Commit) -> Commit:
 
     Raises `Conflict` if another process changed the checkpoint first, and `StorageError`.
     """
-    return add(repo, commit, Trimmed(txid=commit.txid, time=repo.clock()))
+    return add(repo, commit, Trimmed(txid=commit.txid, time=repo.clock(), who=repo.who))
 
 
 def check_restore(listed: CommitList, commit: Commit) -> None:
@@ -316,7 +316,7 @@ def purge_unreadable(repo: Repository, txid: TxId) -> None:
     """
     logs = (parse_log(entry.key) for entry in repo.storage.list(PREFIX, known=parse_log))
     number = max((log[1] for log in logs if log and log[0] == txid), default=0)
-    repo.put_record(commit_key(txid, number + 1), Purged(txid=txid, time=repo.clock()))
+    repo.put_record(commit_key(txid, number + 1), Purged(txid=txid, time=repo.clock(), who=repo.who))
 
 
 def _touched(before: Mapping[str, Shown], now: Mapping[str, Shown]) -> set[TxId]:

@@ -31,7 +31,7 @@ from casckpt.format.records import (
 from casckpt.repository.reading import Read
 
 STATES: dict[type, str] = {Forgotten: "forgotten", Restored: "restored", Purged: "purged"}
-OF_PLACES = [name for name in Rewritten.__struct_fields__ if name not in {"txid", "time", "by"}]
+OF_PLACES = [name for name in Rewritten.__struct_fields__ if name not in {"txid", "time", "who", "by"}]
 """The fields of a commit record that describe its places, and that a rewrite changes."""
 
 
@@ -55,9 +55,10 @@ class Commit:
 
     ``last``: "committed", "revoked", "forgotten", "restored" or "purged". ``number``: the highest number in the log.
     ``changed_at``, ``moved_at``: the times at which the state and the current places last changed, in microseconds
-    since the epoch. ``current``: the current places, or None for a revoked transaction. ``existing``: all places that
-    were not ended, in the order of the log. ``ended``: the others. ``tagged``: the (name, generation) of permanent tags
-    that were set. ``restored``: the number of the last `restored` or `back` record, or 0.
+    since the epoch. ``who``: who last changed the state. ``current``: the current places, or None for a revoked
+    transaction. ``existing``: all places that were not ended, in the order of the log. ``ended``: the others.
+    ``tagged``: the (name, generation) of tags that were set. ``restored``: the number of the last `restored` or `back`
+    record, or 0.
 
     ``shown``: the places that this object describes, if they are not the current ones (see `at`).
     """
@@ -67,6 +68,7 @@ class Commit:
     last: str
     number: int
     changed_at: int
+    who: str = ""
     current: Places | None = None
     existing: tuple[Places, ...] = ()
     ended: tuple[Places, ...] = ()
@@ -161,7 +163,9 @@ class Commit:
 def just_committed(record: Committed) -> Commit:
     """Return the commit of a log that holds only ``record``."""
     places = Places(record.txid, record)
-    return Commit(record.txid, record, "committed", 0, record.time, places, (places,), moved_at=record.time)
+    return Commit(
+        record.txid, record, "committed", 0, record.time, record.who, places, (places,), moved_at=record.time
+    )
 
 
 @dataclass(frozen=True)
@@ -297,7 +301,8 @@ def _changes(commit: Commit, record: Read, number: int) -> dict[str, Any]:
         case Forgotten() | Purged() | Restored():
             ends = {"existing": (), "ended": (*commit.ended, *commit.existing)} if isinstance(record, Purged) else {}
             restored = number if isinstance(record, Restored) else commit.restored
-            return {"last": STATES[type(record)], "changed_at": record.time, "restored": restored, **ends}
+            state = {"last": STATES[type(record)], "changed_at": record.time, "who": record.who}
+            return {**state, "restored": restored, **ends}
         case Rewritten():
             values = {name: getattr(record, name) for name in OF_PLACES}
             places = Places(record.by, records.changed(commit.committed, **values))

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import difflib
 import os
-import socket
 from collections import defaultdict
 from collections.abc import Iterable, Mapping
 from contextlib import suppress
@@ -40,8 +39,8 @@ class Tag:
 
     ``txid``, ``manifest``: the transaction of the places on which it was set, and the id of the checkpoint.
 
-    ``expires``: the last microsecond at which it is valid. None if it never expires. ``holder``: the host:pid of the
-    process that set it.
+    ``expires``: the last microsecond at which it is valid. None if it never expires. ``holder``: who set it, as
+    user@host:pid.
     """
 
     name: str
@@ -302,8 +301,7 @@ def newest_generation(repo: Repository, name: str, listed: CommitList | None = N
 
 def write_generation(repo: Repository, name: str, number: int, commit: Commit, *, expires: int | None = None) -> Tag:
     """Create a generation that names ``commit``, and return the tag. Raises `Conflict` if the number is taken."""
-    holder = f"{socket.gethostname()}:{os.getpid()}"
-    tag = Tag(name, number, commit.places.txid, commit.id, expires, holder)
+    tag = Tag(name, number, commit.places.txid, commit.id, expires, _holder(repo))
     _put(repo, tag)
     return tag
 
@@ -315,7 +313,7 @@ def end_generation(repo: Repository, name: str, number: int, before: Tag | None 
     taken.
     """
     expires = before.expires if before else repo.clock()
-    _create(repo, name, number, expires=expires if is_lease(name) else None)
+    _create(repo, name, number, expires=expires if is_lease(name) else None, who=_holder(repo))
 
 
 def end_lease(repo: Repository, lease: Tag) -> None:
@@ -329,6 +327,10 @@ def end_lease(repo: Repository, lease: Tag) -> None:
         repo.storage.sweep(tag_folder(lease.name))
     except StorageError:
         end_generation(repo, lease.name, lease.generation + 1, lease)
+
+
+def _holder(repo: Repository) -> str:
+    return f"{repo.who}:{os.getpid()}"
 
 
 def take_back(repo: Repository, tag: Tag, before: Tag | None) -> None:
@@ -362,7 +364,7 @@ def remove_old_generations(repo: Repository) -> None:
 
 
 def _put(repo: Repository, tag: Tag) -> None:
-    named = {"txid": tag.txid, "manifest": tag.manifest, "holder": tag.holder}
+    named = {"txid": tag.txid, "manifest": tag.manifest, "who": tag.holder}
     _create(repo, tag.name, tag.generation, expires=tag.expires, **named)
 
 
@@ -381,7 +383,7 @@ def _tag(name: str, number: int, record: TagRecord | LeaseRecord) -> Tag | None:
     """Return the tag or lease of a record. Return None for a record that deletes the tag or ends the lease."""
     if record.txid is None or record.manifest is None:
         return None
-    return Tag(name, number, record.txid, record.manifest, record.expires, record.holder)
+    return Tag(name, number, record.txid, record.manifest, record.expires, record.who)
 
 
 def _checked(record: Read, name: str, key: str) -> Read:

@@ -124,7 +124,7 @@ class Transaction:
         process may have created this commit. gc removes files that this call cannot remove. Raises `Revoked` if
         the transaction has ended in a different way, and `StorageError`.
         """
-        record = records.changed(record, store=self._repo.marker.store_id)
+        record = records.changed(record, store=self._repo.marker.store_id, who=self._repo.who)
         try:
             commit(self._repo, record, seen=self._seen)
         except Revoked:

@@ -8,11 +8,13 @@ The identity comes from /proc. On a system without /proc, no process counts as d
 from __future__ import annotations
 
 import fcntl
+import getpass
 import logging
 import os
 import socket
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from functools import cache
 from pathlib import Path
 
 from casckpt.format.records import Process
@@ -22,6 +24,7 @@ saved_here: set[str] = set()
 """The ids of the checkpoints that this process has committed."""
 loaded_here: set[tuple[str, str]] = set()
 """The runs from which this process has read a checkpoint's tensors, each with the id of its store."""
+MAX_WHO = 200  # characters
 _MAX_PID = 1 << 22  # on Linux
 _STATE, _THREADS, _STARTED = 0, 17, 19  # fields 3, 20 and 22 of stat, counted from the field after the name
 
@@ -36,6 +39,20 @@ def this_process() -> Process:
         pid_namespace=_pid_namespace(),
         started=int(stat[_STARTED]) if stat else 0,
     )
+
+
+def who(user: str | None = None) -> str:
+    """Return who runs this process, as user@host. ``user``: instead of the user that the system names."""
+    text = f"{user or _user()}@{socket.gethostname()}"
+    return "".join(character if character.isprintable() else "?" for character in text)[:MAX_WHO]
+
+
+@cache  # a lookup may use the network
+def _user() -> str:
+    try:
+        return getpass.getuser()
+    except (ImportError, KeyError, OSError):  # in a container, the user may have no name
+        return str(os.getuid())
 
 
 def is_dead(process: Process) -> bool:

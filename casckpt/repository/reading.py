@@ -112,8 +112,10 @@ PREFIX = "settings/"
 def check_requirements(repo: Repository) -> Settings:
     """Return the settings. Raises `Unsupported` if they contain a requirement that this version does not know.
 
-    Raises `StorageError`, and `Damaged` or `Refused` if the settings cannot be read.
+    Raises `NotFound` if the store does not exist, `StorageError`, and `Damaged` or `Refused` if the settings cannot be
+    read.
     """
+    repo.check_exists()
     listed = repo.storage.list(PREFIX, known=parse_settings)
     numbers = {number: entry for entry in listed if (number := parse_settings(entry.key)) is not None}
     if not numbers:

@@ -27,6 +27,7 @@ from casckpt.repository.blob_cache import BlobCache, in_memory
 from casckpt.repository.caches import ManifestCache, RecordCache, RunCaches
 from casckpt.repository.catalogue import Catalogue, recall, remember
 from casckpt.repository.exclusive import check_listed, require_exclusive, require_lasting
+from casckpt.repository.processes import who
 from casckpt.repository.signing_keys import PublicKey
 from casckpt.storage.base import AlreadyExists, ObjectStore
 from casckpt.storage.local.store import mount_point
@@ -63,7 +64,8 @@ class Repository:
     be the only writer, which allows storage that does not refuse to create an existing key. ``mirror``: the mirror's
     storage, whose URL is written to the settings before the first save. ``trusted``: public keys; only checkpoints
     signed with one of them are loaded (None: all). ``found_signed``: ids whose signatures have been verified.
-    ``signer``: the private key that signs each save. ``may_create``: see `casckpt.open`. ``listeners``: called
+    ``signer``: the private key that signs each save. ``user``: the name in `who`, or None for that of the system.
+    ``may_create``: see `casckpt.open`. ``listeners``: called
     after each commit of this process. ``seen_blobs``: blobs that this process has seen in the store.
     ``verified_extents``: the extents that `casckpt.loading.mapped` has verified. ``last_commit``: the key of this
     process's last commit. ``runs``: announcements by run hash. Thread-safe, picklable, and usable in forked children.
@@ -82,6 +84,7 @@ class Repository:
     trusted: frozenset[PublicKey] | None = None
     signer: bytes | None = field(default=None, repr=False)
     may_create: bool | None = None
+    user: str | None = None
     found_signed: set[ManifestId] = field(default_factory=set, init=False, repr=False, compare=False)
     listeners: list[Callable[[], None]] = field(default_factory=list, init=False, repr=False, compare=False)
     manifests: ManifestCache = field(default_factory=ManifestCache, init=False, repr=False, compare=False)
@@ -173,8 +176,8 @@ class Repository:
         if is_store and self.storage.size(keys.MARKER) is None:  # recheck: it may have been created in the meantime
             message = (
                 f"casckpt.json is missing from {self.storage.url}, although commits/ has records of a store. A new "
-                "file might permanently set different sizes: restore the file from a copy of the store. That of its "
-                "mirror fits too, but then gc asks you to accept the commits of this store"
+                "file might permanently set different sizes: restore the file from a copy of the store, or take "
+                "that of its mirror, and set its store_id to the `store` of a record in commits/"
             )
             raise Damaged(message, key=keys.MARKER)
 
@@ -202,6 +205,8 @@ class Repository:
             format=records.FORMAT_VERSION,
             store_id=uuid.UUID(bytes=self.entropy(16), version=4).hex,
             created_at=self.clock(),
+            features=sorted(records.KNOWN_FEATURES),
+            hash=records.HASH,
             cell_bytes=cell_bytes,
             blob_bytes=blob_bytes,
         )
@@ -301,6 +306,7 @@ class Repository:
 
         Raises `Damaged`, `Refused`, and `StorageError`.
         """
+        self.check_exists()
         listed = self.storage.list("settings/", known=keys.parse_settings)
         numbers = (keys.parse_settings(entry.key) for entry in listed)
         newest = max((number for number in numbers if number is not None), default=-1)
@@ -345,6 +351,11 @@ class Repository:
         if self._memory is None:
             self._memory = in_memory(self.cache_bytes)
         return self._memory
+
+    @property
+    def who(self) -> str:
+        """Who writes records, as user@host."""
+        return who(self.user)
 
     @property
     def host(self) -> str:
@@ -453,6 +464,8 @@ def default_cache_folder() -> Path:
 
 CACHE_VARIABLE = "CASCKPT_CACHE_DIR"
 CREATE_VARIABLE = "CASCKPT_CREATE"
+USER_VARIABLE = "CASCKPT_USER"
+_MAX_USER = 100  # characters
 
 
 def open_repository(
@@ -461,8 +474,14 @@ def open_repository(
     """Return the repository in ``storage``, without creating or reading anything.
 
     If ``cache_dir`` or ``create`` is None, the environment variables that `CACHE_VARIABLE` and `CREATE_VARIABLE` name
-    set them, both for programs and for the command line. Raises `InvalidInput` for an invalid variable.
+    set them, both for programs and for the command line. `USER_VARIABLE` names the user. Raises `InvalidInput` for an
+    invalid variable.
     """
+    user = os.environ.get(USER_VARIABLE) or None
+    if user is not None and not (len(user) <= _MAX_USER and user.isprintable()):
+        raise InvalidInput(
+            f"{USER_VARIABLE}={user!r:.120} is not valid: set it to a name of up to {_MAX_USER} printable characters"
+        )
     allowed = os.environ.get(CREATE_VARIABLE) or None
     if allowed not in (None, "0", "1"):
         raise InvalidInput(f"{CREATE_VARIABLE}={allowed!r} is not valid: 0 requires a store, and 1 allows a new one")
@@ -471,6 +490,7 @@ def open_repository(
         storage,
         None if folder is None else Path(folder).expanduser().absolute(),
         may_create=None if allowed is None else allowed == "1",
+        user=user,
     )
     opened.allow_create(create)
     return opened

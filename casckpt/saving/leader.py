@@ -333,6 +333,8 @@ class Leader:
             head=made.head,
             manifest_bytes=len(made.data),
             created_at=draft.created_at,
+            store=self.repo.marker.store_id,
+            who=self.repo.who,
             bytes_total=total,
             bytes_written=sum(new.values()),
             bytes_reused=total - bytes_in(whole.extents, new),

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class NamedTag:
-    """A tag. ``expires``: when it expires, or None for never. ``holder``: the process that set it, as host:pid."""
+    """A tag. ``expires``: when it expires, or None for never. ``holder``: who set it, as user@host:pid."""
 
     checkpoint: Checkpoint
     expires: datetime | None

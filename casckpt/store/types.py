@@ -52,7 +52,7 @@ def check_save_arguments(arguments: SaveArguments) -> None:
 
 
 DURATIONS: Final = ("min_age", "min_age_ephemeral", "revoke_after")
-NAMES: Final = (*DURATIONS, "mirror", "mirror_thinned", "compress", "merged_stores")
+NAMES: Final = (*DURATIONS, "mirror", "mirror_thinned", "compress")
 
 
 class SettingChanges(TypedDict, total=False):
@@ -64,7 +64,6 @@ class SettingChanges(TypedDict, total=False):
     mirror: str | os.PathLike[str] | None
     mirror_thinned: bool | None
     compress: Compress | None
-    merged_stores: str | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,8 +74,7 @@ class StoreSettings:
     ephemeral checkpoints). ``revoke_after``: time without a sign of life after which gc revokes a save (default: 1 h).
     ``mirror``: the mirror's URL. gc keeps checkpoints that are not yet safe there. ``mirror_thinned``: thin the same
     checkpoints in the mirror (default: the mirror keeps them whole). ``compress``: the default for saves that do not
-    pass this option ("auto", "off", "always"; see `casckpt.Store.save`). ``merged_stores``: the ids, separated by
-    commas, of stores whose files were merged into this one by hand (default: rules refuse their checkpoints).
+    pass this option ("auto", "off", "always"; see `casckpt.Store.save`).
     """
 
     min_age: timedelta | None = None
@@ -85,7 +83,6 @@ class StoreSettings:
     mirror: str | None = None
     mirror_thinned: bool | None = None
     compress: str | None = None
-    merged_stores: str | None = None
 
 
 def settings_from(record: Settings) -> StoreSettings:

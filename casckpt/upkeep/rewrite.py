@@ -46,4 +46,4 @@ def rewritten(repo: Repository, txid: TxId, commit: Commit, made: Encoded, **sta
     manifests.put_encoded(repo, txid, made)
     before = {name: getattr(commit.committed, name) for name in OF_PLACES}
     new = {"head": made.head, "manifest_bytes": len(made.data), **statistics}
-    return Rewritten(txid=commit.txid, time=repo.clock(), by=txid, **before | new)
+    return Rewritten(txid=commit.txid, time=repo.clock(), who=repo.who, by=txid, **before | new)

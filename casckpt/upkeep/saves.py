@@ -59,23 +59,16 @@ def check_recorded(repo: Repository, keys: Iterable[str], ended: Container[TxId]
 
 
 def foreign_commits(repo: Repository, commits: Iterable[Commit]) -> list[Commit]:
-    """Return the ``commits`` that were made in another store, unless the settings accept that store.
-
-    Such commits are here if the files of two stores were merged. Reads the settings only if there are any.
-    """
-    others = [commit for commit in commits if commit.committed.store not in (None, repo.marker.store_id)]
-    merged = (repo.settings.merged_stores or "").split(",") if others else ()
-    return [commit for commit in others if commit.committed.store not in merged]
+    """Return the ``commits`` that were made in another store, whose files were put into this one."""
+    return [commit for commit in commits if commit.committed.store != repo.marker.store_id]
 
 
-def why_foreign(repo: Repository, commits: Sequence[Commit], every: Sequence[Commit] = ()) -> str:
-    """Describe commits of other stores, and what to do about them. ``every``: others, whose stores to accept too."""
-    merged = (repo.settings.merged_stores or "").split(",")
-    stores = ",".join(sorted({*merged, *(commit.committed.store or "" for commit in (*commits, *every))} - {""}))
-    more = f" and {len(commits) - 1} more" if commits[1:] else ""
+def why_foreign(commits: Sequence[Commit]) -> str:
+    """Describe commits of other stores, and what to do about them."""
+    more = f" and {len(commits) - 1} more (`casckpt verify` lists them)" if commits[1:] else ""
     return (
-        f"{commits[0]}{more} came from another store, whose files were merged into this one. Forget what does not "
-        f"belong here (`casckpt forget`), or accept it: `casckpt settings STORE --set merged_stores={stores}`"
+        f"{commits[0]}{more} came from another store, whose files were put into this one. Copy what you need by its id "
+        "into a store of its own (`casckpt copy STORE DST ID`), then forget it here (`casckpt forget STORE ID`)"
     )
 
 
@@ -83,7 +76,7 @@ def check_own(repo: Repository, commits: Iterable[Commit]) -> None:
     """Raise `Damaged` if any of the ``commits`` came from another store: a rule must not count them unnoticed."""
     if foreign := foreign_commits(repo, commits):
         ids = tuple(commit.id for commit in foreign)
-        raise Damaged(f"nothing was forgotten or deleted, because {why_foreign(repo, foreign)}", checkpoints=ids)
+        raise Damaged(f"nothing was forgotten or deleted, because {why_foreign(foreign)}", checkpoints=ids)
 
 
 @dataclass(frozen=True, slots=True)

@@ -45,7 +45,7 @@ class Store:
     def __init__(self, folder: str | Path) -> None:
         self.root = Path(folder)
         marker = json.loads(self.path("casckpt.json").read_bytes())  # "Marker"
-        known = marker.get("format") == 1 and marker.get("hash") == "blake3" and not marker.get("features")
+        known = [marker.get(name) for name in ("format", "hash", "features")] == [1, "blake3", ["history-2"]]
         check(known, f"{folder} has a different format: {marker}")
 
     def path(self, key: str) -> Path:

@@ -9,8 +9,9 @@ from pathlib import Path
 import pytest
 
 from casckpt.errors import Damaged
-from casckpt.format.records import Marker, decode_marker, encode_marker
+from casckpt.format.records import decode_marker, encode_marker
 from tests.support.fuzz_decoders import DECODERS, bend, decodes, seeds, stored
+from tests.support.repositories import MARKER
 
 ROOT = Path(__file__).parents[2]
 
@@ -33,6 +34,6 @@ def test_decoding_thousands_of_changed_inputs_uses_at_most_four_gib(kind: str, s
 
 
 def test_invalid_utf8_in_an_unknown_field_is_reported_as_damage() -> None:
-    written = encode_marker(Marker(format=1, store_id="abc", created_at=5))
+    written = encode_marker(MARKER)
     with pytest.raises(Damaged):
         decode_marker(written.replace(b'"hash"', b'"\xe2sh"'))

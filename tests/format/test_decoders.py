@@ -71,7 +71,7 @@ for thread in threads: thread.join()
 
 def test_threads_can_be_the_first_to_decode_a_type() -> None:
     """No process dies when sixteen threads decode its first record, blob and manifest."""
-    record = encode(Forgotten(txid=UPLOADERS[0], time=1))
+    record = encode(Forgotten(txid=UPLOADERS[0], time=1, who="ann@node3"))
     name, written = data()
     given = [part.hex() for part in (record, name.encode(), written, encode_header([("float32", 4096)], 2))]
     for _ in range(6):

@@ -40,7 +40,7 @@ def test_metrics_decode_from_a_record(metrics: dict[str, float]) -> None:
     stored = stored_metrics(metrics, [])
     record = Committed(
         txid=TXID, run="a", step=7, time=1, manifest=ManifestId("0" * 64), head="0" * 64,
-        manifest_bytes=1, created_at=1, bytes_total=0, metrics=stored,
+        manifest_bytes=1, created_at=1, store="s", who="ann@node3", bytes_total=0, metrics=stored,
     )  # fmt: skip
     found: dict[str, Any] = records.decode(records.encode(record), Committed, "key").metrics
     values = metric_values(found)

@@ -301,7 +301,14 @@ def test_the_plain_reader_rejects_a_malformed_head(saved: Path, at: int, data: b
         read_head(bytes(raw), raw[4064:4096].hex())
 
 
-MARKERS = [{"format": 2}, {"features": ["x"]}, {"hash": "sha256"}, {"cell_bytes": 5000}, {"blob_bytes": 2**31}]
+MARKERS = [
+    {"format": 2},
+    {"features": []},
+    {"features": ["history-2", "x"]},
+    {"hash": "sha256"},
+    {"cell_bytes": 5000},
+    {"blob_bytes": 2**31},
+]
 
 
 @pytest.mark.parametrize("change", MARKERS, ids=str)

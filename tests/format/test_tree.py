@@ -315,13 +315,6 @@ def test_a_wrapper_is_one_unit_with_inner_leaves() -> None:
     assert wrappers_in(encode_tree({"wrapper": T})) == {}
 
 
-def test_an_earlier_version_refuses_a_tree_with_a_wrapper() -> None:
-    """Version 0.2.0 decodes an unknown tag as `plain.Tagged`, and refuses every node but leaves and containers."""
-    tagged = plain.decode(encode_tree(HOLDING))["m"]["w"]
-    assert type(tagged) is plain.Tagged
-    assert tagged.tag == "wrapper"
-
-
 def test_trees_with_parts_of_the_same_wrapper_are_merged_unless_their_forms_differ() -> None:
     parts = [Wrapper(PARTS, {str(first): T}) for first in (0, 4)]
     tree: Any = merge([{"w": part} for part in parts])

@@ -44,10 +44,10 @@ def spoil(path: Path) -> Callable[[], int]:
     return lambda: path.write_bytes(before)
 
 
-@follows("upkeep/saves.py:why_foreign", "or accept it: `casckpt settings STORE --set merged_stores=…`")
-@pytest.mark.parametrize("way", ["forget", "settings"])
-def test_gc_can_run_after_checkpoints_of_another_store_are_forgotten_or_accepted(
-    trained: Store, store_path: Path, messages: Messages, run: Run, way: str
+@follows("upkeep/saves.py:why_foreign", "and … more (`casckpt verify` lists them)")
+@follows("upkeep/saves.py:why_foreign", "came from another store, whose files were put into this one")
+def test_gc_can_run_after_checkpoints_of_another_store_are_copied_out_and_forgotten(
+    trained: Store, store_path: Path, messages: Messages, run: Run
 ) -> None:
     other = casckpt.open(store_path.with_name("other"))
     for step in (2, 3):
@@ -57,11 +57,14 @@ def test_gc_can_run_after_checkpoints_of_another_store_are_forgotten_or_accepted
         trained.gc(keep_last=1)
     ids = [one.id for one in other.checkpoints()]
     assert torch.equal(trained.read(ids[1])["w"], torch.ones(3))
-    if way == "forget":
-        run(*advice.command("forget"), store_path, *ids)
-    else:
-        run(*advice.command("settings", STORE=store_path))
-    assert [one.step for one in trained.gc(keep_last=1).forgotten] == ([1] if way == "forget" else [1, 2, 2])
+    for id in ids:
+        assert id[:12] in run(*advice.command("verify"), store_path, status=4).output
+    own = store_path.with_name("own")
+    for id in ids:
+        run(*advice.command("copy", STORE=store_path, DST=own, ID=id))
+        run(*advice.command("forget", STORE=store_path, ID=id))
+    assert [one.step for one in trained.gc(keep_last=1).forgotten] == [1]
+    assert [one.step for one in casckpt.open(own).gc(keep_last=1).forgotten] == [2]
 
 
 def _copy_new(source: str, target: str) -> None:

@@ -313,7 +313,7 @@ def test_a_restored_backup_with_different_records_is_reread(repo: Repository) ->
     assert not list_commits(repo).commits[purged.txid].live
     # as with a backup from before the purge that is restored on a different host
     repo.storage.delete(commit_key(purged.txid, 2))
-    repo.put_record(commit_key(purged.txid, 2), Restored(txid=purged.txid, time=purged.changed_at))
+    repo.put_record(commit_key(purged.txid, 2), Restored(txid=purged.txid, time=purged.changed_at, who="ann@node3"))
     assert list_commits(repo).commits[purged.txid].visible
 
 

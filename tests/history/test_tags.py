@@ -396,7 +396,7 @@ def test_deleted_expiring_and_older_tags_are_never_missing(repo: Repository, tmp
     remove_old_generations(repo)
     assert damaged(repo) == {}
     hold(repo, "eval", commit, 3600)
-    write_generation(repo, "old", 0, commit)  # versions before 0.3 do not record tags
+    write_generation(repo, "old", 0, commit)
     assert damaged(left_out(repo, tmp_path, "tags/eval/", "tags/old/")) == {}
 
 

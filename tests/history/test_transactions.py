@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import logging
 import multiprocessing
+import socket
 import threading
 from collections.abc import Iterator
 
@@ -77,9 +78,11 @@ def test_begin_save_returns_the_newest_commit_and_all_commits_of_the_step(repo: 
     assert (parent, replaced) == (two, [one])
 
 
-def test_a_commit_names_the_store_in_which_it_was_made(repo: Repository, transaction: Transaction) -> None:
-    made = transaction.commit(committed(repo, "a", 1, txid=transaction.txid, store="another"))
+def test_a_commit_names_the_store_in_which_it_was_made_and_by_whom(repo: Repository, transaction: Transaction) -> None:
+    repo.user = "ann"
+    made = transaction.commit(committed(repo, "a", 1, txid=transaction.txid, store="another", who="bob@node4"))
     assert made.committed.store == repo.marker.store_id
+    assert made.committed.who == made.who == f"ann@{socket.gethostname()}"
     assert made == list_commits(repo).commits[made.txid]
 
 

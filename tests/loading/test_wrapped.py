@@ -13,9 +13,7 @@ from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.testing._internal.two_tensor import TwoTensor
 
 import casckpt
-from casckpt.contents import manifests
 from casckpt.errors import InvalidInput, Mismatch, MissingKey, Refused
-from casckpt.format.dtypes import DTYPES
 from casckpt.frontends.dcp import StorageReader, StorageWriter
 from casckpt.tensors.kinds import KINDS
 from casckpt.tensors.wrappers import Wrapped
@@ -54,18 +52,6 @@ def test_a_background_save_is_filled_in_place_without_an_operation_on_the_wrappe
     again = store.save(template, run="r", step=2)
     assert again.commit.committed.bytes_written == 0
     assert store.compare(template, "r@1").is_same
-
-
-def test_the_index_has_dtypes_that_earlier_versions_do_not_know() -> None:
-    """Therefore, earlier versions neither load nor export an inner tensor, even by its own key."""
-    store = small()
-    checkpoint = store.save(state(1), run="r", step=1)
-    manifest = manifests.get(store.repository, checkpoint.commit)
-    assert [name for name, _ in manifest.body.entry_columns.dtypes] == ["inner:int8", "inner:float32", "float32"]
-    assert [entry.dtype for entry in manifest.entries] == ["int8", "float32", "float32", "float32"]
-    assert not DTYPES.keys() & {"inner:int8", "inner:float32"}
-    plain = store.save({"wrapper": torch.ones(1)}, run="r", step=2)
-    assert manifests.get(store.repository, plain.commit).body.entry_columns.dtypes == [("float32", 4)]
 
 
 def test_one_changed_element_writes_one_cell() -> None:

@@ -191,7 +191,7 @@ def test_an_unreadable_transaction_can_be_ended(repo: Repository) -> None:
 
 def test_a_purged_record_is_final_regardless_of_later_records(repo: Repository) -> None:
     purged = purge(repo, forget(repo, commit_bare(repo)))
-    repo.put_record(commit_key(purged.txid, 3), Restored(txid=purged.txid, time=9))
+    repo.put_record(commit_key(purged.txid, 3), Restored(txid=purged.txid, time=9, who="ann@node3"))
     assert not list_commits(repo).commits[purged.txid].live
     repo.storage.replace(commit_key(purged.txid, 3), b"torn")
     assert list_commits(repo).damaged == {}
@@ -199,7 +199,7 @@ def test_a_purged_record_is_final_regardless_of_later_records(repo: Repository) 
 
 def test_a_forgotten_record_must_name_its_own_transaction(repo: Repository) -> None:
     one, two = commit_bare(repo, "a", 1), commit_bare(repo, "a", 2)
-    repo.put_record(commit_key(one.txid, 1), Forgotten(txid=two.txid, time=1))
+    repo.put_record(commit_key(one.txid, 1), Forgotten(txid=two.txid, time=1, who="ann@node3"))
     found = list_commits(repo)
     assert isinstance(found.damaged[one.txid], Refused)
     assert found.commits[one.txid].visible

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import fcntl
+import getpass
 import os
+import socket
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -13,7 +15,7 @@ import pytest
 
 from casckpt.format.records import Process
 from casckpt.repository import processes
-from casckpt.repository.processes import alone_on_this_host, is_dead, this_process
+from casckpt.repository.processes import alone_on_this_host, is_dead, this_process, who
 from tests.support.forks import forked
 
 
@@ -166,3 +168,32 @@ def test_a_forked_child_does_not_keep_the_lock(tmp_path: Path) -> None:
         assert is_free(path)
     finally:
         child.__exit__(None, None, None)
+
+
+# the user
+
+
+@pytest.fixture
+def unknown_user(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Have a user without a name, as in a container without /etc/passwd."""
+    for name in ("LOGNAME", "USER", "LNAME", "USERNAME"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr("pwd.getpwuid", {}.__getitem__)
+    processes._user.cache_clear()
+    yield
+    processes._user.cache_clear()
+
+
+def test_who_runs_a_process_is_named_by_user_and_host() -> None:
+    assert who() == f"{getpass.getuser()}@{socket.gethostname()}"
+    assert who("ann") == f"ann@{socket.gethostname()}"
+
+
+@pytest.mark.usefixtures("unknown_user")
+def test_a_user_without_a_name_is_named_by_number() -> None:
+    assert who().startswith(f"{os.getuid()}@")
+
+
+def test_a_name_of_the_system_is_shown_in_at_most_200_printable_characters(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(socket, "gethostname", lambda: "node\n3\udcff" + "x" * 300)
+    assert who("ann") == "ann@node?3?" + "x" * 189

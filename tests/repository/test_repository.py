@@ -12,12 +12,12 @@ import pytest
 from casckpt.errors import Conflict, Damaged, InvalidInput, NotFound, Refused, StorageError
 from casckpt.format.keys import commit_key, make_txid, parse_txid
 from casckpt.format.names import TxId
-from casckpt.format.records import Forgotten, Marker, encode_marker
+from casckpt.format.records import Forgotten, changed, encode_marker
 from casckpt.history.commits import list_commits
-from casckpt.repository.repository import Repository, microseconds
+from casckpt.repository.repository import Repository, microseconds, open_repository
 from casckpt.storage.local.store import LocalStore
 from tests.support.faulty import Call, FaultyStore, call_first, fail_after, fail_before
-from tests.support.repositories import Ticks, commit_bare, memory, repository
+from tests.support.repositories import MARKER, Ticks, commit_bare, memory, repository
 
 
 def test_opening_a_missing_store_does_not_create_it_and_raises_an_error_with_advice(tmp_path: Path) -> None:
@@ -115,9 +115,16 @@ def test_a_failure_to_write_the_marker_raises_an_error(tmp_path: Path) -> None:
 @pytest.mark.parametrize("store_id", ["../../etc", "", "a" * 65, "a/b", ".."])
 def test_a_store_id_that_is_not_a_folder_name_is_rejected(tmp_path: Path, store_id: str) -> None:
     storage = memory()
-    storage.put("casckpt.json", encode_marker(Marker(format=1, store_id=store_id, created_at=0)))
+    storage.put("casckpt.json", encode_marker(changed(MARKER, store_id=store_id)))
     with pytest.raises(Refused, match="invalid store id"):
         _ = Repository(storage, tmp_path).catalogue
+
+
+@pytest.mark.parametrize("user", ["a" * 101, "ann\n", "\udcff"])
+def test_an_unusable_name_of_a_user_is_rejected(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, user: str) -> None:
+    monkeypatch.setenv("CASCKPT_USER", user)
+    with pytest.raises(InvalidInput, match=r"CASCKPT_USER=.* is not valid: set it to a name of up to 100 printable"):
+        open_repository(memory(), tmp_path)
 
 
 def test_an_incomplete_marker_is_reported_as_damaged(tmp_path: Path) -> None:
@@ -207,10 +214,12 @@ def test_a_record_whose_response_was_lost_counts_as_written(tmp_path: Path) -> N
     commit = commit_bare(repo)
     repo.storage.inject(fail_after("put"))  # type: ignore[attr-defined]  # a FaultyStore
     key = commit_key(commit.txid, 1)
-    repo.put_record(key, Forgotten(txid=commit.txid, time=3))
-    repo.put_record(key, Forgotten(txid=commit.txid, time=3))  # a retry by the storage itself finds the record
+    repo.put_record(key, Forgotten(txid=commit.txid, time=3, who="ann@node3"))
+    repo.put_record(
+        key, Forgotten(txid=commit.txid, time=3, who="ann@node3")
+    )  # a retry by the storage itself finds the record
     with pytest.raises(Conflict, match="already exists"):
-        repo.put_record(key, Forgotten(txid=commit.txid, time=4))
+        repo.put_record(key, Forgotten(txid=commit.txid, time=4, who="ann@node3"))
 
 
 def test_a_record_that_does_not_become_durable_raises_an_error(tmp_path: Path) -> None:
@@ -220,7 +229,7 @@ def test_a_record_that_does_not_become_durable_raises_an_error(tmp_path: Path) -
     repo.storage.inject(fail_after("put"))  # type: ignore[attr-defined]  # a FaultyStore
     repo.storage.inject(fail_before("settle", key="commits"))  # type: ignore[attr-defined]  # a FaultyStore
     with pytest.raises(StorageError):
-        repo.put_record(key, Forgotten(txid=commit.txid, time=3))
+        repo.put_record(key, Forgotten(txid=commit.txid, time=3, who="ann@node3"))
 
 
 def test_a_failure_to_write_a_record_raises_an_error(tmp_path: Path) -> None:
@@ -228,7 +237,7 @@ def test_a_failure_to_write_a_record_raises_an_error(tmp_path: Path) -> None:
     commit = commit_bare(repo)
     repo.storage.inject(fail_before("put"))  # type: ignore[attr-defined]  # a FaultyStore
     with pytest.raises(StorageError):
-        repo.put_record(commit_key(commit.txid, 1), Forgotten(txid=commit.txid, time=3))
+        repo.put_record(commit_key(commit.txid, 1), Forgotten(txid=commit.txid, time=3, who="ann@node3"))
     assert list_commits(repo).commits[commit.txid].last == "committed"
 
 
@@ -237,10 +246,10 @@ def test_a_failed_put_that_finds_a_different_record_raises_conflict(tmp_path: Pa
     repo = repository(tmp_path, FaultyStore(storage))
     commit = commit_bare(repo)
     key = commit_key(commit.txid, 1)
-    repository(tmp_path, storage).put_record(key, Forgotten(txid=commit.txid, time=1))
+    repository(tmp_path, storage).put_record(key, Forgotten(txid=commit.txid, time=1, who="ann@node3"))
     repo.storage.inject(fail_before("put"))  # type: ignore[attr-defined]  # a FaultyStore
     with pytest.raises(Conflict):
-        repo.put_record(key, Forgotten(txid=commit.txid, time=2))
+        repo.put_record(key, Forgotten(txid=commit.txid, time=2, who="ann@node3"))
 
 
 def test_records_that_would_be_unreadable_are_not_written(tmp_path: Path) -> None:

@@ -77,9 +77,9 @@ def records_of(rank: int, txid: TxId) -> dict[str, Record]:
     """Return one record of each kind that only one writer may create, as this rank would write it."""
     commit = Committed(
         txid=txid, run="r", step=1, time=rank, manifest=manifest_id(str(rank)), created_at=rank,
-        bytes_total=rank, head=manifest_id("head"), manifest_bytes=1,
+        bytes_total=rank, head=manifest_id("head"), manifest_bytes=1, store="s", who="ann@node3",
     )  # fmt: skip
-    tag = TagRecord(name="best", time=rank, unique=str(rank), txid=txid)
+    tag = TagRecord(name="best", time=rank, unique=str(rank), txid=txid, who="ann@node3:1")
     return {
         commit_key(txid): commit,
         tag_key("best", 0): tag,

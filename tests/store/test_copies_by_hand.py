@@ -66,10 +66,7 @@ def collects(path: Path) -> None:
         assert same_state(store.read(f"{name}@{step}"), state(step))
 
 
-@pytest.mark.parametrize("choice", ["accept", "forget"])
-def test_two_stores_with_different_runs_can_be_merged_once_the_user_says_so(
-    choice: str, tmp_path: Path, run: Run
-) -> None:
+def test_two_stores_whose_files_were_mixed_are_separated_as_verify_advises(tmp_path: Path, run: Run) -> None:
     ours, theirs = tmp_path / "ours", tmp_path / "theirs"
     saved(ours, "a", 1, 2).tag("best", "a@1")
     saved(theirs, "b", 1, 2).tag("best", "b@1")
@@ -80,13 +77,12 @@ def test_two_stores_with_different_runs_can_be_merged_once_the_user_says_so(
     refuses(ours, "came from another store")
     assert same_state(fresh(ours).read("b@2"), state(2))
     assert same_state(fresh(ours).read("tag:best"), state(1))
-    if choice == "accept":
-        command = told.partition("casckpt settings STORE ")[2].partition("`")[0].split()
-        run("settings", ours, *command)
-    else:
-        run("forget", ours, "b@1..", "--tagged")
+    run("copy", ours, tmp_path / "again", "--run", "b")
+    run("forget", ours, "b@1..", "--tagged")
     collects(ours)
-    assert steps(fresh(ours)) == [("a", 1), ("a", 2)] + [("b", 2)] * (choice == "accept")
+    assert steps(fresh(ours)) == [("a", 1), ("a", 2)]
+    collects(tmp_path / "again")
+    assert steps(fresh(tmp_path / "again")) == [("b", 2)]
 
 
 def test_a_run_that_was_continued_in_two_copies_of_a_store_stays_loadable_when_they_are_merged(

@@ -1,9 +1,8 @@
-"""The store in tests/data/frozen_store.
+"""The store in tests/data/frozen_store, which each version reads, extends, and prunes.
 
-A single version wrote it; every later one reads it, saves to it, and prunes it. ``python -m tests.support.frozen_store
-FOLDER`` created it. Do not regenerate it, because it would no longer test anything. Add a new store when a later
-version writes something new. ``python -m tests.support.frozen_store FOLDER coded`` created
-tests/data/frozen_store_coded, whose cells are stored as frames.
+``python -m tests.support.frozen_store FOLDER`` created it. After the first release, do not regenerate it, because it
+would no longer test anything. Add a new store when a later version writes something new. ``python -m
+tests.support.frozen_store FOLDER coded`` created tests/data/frozen_store_coded, whose cells are stored as frames.
 """
 
 from __future__ import annotations
@@ -131,7 +130,9 @@ def make(folder: Path) -> None:
     """Write the store."""
     with tempfile.TemporaryDirectory() as cache, mock.patch("socket.gethostname", return_value="host"):
         store = casckpt.open(folder, mirror=MIRROR, cache_dir=cache)
+        store.repository.user = "ann"
         store.repository.clock = itertools.count(_BEGIN, 1000).__next__
+        store._its_mirror().target.clock = store.repository.clock
         store.create(cell_bytes=CELL, blob_bytes=BLOB)
         store.save(
             kinds(), run="kinds", step=1, attachments=ATTACHMENTS, metadata=METADATA, metrics=METRICS, healthy=True
@@ -157,6 +158,7 @@ def make_coded(folder: Path) -> None:
     """Write a store of encoded cells. The first checkpoint is purged, but the bases of other cells remain."""
     with tempfile.TemporaryDirectory() as cache, mock.patch("socket.gethostname", return_value="host"):
         store = casckpt.open(folder, cache_dir=cache)
+        store.repository.user = "ann"
         store.repository.clock = itertools.count(_BEGIN, 1000).__next__
         store.create(cell_bytes=CELL, blob_bytes=BLOB)
         for step in range(1, 6):

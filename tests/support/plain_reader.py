@@ -209,8 +209,8 @@ class Store:
     def __init__(self, root: pathlib.Path) -> None:
         self.root = root
         marker = json.loads((root / "casckpt.json").read_bytes())
-        cell, blob = marker.get("cell_bytes", 2**20), marker.get("blob_bytes", 2**25)
-        is_known = (marker["format"], marker.get("hash"), marker.get("features", [])) == (1, "blake3", [])
+        cell, blob = marker["cell_bytes"], marker["blob_bytes"]
+        is_known = (marker["format"], marker["hash"], marker["features"]) == (1, "blake3", ["history-2"])
         check(is_known and 4096 <= cell <= blob <= 2**30 and cell % 4096 == 0, "a store that is not understood")
 
     def _names(self, folder: str, pattern: str) -> list[str]:

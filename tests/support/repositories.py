@@ -18,7 +18,7 @@ from casckpt.errors import NotFound
 from casckpt.format.keys import manifest_key
 from casckpt.format.manifest import Draft, Encoded
 from casckpt.format.names import BlobHash, ManifestId, TxId
-from casckpt.format.records import Committed, Rewritten
+from casckpt.format.records import Committed, Marker, Rewritten
 from casckpt.format.sections.blobs import BlobRef
 from casckpt.format.sections.head import MAX_MANIFEST_BYTES
 from casckpt.format.sections.tables import Extents
@@ -106,6 +106,11 @@ def repository(
     return repo
 
 
+MARKER = Marker(
+    format=1, store_id="abc", created_at=5, features=["history-2"], hash="blake3", cell_bytes=4096, blob_bytes=8192
+)
+
+
 def blob_hash(text: str) -> BlobHash:
     """Return the hash of a blob with these bytes."""
     return BlobHash(hex_digest(text.encode()))
@@ -123,10 +128,11 @@ def committed(
     txid = fields.pop("txid", None) or repo.new_txid(run, step)
     found = manifest_id(txid) if manifest is None else manifest
     now = repo.clock()
-    fields = {"time": now, "created_at": now, "bytes_total": 0} | fields
-    fields.setdefault("head", hex_digest(b"no head"))
-    fields.setdefault("manifest_bytes", 0)
-    return Committed(txid=txid, run=run, step=step, manifest=found, **fields)
+    given: dict[str, Any] = {
+        "time": now, "created_at": now, "head": hex_digest(b"no head"), "manifest_bytes": 0, "bytes_total": 0,
+        "store": repo.marker.store_id, "who": repo.who,
+    }  # fmt: skip
+    return Committed(txid=txid, run=run, step=step, manifest=found, **given | fields)
 
 
 def commit_bare(repo: Repository, run: str = "run", step: int = 0, **fields: Any) -> Commit:
@@ -147,7 +153,7 @@ def rewritten_bare(repo: Repository, base: Commit, txid: TxId, **fields: Any) ->
     """Write the manifest of a commit, if it has one, under a rewrite's transaction. Return the rewrite's record."""
     put_manifest_of(repo, base, txid)
     values = {name: getattr(base.committed, name) for name in OF_PLACES} | fields
-    return Rewritten(txid=base.txid, time=repo.clock(), by=txid, **values)
+    return Rewritten(txid=base.txid, time=repo.clock(), who=repo.who, by=txid, **values)
 
 
 def rewrite_bare(repo: Repository, base: Commit, **fields: Any) -> Commit:

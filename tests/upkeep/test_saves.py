@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from casckpt.contents.refs import resolve
-from casckpt.errors import CasckptError, Damaged, InvalidInput, Refused
+from casckpt.errors import CasckptError, Damaged, Refused
 from casckpt.format.keys import commit_key, tag_key
 from casckpt.history import commits, transactions
 from casckpt.history.commits import Commit, list_commits
@@ -233,7 +233,6 @@ def foreign(repo: Repository, step: int, **fields: Any) -> Commit:
 def test_rules_refuse_checkpoints_of_another_store_until_they_are_forgotten(local: Repository) -> None:
     other = foreign(local, 1)
     foreign(local, 7, store=local.marker.store_id)
-    foreign(local, 8, store=None)
     why = refuses(local)
     assert f"{other} came from another store" in why
     assert verified(local) == [commit_key(other.txid)]
@@ -241,19 +240,4 @@ def test_rules_refuse_checkpoints_of_another_store_until_they_are_forgotten(loca
     commits.forget(local, other)
     assert verified(local) == []
     assert resolve(local, "a@1").txid != other.txid
-    assert [commit.step for commit in run_gc(local, LAST).purged] == [1, 1, 7]
-
-
-def test_the_settings_may_accept_the_checkpoints_of_other_stores(local: Repository) -> None:
-    foreign(local, 2)
-    foreign(local, 3, store="third")
-    assert "and 1 more came from another store" in refuses(local)
-    records = verify(local).records
-    assert all(record.why.endswith("merged_stores=another,third`") for record in records), "one advice for all of them"
-    local.change_settings(merged_stores="another")
-    assert "merged_stores=another,third`" in refuses(local)
-    local.change_settings(merged_stores="another,third")
-    assert verified(local) == []
-    assert [commit.step for commit in run_gc(local, LAST).purged] == [1, 2]
-    with pytest.raises(InvalidInput, match="not a valid store id"):
-        local.change_settings(merged_stores="s3://another")
+    assert [commit.step for commit in run_gc(local, LAST).purged] == [1, 1]

@@ -13,7 +13,20 @@ import click
 from casckpt.base.names import is_txid
 from casckpt.cli.describe import plain
 from casckpt.cli.session import Session, store_command
-from casckpt.cli.text import SHORT_ID, Column, count, freed, moment, printable, say, shortened, size, table, unusual
+from casckpt.cli.text import (
+    SHORT_ID,
+    Column,
+    count,
+    freed,
+    moment,
+    printable,
+    say,
+    shortened,
+    size,
+    states,
+    table,
+    unusual,
+)
 from casckpt.cli.types import RUN
 from casckpt.errors import InvalidInput
 
@@ -21,12 +34,13 @@ if TYPE_CHECKING:
     from casckpt.store.listing import Listing
 
 _COLUMNS = (
-    Column("ID", fixed=True, spare=4),  # RUN and STEP also name a checkpoint
+    Column("ID", fixed=True, spare=5),  # RUN and STEP also name a checkpoint
     Column("RUN"),
     Column("STEP", "right", fixed=True),
-    Column("CREATED (UTC)", fixed=True, spare=2),
-    Column("SIZE", "right", fixed=True, spare=3),
-    Column("NEW", "right", fixed=True, spare=1),
+    Column("CREATED (UTC)", fixed=True, spare=3),
+    Column("WHO", spare=1),
+    Column("SIZE", "right", fixed=True, spare=4),
+    Column("NEW", "right", fixed=True, spare=2),
     Column("NOTES"),
 )
 log = logging.getLogger(__name__)
@@ -175,7 +189,7 @@ def text(rows: list[dict[str, Any]], shown: Sequence[str] = ()) -> None:
 
 
 def _cells(row: dict[str, Any], shown: Sequence[str]) -> tuple[str, ...]:
-    notes = [*row["tags"], *(what for what in ("ephemeral", "forgotten", "replaced", "superseded") if row[what])]
+    notes = [*row["tags"], *states(row, "ephemeral", "forgotten", "replaced", "superseded")]
     notes += ["thin"] * bool(row["dropped"])
     notes += ["unhealthy"] * (row["healthy"] is False) + unusual(row["health"])
     written = size(row["stats"]["bytes_written"])
@@ -184,6 +198,7 @@ def _cells(row: dict[str, Any], shown: Sequence[str]) -> tuple[str, ...]:
         row["run"],
         str(row["step"]),
         moment(row["created_at"]),
+        row["who"],
         size(row["bytes_held"]),
         written,
         *(_value(row, name) for name in shown),

@@ -20,7 +20,6 @@ _DEFAULTS = {
     "mirror": "none",
     "mirror_thinned": "no",
     "compress": "off",
-    "merged_stores": "none",
 }
 
 
@@ -34,8 +33,7 @@ def command(session: Session, changes: tuple[tuple[str, str], ...], unset: tuple
     min_age_ephemeral: the same for ephemeral checkpoints. revoke_after: how long a save may show no sign of life
     before a gc revokes it. All three are durations, such as 90s, 15m, 12h, 7d or 2w. mirror: the store that receives
     copies of this one. gc keeps data that is not yet safe there. mirror_thinned, yes or no: whether to thin the mirror
-    too. compress, off, auto or always: the default for saves. merged_stores: ids, separated by commas, of stores whose
-    files were merged into this one.
+    too. compress, off, auto or always: the default for saves.
     """
     fields: Any = dict(changes)
     if both := fields.keys() & set(unset):

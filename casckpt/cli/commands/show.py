@@ -23,6 +23,7 @@ from casckpt.cli.text import (
     say_all,
     shortened,
     size,
+    states,
     summed,
     table,
     unusual,
@@ -104,13 +105,16 @@ def _chosen(checkpoint: Checkpoint, patterns: tuple[str, ...]) -> set[str]:
 def _text(result: dict[str, Any], with_tensors: bool) -> None:
     stats = result["stats"]
     saved = f"{size(stats['bytes_total'])}, {size(stats['bytes_written'])} written; {stats['seconds']:.2f} s"
-    notes = [*result["tags"], *(what for what in ("ephemeral", "forgotten") if result[what])]
+    notes = [*result["tags"], *states(result, "ephemeral", "forgotten")]
     notes += [] if result["healthy"] is None else ["healthy" if result["healthy"] else "unhealthy"]
     attachments = ", ".join(f"{item['name']} ({size(item['bytes'])})" for item in result["attachments"])
     rows = [
         ("id", result["id"]),
         ("name", f"{result['run']}@{result['step']}"),
-        ("created", f"{moment(result['created_at'])} UTC, by casckpt {result['versions']['casckpt']}"),
+        (
+            "created",
+            f"{moment(result['created_at'])} UTC, by {result['who']}, with casckpt {result['versions']['casckpt']}",
+        ),
         ("saved", saved),
         *coded(stats),
         ("notes", ", ".join(notes)),

@@ -27,9 +27,6 @@ TENSOR, PART, ATTACHMENT = "tensor", "part", "attachment"
 REPLICAS_NOTE: Final = "replicas"
 """The name of the note that lists the keys of replicas that differed across ranks, as plain data."""
 
-_INNER: Final = "inner:"
-"""The prefix of the stored dtype of a tensor in a wrapper. Versions before 0.3 refuse it, and never use the tensor."""
-
 Name: TypeAlias = tuple[str, str, int, int | None]
 """The identity of an entry in a checkpoint: kind, key, index, rank. See `Entry`."""
 
@@ -199,12 +196,11 @@ def lineage_of(notes: Mapping[str, bytes]) -> dict[str, Any]:
 
 def _entries(columns: EntryColumns) -> list[Entry]:
     count, keys = len(columns.keys), columns.keys
-    known = [(name.removeprefix(_INNER), itemsize) for name, itemsize in columns.dtypes]
-    kinds, types = _of(columns.kinds, columns.kind), _of(known, columns.dtype)
+    kinds, types = _of(columns.kinds, columns.kind), _of(columns.dtypes, columns.dtype)
     indices, ranks, shapes = unpack(columns.index), _ranks(columns.rank), _shapes(columns)
     if {len(row) for row in (kinds, indices, ranks, types, shapes)} != {count}:
         raise Refused("its entry columns differ in length")
-    for name, itemsize in known:
+    for name, itemsize in columns.dtypes:
         if not 1 <= itemsize <= MAX_ITEMSIZE or itemsize != dtypes.DTYPES.get(name, (itemsize,))[0]:
             raise Refused(f"dtype {name[:80]!r} cannot have elements of {itemsize} bytes")
     _check_keys(keys)
@@ -255,17 +251,12 @@ def pack_ranks(ranks: Iterable[int | None]) -> bytes:
     return pack([0 if rank is None else rank + 1 for rank in ranks])
 
 
-def entry_columns(
-    streams: Mapping[Name, tuple[str, Shape]], unhashed: Collection[Name], inner: Collection[str] = ()
-) -> EntryColumns:
+def entry_columns(streams: Mapping[Name, tuple[str, Shape]], unhashed: Collection[Name]) -> EntryColumns:
     """Return the entry columns for ``streams``, the dtype and shape of each entry.
-
-    ``inner``: the keys of tensors in wrappers.
 
     Raises InvalidInput for a key that readers would not accept, and Refused for an unknown dtype.
     """
-    types = [f"{_INNER}{dtype}" if name[1] in inner else dtype for name, (dtype, _) in streams.items()]
-    shapes = [shape for _, shape in streams.values()]
+    types, shapes = [dtype for dtype, _ in streams.values()], [shape for _, shape in streams.values()]
     kinds, keys, indices, ranks = map(list, zip(*streams, strict=True)) if streams else ([], [], [], [])
     if keys and len(long := max(keys, key=len)) > MAX_KEY_CHARACTERS:
         raise InvalidInput(f"key {long[:80]!r}... has more than {MAX_KEY_CHARACTERS} characters", key=long)
@@ -277,7 +268,7 @@ def entry_columns(
         keys=keys,
         index=pack(indices),
         rank=pack_ranks(ranks),
-        dtypes=[(name, dtypes.itemsize(name.removeprefix(_INNER))) for name in type_of],
+        dtypes=[(name, dtypes.itemsize(name)) for name in type_of],
         dtype=pack([type_of[dtype] for dtype in types]),
         dimensions=pack([len(shape) for shape in shapes]),
         shape=pack([extent for shape in shapes for extent in shape]),

@@ -232,7 +232,7 @@ def damaged_records(repo: Repository, listed: CommitList, *, is_all: bool = True
         damaged += [(commit_key(txid), why) for txid in lost_records(repo, list_objects(repo))]
         damaged += faults(repo, listed, anew=anew)
         foreign = foreign_commits(repo, listed.visible())
-        damaged += [(commit_key(one.txid), why_foreign(repo, [one], foreign)) for one in foreign]
+        damaged += [(commit_key(one.txid), why_foreign([one])) for one in foreign]
     return [DamagedRecord(*record) for record in damaged]
 
 

@@ -3,6 +3,7 @@ from __future__ import annotations
 import math
 import os
 import re
+import socket
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Any
@@ -52,6 +53,30 @@ def test_list_shows_forgotten_checkpoints_only_with_the_option_all(
     rows = as_json("list", saved, "--all")
     assert [(row["step"], row["forgotten"]) for row in rows] == [(1, False), (2, True), (3, False), (1, False)]
     assert "forgotten" in run("list", saved, "--all").stdout
+
+
+def test_list_and_show_say_who_saved_and_who_forgot_a_checkpoint(
+    saved: Path, tmp_path: Path, as_json: AsJson, run: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ann, bob, cid = (f"{user}@{socket.gethostname()}" for user in ("ann", "bob", "cid"))
+    monkeypatch.setenv("CASCKPT_USER", "ann")
+    casckpt.open(saved).save({"x": 1}, run="c", step=1)
+    monkeypatch.setenv("CASCKPT_USER", "bob")
+    run("forget", saved, "c@1")
+    [row] = as_json("list", saved, "--all", "--run", "c")
+    assert (row["who"], row["forgotten_by"]) == (ann, bob)
+    assert [ann, f"forgotten by {bob}"] == re.findall(r"\S+@\S+|forgotten by \S+", run("list", saved, "--all").stdout)[
+        -2:
+    ]
+    shown = run("show", saved, row["id"]).stdout
+    assert f"UTC, by {ann}, with casckpt" in shown
+    assert f"forgotten by {bob}" in shown
+    monkeypatch.setenv("CASCKPT_USER", "cid")
+    run("restore", saved, row["id"])
+    run("copy", saved, tmp_path / "copy", "c@1")
+    rows = [as_json("list", store, "--run", "c")[0] for store in (saved, tmp_path / "copy")]
+    assert [(row["who"], row["forgotten_by"]) for row in rows] == [(ann, None), (cid, None)]
+    assert as_json("tag", tmp_path / "copy", "best", "c@1")["holder"] == f"{cid}:{os.getpid()}"
 
 
 def test_with_the_option_all_list_shows_replaced_commits_until_gc_removes_them(

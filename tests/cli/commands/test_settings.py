@@ -13,7 +13,7 @@ from tests.cli.conftest import AsJson, Run
 
 UNSET = {
     "min_age": None, "min_age_ephemeral": None, "revoke_after": None, "mirror": None, "mirror_thinned": None,
-    "compress": None, "merged_stores": None,
+    "compress": None,
 }  # fmt: skip
 
 
@@ -28,7 +28,6 @@ def test_changing_a_setting_applies_to_all_users_and_leaves_other_settings_uncha
     assert [line.split() for line in lines] == [
         ["min_age", "36h"], ["min_age_ephemeral", "15m", "(default)"], ["revoke_after", "0"],
         ["mirror", "none", "(default)"], ["mirror_thinned", "no", "(default)"], ["compress", "off", "(default)"],
-        ["merged_stores", "none", "(default)"],
     ]  # fmt: skip
 
 
@@ -53,7 +52,6 @@ def test_a_mirror_is_stored_as_a_full_url(saved: Path, tmp_path: Path, as_json: 
         (["--set", "min_age=3"], 1, "min_age: '3' is not a duration"),
         (["--set", "revoke_after=-1s"], 1, "revoke_after: '-1s' is not a duration"),
         (["--set", "compress=zstd"], 1, "pass 'auto', 'off' or 'always'"),
-        (["--set", "merged_stores=s3://other"], 1, "'s3://other' is not a valid store id"),
         (["--set", "min_age"], 2, "'min_age' does not have the form NAME=VALUE"),
         (["--set", "min_age="], 2, "'min_age=' does not have the form NAME=VALUE"),
         (["--set", "min_age=1d", "--unset", "min_age"], 2, "both name min_age"),

@@ -36,7 +36,7 @@ def commit(number: int, step: int, *, ephemeral: bool = False) -> Commit:
     txid = make_txid(datetime(2026, 1, 1, tzinfo=UTC) + timedelta(seconds=number), bytes(8), "sft", step)
     record = Committed(
         txid=txid, run="sft", step=step, time=number, manifest=ManifestId("0" * 64), created_at=number,
-        head="0" * 64, manifest_bytes=1,
+        head="0" * 64, manifest_bytes=1, store="s", who="ann@node3",
         bytes_total=0, bytes_written=0, bytes_reused=0, blobs_written=0, blobs_reused=0, seconds=0.0, tensors=0,
         ephemeral=ephemeral,
     )  # fmt: skip

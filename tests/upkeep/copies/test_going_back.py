@@ -143,7 +143,7 @@ def test_a_lost_tag_can_be_deleted(store: Store) -> None:
     made = save(repo, "a", 0)
     set_tag(repo, "t", made)
     store.keep()
-    write_generation(repo, "t", 1, made)  # as versions before 0.3, which do not record tags in commits/
+    write_generation(repo, "t", 1, made)  # the process died before it recorded the tag
     write_generation(repo, "other", 0, made)
     assert list_tags(repo).tags["t"].generation == 1
     store.put_back()

@@ -55,6 +55,7 @@ def _add(repo: Repository, path: Path, draw: random.Random, step: int, count: in
         Committed(
             txid=txid, run=_RUN, step=step, time=repo.clock(), manifest=made.id, head=made.head,
             manifest_bytes=len(made.data), created_at=step, bytes_total=count * _BLOB, tensors=count,
+            store=repo.marker.store_id, who=repo.who,
         ),
     )  # fmt: skip
 

@@ -213,6 +213,7 @@ def _synthesize(
         committed = Committed(
             txid=txid, run=run, step=step, time=now, manifest=ManifestId(history.draw.randbytes(32).hex()),
             head="0" * 64, manifest_bytes=1, created_at=now, bytes_total=0,
+            store=history.maker.repository.marker.store_id, who="ann@node3",
         )  # fmt: skip
         _write(history.storage.inner, announcement_key(run_hash(run), number), records.encode(announced))
         _write(history.storage.inner, commit_key(txid), records.encode(committed))
