@@ -184,6 +184,24 @@ PLANTED = (
         "tests/history/test_following.py",
     ),
     Planted(
+        "a fresh host lists transactions/ after commits/",
+        "look_at_all",
+        """            names = open_names(repo, hashed)
+            names |= _of_run(list_names(repo), hashed)
+""",
+        """            names = _of_run(list_names(repo), hashed)
+            names |= open_names(repo, hashed)
+""",
+        "tests/history/test_following.py",
+    ),
+    Planted(
+        "a fresh host trusts listed names of a store that may have been replaced",
+        "_load",
+        "    if head <= known.head:",
+        "    if True:",
+        "tests/history/test_following.py",
+    ),
+    Planted(
         "a rewrite is visible as soon as it is committed",
         "_standing",
         "        return UNSETTLED, None\n",
