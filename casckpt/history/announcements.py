@@ -81,8 +81,8 @@ def read_back(repo: Repository, run: str, low: int = 0) -> RunCache:
 def announce(repo: Repository, announced: Iterable[Announcement], *, seen: int | None = None) -> None:
     """Announce records before they are created. Skip those that this process knows to be announced.
 
-    ``seen``: the highest number that the save had read when it began. The save's txid is later than every transaction
-    that it had read. Raises `StorageError`.
+    ``seen``: the highest number when the save began. The save's txid is later than every transaction that was announced
+    up to this number. Raises `StorageError`.
     """
     for run, of_run in grouped(announced, lambda one: parse_txid(one[0]).run_hash).items():
         for first in range(0, len(of_run), _AT_ONCE):

@@ -32,7 +32,7 @@ SAFE: Setups = {
     "who announces dies": {"plans": (*LATE[:1], *TOGGLES), "quiet": True},
 }
 LARGE: Setups = {
-    "a fresh host, all at once": {"plans": (*LATE, *RACES), "revoked": "W", "lists": True},
+    "a fresh host, all at once": {"plans": (*LATE[:1], *TOGGLES), "revoked": "W", "lists": True},
     "late commits, three looks": {"plans": (*LATE, (("B", COMMITTED),)), "looks": 3},
     "all at once": {"plans": (*LATE[:1], *RACES), "looks": 2, "revoked": "W"},
     "answers that are lost": {"plans": (*LATE[:1], *TOGGLES), "lost": True, "looks": 2},
