@@ -184,6 +184,47 @@ PLANTED = (
         "tests/history/test_following.py",
     ),
     Planted(
+        "a file of a stored folder may be below a link",
+        "_check_paths",
+        """        if kind == Kind.FOLDER:
+            folders.add(path)
+""",
+        "        folders.add(path)\n",
+        "tests/format/test_files.py",
+    ),
+    Planted(
+        "a link of a stored folder may lead out of it through another link",
+        "_checked_target",
+        "or _UP in behind or",
+        "or",
+        "tests/format/test_files.py",
+    ),
+    Planted(
+        "files of a stored folder may share bytes of an entry",
+        "_pieces",
+        "        ends[number] = start + length\n",
+        "        ends[number] = max(start, length)\n",
+        "tests/format/test_files.py",
+    ),
+    Planted(
+        "a fresh host lists transactions/ after commits/",
+        "look_at_all",
+        """            names = open_names(repo, hashed)
+            names |= _of_run(list_names(repo), hashed)
+""",
+        """            names = _of_run(list_names(repo), hashed)
+            names |= open_names(repo, hashed)
+""",
+        "tests/history/test_following.py",
+    ),
+    Planted(
+        "a fresh host trusts listed names of a store that may have been replaced",
+        "_load",
+        "    if head <= known.head:",
+        "    if True:",
+        "tests/history/test_following.py",
+    ),
+    Planted(
         "a rewrite is visible as soon as it is committed",
         "_standing",
         "        return UNSETTLED, None\n",

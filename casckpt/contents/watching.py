@@ -16,11 +16,11 @@ from dataclasses import dataclass
 from casckpt.base.names import check_run, run_hash
 from casckpt.contents.refs import resolve
 from casckpt.errors import Damaged, InvalidInput, NotFound, Refused, StorageError
-from casckpt.format.keys import announcement_key, commit_key, parse_log, parse_txid
+from casckpt.format.keys import announcement_key, commit_key
 from casckpt.format.names import ManifestId, TxId
 from casckpt.history.announcements import look, read_back
 from casckpt.history.commits import Commit, list_commits, read_log
-from casckpt.history.following import announced_by, hidden_from, is_visible, newest
+from casckpt.history.following import announced_by, hidden_from, is_visible, newest, open_names
 from casckpt.repository.caches import RunCache
 from casckpt.repository.repository import Repository
 
@@ -180,8 +180,7 @@ class Watcher:
 
     def _note_open(self) -> None:
         """Treat the saves in progress as expected, because they may already be announced."""
-        names = (parse_log(entry.key) for entry in self._repo.storage.list("transactions/", known=parse_log))
-        for txid in sorted({name[0] for name in names if name and parse_txid(name[0]).run_hash == self._hash}):
+        for txid in sorted(open_names(self._repo, self._hash)):
             if self._repo.storage.size(commit_key(txid)) is None:
                 self._expected.note(txid)
 

@@ -18,6 +18,8 @@ BlobShares: TypeAlias = dict[str, dict[str, int]]
 """For each blob (uploader/hash), the number of bytes of each branch of the state."""
 SignsRow: TypeAlias = tuple[int, int]
 """The number of a transaction's signs of life, and the time when the latest one was first seen."""
+Names: TypeAlias = tuple[int, list[TxId]]
+"""The number of an announcement of a run, and transactions, among them all that were announced up to this number."""
 
 
 class PausedGc(msgspec.Struct, frozen=True):
@@ -34,10 +36,11 @@ FOLDERS: Decoder[dict[TxId, FolderRow]] = Decoder(dict[TxId, FolderRow])
 BLOB_SHARES: Decoder[BlobShares] = Decoder(BlobShares)
 BLOB_NAMES: Decoder[list[str]] = Decoder(list[str])
 SIGNS_OF_LIFE: Decoder[dict[TxId, SignsRow]] = Decoder(dict[TxId, SignsRow])
+NAMES: Decoder[Names] = Decoder(Names)
 """Created at import: see `casckpt.format.records.DECODERS`."""
 
 
-def encode(note: PausedGc | Mapping[TxId, Any] | BlobShares | Sequence[str]) -> bytes:
+def encode(note: PausedGc | Mapping[TxId, Any] | BlobShares | Sequence[str] | Names) -> bytes:
     """Encode a note."""
     return msgspec.json.encode(note)
 

@@ -21,7 +21,7 @@ from typing import TypeAlias
 from casckpt.base.groups import grouped
 from casckpt.base.parallel import in_parallel
 from casckpt.errors import CasckptError, Conflict, Damaged, NotFound, Refused
-from casckpt.format import records
+from casckpt.format import notes, records
 from casckpt.format.keys import MARKER, announcement_key, parse_announcement, parse_txid, run_folder
 from casckpt.format.names import TxId
 from casckpt.format.records import Announced
@@ -81,8 +81,8 @@ def read_back(repo: Repository, run: str, low: int = 0) -> RunCache:
 def announce(repo: Repository, announced: Iterable[Announcement], *, seen: int | None = None) -> None:
     """Announce records before they are created. Skip those that this process knows to be announced.
 
-    ``seen``: the highest number that the save had read when it began. The save's txid is later than every transaction
-    that it had read. Raises `StorageError`.
+    ``seen``: the highest number when the save began. The save's txid is later than every transaction that was announced
+    up to this number. Raises `StorageError`.
     """
     for run, of_run in grouped(announced, lambda one: parse_txid(one[0]).run_hash).items():
         for first in range(0, len(of_run), _AT_ONCE):
@@ -143,6 +143,14 @@ def _load(repo: Repository, run: str, known: RunCache) -> None:
         name, record = parse_announcement(key), _decoded(run, key, data)
         if name is not None and isinstance(record, Announced):
             known.add(name[1], record)
+    head, names = notes.decode(repo.catalogue.note(names_note(run)), notes.NAMES) or (-1, [])
+    if head <= known.head:  # only then does `look` check that this is still the same store
+        known.add_names(names, head)
+
+
+def names_note(run: str) -> str:
+    """Return the name of the note with the transactions of a run that were listed. ``run``: its hash."""
+    return f"names of {run}"
 
 
 def _head(repo: Repository, run: str) -> int:

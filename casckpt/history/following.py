@@ -7,20 +7,24 @@ Therefore, the results are the same as those of a listing of commits/ that begin
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 from casckpt.base.names import run_hash
 from casckpt.base.parallel import in_parallel
 from casckpt.errors import Damaged, Refused
-from casckpt.format.keys import parse_txid
+from casckpt.format import notes
+from casckpt.format.keys import parse_log, parse_txid
 from casckpt.format.names import TxId
-from casckpt.history.announcements import Announcement, announce, are_there_any, look, read_back, runs
+from casckpt.history.announcements import Announcement, announce, are_there_any, look, names_note, read_back, runs
 from casckpt.history.commits import Commit, list_commits, list_names, read_log
 from casckpt.repository.caches import RunCache
 from casckpt.repository.repository import Repository
 
 MANY_RUNS = 100
 """Above this number of runs, one listing of commits/ costs less than a few requests for each run."""
+
+MANY_ANNOUNCEMENTS = 1000
+"""Above this number of unread announcements of a run, one listing of names costs less."""
 
 log = logging.getLogger(__name__)
 
@@ -38,13 +42,29 @@ def is_visible(commit: Commit) -> bool:
 
 
 def look_at_all(repo: Repository, run: str) -> RunCache:
-    """Call `look`, and read all announcements of the run. Each host reads each of them once.
+    """Call `look`, and find every transaction of the run that has been announced up to the head.
+
+    Each host reads each announcement once. If there are many that it has not read, it lists names instead: first
+    transactions/, then commits/. These names include every transaction that was announced before. So a save that has
+    read none of these announcements may still claim to be later than all of them (``seen``).
+
+    Proof: a transaction's file is in transactions/ before its first announcement, and until commits/ has its record.
+    Therefore, either the file exists throughout the first listing, or the record exists before the second one begins.
+    Later records are announced only for transactions that have a record. The names say nothing about a state, which is
+    in the logs.
 
     Raises the errors of `look`.
     """
     hashed = run_hash(run)
-    look(repo, hashed)
-    return read_back(repo, hashed)
+    known = look(repo, hashed)
+    with known.lock.get():
+        head = known.head
+        if len(known.unread(known.floor)) > MANY_ANNOUNCEMENTS:
+            names = open_names(repo, hashed)
+            names |= _of_run((txid for txid, _ in list_names(repo)), hashed)
+            known.add_names(names, head)
+            repo.catalogue.set_note(names_note(hashed), notes.encode((head, sorted(names))))
+    return read_back(repo, hashed, known.floor)
 
 
 def announce_lost(repo: Repository) -> bool:
@@ -171,7 +191,17 @@ def hidden_from(repo: Repository, run: str, known: RunCache, low: int) -> set[Tx
     """
     if max(known.unreadable, default=-1) < low:
         return set()
-    return {txid for txid, _ in list_names(repo) if parse_txid(txid).run_hash == run}
+    return _of_run((txid for txid, _ in list_names(repo)), run)
+
+
+def open_names(repo: Repository, run: str) -> set[TxId]:
+    """Return the transactions of a run (its hash) that have files in transactions/. Raises `StorageError`."""
+    names = (parse_log(entry.key) for entry in repo.storage.list("transactions/", known=parse_log))
+    return _of_run((name[0] for name in names if name), run)
+
+
+def _of_run(txids: Iterable[TxId], run: str) -> set[TxId]:
+    return {txid for txid in txids if parse_txid(txid).run_hash == run}
 
 
 def _log_of(repo: Repository, known: RunCache, txid: TxId, *, skip_doubtful: bool) -> Commit | None:

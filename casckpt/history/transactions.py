@@ -275,7 +275,7 @@ def begin_save(
 
     The order of these steps makes gc safe:
 
-    1. Read the announcements of the run, and check that the step is free.
+    1. Find all announced transactions of the run (`look_at_all`), and check that the step is free.
     2. Note the number of the last announcement. The transaction claims to be later than all announcements up to it.
        Meanwhile, another thread may read more announcements. A number that is too low is safe. A number that is too
        high is not.

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import threading
 from collections import OrderedDict
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 from casckpt.format.keys import parse_txid
@@ -63,8 +63,9 @@ class RunCache:
 
     ``head``: the highest number in use, or -1 if there is none. ``records``: the records by number, None for
     ``unreadable`` ones. ``announced``: the highest announced record number of each transaction. ``at``: transactions by
-    step. ``newest``: the latest transaction. ``ended``: transactions that will never be live again. Hold ``lock`` while
-    you continue reading from ``head``.
+    step. ``newest``: the latest transaction. ``floor``: ``at`` has all transactions that are announced below this
+    number, so these announcements need not be read. ``ended``: transactions that will never be live again. Hold
+    ``lock`` while you continue reading from ``head``.
     """
 
     def __init__(self) -> None:
@@ -74,8 +75,9 @@ class RunCache:
         self.records: dict[int, Announced | None] = {}
         self.unreadable: set[int] = set()
         self.announced: dict[TxId, int] = {}
-        self.at: dict[int, list[TxId]] = {}
+        self.at: dict[int, set[TxId]] = {}
         self.newest: TxId | None = None
+        self.floor = 0
         self.ended: set[TxId] = set()
 
     def add(self, number: int, record: Announced | None) -> None:
@@ -86,13 +88,22 @@ class RunCache:
             self.unreadable.discard(number)
         for txid, of_log in () if record is None else record.announced:
             if txid not in self.announced:
-                self.at.setdefault(parse_txid(txid).step, []).append(txid)
-                self.newest = max(self.newest or txid, txid)
+                self._know(txid)
             self.announced[txid] = max(self.announced.get(txid, 0), of_log)
         self.head = max(self.head, number)
         self.records[number] = (
             record  # last, so that the announcement is reread if a fork or an interrupt happens before this line
         )
+
+    def add_names(self, txids: Iterable[TxId], head: int) -> None:
+        """Add transactions, among them all that were announced up to ``head``."""
+        for txid in txids:
+            self._know(txid)
+        self.floor = max(self.floor, head + 1)  # last, as above
+
+    def _know(self, txid: TxId) -> None:
+        self.at.setdefault(parse_txid(txid).step, set()).add(txid)
+        self.newest = max(self.newest or txid, txid)
 
     def unread(self, low: int = 0) -> list[int]:
         """Return the unread numbers that are at least ``low``, highest first."""

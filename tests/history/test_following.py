@@ -17,7 +17,8 @@ from casckpt.contents.refs import resolve
 from casckpt.errors import Damaged, NotFound
 from casckpt.format.keys import announcement_key, commit_key, make_txid
 from casckpt.history import commits as log
-from casckpt.history.announcements import look
+from casckpt.history import following
+from casckpt.history.announcements import announce, look
 from casckpt.history.commits import list_commits
 from casckpt.history.following import (
     MANY_RUNS,
@@ -30,11 +31,12 @@ from casckpt.history.following import (
     newest_of_runs,
     newest_reusable,
 )
+from casckpt.history.transactions import begin_save
 from casckpt.repository.repository import Repository
 from casckpt.storage.memory import MemoryStore
-from tests.support.faulty import FaultyStore
+from tests.support.faulty import FaultyStore, call_first
 from tests.support.hosts import AHEAD, CHANGES, RUNS, Hosts, Meddled, finish, saved
-from tests.support.repositories import START, Ticks, commit_bare, memory, repository
+from tests.support.repositories import START, Ticks, commit_bare, meanwhile, memory, repository
 
 
 def check(repo: Repository, run: str) -> None:
@@ -54,9 +56,11 @@ def check(repo: Repository, run: str) -> None:
 
 
 @settings(max_examples=60, deadline=None)
-@given(st.lists(st.sampled_from(CHANGES), max_size=25), st.integers(0, 1 << 30))
-def test_following_a_run_returns_the_same_commits_as_a_listing(changes: list[str], seed: int) -> None:
-    with tempfile.TemporaryDirectory() as folder:
+@given(st.lists(st.sampled_from(CHANGES), max_size=25), st.integers(0, 1 << 30), st.sampled_from([0, 3, 1000]))
+def test_following_a_run_returns_the_same_commits_as_a_listing(changes: list[str], seed: int, many: int) -> None:
+    """``many``: above this number of unread announcements, names are listed."""
+    with tempfile.TemporaryDirectory() as folder, pytest.MonkeyPatch.context() as patch:
+        patch.setattr(following, "MANY_ANNOUNCEMENTS", many)
         hosts = Hosts(Path(folder), MemoryStore(f"following-{seed}-{folder}"), random.Random(seed))
         for change in changes:
             hosts.act(change)
@@ -69,8 +73,11 @@ def test_following_a_run_returns_the_same_commits_as_a_listing(changes: list[str
         hosts.close()
 
 
-@pytest.mark.parametrize("is_new", [True, False])
-def test_a_read_returns_everything_that_existed_before_it_began(tmp_path: Path, seed: int, is_new: bool) -> None:
+@pytest.mark.parametrize(("is_new", "many"), [(True, 1000), (False, 1000), (True, 0), (False, 0)])
+def test_a_read_returns_everything_that_existed_before_it_began(
+    tmp_path: Path, seed: int, is_new: bool, many: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(following, "MANY_ANNOUNCEMENTS", many)
     missed = 0
     for round_ in range(60):
         draw = random.Random(seed + round_)
@@ -91,7 +98,7 @@ def test_a_read_returns_everything_that_existed_before_it_began(tmp_path: Path, 
             assert found is not None
             assert found.origin >= before[-1].origin
         known = look_at_all(reader, "a")
-        missed += len({one.txid for one in before} - known.announced.keys())
+        missed += len({one.txid for one in before} - {txid for some in known.at.values() for txid in some})
         hosts.close()
     assert not missed
 
@@ -121,6 +128,80 @@ def test_the_first_read_of_a_run_needs_few_requests(tmp_path: Path, length: int)
         commit_key(found.txid),
         commit_key(found.txid, 1),
     ]
+
+
+def test_a_fresh_host_lists_names_instead_of_reading_many_announcements(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(following, "MANY_ANNOUNCEMENTS", 4)
+    storage = FaultyStore(memory())
+    repo = repository(tmp_path / "writer", storage)
+    for step in range(6):
+        finish(repo, saved(repo, "a", step))
+    commit_bare(repo, "other")
+    at = [announcement_key(run_hash("a"), number) for number in range(9)]
+
+    def asked(host: Repository) -> list[str]:
+        storage.calls.clear()
+        known = look_at_all(host, "a")
+        found = requests(storage)
+        assert sorted(known.at) == list(range(len(list_commits(host).commits) - 1))
+        return found
+
+    host = repository(tmp_path / "host", storage, seed=2)
+    assert asked(host) == [f"runs/{run_hash('a')}", at[0].rpartition("/")[0], "transactions/", "commits/"]
+    assert asked(repository(tmp_path / "host", storage, seed=3))[-1] == "commits/"  # the head has not been read yet
+    last = newest(host, "a", is_visible)
+    assert last is not None
+    assert last.step == 5
+    finish(repo, saved(repo, "a", 6))
+    assert asked(host) == at[5:8]
+    assert asked(repository(tmp_path / "host", storage, seed=4)) == at[6:8]
+    assert [one.step for one in at_step(host, look_at_all(host, "a"), "a", 2, is_visible)] == [2]
+
+
+@pytest.mark.parametrize("moment", ["transactions/", "commits/", "after"])
+def test_a_fresh_host_saves_later_than_saves_that_were_announced_but_not_committed(
+    tmp_path: Path, moment: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The clock of the other host is ahead. Its save ends before, between, or after the listings."""
+    monkeypatch.setattr(following, "MANY_ANNOUNCEMENTS", 0)
+    storage = FaultyStore(memory())
+    ahead = repository(tmp_path / "ahead", storage.inner, clock=Ticks(START + AHEAD * 10**6))
+    other = saved(ahead, "a", 1)
+    announce(ahead, [(other.txid, 0)])
+    if moment != "after":
+        storage.inject(call_first("list", meanwhile(lambda: finish(ahead, other)), key=moment))
+    repo = repository(tmp_path / "fresh", storage, seed=2)
+    mine, _, _ = begin_save(repo, "a", 2)
+    assert mine.txid > other.txid
+    if moment == "after":
+        finish(ahead, other)
+    assert [one.step for one in at_step(repo, look_at_all(repo, "a"), "a", 1, is_visible)] == [1]
+    finish(repo, mine)
+    found = newest(repository(tmp_path / "reader", storage, seed=3), "a", is_visible)
+    assert found is not None
+    assert found.txid == mine.txid
+
+
+def test_names_that_were_listed_before_the_store_was_restored_do_not_count(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The process that listed them ended before it read an announcement."""
+    monkeypatch.setattr(following, "MANY_ANNOUNCEMENTS", 3)
+    storage = memory()
+    repo = repository(tmp_path / "writer", storage)
+    for step in range(5):
+        finish(repo, saved(repo, "a", step))
+    look_at_all(repository(tmp_path / "host", storage, seed=2), "a")
+    for entry in [*storage.list("runs/"), *storage.list("commits/")]:
+        storage.delete(entry.key)
+    repo = repository(tmp_path / "other", storage, seed=3)
+    for step in range(10, 16):
+        finish(repo, saved(repo, "a", step))
+    monkeypatch.undo()
+    known = look_at_all(repository(tmp_path / "host", storage, seed=4), "a")
+    assert sorted(known.at) == list(range(10, 16))
 
 
 def test_latest_follows_each_run_unless_there_are_many_runs_and_then_makes_a_listing(tmp_path: Path) -> None:

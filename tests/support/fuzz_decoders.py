@@ -25,6 +25,7 @@ import numpy as np
 from casckpt.base.digest import hex_digest
 from casckpt.errors import CasckptError
 from casckpt.format import blob, manifest, plain, proof, records, tree
+from casckpt.format import files as files_format
 from casckpt.format.encodings import frames
 from casckpt.format.extents import ExtentTable
 from casckpt.format.names import ManifestId
@@ -103,7 +104,7 @@ def _header(data: bytes) -> None:
 
 DECODERS: Final[dict[str, Decode]] = {
     "record": _record, "marker": records.decode_marker, "frame": _frame, "proof": _proof, "header": _header,
-    "plain": plain.decode, "tree": tree.decode_tree,
+    "plain": plain.decode, "tree": tree.decode_tree, "recipe": lambda data: files_format.decode_recipe(data, _folder().entries),
     "dcp": lambda data: read_metadata(data, "x", anything=False),
     **{name: partial(_section, name) for name in KNOWN},
 }  # fmt: skip
@@ -114,6 +115,13 @@ def _manifests() -> list[manifest.Manifest]:
     """Return a plain manifest and an encoded one."""
     paths = [min(sorted(store.rglob("*.manifest")), key=lambda path: path.stat().st_size) for store in STORES]
     return [manifest.decode(path.read_bytes(), ManifestId(path.name.partition(".")[0])) for path in paths]
+
+
+@cache
+def _folder() -> manifest.Manifest:
+    """Return the manifest of a folder of another program."""
+    (path,) = (DATA / "folder_store").rglob("*.manifest")
+    return manifest.decode(path.read_bytes(), ManifestId(path.name.partition(".")[0]))
 
 
 def seeds(kind: str) -> list[bytes]:
@@ -143,6 +151,8 @@ def _seeds(kind: str) -> Iterator[bytes]:
         yield (DATA / "torch_dist" / ".metadata").read_bytes()
     elif kind == "tree":
         yield from (bytes(one.body.tree) for one in _manifests())
+    elif kind == "recipe":
+        yield _folder().body.notes[files_format.NOTE]
     else:
         yield from (plain.encode(value) for value in _VALUES)
 

@@ -6,20 +6,27 @@ The tests count the requests of a new process on a host that has seen the store 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 
 import casckpt
+from casckpt.base.names import run_hash
 from casckpt.cli.commands.list import checkpoint_rows
+from casckpt.format.keys import announcement_key, commit_key
+from casckpt.format.records import Announced, Forgotten, Purged, Record, changed, encode
 from casckpt.repository.repository import Repository
+from casckpt.storage.base import Known, ListedObject
 from casckpt.store.store import Store
 from casckpt.upkeep.copies.copy import execute, plan_copy
 from tests.support.far import FarStore, far
+from tests.support.faulty import Call, look_on
+from tests.support.repositories import committed, memory, repository
 from tests.support.saves import cells, small
 
 FEW, MANY = 4, 24
+RUN = run_hash("run")
 AHEAD = 4  # concurrent requests
 Work = Callable[[Store], object]
 
@@ -96,3 +103,69 @@ def test_the_cost_of_new_data_is_proportional_to_its_amount(tmp_path: Path, work
     grown(storage, tmp_path / "another host", 3, first=FEW)
     assert requests(storage, host, work)["get"] <= seen["get"] + 3 * reads + 1 + AHEAD  # the tag was set again
     assert requests(storage, host, work) == seen
+
+
+class Paged(FarStore):
+    """Counts each page of a listing as a request, as S3 does."""
+
+    def list(self, prefix: str, *, known: Known | None = None) -> Iterator[ListedObject]:
+        for number, entry in enumerate(super().list(prefix, known=known)):
+            if number and number % 1000 == 0:
+                self.calls.append(Call("list", prefix))
+            yield entry
+
+    @property
+    def requests(self) -> int:
+        return sum(call.method not in ("open", "settle") for call in self.calls)
+
+
+def over(repo: Repository, count: int) -> Iterator[tuple[str, Record]]:
+    """Yield the records of checkpoints that were saved, forgotten and purged one after the other."""
+    for step in range(count):
+        record = committed(repo, "run", step)
+        txid, time = record.txid, record.time
+        for number, one in enumerate((record, Forgotten(txid=txid, time=time), Purged(txid=txid, time=time))):
+            at = 3 * step + number
+            seen = None if number else at - 1
+            yield announcement_key(RUN, at), Announced(time=time, announced=[(txid, number)], seen=seen)
+            yield commit_key(txid, number), one
+
+
+def short_lived(storage: FarStore, host: Path, count: int) -> None:
+    """Create a run of ``count`` checkpoints that are over, and five behind them that are not."""
+    store, repo, said = small(storage), repository(host, storage), dict[str, Record]()
+    for step in range(count, count + 5):
+        store.save({"own": cells(2, seed=step)}, run="run", step=step)
+    for at in range(5):
+        record = repo.get_record(announcement_key(RUN, at), Announced)
+        later = 3 * count + at
+        said[announcement_key(RUN, later)] = changed(record, seen=later - 1)
+        storage.delete(announcement_key(RUN, at))
+    for key, record in (*over(repo, count), *said.items()):
+        storage.inner.put(key, encode(record))
+
+
+@pytest.mark.parametrize("count", [400, pytest.param(20_000, marks=pytest.mark.soak)])
+def test_a_first_save_on_a_fresh_host_lists_the_names_of_many_short_lived_saves(tmp_path: Path, count: int) -> None:
+    """It makes no request for each of them, and neither does any other reader of a step."""
+    storage = Paged(memory())
+    short_lived(storage, tmp_path, count)
+    pages = -(-(3 * count + 5) // 1000)
+
+    def opened(host: str) -> Store:
+        storage.calls.clear()
+        return Store(Repository(storage, tmp_path / host, cache_bytes=0))
+
+    before: list[int] = []
+    storage.inject(look_on("put", lambda _: before.append(storage.requests), key="*.safetensors"))
+    store = opened("fresh")
+    store.save({"own": cells(2, seed=count + 5)}, run="run", step=count + 5)
+    assert before[0] <= pages + 19
+    for host in ("fresh", "another"):
+        assert opened(host).get(f"run@{count + 1}").step == count + 1
+        assert storage.requests <= 10 + pages * (host == "another")
+    store.save({"own": cells(2, seed=count + 6)}, run="run", step=count + 6)
+    assert storage.count("list", "commits/") == pages  # the one above
+    watcher = opened("third").watch("run", timeout=0)
+    assert list(watcher) == []
+    assert storage.requests <= 12

@@ -5,6 +5,9 @@ host remembers the last number that it has read, the known records of each trans
 announcements, whose records it has not found yet. To follow a run, the host reads the run's log to its end, and then
 the logs of all undecided announcements.
 
+A fresh host may skip the announcements that exist: it finds the last one, and then lists the names in transactions/ and
+in commits/. It reads the logs of these names at each look, and its save claims to be later than what was announced.
+
 Following must return the same result as a listing that begins at the same time. If it does, the results of
 `tests.model.commit_gc_model` for saves that list commits also apply to saves that follow. `revoked` and `kept` are not
 announced: they do not change anything that was visible or known, and they decide what was announced.
@@ -12,6 +15,7 @@ announced: they do not change anything that was visible or known, and they decid
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any, NamedTuple
 
 from tests.model.protocol.explorer import (
@@ -22,6 +26,7 @@ from tests.model.protocol.explorer import (
     Program,
     Store,
     create,
+    delete,
     goto,
     look,
     network,
@@ -42,15 +47,24 @@ MUTANTS = {
     "announces_once": "who finds the number of a record taken creates the next one without announcing that",
     "nobody_settles": "a gc leaves alone what was announced by somebody who died",
     "stops_at_undecided": "a look ends at the first announcement that it finds undecided",
+    "lists_commits_first": "a fresh host lists commits/, and then transactions/",
+    "lists_commits_only": "a fresh host does not list transactions/",
+    "lists_first": "a fresh host lists names, and then finds the last announcement",
 }
 COMMITTED = "committed"
+_NEVER = 99  # the number of a record that never exists, so that a log is read at each look
 
 
 class Rules(NamedTuple):
-    """The rules of a model. ``lost``: a put into the run's log may get no response, and arrive later or never."""
+    """The rules of a model.
+
+    ``lost``: a put into the run's log may get no response, and arrive later or never. ``lists``: the host is a fresh
+    one that lists names, and transactions have files in transactions/.
+    """
 
     mutant: str = ""
     lost: bool = False
+    lists: bool = False
 
 
 # -- writers
@@ -64,6 +78,8 @@ def changes(rules: Rules, plan: tuple[tuple[str, str], ...], *, joined: bool = F
     number = 0
     if kind != COMMITTED:
         number = yield look("reads the log", lambda store: len(store.under("commits", txid)))
+    elif rules.lists:
+        yield create(("transactions", txid), True)
     silent = (joined, rules.mutant) == (True, "joins_silently") or (kind, rules.mutant) == (PURGED, "purges_silently")
     if silent or rules.mutant == "announced_after":
         return goto(records, rules, plan, number)
@@ -95,6 +111,8 @@ def records(rules: Rules, plan: tuple[tuple[str, str], ...], number: int) -> Pro
         return goto(announces, rules, plan, number, 1, True)
     if not won and number and number < 4:
         return goto(records if rules.mutant == "announces_once" else retries, rules, plan, number + 1)
+    if rules.lists and kind == COMMITTED:
+        yield delete(("transactions", txid))
     return goto(changes, rules, plan[1:])
 
 
@@ -103,9 +121,11 @@ def retries(rules: Rules, plan: tuple[tuple[str, str], ...], number: int) -> Pro
     return goto(announces, rules, plan, number, 1, False)
 
 
-def revokes(txid: str) -> Program:
+def revokes(rules: Rules, txid: str) -> Program:
     """Act as a gc that revokes a transaction, without an announcement."""
     yield append(txid, 0, REVOKED)
+    if rules.lists:
+        yield delete(("transactions", txid))
     return None
 
 
@@ -197,6 +217,27 @@ def reads_logs(rules: Rules, memory: Memory, looks: int, todo: tuple[Any, ...], 
     return goto(reads_logs, rules, memory, looks, todo[1:], first)
 
 
+def lists_names(rules: Rules, looks: int) -> Program:
+    """Begin as a fresh host, and choose the txid of a save."""
+    yield look("BEGINS to look", lambda store: None, lambda store, _: store.with_(("ghost", "shown"), _shown(store)))
+    folders = {
+        "lists_commits_first": ("runs", "commits", "transactions"),
+        "lists_commits_only": ("runs", "commits"),
+        "lists_first": ("transactions", "commits", "runs"),
+    }.get(rules.mutant, ("runs", "transactions", "commits"))
+    listed = dict[str, frozenset[Any]]()
+    for folder in folders:
+        listed[folder] = yield look(f"lists {folder}", partial(_names, folder))
+    head, names = max(listed["runs"]), listed["commits"] | listed.get("transactions", frozenset())
+    yield look("CHOOSES a txid", lambda store: None, lambda s, _: s.with_(("ghost", "claim"), (head, max(names))))
+    memory = Memory(head + 1, (), frozenset((name, _NEVER, "") for name in names))
+    return goto(reads_logs, rules, memory, looks, tuple(sorted(memory.open)), False)
+
+
+def _names(folder: str, store: Store) -> frozenset[Any]:
+    return frozenset(name for name, *_ in store.under(folder))
+
+
 def lists_behind(rules: Rules, memory: Memory, looks: int) -> Program:
     cursor = max(txid for txid, _ in memory.logs)
     found = yield look("lists commits behind " + cursor, lambda s: frozenset(t for t, _ in _shown(s) if t > cursor))
@@ -221,6 +262,14 @@ def has_looked(rules: Rules, memory: Memory, looks: int) -> Program:
 AS_A_LISTING = Invariant(
     "A look knows every record that was there when it began.", lambda store: not store.get("ghost", "missed")
 )
+LATER = Invariant(
+    "Everything announced up to the head that a save has read is earlier than the save.",
+    lambda store: all(
+        number > head or txid <= latest
+        for head, latest in store.under("ghost", "claim").values()
+        for (number,), (txid, *_) in store.under("runs").items()
+    ),
+)
 DENSE = Invariant(
     "The run's log has no hole.", lambda store: all(n == 0 or store.get("runs", n - 1) for (n,) in store.under("runs"))
 )
@@ -239,24 +288,27 @@ def model(
     looks: int = 2,
     lost: bool = False,
     quiet: bool = False,
+    lists: bool = False,
 ) -> Model:
     """Return a model. ``plans``: the plan of each process. ``joined``: txids that two processes work on.
 
-    ``quiet``: processes may die, a gc settles their announcements, and no process follows the run.
+    ``lists``: the host is a fresh one. ``quiet``: processes may die, a gc settles their announcements, and no process
+    follows the run.
     """
-    rules = Rules(mutant, lost)
+    rules = Rules(mutant, lost, lists)
     memory = Memory(1, (("T", (COMMITTED,)),))
-    found = [] if quiet else [Process("host", goto(host, rules, memory, looks))]
+    first = goto(lists_names, rules, looks) if lists else goto(host, rules, memory, looks)
+    found = [] if quiet else [Process("host", first)]
     for index, plan in enumerate(plans):
         found.append(Process(f"changer {index}", goto(changes, rules, plan), mortal=quiet))
     for index, txid in enumerate(joined * 2):
         one = goto(joins, rules, txid) if index % 2 else goto(changes, rules, ((txid, COMMITTED),))
         found.append(Process(f"copy {index}", one, mortal=quiet))
-    found += [Process("gc", goto(revokes, revoked))] if revoked else []
+    found += [Process("gc", goto(revokes, rules, revoked))] if revoked else []
     found += [Process("last gc", goto(settles))] if quiet and mutant != "nobody_settles" else []
     found += [Process("network", Goto(network), daemon=True)] if lost else []
-    first: dict[Any, Any] = {("commits", "T", 0): COMMITTED, ("runs", 0): ("T", 0, COMMITTED)}
-    return Model(Store(first), found, always=(AS_A_LISTING, DENSE), at_end=(DECIDED,) if quiet else ())
+    there: dict[Any, Any] = {("commits", "T", 0): COMMITTED, ("runs", 0): ("T", 0, COMMITTED)}
+    return Model(Store(there), found, always=(AS_A_LISTING, LATER, DENSE), at_end=(DECIDED,) if quiet else ())
 
 
 def joins(rules: Rules, txid: str) -> Program:

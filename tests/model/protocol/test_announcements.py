@@ -10,6 +10,7 @@ from tests.model.protocol.announcements import (
     DECIDED,
     DENSE,
     LATE,
+    LATER,
     MUTANTS,
     RACES,
     TOGGLES,
@@ -24,9 +25,14 @@ SAFE: Setups = {
     "two for one number": {"plans": RACES},
     "answers that are lost": {"plans": LATE, "lost": True, "looks": 1},
     "two in one transaction": {"joined": ("W",), "revoked": "W"},
+    "a fresh host": {"plans": LATE, "lists": True},
+    "a fresh host, given up on": {"plans": LATE[:1], "revoked": "W", "lists": True},
+    "a fresh host, two in one transaction": {"joined": ("W",), "lists": True},
+    "a fresh host, forgotten and restored": {"plans": TOGGLES, "lists": True},
     "who announces dies": {"plans": (*LATE[:1], *TOGGLES), "quiet": True},
 }
 LARGE: Setups = {
+    "a fresh host, all at once": {"plans": (*LATE[:1], *TOGGLES), "revoked": "W", "lists": True},
     "late commits, three looks": {"plans": (*LATE, (("B", COMMITTED),)), "looks": 3},
     "all at once": {"plans": (*LATE[:1], *RACES), "looks": 2, "revoked": "W"},
     "answers that are lost": {"plans": (*LATE[:1], *TOGGLES), "lost": True, "looks": 2},
@@ -43,6 +49,9 @@ DIES = {
     "purges_silently": ("two for one number", AS_A_LISTING),
     "announces_once": ("two for one number", AS_A_LISTING),
     "stops_at_undecided": ("late commits", AS_A_LISTING),
+    "lists_commits_first": ("a fresh host", LATER),
+    "lists_commits_only": ("a fresh host", LATER),
+    "lists_first": ("a fresh host", LATER),
     "nobody_settles": ("who announces dies", DECIDED),
 }
 
