@@ -134,7 +134,7 @@ def refresh(repo: Repository, commit: Commit) -> Commit:
     """
     commit = replace(commit, shown=None)
     log = {0: commit.first, **_records_behind(repo, commit.txid, commit.number)}
-    doubt = doubt_of(log)
+    doubt = doubt_of(log, commit.number)
     if doubt is not None:
         raise doubt
     return fold(log, commit) or commit
@@ -198,7 +198,8 @@ def append(repo: Repository, commit: Commit, kind: LaterKind) -> Commit:
         now = refresh(repo, commit)
         if _holds(now, wanted):
             return now
-        message = f"{commit} was not {wanted}: another process has just changed it; check the checkpoint's state"
+        what = now.last if now.last != commit.last else "changed"
+        message = f"{commit} was not {wanted}: another process has just {what} it; check the checkpoint's state"
         raise Conflict(message, checkpoints=(commit.id,)) from None
 
 

@@ -163,9 +163,7 @@ class Commit:
 def just_committed(record: Committed) -> Commit:
     """Return the commit of a log that holds only ``record``."""
     places = Places(record.txid, record)
-    return Commit(
-        record.txid, record, "committed", 0, record.time, record.who, places, (places,), moved_at=record.time
-    )
+    return Commit(record.txid, record, "committed", 0, record.time, record.who, places, (places,), moved_at=record.time)
 
 
 @dataclass(frozen=True)
@@ -318,15 +316,17 @@ def _changes(commit: Commit, record: Read, number: int) -> dict[str, Any]:
     return {}
 
 
-def doubt_of(log: Mapping[int, Read]) -> CasckptError | None:
-    """Return the error of the first record that cannot be read, or that is missing. A purge leaves no doubt."""
+def doubt_of(log: Mapping[int, Read], after: int = 0) -> CasckptError | None:
+    """Return the error of the first record that cannot be read, or that is missing. A purge leaves no doubt.
+
+    ``after``: the number of the last record that was read before.
+    """
     if any(isinstance(record, Purged) for record in log.values()):
         return None
     first = log[0]
     if isinstance(first, CasckptError):
         return first
-    low = min((number for number in log if number), default=0)
-    for number in range(low, max(log) + 1) if low else ():
+    for number in range(after + 1, max(log) + 1):
         key = commit_key(first.txid, number)
         record = log.get(number, NotFound(f"{key} is missing, but later records exist", key=key))
         if isinstance(record, CasckptError):

@@ -39,7 +39,8 @@ def lost_records(repo: Repository, keys: Iterable[str], ended: Container[TxId] =
         return []
     listed = (parse_log(entry.key) for entry in repo.storage.list(TRANSACTIONS, known=parse_log))
     saving = {name[0] for name in listed if name is not None}
-    return sorted(doubtful - saving - list_commits(repo).recorded)  # a save that ends meanwhile is in one of them
+    doubtful -= saving | {txid for txid, _ in list_names(repo)}  # a save that ends meanwhile is in one of them
+    return sorted(doubtful - list_commits(repo).recorded) if doubtful else []
 
 
 def check_recorded(repo: Repository, keys: Iterable[str], ended: Container[TxId]) -> None:

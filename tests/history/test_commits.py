@@ -266,7 +266,7 @@ def test_files_with_other_names_are_ignored(repo: Repository) -> None:
     found = list_commits(repo)
     assert found.commits.keys() == {first.txid}
     assert found.damaged == {}
-    assert list_names(repo) == {first.txid}
+    assert list_names(repo) == {(first.txid, 0)}
 
 
 def test_log_numbers_are_compared_numerically(repo: Repository) -> None:

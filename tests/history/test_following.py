@@ -69,7 +69,7 @@ def test_following_a_run_returns_the_same_commits_as_a_listing(changes: list[str
                     check(repo, run)
         newest_ones = [one.txid for one in newest_of_runs(hosts.fresh(), is_live)]
         live = {one.run: one for one in list_commits(hosts.hosts[0]).live()}
-        assert newest_ones == [one.txid for one in sorted(live.values(), key=lambda one: one.order, reverse=True)]
+        assert newest_ones == [one.txid for one in sorted(live.values(), key=lambda one: one.txid, reverse=True)]
         hosts.close()
 
 
@@ -96,7 +96,7 @@ def test_a_read_returns_everything_that_existed_before_it_began(
         meddled.is_on = False
         if before:
             assert found is not None
-            assert found.origin >= before[-1].origin
+            assert found.txid >= before[-1].txid
         known = look_at_all(reader, "a")
         missed += len({one.txid for one in before} - {txid for some in known.at.values() for txid in some})
         hosts.close()

@@ -20,8 +20,8 @@ from casckpt.history.transactions import (
     Transaction,
     begin,
     begin_save,
+    closed_files,
     open_transactions,
-    remove_closed,
     revoke,
 )
 from casckpt.repository.processes import this_process
@@ -219,8 +219,7 @@ def test_transaction_files_remain_if_the_process_lacks_delete_permission(repo: R
     one.close()
     assert files(repo) == [transaction_key(one.txid)]
     faults.heal()
-    assert remove_closed(repo, list_names(repo)) == 1
-    assert files(repo) == []
+    assert list(closed_files(repo, list_names(repo))[0]) == files(repo)
 
 
 def test_closing_a_transaction_leaves_its_files_in_place_if_the_storage_fails(
@@ -302,8 +301,8 @@ def test_a_transaction_without_a_record_counts_as_open(repo: Repository) -> None
     revoke(repo, made[1].txid, "x")
     found = open_transactions(repo, list_names(repo))
     assert [one.txid for one in found] == [made[0].txid, made[2].txid]
-    assert remove_closed(repo, list_names(repo)) == 1
-    assert files(repo) == [transaction_key(made[0].txid), transaction_key(made[2].txid)]
+    closed, opened = closed_files(repo, list_names(repo))
+    assert (list(closed), opened) == ([transaction_key(made[1].txid)], {made[0].txid, made[2].txid})
     for one in made:
         one.abort("x")
 
@@ -317,16 +316,17 @@ def test_an_unreadable_transaction_counts_as_open(repo: Repository, data: bytes)
     assert (found.txid, found.began, found.signs) == (txid, None, 0)
 
 
-def test_a_transaction_of_which_only_heartbeats_exist_counts_as_open(repo: Repository) -> None:
+def test_a_transaction_of_which_only_heartbeats_exist_has_ended(repo: Repository) -> None:
+    """Its process removed its file, and a delayed sign of life arrived."""
     txid = repo.new_txid("a", 1)
     for number in (9, 10):
         repo.storage.put(transaction_key(txid, number), b"x")
-    (found,) = open_transactions(repo, set())
-    assert (found.txid, found.began, found.signs) == (txid, None, 10)
+    assert open_transactions(repo, set()) == []
+    assert len(closed_files(repo, set())[0]) == 2
 
 
 def test_the_reason_of_a_revocation_is_truncated_if_it_is_long(repo: Repository) -> None:
     txid = repo.new_txid("a", 1)
     assert revoke(repo, txid, "x" * 10_000_000)
     assert repo.storage.size(commit_key(txid)) is not None
-    assert list_names(repo) == {txid}
+    assert list_names(repo) == {(txid, 0)}

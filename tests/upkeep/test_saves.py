@@ -13,8 +13,8 @@ import pytest
 
 from casckpt.contents.refs import resolve
 from casckpt.errors import CasckptError, Damaged, Refused
-from casckpt.format.keys import commit_key, tag_key
-from casckpt.history import commits, transactions
+from casckpt.format.keys import commit_key, tag_key, transaction_key
+from casckpt.history import commits
 from casckpt.history.commits import Commit, list_commits
 from casckpt.history.tags import delete_tag, set_tag
 from casckpt.plan.retention import Policy, Rotation
@@ -134,7 +134,7 @@ def test_a_paused_gc_does_not_continue_after_records_were_lost(local: Repository
     commits.forget(local, list_commits(local).live()[1])
     assert run_gc(local, wait=0.0).waiting
     commit_of(local, waits, ["of a save that went on"])
-    transactions.remove_closed(local, {waits})
+    local.storage.delete(transaction_key(waits))
     before = keys(local)
     for path in (root / "commits").iterdir():
         path.unlink()
