@@ -1,7 +1,7 @@
 """The recipe of a folder or file of another program: which bytes of which entries make up its files.
 
-It is a note of the manifest (see "Folders" in docs/format.md). All of it is checked before any of it is used, so that a
-program that creates the items in order, each of them anew, writes nowhere else.
+It is a note of the manifest (see "Folders of other programs" in docs/format.md). All of it is checked before any of it
+is used, so that a program that creates the items in order, each of them anew, writes nowhere else.
 """
 
 from __future__ import annotations
@@ -65,8 +65,7 @@ def decode_recipe(data: bytes, entries: Sequence[Entry]) -> list[Item]:
     if not len(paths) == len(kinds) == len(modes):
         raise _refusal("its columns differ in length")
     if max(kinds, default=0) > max(Kind):
-        kind = f"of kind {max(kinds)}, which this version does not know"
-        raise Refused(f"the recipe of a folder has items {kind}; upgrade casckpt")
+        raise _refusal(f"this version does not know items of kind {max(kinds)}; upgrade casckpt")
     if (kinds.count(Kind.LINK), kinds.count(Kind.FILE)) != (len(fields["targets"]), len(counts)):
         raise _refusal("it does not have one target for each link, and one number of pieces for each file")
     _check_paths(paths, kinds)

@@ -102,9 +102,14 @@ def _header(data: bytes) -> None:
     blob.decode_header(data[:4096].ljust(4096), 4096 + (int(ends[-1]) if ends else 0))
 
 
+def _recipe(data: bytes) -> None:
+    files_format.decode_recipe(data, _folder().entries)
+
+
 DECODERS: Final[dict[str, Decode]] = {
     "record": _record, "marker": records.decode_marker, "frame": _frame, "proof": _proof, "header": _header,
-    "plain": plain.decode, "tree": tree.decode_tree, "recipe": lambda data: files_format.decode_recipe(data, _folder().entries),
+    "plain": plain.decode, "tree": tree.decode_tree,
+    "recipe": _recipe,
     "dcp": lambda data: read_metadata(data, "x", anything=False),
     **{name: partial(_section, name) for name in KNOWN},
 }  # fmt: skip
