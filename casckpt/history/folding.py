@@ -121,6 +121,11 @@ class Commit:
         return self.committed.dropped if isinstance(self.first, Committed) else None
 
     @property
+    def lacking(self) -> int:
+        """How many entries thinning dropped."""
+        return 0 if self.dropped is None else self.dropped.entries
+
+    @property
     def bytes_held(self) -> int:
         """The size of the tensors in memory, in bytes, without dropped tensors."""
         return max(0, self.committed.bytes_total - (self.dropped.bytes if self.dropped is not None else 0))
@@ -131,7 +136,7 @@ class Commit:
 
         This is a visible one, then one with more entries, then one at its current places.
         """
-        return self.visible, 0 if self.dropped is None else -self.dropped.entries, self.shown is None, self.txid
+        return self.visible, -self.lacking, self.shown is None, self.txid
 
     @property
     def committed(self) -> Committed:

@@ -119,6 +119,8 @@ def set_tag(repo: Repository, name: str, commit: Commit) -> Tag:
     if commit.last == "forgotten":
         commit = restore(repo, commit)
     number, before = newest_generation(repo, name, list_commits(repo))
+    if commit.visible and (name, number) in commit.tagged and _is_on(before.tags.get(name), commit):
+        return before.tags[name]
     tag = write_generation(repo, name, number + 1, commit)
     # a rule reads the log, then lists tags, then takes the next number: either it saw this tag, or it is in the log now
     now = commit
@@ -138,6 +140,10 @@ def set_tag(repo: Repository, name: str, commit: Commit) -> Tag:
             if refresh(repo, now) == now:  # for example, another checkpoint took its run and step
                 take_back(repo, tag, before.tags.get(name))
                 raise
+
+
+def _is_on(tag: Tag | None, commit: Commit) -> bool:
+    return tag is not None and (tag.txid, tag.expires) == (commit.places.txid, None)
 
 
 def _lacks(now: Commit, commit: Commit) -> bool:

@@ -327,14 +327,10 @@ def whole_of(commit: Commit) -> Commit:
 
     Raises `NotFound` if they were trimmed or the checkpoint was never thinned.
     """
-    fullest = min(reversed(commit.old), key=_lacking, default=commit)
-    if _lacking(fullest) >= _lacking(commit):
+    fullest = min(reversed(commit.old), key=lambda one: one.lacking, default=commit)
+    if fullest.lacking >= commit.lacking:
         raise NotFound(f"{commit} was never thinned, or gc has purged its old places")
     return fullest
-
-
-def _lacking(commit: Commit) -> int:
-    return 0 if commit.dropped is None else commit.dropped.entries
 
 
 def check(plan: ThinPlan) -> None:

@@ -124,7 +124,9 @@ def over(repo: Repository, count: int) -> Iterator[tuple[str, Record]]:
     for step in range(count):
         record = committed(repo, "run", step)
         txid, time = record.txid, record.time
-        for number, one in enumerate((record, Forgotten(txid=txid, time=time), Purged(txid=txid, time=time))):
+        for number, one in enumerate(
+            (record, Forgotten(txid=txid, time=time, who="x"), Purged(txid=txid, time=time, who="x"))
+        ):
             at = 3 * step + number
             seen = None if number else at - 1
             yield announcement_key(RUN, at), Announced(time=time, announced=[(txid, number)], seen=seen)

@@ -71,7 +71,7 @@ class ThinModel(RuleBasedStateMachine):
         repo = self.repos[store]
         if self.is_there(repo, step):
             try:
-                restore(repo, whole_of(repo, resolve(repo, f"run@{step}")))
+                restore(repo, whole_of(resolve(repo, f"run@{step}")))
             except NotFound:
                 return
             assert self.is_there(repo, step)

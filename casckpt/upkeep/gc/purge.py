@@ -33,7 +33,7 @@ from casckpt.format.metrics import metric_values
 from casckpt.format.names import TxId
 from casckpt.format.records import Restored, Settings
 from casckpt.history.commits import Commit, CommitList, append, forget, list_commits, purge, trim
-from casckpt.history.folding import Holdings
+from casckpt.history.folding import Holdings, Places
 from casckpt.history.tags import FOREIGN_CLOCKS, Tag, tagged_txids, tags, tags_of
 from casckpt.history.transactions import OpenTransaction
 from casckpt.plan.retention import Policy, SavedCheckpoint, reasons_to_keep, runs_without
@@ -331,15 +331,20 @@ def bring_back(repo: Repository, plan: GcPlan, done: RetireProgress) -> None:
 
 
 def thinned_though_claimed(repo: Repository, listed: CommitList, since: int) -> list[Commit]:
-    """Return the commits that were thinned before ``since`` despite a tag, at their fullest places.
+    """Return the commits that were thinned before ``since`` despite a tag, at the places that the tag needs.
 
     The process that set the tag then died before it brought the places back. Raises `Damaged` or `Refused` if a tag
     cannot be read, and `StorageError`.
     """
     thin = [one for one in listed.visible() if one.dropped is not None and one.old and one.moved_at <= since]
-    claims = _Claims(_without_end(tags(repo)) if thin else {}, listed)
-    claimed = (commit for commit in thin if claims.on(commit, commit.old))
-    return [max(commit.old, key=lambda one: one.bytes_held) for commit in claimed]
+    named = _without_end(tags(repo)) if thin else {}
+    claims, wanted = _Claims(named, listed), list[Commit]()
+    for commit in thin:
+        on = [_set_on(named[name], commit) for name in claims.on(commit, commit.old)]
+        enough = [one for one in commit.old if all(places and one.places.holds(places) for places in on)]
+        if on:
+            wanted.append(max(enough or commit.old, key=lambda one: one.lacking))
+    return wanted
 
 
 def _is_ruin(repo: Repository, commit: Commit) -> bool:
@@ -455,8 +460,13 @@ class _Claims:
 def _asks_for_more(tag: Tag, commit: Commit) -> bool:
     if commit.current is None or commit.last == "forgotten":
         return True
-    on = next((places for places in (*commit.existing, *commit.ended) if places.txid == tag.txid), None)
+    on = _set_on(tag, commit)
     return on is None or not commit.current.holds(on)
+
+
+def _set_on(tag: Tag, commit: Commit) -> Places | None:
+    """Return the places on which a tag was set, if the log of ``commit`` has named them."""
+    return next((places for places in (*commit.existing, *commit.ended) if places.txid == tag.txid), None)
 
 
 def _unsafe(
