@@ -57,7 +57,7 @@ def blob_puts(storage: FaultyStore) -> list[str]:
 def check_clean(repo: Repository) -> None:
     """Check that gc leaves exactly the objects of live checkpoints, and that verify finds no damage."""
     assert collect(repo, wait=0.0, revoke_after=0.0).waiting == ()
-    named = {key for one in list_commits(repo).live() for key in _named(repo, one)}
+    named = {key for one in list_commits(repo).placed() for key in _named(repo, one)}
     assert {entry.key for entry in repo.storage.list("objects/")} == named
     assert not list(repo.storage.list("transactions/"))
     assert not verify(repo).is_damaged
@@ -65,4 +65,4 @@ def check_clean(repo: Repository) -> None:
 
 def _named(repo: Repository, commit: Commit) -> list[str]:
     refs = manifests.get(repo, commit).blobs
-    return [manifest_key(commit.txid, commit.id), *(blob_key(ref.uploader, ref.hash) for ref in refs)]
+    return [manifest_key(commit.places.txid, commit.id), *(blob_key(ref.uploader, ref.hash) for ref in refs)]
