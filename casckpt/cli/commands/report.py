@@ -149,9 +149,10 @@ def say_unreadable(ids: Sequence[str]) -> None:
 
 def _mirror(result: dict[str, Any]) -> str:
     """Format what the mirror says, if it answers."""
-    if result["mirror_found"]:
-        return f"{count(result['unmirrored'], 'checkpoint')} behind" if result["unmirrored"] else "up to date"
-    return "mirror cannot be reached" if result["mirror_found"] is None else "mirror not found"
+    if result["mirror_found"] is None:
+        return "mirror cannot be reached"
+    state = f"{count(result['unmirrored'], 'checkpoint')} behind" if result["unmirrored"] else "up to date"
+    return state if result["mirror_found"] else f"{state}, mirror not found"
 
 
 def stats_text(result: dict[str, Any]) -> None:
