@@ -230,7 +230,7 @@ def _complete(target: Repository, there: Commit, commit: Commit, work: Work, mak
 
     def save(txid: TxId) -> Rewritten:
         fields = make(txid).put(list_commits(target))
-        return Rewritten(txid=there.txid, time=target.clock(), by=txid, **fields)
+        return Rewritten(txid=there.txid, time=target.clock(), who=target.who, by=txid, **fields)
 
     return rewrite(target, there, save)
 

@@ -146,8 +146,10 @@ def test_numbers_without_a_usable_log_do_not_end_the_search(pair: Pair) -> None:
     """A copy of other places may have died, or been revoked, or lost its record. A save may have the transaction."""
     commit = pair.save()
     txids = [copied_txid(commit.txid, number) for number in range(5)]
-    fields = {"process": this_process(), "manifest": commit.id, "places": txids[4]}
-    dead = Began(txid=txids[0], run=commit.run, step=commit.step, time=1, **fields)
+    dead = Began(
+        txid=txids[0], run=commit.run, step=commit.step, time=1, process=this_process(), manifest=commit.id,
+        places=txids[4],
+    )  # fmt: skip
     pair.there.put_record(transaction_key(txids[0]), dead)
     revoke(pair.there, txids[1], "for a test")
     pair.there.storage.put(commit_key(txids[2]), b"damaged")
