@@ -7,7 +7,7 @@
     transactions/<txid>[.N]                   commits/<txid>[.N]
     tags/<name>/<N>                           leases/<16 hex digits>/<N>
     damaged/<uploader>/<blake3>/<N>           signatures/<id>/<key id>
-    mirrored/<txid>[.N]                       runs/<run hash>/<six digits>/<three digits>
+    runs/<run hash>/<six digits>/<three digits>
 """
 
 from __future__ import annotations
@@ -36,7 +36,6 @@ _LOG_RE = re.compile(rf"(?:commits|transactions)/({TXID})(?:\.([1-9]\d{{0,8}}))?
 _OBJECT_RE = re.compile(rf"objects/({TXID})/({_HEX64})\.(safetensors|manifest)")
 _TAG_KEY_RE = re.compile(rf"(?:tags/(?!lease-{_LEASE}/)({_TAG})|leases/({_LEASE}))/({_NUMBER})")
 _DAMAGED_RE = re.compile(rf"damaged/({TXID})/({_HEX64})/({_NUMBER})")
-_MIRRORED_RE = re.compile(rf"mirrored/({TXID})(?:\.([1-9][0-9]{{0,8}}))?")
 _SIGNATURE_RE = re.compile(rf"signatures/({_HEX64})/({_HEX64})")
 _SETTINGS_RE = re.compile(rf"settings/({_NUMBER})")
 _ANNOUNCEMENT_RE = re.compile(r"runs/([0-9a-f]{16})/([0-9]{6})/([0-9]{3})")
@@ -219,20 +218,6 @@ def parse_announcement(key: str) -> tuple[str, int] | None:
     """Parse (run hash, number) from a key under runs/. Returns None for all other keys."""
     match = _ANNOUNCEMENT_RE.fullmatch(key)
     return (match[1], MAX_NUMBER - int(match[2] + match[3])) if match else None
-
-
-def mirrored_key(txid: TxId, restored: int = 0) -> str:
-    """Return the key of the note that a commit is safe in the mirror. ``restored``: see `parse_mirrored`."""
-    return f"mirrored/{txid}.{restored}" if restored else f"mirrored/{txid}"
-
-
-def parse_mirrored(key: str) -> tuple[TxId, int] | None:
-    """Parse (txid, number of the record that restored it, or 0) from a key under mirrored/.
-
-    Returns None for all other keys.
-    """
-    match = _MIRRORED_RE.fullmatch(key)
-    return (TxId(match[1]), int(match[2] or 0)) if match else None
 
 
 def signature_key(id: ManifestId, key: str) -> str:

@@ -7,6 +7,7 @@ A record consists of two lines: its JSON, and the BLAKE3 hash of that line in he
 from __future__ import annotations
 
 import re
+import shlex
 from collections.abc import Callable, Mapping
 from typing import Any, TypeVar
 
@@ -27,6 +28,7 @@ KNOWN_REQUIREMENTS: frozenset[str] = frozenset()
 """The names in `Settings.requires` that this version knows. There are none yet."""
 HASH = "blake3"
 MAX_RECORD_BYTES = 1 << 20
+MAX_RULE = 1 << 16  # characters; only a hostile store can contain a longer rule
 DEFAULT_CELL_BYTES = 1 << 20
 _YEAR_10000 = 253_402_300_800 * 10**6
 STORE_ID = re.compile(r"[0-9A-Za-z-]{1,64}")  # because a cache folder is named after it
@@ -172,6 +174,14 @@ class Dropped(Record, frozen=True, kw_only=True):
     entries: int
     bytes: int
     rule: str
+
+    @property
+    def patterns(self) -> frozenset[str]:
+        """The patterns of the rule. More patterns drop more entries."""
+        try:
+            return frozenset(word for word in shlex.split(self.rule[:MAX_RULE]) if word != "--drop")
+        except ValueError:  # a foreign writer
+            return frozenset([self.rule])
 
 
 class Health(Record, frozen=True, kw_only=True):
@@ -339,15 +349,6 @@ class Announced(Record, tag="announced", frozen=True, kw_only=True):
     time: int
     announced: list[tuple[TxId, int]]
     seen: int | None = None
-
-
-class Mirrored(Record, tag="mirrored", frozen=True, kw_only=True):
-    """mirrored/<txid>[.N]: as of record N of its log, the commit is safe in the store at ``mirror`` (a URL)."""
-
-    txid: TxId
-    time: int
-    mirror: str
-    copy: TxId | None = None  # the transaction of its copy there; None in notes from before version 0.3
 
 
 FirstRecord = Committed | RevokedRecord

@@ -104,20 +104,20 @@ def list_names(repo: Repository) -> set[tuple[TxId, int]]:
     return {name for entry in repo.storage.list(PREFIX, known=parse_log) if (name := parse_log(entry.key))}
 
 
-def read_log(repo: Repository, txid: TxId) -> Commit | None:
+def read_log(repo: Repository, txid: TxId, *, later: bool = True) -> Commit | None:
     """Return the current commit of a transaction, read from its log. Return None if it does not have a record.
 
-    The result is the same as that of a listing that begins now. Raises `Damaged` or `Refused` in the same cases as
-    `refresh`, and `StorageError`.
+    The result is the same as that of a listing that begins now. ``later``: False reads only the first record, and
+    returns the commit as it was then. Raises `Damaged` or `Refused` in the same cases as `refresh`, and `StorageError`.
     """
-    keys = [(commit_key(txid), FirstRecord), (commit_key(txid, 1), LaterRecord)]
-    first, second = in_parallel(repo.storage.traits.requests, lambda key: _record(repo, txid, *key), keys)
+    keys = [(commit_key(txid), FirstRecord), (commit_key(txid, 1), LaterRecord)][: 2 if later else 1]
+    first, *second = in_parallel(repo.storage.traits.requests, lambda key: _record(repo, txid, *key), keys)
     if isinstance(first, NotFound):
         return None
     if isinstance(first, CasckptError):
         raise first
-    commit = fold({0: first})
-    return commit if commit is None or isinstance(second, NotFound) else refresh(repo, commit)
+    commit, is_last = fold({0: first}), all(isinstance(record, NotFound) for record in second)
+    return commit if commit is None or is_last else refresh(repo, commit)
 
 
 def _record(repo: Repository, txid: TxId, key: str, kind: Any) -> Read:

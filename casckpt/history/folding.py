@@ -7,7 +7,7 @@ state stay.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
@@ -46,7 +46,8 @@ class Places(NamedTuple):
 
     def holds(self, other: Places) -> bool:
         """Return whether these places have at least the entries that ``other``, places of the same id, has."""
-        return self.record.dropped in (None, other.record.dropped)
+        mine, theirs = self.record.dropped, other.record.dropped
+        return mine is None or mine == theirs or (theirs is not None and mine.patterns <= theirs.patterns)
 
 
 @dataclass(frozen=True)
@@ -253,23 +254,6 @@ class CommitList:
     @cached_property
     def _answering(self) -> dict[tuple[str, int], Commit]:
         return {(commit.run, commit.step): commit for commit in self.visible()}
-
-
-class Holdings:
-    """A container of commits.
-
-    It contains a commit if one of its own commits has the same id, and at least the same entries.
-    """
-
-    def __init__(self, commits: Iterable[Commit]) -> None:
-        self._held = {(commit.id, commit.dropped): commit for commit in commits}
-
-    def __contains__(self, commit: Commit) -> bool:
-        return self.get(commit) is not None
-
-    def get(self, commit: Commit) -> Commit | None:
-        """Return the commit that makes this container contain ``commit``, or None."""
-        return self._held.get((commit.id, None)) or self._held.get((commit.id, commit.dropped))
 
 
 def with_logs(listed: CommitList, logs: Mapping[TxId, Mapping[int, Read]]) -> CommitList:

@@ -18,7 +18,7 @@ from casckpt.storage.base import ObjectStore
 from casckpt.storage.local.store import LocalStore
 from casckpt.storage.memory import MemoryStore
 
-__all__ = ["LocalStore", "MemoryStore", "ObjectStore", "open_storage"]
+__all__ = ["LocalStore", "MemoryStore", "ObjectStore", "brief", "open_storage"]
 
 Options = Mapping[str, Any]
 _SCHEME = re.compile(r"([A-Za-z][A-Za-z0-9+.-]*)://(.*)", re.DOTALL)
@@ -54,6 +54,12 @@ def open_storage(
     if storage_options:
         raise InvalidInput(f"storage_options apply only to remote storage: remove {sorted(storage_options)}")
     return storage
+
+
+def brief(storage: ObjectStore) -> ObjectStore:
+    """Return the same storage for a caller that can do without an answer: no call waits long for a server."""
+    make: Callable[[], ObjectStore] | None = getattr(storage, "brief", None)
+    return storage if make is None else make()
 
 
 def _open_path(rest: str) -> ObjectStore:

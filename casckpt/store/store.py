@@ -52,7 +52,7 @@ if TYPE_CHECKING:
     from casckpt.saving.saver import State
     from casckpt.store.types import Added, CopyResult, GcResult, Heat, History, Mode, StoreUsage
     from casckpt.upkeep.copies.mirror import Mirror
-    from casckpt.upkeep.copies.mirror_notes import MirrorLag
+    from casckpt.upkeep.copies.mirrored import MirrorLag
     from casckpt.upkeep.footprint import Footprint
     from casckpt.upkeep.gc.forgetting import RestoreResult
     from casckpt.upkeep.gc.gc import Tell

@@ -15,6 +15,7 @@ from casckpt.history.commits import Commit, list_commits, list_names, purge_unre
 from casckpt.history.transactions import PREFIX as TRANSACTIONS
 from casckpt.history.transactions import OpenTransaction, end, has_died, open_transactions, revoke
 from casckpt.repository.processes import is_dead, this_process
+from casckpt.repository.reading import PREFIX as SETTINGS
 from casckpt.repository.repository import Repository
 from casckpt.upkeep.inventory import list_objects
 
@@ -71,6 +72,16 @@ def why_foreign(commits: Sequence[Commit]) -> str:
         f"{commits[0]}{more} came from another store, whose files were put into this one. Copy what you need by its id "
         "into a store of its own (`casckpt copy STORE DST ID`), then forget it here (`casckpt forget STORE ID`)"
     )
+
+
+def check_settings(repo: Repository) -> None:
+    """Raise `Damaged` if settings/ is gone, although this host has seen it: the settings may have named a mirror."""
+    if repo.newest_settings()[0] < 0 and repo.catalogue.keys(SETTINGS):
+        raise Damaged(
+            f"nothing was forgotten or deleted, because settings/ of {repo.storage.url} is missing. Restore it from a "
+            "copy of the store, or make the settings again (`casckpt settings STORE --set mirror=URL`)",
+            key=SETTINGS,
+        )
 
 
 def check_own(repo: Repository, commits: Iterable[Commit]) -> None:

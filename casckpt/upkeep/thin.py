@@ -39,7 +39,6 @@ from casckpt.upkeep.rewrite import rewrite, rewritten
 from casckpt.upkeep.saves import check_own
 
 log = logging.getLogger(__name__)
-MAX_RULE = 1 << 16  # characters; only a hostile store can contain a longer rule
 _Sizes = dict[tuple[TxId, BlobHash], int]
 
 
@@ -140,11 +139,7 @@ def _barring(repo: Repository, *, tagged: bool, listed: CommitList | None = None
 
 def _rule(commit: Commit) -> frozenset[str]:
     """Return the patterns with which a checkpoint was thinned."""
-    rule = "" if commit.dropped is None else commit.dropped.rule
-    try:
-        return frozenset(word for word in shlex.split(rule[:MAX_RULE]) if word != "--drop")
-    except ValueError:  # a foreign writer
-        return frozenset([rule])
+    return frozenset() if commit.dropped is None else commit.dropped.patterns
 
 
 def _check_untagged(named: Mapping[str, Tag], chosen: Iterable[Commit]) -> None:

@@ -15,7 +15,7 @@ from casckpt.history.commits import Commit, CommitList, list_commits
 from casckpt.plan.retention import Policy
 from casckpt.repository.repository import Repository
 from casckpt.upkeep.blob_use import BlobUse
-from casckpt.upkeep.copies.mirror_notes import NO_STORE, mirror_made_at, needed_in_mirror, unmirrored
+from casckpt.upkeep.copies.mirrored import ask
 from casckpt.upkeep.gc.purge import plan_of
 from casckpt.upkeep.inventory import BLOB, Inventory, list_unguarded
 
@@ -76,8 +76,8 @@ class StoreStats:
     base. ``forgotten``: checkpoints that are waiting to be purged. ``bytes_freed_now``: blobs that gc without rules
     deletes. ``bytes_freed_later``: blobs that gc deletes after all currently forgotten checkpoints have been purged.
     ``mirror``: URL of the store's mirror, or None if it has none. ``mirror_found``: whether a store exists at that
-    URL, or None if unknown. ``mirrored``, ``unmirrored``: number of checkpoints, including forgotten ones, with and
-    without a note that they are safe in the mirror. ``damaged_blobs``: marked blobs that checkpoints need.
+    URL, or None if it cannot be asked. ``mirrored``, ``unmirrored``: number of checkpoints, including forgotten ones,
+    that are safe in the mirror, and of the others. ``damaged_blobs``: marked blobs that checkpoints need.
     """
 
     checkpoints: int
@@ -125,17 +125,15 @@ def usage(repo: Repository) -> StoreUsage:
 
 
 def measure(repo: Repository) -> StoreStats:
-    """Return the counts of a store. Reads the manifests that the catalogue lacks, and checks whether the mirror exists.
+    """Return the counts of a store. Reads the manifests that the catalogue lacks, and lists the mirror's commits.
 
     Raises `StorageError`.
     """
     commits, mirror = list_commits(repo), repo.settings.mirror
     current, stock = commits.current(), list_unguarded(repo, commits)
-    made = None if mirror is None else mirror_made_at(repo, mirror)
-    is_there = None if made is None else made != NO_STORE
-    total, freed = stock.total(), freed_by_gc(repo, commits, stock, purges=is_there is not False)
-    needed = [] if mirror is None else needed_in_mirror(repo)
-    behind = len(unmirrored(repo, needed, mirror, made if made and is_there else 0))
+    needed = [] if mirror is None else commits.live()
+    answer = ask(repo, needed, many=True)
+    total, freed = stock.total(), freed_by_gc(repo, commits, stock)
     marked = blobs.damaged_marks(repo)  # gc deletes the marked blobs that no checkpoint needs
     return StoreStats(
         checkpoints=len(current),
@@ -152,23 +150,23 @@ def measure(repo: Repository) -> StoreStats:
         bytes_freed_now=freed.now,
         bytes_freed_later=freed.later,
         mirror=mirror,
-        mirror_found=is_there,
-        mirrored=len(needed) - behind,
-        unmirrored=behind,
+        mirror_found=answer.found,
+        mirrored=len(needed) - len(answer.unsafe),
+        unmirrored=len(answer.unsafe),
         damaged_blobs=len(marked & BlobUse(repo, commits.placed()).named) if marked else 0,
     )
 
 
-def freed_by_gc(repo: Repository, commits: CommitList, stock: Inventory | None = None, *, purges: bool = True) -> Freed:
+def freed_by_gc(repo: Repository, commits: CommitList, stock: Inventory | None = None) -> Freed:
     """Return how many bytes gc without rules would free. Without ``stock``, leftovers of failed saves do not count.
 
-    ``purges``: False if the mirror is gone, because gc then does not purge anything. Reads manifests only if there are
-    forgotten checkpoints or blobs without a guard. Raises `StorageError`.
+    Reads manifests only if there are forgotten checkpoints or blobs without a guard, and asks the mirror only about
+    checkpoints that gc would purge. Raises `StorageError`.
     """
     forgotten = [commit for commit in commits.placed() if not commit.visible]
     loose = {} if stock is None else _loose_blobs(stock)
     use = BlobUse(repo, commits.placed() if forgotten or loose else ())
-    purged = plan_of(repo, commits, Policy()).purge if forgotten and purges else ()
+    purged = plan_of(repo, commits, Policy()).purge if forgotten else ()
     due = use.alone(purged).blob_bytes
     return Freed(
         now=due + sum(size for blob, size in loose.items() if blob not in use.named),

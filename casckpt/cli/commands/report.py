@@ -148,15 +148,11 @@ def say_unreadable(ids: Sequence[str]) -> None:
 
 
 def _mirror(result: dict[str, Any]) -> str:
-    """Format the mirror's state, based on the notes in this store and on the mirror itself."""
-    noted, behind = result["mirrored"], result["unmirrored"]
-    state = f"{count(behind, 'checkpoint')} behind" if behind else "up to date"
+    """Format what the mirror says, if it answers."""
     if result["mirror_found"] is None:
-        return f"{state} according to the notes in this store; mirror not checked"
-    if result["mirror_found"]:
-        return state
-    lost = [f"{count(noted, 'checkpoint')} recorded as safe"] if noted else []
-    return ", ".join([*lost, *([state] if behind else []), "mirror not found"])
+        return "mirror cannot be reached"
+    state = f"{count(result['unmirrored'], 'checkpoint')} behind" if result["unmirrored"] else "up to date"
+    return state if result["mirror_found"] else f"{state}, mirror not found"
 
 
 def stats_text(result: dict[str, Any]) -> None:

@@ -14,6 +14,7 @@ import time
 import uuid
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
+from dataclasses import replace
 from functools import partial
 from typing import Any, Protocol, TypeVar
 
@@ -43,6 +44,7 @@ T = TypeVar("T")
 
 GAP = 1 << 20  # bytes: about as many as a connection transfers in the time that a request takes
 REQUESTS = 32
+BRIEF = 10.0  # seconds
 UPLOADS = 4  # the minimum: a save has one upload for each of its threads
 
 
@@ -70,6 +72,7 @@ class RemoteStore(ObjectStore):
         self._single_writer = single_writer
         self._backoff = backoff
         self._clients = PerProcess(connect)
+        self._at_most = math.inf  # seconds for a call, if that is less than the client's limit
         self._given_up = -math.inf  # when the last call timed out, unless a call has received a response since
 
     def __reduce__(self) -> tuple[Callable[..., RemoteStore], tuple[Any, ...]]:
@@ -78,6 +81,12 @@ class RemoteStore(ObjectStore):
 
     def __repr__(self) -> str:
         return f"RemoteStore({self.url!r})"
+
+    def brief(self) -> RemoteStore:
+        """Return the same storage with the same connections. Its calls end after at most `BRIEF` seconds."""
+        other = RemoteStore(self._connect, single_writer=self._single_writer, backoff=self._backoff)
+        other._clients, other._at_most = self._clients, BRIEF
+        return other
 
     @property
     def url(self) -> str:
@@ -209,7 +218,8 @@ class RemoteStore(ObjectStore):
     def again(self, verb: str, key: str, call: Callable[[], T]) -> T:
         """Call ``call``, retrying as long as that may help. Raises the error of the last failure."""
         client, pauses, attempts, renewed = self._clients.get(), self._backoff.pauses(), 0, False
-        whole = Call(client.patience, hopeless=time.monotonic() - self._given_up < client.patience.call)
+        patience = replace(client.patience, call=min(client.patience.call, self._at_most))
+        whole = Call(patience, hopeless=time.monotonic() - self._given_up < patience.call)
         while True:
             attempts, began = attempts + 1, time.monotonic()
             try:

@@ -21,16 +21,14 @@ from casckpt.errors import Conflict, Damaged, Gone, InvalidInput, Refused, Stora
 from casckpt.format.keys import commit_key
 from casckpt.format.names import BlobHash, TxId
 from casckpt.format.sections.blobs import BlobRef
-from casckpt.history.commits import Commit, CommitList, list_commits, list_names, restore
-from casckpt.history.folding import Holdings
+from casckpt.history.commits import Commit, CommitList, list_commits, restore
 from casckpt.history.tags import Tag, TagList, get_tag, list_tags, set_tag
 from casckpt.repository.reading import check_requirements
 from casckpt.repository.repository import Repository
-from casckpt.upkeep.copies.mirror_notes import NO_STORE, made_at, note, take_back, unmirrored
+from casckpt.upkeep.copies.mirrored import unsafe_in
 from casckpt.upkeep.copies.replication import (
     BlobLocations,
     Part,
-    Replica,
     Work,
     copy_signatures,
     occupant,
@@ -61,7 +59,8 @@ class CopyPlan:
     total for progress reports. It is ``nbytes`` or, if cells are repacked, the size of all blobs of each missing
     checkpoint. ``blob_bytes``: repack the cells into blobs of this size. ``compress``: encode the cells. ``moving``:
     for repacking in place (newest first), the numbers of the blobs to replace, by transaction. None for a copy into a
-    different store. ``records``: unreadable records of the source, which may belong to checkpoints to copy.
+    different store. ``for_mirror``: whether the target is the source's mirror. ``records``: unreadable records of the
+    source, which may belong to checkpoints to copy.
     """
 
     missing: tuple[Commit, ...] = ()
@@ -75,13 +74,14 @@ class CopyPlan:
     blob_bytes: int | None = None
     moving: Mapping[TxId, frozenset[int]] | None = None
     compress: bool = False
+    for_mirror: bool = False
 
 
 @dataclass(frozen=True)
 class CopyResult:
     """The result of a copy or, with ``dry_run``, the expected result. ``copied``: the new commits in the target.
 
-    ``blobs``, ``nbytes``: number and size of the blobs that all processes that share the work uploaded for ``copied``.
+    ``blobs``, ``nbytes``: number and size of the blobs that all processes, also earlier ones, uploaded for ``copied``.
     ``made_store``: whether the target was created. ``tags``: names of the tags that were set in the target.
     ``tags_left``: why other tags were not set, in a copy of the whole store without ``tags``.
     ``records``: unreadable records of the source, whose checkpoints were not copied.
@@ -152,10 +152,15 @@ def plan_copy(
     if blob_bytes is not None and any(commit.committed.bytes_coded for commit in chosen):
         log.warning("blobs with encoded cells are copied without repacking")
         blob_bytes = None
-    there = list_commits(target) if target.exists() else CommitList({}, {})
-    plan = _plan_for(source, target, chosen, there, named=bool(named))
+    there, settings = list_commits(target) if target.exists() else CommitList({}, {}), source.settings
+    is_mirror = settings.mirror == target.storage.url
+    thinned = bool(settings.mirror_thinned)
+    behind = unsafe_in(target, chosen, thinned=thinned, listed=there) if is_mirror else ()
+    plan = _plan_for(source, target, chosen, there, behind, named=bool(named))
     total = plan.total if encodes or blob_bytes is not None else plan.nbytes
-    return replace(plan, records=records, blob_bytes=blob_bytes, compress=encodes, total=total)
+    return replace(
+        plan, records=records, blob_bytes=blob_bytes, compress=encodes, for_mirror=is_mirror, total=total
+    )  # fmt: skip
 
 
 def _unread(
@@ -191,21 +196,33 @@ def _in_place(repo: Repository, chosen: Sequence[Commit], listed: CommitList, bl
 
 
 def _plan_for(
-    source: Repository, target: Repository, chosen: Sequence[Commit], there: CommitList, *, named: bool
+    source: Repository,
+    target: Repository,
+    chosen: Sequence[Commit],
+    there: CommitList,
+    behind: Iterable[Commit],
+    *,
+    named: bool,
 ) -> CopyPlan:
-    """Compare ``chosen`` with the commits ``there`` of the target, and plan the copy."""
+    """Compare ``chosen`` with the commits ``there`` of the target, and plan the copy.
+
+    ``behind``: those that are not safe in the target, which is the source's mirror. They are copied in any case.
+    """
     ended = {commit.id for commit in there.commits.values() if commit.last == "purged"}
+    unsafe = {commit.txid: commit for commit in behind}
     missing, forgotten, present, left, failed = [], [], [], [], []
     for commit in chosen:
         other, same = occupant(there, commit), there.of_id(commit.id)
         is_gone = commit.id in ended if same is None else not same.visible
-        if twin(there, commit) is not None:
+        if commit.txid not in unsafe and twin(there, commit) is not None:
             present.append(commit)
         elif other is not None:
             failed.append(CommitFailure(commit, taken(target, commit, other)))
-        elif is_gone and not named:
+        elif commit.txid in unsafe or not is_gone:
+            missing.append(unsafe.get(commit.txid, commit))
+        elif not named:
             left.append(commit)
-        elif is_gone and same is not None and commit in Holdings([same]):
+        elif same is not None and same.places.holds(commit.places):
             forgotten.append(same)
         else:
             missing.append(commit)
@@ -260,8 +277,7 @@ def execute(
     ``with_tags``: set the source's tags on the copied and present checkpoints (None: those that the target does not
     have). ``jobs``: number of concurrent
     transfers. ``part``: (number, count) of this process among the processes that make the same copy. ``progress``:
-    called with the number of bytes of finished blobs, `CopyPlan.total` in all. If the target is the source's mirror,
-    the copies are noted in the source.
+    called with the number of bytes of finished blobs, `CopyPlan.total` in all.
 
     The result lists the checkpoints that cannot be copied. Raises `Unsupported` if this version does not know one of a
     store's requirements for writers. Raises `StorageError`; the next copy then continues the work.
@@ -270,51 +286,33 @@ def execute(
     blob_bytes = plan.blob_bytes
     each = Work(_jobs(source, target, jobs), _checked_part(part), progress=progress)
     places = BlobLocations(target, {name for name, _ in _named(source, plan.missing)})
-    work = replace(each, blob_bytes=blob_bytes, compress=plan.compress, places=places)
+    work = replace(each, blob_bytes=blob_bytes, compress=plan.compress, places=places, for_mirror=plan.for_mirror)
     if (blob_bytes is not None or plan.compress) and part != (0, 1):
         raise InvalidInput("processes cannot share a copy that repacks cells: use a single process")
-    is_mirror = source.settings.mirror == target.storage.url
-    made = _create_target(source, target, blob_bytes, is_mirror=is_mirror)
+    made = _create_target(source, target, blob_bytes)
     copy_signatures(source, target, {commit.id for commit in (*plan.missing, *plan.present)})
 
-    def copy(commit: Commit) -> Replica:
+    def copy(commit: Commit) -> Commit:
         if plan.moving is not None:
             return repack(source, commit, plan.moving[commit.txid], work)
-        replica = replicate(source, target, commit, work)
-        if is_mirror:
-            note(source, commit, target.storage.url, replica.commit)
-        return replica
+        return replicate(source, target, commit, work)
 
     copied, not_copied = _each(plan.missing, copy)
     restored, not_restored = _each(plan.forgotten, lambda commit: restore(target, commit))
-    if is_mirror and (unnoted := unmirrored(source, plan.present, target.storage.url)):
-        there = Holdings(list_commits(target).visible())
-        for commit in unnoted:
-            note(source, commit, target.storage.url, there.get(commit))
-    blobs, nbytes = _brought(copied, work.part)
     failed = (*plan.failed, *not_copied, *not_restored)
     result = CopyResult(
-        tuple(one.commit for one in copied), tuple(restored), plan.present, plan.left, failed, plan.records,
-        blobs=blobs, nbytes=nbytes, made_store=made,
+        tuple(copied), tuple(restored), plan.present, plan.left, failed, plan.records,
+        blobs=sum(one.committed.blobs_written for one in copied),
+        nbytes=sum(one.committed.bytes_written for one in copied), made_store=made,
     )  # fmt: skip
     return result if with_tags is False else _with_tags(source, target, result, with_tags)
 
 
-def _create_target(source: Repository, target: Repository, blob_bytes: int | None, *, is_mirror: bool) -> bool:
-    """Create ``target`` if it is missing. Return whether it was missing.
-
-    Raises `Unsupported` if a store refuses writers.
-    """
+def _create_target(source: Repository, target: Repository, blob_bytes: int | None) -> bool:
+    """Create ``target`` if it is missing. Return whether it was missing. Raises `Unsupported` if it refuses writers."""
     sizes = source.marker
     made = target.create(cell_bytes=sizes.cell_bytes, blob_bytes=max(blob_bytes or sizes.blob_bytes, sizes.cell_bytes))
-    if is_mirror:  # delete the notes about an earlier store at this URL, and about copies that this one does not have
-        since, live = NO_STORE if made else made_at(target.storage), list_commits(source).live()
-        take_back(
-            source,
-            unmirrored(source, live, target.storage.url, since, lambda _: {txid for txid, _ in list_names(target)}),
-        )
-    for written in (target, source) if is_mirror else (target,):
-        check_requirements(written)  # check now: after a refused commit, the copy could not use its own transaction id
+    check_requirements(target)  # check now: after a refused commit, the copy could not use its own transaction id
     return made
 
 
@@ -334,18 +332,6 @@ def _each(commits: Iterable[Commit], call: Callable[[Commit], T]) -> tuple[list[
             so_far = f"{len(done)} of {len(wanted)} checkpoints are done; repeat the same call to continue"
             raise StorageError(f"{error}. {so_far}", **error.__dict__) from error
     return done, failed
-
-
-def _brought(copied: Sequence[Replica], part: Part) -> tuple[int, int]:
-    """Return the number and size of the blobs that were uploaded for ``copied``.
-
-    If processes share the work, the sums come from the commit records, which include the blobs of killed attempts.
-    """
-    _, processes = part
-    if processes == 1:
-        return sum(one.blobs for one in copied), sum(one.nbytes for one in copied)
-    records = [one.commit.committed for one in copied]
-    return sum(one.blobs_written for one in records), sum(one.bytes_written for one in records)
 
 
 def _jobs(source: Repository, target: Repository, jobs: int | None) -> int:

@@ -1,8 +1,8 @@
 """The mirror of a store: a thread that copies each commit into another store in the background.
 
-The store itself records the remaining work: the live commits without a record under mirrored/. Therefore, a program may
-end or die at any time, and the next process that opens the store with its mirror continues the work. On each host, only
-one process copies at a time. Several hosts share the work.
+The two stores show the remaining work: the live commits that are not safe in the mirror
+(`casckpt.upkeep.copies.mirrored`). Therefore, a program may end or die at any time, and the next process that opens the
+store with its mirror continues the work. On each host, only one process copies at a time. Several hosts share the work.
 """
 
 from __future__ import annotations
@@ -13,12 +13,10 @@ from dataclasses import dataclass, field
 
 from casckpt.errors import CasckptError, Conflict, Damaged, Gone, Refused, StorageError
 from casckpt.history.commits import Commit, CommitList, forget, list_commits
-from casckpt.history.folding import Holdings
 from casckpt.repository.processes import alone_on_this_host
-from casckpt.repository.reading import check_requirements
 from casckpt.repository.repository import Repository
 from casckpt.storage.forking import PerProcess
-from casckpt.upkeep.copies.mirror_notes import MirrorLag, lag_of, made_at, needed_in_mirror, note, take_back, unmirrored
+from casckpt.upkeep.copies.mirrored import MirrorLag, lag_of, unsafe_in
 from casckpt.upkeep.copies.replication import Work, copy_signatures, replicate
 from casckpt.upkeep.thin import thin_alike
 
@@ -65,11 +63,11 @@ class Mirror:
             state.changed.notify_all()
 
     def lag(self) -> MirrorLag:
-        """Return the mirror's lag. Raises `StorageError` if the store itself fails."""
+        """Return the mirror's lag, from listings of both stores. Raises `StorageError` if the store itself fails."""
         error = self._state.get().error
         if not self._repo.exists():
             return MirrorLag(0, 0, 0.0)
-        return lag_of(self._repo, needed_in_mirror(self._repo), "" if error is None else str(error))
+        return lag_of(self._repo, "" if error is None else str(error))
 
     def wait(self, timeout: float | None = None) -> None:
         """Wait until all current commits are safe in the mirror.
@@ -139,51 +137,35 @@ class Mirror:
         Raises `StorageError`.
         """
         self._repo.declare_mirror()
-        listed = list_commits(self._repo)
-        is_thinned = bool(self._repo.settings.mirror_thinned)
-        needed = listed.live()
-        url = self.target.storage.url
-        known = unmirrored(self._repo, needed, url)
-        if not known:
-            self._thin(listed, is_thinned)
-            return None
-        made = made_at(self.target.storage)
-        behind = unmirrored(self._repo, needed, url, made)
-        if len(behind) > len(known):  # an earlier store at this URL is gone along with its checkpoints
-            take_back(self._repo, unmirrored(self._repo, listed.live(), url, made))
-        sizes = self._repo.marker
-        self.target.create(cell_bytes=sizes.cell_bytes, blob_bytes=sizes.blob_bytes)
-        check_requirements(self._repo)
-        copy_signatures(self._repo, self.target, {commit.id for commit in needed})
-        there = list_commits(self.target)  # listed last, so that no commit that was restored in between is noted
-        visible, lives = Holdings(there.visible()), Holdings(there.live())
+        listed, thinned = list_commits(self._repo), bool(self._repo.settings.mirror_thinned)
+        needed, there = listed.live(), list_commits(self.target) if self.target.exists() else CommitList({}, {})
+        behind = unsafe_in(self.target, needed, thinned=thinned, listed=there)
+        if behind:
+            sizes = self._repo.marker
+            self.target.create(cell_bytes=sizes.cell_bytes, blob_bytes=sizes.blob_bytes)
+            copy_signatures(self._repo, self.target, {commit.id for commit in needed})
         failed: CasckptError | None = None
         for commit in behind:
             if state.stopped:
                 break
             try:
-                self._copy(commit, (lives if commit.is_forgotten else visible).get(commit))
+                self._copy(commit)
             except (Conflict, Gone) as error:  # purged meanwhile, or revoked by a gc of the mirror
                 log.info("%s", error)
             except (Damaged, Refused) as error:
                 log.error("%s is not mirrored: %s", commit, error)
                 failed = error
-        self._thin(listed, is_thinned)
+        self._thin(listed, thinned)
         return failed
 
-    def _thin(self, listed: CommitList, is_thinned: bool) -> None:
+    def _thin(self, listed: CommitList, thinned: bool) -> None:
         """If the settings require it, thin the mirror as the store was thinned. Raises `StorageError`."""
-        thin = [commit for commit in listed.visible() if commit.dropped is not None] if is_thinned else []
+        thin = [commit for commit in listed.visible() if commit.dropped is not None] if thinned else []
         if thin:
             thin_alike(self.target, thin)
 
-    def _copy(self, commit: Commit, copy: Commit | None) -> None:
-        """Copy a commit unless the mirror has a ``copy`` of it, and note that it is safe there.
-
-        After that, only the mirror's retention applies to the copy.
-        """
-        if copy is None:
-            copy = replicate(self._repo, self.target, commit, Work(jobs=JOBS, twins=True)).commit
-            if commit.is_forgotten:
-                forget(self.target, copy)
-        note(self._repo, commit, self.target.storage.url, copy)
+    def _copy(self, commit: Commit) -> None:
+        """Copy a commit, and forget the copy if the commit is forgotten. Then, the mirror's own retention applies."""
+        copy = replicate(self._repo, self.target, commit, Work(jobs=JOBS, for_mirror=True))
+        if commit.last == "forgotten":
+            forget(self.target, copy)

@@ -1,22 +1,24 @@
 """Replication of one checkpoint: copies the blobs that the target lacks, verifies them, and commits.
 
 A copy follows the save protocol in docs/format.md. Its transaction has the id of the save in the first store, or the
-next free id. Therefore, all processes that copy the same checkpoint use the same transaction, and share the work
-without exchanging messages. Each process begins with its own part, continues with blobs that no process has uploaded
-yet, and commits when all blobs have been uploaded. Another process can continue a killed copy, unless gc has revoked
-its transaction. A copy includes the signatures of the checkpoint.
+next free id. Therefore, all processes that copy the same places of a checkpoint use the same transaction, and share the
+work without exchanging messages. Each process begins with its own part, continues with blobs that no process has
+uploaded yet, and commits when all blobs have been uploaded. Another process can continue a killed copy, unless gc has
+revoked its transaction. If the target has the checkpoint, but lacks some of its entries, the copy is a rewrite there. A
+copy includes the signatures of the checkpoint.
 """
 
 from __future__ import annotations
 
 import logging
 import random
-from collections.abc import Container, Mapping, Sequence
+from collections.abc import Callable, Container, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from functools import partial
+from typing import Any
 
 from casckpt.base.names import run_hash
 from casckpt.base.parallel import in_parallel
@@ -30,13 +32,13 @@ from casckpt.format import manifest as format_manifest
 from casckpt.format.keys import blob_key, commit_key, copied_txid, manifest_key, parse_txid, uploader_folder
 from casckpt.format.manifest import Encoded, Manifest, placed
 from casckpt.format.names import BlobHash, ManifestId, TxId
-from casckpt.format.records import MAX_RECORD_BYTES, Began, Committed, Rewritten, changed
+from casckpt.format.records import MAX_RECORD_BYTES, Began, Restored, Rewritten, changed
 from casckpt.format.sections.blobs import BlobRef, encode_blobs
 from casckpt.format.sections.head import MAX_MANIFEST_BYTES
 from casckpt.format.sections.index import TENSOR
 from casckpt.format.sections.tables import Extents
-from casckpt.history.commits import Commit, CommitList, exists, list_commits, refresh
-from casckpt.history.folding import Holdings
+from casckpt.history.commits import Commit, CommitList, append, exists, list_commits, read_log, refresh, restore
+from casckpt.history.folding import OF_PLACES, Places
 from casckpt.history.transactions import Transaction, join
 from casckpt.plan.reuse import bytes_in, coded_bytes
 from casckpt.repository.fetching import BlobDamaged, fetch
@@ -87,8 +89,9 @@ Part = tuple[int, int]
 class Work:
     """The options of a copy. ``jobs``: number of concurrent transfers, each with a buffer.
 
-    ``progress``: called with the number of bytes of finished blobs. ``twins``: copy a checkpoint even if a different
-    checkpoint in the target has its run and step. Without it, such a checkpoint raises Conflict. ``blob_bytes``: repack
+    ``progress``: called with the number of bytes of finished blobs. ``for_mirror``: copy a checkpoint even if a
+    different checkpoint in the target has its run and step (otherwise, this raises Conflict), or if the target has the
+    checkpoint under a transaction at which gc does not look. ``blob_bytes``: repack
     the cells into blobs with this many data bytes. None copies whole blobs. Checkpoints with encoded cells are never
     repacked. ``compress``: encode the cells of other checkpoints. ``places``: locations of blobs in the target that
     earlier copies found. ``damaged``: damaged blobs of the source that earlier copies found.
@@ -96,7 +99,7 @@ class Work:
 
     jobs: int = 4
     part: Part = (0, 1)
-    twins: bool = False
+    for_mirror: bool = False
     progress: Progress = silent
     blob_bytes: int | None = None
     compress: bool = False
@@ -104,23 +107,27 @@ class Work:
     damaged: dict[BlobRef, BlobDamaged] = field(default_factory=dict)
 
 
-@dataclass(frozen=True)
-class Replica:
-    """A copied checkpoint in the target, and the blobs that this process uploaded."""
-
-    commit: Commit
-    blobs: int = 0
-    nbytes: int = 0
-
-
-def replicate(source: Repository, target: Repository, commit: Commit, work: Work) -> Replica:
+def replicate(source: Repository, target: Repository, commit: Commit, work: Work) -> Commit:
     """Copy one checkpoint into ``target``, which must exist. Return when the copy is durable and visible.
+
+    Copies the places of ``commit`` or, if they are trimmed in the meantime, the current ones.
 
     Raises `Damaged` or `Refused`, which names the blob and the keys, if the source is damaged. Raises `Gone` if the
     checkpoint was purged there in the meantime, and `Conflict` if a different checkpoint in ``target`` has its run and
     step. Raises `StorageError`; the next call continues where this one stopped. After an error, the copy is not
     visible.
     """
+    while True:
+        try:
+            return _replicate(source, target, commit, work)
+        except Gone:
+            now = refresh(source, commit)
+            if not now.live or commit.places in now.existing:
+                raise
+            commit = now
+
+
+def _replicate(source: Repository, target: Repository, commit: Commit, work: Work) -> Commit:
     data = manifests.get(source, commit).encoded()  # verify the whole manifest before the first put
     manifest = format_manifest.decode(data, commit.id, commit.committed.head)
     manifest.left_out = manifests.left_out(commit)
@@ -128,13 +135,16 @@ def replicate(source: Repository, target: Repository, commit: Commit, work: Work
     known = next((work.damaged[ref] for ref in map(_bare, manifest.blobs) if ref in work.damaged), None)
     if known is not None:  # raise before beginning a transaction for each checkpoint that shares the damaged blob
         raise _damaged_blob(source, commit, manifest, known)
-    attempt, kind = 0, _Copy if not _repacks(work) or blobs_of_chains(manifest) else _Recoded
+    kind = _Copy if not _repacks(work) or blobs_of_chains(manifest) else _Recoded
+    copy, attempt = partial(kind, source, target, commit, manifest, work), 0
     for _ in range(_TRIES):
-        transaction, attempt = _join(target, commit, attempt)
+        found, attempt = _join(target, commit, attempt)
+        if isinstance(found, Commit):
+            return _complete(target, found, commit, work, copy)
         try:
-            return kind(source, target, commit, manifest, transaction, work).run()
+            return _share(target, found, copy(found.txid, found.joined))
         except Revoked:
-            transaction.close()
+            found.close()
     raise Conflict(
         f"the copy of {commit} was revoked {_TRIES} times, by gc or because other processes failed; copy it again"
     )
@@ -159,10 +169,10 @@ def _check(target: Repository, commit: Commit) -> None:
         )
 
 
-def _join(target: Repository, commit: Commit, attempt: int) -> tuple[Transaction, int]:
-    """Begin or join this copy's transaction.
+def _join(target: Repository, commit: Commit, attempt: int) -> tuple[Transaction | Commit, int]:
+    """Begin or join this copy's transaction, or find a copy that has all of its entries, or fewer and no others.
 
-    Return the transaction, and the number of this copy's transactions that had already ended.
+    Also return the number of transactions of the sequence that had ended before.
     """
     while True:
         txid = copied_txid(commit.txid, attempt)
@@ -173,10 +183,59 @@ def _join(target: Repository, commit: Commit, attempt: int) -> tuple[Transaction
         transaction = join(target, began)
         if transaction is not None:
             return transaction, attempt
+        with suppress(Damaged, Refused):
+            there = read_log(target, txid)
+            is_same = there is not None and there.live and there.id == commit.id
+            if there is not None and is_same and _is_comparable(there.places, commit.places):
+                return there, attempt
         attempt += 1
 
 
-def repack(repo: Repository, commit: Commit, moving: frozenset[int], work: Work) -> Replica:
+def _is_comparable(one: Places, other: Places) -> bool:
+    return one.holds(other) or other.holds(one)
+
+
+def _share(target: Repository, transaction: Transaction, copy: _Copy) -> Commit:
+    """Make a copy in a transaction that other processes may join. Raises `Revoked` if the caller should try again."""
+    commit, work = copy.commit, copy.work
+    try:
+        listed = list_commits(target)  # after the transaction began, so that gc keeps their blobs
+        made = None if work.for_mirror else twin(listed, commit)
+        if made is not None:
+            transaction.abort("the target already has the checkpoint")
+            return made
+        other = None if work.for_mirror else occupant(listed, commit)
+        if other is not None:
+            raise taken(target, commit, other)
+        fields = copy.put(listed)
+        made = transaction.commit(changed(commit.committed, txid=transaction.txid, time=target.clock(), **fields))
+        target.storage.sweep(uploader_folder(transaction.txid))  # what killed processes left there
+    except (Conflict, Damaged, Gone, Refused) as error:
+        if isinstance(error, Revoked):
+            raise
+        transaction.abort(f"{type(error).__name__}: {error}")
+        raise
+    except BaseException:
+        transaction.leave()
+        raise
+    return made
+
+
+def _complete(target: Repository, there: Commit, commit: Commit, work: Work, make: Callable[[TxId], _Copy]) -> Commit:
+    """Make an earlier copy visible, and give it the entries that it lacks. No other process can join this."""
+    if not there.visible:
+        there = append(target, there, Restored) if work.for_mirror else restore(target, there)
+    if there.places.holds(commit.places):
+        return there
+
+    def save(txid: TxId) -> Rewritten:
+        fields = make(txid).put(list_commits(target))
+        return Rewritten(txid=there.txid, time=target.clock(), who=target.who, by=txid, **fields)
+
+    return rewrite(target, there, save)
+
+
+def repack(repo: Repository, commit: Commit, moving: frozenset[int], work: Work) -> Commit:
     """Rewrite a checkpoint: move the cells of the blobs ``moving`` (numbers) into new blobs.
 
     Raises `Damaged` or `Refused` as `replicate` does, and `Conflict` if the checkpoint is not visible or another
@@ -188,14 +247,14 @@ def repack(repo: Repository, commit: Commit, moving: frozenset[int], work: Work)
     def save(txid: TxId) -> Rewritten:
         listed = list_commits(repo)
         recoding = Recoding(repo, repo, manifest, txid, listed, moving, work.blob_bytes, work.jobs, work.progress)
-        return rewritten(repo, txid, commit, recoding.run())
+        made = recoding.run()
+        new = [ref.size for ref in made.manifest().blobs if ref.uploader == txid]
+        return rewritten(repo, txid, commit, made, blobs_written=len(new), bytes_written=sum(new))
 
     try:
-        now = rewrite(repo, refresh(repo, commit), save)
+        return rewrite(repo, refresh(repo, commit), save)
     except BlobDamaged as error:
         raise _damaged_blob(repo, commit, manifest, error) from error
-    new = [ref.size for ref in manifests.blob_list(repo, now) if ref.uploader == now.places.txid]
-    return Replica(now, len(new), sum(new))
 
 
 def _bare(ref: BlobRef) -> BlobRef:
@@ -222,45 +281,29 @@ def _damaged_blob(source: Repository, commit: Commit, manifest: Manifest, error:
 
 @dataclass
 class _Copy:
-    """One copy, in one transaction."""
+    """One copy, in the transaction ``txid``. ``joined``: whether a different process began the transaction."""
 
     source: Repository
     target: Repository
     commit: Commit
     manifest: Manifest
-    transaction: Transaction
     work: Work
+    txid: TxId
+    joined: bool = False
     places: dict[BlobHash, BlobRef] = field(default_factory=dict)
-    put: dict[BlobHash, int] = field(default_factory=dict)
 
-    def run(self) -> Replica:
-        """Make the copy. Raises `Revoked` if the caller should try again, and the errors of `replicate`."""
+    def put(self, listed: CommitList) -> dict[str, Any]:
+        """Upload what the target lacks. Return the fields of the record that describe the copy's places.
+
+        ``listed``: the target's commits, after the transaction began.
+        """
         started = self.target.clock()
-        try:
-            listed = list_commits(self.target)  # after the transaction began, so that gc keeps their blobs
-            made = twin(listed, self.commit)
-            if made is None:
-                other = None if self.work.twins else occupant(listed, self.commit)
-                if other is not None:
-                    raise taken(self.target, self.commit, other)
-                self._copy_blobs(listed)
-                made = self.transaction.commit(self._record(started, self._put_manifest()))
-                self.target.storage.sweep(uploader_folder(self.transaction.txid))  # what killed processes left there
-            else:
-                self.transaction.abort("the target already has the checkpoint")
-        except (Conflict, Damaged, Gone, Refused) as error:
-            if isinstance(error, Revoked):
-                raise
-            self.transaction.abort(f"{type(error).__name__}: {error}")
-            raise
-        except BaseException:
-            self.transaction.leave()
-            raise
-        return Replica(made, len(self.put), sum(self.put.values()))
+        self._copy_blobs(listed)
+        return self._fields(started, self._put_manifest())
 
     def _copy_blobs(self, listed: CommitList) -> None:
         """Upload every blob of the manifest that the target lacks. Return when all of them are durable."""
-        own = self.transaction.txid
+        own = self.txid
         wanted = {ref.hash: ref for ref in self.manifest.blobs}
         known = self.work.places or BlobLocations(self.target, wanted.keys())
         self.places = known.locate(listed, wanted)
@@ -284,9 +327,9 @@ class _Copy:
 
     def _uploaded(self) -> dict[str, int]:
         """Return the sizes by key of the objects that this transaction's processes have already uploaded."""
-        if not self.transaction.joined:
+        if not self.joined:
             return {}
-        folder = uploader_folder(self.transaction.txid)
+        folder = uploader_folder(self.txid)
         return {entry.key: entry.size for entry in self.target.storage.list(f"{folder}/")}
 
     def _ordered(self, refs: Sequence[BlobRef]) -> list[BlobRef]:
@@ -302,7 +345,7 @@ class _Copy:
 
     @property
     def _is_shared(self) -> bool:
-        return self.transaction.joined or self.work.part[1] > 1
+        return self.joined or self.work.part[1] > 1
 
     def _upload(self, refs: Sequence[BlobRef]) -> None:
         if not refs:
@@ -316,7 +359,7 @@ class _Copy:
             buffers.close()
 
     def _move(self, buffers: BufferPool, ref: BlobRef) -> BlobRef:
-        own = self.transaction.txid
+        own = self.txid
         if self._is_shared and self.target.storage.size(blob_key(own, ref.hash)) == ref.size:
             return ref
         with buffers.borrow() as buffer:
@@ -326,17 +369,15 @@ class _Copy:
                 self.work.damaged[_bare(ref)] = error
                 raise _damaged_blob(self.source, self.commit, self.manifest, error) from error
             blobs.put(self.target, own, ref.hash, data)
-        self.put[ref.hash] = ref.size
         return ref
 
     def _check_open(self) -> None:
         """Raise `Revoked` if the transaction has ended. Only then may gc delete its blobs or those that it reuses."""
-        if self.target.storage.size(commit_key(self.transaction.txid)) is not None:
+        if self.target.storage.size(commit_key(self.txid)) is not None:
             raise Revoked("a gc revoked this copy because it seemed dead, and may have deleted its blobs; copy again")
 
     def _put_manifest(self) -> Encoded:
-        txid, id = self.transaction.txid, self.commit.id
-        key, made = manifest_key(txid, id), self._placed()
+        key, made = manifest_key(self.txid, self.commit.id), self._placed()
         try:
             self.target.storage.put(key, made.data)
         except AlreadyExists:  # another process of this transaction put it, and the blobs that it reuses were live too
@@ -369,29 +410,25 @@ class _Copy:
         """
         manifest = made.manifest()
         manifest.left_out = self.manifest.left_out
-        new = {number for number, ref in enumerate(manifest.blobs) if ref.uploader == self.transaction.txid}
+        new = {number for number, ref in enumerate(manifest.blobs) if ref.uploader == self.txid}
         with suppress(Refused):
             tensors = [entry for entry in manifest.held if entry.kind == TENSOR]
             extents = Extents.of({entry.name: (entry.dtype, manifest.extents(entry)) for entry in tensors})
             return sum(entry.nbytes for entry in tensors) - bytes_in(extents, new)
         return 0
 
-    def _record(self, started: int, made: Encoded) -> Committed:
-        first, now = self.commit.committed, self.target.clock()
-        txid, refs = self.transaction.txid, list(dict.fromkeys(self.places.values()))
-        new = [ref.size for ref in refs if ref.uploader == txid]
-        return changed(
-            first,
-            txid=txid,
-            time=now,
-            head=made.head,
-            manifest_bytes=len(made.data),
-            bytes_written=sum(new),
-            bytes_reused=self._bytes_reused(made),
-            blobs_written=len(new),
-            blobs_reused=len(refs) - len(new),
-            seconds=round(max(0, now - started) / 1e6, 6),
-        )
+    def _fields(self, started: int, made: Encoded) -> dict[str, Any]:
+        refs = list(dict.fromkeys(self.places.values()))
+        new = [ref.size for ref in refs if ref.uploader == self.txid]
+        return {name: getattr(self.commit.committed, name) for name in OF_PLACES} | {
+            "head": made.head,
+            "manifest_bytes": len(made.data),
+            "bytes_written": sum(new),
+            "bytes_reused": self._bytes_reused(made),
+            "blobs_written": len(new),
+            "blobs_reused": len(refs) - len(new),
+            "seconds": round(max(0, self.target.clock() - started) / 1e6, 6),
+        }
 
 
 class _Recoded(_Copy):
@@ -400,7 +437,7 @@ class _Recoded(_Copy):
     made: Encoded
 
     def _copy_blobs(self, listed: CommitList) -> None:
-        work, own, every = self.work, self.transaction.txid, range(len(self.manifest.blob_list))
+        work, own, every = self.work, self.txid, range(len(self.manifest.blob_list))
         recoding = Recoding(
             self.source, self.target, self.manifest, own, listed, every, work.blob_bytes, work.jobs, work.progress,
             compress=work.compress,
@@ -410,21 +447,21 @@ class _Recoded(_Copy):
         except BlobDamaged as error:
             raise _damaged_blob(self.source, self.commit, self.manifest, error) from error
         self.places = {ref.hash: ref for ref in self.made.manifest().blobs}
-        self.put = {name: ref.size for name, ref in self.places.items() if ref.uploader == own}
 
     def _placed(self) -> Encoded:
         return self.made
 
-    def _record(self, started: int, made: Encoded) -> Committed:
+    def _fields(self, started: int, made: Encoded) -> dict[str, Any]:
         manifest = made.manifest()
         manifest.left_out = self.manifest.left_out
         coded = coded_bytes(map(manifest.extents, manifest.held))
-        return changed(super()._record(started, made), **coded._asdict())
+        return super()._fields(started, made) | coded._asdict()
 
 
 def twin(listed: CommitList, commit: Commit) -> Commit | None:
     """Return the visible commit in ``listed``, a listing of a different store, that has all entries of ``commit``."""
-    return next((other for other in listed.visible() if commit in Holdings([other])), None)
+    same = (other for other in listed.visible() if other.id == commit.id)
+    return next((other for other in same if other.places.holds(commit.places)), None)
 
 
 def occupant(listed: CommitList, commit: Commit) -> Commit | None:

@@ -58,8 +58,8 @@ from casckpt.upkeep.gc.purge import (
     plan_retiring,
     refusals,
     retire,
-    unless_mirror_is_gone,
     waiting_for,
+    without_unmirrored,
 )
 from casckpt.upkeep.gc.recovery import settle
 from casckpt.upkeep.inventory import BLOB, Inventory, list_unguarded, sums_of
@@ -177,9 +177,7 @@ log = logging.getLogger(__name__)
 WAIT, REVOKE_AFTER = 60.0, 3600.0  # seconds
 ATTEMPTS = 5
 _NAMED_AT_MOST = 20
-_RECORDS = (
-    "", "commits", "transactions", "settings", "tags", "leases", "damaged", "mirrored", "signatures", "probes", "runs",
-)  # fmt: skip
+_RECORDS = ("", "commits", "transactions", "settings", "tags", "leases", "damaged", "signatures", "probes", "runs")
 
 Tell = Callable[[Sequence[Deferred]], None]
 
@@ -291,8 +289,7 @@ def plan_gc(
 
     ``policy``: the retention rules (None: forget nothing). ``run``: forget and purge only checkpoints of this run.
     ``min_age``: seconds between forgetting and purging a checkpoint (None: the store's setting, or else 24 h, and 15
-    minutes for ephemeral checkpoints). If the store's mirror is gone, the plan leaves out the checkpoints that were
-    safe there.
+    minutes for ephemeral checkpoints). The plan leaves out checkpoints that are not safe in the store's mirror.
 
     Raises `NotFound` if there is no store, `Damaged` if records or tags cannot be read, `Unsupported` for storage on
     which gc cannot work, and `StorageError`.
@@ -300,7 +297,7 @@ def plan_gc(
     _check_storage(repo)
     ages = min_age_of(repo, min_age)
     commits = commits_without_doubt(repo, anew=not repo.storage.traits.remote)  # only if reading is cheap
-    return unless_mirror_is_gone(repo, plan_retiring(repo, commits, policy or Policy(), ages, run))
+    return without_unmirrored(repo, plan_retiring(repo, commits, policy or Policy(), ages, run))
 
 
 def preview(repo: Repository, plan: GcPlan, *, thin: ThinResult | None = None) -> GcResult:
@@ -355,6 +352,7 @@ def execute(
         if plan.forget or plan.purge:
             _check_first(repo, plan)
         bring_back(repo, plan, done)
+        plan = without_unmirrored(repo, plan)  # ask again: since the plan, the mirror may have lost its copies
         retire(repo, plan, done)
         gc.run()
         _tidy(repo, gc.stock, gc.deleted, done.refused)

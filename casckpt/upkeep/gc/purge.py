@@ -31,23 +31,16 @@ from casckpt.format import records
 from casckpt.format.keys import parse_txid
 from casckpt.format.metrics import metric_values
 from casckpt.format.names import TxId
-from casckpt.format.records import Restored, Settings
+from casckpt.format.records import Restored
 from casckpt.history.commits import Commit, CommitList, append, forget, list_commits, purge, trim
-from casckpt.history.folding import Holdings, Places
+from casckpt.history.folding import Places
 from casckpt.history.tags import FOREIGN_CLOCKS, Tag, tagged_txids, tags, tags_of
 from casckpt.history.transactions import OpenTransaction
 from casckpt.plan.retention import Policy, SavedCheckpoint, reasons_to_keep, runs_without
 from casckpt.repository.repository import Repository
 from casckpt.storage.failures import noting
-from casckpt.upkeep.copies.mirror_notes import (
-    NO_STORE,
-    HasCopies,
-    copies_at,
-    mirror_made_at,
-    mirror_to_wait_for,
-    unmirrored,
-)
-from casckpt.upkeep.saves import check_own
+from casckpt.upkeep.copies.mirrored import ask
+from casckpt.upkeep.saves import check_own, check_settings
 
 log = logging.getLogger(__name__)
 
@@ -61,9 +54,9 @@ class Deferred:
 
     ``reason``: "young" (forgotten; may be purged after ``until``), "replaced" (the old places of a rewritten
     checkpoint; may be trimmed after ``until``), "tagged" (forgotten, but protected by ``tags``; if all of them expire,
-    until ``until``), "unmirrored" (not forgotten or purged, because it is not safe in the store's mirror, or the mirror
-    is gone), or "transaction" (a save in progress that ``pid`` on ``host`` began at ``since``; gc waits until it ends).
-    ``replaced``: True for old places, None otherwise.
+    until ``until``), "unmirrored" (not forgotten, purged or trimmed, because it is not safe in the store's mirror, or
+    the mirror cannot be asked), or "transaction" (a save in progress that ``pid`` on ``host`` began at ``since``; gc
+    waits until it ends). ``replaced``: True for old places, None otherwise.
     """
 
     reason: str
@@ -130,9 +123,8 @@ class GcPlan:
     here, the checkpoint is trimmed. ``purge`` may include commits in ``forget``. ``waiting``:
     checkpoints that are kept for now, with reasons. ``young``: those of them that have not reached their minimum age.
     ``restore``: forgotten commits that have a tag without an expiration time. All of these are oldest first.
-    ``mirror``: URL of the mirror whose notes the plan relies on. ``listed``: the listing that the plan is based on.
-    Checks use it to find guards, but no step of the protocol uses it. ``kept``: why visible checkpoints
-    stay, by run@step.
+    ``listed``: the listing that the plan is based on. Checks use it to find guards, but no step of the protocol uses
+    it. ``kept``: why visible checkpoints stay, by run@step.
     """
 
     forget: tuple[Commit, ...]
@@ -140,7 +132,6 @@ class GcPlan:
     waiting: tuple[Deferred, ...] = ()
     young: tuple[Commit, ...] = ()
     restore: tuple[Commit, ...] = ()
-    mirror: str | None = None
     listed: CommitList = field(default_factory=lambda: CommitList({}, {}), repr=False, compare=False)
     kept: Mapping[str, Sequence[str]] = field(default_factory=dict)
 
@@ -188,17 +179,19 @@ def min_age_of(repo: Repository, wanted: float | None, unset: MinAge = A_DAY) ->
 def plan_of(repo: Repository, commits: CommitList, policy: Policy, run: str | None = None) -> GcPlan:
     """Return the plan of a gc, or an empty plan if gc would raise an error."""
     try:
-        return plan_retiring(repo, commits, policy, min_age_of(repo, None), run)
+        return without_unmirrored(repo, plan_retiring(repo, commits, policy, min_age_of(repo, None), run))
     except (Damaged, Refused):
         return GcPlan((), ())
 
 
 def plan_retiring(repo: Repository, commits: CommitList, policy: Policy, min_age: MinAge, run: str | None) -> GcPlan:
-    """Plan step 1 for ``commits``. Writes nothing.
+    """Plan step 1 for ``commits``, without asking the mirror. Writes nothing.
 
-    Raises `Damaged` or `Refused` if a tag cannot be read, or if a commit came from another store, and `StorageError`.
+    Raises `Damaged` or `Refused` if a tag cannot be read, if the settings are lost, or if a commit came from another
+    store, and `StorageError`.
     """
     check_own(repo, commits.visible())
+    check_settings(repo)
     named = tags(repo, anew=not repo.storage.traits.remote, slack=FOREIGN_CLOCKS, listed=commits)
     now = repo.clock()
     wanted = [commit for commit in commits.visible() if run is None or commit.run == run]
@@ -211,15 +204,12 @@ def plan_retiring(repo: Repository, commits: CommitList, policy: Policy, min_age
     back = _forgotten_though_tagged(named, commits, live)
     gone = [one for one in live if one not in back and (one.is_forgotten or one.txid in forgets or one.old)]
     purges, waiting, young = list[Commit](), list[Deferred](), list[Commit]()
-    mirror = mirror_to_wait_for(repo)
-    unsafe, claims = _unsafe(repo, gone, mirror), _Claims(named, commits)
+    claims = _Claims(named, commits)
     for commit in gone:
         ends = (*commit.old, commit) if commit.is_forgotten or commit.txid in forgets else tuple(commit.old)
         names = [] if commit.txid in forgets else claims.on(commit, ends)
         until = (now if commit.txid in forgets else _gone_since(commit, now)) + min_age.of(commit)
-        if commit.txid in unsafe:
-            waiting += [_waits(one, "unmirrored") for one in ends]
-        elif names:
+        if names:
             until_then = _end([named[name] for name in names])
             waiting += [_waits(one, "tagged", until=until_then, tags=tuple(names)) for one in ends]
         elif until > now and not all(_is_ruin(repo, one) for one in ends):
@@ -228,35 +218,37 @@ def plan_retiring(repo: Repository, commits: CommitList, policy: Policy, min_age
             young += ends
         else:
             purges += ends
-    chosen = tuple(commit for commit in forgets.values() if commit.txid not in unsafe)
-    return GcPlan(chosen, tuple(purges), tuple(waiting), tuple(young), tuple(back), mirror, commits, kept)
+    return GcPlan(tuple(forgets.values()), tuple(purges), tuple(waiting), tuple(young), tuple(back), commits, kept)
 
 
-def unless_mirror_is_gone(repo: Repository, plan: GcPlan, *, near: bool = False) -> GcPlan:
-    """Return ``plan`` without checkpoints that were safe in a store that is no longer at the mirror's URL.
+def without_unmirrored(repo: Repository, plan: GcPlan) -> GcPlan:
+    """Return ``plan`` without the checkpoints that are not safe in the store's mirror. They wait for it.
 
-    The store on which gc runs may have their only copy. ``near``: see `mirror_made_at`.
+    Call this for the plan, and again right before `retire`. If the mirror cannot be asked, no checkpoint is safe, and
+    this logs a warning.
     """
-    relied = {commit.txid: commit for commit in (*plan.purge, *plan.forget)}
-    made = mirror_made_at(repo, plan.mirror, near=near) if plan.mirror and relied else None
-    has = None if plan.mirror is None or made in (None, NO_STORE) else copies_at(repo, plan.mirror)
-    held = set() if made is None else _unsafe(repo, relied.values(), plan.mirror, made, has)
-    if not held:
+    asked = {commit.txid: commit for commit in (*plan.purge, *plan.forget)}  # at old places, if they are to be trimmed
+    answer = ask(repo, asked.values())
+    if not answer.unsafe:
         return plan
-    log.warning(
-        "%s %s, so gc neither forgets nor purges the %d checkpoints that the mirror had. Mount its disk, or "
-        "restore the mirror; `casckpt copy` fills a new mirror, and `casckpt settings %s --unset mirror` removes "
-        "it from the settings",
-        "there is no store at the mirror" if made == NO_STORE
-        else "a different store or an older snapshot is now at the mirror's URL",
-        plan.mirror, len(held), repo.storage.url,
-    )  # fmt: skip
-    waiting = [_waits(relied[txid], "unmirrored") for txid in sorted(held)]
+    if not answer.found:
+        log.warning(
+            "%s, so gc neither forgets nor purges checkpoints that only this store may have. Mount its disk, check the "
+            "network and the credentials, or restore the mirror; `casckpt copy` fills a new mirror, and `casckpt "
+            "settings %s --unset mirror` removes it from the settings",
+            answer.problem, repo.storage.url,
+        )  # fmt: skip
+    unsafe = [asked[commit.txid] for commit in answer.unsafe]
+    ends = [one for commit in unsafe for one in (*commit.old, *(() if commit.is_old_places else (commit,)))]
+    held, places = {commit.txid for commit in unsafe}, {one.places.txid for one in ends}
     return replace(
         plan,
         forget=tuple(commit for commit in plan.forget if commit.txid not in held),
         purge=tuple(commit for commit in plan.purge if commit.txid not in held),
-        waiting=(*(deferred for deferred in plan.waiting if deferred.txid not in held), *waiting),
+        waiting=(
+            *(deferred for deferred in plan.waiting if deferred.txid not in places),
+            *(_waits(one, "unmirrored") for one in sorted(ends, key=lambda one: one.places.txid)),
+        ),
         young=tuple(commit for commit in plan.young if commit.txid not in held),
     )
 
@@ -371,15 +363,15 @@ def _waits(commit: Commit, reason: str, *, until: datetime | None = None, tags: 
 def retire(repo: Repository, plan: GcPlan, done: RetireProgress) -> None:
     """Forget and purge the checkpoints of ``plan``, and add them to ``done``, which must be empty.
 
-    Skips commits that another process has since changed or tagged. Raises `StorageError`, and `Unsupported` if this
-    version does not know one of the store's requirements for writers.
+    Skips commits that another process has since changed or tagged. The caller has just asked the mirror: between the
+    log that it read and these records, nothing else happens to a checkpoint. Raises `StorageError`, and `Unsupported`
+    if this version does not know one of the store's requirements for writers.
     """
     _each_unless_changed(repo, forget, plan.forget, done.forgotten, done.refused)
     now = {commit.txid: commit for commit in done.forgotten}  # as this gc last read them
     due = [now.get(commit.txid, commit).at(commit.places) for commit in plan.purge]
-    settings = repo.settings  # reread: the store may have a new mirror or new requirements for writers
-    records.check_requirements(settings, repo.storage.url)
-    held = _unsafe(repo, due, settings.mirror) | _barred(repo, due)
+    records.check_requirements(repo.settings, repo.storage.url)  # reread: there may be new requirements for writers
+    held = _barred(repo, due)
     left = grouped((commit for commit in due if commit.txid not in held), lambda commit: commit.txid)
 
     def end(repo: Repository, commit: Commit) -> Commit:
@@ -400,26 +392,22 @@ def forget_and_purge(repo: Repository, commits: Iterable[Commit]) -> list[Commit
     If the store's settings have a minimum age, a later gc purges them instead. Skips commits that have a tag or are
     not yet safe in the store's mirror. Raises `StorageError`.
     """
-    wanted, settings = list(commits), repo.settings
-    records.check_requirements(settings, repo.storage.url)
+    wanted = list(commits)
     tagged = tagged_txids(_tags_now(repo), wanted) if wanted else set()
-    wanted = [commit for commit in wanted if commit.txid not in tagged]
-    unsafe = {commit.txid for commit in unmirrored(repo, wanted, settings.mirror)}
-    chosen = [commit for commit in wanted if commit.txid not in unsafe]
-    return _retire_at_once(repo, settings, chosen, chosen)
+    chosen = [commit for commit in wanted if commit.txid not in tagged]
+    return _retire_at_once(repo, chosen, chosen)
 
 
 def trim_now(repo: Repository, rewritten: Iterable[Commit]) -> None:
     """Trim the old places of rewritten checkpoints immediately, without running gc, as `forget_and_purge` does."""
-    _retire_at_once(repo, repo.settings, (), [old for commit in rewritten for old in commit.old])
+    _retire_at_once(repo, (), [old for commit in rewritten for old in commit.old])
 
 
-def _retire_at_once(
-    repo: Repository, settings: Settings, forget: Sequence[Commit], purge: Sequence[Commit]
-) -> list[Commit]:
+def _retire_at_once(repo: Repository, forget: Sequence[Commit], purge: Sequence[Commit]) -> list[Commit]:
+    records.check_requirements(repo.settings, repo.storage.url)
     ages, done = min_age_of(repo, None, AT_ONCE), RetireProgress()
-    plan = GcPlan(tuple(forget), tuple(commit for commit in purge if not ages.of(commit)), mirror=settings.mirror)
-    retire(repo, unless_mirror_is_gone(repo, plan, near=True), done)
+    plan = GcPlan(tuple(forget), tuple(commit for commit in purge if not ages.of(commit)))
+    retire(repo, without_unmirrored(repo, plan), done)
     for one in refusals(done.refused, list_commits(repo) if done.refused else plan.listed):
         log.warning("rotation left a checkpoint of run %s: %s (owner: %s)", one.run, one.why, one.owner)
     purged = {commit.txid: commit for commit in done.purged}
@@ -445,7 +433,7 @@ class _Claims:
 
     def __init__(self, named: Mapping[str, Tag], listed: CommitList) -> None:
         self._named = grouped(named.items(), lambda one: one[1].manifest)
-        self._seen = Holdings(listed.visible() if named else ())
+        self._seen = grouped(listed.visible() if named else (), lambda commit: commit.id)
 
     def on(self, commit: Commit, ends: Iterable[Commit]) -> list[str]:
         """Return the tags that need ``ends``: places of the log of ``commit`` that are to be purged or trimmed.
@@ -454,7 +442,9 @@ class _Claims:
         current ones have all entries of the places on which it was set.
         """
         named = [name for name, tag in self._named.get(commit.id, ()) if _asks_for_more(tag, commit)]
-        return [] if all(one in self._seen for one in ends) else sorted(named)
+        seen = [other.places for other in self._seen.get(commit.id, ())]
+        held = all(any(places.holds(one.places) for places in seen) for one in ends)
+        return [] if held else sorted(named)
 
 
 def _asks_for_more(tag: Tag, commit: Commit) -> bool:
@@ -467,13 +457,6 @@ def _asks_for_more(tag: Tag, commit: Commit) -> bool:
 def _set_on(tag: Tag, commit: Commit) -> Places | None:
     """Return the places on which a tag was set, if the log of ``commit`` has named them."""
     return next((places for places in (*commit.existing, *commit.ended) if places.txid == tag.txid), None)
-
-
-def _unsafe(
-    repo: Repository, commits: Iterable[Commit], mirror: str | None, made: float = 0, has: HasCopies | None = None
-) -> set[TxId]:
-    """Return the logs of ``commits`` that are not safe in ``mirror``. ``made``, ``has``: see `unmirrored`."""
-    return {commit.txid for commit in unmirrored(repo, commits, mirror, made, has)}
 
 
 def _end(named: Iterable[Tag]) -> datetime | None:

@@ -273,29 +273,28 @@ def test_a_complete_checkpoint_is_copied_even_if_the_target_has_a_thinned_one(
     assert len(copy(source, target).present) == 4
     whole = resolve(target, thin.id)
     assert whole == resolve(target, "run@1")
-    assert (whole.dropped, whole.origin, whole.txid != thin.txid) == (None, thin.origin, True)
-
-
-def test_a_copied_rewrite_is_ordered_by_its_original_save(source: Repository, target: Repository) -> None:
-    made = move(source, resolve(source, "run@1"))
-    assert made.txid > resolve(source, "run@2").txid
-    copy(source, target)
-    assert [one.step for one in list_commits(target).visible()] == [0, 1, 2, 3]
-    assert resolve(target, "run@latest").step == 3
-    copied = resolve(target, "run@1")
-    assert (copied.txid, copied.origin, copied.replaces) == (made.txid, made.origin, None)
+    assert (whole.dropped, whole.txid, whole.places.txid != thin.places.txid) == (None, thin.txid, True)
     check_clean(target)
 
 
-def test_a_checkpoint_copied_back_after_a_purge_keeps_its_original_save_time(
+def test_a_copied_rewrite_keeps_the_transaction_and_the_order_of_the_save(
     source: Repository, target: Repository
 ) -> None:
+    made = move(source, resolve(source, "run@1"))
+    copy(source, target)
+    assert [one.step for one in list_commits(target).visible()] == [0, 1, 2, 3]
+    copied = resolve(target, "run@1")
+    assert copied.txid == copied.places.txid == made.txid != made.places.txid
+    check_clean(target)
+
+
+def test_a_checkpoint_copied_back_after_a_purge_remains_the_latest(source: Repository, target: Repository) -> None:
     copy(source, target)
     last = resolve(source, "run@3")
     commits.purge(source, commits.forget(source, last))
     copy(target, source, last.id)
     back = resolve(source, "run@latest")
-    assert (back.id, back.origin, back.txid) == (last.id, last.txid, copied_txid(last.txid, 1))
+    assert (back.id, back.txid) == (last.id, copied_txid(last.txid, 1))
 
 
 # failures

@@ -20,14 +20,14 @@ from casckpt.cli.commands import report
 from casckpt.cli.describe import plain
 from casckpt.errors import Damaged, InvalidInput, StorageError
 from casckpt.format.blob import DATA_OFFSET
-from casckpt.format.keys import commit_key, mirrored_key
-from casckpt.format.records import Mirrored
+from casckpt.format.keys import commit_key
 from casckpt.frontends.trainer import Checkpointer
+from casckpt.plan.retention import Policy
 from casckpt.repository.repository import Repository
 from casckpt.storage.local.store import LocalStore
 from casckpt.store.store import Store
-from casckpt.upkeep.copies import mirror_notes as mirrored
 from casckpt.upkeep.copies.mirror import Mirror
+from casckpt.upkeep.gc.gc import execute, plan_gc
 from tests.support.cut import cut
 from tests.support.far import far
 from tests.support.faulty import FaultyStore, fail_before
@@ -75,10 +75,7 @@ def test_commits_are_copied_to_the_mirror_in_the_background(store: Store, away: 
     assert same_state(mirror.read("sft@2"), store.read("sft@2"))
     assert not mirror.verify().is_damaged
     assert (store.mirror_lag().checkpoints, store.mirror_lag().bytes, store.mirror_lag().seconds) == (0, 0, 0.0)
-    for ckpt in store.checkpoints():
-        record = store.repository.get_record(mirrored_key(ckpt.commit.txid), Mirrored)
-        assert record.mirror == str(away)
-    assert (store.stats().mirror, store.stats().unmirrored) == (str(away), 0)
+    assert (store.stats().mirror, store.stats().mirrored, store.stats().unmirrored) == (str(away), 2, 0)
 
 
 def test_while_the_mirror_is_unreachable_saves_work_and_gc_forgets_nothing(
@@ -211,23 +208,22 @@ def test_a_manual_copy_into_the_mirror_counts_as_mirrored(
     assert plain.stats().unmirrored == 0
 
 
-def test_a_checkpoint_deleted_in_the_mirror_is_not_copied_again_while_its_note_exists(store: Store, away: Path) -> None:
+def test_a_checkpoint_that_the_mirror_purged_by_its_own_rule_is_not_copied_again(store: Store, away: Path) -> None:
     save(store, 1, 2)
     store.wait_for_mirror()
     mirror = casckpt.open(away)
     mirror.gc(keep_last=1, min_age=0)
     store.wait_for_mirror()
-    assert steps(mirror) == [("sft", 2)]
-    store.repository.storage.delete(mirrored_key(store.get("sft@1").commit.txid))
+    assert (steps(mirror), store.mirror_lag().checkpoints) == ([("sft", 2)], 0)
+    store.restore(*store.forget("sft@1"))
     store.wait_for_mirror()
-    assert steps(mirror) == [("sft", 1), ("sft", 2)], "safe is what is seen there, not what was there once"
-    assert store.mirror_lag().checkpoints == 0
+    assert (steps(mirror), store.mirror_lag().checkpoints) == ([("sft", 1), ("sft", 2)], 0), "it was restored here"
 
 
-def test_a_checkpoint_restored_after_its_note_is_not_safe(
+def test_a_checkpoint_that_was_restored_is_not_safe_once_the_mirror_has_purged_it(
     store: Store, link: FaultyStore, store_path: Path, away: Path
 ) -> None:
-    """It was forgotten, noted as safe, restored, purged in the mirror, and forgotten again.
+    """It was forgotten, copied, restored, purged in the mirror, and forgotten again.
 
     Regression: gc once deleted such a checkpoint in both stores.
     """
@@ -242,7 +238,7 @@ def test_a_checkpoint_restored_after_its_note_is_not_safe(
     mirror = casckpt.open(away)
     assert [one.step for one in mirror.gc(min_age=0, wait=0).purged] == [1]
     store.forget(old)
-    assert (reasons(cron), store.stats().unmirrored) == ([(1, "unmirrored")], 1)  # no late pass has noted it yet
+    assert (reasons(cron), cron.stats().unmirrored) == ([(1, "unmirrored")], 1)
     assert {one.step for one in store.checkpoints(forgotten=True)} == {1, 2}
     link.heal()
     store.wait_for_mirror()
@@ -304,7 +300,7 @@ def test_a_deleted_store_or_mirror_is_recreated(gone: str, store: Store, store_p
 def test_checkpoints_in_a_deleted_mirror_are_unsafe_until_they_are_recopied(
     store: Store, link: FaultyStore, away: Path
 ) -> None:
-    """Otherwise, gc would delete the only copy of checkpoints that are in the mirror according to the notes."""
+    """Otherwise, gc would delete the only copy of checkpoints that were in the mirror."""
     save(store, 1, 2)
     store.wait_for_mirror()
     shutil.rmtree(away)
@@ -318,21 +314,6 @@ def test_checkpoints_in_a_deleted_mirror_are_unsafe_until_they_are_recopied(
     store.wait_for_mirror()
     assert steps(casckpt.open(away)) == [("sft", 1), ("sft", 2), ("sft", 3)]
     assert reasons(store, keep_last=1) == []
-
-
-def test_a_deleted_mirror_is_refilled_without_delete_permission(
-    store: Store, away: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def refused(storage: LocalStore, key: str) -> None:
-        raise StorageError(f"{key} may not be deleted")
-
-    save(store, 1)
-    store.wait_for_mirror()
-    shutil.rmtree(away)
-    monkeypatch.setattr(LocalStore, "delete", refused)
-    save(store, 2)
-    store.wait_for_mirror()
-    assert steps(casckpt.open(away)) == [("sft", 1), ("sft", 2)]
 
 
 @pytest.mark.parametrize("saved", [True, False])
@@ -459,20 +440,6 @@ def test_ranks_may_use_a_mirror_and_a_host_cache(ranks: Pool, store_path: Path, 
     assert sum(fetched for _, fetched, _ in found) == found[0][2]  # each blob was fetched once per host
 
 
-def test_known_mirror_records_are_not_reread(store: Store, store_path: Path, away: Path) -> None:
-    save(store, 1, 2, 3)
-    store.wait_for_mirror()
-    assert casckpt.open(store_path).stats().unmirrored == 0
-    storage = FaultyStore(LocalStore(store_path))
-    assert Store(Repository(storage)).stats().unmirrored == 0
-    assert not [key for key in storage.keys("get") if key.startswith("mirrored/")]
-    other = away.with_name("yawa")  # its name is as long as the old one, so a listing cannot distinguish the records
-    again = casckpt.open(store_path, mirror=other)
-    again.wait_for_mirror()
-    assert casckpt.open(store_path).stats().unmirrored == 0
-    assert steps(casckpt.open(other)) == steps(store)
-
-
 @pytest.mark.parametrize("is_open", [False, True])
 @pytest.mark.parametrize("how", ["deleted", "moved", "a folder without a store"])
 def test_gc_keeps_everything_if_the_mirror_is_missing(
@@ -497,7 +464,7 @@ def test_gc_keeps_everything_if_the_mirror_is_missing(
     assert reasons(cron, keep_last=1) == [(1, "unmirrored"), (2, "unmirrored")]
     assert f"no store at the mirror {away}" in caplog.text
     assert steps(cron) == [("sft", 2), ("sft", 3)]
-    assert (cron.stats().mirror_found, cron.stats().mirrored, cron.stats().unmirrored) == (False, 3, 0)
+    assert (cron.stats().mirror_found, cron.stats().mirrored, cron.stats().unmirrored) == (False, 0, 3)
     assert cron.stats().bytes_freed_now == 0
     if how == "moved":
         away.with_name("elsewhere").rename(away)
@@ -510,27 +477,29 @@ def test_the_stats_report_a_missing_mirror(store: Store, away: Path, capsys: pyt
     store.wait_for_mirror()
     shutil.rmtree(away)
     report.stats_text(plain(store.stats()))
-    assert f"{away}, 2 checkpoints recorded as safe, mirror not found" in capsys.readouterr().out
+    assert f"{away}, 2 checkpoints behind, mirror not found" in capsys.readouterr().out
 
 
-def test_gc_relies_on_the_notes_about_a_mirror_that_it_cannot_access(
-    store_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    caplog: pytest.LogCaptureFixture,
-    capsys: pytest.CaptureFixture[str],
+def test_gc_keeps_everything_if_it_cannot_ask_the_mirror(
+    store_path: Path, caplog: pytest.LogCaptureFixture, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """gc does not need credentials for the mirror's bucket."""
-    monkeypatch.setattr(mirrored, "open_storage", lambda *_: FaultyStore(far(), [fail_before("get", times=9)]))
-    store = small_folder(store_path)
+    link = far()
+    small_folder(store_path)
+    store = casckpt.open(store_path, mirror=Store(Repository(link)))
     save(store, 1, 2)
-    store.change_settings(mirror="memory://bucket")
-    for one in store.checkpoints():
-        mirrored.note(store.repository, one.commit, "memory://bucket")
+    store.wait_for_mirror()
     assert [one.step for one in store.gc(keep_last=1, min_age=0, dry_run=True).purged] == [1]
-    assert "casckpt cannot reach the mirror memory://bucket, so gc relies on the notes about it" in caplog.text
-    assert (store.stats().mirror_found, store.stats().mirrored) == (None, 2)
+    plan = plan_gc(store.repository, Policy(keep_last=1), min_age=0)
+    link.inject(fail_before("get", times=99))
+    assert [one.reason for one in store.gc(keep_last=1, min_age=0, wait=0).waiting] == ["unmirrored"]
+    assert f"casckpt cannot ask the mirror {link.url} (" in caplog.text
+    done = execute(store.repository, plan)
+    assert ([one.reason for one in done.waiting], done.purged) == (["unmirrored"], ())
+    assert (store.stats().mirror_found, store.stats().mirrored, store.stats().unmirrored) == (None, 0, 2)
     report.stats_text(plain(store.stats()))
-    assert "up to date according to the notes in this store; mirror not checked" in capsys.readouterr().out
+    assert "mirror cannot be reached" in capsys.readouterr().out
+    assert (store.mirror_lag().checkpoints, "cannot ask" in store.mirror_lag().error) == (2, True)
+    link.heal()
     assert [one.step for one in store.gc(keep_last=1, min_age=0, wait=0).purged] == [1]
 
 
@@ -543,7 +512,7 @@ def test_an_unreadable_folder_does_not_count_as_a_mirror(store_path: Path, away:
     assert reasons(store, keep_last=1) == [(1, "unmirrored")]
 
 
-def test_a_recreated_mirror_invalidates_notes_of_the_old_one(store_path: Path, away: Path) -> None:
+def test_a_new_mirror_does_not_have_what_an_earlier_one_had(store_path: Path, away: Path) -> None:
     """The new mirror has no copies of forgotten checkpoints, so the store has the only ones."""
     store = small_folder(store_path)
     store.change_settings(mirror=away)
@@ -556,10 +525,10 @@ def test_a_recreated_mirror_invalidates_notes_of_the_old_one(store_path: Path, a
 
 
 @pytest.mark.parametrize("by", ["a copy", "the thread"])
-def test_notes_about_a_different_store_do_not_count(
-    by: str, store_path: Path, away: Path, caplog: pytest.LogCaptureFixture
+def test_gc_keeps_everything_that_a_different_store_in_place_of_the_mirror_lacks(
+    by: str, store_path: Path, away: Path
 ) -> None:
-    """A new disk holds a different store at the same path. The old notes do not apply to that store."""
+    """A new disk holds a different store at the same path."""
     store = small_folder(store_path)
     store.change_settings(mirror=away)
     save(store, 1, 2)
@@ -569,10 +538,6 @@ def test_notes_about_a_different_store_do_not_count(
     shutil.rmtree(away)
     casckpt.open(away).create()
     assert reasons(store, keep_last=1) == [(1, "unmirrored"), (2, "unmirrored")]
-    assert (
-        f"a different store or an older snapshot is now at the mirror's URL {away}, so gc neither forgets"
-        in caplog.text
-    )
     assert (store.stats().mirrored, store.stats().unmirrored) == (0, 3)
     store.forget("sft@1")
     if by == "a copy":
@@ -589,7 +554,7 @@ def test_notes_about_a_different_store_do_not_count(
 
 @pytest.mark.parametrize("in_place", ["an older snapshot", "an older store"])
 def test_gc_keeps_what_an_older_state_of_the_mirror_lacks_until_it_is_copied_again(
-    in_place: str, store_path: Path, away: Path, caplog: pytest.LogCaptureFixture
+    in_place: str, store_path: Path, away: Path
 ) -> None:
     older = away.with_name("older")
     if in_place == "an older store":
@@ -607,7 +572,6 @@ def test_gc_keeps_what_an_older_state_of_the_mirror_lacks_until_it_is_copied_aga
     older.rename(away)
     lost = [2] if in_place == "an older snapshot" else [1, 2]
     assert reasons(casckpt.open(store_path), keep_last=1) == [(step, "unmirrored") for step in lost]
-    assert f"an older snapshot is now at the mirror's URL {away}, so gc neither forgets" in caplog.text
     store.copy_to(away)
     assert reasons(casckpt.open(store_path), keep_last=1) == [(step, "unmirrored") for step in lost if step == 1]
     assert steps(store) == [("sft", 3)]
@@ -632,12 +596,16 @@ def test_rotation_forgets_nothing_while_the_mirror_is_missing(store_path: Path, 
 
 
 def test_the_mirror_is_asked_only_about_what_gc_removes(store: Store, link: FaultyStore) -> None:
-    save(store, 1, 2)
+    """With one get for each checkpoint, for the plan and again before the records. Young ones wait anyway."""
+    save(store, 1, 2, 3)
     store.wait_for_mirror()
-    before = len(link.calls)
-    store.gc(min_age=0, wait=0)
-    assert link.calls[before:] == []
     gone = store.get("sft@1").commit
-    store.gc(keep_last=1, min_age=0, wait=0)
+    store.forget("sft@1")
+    before = len(link.calls)
+    assert reasons(store) == []  # it purges sft@1
+    store.gc(wait=0)
+    store.forget("sft@2")
+    store.gc(wait=0)
+    asked = [("size", "casckpt.json"), ("get", commit_key(gone.txid)), ("settle", "commits")]
     calls = [(call.method, call.key) for call in link.calls[before:]]
-    assert calls == [("get", "casckpt.json"), ("size", commit_key(gone.txid))]
+    assert calls == asked * 2

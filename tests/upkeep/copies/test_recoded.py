@@ -230,7 +230,7 @@ def test_repacking_in_place_survives_a_kill_at_any_call(tmp_path: Path, way: str
         assert listed.live() == listed.visible()
         assert (undecided(repo), list(storage.list("transactions/"))) == ([], [])
         assert contents(repository(folder / "new", storage, seed=5)) == start.arrays
-    assert at > 6
+    assert at > 5
 
 
 @pytest.mark.sweep
@@ -252,7 +252,7 @@ def test_a_repacking_copy_killed_at_any_call_is_resumed(
             assert contents(target) in ({}, {"run@3": contents(source)["run@3"]})
         copy(source, target, "run@3", blob_bytes=LARGE if next_one == "recoded" else None).raise_failure()
         (commit,) = list_commits(target).visible()
-        assert (commit.id, commit.origin) == (resolve(source, "run@3").id, resolve(source, "run@3").txid)
+        assert commit.id == resolve(source, "run@3").id
         assert contents(target) == {"run@3": contents(source)["run@3"]}
         check_clean(target)
         assert contents(target) == {"run@3": contents(source)["run@3"]}
@@ -329,9 +329,9 @@ def test_a_running_load_continues_from_the_new_location() -> None:
 def test_a_restore_undoes_repacking(source: Repository) -> None:
     before, old = contents(source), resolve(source, "run@3")
     recode(source, source, "run@3")
-    assert resolve(source, "run@3").txid != old.txid
+    assert resolve(source, "run@3").places != old.places
     commits.restore(source, old)
-    assert (resolve(source, "run@3").txid, contents(source)) == (old.txid, before)
+    assert (resolve(source, "run@3").places, contents(source)) == (old.places, before)
     check_clean(source)
     assert contents(source) == before
 

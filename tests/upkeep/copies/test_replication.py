@@ -6,6 +6,7 @@ from __future__ import annotations
 import logging
 from collections import Counter
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 
@@ -31,13 +32,27 @@ from casckpt.upkeep.copies.replication import BlobLocations, replicate
 from casckpt.upkeep.doctor import examine
 from casckpt.upkeep.gc import gc
 from casckpt.upkeep.repair.verify import verify
+from casckpt.upkeep.thin import execute as execute_thinning
+from casckpt.upkeep.thin import plan_thin
 from casckpt.upkeep.usage import measure, usage
-from tests.support.checkpoints import flip, only_blob, read_arrays
+from tests.support.checkpoints import array, flip, only_blob, read_arrays, save_parts
 from tests.support.copies import ONE_BY_ONE, blob_puts, chain, check_clean, contents, copy, elsewhere
+from tests.support.dying import WAYS, Dying
+from tests.support.dying import Killed as Died
 from tests.support.faulty import FaultyStore, call_first, fail_after, fail_before
 from tests.support.forging import taken_apart
 from tests.support.gcs import collect, keys, run_gc
-from tests.support.repositories import blob_hash, commit_bare, committed_encoded, meanwhile, memory, repository, save
+from tests.support.repositories import (
+    again,
+    blob_hash,
+    commit_bare,
+    committed_encoded,
+    meanwhile,
+    memory,
+    objects_of,
+    repository,
+    save,
+)
 
 # damaged or hostile sources
 
@@ -326,7 +341,9 @@ def test_a_joined_transaction_outlives_the_process_that_began_it(tmp_path: Path,
     target.create()
     commit = resolve(source, "run@3")
     dead = msgspec.structs.replace(this_process(), started=1)
-    began = records.Began(txid=commit.txid, run="run", step=3, time=1, process=dead, manifest=commit.id)
+    began = records.Began(
+        txid=commit.txid, run="run", step=3, time=1, process=dead, manifest=commit.id, places=commit.txid
+    )
     target.put_record(transaction_key(commit.txid), began)
     (one,) = transactions.open_transactions(target, set())
     assert transactions.has_died(target, one)
@@ -337,6 +354,7 @@ def test_a_joined_transaction_outlives_the_process_that_began_it(tmp_path: Path,
     joined.leave()
     assert transactions.join(target, msgspec.structs.replace(began, manifest=None)) is None
     assert transactions.join(target, msgspec.structs.replace(began, manifest=resolve(source, "run@1").id)) is None
+    assert transactions.join(target, msgspec.structs.replace(began, places=copied_txid(commit.txid, 1))) is None
 
 
 def test_a_copy_does_not_change_a_save_with_the_same_txid(tmp_path: Path, source: Repository) -> None:
@@ -364,7 +382,7 @@ def test_replicate_returns_a_commit_made_by_a_different_process(tmp_path: Path, 
     commit = resolve(source, "run@0")
     hook = meanwhile(lambda: replicate(source, other, commit, ONE_BY_ONE))
     target = elsewhere(tmp_path, FaultyStore(inner, [call_first("put", hook, key="commits/*")]))
-    assert replicate(source, target, commit, ONE_BY_ONE).commit.id == commit.id
+    assert replicate(source, target, commit, ONE_BY_ONE).id == commit.id
     assert len(list_commits(target).commits) == 1
     check_clean(target)
 
@@ -452,12 +470,140 @@ def test_a_leftover_manifest_deleted_by_gc_is_recopied(
     check_clean(second)
 
 
-def test_a_checkpoint_is_in_the_mirror_before_it_is_noted(tmp_path: Path, source: Repository) -> None:
-    target = elsewhere(tmp_path, FaultyStore(memory(), [fail_before("put", key="commits/*", times=9)]))
-    source.change_settings(mirror=target.storage.url)
-    with pytest.raises(StorageError):
-        copy(source, target, "run@3")
-    assert not list(source.storage.list("mirrored/"))
+# copies of other places
+
+
+OPTIM = {"optim.a": array(8), "optim.b": array(9)}
+
+
+def in_parts(repo: Repository) -> Commit:
+    """Save a checkpoint whose entries have their own blobs."""
+    return save_parts(repo, {"w": array(1)}, *({key: data} for key, data in OPTIM.items()))
+
+
+def thin(repo: Repository, drop: str, where: str = "run@0") -> Commit:
+    (made,) = execute_thinning(repo, plan_thin(repo, [where], drop=drop))
+    return made
+
+
+def trim(repo: Repository, commit: Commit) -> Commit:
+    """Trim the old places, and delete their blobs."""
+    done = commits.trim(repo, commit)
+    collect(repo, wait=0.0)
+    return done
+
+
+def test_copies_of_different_places_do_not_share_a_transaction(tmp_path: Path, repo: Repository) -> None:
+    whole = in_parts(repo)
+    inner = memory()
+    first = elsewhere(tmp_path / "first", FaultyStore(inner, [fail_before("put", key="commits/*", error=_killed())]))
+    with pytest.raises(Killed):
+        copy(repo, first)
+    thin(repo, "optim.*")
+    target = elsewhere(tmp_path / "next", inner, seed=5)
+    (copied,) = copy(repo, target).copied
+    assert (copied.txid, copied.dropped is None) == (copied_txid(whole.txid, 1), False)
+    assert replicate(repo, target, whole, ONE_BY_ONE).txid == whole.txid, "which continues the first copy"
+    assert [one.dropped is None for one in list_commits(target).visible()] == [True, False]
+    check_clean(target)
+
+
+def test_a_thinned_copy_becomes_complete_in_its_own_log(repo: Repository, target: Repository) -> None:
+    whole = in_parts(repo)
+    target.create()
+    made = thin(repo, "optim.*")
+    copied = replicate(repo, target, made, ONE_BY_ONE)
+    assert replicate(repo, target, made, ONE_BY_ONE) == copied, "it is there"
+    full = replicate(repo, target, whole, ONE_BY_ONE)
+    assert (full.txid, full.dropped, full.committed.blobs_written) == (copied.txid, None, len(OPTIM))
+    assert replicate(repo, target, made, ONE_BY_ONE) == full, "it has all of its entries"
+    assert read_arrays(target, full) == read_arrays(repo, whole)
+    assert list_commits(target).commits.keys() == {whole.txid}
+    check_clean(target)
+
+
+def test_a_copy_with_other_entries_gets_a_log_of_its_own(repo: Repository, target: Repository) -> None:
+    in_parts(repo)
+    target.create()
+    one = replicate(repo, target, thin(repo, "optim.a"), ONE_BY_ONE)
+    commits.restore(repo, resolve(repo, "run@0").old[0])
+    other = replicate(repo, target, thin(repo, "optim.b"), ONE_BY_ONE)
+    assert (one.txid, other.txid) == (list_commits(repo).live()[0].txid, copied_txid(one.txid, 1))
+    lacking = [commit.dropped.patterns for commit in list_commits(target).visible() if commit.dropped]
+    assert lacking == [{"optim.a"}, {"optim.b"}]
+    check_clean(target)
+
+
+def test_a_copy_that_was_forgotten_and_thinned_is_completed_if_named(repo: Repository, target: Repository) -> None:
+    whole = in_parts(repo)
+    copy(repo, target)
+    trim(target, thin(target, "optim.*"))
+    commits.forget(target, resolve(target, "run@0"))
+    assert copy(repo, target).left == (whole,)
+    (full,) = copy(repo, target, "run@0").copied
+    assert (full.txid, full.visible, full.dropped) == (whole.txid, True, None)
+    check_clean(target)
+
+
+@pytest.mark.parametrize("at", ["*.manifest", "*.safetensors"])
+def test_a_copy_of_places_that_are_trimmed_meanwhile_continues_with_the_current_ones(
+    tmp_path: Path, target: Repository, at: str
+) -> None:
+    inner = memory()
+    owner = repository(tmp_path, inner)
+    whole = in_parts(owner)
+    target.create()
+    hook = meanwhile(lambda: trim(owner, thin(owner, "optim.*")))
+    method = "get" if at == "*.manifest" else "open"
+    source = repository(tmp_path / "next", FaultyStore(inner, [call_first(method, hook, key=at)]), seed=8)
+    copied = replicate(source, target, whole, ONE_BY_ONE)
+    assert (copied.live, copied.dropped is None) == (True, False)
+    assert len(read_arrays(target, copied, but=OPTIM)) == 1
+    check_clean(target)
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_a_copy_that_completes_a_thinned_one_survives_a_kill_at_any_call(
+    tmp_path: Path, repo: Repository, way: str
+) -> None:
+    whole = in_parts(repo)
+    first = elsewhere(tmp_path)
+    copy(repo, first)
+    trim(first, thin(first, "optim.*"))
+    objects, at, ended = objects_of(first.storage), 0, False
+    while not ended:
+        at += 1
+        storage = again(objects)
+        dying = Dying(storage, at, way)
+        with suppress(Died, CasckptError):
+            copy(repo, elsewhere(tmp_path / f"{at}", dying, seed=3), jobs=1)
+        ended = dying.changes < at
+        target = elsewhere(tmp_path / f"next {at}", storage, seed=4)
+        (now,) = list_commits(target).visible()
+        lacking = () if now.dropped is None else OPTIM
+        assert read_arrays(target, now, but=lacking).items() <= read_arrays(repo, whole).items()
+        copy(repo, target).raise_failure()
+        assert read_arrays(target, resolve(target, "run@0")) == read_arrays(repo, whole)
+        check_clean(target)
+    assert at > 5
+
+
+def test_a_change_in_the_target_makes_a_copy_that_completes_a_thinned_one_fail(
+    tmp_path: Path, repo: Repository
+) -> None:
+    whole = in_parts(repo)
+    inner = memory()
+    other = elsewhere(tmp_path / "other", inner, seed=5)
+    copy(repo, other)
+    thin(other, "optim.*")
+    hook = meanwhile(lambda: commits.forget(other, resolve(other, "run@0")))
+    target = elsewhere(tmp_path, FaultyStore(inner, [call_first("put", hook, key="*.manifest")]))
+    with pytest.raises(Conflict, match="not rewritten: another process changed it"):
+        copy(repo, target).raise_failure()
+    assert [one.last for one in list_commits(other).live()] == ["forgotten"]
+    (full,) = copy(repo, target, whole.id).copied
+    assert full.dropped is None
+    check_clean(target)
 
 
 A = blob_hash("a")
