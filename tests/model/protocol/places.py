@@ -53,6 +53,9 @@ class Log(NamedTuple):
     live: tuple[tuple[str, Blobs], ...] = ()
     ever: tuple[tuple[str, Blobs], ...] = ()
 
+    def __str__(self) -> str:
+        return ", ".join(map(str, self.records))
+
     @property
     def next(self) -> int:
         return len(self.records)
