@@ -60,19 +60,15 @@ class Log(NamedTuple):
     def next(self) -> int:
         return len(self.records)
 
-    def has(self, txid: str = "") -> set[str]:
+    def has(self, txid: str = "") -> frozenset[str]:
         """Return the entries of these places, by default of the current ones."""
-        return {entry for _, entry in dict(self.ever).get(txid or self.current, ())}
+        return frozenset(entry for _, entry in dict(self.ever).get(txid or self.current, ()))
 
-    def fullest(self, wanted: set[str] | None = None) -> str:
+    def fullest(self, wanted: frozenset[str] | None = None) -> str:
         """Return the places that exist with the most entries, of those ``wanted``. The current ones go first."""
         found = [txid for txid, _ in self.live]
         among = {entry for txid in found for entry in self.has(txid)} if wanted is None else wanted
         return max(found, key=lambda txid: (len(self.has(txid) & among), txid == self.current, txid), default="")
-
-    def lacks(self, txid: str) -> bool:
-        """Report whether the current places lack entries of these, or the log as read does not name them."""
-        return txid not in dict(self.ever) or not self.has(txid) <= self.has()
 
     def state_before(self, record: Any) -> Log:
         return fold(X, self.records[: self.records.index(record)])

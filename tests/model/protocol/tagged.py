@@ -259,7 +259,7 @@ def gc_act(seen: Log, places: str, mutant: str) -> Any:
         return None
     if places and not seen.visible and mutant != "leaves_forgotten":
         return RESTORED
-    wanted = seen.has(places) if places else set()
+    wanted = seen.has(places) if places else frozenset[str]()
     best = seen.fullest(wanted)
     if not seen.visible:
         return None if places else PURGED
