@@ -91,6 +91,10 @@ class Rules(NamedTuple):
 def save(rules: Rules, me: str) -> Program:
     early = (yield reads_log()) if rules.mutant == "save_reads_first" else None
     yield create(("transactions", me), SAVE)
+    return goto(save_plans, rules, me, early)
+
+
+def save_plans(rules: Rules, me: str, early: Log | None) -> Program:
     seen = early or (yield reads_log())
     known = {blobs for _, blobs in seen.live}
     if rules.mutant == "rows_of_checkpoint" and seen.live:
@@ -428,11 +432,12 @@ def model(
     guards: bool = False,
     unreadable: bool = False,
     resumes: bool = False,
+    begun: bool = False,
     mortal: bool = False,
 ) -> Model:
     """Return a model. ``users``: the records of each user of X. ``other``: those of a user of a checkpoint Y.
 
-    ``resumes``: a rewrite T has committed, and a gc goes on that has recorded its plan while T was open.
+    ``begun``: T and S have begun. ``resumes``: a rewrite T has committed, and a gc goes on that has recorded its plan while T was open.
     """
     rules = Rules(mutant, lost, reads, guards, unreadable)
     first: dict[Any, Any] = {("commits", X, 0): Committed(frozenset({(X, "e"), (X, "f")}))}
@@ -441,6 +446,10 @@ def model(
         first |= {("commits", "Y", 0): Committed(frozenset({("Y", "e")}))}
         first |= {("objects", "Y", name): True for name in "em"}
     found = [Process(name, goto(rewrite, rules, name, how), mortal) for name, how in zip("TU", rewrites, strict=False)]
+    if begun:
+        first |= {("transactions", "T"): 1, ("transactions", "S"): SAVE}
+        found = [Process("T", goto(rewrite_plans, rules, "T", "moves", 1, None), mortal)]
+        found += [Process("S", goto(save_plans, rules, "S", None), mortal)]
     if resumes:
         blobs = frozenset({("T", "e"), (X, "f")})
         first |= {("commits", X, 1): Rewritten("T", blobs), ("objects", "T", "e"): True, ("objects", "T", "m"): True}

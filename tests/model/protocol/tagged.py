@@ -117,6 +117,10 @@ def tagger(rules: Rules) -> Program:
 
 def _begins(store: Store, won: bool) -> Store:
     """Earlier promises are over when another generation exists."""
+    return store.without(("ghost", "set")).with_(("ghost", "named")) if won else store
+
+
+def _ends(store: Store, won: bool) -> Store:
     return store.without(("ghost", "set")) if won else store
 
 
@@ -128,7 +132,7 @@ def tagger_records(rules: Rules, number: int, places: str) -> Program:
     wanted = seen.has(places)
     best = seen.fullest(wanted)
     if not best or not wanted <= seen.has(best):
-        yield create(("tags", number + 1), "", _begins)
+        yield create(("tags", number + 1), "", _ends)
         return None
     if not seen.visible:
         yield append(seen, RESTORED)
@@ -155,7 +159,7 @@ def ender(_: Rules) -> Program:
     """End the tag. Its record stays in the log."""
     number, places = yield from lists_tags()
     if places:
-        yield create(("tags", number + 1), "", _begins)
+        yield create(("tags", number + 1), "", _ends)
     return None
 
 
@@ -221,8 +225,9 @@ def person(rules: Rules) -> Program:
     """Forget X by name. End its tag first, so that the forget does not look like that of a rule."""
     early = (yield from lists_tags()) if rules.mutant == "person_reads_last" else None
     seen = yield reads_log()
+    yield look("begins to list tags", lambda _: "", lambda store, _: store.without(("ghost", "named")))
     number, places = early or (yield from lists_tags())
-    if places and not (yield create(("tags", number + 1), "", _begins)):
+    if places and not (yield create(("tags", number + 1), "", _ends)):
         return goto(person, rules)
     if not seen.visible:
         return None
@@ -298,8 +303,8 @@ def is_seen(store: Store) -> bool:
 
 
 def stays(who: str, before: Store, after: Store) -> bool:
-    """Check that, if gc restored something, either no user had forgotten it or it has a new tag."""
-    if "gc" not in who or newest(after)[1]:
+    """Check that gc restored nothing that a person had forgotten, unless a tag was set since he listed tags."""
+    if "gc" not in who or after.get("ghost", "named"):
         return True
     old, new = log(before), log(after)
     return new.records[old.next :] != (RESTORED,) or not before.get("ghost", old.next - 1)
