@@ -437,7 +437,7 @@ def model(
 ) -> Model:
     """Return a model. ``users``: the records of each user of X. ``other``: those of a user of a checkpoint Y.
 
-    ``begun``: T and S have begun. ``resumes``: a rewrite T has committed, and a gc goes on that has recorded its plan while T was open.
+    ``begun``: T and S have begun. ``resumes``: T has committed, and a gc goes on that recorded its plan before.
     """
     rules = Rules(mutant, lost, reads, guards, unreadable)
     first: dict[Any, Any] = {("commits", X, 0): Committed(frozenset({(X, "e"), (X, "f")}))}

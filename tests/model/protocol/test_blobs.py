@@ -27,9 +27,9 @@ SAFE: Setups = {
 }
 LARGE: Setups = {
     "a save, trimmed, two gcs": {"begun": True, "users": ((TRIMMED,),), "gcs": TWO},
-    "a save, undone and trimmed, two gcs": {"begun": True, "users": ((Back, TRIMMED),), "reads": True, "gcs": TWO},
-    "a save, purged, two gcs": {"begun": True, "users": ((FORGOTTEN, PURGED),), "gcs": TWO},
-    "two rewrites, two gcs": {"rewrites": ("moves", "adds"), "gcs": TWO},
+    "a save, purged, a gc that resumes": {"saves": 2, "users": ((FORGOTTEN, PURGED),), "resumes": True, "reads": True},
+    "two rewrites, forgotten": {"rewrites": ("moves", "adds"), "users": ((FORGOTTEN, RESTORED),)},
+    "two saves, trimmed": {"saves": 2, "users": ((TRIMMED,),)},
     "a save, answers that are lost": {"saves": 1, "users": ((TRIMMED,),), "lost": True},
     "a save, folders with guards": {"saves": 1, "guards": True, "users": ((TRIMMED,),), "gcs": TO_THE_END},
 }
