@@ -38,7 +38,6 @@ from tests.model.protocol.places import (
     REVOKED,
     TRIMMED,
     Back,
-    Blobs,
     Committed,
     Log,
     Rewritten,
