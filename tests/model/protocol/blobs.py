@@ -45,6 +45,7 @@ from tests.model.protocol.places import (
     Rewritten,
     X,
     append,
+    ended,
     log,
     reads_log,
 )
@@ -192,31 +193,30 @@ def may(seen: Log, act: Any) -> bool:
 Objects = frozenset[tuple[str, str]]
 
 
-class Listing(NamedTuple):
-    """A listing of commits/. ``saves``: the other transactions, by txid: what a save names, or None if revoked."""
+class Place(NamedTuple):
+    """Places that a log names, or (without blobs) a transaction that never had any, or is folded."""
 
-    x: Log = Log()
-    y: Log = Log()
-    saves: tuple[tuple[str, Blobs | None], ...] = ()
+    txid: str
+    blobs: Blobs | None
+    lives: bool
+
+
+class Listing(NamedTuple):
+    """A listing of commits/: all places that logs ever named, and all other transactions that are over."""
+
+    places: tuple[Place, ...] = ()
 
     def names(self, *, all_but: frozenset[str] | None = None) -> dict[str, Blobs]:
         """Return the blobs of all places that exist or, with ``all_but``, that ever did and are not in this set."""
-        rows = [
-            *self.saves,
-            *(row for seen in (self.x, self.y) for row in (seen.live if all_but is None else seen.ever)),
-        ]
-        return {txid: blobs for txid, blobs in rows if blobs is not None and txid not in (all_but or ())}
+        found = (one for one in self.places if (one.lives if all_but is None else one.txid not in all_but))
+        return {one.txid: one.blobs for one in found if one.blobs is not None}
 
     def ended(self) -> frozenset[str]:
-        """Return P: the places that have ended, and the transactions that were revoked."""
-        over = {txid for seen in (self.x, self.y) for txid, _ in seen.ever if txid not in dict(seen.live)}
-        return frozenset(over | self.revoked())
-
-    def revoked(self) -> set[str]:
-        return {txid for txid, blobs in self.saves if blobs is None}
+        """Return P: the places that have ended, and the transactions that are over."""
+        return frozenset(one.txid for one in self.places if not one.lives)
 
     def recorded(self) -> set[str]:
-        return {txid for txid, _ in (*self.x.ever, *self.y.ever, *self.saves)}
+        return {one.txid for one in self.places}
 
 
 def objects_of(names: dict[str, Blobs]) -> Objects:
@@ -224,17 +224,24 @@ def objects_of(names: dict[str, Blobs]) -> Objects:
     return frozenset(blob for blobs in names.values() for blob in blobs) | {(txid, "m") for txid in names}
 
 
-def _others(store: Store) -> tuple[Log, tuple[tuple[str, Blobs | None], ...]]:
-    found = ((txid, record) for (txid, _), record in sorted(store.under("commits").items(), key=lambda row: row[0]))
-    saves = ((txid, None if record == REVOKED else record.blobs) for txid, record in found if txid not in (X, "Y"))
-    return log(store, "Y"), tuple(saves)
+def _places(seen: Log) -> list[Place]:
+    return [Place(txid, blobs, txid in dict(seen.live)) for txid, blobs in seen.ever]
+
+
+def _others(store: Store) -> tuple[Place, ...]:
+    found: list[Place] = []
+    for txid in sorted({txid for txid, _ in store.under("commits")} - {X}):
+        found += _places(log(store, txid)) or [Place(txid, None, lives=False)]
+    for line in ended(store).values():
+        found += [Place(txid, None, lives=False) for txid in sorted({line.txid, *line.places})]
+    return tuple(found)
 
 
 def lists_commits() -> Generator[Op, Any, Listing]:
     """List commits/ in two pages."""
     x = yield reads_log()
-    y, saves = yield look("lists other commits", _others)
-    return Listing(x, y, saves)
+    others = yield look("lists other commits", _others)
+    return Listing((*_places(x), *others))
 
 
 Guards = frozenset[tuple[str, str]]
@@ -282,7 +289,7 @@ def gc_lists_objects(rules: Rules, turn: Turn, known: Listing) -> Program:
     names = known.names()
     guards = {(folder, txid) for folder, txid in turn.guards if txid in names}
     if rules.mutant == "guard_by_checkpoint":
-        guards = {(folder, txid) for folder, txid in turn.guards if known.x.live or txid != X}
+        guards = {(folder, txid) for folder, txid in turn.guards if any(one.lives for one in known.places)}
     found: set[tuple[str, str]] = set()
     pages = yield look("lists folders", lambda store: _folders(store, guards, apart=rules.guards))
     for folders in pages:
@@ -291,7 +298,7 @@ def gc_lists_objects(rules: Rules, turn: Turn, known: Listing) -> Program:
         for txid in names:
             inside = {one for one in objects_of({txid: names[txid]}) if one[0] == folder}
             if inside == {one for one in found if one[0] == folder}:
-                by = X if rules.mutant == "guard_by_checkpoint" and txid in dict(known.x.live) else txid
+                by = X if rules.mutant == "guard_by_checkpoint" else txid
                 guards.add((folder, by))
     closed = {folder for folder, _ in guards}
     loose = frozenset(one for one in found if one[0] not in closed)
@@ -397,8 +404,7 @@ def gc_deletes(rules: Rules, turn: Turn, found: Objects, opened: frozenset[str])
 
 
 def _lacking(store: Store) -> Objects:
-    y, saves = _others(store)
-    return objects_of(Listing(log(store), y, saves).names()) - store.under("objects").keys()
+    return objects_of(Listing((*_places(log(store)), *_others(store))).names()) - store.under("objects").keys()
 
 
 def is_purged_forgotten(store: Store) -> bool:
@@ -407,8 +413,7 @@ def is_purged_forgotten(store: Store) -> bool:
 
 
 def is_tidy(store: Store) -> bool:
-    y, saves = _others(store)
-    wanted = objects_of(Listing(log(store), y, saves).names())
+    wanted = objects_of(Listing((*_places(log(store)), *_others(store))).names())
     return store.under("objects").keys() <= wanted and not store.under("transactions")
 
 

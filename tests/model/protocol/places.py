@@ -44,6 +44,17 @@ class Tagged(NamedTuple):
     number: int
 
 
+class Line(NamedTuple):
+    """A transaction that is over, in an object `ended`. ``places``: all that its log named.
+
+    ``whole``: whether places with every entry were ever committed.
+    """
+
+    txid: str
+    whole: bool
+    places: frozenset[str]
+
+
 class Log(NamedTuple):
     """A log as it was read. ``live``: the places that exist, by txid. ``ever``: those that the log has named."""
 
@@ -97,7 +108,20 @@ def fold(txid: str, records: tuple[Any, ...]) -> Log:
     return Log(records, visible, current, tuple(live.items()), tuple(ever.items()))
 
 
+def ended(store: Store) -> dict[str, Line]:
+    """Return all lines of `ended`, at ("ended", N), by txid."""
+    if ("ended", 0) not in store.objects:
+        return {}
+    return {line.txid: line for lines in store.under("ended").values() for line in lines}
+
+
 def log(store: Store, txid: str = X) -> Log:
+    """Return a log, or an empty one if `ended` lists it. Readers read the log first, and `ended` afterwards."""
+    return Log() if txid in ended(store) else own_log(store, txid)
+
+
+def own_log(store: Store, txid: str) -> Log:
+    """Return the log by its records alone, up to the first gap."""
     records: list[Any] = []
     while (record := store.get("commits", txid, len(records))) is not None:
         records.append(record)
