@@ -1,368 +1,389 @@
-"""A store and its mirror, with rewrites and forgets in both: a commit that is noted as safe was complete in the mirror.
+"""A store and its mirror, which it asks by key: nothing is deleted here that the mirror did not have.
 
-The store's records are at ("commits", txid, N), the mirror's records at ("mirror", txid, N), and the notes at
-("mirrored", txid, number of restores). A copy is committed under the txid of the original commit. If that transaction
-has ended in the mirror, the copy uses the next txid of a fixed sequence. A copy does not name a base: it is a plain
-commit even if a thinned one with the same ID exists.
+Checkpoint X has its log at ("commits", X, N). Copy n of it has its log at ("mirror", n, N); an open transaction of a
+copy is at ("open", n), with the places that it copies, and its manifest at ("manifest", n). Blobs of the mirror are
+those of saves and rewrites there: `blobs` and the model in the folder above show that places that exist are whole.
 
-A commit is *safe* if the mirror has a visible commit of the same ID with all of its entries. For a forgotten commit, a
-live one is sufficient. This is checked each time and never derived from earlier copies. A commit that was replaced by
-one that drops nothing is *covered*: it is not copied, and may be purged once the replacement is noted.
+Places here are *safe* if places of a copy have all their entries and exist or, as long as X was never brought back
+(`restored`, `back`), ever did. Before gc or a rotation forgets, purges or trims, it reads the log, asks the mirror,
+settles it and asks again, and creates its record right after the log as read. A pass copies the fullest places unless
+they are safe.
+
+The ghost ("had",) has the entries that the mirror has had, in places that exist, since X was last brought back.
 """
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from collections.abc import Iterable
+from typing import Any, NamedTuple
 
-from tests.model.protocol import rewrites
 from tests.model.protocol.explorer import (
+    Goto,
     Invariant,
     Model,
+    Op,
+    Outcome,
     Process,
     Program,
     Store,
-    choose,
     create,
     goto,
     look,
     when_quiet,
 )
-from tests.model.protocol.logs import FORGOTTEN, PURGED, RESTORED, REVOKED, Committed, Logs, Replaced, append, logs
+from tests.model.protocol.places import (
+    FORGOTTEN,
+    PURGED,
+    RESTORED,
+    REVOKED,
+    TRIMMED,
+    Back,
+    Committed,
+    Log,
+    Rewritten,
+    X,
+    append,
+    fold,
+    log,
+    reads_log,
+)
 
 MUTANTS = {
-    "very_txid": "what the mirror has ever committed under this txid counts as safe",
-    "any_commit": "what the mirror has ever committed of this id counts as safe",
-    "thin_is_enough": "a visible commit of the id counts, whatever it has dropped",
-    "noted_first": "a note is put before the copy is committed",
-    "copies_base": "a copy keeps the name of the base that it replaces",
-    "each_its_own_note": "what was replaced by one that drops nothing needs a note of its own to be purged",
-    "void_needs_note": "a gc keeps a rewrite that is void until it is noted",
-    "notes_last": "a note counts although the checkpoint was forgotten and restored since",
-    "purges_unnoted": "a gc purges what is not noted",
-    "live_is_enough": "one that lives in the mirror, and is not visible there, makes a visible commit safe",
-    "noted_by_source": "what is forgotten in the store is noted without a look at the mirror",
+    "ever": "what the mirror ever had is safe, though X was brought back since",
+    "ask_first": "a gc asks the mirror before it reads the log",
+    "any_entries": "any copy is safe, whatever it has",
+    "thin_is_enough": "where thinned copies suffice, a copy with fewer entries than the current places is safe",
+    "stops_at_open": "who asks stops at a copy that is open",
+    "stops_at_revoked": "who asks stops at a copy that was revoked",
+    "copies_current": "a pass copies the current places, though older ones have more",
+    "forgets_unasked": "a rule forgets without asking",
+    "purges_unasked": "a gc purges without asking",
+    "trims_unasked": "a gc trims entries without asking",
+    "later_number": "a gc takes the next number if its own is taken",
+    "remembers": "a gc remembers the answer of the mirror",
+    "no_settle": "a gc does not settle the mirror",
+    "settles_last": "a gc that has settled the mirror does not ask again",
+    "joins_by_id": "a process joins a copy of other places of the same checkpoint",
+    "replaces_fuller": "a pass makes a copy current that lacks entries of the copy's current places",
 }
 
 
+THIN = ("e", "eg")
+"""The entries that thin keeps."""
+
+
 class Rules(NamedTuple):
-    """The rules of a model. ``damaged``: T is unreadable, so it cannot be copied."""
+    """The rules of a model. ``thinned``: what is thinned here need not be whole in the mirror.
+
+    ``power``: the mirror's last record may be lost until it is settled. ``at_once``: nothing happens between an answer
+    of the mirror and the record here.
+    """
 
     mutant: str = ""
-    damaged: bool = False
+    thinned: bool = False
+    power: bool = False
+    at_once: bool = False
 
 
-def here(store: Store) -> Logs:
-    return logs(store)
+# -- the mirror's logs
 
 
-def there(store: Store) -> Logs:
-    return logs(store, where="mirror")
+def copy_log(store: Store, number: int) -> Log:
+    records: list[Any] = []
+    while (record := store.get("mirror", number, len(records))) is not None:
+        records.append(record)
+    return fold(f"copy {number}", tuple(records))
 
 
-# -- mirror passes
+def copies(store: Store) -> list[Log]:
+    """Return the logs of all copies. A log is empty if the copy is open."""
+    found: list[Log] = []
+    while True:
+        seen = copy_log(store, len(found))
+        if not seen.records and store.get("open", len(found)) is None:
+            return found
+        found.append(seen)
 
 
-class Wanted(NamedTuple):
-    """A commit's properties before the mirror is listed. ``since``: the number of its restores at that time."""
-
-    txid: str
-    first: Committed
-    forgotten: bool
-    since: int
+def needed(seen: Log, rules: Rules) -> frozenset[str]:
+    names = [seen.current] if rules.thinned else [txid for txid, _ in seen.live]
+    return frozenset(entry for txid in names for entry in seen.has(txid))
 
 
-def wanted(now: Logs, txid: str) -> Wanted:
-    return Wanted(txid, now.get(txid)[0], now.state(txid) == FORGOTTEN, now.get(txid).count(RESTORED))
+def is_safe(store: Store, seen: Log, rules: Rules) -> bool:
+    brought_back = any(record == RESTORED or isinstance(record, Back) for record in seen.records)
+    for copy in copies(store):
+        if not copy.ever:
+            if rules.mutant == ("stops_at_revoked" if copy.records else "stops_at_open"):
+                return False
+            continue
+        for txid, _ in copy.live if brought_back and rules.mutant != "ever" else copy.ever:
+            enough = rules.mutant == "any_entries" or (rules.mutant == "thin_is_enough" and rules.thinned)
+            if enough or needed(seen, rules) <= copy.has(txid):
+                return True
+    return False
 
 
-def is_safe(other: Logs, one: Wanted, mutant: str = "") -> bool:
-    """Report whether a commit is safe according to a listing of the mirror."""
-    if mutant == "very_txid" and isinstance(next(iter(other.get(one.txid)), None), Committed):
-        return True
-    if mutant == "any_commit" and other.txids(one.first.id):
-        return True
-    if mutant == "noted_by_source" and one.forgotten:
-        return True
-    enough = one.forgotten or mutant == "live_is_enough"
-    found = other.live(one.first.id) if enough else other.visible(one.first.id)
-    return any(set(one.first.has) <= set(other.get(t)[0].has) or mutant == "thin_is_enough" for t in found)
+def asks(seen: Log, rules: Rules) -> Op:
+    return look("asks the mirror", lambda store: is_safe(store, seen, rules))
 
 
-def covered_by(now: Logs, txid: str, mutant: str = "") -> str:
-    """Return the commit's replacement if it dropped nothing, or "". The mirror must hold it in place of the commit."""
-    state = now.state(txid)
-    if not isinstance(state, Replaced) or mutant == "each_its_own_note":
-        return ""
-    return state.by if set(now.get(txid)[0].has) <= set(now.get(state.by)[0].has) else ""
+def records_there(number: int, seen: Log, record: Any, rules: Rules) -> Op:
+    """Create the next record of a copy. A power cut may lose it as long as it is wet."""
+    key = ("mirror", number, seen.next)
+
+    def ghost(store: Store, won: bool) -> Store:
+        wet = won and rules.power and isinstance(record, (Committed, Rewritten))
+        return store.with_(("wet",), key) if wet else store
+
+    return create(key, record, ghost)
 
 
-Notes = frozenset[tuple[str, int]]
+# -- passes
 
 
-def notes(store: Store) -> Notes:
-    """Return all records under mirrored/ as (txid, number of restores)."""
-    return frozenset((txid, since) for txid, since in store.under("mirrored"))
+def mirror(rules: Rules, times: int) -> Program:
+    """Copy X if it is not safe: the fullest places that exist, in one transaction with whoever copies the same."""
+    if not times:
+        return None
+    seen = yield reads_log()
+    if not seen.live or (yield asks(seen, rules)):
+        return None
+    from_ = seen.current if rules.thinned or rules.mutant == "copies_current" else seen.fullest()
+    if not (yield look("reads the bytes", lambda store: from_ in dict(log(store).live))):
+        return goto(mirror, rules, times - 1)
+    return goto(finds_place, rules, times, 0, from_, seen)
 
 
-def is_noted(now: Logs, noted: Notes, txid: str, mutant: str = "") -> bool:
-    """Report whether a valid note exists.
+def finds_place(rules: Rules, times: int, number: int, from_: str, seen: Log) -> Program:
+    """Find the copy to make fuller, or the first number for a new one.
 
-    A note made before a `restored` is not valid, since the mirror may have forgotten the commit.
+    A forgotten copy is brought back first, and forgotten again if X is forgotten.
     """
-    by = covered_by(now, txid, mutant)
-    since = now.get(txid).count(RESTORED)
-    fits = any(one == txid and (of == since or mutant == "notes_last") for one, of in noted)
-    return fits or (bool(by) and is_noted(now, noted, by, mutant))
+    blobs = dict(seen.ever)[from_]
+    there = yield look(f"reads copy {number}", lambda store: copy_log(store, number))
+    if there.live:
+        fuller = there.has() <= seen.has(from_) or rules.mutant == "replaces_fuller"
+        if fuller:
+            back, gone = () if there.visible else (RESTORED,), () if seen.visible else (FORGOTTEN,)
+            wanted = (*back, Rewritten(f"T{there.next}", blobs), *gone)
+            return goto(makes_fuller, rules, times, number, there, wanted)
+    elif not there.records:
+        began = yield create(("open", number), from_)
+        same = began or rules.mutant == "joins_by_id"
+        if same or (yield look("reads its transaction", lambda store: store.get("open", number))) == from_:
+            return goto(makes_copy, rules, times, number, from_, seen)
+    return goto(finds_place, rules, times, number + 1, from_, seen) if number < 3 else None
 
 
-def waiting(now: Logs, noted: Notes, mutant: str = "") -> tuple[str, ...]:
-    """Return the commits that a pass copies, oldest first: live ones that are neither noted nor covered.
-
-    Rewrites must stand.
-    """
-    found = (txid for txid in now.live() if now.stands(txid) and not covered_by(now, txid, mutant))
-    return tuple(txid for txid in found if not is_noted(now, noted, txid, mutant))
-
-
-def mirror(rules: Rules, passes: int) -> Program:
-    """List commits, then notes. A missed note causes only an unnecessary check."""
-    if not passes:
-        return None
-    now = yield look("lists commits", here)
-    todo = yield look("lists notes", lambda store: waiting(now, notes(store), rules.mutant))
-    return goto(mirror_each, rules, passes, todo)
+def makes_copy(rules: Rules, times: int, number: int, from_: str, seen: Log) -> Program:
+    blobs = dict(seen.ever)[from_]
+    yield create(("manifest", number), blobs)
+    won = yield records_there(number, Log(), Committed(blobs), rules)
+    if won and not seen.visible:
+        yield records_there(number, fold("", (Committed(blobs),)), FORGOTTEN, rules)
+    return goto(mirror, rules, times - 1)
 
 
-def mirror_each(rules: Rules, passes: int, todo: tuple[str, ...]) -> Program:
-    """List the mirror, note safe commits, and copy the others."""
-    if not todo:
-        return goto(mirror, rules, passes - 1)
-    txid = todo[0]
-    one = yield look("reads the log", lambda store: here(store).lives(txid) and wanted(here(store), txid))
-    if not one:
-        return goto(mirror_each, rules, passes, todo[1:])
-    safe = yield look(f"looks for {txid} in the mirror", lambda store: is_safe(there(store), one, rules.mutant))
-    if safe or rules.mutant == "noted_first":
-        yield create(("mirrored", txid, one.since), True)
-    if safe:
-        return goto(mirror_each, rules, passes, todo[1:])
-    return goto(copies, rules, passes, todo, one, txid)
+def makes_fuller(rules: Rules, times: int, number: int, there: Log, wanted: tuple[Any, ...]) -> Program:
+    """Create these records in a copy's log, as long as nobody else does."""
+    for record in wanted[:1]:
+        won = yield records_there(number, there, record, rules)
+        if won:
+            seen = fold(f"copy {number}", (*there.records, record))
+            return goto(makes_fuller, rules, times, number, seen, wanted[1:])
+    return goto(mirror, rules, times - 1)
 
 
-def copies(rules: Rules, passes: int, todo: tuple[str, ...], one: Wanted, name: str) -> Program:
-    """Read the bytes, then commit. If two copies share a transaction, the first one wins."""
-    readable = yield look(f"reads {one.txid}", lambda store: here(store).lives(one.txid))
-    if not readable or (rules.damaged and one.txid == "T"):
-        return goto(mirror_each, rules, passes, todo[1:])
-    base = one.first.replaces if rules.mutant == "copies_base" else None
-    won = yield create(("mirror", name, 0), Committed(replaces=base, has=one.first.has, id=one.first.id))
-    if not won:
-        return goto(finds_copy, rules, passes, todo, one, name)
-    if one.forgotten:
-        yield create(("mirror", name, 1), FORGOTTEN)
-    yield create(("mirrored", one.txid, one.since), True)
-    return goto(mirror_each, rules, passes, todo[1:])
+# -- what others do
 
 
-def finds_copy(rules: Rules, passes: int, todo: tuple[str, ...], one: Wanted, name: str) -> Program:
-    """The transaction with this name has ended. If its commit is forgotten in the mirror, restore it.
-
-    Otherwise, try the next name.
-    """
-    other = yield look("reads the log of the copy", there)
-    state = other.state(name)
-    if state == FORGOTTEN and not one.forgotten:
-        yield create(("mirror", name, other.number(name)), RESTORED)
-    elif isinstance(state, Committed):  # by a different process, which will note it, or else a later pass will
-        return goto(mirror_each, rules, passes, todo[1:])
-    elif len(name) < 3:
-        return goto(copies, rules, passes, todo, one, f"{name}'")
-    return goto(mirror_each, rules, passes, todo[1:])
-
-
-# -- gc of both stores
-
-
-def gc(rules: Rules, puts: int) -> Program:
-    """Run the first step of a gc of the store: list commits, then notes. It purges only noted commits."""
-    if not puts:
-        return None
-    now = yield look("lists commits", here)
-    found = yield look("lists notes", lambda store: allowed(now, notes(store), rules))
-    return goto(gc_acts, rules, puts, found)
+def rules_here(rules: Rules, acts: tuple[str, ...], said: bool | None = None) -> Program:
+    """Act as gc and rotation here: read the log, ask, settle, and create the record right after the log as read."""
+    for act in acts[:1]:
+        if rules.mutant == "ask_first":
+            before = yield reads_log()
+            said = yield asks(before, rules)
+        seen = yield reads_log()
+        if not may(seen, act):
+            return goto(rules_here, rules, acts[1:], said)
+        unasked = {FORGOTTEN: "forgets_unasked", PURGED: "purges_unasked", TRIMMED: "trims_unasked"}[act]
+        if rules.mutant == unasked:
+            said = True
+        elif rules.mutant != "ask_first" and not (rules.mutant == "remembers" and said):
+            said = yield asks(seen, rules)
+            if rules.power and rules.mutant != "no_settle":
+                yield look("settles the mirror", lambda _: "", lambda store, _: store.without(("wet",)))
+                said = said and (rules.mutant == "settles_last" or (yield asks(seen, rules)))
+        if said:
+            won = yield judged(seen, act, rules)
+            if not won and rules.mutant == "later_number":
+                yield judged(fold(X, (*seen.records, None)), act, rules)
+        return goto(rules_here, rules, acts[1:], said if rules.mutant == "remembers" else None)
+    return None
 
 
-def gc_acts(rules: Rules, puts: int, found: tuple[rewrites.Action, ...]) -> Program:
-    if not found:
-        return None
-    txid, number, record = yield choose(found)
-    yield append(txid, number, record)
-    return goto(gc, rules, puts - 1)
+def may(seen: Log, act: Any) -> bool:
+    if act == FORGOTTEN:
+        return seen.visible
+    if act in (RESTORED, PURGED):
+        return bool(seen.live) and not seen.visible
+    return seen.visible and len(seen.live) > 1
 
 
-def allowed(now: Logs, noted: Notes, rules: Rules) -> tuple[rewrites.Action, ...]:
-    def may(txid: str, record: str) -> bool:
-        void = now.is_void(txid) and rules.mutant != "void_needs_note"
-        free = record != PURGED or rules.mutant == "purges_unnoted"
-        return free or void or is_noted(now, noted, txid, rules.mutant)
+def judged(seen: Log, act: str, rules: Rules) -> Op:
+    """Create a record of a rule. What it ends, or hides, must have been in the mirror."""
 
-    return tuple(action for action in rewrites.actions(now) if may(action[0], action[2]))
+    def ghost(store: Store, won: bool) -> Store:
+        if not won:
+            return store
+        store = store.with_(("ghost", "ruled"))
+        before = fold(X, log(store).records[:-1])
+        left = log(store)
+        kept = {entry for txid, _ in left.live for entry in left.has(txid)} if act != FORGOTTEN else set()
+        gone = {entry for txid, _ in before.live for entry in before.has(txid)} - kept
+        if rules.thinned:
+            gone &= needed(before, rules)
+        return store.with_(("ghost", "gone"), bool(gone - store.get("had")))
 
-
-def mirrors_gc(puts: int, thins: bool) -> Program:
-    """Run the mirror's own gc, which forgets, purges, revokes copies in progress, and thins."""
-    if not puts:
-        return None
-
-    def options(store: Store) -> tuple[tuple[str, int, object], ...]:
-        now = there(store)
-        found: list[tuple[str, int, object]] = list(rewrites.actions(now))
-        found += [(txid, now.number(txid), FORGOTTEN) for txid in now.visible()]
-        found += [(txid, 0, REVOKED) for txid in waiting(here(store), notes(store)) if not now.get(txid)]
-        if thins and not now.get("M"):
-            found += [("M", 0, Committed(replaces=(txid, now.number(txid)), has="e")) for txid in now.visible()]
-        if now.get("M"):
-            base, number = now.get("M")[0].replaces
-            found += [(base, number, Replaced("M"))] if len(now.get(base)) == number else []
-        return tuple(found)
-
-    found = yield look("lists commits", options)
-    if not found:
-        return None
-    txid, number, record = yield choose(found)
-    yield create(("mirror", txid, number), record)
-    return goto(mirrors_gc, puts - 1, thins)
+    made = create(("commits", X, seen.next), act, ghost)
+    if not rules.at_once or rules.mutant == "remembers":
+        return made
+    refused = look("asks the mirror, which says no", lambda _: False)
+    return Op(lambda store: (made if is_safe(store, seen, rules) else refused).run(store))
 
 
-def copies_back() -> Program:
-    """Copy T from the mirror into the store, which has lost it."""
-    first = yield look("reads T in the mirror", lambda store: there(store).lives("T") and there(store).get("T")[0])
-    if first:
-        yield append("T", 0, first)
+def user(acts: tuple[Any, ...]) -> Program:
+    """Forget, restore, thin and undo here, by name."""
+    for act in acts[:1]:
+        seen = yield reads_log()
+        if act in THIN and seen.visible and set(act) < seen.has():
+            yield append(seen, Rewritten(f"V{seen.next}", frozenset((X, entry) for entry in act)))
+        elif act is Back and may(seen, TRIMMED):
+            yield append(seen, Back(seen.fullest()))
+        elif act in (FORGOTTEN, RESTORED) and may(seen, act):
+            yield append(seen, act)
+        return goto(user, acts[1:])
+    return None
+
+
+def mirrors_gc(rules: Rules, acts: tuple[Any, ...]) -> Program:
+    """Act by the mirror's own rules on its newest copy: forget, purge, thin, trim, or revoke it while it is open."""
+    for act in acts[:1]:
+        found = yield look("lists the mirror", lambda store: tuple(copies(store)))
+        if found:
+            number, seen = len(found) - 1, found[-1]
+            if act in THIN and seen.visible and set(act) < seen.has():
+                blobs = frozenset((X, entry) for entry in act)
+                yield records_there(number, seen, Rewritten(f"V{seen.next}", blobs), rules)
+            elif act == REVOKED and not seen.records:
+                yield records_there(number, seen, REVOKED, rules)
+            elif act in (FORGOTTEN, PURGED, TRIMMED) and may(seen, act):
+                yield records_there(number, seen, act, rules)
+        return goto(mirrors_gc, rules, acts[1:])
+    return None
+
+
+def older_snapshot(_: Rules) -> Program:
+    """Set the mirror back to a time at which it had no copy."""
+
+    def run(store: Store) -> Iterable[Outcome]:
+        gone = [key for key in store.objects if key[0] in {"mirror", "open", "manifest", "had"}]
+        yield Outcome("is an older SNAPSHOT", store.without(*gone).with_(("had",), frozenset()))
+
+    yield Op(run)
+    return None
+
+
+def power_cut(_: Rules) -> Program:
+    """Lose the record that is wet, if there is one. No rule may have relied on it."""
+
+    def run(store: Store) -> Iterable[Outcome]:
+        key = store.get("wet")
+        gone = [one for one in store.objects if key and one[:2] == key[:2] and one[2] >= key[2]]
+        after = store.without(*gone, ("wet",))
+        after = after.with_(("had",), frozenset()).with_(("ghost", "gone"), bool(gone and store.get("ghost", "ruled")))
+        yield Outcome("has a POWER cut", after if gone else store)
+
+    yield Op(run)
     return None
 
 
 def last(rules: Rules) -> Program:
-    """After all other processes have ended, alternate passes and gcs until nothing changes."""
     yield when_quiet()
-    return goto(last_pass, rules, 3)
-
-
-def last_pass(rules: Rules, left: int) -> Program:
-    if not left:
-        return None
-    todo = yield look("lists what waits", lambda store: waiting(here(store), notes(store), rules.mutant))
-    return goto(last_copies, rules, left, todo)
-
-
-def last_copies(rules: Rules, left: int, todo: tuple[str, ...]) -> Program:
-    if not todo:
-        return goto(last_gc, rules, left)
-    one = yield look("reads the log", lambda store: wanted(here(store), todo[0]))
-    safe = yield look("looks", lambda store: is_safe(there(store), one, rules.mutant))
-    if not safe and not (rules.damaged and one.txid == "T"):
-        base = one.first.replaces if rules.mutant == "copies_base" else None
-        copy = Committed(replaces=base, has=one.first.has, id=one.first.id)
-        safe = yield create(("mirror", f"{one.txid}+{left}", 0), copy)
-    if safe:
-        yield create(("mirrored", one.txid, one.since), True)
-    return goto(last_copies, rules, left, todo[1:])
-
-
-def last_gc(rules: Rules, left: int) -> Program:
-    found = yield look("lists commits and notes", lambda store: allowed(here(store), notes(store), rules)[:1])
-    for txid, number, record in found:
-        yield append(txid, number, record)
-        return goto(last_gc, rules, left)
-    return goto(last_pass, rules, left - 1)
+    return goto(mirror, rules, 3)
 
 
 # -- invariants
 
 
-def remembers_safety(store: Store) -> Store:
-    """Record as ghosts the store's commits that have been safe since they were created or last restored."""
-    now, other = here(store), there(store)
-    for txid in now.live():
-        one = wanted(now, txid)
-        key = ("ghost", "safe", txid, one.since)
-        if key not in store.objects and is_safe(other, one):
-            store = store.with_(key)
-    return store
+def remembers(store: Store) -> Store:
+    """Add what the mirror has to what it has had since X was last brought back."""
+    seen = log(store)
+    since = max((n for n, one in enumerate(seen.records) if one == RESTORED or isinstance(one, Back)), default=0)
+    had = store.get("had") if since == store.get("since") else frozenset()
+    now: set[str] = set()
+    for number, copy in enumerate(copies(store)):
+        for record in copy.records:
+            txid = getattr(record, "by", f"copy {number}")
+            if isinstance(record, (Committed, Rewritten)) and txid in dict(copy.live):
+                now |= copy.has(txid)
+    return store.with_(("had",), had | now).with_(("since",), since)
 
 
-def noted_is_safe(store: Store) -> bool:
-    """Check that every commit with a valid note has been safe."""
-    now, safe = here(store), store.under("ghost", "safe")
-    return all(key in safe for key in notes(store) if now.get(key[0]).count(RESTORED) == key[1])
+def fits(store: Store) -> bool:
+    first = ((number, record) for (number, index), record in store.under("mirror").items() if index == 0)
+    return all(record == REVOKED or record.blobs == store.get("manifest", number) for number, record in first)
 
 
-def purged_is_safe(store: Store) -> bool:
-    now, safe = here(store), store.under("ghost", "safe")
-    purged = [txid for txid, log in now.of if PURGED in log and not now.is_void(txid)]
-    return all((txid, now.get(txid).count(RESTORED)) in safe for txid in purged)
+def keeps_fuller(who: str, before: Store, after: Store) -> bool:
+    """Check that no pass takes entries away from what is current in a copy."""
+    pairs = zip(copies(before), copies(after), strict=False)
+    return not who.startswith("pass") or all(old.has() <= new.has() for old, new in pairs)
 
 
-QUIET_SAYS = "When all is quiet, a pass and a gc leave nothing behind: what is visible is noted, and the rest purged."
-NOTED = Invariant(
-    "What is noted as safe was whole in the mirror, while it was committed here and since it was last restored.",
-    noted_is_safe,
+HAD = Invariant(
+    "What a rule hides or ends here was whole in the mirror since it was last brought back.",
+    lambda store: not store.get("ghost", "gone"),
 )
-PURGED_IS_SAFE = Invariant(
-    "What is purged was safe in the mirror before, but for rewrites that are void.", purged_is_safe
-)
+FITS = Invariant("The record of a copy, and its manifest, are of the same places.", fits)
+FULLER = Invariant("No pass takes entries away from what is current in a copy.", keeps_fuller)
 
 
-def nothing_waits(store: Store, damaged: bool) -> bool:
-    """Check that no commit is waiting, except a damaged T whose entries no other commit has."""
-    now, noted = here(store), notes(store)
-    whole = [txid for txid in now.visible() if txid != "T" and now.get(txid)[0].has == "ef"]
-    rest = [txid for txid in now.live() if txid != "T" or whole or not damaged]
-    return all(now.is_visible(txid) and is_noted(now, noted, txid) for txid in rest)
+def is_copied(rules: Rules) -> Invariant:
+    says = "When all is quiet, some passes make what lives here safe."
+    return Invariant(says, lambda store: not log(store).live or is_safe(store, log(store), rules))
 
 
-QUIET, QUIET_BUT_DAMAGED = (
-    Invariant(QUIET_SAYS, lambda store, damaged=damaged: nothing_waits(store, damaged)) for damaged in (False, True)
-)
+COPIED = is_copied(Rules())
 
 
 def model(
     mutant: str = "",
     *,
-    rewrite: str = "",
-    damaged: bool = False,
-    forgets: int = 0,
-    mirrors: int = 1,
+    acts: tuple[str, ...] = (),
+    users: tuple[Any, ...] = (),
+    there: tuple[Any, ...] = (),
+    start: tuple[str, ...] = ("ef",),
     passes: int = 1,
-    puts: int = 2,
-    there: int = 2,
-    thins: bool = False,
-    lost: bool = False,
+    times: int = 2,
+    thinned: bool = False,
+    accident: str = "",
 ) -> Model:
-    """Return a model. ``rewrite``: the entries that a rewrite of T keeps. ``there``: records of the mirror's own gc.
+    """Return a model. ``acts``: records of rules here; ``users``: those of a user; ``there``: those of the mirror's gc.
 
-    ``lost``: T exists only in the mirror, and is copied back.
+    ``start``: the entries of each of X's places. ``accident``: what happens to the mirror.
     """
-    rules = Rules(mutant, damaged)
-    plain = rewrites.Rules()
-    found = [Process(f"mirror {index}", goto(mirror, rules, passes), mortal=not lost) for index in range(mirrors)]
-    found += [Process("rewriter", goto(thinner, rewrite), mortal=True)] if rewrite else []
-    found += [Process("user", goto(rewrites.user, plain, forgets, (FORGOTTEN, RESTORED)))] if forgets else []
-    found += [Process("gc", goto(gc, rules, puts))] if puts else []
-    found += [Process("gc of the mirror", goto(mirrors_gc, there, thins))] if there else []
-    found += [Process("copy back", goto(copies_back))] if lost else []
-    found += [Process("last", goto(last, rules))]
-    first = {("mirror" if lost else "commits", "T", 0): Committed()}
-    at_end = () if lost else (QUIET_BUT_DAMAGED if damaged else QUIET,)
-    return Model(Store(first), found, always=(NOTED, PURGED_IS_SAFE), at_end=at_end, watch=remembers_safety)
-
-
-def thinner(has: str) -> Program:
-    seen = yield look("lists commits", lambda s: next(((t, here(s).number(t)) for t in here(s).visible()), None))
-    if seen is not None:
-        base, number = seen
-        yield append("V", 0, Committed(replaces=(base, number), has=has))
-        won = yield append(base, number, Replaced("V"))
-        if not won:
-            yield append("V", 1, FORGOTTEN)
-    return None
+    rules = Rules(mutant, thinned, accident == "power", accident == "snapshot")
+    found = [Process(f"pass {index}", goto(mirror, rules, times), mortal=True) for index in range(passes)]
+    found += [Process("gc", goto(rules_here, rules, acts))] if acts else []
+    found += [Process("user", goto(user, users))] if users else []
+    found += [Process("mirror's gc", goto(mirrors_gc, rules, there))] if there else []
+    accidents = {"snapshot": older_snapshot, "power": power_cut}
+    found += [Process("mirror", Goto(accidents[accident], (rules,)))] if accident else []
+    found += [Process("pass at last", goto(last, rules))]
+    blobs = [frozenset((X, entry) for entry in entries) for entries in start]
+    first: dict[Any, Any] = {("commits", X, 0): Committed(blobs[0]), ("had",): frozenset(), ("since",): 0}
+    first |= {("commits", X, n): Rewritten(f"U{n}", some) for n, some in enumerate(blobs) if n}
+    always, at_end = ((HAD,) if accident == "snapshot" else (HAD, FITS)), (is_copied(rules),)
+    return Model(Store(first), found, always=always, steps=(FULLER,), at_end=at_end, watch=remembers)

@@ -1,25 +1,28 @@
-"""A checkpoint with a permanent tag is visible and complete in the end, even if the process that removed it was killed.
+"""A tag protects its checkpoint from rules and thinning, from the instant at which it is set, even if tags/ is lost.
 
-A gc that forgets by a rule lists tags before and after it forgets, and so does thin. Both restore checkpoints that
-were tagged in the meantime. If they are killed in between, no process knows this. However, a user who forgets a
-checkpoint by name ends its tags first. Therefore, if a tag names a forgotten checkpoint, a later gc knows that a rule
-forgot it, and restores it. It also restores a thinned checkpoint whose tag was set on the complete one.
+To set a tag, a process creates a generation in tags/. Then it reads the log, puts a forgotten checkpoint or the places
+back that it tags, and creates `tagged` right after the log in which all of it is visible. A rule, or thin, reads the
+log, then lists tags, and creates its record right after the log as read. So one of the two finds its number taken. No
+rule looks again afterwards. If the tagger dies before `tagged`, gc puts back what its generation names.
 
-There is a single tag. Its generations are at ("tags", N): the txid that the tag was set on, or "" if it was deleted.
+A user who forgets a checkpoint by name first ends its tags. Therefore, if a tag names a forgotten checkpoint, a rule
+has forgotten it, or the two happened at once.
 
-With ``records``, a record in commits/ says that generation N was set: ("recorded", N). A gc that lists such a record,
-and then does not find this generation or a later one, concludes that tags/ is lost. It must be right.
+There is a single tag. Its generations are at ("tags", N): the places that the tag was set on, or "" if it was ended. A
+process that finds `tagged` N in a log, and then neither N nor a higher generation, concludes that tags/ is lost.
 """
 
 from __future__ import annotations
 
-from collections.abc import Generator, Iterable
+from collections.abc import Generator
 from typing import Any, NamedTuple
 
 from tests.model.protocol.explorer import (
+    Goto,
     Invariant,
     Model,
     Op,
+    Outcome,
     Process,
     Program,
     Store,
@@ -27,268 +30,330 @@ from tests.model.protocol.explorer import (
     delete,
     goto,
     look,
+    network,
     when_quiet,
 )
-from tests.model.protocol.logs import FORGOTTEN, RESTORED, Committed, Logs, Replaced, append, listing, logs
+from tests.model.protocol.places import (
+    FORGOTTEN,
+    PURGED,
+    RESTORED,
+    TRIMMED,
+    Back,
+    Committed,
+    Log,
+    Rewritten,
+    Tagged,
+    X,
+    append,
+    fold,
+    log,
+    reads_log,
+)
 
 MUTANTS = {
-    "looks_once": "a gc that has forgotten by a rule does not list tags again",
-    "thins_and_goes": "thin does not list tags again",
-    "believes_its_tag": "who sets a tag does not read the log behind that",
+    "tags_first": "a rule lists tags before it reads the log",
+    "thins_tags_first": "thin lists tags before it reads the log",
+    "later_number": "a rule whose number is taken takes the next one",
+    "person_reads_last": "who forgets by name ends the tags before he reads the log",
+    "believes_its_tag": "who sets a tag creates no record, and does not read the log",
+    "reads_only": "who sets a tag reads the log, and creates no record",
     "takes_what_is_thin": "who sets a tag takes what was thinned meanwhile for what he wanted",
-    "leaves_forgotten": "a gc leaves what is forgotten and tagged as it is",
-    "leaves_thin": "a gc leaves what was thinned and is claimed as it is",
-    "tags_first": "a gc that restores lists tags before it reads logs",
-    "later_number": "a gc that restores takes whatever number comes next",
     "records_first": "who sets a tag records it before it exists",
-    "tags_before_records": "a gc lists tags before the records of tags",
-    "lists_once": "a gc does not list tags again before it takes a generation for lost",
+    "numbers_by_listing": "who sets a tag takes its number from tags/ alone",
+    "leaves_forgotten": "a gc leaves what is forgotten and tagged as it is",
+    "leaves_thin": "a gc leaves what was thinned and is tagged as it is",
+    "gc_tags_first": "a gc that restores lists tags before it reads logs",
+    "gc_later_number": "a gc that restores takes whatever number comes next",
+    "tags_before_records": "a rule that checks for lost tags lists them before it reads the logs",
+    "lists_once": "a rule does not list tags again before it takes a generation for lost",
     "cleans_all": "a cleanup deletes the newest generation too",
-    "ignores_records": "a gc does not compare tags with their records",
+    "ignores_records": "a rule does not compare tags with their records",
 }
+WHOLE, THIN = frozenset({(X, "e"), (X, "f")}), frozenset({("V", "e")})
 
 
 class Rules(NamedTuple):
+    """The rules of a model. ``lost``: puts of rules may get no answer, and land later."""
+
     mutant: str = ""
-    torn: bool = False
-    records: bool = False
+    lost: bool = False
 
 
-def tagged(store: Store) -> str:
-    """Return the txid that the tag names, or "" if there is none."""
-    newest = max(store.under("tags").items(), default=((), ""))
-    return str(newest[1])
+Newest = tuple[int, str]
+"""The number of the newest generation, or -1; and the places that it names, or ""."""
 
 
-def _next(store: Store) -> int:
-    return max((number for (number,) in store.under("tags")), default=-1) + 1
+def newest(store: Store) -> Newest:
+    return max(((number, txid) for (number,), txid in store.under("tags").items()), default=(-1, ""))
 
 
-def _entries(now: Logs) -> set[str]:
-    """Return the entries of the visible commit of X."""
-    return set().union(*(now.get(txid)[0].has for txid in now.visible()[:1]))
+def lists_tags() -> Generator[Op, Any, Newest]:
+    """List tags in two pages. The oldest generation is on the second one."""
+    later = yield look("lists tags", lambda store: max(newest(store), (0, ""))[0] and newest(store))
+    oldest = yield look("lists tags", lambda store: store.get("tags", 0))
+    return later or (-1 if oldest is None else 0, oldest or "")
+
+
+def recorded(seen: Log) -> int:
+    return max((record.number for record in seen.records if isinstance(record, Tagged)), default=-1)
 
 
 # -- taggers
 
 
 def tagger(rules: Rules) -> Program:
-    txid = yield look("lists commits", lambda store: next(iter((*logs(store).visible(), *logs(store).live())), ""))
-    number = yield look("lists generations", _next)
+    """Choose the current places, and create the next generation."""
+    seen = yield reads_log()
+    number, _ = yield from lists_tags()
+    if rules.mutant != "numbers_by_listing":
+        number = max(number, recorded(seen))
+    if not seen.live:
+        return None
     if rules.mutant == "records_first":
-        yield create(("recorded", number), True)
-    won = yield create(("tags", number), txid)
-    return goto(tagger_looks, rules, txid, number) if won and rules.mutant != "believes_its_tag" else None
+        yield append(seen, Tagged(number + 1))
+    won = yield create(("tags", number + 1), seen.current, _begins)
+    return goto(tagger_records, rules, number + 1, seen.current) if won else None
 
 
-def tagger_looks(rules: Rules, txid: str, number: int) -> Program:
-    """Read the logs after tagging. Either the remover sees the tag, or the tagger sees the new state."""
-    seen = yield from listing(torn=rules.torn)
-    is_less = rules.mutant != "takes_what_is_thin" and bool(_lacking(seen, txid))
-    for one in _forgotten(seen) or ([txid] if is_less else []):
-        yield append(one, seen.number(one), RESTORED)
-        break
-    if rules.records:
-        yield create(("recorded", number), True)
+def _begins(store: Store, won: bool) -> Store:
+    """Earlier promises are over when another generation exists."""
+    return store.without(("ghost", "set")).with_(("ghost", "named")) if won else store
+
+
+def _ends(store: Store, won: bool) -> Store:
+    return store.without(("ghost", "set")) if won else store
+
+
+def tagger_records(rules: Rules, number: int, places: str) -> Program:
+    """Make the checkpoint visible and whole, and record the tag right after that."""
+    if rules.mutant == "believes_its_tag":
+        return goto(tagger_has_set, number, places)
+    seen = yield reads_log()
+    wanted = seen.has(places)
+    best = seen.fullest(wanted)
+    if not best or not wanted <= seen.has(best):
+        yield create(("tags", number + 1), "", _ends)
+        return None
+    if not seen.visible:
+        yield append(seen, RESTORED)
+    elif not wanted <= seen.has() and rules.mutant != "takes_what_is_thin":
+        yield append(seen, Back(best))
+    elif rules.mutant in {"reads_only", "records_first"}:
+        return goto(tagger_has_set, number, places)
+    else:
+        won = yield append(seen, Tagged(number))
+        if won:
+            return goto(tagger_has_set, number, places)
+    return goto(tagger_records, rules, number, places)
+
+
+def tagger_has_set(number: int, places: str) -> Program:
+    def promises(store: Store, _: Any) -> Store:
+        return store.with_(("ghost", "set"), places) if store.get("ghost", "newest") == number else store
+
+    yield look("has set its tag", lambda store: "", promises)
     return None
 
 
-def _forgotten(now: Logs) -> list[str]:
-    """Return the valid forgotten commit of X if none is visible."""
-    gone = [txid for txid in now.live() if now.state(txid) == FORGOTTEN and now.stands(txid)]
-    return [] if now.visible() else gone[:1]
+def ender(_: Rules) -> Program:
+    """End the tag. Its record stays in the log."""
+    number, places = yield from lists_tags()
+    if places:
+        yield create(("tags", number + 1), "", _ends)
+    return None
 
 
-def _lacking(now: Logs, txid: str) -> set[str]:
-    """Return the entries of the replaced commit that the visible one lacks."""
-    if not now.visible() or not now.lives(txid) or not isinstance(now.state(txid), Replaced):
-        return set()
-    return set(now.get(txid)[0].has) - _entries(now)
+def loser(_: Rules) -> Program:
+    """Lose tags/."""
+    yield Op(lambda store: [Outcome("LOSES tags", store.without(*(("tags", *key) for key in store.under("tags"))))])
+    return None
+
+
+def cleaner(rules: Rules) -> Program:
+    """Delete the old generations of a tag that was ended. The newest one stays, so that no number is reused."""
+    numbers = yield look("lists tags", lambda store: () if newest(store)[1] else tuple(range(newest(store)[0] + 1)))
+    for number in numbers if rules.mutant == "cleans_all" else numbers[:-1]:
+        yield delete(("tags", number))
+    return None
 
 
 # -- removers
 
 
 def ruler(rules: Rules) -> Program:
-    """Act as a gc whose rule does not keep X. A forgotten checkpoint is kept for a day. `leases` models purges."""
-    if rules.records and (yield from _misses_tags(rules)):
+    """Act as a gc or rotation whose rule does not keep X."""
+    seen, places = yield from looks(rules, first=rules.mutant in {"tags_first", "tags_before_records"})
+    if seen.visible and places == "":
+        won = yield append(seen, FORGOTTEN, lost=rules.lost)
+        if won is False and rules.mutant == "later_number":
+            yield append(fold(X, (*seen.records, None)), FORGOTTEN)
+    return None
+
+
+def looks(rules: Rules, *, first: bool = False) -> Generator[Op, Any, tuple[Log, str | None]]:
+    """Read the log, then list tags. Return the log, and the places that the tag names, or None if tags/ is lost."""
+    early = (yield from lists_tags()) if first else None
+    seen = yield reads_log()
+    if early is None or rules.mutant == "tags_before_records":
+        number, places = early or (yield from lists_tags())
+        if recorded(seen) > number and not early and rules.mutant != "lists_once":
+            number, places = yield from lists_tags()
+    else:
+        number, places = early
+    if recorded(seen) > number and rules.mutant not in {"ignores_records", "tags_first", "thins_tags_first"}:
         yield create(("ghost", "alarm"), True)
-        return None
-    if (yield look("lists tags", tagged)):
-        return None
-    seen = yield from listing(torn=rules.torn)
-    found = seen.visible()
-    return goto(ruler_forgets, rules, found[0], seen.number(found[0])) if found else None
-
-
-def _misses_tags(rules: Rules) -> Generator[Op, Any, bool]:
-    """List commits, then tags. Report whether a generation that commits/ records is lost."""
-    newest = -1
-    if rules.mutant == "tags_before_records":
-        newest = yield from _newest()
-    recorded = yield look("lists commits", lambda store: max((n for (n,) in store.under("recorded")), default=-1))
-    if rules.mutant != "tags_before_records":
-        newest = yield from _newest()
-        if recorded > newest and rules.mutant != "lists_once":
-            newest = yield from _newest()
-    return bool(recorded > newest) and rules.mutant != "ignores_records"
-
-
-def _newest() -> Generator[Op, Any, int]:
-    """List tags. The listing is not atomic, and sees the oldest generation last."""
-    later = yield look("lists tags", lambda store: max((n for (n,) in store.under("tags") if n), default=-1))
-    oldest = yield look("lists tags", lambda store: -1 if store.get("tags", 0) is None else 0)
-    return max(int(later), int(oldest))
-
-
-def cleaner(rules: Rules) -> Program:
-    """Delete the old generations of a tag that was deleted. The newest one stays, so that no number is reused."""
-    numbers = yield look("lists tags", lambda store: () if tagged(store) else tuple(range(_next(store))))
-    for number in numbers if rules.mutant == "cleans_all" else numbers[:-1]:
-        yield delete(("tags", number))
-    return None
-
-
-def ruler_forgets(rules: Rules, txid: str, number: int) -> Program:
-    if not (yield append(txid, number, FORGOTTEN)):
-        return None
-    if rules.mutant != "looks_once" and (yield look("lists tags", tagged)):
-        yield append(txid, number + 1, RESTORED)
-    return None
+        return seen, None
+    return seen, places
 
 
 def thinner(rules: Rules) -> Program:
-    if (yield look("lists tags", tagged)):
-        return None
-    seen = yield from listing(torn=rules.torn)
-    found = seen.visible()
-    return goto(thinner_rewrites, rules, found[0], seen.number(found[0])) if found else None
+    seen, places = yield from looks(rules, first=rules.mutant == "thins_tags_first")
+    if seen.visible and places == "" and len(seen.has()) > 1:
+        yield append(seen, Rewritten("V", THIN), lost=rules.lost)
+    return None
 
 
-def thinner_rewrites(rules: Rules, base: str, number: int) -> Program:
-    yield append("V", 0, Committed(replaces=(base, number), has="e"))
-    if not (yield append(base, number, Replaced("V"))):
-        return None
-    if rules.mutant != "thins_and_goes" and (yield look("lists tags", tagged)):
-        yield append(base, number + 1, RESTORED)
+def repacker(_: Rules) -> Program:
+    """Move all entries. Whoever takes the number meanwhile makes it fail."""
+    seen = yield reads_log()
+    if seen.visible:
+        yield append(seen, Rewritten("Q", frozenset(("Q", entry) for entry in seen.has())))
     return None
 
 
 def person(rules: Rules) -> Program:
-    """Forget X by name. Delete its tag first, so that the forget does not look like that of a rule."""
-    number = yield look("lists generations", lambda store: _next(store) if tagged(store) else -1)
-    ended = number < 0 or (yield create(("tags", number), ""))
-    seen = yield from listing(torn=rules.torn)
-    found = seen.visible()
-    return goto(person_forgets, found[0], seen.number(found[0])) if ended and found else None
-
-
-def person_forgets(txid: str, number: int) -> Program:
-    yield append(txid, number, FORGOTTEN, ghost=lambda store, won: store.with_(("ghost", txid, number), won))
+    """Forget X by name. End its tag first, so that the forget does not look like that of a rule."""
+    early = (yield from lists_tags()) if rules.mutant == "person_reads_last" else None
+    seen = yield reads_log()
+    yield look("begins to list tags", lambda _: "", lambda store, _: store.without(("ghost", "named")))
+    number, places = early or (yield from lists_tags())
+    if places and not (yield create(("tags", number + 1), "", _ends)):
+        return goto(person, rules)
+    if not seen.visible:
+        return None
+    won = yield append(seen, FORGOTTEN)
+    if not won:
+        return goto(person, rules)
+    yield look("has forgotten", lambda _: "", lambda store, _: store.with_(("ghost", seen.next)))
     return None
 
 
-# -- restores
+# -- gc
 
 
 def gc(rules: Rules, times: int = 1) -> Program:
-    """Read the logs, list the tags, and then take the number right after the last record."""
+    """Put back what tags name, trim and purge, each right after the log as read."""
     if not times:
         return None
-    named = ""
-    if rules.mutant == "tags_first":
-        named = yield look("lists tags", tagged)
-    seen = yield from listing(torn=rules.torn)
-    if rules.mutant != "tags_first":
-        named = yield look("lists tags", tagged)
-    found = tuple(_to_restore(seen, named, rules))
-    return goto(gc_restores, rules, times, *found[0]) if found else None
-
-
-def _to_restore(now: Logs, named: str, rules: Rules) -> Iterable[tuple[str, int]]:
-    if named and rules.mutant != "leaves_forgotten":
-        yield from ((txid, now.number(txid)) for txid in _forgotten(now))
-    if named and rules.mutant != "leaves_thin" and _lacking(now, named):
-        yield named, now.number(named)
-
-
-def gc_restores(rules: Rules, times: int, txid: str, number: int) -> Program:
-    won = yield append(txid, number, RESTORED)
-    if not won and rules.mutant == "later_number":
-        again = yield look("reads the log", lambda s: logs(s).state(txid) == FORGOTTEN and logs(s).number(txid))
-        if again:
-            yield append(txid, again, RESTORED)
+    early = (yield from lists_tags()) if rules.mutant == "gc_tags_first" else None
+    seen = yield reads_log()
+    _, places = early or (yield from lists_tags())
+    act = gc_act(seen, places, rules.mutant)
+    if act is None:
+        return None
+    won = yield append(seen, act)
+    if not won and act == RESTORED and rules.mutant == "gc_later_number":
+        again = yield reads_log()
+        if again.live and not again.visible:
+            yield append(again, act)
     return goto(gc, rules, times - 1)
+
+
+def gc_act(seen: Log, places: str, mutant: str) -> Any:
+    if not seen.live:
+        return None
+    if places and not seen.visible and mutant != "leaves_forgotten":
+        return RESTORED
+    wanted = seen.has(places) if places else frozenset[str]()
+    best = seen.fullest(wanted)
+    if not seen.visible:
+        return None if places else PURGED
+    if seen.has(best) & wanted > seen.has() & wanted and mutant != "leaves_thin":
+        return Back(best)
+    return TRIMMED if len(seen.live) > 1 and wanted <= seen.has() else None
 
 
 def last_gc(rules: Rules) -> Program:
     """Run gc after all other processes have ended."""
     yield when_quiet()
-    return goto(gc, Rules(rules.mutant), 3)
+    return goto(gc, rules, 4)
+
+
+def last_ruler(rules: Rules) -> Program:
+    yield when_quiet()
+    return goto(ruler, rules)
 
 
 # -- invariants
 
-SEEN = "In the end, what a tag names is visible, if it lives, with all that it had where the tag was set."
-STAYS = "What a person forgets by name, no gc restores."
-QUIET = "No generation of a tag that was never lost counts as lost."
-KEPT = "If tags/ is lost, no rule forgets what was tagged."
+
+def keeps(store: Store, places: str) -> bool:
+    seen = log(store)
+    return seen.visible and seen.has(places) <= seen.has()
+
+
+def is_set(store: Store) -> bool:
+    places = store.get("ghost", "set")
+    return places is None or keeps(store, places)
 
 
 def is_seen(store: Store) -> bool:
-    now, txid = logs(store), tagged(store)
-    if not txid or not now.live():
-        return True
-    has = set(now.get(txid)[0].has) if now.lives(txid) else set()
-    return bool(now.visible()) and has <= _entries(now)
+    seen, places = log(store), newest(store)[1]
+    return not places or not seen.live or (seen.visible and (places not in dict(seen.live) or keeps(store, places)))
 
 
 def stays(who: str, before: Store, after: Store) -> bool:
-    """Check that, if gc restored something, either no user had forgotten it or it has a new tag."""
-    if "gc" not in who or tagged(after):
+    """Check that gc restored nothing that a person had forgotten, unless a tag was set since he listed tags."""
+    if "gc" not in who or after.get("ghost", "named"):
         return True
-    new = [key for key, record in after.under("commits").items() if record == RESTORED]
-    behind = [(txid, n - 1) for txid, n in new if before.get("commits", txid, n) is None]
-    return not any(after.get("ghost", *key) for key in behind)
+    old, new = log(before), log(after)
+    return new.records[old.next :] != (RESTORED,) or not before.get("ghost", old.next - 1)
 
 
-def is_quiet(store: Store) -> bool:
-    return not store.get("ghost", "alarm")
+SET = Invariant(
+    "From the instant at which a tag is set, all that it was set on is visible, until the tag ends.", is_set
+)
+SEEN = Invariant("In the end, what a tag names is visible, if it lives, with all that it was set on.", is_seen)
+STAYS = Invariant("What a person forgets by name, no gc restores.", stays)
+QUIET = Invariant(
+    "No generation of a tag counts as lost that was never lost.", lambda store: not store.get("ghost", "alarm")
+)
 
 
-def is_kept(store: Store) -> bool:
-    return bool(logs(store).state("T") != FORGOTTEN)
+def remembers(store: Store) -> Store:
+    """Remember the newest generation, which may be lost."""
+    number = newest(store)[0]
+    return store.with_(("ghost", "newest"), number) if number >= store.get("ghost", "newest") else store
+
+
+WHO = {one.__name__: one for one in (tagger, ender, loser, cleaner, ruler, thinner, repacker, person, last_ruler)}
 
 
 def model(
     mutant: str = "",
     *,
-    takes: tuple[str, ...] = ("ruler",),
-    tags: bool = True,
-    is_tagged: bool = False,
+    does: tuple[str, ...] = ("ruler",),
+    start: tuple[Any, ...] = (),
+    tags: tuple[str, ...] = (),
     gcs: int = 0,
-    repeats: int = 1,
-    settles: bool = True,
-    mortal: bool = True,
-    torn: bool = False,
-    records: bool = False,
+    times: int = 2,
     lost: bool = False,
+    mortal: bool = True,
 ) -> Model:
-    """Return a model. ``takes``: the processes that remove X. ``gcs``: gcs that restore, concurrently with all others.
-
-    ``settles``: one more gc runs at the end. ``records``: tags are recorded, and old generations are deleted. ``lost``:
-    a tag is recorded, but tags/ was left out when the store was restored.
-    """
-    rules = Rules(mutant, torn, records)
-    who = {"ruler": ruler, "thinner": thinner, "person": person}
-    found = [Process(name, goto(who[name], rules), mortal and name != "person") for name in takes]
-    found += [Process("tagger", goto(tagger, rules))] if tags else []
-    found += [Process(f"gc {index}", goto(gc, rules, repeats)) for index in range(gcs)]
-    found += [Process("last gc", goto(last_gc, rules))] if settles else []
-    found += [Process("cleaner", goto(cleaner, rules))] if records else []
-    first: dict[Any, Any] = {("commits", "T", 0): Committed()}
-    first |= {("tags", 0): "T"} if is_tagged else {}
-    first |= {("recorded", 0): True} if lost or (records and is_tagged) else {}
-    at_end = (Invariant(KEPT, is_kept) if lost else Invariant(SEEN, is_seen),)
-    always = (Invariant(QUIET, is_quiet),) if records and not lost else ()
-    return Model(Store(first), found, always=always, steps=(Invariant(STAYS, stays),), at_end=at_end)
+    """Return a model. ``does``: the processes. ``start``: records behind the first. ``tags``: generations at first."""
+    rules = Rules(mutant, lost)
+    immortal = {"person", "loser"}
+    found = [
+        Process(f"{name} {i}", goto(WHO[name], rules), mortal and name not in immortal) for i, name in enumerate(does)
+    ]
+    found += [Process(f"gc {index}", goto(gc, rules, times)) for index in range(gcs)]
+    found += [Process("last gc", goto(last_gc, rules))] if "last_ruler" not in does else []
+    found += [Process("network", Goto(network), daemon=True)] if lost else []
+    records = (Committed(WHOLE), *start)
+    first: dict[Any, Any] = {("commits", X, number): record for number, record in enumerate(records)}
+    first |= {("tags", number): places for number, places in enumerate(tags)}
+    first |= {("ghost", "newest"): len(tags) - 1}
+    first |= {("ghost", "set"): X} if start and (tags or "loser" in does) else {}
+    always = (SET,) if "loser" in does else (SET, QUIET)
+    at_end = () if "loser" in does or lost else (SEEN,)
+    return Model(Store(first), found, always=always, steps=(STAYS,), at_end=at_end, watch=remembers)
