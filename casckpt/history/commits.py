@@ -82,7 +82,8 @@ def list_commits(repo: Repository, *, anew: bool = False) -> CommitList:
         return list_commits(repo, anew=anew)
     logs = _read_logs(repo, _entries(now, touched), anew=anew)
     listed = with_logs(listed, logs)
-    if not listed.damaged:
+    is_whole = not any(isinstance(record, CasckptError) for log in logs.values() for record in log.values())
+    if is_whole and not listed.damaged:
         repo.records.folded = (now, listed)  # otherwise, the next listing rereads the missing records
     return listed
 

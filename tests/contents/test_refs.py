@@ -13,7 +13,7 @@ from casckpt.contents.refs import resolve, resolve_forgotten, resolve_many
 from casckpt.errors import Damaged, Gone, InvalidInput, NotFound
 from casckpt.format.keys import commit_key, tag_key
 from casckpt.format.names import ManifestId
-from casckpt.history.commits import Commit, forget, list_commits, purge
+from casckpt.history.commits import Commit, forget, list_commits, purge, refresh
 from casckpt.history.tags import set_tag
 from casckpt.repository.repository import Repository
 from tests.support.faulty import FaultyStore
@@ -125,6 +125,7 @@ def test_a_reference_to_a_purged_commit_resolves_to_a_different_commit_of_the_ch
 def test_a_tag_resolves_to_its_checkpoint(repo: Repository) -> None:
     commit = commit_bare(repo, "a", 1)
     set_tag(repo, "best", commit)
+    commit = refresh(repo, commit)
     assert resolve(repo, "tag:best") == commit
     with pytest.raises(NotFound, match="existing tags: best"):
         resolve(repo, "tag:bets")
@@ -142,6 +143,7 @@ def test_a_tag_resolves_to_a_different_commit_while_its_own_is_forgotten(repo: R
     own = commit_bare(repo, "a", 1)
     set_tag(repo, "best", own)
     other = commit_bare(repo, "b", 1, manifest=own.id)
+    own = refresh(repo, own)
     assert resolve(repo, "tag:best") == own
     forget(repo, own)
     assert resolve(repo, "tag:best") == other

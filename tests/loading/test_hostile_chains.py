@@ -13,7 +13,7 @@ from casckpt.format.manifest import placed
 from casckpt.format.sections.blobs import encode_blobs
 from casckpt.saving.encoder import forget_run
 from casckpt.store.store import Store
-from casckpt.upkeep.rewrite import record_of, rewrite
+from casckpt.upkeep.rewrite import rewrite, rewritten
 from tests.support.coded import Stored
 from tests.support.saves import reopened, same_state, small, trained
 
@@ -39,10 +39,8 @@ def changed(store: Store, link: int, change: Change) -> None:
     moved = {entry.number: build(table.shape, table.itemsize, table.cell, cells)}
     refs = encode_blobs(mine.refs)
     repo = store.repository
-    made = rewrite(
-        repo, mine.commit, lambda txid, _: record_of(repo, txid, mine.commit, placed(mine.manifest, refs, moved))
-    )
-    assert made is not None
+    made = placed(mine.manifest, refs, moved)
+    rewrite(repo, mine.commit, lambda txid: rewritten(repo, txid, mine.commit, made))
 
 
 def _relinked(chain: list[StoredCell], other: list[StoredCell], link: int, change: Change) -> StoredCell:

@@ -37,10 +37,9 @@ def rewritten_twice(repo: Repository) -> None:
 
 def undone(repo: Repository) -> None:
     """The rewrite that a load reads is undone, and its bytes are deleted."""
-    old = next(one for one in list_commits(repo).live() if one.last == "replaced")
-    restore(repo, old)
-    for _ in range(2):
-        collect(repo)
+    (commit,) = list_commits(repo).visible()
+    restore(repo, commit.old[0])
+    collect(repo)
 
 
 CHANGES: dict[str, Callable[[Repository], None]] = {

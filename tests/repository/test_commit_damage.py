@@ -62,7 +62,7 @@ def test_a_damaged_first_record_is_reported_and_does_not_affect_others(repo: Rep
     assert found.commits.keys() == {good.txid}
     assert found.damaged.keys() == {bad.txid}
     assert isinstance(found.damaged[bad.txid], Damaged | Refused)
-    assert list_names(repo) == {good.txid, bad.txid}
+    assert list_names(repo) == {(good.txid, 0), (bad.txid, 0)}
     assert newest_reusable(repo, "a", anew=True) == good
 
 
@@ -76,7 +76,7 @@ def test_a_damaged_record_is_reread_after_its_repair(repo: Repository) -> None:
     assert list_commits(repo).commits == {first.txid: first}
 
 
-def test_a_damaged_last_record_makes_the_previous_state_uncertain(repo: Repository) -> None:
+def test_a_damaged_record_makes_the_state_uncertain_until_a_purge(repo: Repository) -> None:
     forgotten = forget(repo, commit_bare(repo, "a", 1))
     flip(repo, commit_key(forgotten.txid, 1))
     found = list_commits(repo)
@@ -85,8 +85,11 @@ def test_a_damaged_last_record_makes_the_previous_state_uncertain(repo: Reposito
     assert newest_reusable(repo, "a", anew=True) is None  # no save reuses a checkpoint that may be purged
     again = forget(repo, found.commits[forgotten.txid])
     assert again.number == 2
-    assert list_commits(repo).damaged == {}
+    assert list_commits(repo).damaged.keys() == {forgotten.txid}
     assert list_commits(repo).commits[forgotten.txid] == again
+    gone = purge(repo, again)
+    assert list_commits(repo).damaged == {}
+    assert list_commits(repo).commits[forgotten.txid] == gone
 
 
 @pytest.mark.parametrize("gone", [False, True])

@@ -44,7 +44,7 @@ class Others:
         if change in changes and txid in found.commits:
             changes[change](self.repo, found.commits[txid])
         elif change in REWRITES and txid in found.commits and found.commits[txid].visible:
-            self.txids.append(REWRITES[change](self.repo, found.commits[txid]).txid)
+            REWRITES[change](self.repo, found.commits[txid])
         elif change == "commit":
             commit_bare(self.repo, txid=txid)
         elif change == "commit and purge":

@@ -15,7 +15,7 @@ from hypothesis.stateful import Bundle, RuleBasedStateMachine, initialize, invar
 from casckpt.contents import refs
 from casckpt.errors import CasckptError, Conflict, NotFound, Revoked
 from casckpt.format.names import ManifestId, TxId
-from casckpt.format.records import Committed, RevokedRecord
+from casckpt.format.records import Committed
 from casckpt.history import commits as log
 from casckpt.history import tags
 from casckpt.history.commits import Commit, list_commits
@@ -147,15 +147,14 @@ class RecordsModel(RuleBasedStateMachine):
     @invariant()
     def the_listing_is_the_model(self) -> None:
         found = list_commits(self.repo)
-        recorded = {txid for txid, c in found.commits.items() if isinstance(c.first, RevokedRecord) and c.first.tagged}
-        saves = {txid: c for txid, c in found.commits.items() if txid not in recorded}
-        states = {txid: (c.last if c.last != "restored" else "visible") for txid, c in saves.items()}
+        states = {txid: (c.last if c.last != "restored" else "visible") for txid, c in found.commits.items()}
         wanted = {one.txid: one.state if one.state != "restored" else "visible" for one in self.model.values()}
         assert states == wanted
         assert found.damaged == {}
         assert [c.txid for c in found.live()] == [one.txid for one in self.model.values() if one.live]
         assert sorted(c.txid for c in (*found.current(), *found.superseded())) == [c.txid for c in found.visible()]
-        assert log.list_names(self.repo) == set(self.model) | recorded
+        assert {txid for txid, _ in log.list_names(self.repo)} == set(self.model)
+        assert log.list_names(self.repo) == found.names
 
     @rule()
     def one_who_looks_now_and_then_sees_what_a_first_look_sees(self) -> None:

@@ -15,14 +15,14 @@ from casckpt.format.extents import ExtentTable, Frame, StoredCell, build
 from casckpt.format.keys import blob_key
 from casckpt.format.manifest import placed
 from casckpt.format.names import CellDigest, TxId
-from casckpt.format.records import Committed
+from casckpt.format.records import Rewritten
 from casckpt.format.regions import Region
 from casckpt.format.sections.blobs import BlobRef, encode_blobs
 from casckpt.format.sections.index import Entry, Name
 from casckpt.history.commits import Commit
 from casckpt.repository.repository import Repository
 from casckpt.store.store import Store
-from casckpt.upkeep.rewrite import record_of, rewrite
+from casckpt.upkeep.rewrite import rewrite, rewritten
 
 Encode = Callable[[memoryview, int, memoryview | None], bytes | None]
 Place = tuple[BlobRef, int]
@@ -45,13 +45,10 @@ def code(
     """Rewrite a checkpoint: encode the cells of ``keys`` as frames against ``base``.
 
     A cell that ``base`` does not have gets a frame without a base. An identical cell is reused. A cell that encoding
-    would not shrink remains raw. The rewrite replaces the earlier commit: loads do not fall back on it, and the next
-    gc deletes it.
+    would not shrink remains raw. The next gc without a minimum age trims the old places.
     """
     work = _Coding(store.repository, Stored(store, ref), None if base is None else Stored(store, base), encode)
-    made = rewrite(store.repository, work.mine.commit, lambda txid, _: work.save(txid, keys))
-    assert made is not None
-    return made
+    return rewrite(store.repository, work.mine.commit, lambda txid: work.save(txid, keys))
 
 
 def chain(store: Store, refs: Sequence[str], *, encode: Encode = encode) -> None:
@@ -102,7 +99,7 @@ class _Coding:
     encode: Encode
     _frames: dict[tuple[CellDigest, CellDigest | None], bytes] = field(default_factory=dict)
 
-    def save(self, txid: TxId, keys: Callable[[str], bool]) -> Committed:
+    def save(self, txid: TxId, keys: Callable[[str], bool]) -> Rewritten:
         """Write blobs and the manifest."""
         mine, numbers = self.mine, dict[BlobRef, int]()
         known = {} if self.theirs is None else self.theirs.cells()
@@ -120,7 +117,7 @@ class _Coding:
                 where, made = (entry.name, cell.region), _numbered(cell, mine.refs, numbers)
                 new.append(self._coded(made, bases[where], places, numbers) if where in bases else made)
             moved[entry.number] = build(table.shape, table.itemsize, table.cell, new)
-        return record_of(self.repo, txid, mine.commit, placed(mine.manifest, encode_blobs(numbers), moved))
+        return rewritten(self.repo, txid, mine.commit, placed(mine.manifest, encode_blobs(numbers), moved))
 
     def _has_frame(self, cell: StoredCell, base: StoredCell | None) -> bool:
         name = (cell.digest, base and base.digest)

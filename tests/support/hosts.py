@@ -79,7 +79,7 @@ class Hosts:
             finish(*self.open.pop(self.draw.randrange(len(self.open))))
         elif what == "give up" and self.open:
             self.open.pop(self.draw.randrange(len(self.open)))[1].abort("given up")
-        elif what == "undo" and (old := [one for one in list_commits(repo).placed() if one.is_old_places]):
+        elif what == "undo" and (old := [old for one in list_commits(repo).visible() for old in one.old]):
             with suppress(Conflict):
                 log.restore(repo, self.draw.choice(old))
             settle(repo, 0, [])
