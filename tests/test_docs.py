@@ -63,7 +63,7 @@ LAYERS = {
 STRUCTS = (
     records.Marker, records.Settings, records.Process, records.Began, records.SignOfLife, records.Committed,
     records.RevokedRecord, records.Forgotten, records.Restored, records.Purged, records.TagRecord, records.DamageRecord,
-    records.Mirrored, records.Kept, records.Announced,
+    records.Mirrored, records.Kept, records.Announced, records.Ran,
     index.ManifestBody, index.EntryColumns, index.ObjectColumns, manifest.Places, blob_section.BlobColumns,
     pieces.Pieces, tables.CellSpans, records.Health, health_section.HealthColumns,
 )  # fmt: skip
