@@ -8,6 +8,7 @@
     tags/<name>/<N>                           leases/<16 hex digits>/<N>
     damaged/<uploader>/<blake3>/<N>           signatures/<id>/<key id>
     runs/<run hash>/<six digits>/<three digits>
+    ran/<N>
 """
 
 from __future__ import annotations
@@ -38,6 +39,7 @@ _TAG_KEY_RE = re.compile(rf"(?:tags/(?!lease-{_LEASE}/)({_TAG})|leases/({_LEASE}
 _DAMAGED_RE = re.compile(rf"damaged/({TXID})/({_HEX64})/({_NUMBER})")
 _SIGNATURE_RE = re.compile(rf"signatures/({_HEX64})/({_HEX64})")
 _SETTINGS_RE = re.compile(rf"settings/({_NUMBER})")
+_RAN_RE = re.compile(rf"ran/({_NUMBER})")
 _ANNOUNCEMENT_RE = re.compile(r"runs/([0-9a-f]{16})/([0-9]{6})/([0-9]{3})")
 _TIME = "%Y%m%dT%H%M%S%f"
 
@@ -197,6 +199,17 @@ def settings_key(number: int) -> str:
 def parse_settings(key: str) -> int | None:
     """Parse the generation from a key under settings/. Returns None for all other keys."""
     match = _SETTINGS_RE.fullmatch(key)
+    return int(match[1]) if match else None
+
+
+def ran_key(number: int) -> str:
+    """Return the key of a note about a gc."""
+    return f"ran/{number}"
+
+
+def parse_ran(key: str) -> int | None:
+    """Parse the number from a key under ran/. Returns None for all other keys."""
+    match = _RAN_RE.fullmatch(key)
     return int(match[1]) if match else None
 
 

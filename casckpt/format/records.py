@@ -395,6 +395,19 @@ class DamageRecord(Record, tag="damage", frozen=True, kw_only=True):
     unique: str
 
 
+class Ran(Record, tag="ran", frozen=True, kw_only=True):
+    """ran/<N>: a gc has finished.
+
+    It left ``waiting`` checkpoints, ``refused`` files that its user may not change, and ``opened`` saves in progress.
+    """
+
+    time: int
+    who: str
+    waiting: int
+    refused: int
+    opened: int
+
+
 DECODERS: Mapping[Any, Decoder[Any]] = {
     kind: Decoder(kind) for kind in (*Record.__subclasses__(), FirstRecord, LaterRecord)
 }

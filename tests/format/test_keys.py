@@ -58,6 +58,7 @@ def test_keys_are_parsed_into_the_values_that_they_were_built_from(txid: TxId, n
     assert keys.parse_tag(f"tags/lease-0123456789abcdef/{number}") is None
     assert keys.parse_damaged(keys.damaged_key(txid, BlobHash(HASH), number)) == (txid, HASH, number)
     assert keys.parse_settings(keys.settings_key(number)) == number
+    assert keys.parse_ran(keys.ran_key(number)) == number
     assert keys.parse_mirrored(keys.mirrored_key(txid, number)) == (txid, number)
     assert keys.parse_signature(f"signatures/{HASH}/{HASH[::-1]}") == HASH
     assert keys.parse_announcement(keys.announcement_key("0123456789abcdef", number)) == ("0123456789abcdef", number)

@@ -61,6 +61,7 @@ from casckpt.upkeep.gc.purge import (
     waiting_for,
     without_unmirrored,
 )
+from casckpt.upkeep.gc.ran import note_gc
 from casckpt.upkeep.gc.recovery import settle
 from casckpt.upkeep.inventory import BLOB, Inventory, list_unguarded, sums_of
 from casckpt.upkeep.saves import check_recorded
@@ -177,7 +178,9 @@ log = logging.getLogger(__name__)
 WAIT, REVOKE_AFTER = 60.0, 3600.0  # seconds
 ATTEMPTS = 5
 _NAMED_AT_MOST = 20
-_RECORDS = ("", "commits", "transactions", "settings", "tags", "leases", "damaged", "signatures", "probes", "runs")
+_RECORDS = (
+    "", "commits", "transactions", "settings", "tags", "leases", "damaged", "signatures", "probes", "runs", "ran",
+)  # fmt: skip
 
 Tell = Callable[[Sequence[Deferred]], None]
 
@@ -358,7 +361,10 @@ def execute(
         _tidy(repo, gc.stock, gc.deleted, done.refused)
         listed = settle(repo, revoke_after, done.refused)
         so_far = _so_far(plan, done, thin)
-        return _counted(repo, so_far, plan, gc.stock, deleted=gc.deleted, opened=gc.still, listed=listed)
+        result = _counted(repo, so_far, plan, gc.stock, deleted=gc.deleted, opened=gc.still, listed=listed)
+        waiting = sum(one.reason != "transaction" for one in result.waiting)
+        note_gc(repo, waiting=waiting, refused=len(result.refused), opened=len(gc.still))
+        return result
 
 
 def _check_first(repo: Repository, plan: GcPlan) -> None:

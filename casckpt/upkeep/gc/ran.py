@@ -1,0 +1,38 @@
+"""The note about the last gc that has finished. Nothing depends on it."""
+
+from __future__ import annotations
+
+from contextlib import suppress
+
+from casckpt.errors import CasckptError
+from casckpt.format.keys import parse_ran, ran_key
+from casckpt.format.records import Ran
+from casckpt.repository.repository import Repository
+
+PREFIX = "ran/"
+
+
+def note_gc(repo: Repository, *, waiting: int, refused: int, opened: int) -> None:
+    """Record that a gc has finished, and delete older notes. See `Ran`. A failure is no failure of the gc."""
+    record = Ran(time=repo.clock(), who=repo.who, waiting=waiting, refused=refused, opened=opened)
+    with suppress(CasckptError):
+        older = _numbers(repo)
+        repo.put_record(ran_key(max(older, default=-1) + 1), record)
+        for number in older:
+            repo.storage.delete(ran_key(number))
+
+
+def last_gc(repo: Repository) -> Ran | None:
+    """Return the newest note, or None if there is none.
+
+    Raises `NotFound` if there is no store, `Damaged`, `Refused`, and `StorageError`.
+    """
+    repo.check_exists()
+    newest = max(_numbers(repo), default=None)
+    found: Ran | None = None if newest is None else repo.get_record(ran_key(newest), Ran)
+    return found
+
+
+def _numbers(repo: Repository) -> list[int]:
+    found = (parse_ran(entry.key) for entry in repo.storage.list(PREFIX, known=parse_ran))
+    return [number for number in found if number is not None]
