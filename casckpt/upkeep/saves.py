@@ -79,7 +79,7 @@ def check_settings(repo: Repository) -> None:
     if repo.newest_settings()[0] < 0 and repo.catalogue.keys(SETTINGS):
         raise Damaged(
             f"nothing was forgotten or deleted, because settings/ of {repo.storage.url} is missing. Restore it from a "
-            "copy of the store, or make the settings again (`casckpt settings STORE --set mirror=URL`)",
+            "copy of the store, or make the settings again, for example `casckpt settings STORE --set mirror=URL`",
             key=SETTINGS,
         )
 

@@ -59,7 +59,6 @@ def test_keys_are_parsed_into_the_values_that_they_were_built_from(txid: TxId, n
     assert keys.parse_damaged(keys.damaged_key(txid, BlobHash(HASH), number)) == (txid, HASH, number)
     assert keys.parse_settings(keys.settings_key(number)) == number
     assert keys.parse_ran(keys.ran_key(number)) == number
-    assert keys.parse_mirrored(keys.mirrored_key(txid, number)) == (txid, number)
     assert keys.parse_signature(f"signatures/{HASH}/{HASH[::-1]}") == HASH
     assert keys.parse_announcement(keys.announcement_key("0123456789abcdef", number)) == ("0123456789abcdef", number)
     assert keys.parse_object(keys.blob_key(txid, BlobHash(HASH))) == keys.ObjectName(txid, HASH, "safetensors")
@@ -86,14 +85,13 @@ def test_announcement_keys_have_the_documented_format() -> None:
 def test_malformed_names_are_not_parsed_as_keys(name: str) -> None:
     for parse in (keys.parse_log, keys.parse_object, keys.parse_tag, keys.parse_damaged, keys.parse_settings):
         assert parse(name) is None or name.startswith("settings/")
-    assert (keys.parse_mirrored(name), keys.parse_signature(name)) == (None, None)
+    assert keys.parse_signature(name) is None
 
 
 @given(txids, st.sampled_from(["\n", " ", "/", "/..", ".x", ".01", "\u0660"]))
 def test_a_key_with_an_additional_suffix_is_rejected(txid: TxId, tail: str) -> None:
     assert keys.parse_log(keys.commit_key(txid) + tail) is None
     assert keys.parse_object(keys.blob_key(txid, BlobHash(HASH)) + tail) is None
-    assert keys.parse_mirrored(keys.mirrored_key(txid) + tail) is None
     assert keys.parse_signature(f"signatures/{HASH}/{HASH}{tail}") is None
     with pytest.raises(Refused):
         keys.check_txid(txid + tail)
@@ -127,7 +125,5 @@ def test_invalid_tag_names_are_rejected(name: str) -> None:
 
 
 def test_the_keys_of_all_other_folders_are_as_documented() -> None:
-    assert keys.mirrored_key(TxId("t")) == "mirrored/t"
-    assert keys.mirrored_key(TxId("t"), 2) == "mirrored/t.2"
     assert keys.commit_key(TxId("t")) == "commits/t"
     assert keys.transaction_key(TxId("t"), 3) == "transactions/t.3"

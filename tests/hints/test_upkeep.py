@@ -317,28 +317,32 @@ def mirrored(store_path: Path, tmp_path: Path) -> Path:
 
 
 @follows(
-    "upkeep/copies/mirror_notes.py:mirror_to_wait_for", "or save with the mirror again (casckpt.open with mirror=URL)"
+    "upkeep/saves.py:check_settings", "make the settings again, for example `casckpt settings STORE --set mirror=URL`"
 )
-@pytest.mark.parametrize("way", ["put back", "mirror="])
+@pytest.mark.parametrize("way", ["put back", "set"])
 def test_lost_settings_can_be_replaced_or_set_again_as_advised(
-    mirrored: Path, store_path: Path, messages: Messages, way: str
+    mirrored: Path, store_path: Path, messages: Messages, run: Run, way: str
 ) -> None:
     settings = store_path / "settings"
     settings.rename(store_path.with_name("settings"))
     with messages.error(Damaged) as advice:
         casckpt.open(store_path).gc(min_age=0)
     if way == "put back":
-        advice.says("Restore settings/")
+        advice.says("Restore it from a copy of the store")
         store_path.with_name("settings").rename(settings)
     else:
-        advice.says("save with the mirror again (casckpt.open with mirror=URL)")
-        casckpt.open(store_path, mirror=mirrored).save({"x": 1}, run="a", step=4)
+        run(
+            *(
+                word.replace("STORE", str(store_path)).replace("URL", str(mirrored))
+                for word in advice.command("settings")
+            )
+        )
     assert [one.step for one in casckpt.open(store_path).gc(min_age=0).purged] == [1]
 
 
 @follows(
-    "upkeep/gc/purge.py:unless_mirror_is_gone",
-    "Mount its disk, or restore the mirror; `casckpt copy` fills a new mirror",
+    "upkeep/gc/purge.py:without_unmirrored",
+    "Mount its disk, check the network and the credentials, or restore the mirror; `casckpt copy` fills a new mirror",
 )
 @pytest.mark.parametrize("way", ["put back", "copy", "unset"])
 def test_a_lost_mirror_can_be_restored_refilled_or_unset_as_advised(

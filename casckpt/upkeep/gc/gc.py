@@ -32,7 +32,7 @@ from casckpt.base.progress import Progress, silent
 from casckpt.contents import blobs
 from casckpt.contents.signatures import remove_signatures
 from casckpt.errors import Conflict, StorageError, Unsupported
-from casckpt.format import notes, records
+from casckpt.format import notes
 from casckpt.format.keys import parse_object, uploader_folder
 from casckpt.format.names import TxId
 from casckpt.format.notes import PausedGc
@@ -344,8 +344,7 @@ def execute(
     the earlier changes to checkpoints as ``done``.
     """
     _check_storage(repo)
-    settings = repo.settings
-    records.check_requirements(settings, repo.storage.url)
+    settings = check_requirements(repo)
     if revoke_after is None:
         known = settings.revoke_after_seconds
         revoke_after = REVOKE_AFTER if known is None else known

@@ -27,7 +27,6 @@ from casckpt.base.parallel import in_parallel
 from casckpt.base.units import time_of
 from casckpt.contents import manifests
 from casckpt.errors import Conflict, Damaged, Gone, Refused, StorageError
-from casckpt.format import records
 from casckpt.format.keys import parse_txid
 from casckpt.format.metrics import metric_values
 from casckpt.format.names import TxId
@@ -37,6 +36,7 @@ from casckpt.history.folding import Places
 from casckpt.history.tags import FOREIGN_CLOCKS, Tag, tagged_txids, tags, tags_of
 from casckpt.history.transactions import OpenTransaction
 from casckpt.plan.retention import Policy, SavedCheckpoint, reasons_to_keep, runs_without
+from casckpt.repository.reading import check_requirements
 from casckpt.repository.repository import Repository
 from casckpt.storage.failures import noting
 from casckpt.upkeep.copies.mirrored import ask
@@ -370,7 +370,7 @@ def retire(repo: Repository, plan: GcPlan, done: RetireProgress) -> None:
     _each_unless_changed(repo, forget, plan.forget, done.forgotten, done.refused)
     now = {commit.txid: commit for commit in done.forgotten}  # as this gc last read them
     due = [now.get(commit.txid, commit).at(commit.places) for commit in plan.purge]
-    records.check_requirements(repo.settings, repo.storage.url)  # reread: there may be new requirements for writers
+    check_requirements(repo)  # again, because there may be new requirements for writers
     held = _barred(repo, due)
     left = grouped((commit for commit in due if commit.txid not in held), lambda commit: commit.txid)
 
@@ -404,7 +404,7 @@ def trim_now(repo: Repository, rewritten: Iterable[Commit]) -> None:
 
 
 def _retire_at_once(repo: Repository, forget: Sequence[Commit], purge: Sequence[Commit]) -> list[Commit]:
-    records.check_requirements(repo.settings, repo.storage.url)
+    check_requirements(repo)
     ages, done = min_age_of(repo, None, AT_ONCE), RetireProgress()
     plan = GcPlan(tuple(forget), tuple(commit for commit in purge if not ages.of(commit)))
     retire(repo, without_unmirrored(repo, plan), done)

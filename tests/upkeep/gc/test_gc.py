@@ -343,7 +343,7 @@ def test_a_gc_result_converts_to_plain_json(remote: Repository) -> None:
 # leftovers of killed processes
 
 
-@pytest.mark.parametrize("folder", ["commits", "settings", "tags/best", "damaged/x/y", "mirrored", "probes", ""])
+@pytest.mark.parametrize("folder", ["commits", "settings", "tags/best", "damaged/x/y", "probes", ""])
 def test_leftovers_of_killed_puts_beside_records_are_deleted(tmp_path: Path, folder: str) -> None:
     repo = repository(tmp_path, LocalStore(tmp_path / "store"))
     save(repo, texts=["a"])

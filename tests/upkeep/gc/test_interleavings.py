@@ -11,12 +11,12 @@ from pathlib import Path
 
 import pytest
 
+from casckpt.base.groups import grouped
 from casckpt.errors import Revoked
 from casckpt.format.keys import parse_object
 from casckpt.format.sections.blobs import BlobRef
 from casckpt.history import leases, tags, transactions
 from casckpt.history.commits import CommitList, list_commits
-from casckpt.history.folding import Holdings
 from casckpt.repository.repository import Repository
 from casckpt.upkeep.gc import gc
 from casckpt.upkeep.gc import purge as retiring
@@ -236,7 +236,8 @@ def test_a_gc_that_counts_forgotten_twins_loses_leased_checkpoints(
         def __init__(self, named: Mapping[str, tags.Tag], listed: CommitList) -> None:
             super().__init__(named, listed)
             count = Counter(commit.id for commit in listed.live())
-            self._seen = Holdings(commit for commit in listed.live() if count[commit.id] > 1)
+            twins = (commit for commit in listed.live() if count[commit.id] > 1)
+            self._seen = grouped(twins, lambda commit: commit.id)
 
     monkeypatch.setattr(retiring, "_Claims", AnyTwin)
     assert is_lost(tmp_path, seed, twins, quiet=20)
