@@ -13,13 +13,12 @@ from casckpt.contents import manifests
 from casckpt.contents.refs import resolve
 from casckpt.errors import MissingKey
 from casckpt.history.commits import Commit, list_commits, restore
-from casckpt.history.folding import Holdings
 from casckpt.history.leases import hold
 from casckpt.history.tags import delete_tag, set_tag, tags, write_generation
 from casckpt.repository.repository import Repository
 from casckpt.upkeep.copies import mirror
 from casckpt.upkeep.copies.mirror import Mirror
-from casckpt.upkeep.copies.mirror_notes import key_of_note, lag_of, needed_in_mirror
+from casckpt.upkeep.copies.mirrored import ask, lag_of
 from casckpt.upkeep.repair.repair import repair
 from casckpt.upkeep.repair.verify import verify
 from casckpt.upkeep.thin import execute, plan_thin, thin_alike, whole_of
@@ -390,16 +389,15 @@ def test_a_mirror_is_thinned_after_its_store(tmp_path: Path) -> None:
     assert resolve(there, "run@0").dropped == resolve(here, "run@0").dropped
     check(there)
     check_clean(there)
-    assert lag_of(here, needed_in_mirror(here)).checkpoints == 0
+    assert lag_of(here).checkpoints == 0
     assert reasons(here) == []
 
 
 def test_a_checkpoint_thinned_before_mirroring_is_thinned_in_the_mirror(tmp_path: Path) -> None:
     here, there = mirrored(tmp_path, thinned=True)
     thin(here, "run@0")
-    assert reasons(here) == [(0, "unmirrored")]
+    assert reasons(here) == [], "what was dropped need not be in the mirror"
     catch_up(here, there)
-    assert reasons(here) == []
     assert sum(name.endswith(".safetensors") for name in keys(there)) == 5
     check(there)
 
@@ -411,10 +409,10 @@ def test_restoring_a_thinned_checkpoint_also_restores_it_in_the_mirror(tmp_path:
     catch_up(here, there)
     collect(there)
     base = restore(here, whole_of(resolve(here, "run@0")))
-    assert key_of_note(base) not in keys(here, "mirrored/")
+    assert ask(here, [base]).unsafe
     catch_up(here, there)
-    assert key_of_note(base) in keys(here, "mirrored/")
-    assert base in Holdings(list_commits(there).visible())
+    assert not ask(here, [base]).unsafe
+    assert resolve(there, "run@0").dropped is None
 
 
 def test_tagged_checkpoints_remain_complete_in_the_mirror(tmp_path: Path) -> None:

@@ -59,7 +59,7 @@ def ask(repo: Repository, commits: Iterable[Commit], *, many: bool = False) -> A
 
     The records that say so are then durable. If the mirror cannot be asked, nothing is safe. Uses the storage with
     which the store was opened, or the environment's credentials, and does not wait long for a server. ``many``: ask
-    with one listing. Raises `StorageError` if the store itself fails.
+    with one listing, whose answer is for people to read. Raises `StorageError` if the store itself fails.
     """
     settings, opened = repo.settings, repo.mirror
     url, thinned = settings.mirror, bool(settings.mirror_thinned)
@@ -73,7 +73,9 @@ def ask(repo: Repository, commits: Iterable[Commit], *, many: bool = False) -> A
             return Answer(wanted, found=False, problem=f"there is no store at the mirror {url}")
         listed = list_commits(there) if many else None
         unsafe = unsafe_in(there, wanted, thinned=thinned, listed=listed)
-        there.storage.settle(PREFIX.rstrip("/"))
+        if not many and not storage.traits.remote:
+            there.storage.settle(PREFIX.rstrip("/"))
+            unsafe = unsafe_in(there, wanted, thinned=thinned)  # again: it may have lost power before
     except CasckptError as error:
         return Answer(wanted, problem=f"casckpt cannot ask the mirror {url} ({error})")
     return Answer(unsafe, found=True)
@@ -91,7 +93,10 @@ def unsafe_in(
     wanted = list(commits)
     lacking = in_parallel(there.storage.traits.requests, partial(_lacking, there, thinned, listed), wanted)
     return [
-        max((commit.at(one) for one in places), key=lambda one: (one.bytes_held, one.shown is None))
+        min(
+            (commit.at(one) for one in places),
+            key=lambda one: (one.dropped.entries if one.dropped else 0, bool(one.shown)),
+        )
         for commit, places in zip(wanted, lacking, strict=True)
         if places
     ]
