@@ -1,7 +1,7 @@
-"""Models of the protocol of the next format, which is not implemented yet.
+"""Models of the protocol: rewrites, loads, tags, leases, mirrors, announcements, and folded history.
 
-The folder above contains the model of the implemented protocol.
+The folder above contains a model of commits and gc in more detail.
 
-`explorer` explores every interleaving. `logs` defines the records in commits/. Each of the other modules models one
-concern, with its programs, invariants and mutants. docs/decisions/0034 contains the results.
+`explorer` explores every interleaving, `places` defines the records of a log. Each of the other modules models one
+concern, with its programs, invariants and mutants.
 """

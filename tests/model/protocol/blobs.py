@@ -251,13 +251,14 @@ Guards = frozenset[tuple[str, str]]
 class Turn(NamedTuple):
     """What is left of a gc: ``runs`` beside the others and, when they have ended, ``last`` more.
 
-    ``trims``: a run begins with its first step.
+    ``trims``: a run begins with its first step. ``then``: what the process does next.
     """
 
     runs: int
     last: int = 0
     trims: bool = False
     guards: Guards = frozenset()
+    then: Goto | None = None
 
 
 class Plan(NamedTuple):
@@ -272,7 +273,7 @@ class Plan(NamedTuple):
 def gc(rules: Rules, turn: Turn) -> Program:
     if not turn.runs:
         if not turn.last:
-            return None
+            return turn.then
         yield when_quiet()
         return goto(gc, rules, turn._replace(runs=turn.last, last=0, trims=True))
     if turn.trims:

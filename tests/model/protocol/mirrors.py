@@ -4,10 +4,12 @@ Checkpoint X has its log at ("commits", X, N). Copy n of it has its log at ("mir
 copy is at ("open", n), with the places that it copies, and its manifest at ("manifest", n). Blobs of the mirror are
 those of saves and rewrites there: `blobs` and the model in the folder above show that places that exist are whole.
 
+The mirror may fold a copy that is over, at ("folded", n): its line says whether it was ever whole.
+
 Places here are *safe* if places of a copy have all their entries and exist or, as long as X was never brought back
 (`restored`, `back`), ever did. Before gc or a rotation forgets, purges or trims, it reads the log, asks the mirror,
 settles it and asks again, and creates its record right after the log as read. A pass copies the fullest places unless
-they are safe.
+they are safe. A folded copy is safe like one that ever had all entries, if it was whole.
 
 The ghost ("had",) has the entries that the mirror has had, in places that exist, since X was last brought back.
 """
@@ -39,6 +41,7 @@ from tests.model.protocol.places import (
     TRIMMED,
     Back,
     Committed,
+    Line,
     Log,
     Rewritten,
     X,
@@ -64,12 +67,14 @@ MUTANTS = {
     "no_settle": "a gc does not settle the mirror",
     "settles_last": "a gc that has settled the mirror does not ask again",
     "joins_by_id": "a process joins a copy of other places of the same checkpoint",
+    "folded_is_safe": "a folded copy is safe if it was ever committed, whatever it had",
+    "folded_is_free": "a pass copies under the txid of a folded copy",
     "replaces_fuller": "a pass makes a copy current that lacks entries of the copy's current places",
 }
 
 
-THIN = ("e", "eg")
-"""The entries that thin keeps."""
+ENTRIES = ("e", "eg", "ef")
+"""The entries that thin keeps, or that a fuller copy from elsewhere brings."""
 
 
 class Rules(NamedTuple):
@@ -89,6 +94,10 @@ class Rules(NamedTuple):
 
 
 def copy_log(store: Store, number: int) -> Log:
+    """Return the log of a copy. That of a folded one has only its line, and no places."""
+    line = store.get("folded", number)
+    if line is not None:
+        return Log((line,))
     records: list[Any] = []
     while (record := store.get("mirror", number, len(records))) is not None:
         records.append(record)
@@ -114,6 +123,9 @@ def is_safe(store: Store, seen: Log, rules: Rules) -> bool:
     brought_back = any(record == RESTORED or isinstance(record, Back) for record in seen.records)
     for copy in copies(store):
         if not copy.ever:
+            line = copy.records[0] if copy.records else None
+            if isinstance(line, Line) and not brought_back and (line.whole or rules.mutant == "folded_is_safe"):
+                return True
             if rules.mutant == ("stops_at_revoked" if copy.records else "stops_at_open"):
                 return False
             continue
@@ -168,7 +180,7 @@ def finds_place(rules: Rules, times: int, number: int, from_: str, seen: Log) ->
             back, gone = () if there.visible else (RESTORED,), () if seen.visible else (FORGOTTEN,)
             wanted = (*back, Rewritten(f"T{there.next}", blobs), *gone)
             return goto(makes_fuller, rules, times, number, there, wanted)
-    elif not there.records:
+    elif not there.records or (rules.mutant == "folded_is_free" and isinstance(there.records[0], Line)):
         began = yield create(("open", number), from_)
         same = began or rules.mutant == "joins_by_id"
         if same or (yield look("reads its transaction", lambda store: store.get("open", number))) == from_:
@@ -254,10 +266,10 @@ def judged(seen: Log, act: str, rules: Rules) -> Op:
 
 
 def user(acts: tuple[Any, ...]) -> Program:
-    """Forget, restore, thin and undo here, by name."""
+    """Forget, restore, thin, undo, or make fuller here."""
     for act in acts[:1]:
         seen = yield reads_log()
-        if act in THIN and seen.visible and set(act) < seen.has():
+        if act in ENTRIES and seen.visible and set(act) != seen.has():
             yield append(seen, Rewritten(f"V{seen.next}", frozenset((X, entry) for entry in act)))
         elif act is Back and may(seen, TRIMMED):
             yield append(seen, Back(seen.fullest()))
@@ -273,7 +285,11 @@ def mirrors_gc(rules: Rules, acts: tuple[Any, ...]) -> Program:
         found = yield look("lists the mirror", lambda store: tuple(copies(store)))
         if found:
             number, seen = len(found) - 1, found[-1]
-            if act in THIN and seen.visible and set(act) < seen.has():
+            if act == "fold" and seen.ever and not seen.live:
+                whole = any(seen.has(txid) >= {"e", "f"} for txid, _ in seen.ever)
+                yield create(("folded", number), Line("", whole, frozenset()))
+                yield _deletes_log(number)
+            elif act in ENTRIES and seen.visible and set(act) < seen.has():
                 blobs = frozenset((X, entry) for entry in act)
                 yield records_there(number, seen, Rewritten(f"V{seen.next}", blobs), rules)
             elif act == REVOKED and not seen.records:
@@ -282,6 +298,13 @@ def mirrors_gc(rules: Rules, acts: tuple[Any, ...]) -> Program:
                 yield records_there(number, seen, act, rules)
         return goto(mirrors_gc, rules, acts[1:])
     return None
+
+
+def _deletes_log(number: int) -> Op:
+    def ghost(store: Store, _: Any) -> Store:
+        return store.without(*(key for key in store.objects if key[:2] == ("mirror", number)))
+
+    return look(f"deletes copy {number}", lambda _: "", ghost)
 
 
 def older_snapshot(_: Rules) -> Program:

@@ -23,6 +23,8 @@ SAFE: Setups = {
     "thinned otherwise": {"acts": (TRIMMED,), "users": (Back, "eg"), "start": ("efg", "ef"), "thinned": True},
     "revoked there": {"acts": (FORGOTTEN,), "users": ("e",), "there": (REVOKED,)},
     "two passes": {"acts": (FORGOTTEN,), "users": ("e",), "passes": 2},
+    "folded there": {"acts": PURGES, "there": (*PURGES, "fold")},
+    "folded there, made fuller here": {"acts": PURGES, "users": ("ef",), "there": (*PURGES, "fold"), "start": ("e",)},
     "an older snapshot of the mirror": {"acts": PURGES, "accident": "snapshot"},
     "a power cut of the mirror": {"acts": PURGES, "accident": "power"},
 }
@@ -64,6 +66,8 @@ DIES = {
     "no_settle": ("a power cut of the mirror", HAD),
     "settles_last": ("a power cut of the mirror", HAD),
     "joins_by_id": ("thinned copies suffice", FITS),
+    "folded_is_safe": ("folded there, made fuller here", HAD),
+    "folded_is_free": ("folded there, made fuller here", COPIED),
     "replaces_fuller": ("thinned otherwise", FULLER),
 }
 
