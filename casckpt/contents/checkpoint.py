@@ -254,7 +254,7 @@ class Checkpoint:
     @property
     def bytes_hashed(self) -> int:
         """The size of its tensors, except those that its save did not hash completely, as they were declared frozen."""
-        from casckpt.format.columns import unpack
+        from casckpt.format.sections.columns import unpack
 
         manifest = self._manifest
         unhashed = unpack(manifest.body.entry_columns.unhashed)

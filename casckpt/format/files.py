@@ -14,7 +14,7 @@ from typing import Any, Final, NamedTuple
 
 from casckpt.errors import Refused
 from casckpt.format import plain
-from casckpt.format.columns import unpack
+from casckpt.format.sections.columns import unpack
 from casckpt.format.sections.index import TENSOR, Entry
 
 NOTE: Final = "files"

@@ -27,12 +27,12 @@ from casckpt.base.digest import Buffer
 from casckpt.base.lazy import cached_property
 from casckpt.base.text import listed
 from casckpt.errors import Damaged, InvalidInput, MissingKey, Refused
-from casckpt.format.columns import Ints, pack
 from casckpt.format.digest import cell_digest
 from casckpt.format.extents import ExtentTable, renumbered
 from casckpt.format.names import ManifestId
 from casckpt.format.records import changed
 from casckpt.format.sections.blobs import DECODE_ERRORS, BlobList, BlobRef, encode_blobs
+from casckpt.format.sections.columns import Ints, pack
 from casckpt.format.sections.head import (
     BLOBS,
     CELLS,

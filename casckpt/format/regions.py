@@ -21,7 +21,7 @@ from typing import TypeAlias
 import numpy as np
 
 from casckpt.errors import InvalidInput
-from casckpt.format.columns import Ints
+from casckpt.format.sections.columns import Ints
 
 Shape: TypeAlias = tuple[int, ...]
 

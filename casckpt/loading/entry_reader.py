@@ -21,13 +21,13 @@ import numpy as np
 
 from casckpt.base.cycle_collector import collector_paused
 from casckpt.base.lazy import cached_property
-from casckpt.base.light import LightStruct
 from casckpt.base.parallel import run_all, usable_cores, useful_threads
 from casckpt.base.progress import Progress, silent
 from casckpt.contents.manifests import get, others
 from casckpt.contents.signatures import check_trusted, check_verified
 from casckpt.errors import Damaged, Gone, Refused
 from casckpt.format.extents import ExtentTable
+from casckpt.format.light import LightStruct
 from casckpt.format.manifest import Manifest
 from casckpt.format.records import changed
 from casckpt.format.regions import Region, normalise

@@ -29,8 +29,8 @@ import torch
 from casckpt.base.groups import grouped
 from casckpt.base.parallel import in_parallel
 from casckpt.errors import CasckptError
-from casckpt.format.columns import Ints
 from casckpt.format.manifest import Manifest
+from casckpt.format.sections.columns import Ints
 from casckpt.loading.blob_readers import BlobReader
 from casckpt.ranks.ranks import GroupRanks
 from casckpt.repository.host_reads import PATIENCE, HostReads

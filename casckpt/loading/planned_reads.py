@@ -11,10 +11,10 @@ import numpy as np
 from casckpt.base.groups import in_batches
 from casckpt.base.lazy import cached_property
 from casckpt.format.blob import SPAN
-from casckpt.format.columns import Ints
 from casckpt.format.digest import cell_digests
 from casckpt.format.extents import StoredCell
 from casckpt.format.regions import Box, Region, full_box
+from casckpt.format.sections.columns import Ints
 from casckpt.format.sections.index import Entry
 from casckpt.format.sections.tables import WholeCells
 from casckpt.plan.reads import Batch, Unit, affordable_gap, plan_batches, steps

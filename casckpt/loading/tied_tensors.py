@@ -15,8 +15,8 @@ from typing import Any, TypeAlias
 import numpy as np
 import torch
 
-from casckpt.base.light import LightStruct
 from casckpt.errors import Mismatch
+from casckpt.format.light import LightStruct
 from casckpt.format.manifest import Manifest
 from casckpt.format.regions import Region, intersect, normalise
 from casckpt.format.sections.index import Entry

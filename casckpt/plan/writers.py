@@ -18,7 +18,7 @@ from typing import Any, Final, TypeAlias
 import numpy as np
 import numpy.typing as npt
 
-from casckpt.format.columns import Ints
+from casckpt.format.sections.columns import Ints
 
 Words: TypeAlias = npt.NDArray[np.uint64]
 

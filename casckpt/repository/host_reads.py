@@ -37,8 +37,8 @@ from typing_extensions import override
 
 from casckpt.errors import CasckptError
 from casckpt.format.blob import SPAN
-from casckpt.format.columns import Ints
 from casckpt.format.sections.blobs import BlobRef
+from casckpt.format.sections.columns import Ints
 from casckpt.repository.blob_cache import PARTS, BlobCache, Unusable, usable
 from casckpt.storage.base import BLOCK, IoCounts, Reader, ShortObject
 from casckpt.storage.local.newfile import write_all

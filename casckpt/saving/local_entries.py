@@ -12,12 +12,12 @@ import numpy.typing as npt
 import torch
 
 from casckpt.base.cycle_collector import collector_paused
-from casckpt.base.light import LightStruct
 from casckpt.format import blob, dtypes
 from casckpt.format.blob_writer import LEAF_BYTES
-from casckpt.format.columns import Ints
 from casckpt.format.extents import StoredCell
+from casckpt.format.light import LightStruct
 from casckpt.format.regions import Box, Region, Shape, normalise, whole
+from casckpt.format.sections.columns import Ints
 from casckpt.format.sections.index import Name
 from casckpt.format.sections.tables import Streams, WholeCells
 from casckpt.plan.cells import Cut, Group, plan_cells

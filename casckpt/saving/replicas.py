@@ -16,9 +16,9 @@ import numpy as np
 import torch
 
 from casckpt.errors import InvalidInput
-from casckpt.format.columns import Ints
 from casckpt.format.digest import Hasher, cell_digest
 from casckpt.format.extents import ExtentTable
+from casckpt.format.sections.columns import Ints
 from casckpt.format.sections.index import PART
 from casckpt.plan.writers import RUNS, Holders, Words, WriteRanges, places, row_digests, to_read_again
 from casckpt.saving.layout import RankLayout, WritePlan, layout_of, region_hash

@@ -12,8 +12,8 @@ import numpy as np
 from casckpt.base.lazy import cached_property
 from casckpt.base.progress import Progress
 from casckpt.errors import Revoked
-from casckpt.format.columns import Ints
 from casckpt.format.records import DEFAULT_CELL_BYTES
+from casckpt.format.sections.columns import Ints
 from casckpt.history.commits import Commit, just_committed
 from casckpt.plan.writers import MORE_RUNS, Words, row_digests
 from casckpt.ranks.ranks import Ranks, telling

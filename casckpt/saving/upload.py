@@ -34,11 +34,11 @@ from casckpt.base.parallel import run_all, usable_cores, useful_threads
 from casckpt.base.progress import Progress, silent
 from casckpt.contents import blobs
 from casckpt.format.blob_writer import BlobWriter, buffer_bytes, padded
-from casckpt.format.columns import Ints
 from casckpt.format.digest import cell_digest, cell_digests
 from casckpt.format.extents import DIGEST_BYTES, Frame, StoredCell
 from casckpt.format.names import CellDigest, TxId
 from casckpt.format.sections.blobs import BlobRef
+from casckpt.format.sections.columns import Ints
 from casckpt.plan.cells import Queue, branch_numbers, branch_of, by_branch
 from casckpt.plan.reuse import ReusableCells
 from casckpt.repository.repository import Repository

@@ -22,8 +22,8 @@ import numpy as np
 import torch
 
 from casckpt.errors import InvalidInput
-from casckpt.format.columns import Ints
 from casckpt.format.regions import Box, Shape
+from casckpt.format.sections.columns import Ints
 from casckpt.tensors.values import Shard
 
 if TYPE_CHECKING:

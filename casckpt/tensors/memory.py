@@ -16,10 +16,10 @@ import numpy.typing as npt
 import torch
 
 from casckpt.base.lazy import cached_property
-from casckpt.base.light import LightStruct
 from casckpt.errors import InvalidInput
-from casckpt.format.columns import Ints
+from casckpt.format.light import LightStruct
 from casckpt.format.regions import Box, Region, Shape, flat_boxes, full_box, intersect
+from casckpt.format.sections.columns import Ints
 from casckpt.format.sections.index import Entry
 from casckpt.tensors.dtypes import torch_dtype
 from casckpt.tensors.gpu import wait_for_gpus

@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.nn.parameter import is_lazy
 
-from casckpt.base.light import LightStruct
 from casckpt.errors import InvalidInput
+from casckpt.format.light import LightStruct
 from casckpt.format.regions import Region, Shape, whole
 from casckpt.tensors.dtensors import CHUNK_LIST, described_shards, is_dtensor, local_boxes
 from casckpt.tensors.dtypes import dtype_name

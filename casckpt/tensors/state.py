@@ -19,10 +19,10 @@ from typing import Any, TypeAlias
 import torch
 from torch.utils.data import DataLoader
 
-from casckpt.base.light import LightStruct
 from casckpt.errors import InvalidInput
 from casckpt.format import plain, tree
 from casckpt.format.forms import encode_form
+from casckpt.format.light import LightStruct
 from casckpt.format.sections.index import MAX_KEY_CHARACTERS
 from casckpt.format.tree import OBJECT, TENSOR, Element, Node, Path, Wrapper, container, join, show
 from casckpt.tensors.dtensors import is_dtensor

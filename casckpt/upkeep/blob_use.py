@@ -7,8 +7,8 @@ from collections.abc import Iterable, Iterator
 import numpy as np
 
 from casckpt.contents import manifests
-from casckpt.format.columns import Ints
 from casckpt.format.names import BlobHash, TxId
+from casckpt.format.sections.columns import Ints
 from casckpt.history.commits import Commit
 from casckpt.repository.repository import Repository
 from casckpt.upkeep.inventory import Sums

@@ -15,7 +15,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from casckpt.errors import Damaged, InvalidInput, Refused
-from casckpt.format.columns import pack
 from casckpt.format.digest import cell_digest
 from casckpt.format.extents import build
 from casckpt.format.manifest import FRONT, Attachment, Draft, Encoded, Manifest, ObjectEntry, decode, encode, placed
@@ -23,6 +22,7 @@ from casckpt.format.metrics import encode_metadata
 from casckpt.format.names import BlobHash, ManifestId, TxId
 from casckpt.format.regions import Region, full_box
 from casckpt.format.sections.blobs import MAX_BLOB_BYTES, BlobRef, encode_blobs
+from casckpt.format.sections.columns import pack
 from casckpt.format.sections.head import COPIED, HEAD_BYTES, INDEX, KNOWN, NEEDED, Section, assemble, decode_head
 from casckpt.format.sections.head import _encode as encode_head
 from casckpt.format.sections.index import MAX_KEY_CHARACTERS, PART, TENSOR

@@ -13,7 +13,7 @@ from casckpt.contents import manifests
 from casckpt.contents.checkpoint import Checkpoint
 from casckpt.errors import InvalidInput
 from casckpt.format import digest
-from casckpt.format.columns import unpack
+from casckpt.format.sections.columns import unpack
 
 
 @pytest.fixture

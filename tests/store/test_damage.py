@@ -15,11 +15,11 @@ import casckpt
 from casckpt.contents import manifests
 from casckpt.errors import CasckptError, Damaged, Gone, Refused
 from casckpt.format.blob import DATA_OFFSET
-from casckpt.format.columns import pack
 from casckpt.format.digest import cell_digest
 from casckpt.format.keys import commit_key, manifest_key
 from casckpt.format.manifest import Manifest
 from casckpt.format.records import encode
+from casckpt.format.sections.columns import pack
 from casckpt.format.sections.head import assemble, decode_head
 from casckpt.history import commits
 from casckpt.history.transactions import begin

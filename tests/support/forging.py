@@ -11,12 +11,12 @@ import msgspec
 import numpy as np
 
 from casckpt.format import records
-from casckpt.format.columns import unpack
 from casckpt.format.extents import DIGEST_BYTES, ExtentTable
 from casckpt.format.keys import commit_key, manifest_key
 from casckpt.format.manifest import Encoded, Manifest
 from casckpt.format.names import ManifestId
 from casckpt.format.regions import Shape
+from casckpt.format.sections.columns import unpack
 from casckpt.format.sections.head import KNOWN, assemble
 from casckpt.format.sections.pieces import cut
 from casckpt.format.sections.tables import ROW, ROWS, SPANS, CellSpans

@@ -11,9 +11,9 @@ from msgspec.msgpack import Decoder
 from casckpt.base.digest import Buffer
 from casckpt.errors import Refused
 from casckpt.format.blob import DATA_OFFSET, MAX_LEAVES, RECORD_BYTES
-from casckpt.format.columns import pack, unpack
 from casckpt.format.keys import check_txid
 from casckpt.format.names import BlobHash, TxId
+from casckpt.format.sections.columns import pack, unpack
 
 MAX_BLOB_BYTES = (1 << 30) + DATA_OFFSET + MAX_LEAVES * RECORD_BYTES
 DECODE_ERRORS = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)

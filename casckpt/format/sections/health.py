@@ -16,8 +16,8 @@ from msgspec.msgpack import Decoder
 
 from casckpt.base.digest import Buffer
 from casckpt.errors import Refused
-from casckpt.format.columns import pack, unpack
 from casckpt.format.sections.blobs import DECODE_ERRORS
+from casckpt.format.sections.columns import pack, unpack
 
 HEALTH = "health"
 """The name of the section."""

@@ -14,11 +14,11 @@ from casckpt.base.lazy import cached_property
 from casckpt.base.names import check_attachment_name, check_run, check_step
 from casckpt.errors import InvalidInput, Refused
 from casckpt.format import dtypes, plain
-from casckpt.format.columns import Ints, pack, unpack
 from casckpt.format.keys import check_hash
 from casckpt.format.metrics import LINEAGE
 from casckpt.format.names import ManifestId
 from casckpt.format.regions import MAX_DIMENSIONS, Shape, check_shape
+from casckpt.format.sections.columns import Ints, pack, unpack
 from casckpt.format.sections.pieces import Pieces
 
 MAX_KEY_CHARACTERS = 4096

@@ -18,8 +18,8 @@ from casckpt.base.digest import Buffer
 from casckpt.base.groups import runs
 from casckpt.base.lazy import cached_property
 from casckpt.errors import Damaged, Refused
-from casckpt.format.columns import Ints, pack, unpack
 from casckpt.format.digest import cell_digest
+from casckpt.format.sections.columns import Ints, pack, unpack
 from casckpt.format.sections.head import Read, Section
 
 _HASH = 32

@@ -21,10 +21,10 @@ from casckpt.base.lazy import cached_property
 from casckpt.errors import Refused
 from casckpt.format import dtypes
 from casckpt.format.blob import DATA_OFFSET
-from casckpt.format.columns import Ints
 from casckpt.format.extents import DIGEST_BYTES, MAX_LINKS, Coding, Extent, ExtentTable, StoredCell
 from casckpt.format.names import CellDigest
 from casckpt.format.regions import Box, Shape, full_box
+from casckpt.format.sections.columns import Ints
 from casckpt.format.sections.index import EntryColumns, Name, entry_columns
 
 CODED_ROW = Struct("<IIIB")

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from casckpt.errors import Refused
-from casckpt.format.columns import pack
+from casckpt.format.sections.columns import pack
 from casckpt.format.sections.health import (
     CellHealth,
     HealthColumns,

@@ -11,8 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from casckpt.errors import Damaged, Refused
-from casckpt.format.columns import pack, unpack
 from casckpt.format.digest import cell_digest
+from casckpt.format.sections.columns import pack, unpack
 from casckpt.format.sections.head import Section
 from casckpt.format.sections.pieces import PieceReader, Pieces, cut
 

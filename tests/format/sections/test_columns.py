@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from casckpt.errors import Refused
-from casckpt.format.columns import pack, unpack
+from casckpt.format.sections.columns import pack, unpack
 
 
 @given(st.lists(st.integers(0, 2**62), max_size=20))
