@@ -25,7 +25,7 @@ import casckpt
 from casckpt.contents import manifests
 from casckpt.format import plain
 from casckpt.format.columns import pack
-from casckpt.format.files import NOTE, Item, Kind, Piece, decode_recipe
+from casckpt.format.sections.recipe import NOTE, Item, Kind, Piece, decode_recipe
 from casckpt.saving.leader import Leader
 
 CELL, BLOB = 4096, 65536
