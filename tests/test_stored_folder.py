@@ -12,7 +12,7 @@ import torch
 
 import casckpt
 from casckpt.contents import manifests
-from casckpt.format.files import NOTE, Kind, Piece
+from casckpt.format.sections.recipe import NOTE, Kind, Piece
 from tests.support.saves import small_folder
 from tests.support.stored_folder import described, items_of, rebuild, save_folder, write_folder
 

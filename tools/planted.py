@@ -190,21 +190,21 @@ PLANTED = (
             folders.add(path)
 """,
         "        folders.add(path)\n",
-        "tests/format/test_files.py",
+        "tests/format/sections/test_recipe.py",
     ),
     Planted(
         "a link of a stored folder may lead out of it through another link",
         "_checked_target",
         "or _UP in behind or",
         "or",
-        "tests/format/test_files.py",
+        "tests/format/sections/test_recipe.py",
     ),
     Planted(
         "files of a stored folder may share bytes of an entry",
         "_pieces",
         "        ends[number] = start + length\n",
         "        ends[number] = max(start, length)\n",
-        "tests/format/test_files.py",
+        "tests/format/sections/test_recipe.py",
     ),
     Planted(
         "a fresh host lists transactions/ after commits/",

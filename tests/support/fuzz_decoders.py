@@ -25,10 +25,10 @@ import numpy as np
 from casckpt.base.digest import hex_digest
 from casckpt.errors import CasckptError
 from casckpt.format import blob, manifest, plain, proof, records, tree
-from casckpt.format import files as files_format
 from casckpt.format.encodings import frames
 from casckpt.format.extents import ExtentTable
 from casckpt.format.names import ManifestId
+from casckpt.format.sections import recipe
 from casckpt.format.sections.head import KNOWN, assemble
 from casckpt.frontends.dcp.described import read_metadata
 from tests.support.fuzz import bent, bound_memory
@@ -103,7 +103,7 @@ def _header(data: bytes) -> None:
 
 
 def _recipe(data: bytes) -> None:
-    files_format.decode_recipe(data, _folder().entries)
+    recipe.decode_recipe(data, _folder().entries)
 
 
 DECODERS: Final[dict[str, Decode]] = {
@@ -157,7 +157,7 @@ def _seeds(kind: str) -> Iterator[bytes]:
     elif kind == "tree":
         yield from (bytes(one.body.tree) for one in _manifests())
     elif kind == "recipe":
-        yield _folder().body.notes[files_format.NOTE]
+        yield _folder().body.notes[recipe.NOTE]
     else:
         yield from (plain.encode(value) for value in _VALUES)
 

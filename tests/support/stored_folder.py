@@ -24,8 +24,8 @@ import torch
 import casckpt
 from casckpt.contents import manifests
 from casckpt.format import plain
-from casckpt.format.files import NOTE, Item, Kind, Piece, decode_recipe
 from casckpt.format.sections.columns import pack
+from casckpt.format.sections.recipe import NOTE, Item, Kind, Piece, decode_recipe
 from casckpt.saving.leader import Leader
 
 CELL, BLOB = 4096, 65536

@@ -2,5 +2,5 @@
 
 `head` lists the sections. `index` describes what was saved, and its hash is the checkpoint's **id**. `tables` holds
 the locations of each entry's cells, and `blobs` lists the blobs. gc, copies and statistics read only that list.
-`health` counts NaNs.
+`health` counts NaNs. `recipe` is a note in the index.
 """

@@ -14,9 +14,9 @@ from hypothesis import strategies as st
 
 from casckpt.errors import Refused
 from casckpt.format import plain
-from casckpt.format.files import Item, Kind, Piece, decode_recipe
 from casckpt.format.sections.columns import pack, unpack
 from casckpt.format.sections.index import ATTACHMENT, PART, TENSOR, Entry
+from casckpt.format.sections.recipe import Item, Kind, Piece, decode_recipe
 from tests.support.stored_folder import columns_of, described, encode_recipe, read_folder, rebuild
 
 NAMES = ["a", "a.b", "b", "a b", "é", "名", "-", "\n", "\\", "A", "..a", "~", "x" * 255]
