@@ -1,9 +1,10 @@
 """The bytes of rewrites: no process deletes a blob that current, older, or later places need, whoever dies.
 
 Checkpoint X has places of its own (uploader "X", blobs "e" and "f"). Rewrites move "e" into a blob of their own, or add
-"g", as a fuller copy does. Saves name blobs of places of X that exist. An object is at ("objects", uploader, entry); a
-manifest is the entry "m". A transaction is at ("transactions", txid): the number of the slot in the log of X that a
-rewrite commits in, or `SAVE`. A save commits at ("commits", txid, 0), where a rewrite can only be revoked.
+"g", as a fuller copy does. Saves name blobs of places of X that exist, and so do the processes that join one copy "K".
+An object is at ("objects", uploader, entry); a manifest is the entry "m". A transaction is at ("transactions", txid):
+the number of the slot in the log of X that a rewrite commits in, or `SAVE`. A save commits at ("commits", txid, 0),
+where a rewrite can only be revoked.
 
 gc follows docs/format.md. It may rest for any time between its steps, and goes on with what it has recorded: the
 candidates, P, and the txids that were open. It lists a folder of objects per step, and leaves out folders that have a
@@ -54,6 +55,8 @@ MUTANTS = {
     "save_reads_first": "a save reads the log of what it reuses before its transaction has begun",
     "rewrite_reads_first": "a rewrite reads the log of another checkpoint before its transaction has begun",
     "rows_of_checkpoint": "a save takes the rows that its host remembers of the checkpoint for those of its places",
+    "joins_late": "who copies reads the log of what it reuses before it joins the transaction",
+    "own_names": "who finds a manifest commits a record of its own names",
     "no_wait": "a gc does not wait for open transactions",
     "open_first": "a gc lists transactions before commits",
     "roots_live": "places that ended since the candidates were made are no roots",
@@ -108,6 +111,30 @@ def save_commits(me: str, known: tuple[Blobs, ...]) -> Program:
     yield create(("objects", me, "m"), True)
     yield create(("commits", me, 0), Committed(named))
     yield delete(("transactions", me))
+    return None
+
+
+def copy(rules: Rules) -> Program:
+    """Copy a checkpoint in one transaction with all that copy the same. The first manifest counts."""
+    early = (yield reads_log()) if rules.mutant == "joins_late" else None
+    if (yield look("reads the log of K", lambda store: store.get("commits", "K", 0))) is not None:
+        return None
+    yield create(("transactions", "K"), SAVE)
+    seen = early or (yield reads_log())
+    known = [blob for _, blobs in seen.live for blob in sorted(blobs) if blob[1] == "e"]
+    return goto(copy_commits, rules, (yield choose((*known, ("K", "e")))))
+
+
+def copy_commits(rules: Rules, blob: tuple[str, str]) -> Program:
+    if blob[0] == "K":
+        yield create(("objects", *blob), True)
+    names = frozenset({blob})
+    first = yield create(("objects", "K", "m"), names)
+    if not first and rules.mutant != "own_names":
+        names = yield look("reads the manifest", lambda store: store.get("objects", "K", "m"))
+    if names is not None:
+        yield create(("commits", "K", 0), Committed(names))
+    yield delete(("transactions", "K"))
     return None
 
 
@@ -413,6 +440,11 @@ def is_purged_forgotten(store: Store) -> bool:
     return PURGED not in seen.records or not seen.state_before(PURGED).visible
 
 
+def fits(store: Store) -> bool:
+    record, manifest = store.get("commits", "K", 0), store.get("objects", "K", "m")
+    return record in {None, REVOKED} or manifest is None or record.blobs == manifest
+
+
 def is_tidy(store: Store) -> bool:
     wanted = objects_of(Listing((*_places(log(store)), *_others(store))).names())
     return store.under("objects").keys() <= wanted and not store.under("transactions")
@@ -421,6 +453,7 @@ def is_tidy(store: Store) -> bool:
 WHOLE = Invariant(
     "The manifest of all places that exist, and every blob that it names, is there.", lambda s: not _lacking(s)
 )
+FITS = Invariant("The record of a copy names what its manifest names.", fits)
 PURGED_FORGOTTEN = Invariant("Only what is forgotten is purged.", is_purged_forgotten)
 TIDY = Invariant("When all is quiet, a gc leaves nothing open, and no object that nothing names.", is_tidy)
 
@@ -429,6 +462,7 @@ def model(
     mutant: str = "",
     *,
     saves: int = 0,
+    copies: int = 0,
     rewrites: tuple[str, ...] = ("moves",),
     users: tuple[tuple[Any, ...], ...] = (),
     other: tuple[Any, ...] = (),
@@ -462,9 +496,10 @@ def model(
         plan = Plan(frozenset({("T", "e"), ("T", "m")}), frozenset(), frozenset({X}), frozenset({"T"}))
         found = [Process("gc that resumes", goto(gc_waits, rules, Turn(0), plan))]
     found += [Process(name, goto(save, rules, name), mortal) for name in ("S", "R")[:saves]]
+    found += [Process(f"copy {index}", goto(copy, rules), mortal) for index in range(copies)]
     found += [Process(f"user {index}", goto(user, rules, acts)) for index, acts in enumerate(users)]
     found += [Process("user of Y", goto(user, rules, other, "Y"))] if other else []
     found += [Process(f"gc {index}", goto(gc, rules, turn)) for index, turn in enumerate(gcs)]
     found += [Process("network", Goto(network), daemon=True)] if lost else []
     settles = any(turn.last for turn in gcs)
-    return Model(Store(first), found, always=(WHOLE, PURGED_FORGOTTEN), at_end=(TIDY,) if settles else ())
+    return Model(Store(first), found, always=(WHOLE, FITS, PURGED_FORGOTTEN), at_end=(TIDY,) if settles else ())

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from tests.model.protocol.blobs import MUTANTS, PURGED_FORGOTTEN, TIDY, WHOLE, Turn, model
+from tests.model.protocol.blobs import FITS, MUTANTS, PURGED_FORGOTTEN, TIDY, WHOLE, Turn, model
 from tests.model.protocol.checks import Setups, check_dies, check_holds
 from tests.model.protocol.places import FORGOTTEN, PURGED, RESTORED, TRIMMED, Back
 
@@ -13,7 +13,7 @@ TO_THE_END = (Turn(1, last=2),)
 SAFE: Setups = {
     "a save, trimmed": {"saves": 1, "users": ((TRIMMED,),)},
     "a save, undone and trimmed": {"saves": 1, "users": ((Back, TRIMMED),)},
-    "a save, purged": {"saves": 1, "users": ((FORGOTTEN, PURGED),)},
+    "a save, purged": {"begun": True, "users": ((FORGOTTEN, PURGED),)},
     "two gcs, forgotten": {"users": ((FORGOTTEN,),), "gcs": TWO},
     "answers that are lost": {"lost": True, "gcs": TWO},
     "killed": {"mortal": True, "users": ((FORGOTTEN, RESTORED),), "gcs": TO_THE_END},
@@ -22,6 +22,7 @@ SAFE: Setups = {
     "two fuller copies": {"rewrites": ("adds", "adds")},
     "a fuller copy, two users": {"rewrites": ("adds",), "users": ((FORGOTTEN, PURGED), (RESTORED,))},
     "with a blob of another": {"rewrites": ("names",), "other": (FORGOTTEN, PURGED)},
+    "two that copy, purged": {"copies": 2, "rewrites": (), "users": ((FORGOTTEN, PURGED),)},
     "a gc that resumes, purged": {"saves": 1, "users": ((FORGOTTEN, PURGED),), "resumes": True, "reads": True},
     "a gc that resumes, trimmed": {"saves": 1, "users": ((Back, TRIMMED),), "resumes": True, "reads": True},
 }
@@ -29,6 +30,7 @@ LARGE: Setups = {
     "a save, trimmed, two gcs": {"begun": True, "users": ((TRIMMED,),), "gcs": TWO},
     "a save, purged, a gc that resumes": {"saves": 2, "users": ((FORGOTTEN, PURGED),), "resumes": True, "reads": True},
     "two rewrites, forgotten": {"rewrites": ("moves", "adds"), "users": ((FORGOTTEN, RESTORED),)},
+    "two that copy, trimmed": {"copies": 2, "users": ((TRIMMED,),), "mortal": True, "gcs": TO_THE_END},
     "two saves, trimmed": {"saves": 2, "users": ((TRIMMED,),)},
     "a save, answers that are lost": {"saves": 1, "users": ((TRIMMED,),), "lost": True},
     "a save, folders with guards": {"saves": 1, "guards": True, "users": ((TRIMMED,),), "gcs": TO_THE_END},
@@ -37,6 +39,8 @@ DIES = {
     "save_reads_first": ("a save, trimmed", WHOLE),
     "rewrite_reads_first": ("with a blob of another", WHOLE),
     "rows_of_checkpoint": ("a save, trimmed", WHOLE),
+    "joins_late": ("two that copy, purged", WHOLE),
+    "own_names": ("two that copy, purged", FITS),
     "no_wait": ("a save, trimmed", WHOLE),
     "open_first": ("a save, trimmed", WHOLE),
     "roots_live": ("a gc that resumes, purged", WHOLE),
