@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import tempfile
+from collections.abc import Callable
 from pathlib import Path
 from uuid import uuid4
 
@@ -21,7 +22,7 @@ from tests.support.faulty import FaultyStore, fail_before
 from tests.support.repositories import commit_bare, half_rewrite, repository, rewrite_bare
 
 TRANSACTIONS = 3
-REWRITES = {"rewrite": rewrite_bare, "half a rewrite": half_rewrite}
+REWRITES: dict[str, Callable[[Repository, Commit], object]] = {"rewrite": rewrite_bare, "half a rewrite": half_rewrite}
 BY_PEOPLE = [*REWRITES, "commit", "commit and purge", "revoke", "forget", "restore", "purge", "give up"]
 CHANGES = [*BY_PEOPLE, "tear", "delete", "mend", "look", "look badly"]
 ERRORS = [StorageError("no answer"), Damaged("torn on its way"), NotFound("not yet")]

@@ -18,7 +18,7 @@ from casckpt.contents import manifests
 from casckpt.errors import Conflict, InvalidInput, RankFailed, Revoked, StorageError
 from casckpt.format.keys import parse_object
 from casckpt.history import transactions
-from casckpt.history.commits import list_commits
+from casckpt.history.commits import list_names
 from tests.support.faulty import Call, call_first, fail_before
 from tests.support.ranks import outcome_of, tell, wait_for
 from tests.support.together import (
@@ -236,7 +236,7 @@ def save_revoked(rank: int, size: int, path: Path, who: int, times: int) -> Any:
 
     def revoke(_: Call) -> None:
         repo = casckpt.open(path).repository
-        for one in transactions.open_transactions(repo, list_commits(repo).commits):
+        for one in transactions.open_transactions(repo, list_names(repo)):
             transactions.revoke(repo, one.txid, "a test takes it for dead")
 
     hook = call_first("put", revoke, key="objects/*.safetensors", times=times)
