@@ -61,9 +61,12 @@ def ask(repo: Repository, commits: Iterable[Commit], *, many: bool = False) -> A
     which the store was opened, or the environment's credentials, and does not wait long for a server. ``many``: ask
     with one listing, whose answer is for people to read. Raises `StorageError` if the store itself fails.
     """
+    wanted = list(commits)
+    if not (wanted or many):
+        return Answer()
     settings, opened = repo.settings, repo.mirror
     url, thinned = settings.mirror, bool(settings.mirror_thinned)
-    wanted = [commit for commit in commits if _needed(commit, thinned=thinned)] if url is not None else []
+    wanted = [commit for commit in wanted if _needed(commit, thinned=thinned)]
     if url is None or not (wanted or many):
         return Answer()
     try:
