@@ -196,7 +196,8 @@ def plan_retiring(repo: Repository, commits: CommitList, policy: Policy, min_age
     now = repo.clock()
     wanted = [commit for commit in commits.visible() if run is None or commit.run == run]
     reasons = reasons_to_keep(map(kept_of, wanted), policy, now)
-    for commit in (commit for commit in wanted if commit.txid in tagged_txids(named, wanted)):
+    tagged = tagged_txids(named, wanted)
+    for commit in (commit for commit in wanted if commit.txid in tagged):
         reasons[commit.txid] += [f"tag {name}" for name in tags_of(named, commit.id)]
     forgets = {commit.txid: commit for commit in wanted if commit.txid not in reasons}
     kept = {f"{one.run}@{one.step}": reasons[one.txid] for one in wanted if one.txid in reasons}
