@@ -81,7 +81,7 @@ class CopyPlan:
 class CopyResult:
     """The result of a copy or, with ``dry_run``, the expected result. ``copied``: the new commits in the target.
 
-    ``blobs``, ``nbytes``: number and size of the blobs that all processes, also earlier ones, uploaded for ``copied``.
+    ``blobs``, ``nbytes``: number and size of the blobs that all processes that share the work uploaded.
     ``made_store``: whether the target was created. ``tags``: names of the tags that were set in the target.
     ``tags_left``: why other tags were not set, in a copy of the whole store without ``tags``.
     ``records``: unreadable records of the source, whose checkpoints were not copied.
@@ -300,10 +300,11 @@ def execute(
     copied, not_copied = _each(plan.missing, copy)
     restored, not_restored = _each(plan.forgotten, lambda commit: restore(target, commit))
     failed = (*plan.failed, *not_copied, *not_restored)
+    shared = [one.committed for one in copied] if work.part != (0, 1) else []  # with the blobs of other processes
     result = CopyResult(
         tuple(copied), tuple(restored), plan.present, plan.left, failed, plan.records,
-        blobs=sum(one.committed.blobs_written for one in copied),
-        nbytes=sum(one.committed.bytes_written for one in copied), made_store=made,
+        blobs=sum(one.blobs_written for one in shared) or len(work.uploaded),
+        nbytes=sum(one.bytes_written for one in shared) or sum(work.uploaded), made_store=made,
     )  # fmt: skip
     return result if with_tags is False else _with_tags(source, target, result, with_tags)
 

@@ -91,10 +91,11 @@ class Work:
 
     ``progress``: called with the number of bytes of finished blobs. ``for_mirror``: copy a checkpoint even if a
     different checkpoint in the target has its run and step (otherwise, this raises Conflict), or if the target has the
-    checkpoint under a transaction at which gc does not look. ``blob_bytes``: repack
-    the cells into blobs with this many data bytes. None copies whole blobs. Checkpoints with encoded cells are never
-    repacked. ``compress``: encode the cells of other checkpoints. ``places``: locations of blobs in the target that
-    earlier copies found. ``damaged``: damaged blobs of the source that earlier copies found.
+    checkpoint under a transaction at which gc does not look. ``blob_bytes``: repack the cells into blobs with this many
+    data bytes. None copies whole blobs. Checkpoints with encoded cells are never repacked. ``compress``: encode the
+    cells of other checkpoints. ``places``: locations of blobs in the target that earlier copies found. ``damaged``:
+    damaged blobs of the source that earlier copies found. ``uploaded``: the sizes of the blobs that this process has
+    uploaded.
     """
 
     jobs: int = 4
@@ -105,6 +106,7 @@ class Work:
     compress: bool = False
     places: BlobLocations | None = None
     damaged: dict[BlobRef, BlobDamaged] = field(default_factory=dict)
+    uploaded: list[int] = field(default_factory=list)
 
 
 def replicate(source: Repository, target: Repository, commit: Commit, work: Work) -> Commit:
@@ -248,8 +250,8 @@ def repack(repo: Repository, commit: Commit, moving: frozenset[int], work: Work)
         listed = list_commits(repo)
         recoding = Recoding(repo, repo, manifest, txid, listed, moving, work.blob_bytes, work.jobs, work.progress)
         made = recoding.run()
-        new = [ref.size for ref in made.manifest().blobs if ref.uploader == txid]
-        return rewritten(repo, txid, commit, made, blobs_written=len(new), bytes_written=sum(new))
+        work.uploaded.extend(ref.size for ref in made.manifest().blobs if ref.uploader == txid)
+        return rewritten(repo, txid, commit, made)
 
     try:
         return rewrite(repo, refresh(repo, commit), save)
@@ -369,6 +371,7 @@ class _Copy:
                 self.work.damaged[_bare(ref)] = error
                 raise _damaged_blob(self.source, self.commit, self.manifest, error) from error
             blobs.put(self.target, own, ref.hash, data)
+        self.work.uploaded.append(ref.size)
         return ref
 
     def _check_open(self) -> None:
@@ -447,6 +450,7 @@ class _Recoded(_Copy):
         except BlobDamaged as error:
             raise _damaged_blob(self.source, self.commit, self.manifest, error) from error
         self.places = {ref.hash: ref for ref in self.made.manifest().blobs}
+        work.uploaded.extend(ref.size for ref in self.places.values() if ref.uploader == own)
 
     def _placed(self) -> Encoded:
         return self.made
