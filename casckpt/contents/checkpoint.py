@@ -173,8 +173,8 @@ class Checkpoint:
 
     @property
     def replaced(self) -> bool:
-        """Whether this is the old commit of a rewrite. The checkpoint's id refers to the new commit."""
-        return self.commit.last == "replaced"
+        """Whether this is the checkpoint at its old places, from before it was rewritten."""
+        return self.commit.is_old_places
 
     @property
     def dropped(self) -> Dropped | None:
@@ -308,10 +308,10 @@ class Checkpoint:
         return html_table(f"{self.run}@{self.step}", ("", ""), rows)
 
     def __eq__(self, other: object) -> bool:
-        return isinstance(other, Checkpoint) and self.commit.txid == other.commit.txid
+        return isinstance(other, Checkpoint) and self.commit.places.txid == other.commit.places.txid
 
     def __hash__(self) -> int:
-        return hash(self.commit.txid)
+        return hash(self.commit.places.txid)
 
 
 @dataclass(frozen=True, slots=True)

@@ -17,9 +17,11 @@ from casckpt.format.metrics import MAX_METADATA_BYTES
 from casckpt.format.names import BlobHash, ManifestId, TxId
 from casckpt.format.records import (
     Announced,
+    Back,
     Began,
     Committed,
     DamageRecord,
+    Dropped,
     FirstRecord,
     Forgotten,
     Kept,
@@ -31,9 +33,12 @@ from casckpt.format.records import (
     Record,
     Restored,
     RevokedRecord,
+    Rewritten,
     Settings,
     SignOfLife,
+    Tagged,
     TagRecord,
+    Trimmed,
     changed,
     decode,
     decode_marker,
@@ -44,6 +49,7 @@ from tests.support.ids import named
 from tests.support.repositories import MARKER
 
 TXID = TxId("20260102T030405000000Z-00000000000000ab-00000000000000cd-7")
+OTHER = TxId("20260102T030406000000Z-00000000000000ef-00000000000000cd-7")
 HASH = "0123456789abcdef" * 4
 COMMITTED = Committed(
     txid=TXID,
@@ -70,6 +76,7 @@ EXAMPLES: list[Record] = [
         step=0,
         time=1,
         process=Process(host="h", boot_id="b", pid=1, pid_namespace="n", started=3),
+        slot=(TXID, 3),
     ),
     SignOfLife(txid=TXID, time=2),
     COMMITTED,
@@ -77,6 +84,18 @@ EXAMPLES: list[Record] = [
     Forgotten(txid=TXID, time=1, who="ann@node3"),
     Restored(txid=TXID, time=1, who="ann@node3"),
     Purged(txid=TXID, time=1, who="ann@node3"),
+    Rewritten(
+        txid=TXID,
+        time=1,
+        who="ann@node3",
+        by=OTHER,
+        head=HASH,
+        manifest_bytes=5000,
+        dropped=Dropped(entries=2, bytes=64, rule="--drop 'optim.*'"),
+    ),
+    Back(txid=TXID, time=1, who="ann@node3", to=OTHER),
+    Trimmed(txid=TXID, time=1, who="ann@node3"),
+    Tagged(txid=TXID, time=1, name="best", generation=0),
     Kept(txid=TXID, time=1),
     Announced(time=1, announced=[(TXID, 0), (TXID, 2)], seen=-1),
     Ran(time=1, who="ann@node3", waiting=2, refused=0, opened=1),
@@ -102,7 +121,7 @@ def test_a_record_decodes_as_encoded(record: Record) -> None:
     assert msgspec.json.decode(data.split(b"\n")[0])
 
 
-@pytest.mark.parametrize("record", EXAMPLES[3:8], ids=lambda record: type(record).__name__)
+@pytest.mark.parametrize("record", EXAMPLES[3:13], ids=lambda record: type(record).__name__)
 def test_log_records_are_decoded_by_type(record: Record) -> None:
     kind = FirstRecord if isinstance(record, Committed | RevokedRecord) else LaterRecord
     assert type(decode(encode(record), kind, "key")) is type(record)
@@ -185,6 +204,19 @@ def test_a_deeply_nested_record_is_rejected() -> None:
 def test_a_record_with_an_invalid_name_cannot_be_created() -> None:
     with pytest.raises(CasckptError):
         Forgotten(txid=TxId("../x"), time=1, who="ann@node3")
+
+
+@pytest.mark.parametrize("other", [OTHER[:-1] + "8", OTHER.replace("cd-7", "ce-7")])
+def test_a_rewrite_of_another_run_or_step_is_rejected(other: str) -> None:
+    record = next(record for record in EXAMPLES if isinstance(record, Rewritten))
+    with pytest.raises(Refused, match="impossible"):
+        changed(record, by=TxId(other))
+
+
+@pytest.mark.parametrize(("name", "generation"), [("be/st", 0), ("best", -1), ("Best", 0)])
+def test_a_record_of_an_impossible_tag_is_rejected(name: str, generation: int) -> None:
+    with pytest.raises(Refused):
+        Tagged(txid=TXID, time=1, name=name, generation=generation)
 
 
 def test_the_marker_decodes_as_encoded() -> None:

@@ -367,7 +367,8 @@ def test_a_damaged_record_can_be_replaced_or_its_checkpoint_forgotten_as_advised
     saved: Store, store_path: Path, messages: Messages, run: Run, way: str
 ) -> None:
     saved.tag("best", "a@1")
-    records = [next((store_path / "commits").iterdir()), next((store_path / "tags" / "best").iterdir())]
+    first = store_path / "commits" / saved.get("a@1").commit.txid
+    records = [first, next((store_path / "tags" / "best").iterdir())]
     before = [record.read_bytes() for record in records]
     for record in records:
         record.chmod(0o600)
@@ -381,7 +382,7 @@ def test_a_damaged_record_can_be_replaced_or_its_checkpoint_forgotten_as_advised
         advice.says("set the tags again")
         saved.save({"x": 1}, run="b", step=1)
         run("tag", store_path, "best", "b@1")
-        run(*advice.command("transactions", STORE=store_path, TXID=records[0].name))
+        run(*advice.command("transactions", STORE=store_path, TXID=first.name))
     run("verify", store_path)
 
 

@@ -59,8 +59,9 @@ def test_setting_a_tag_that_does_not_become_durable_raises_an_error(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     store = casckpt.open(tmp_path / "store")
-    saved = store.save({"x": torch.arange(5)}, run="run", step=0)
-    store.tag("best", saved)
+    for step in (0, 1):
+        store.save({"x": torch.arange(5) + step}, run="run", step=step)
+    store.tag("best", "run@0")
     monkeypatch.setattr(syscalls, "sync", failing_in("best", 1000))
     with pytest.raises(StorageError, match="the disk reports an I/O error"):
-        store.tag("best", saved)
+        store.tag("best", "run@1")

@@ -566,10 +566,10 @@ def test_a_block_of_which_only_a_part_has_arrived_is_not_used(ranks: Pool, place
 
 
 def by_rewrite(rank: int, size: int, place: Place, first: TxId, *, verify: bool) -> None:
-    """Load while rank 1 cannot read the manifest of the commit ``first``, and uses that of a rewrite."""
+    """Load while rank 1 cannot read the manifest of the places ``first``, and uses that of older ones."""
 
     def get(repo: Repository, commit: Commit) -> Manifest:
-        if rank == 1 and commit.txid == first:
+        if rank == 1 and commit.places.txid == first:
             raise Gone("a test")
         return read(repo, commit)
 
@@ -582,7 +582,7 @@ def by_rewrite(rank: int, size: int, place: Place, first: TxId, *, verify: bool)
 def test_ranks_with_different_manifests_do_not_pass_on_blobs(ranks: Pool, place: Place, verify: bool) -> None:
     store = bucket(place.folder)[0]
     move(store.repository, store.get("latest").commit)
-    ranks.run(2, by_rewrite, place, store.get("latest").commit.txid, verify=verify)
+    ranks.run(2, by_rewrite, place, store.get("latest").commit.places.txid, verify=verify)
     assert place.left == []
 
 

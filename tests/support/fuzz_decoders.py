@@ -144,7 +144,8 @@ def _seeds(kind: str) -> Iterator[bytes]:
     if kind in KNOWN:
         yield from (bytes(one.section(kind)) for one in _manifests())
     elif kind == "record":
-        yield from (path.read_bytes() for path in files if path.parts[-2] in ("commits", "settings", "mirrored", "0"))
+        others = (".manifest", ".safetensors", ".json")
+        yield from (path.read_bytes() for path in files if path.suffix not in others)
     elif kind == "marker":
         yield from (path.read_bytes() for path in files if path.name == "casckpt.json")
     elif kind in ("header", "proof"):

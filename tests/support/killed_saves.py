@@ -245,9 +245,9 @@ def race(folder: Path, saves: int) -> None:
 def needed(store: Store) -> set[str]:
     """Return the keys of all objects that live checkpoints name."""
     found = set()
-    for commit in list_commits(store.repository).live():
+    for commit in list_commits(store.repository).placed():
         manifest = manifests.get(store.repository, commit)
-        found.add(manifest_key(commit.txid, commit.id))
+        found.add(manifest_key(commit.places.txid, commit.id))
         found |= {blob_key(ref.uploader, ref.hash) for ref in manifest.blobs}
     return found
 

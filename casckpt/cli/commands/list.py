@@ -52,7 +52,7 @@ log = logging.getLogger(__name__)
     "--all",
     "everything",
     is_flag=True,
-    help="Also list forgotten checkpoints and replaced commits that no gc has purged yet.",
+    help="Also list forgotten checkpoints and the old locations of rewritten ones, until a gc purges them.",
 )
 @click.option(
     "--limit",
@@ -75,7 +75,7 @@ def command(
     """List the checkpoints, oldest first.
 
     NEW is the size of the data that the save wrote. The rest of SIZE was already in the store. "superseded" means that
-    a later checkpoint has the same run and step. "replaced" marks the old commit of a rewritten checkpoint. `casckpt
+    a later checkpoint has the same run and step. "replaced" marks the old locations of a rewritten checkpoint. `casckpt
     ls` is the same command.
     """
     listing = session.store.listing()

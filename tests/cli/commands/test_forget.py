@@ -23,10 +23,13 @@ def named(rows: list[dict[str, Any]]) -> list[str]:
 
 def test_restore_undoes_a_rewrite(store: casckpt.Store, saved: Path) -> None:
     old = store.get("a@2")
-    move(store.repository, old.commit)
+    moved = move(store.repository, old.commit)
     assert store.restore(old) == store.get("a@2") != old, "it is visible, wherever it lies"
     (replaced,) = (one for one in store.checkpoints(forgotten=True) if one.replaced)
     assert store.restore(replaced) == store.get("a@2") == old
+    (replaced,) = (one for one in store.checkpoints(forgotten=True) if one.replaced)
+    assert replaced.commit.places == moved.places
+    store.gc(min_age=0)
     assert not [one for one in store.checkpoints(forgotten=True) if one.replaced]
     assert len(store.checkpoints()) == 4
 
