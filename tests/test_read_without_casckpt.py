@@ -21,7 +21,7 @@ from blake3 import blake3
 import casckpt
 from casckpt.contents import manifests
 from casckpt.format.sections.head import KNOWN, assemble
-from casckpt.history.commits import forget, purge, refresh, restore
+from casckpt.history.commits import bring_back, forget, purge, trim
 from casckpt.saving.options import SaveOptions
 from tests.store.test_damage import HOSTILE, forge
 from tests.support.forging import setting, with_piece
@@ -189,27 +189,24 @@ def test_the_example_reader_handles_forgotten_purged_and_overwritten_checkpoints
             reader.Store(tmp_path).open(ref)
 
 
-def test_the_example_reader_handles_rewrites_even_if_they_are_undone(reader: Any, tmp_path: Path) -> None:
+def test_the_example_reader_follows_rewrites_even_if_they_are_undone_or_trimmed(reader: Any, tmp_path: Path) -> None:
     store = small_folder(tmp_path)
     repo = store.repository
-    saved = [store.save({"a": cells(2, seed=step)}, run="a", step=step).commit for step in range(4)]
-    made = [move(repo, one) for one in saved[:3]]
-    again = move(repo, made[0])
-    purge(repo, refresh(repo, made[0]))
-    back = restore(repo, refresh(repo, saved[1]))
+    saved = [store.save({"a": cells(2, seed=step)}, run="a", step=step).commit for step in range(5)]
+    made = [move(repo, one) for one in saved[:4]]
+    undone = bring_back(repo, move(repo, made[0]), made[0].places)
+    trimmed = trim(repo, made[1])
     forget(repo, made[2])
-    found = {one["step"]: one["txid"] for one in reader.Store(tmp_path).checkpoints()}
-    assert found == {0: again.txid, 1: back.txid, 3: saved[3].txid}
+    purge(repo, forget(repo, made[3]))
+    found = {one["step"]: one["places"] for one in reader.Store(tmp_path).checkpoints()}
+    assert found == {0: undone.places.txid, 1: trimmed.places.txid, 4: saved[4].txid}
     assert_as_casckpt(reader, tmp_path)
-    for path in (tmp_path / "commits").glob(f"{saved[0].txid}*"):
-        path.unlink()
-    with pytest.raises(ValueError, match=rf"replaces {saved[0].txid}, which is missing"):
-        reader.Store(tmp_path).checkpoints()
 
 
 def test_the_example_reader_names_entries_missing_from_a_thinned_checkpoint(reader: Any, tmp_path: Path) -> None:
     store = casckpt.open(tmp_path)
     store.save({"model": torch.ones(9), "optim": torch.zeros(9)}, run="r", step=1)
+    store.save({"model": torch.ones(9), "optim": torch.ones(9)}, run="r", step=2)
     store.thin("r@1", drop="optim")
     checkpoint = reader.Store(tmp_path).open("r@1")
     assert checkpoint.read("model").tolist() == [1] * 9
@@ -373,16 +370,6 @@ def test_a_replaced_manifest_is_rejected(reader: Any, saved: Path, told: str) ->
     write_record(record, json.loads(record.read_bytes().splitlines()[0]) | {"head": data[4064:4096].hex()})
     with pytest.raises(ValueError, match=told):
         read_all(reader, saved)
-
-
-def test_a_rewrite_that_lost_the_race_has_no_effect(reader: Any, tmp_path: Path) -> None:
-    store = small_folder(tmp_path)
-    base = store.save({"a": cells(2)}, run="a", step=1).commit
-    made = move(store.repository, base)
-    assert [one["txid"] for one in reader.Store(tmp_path).checkpoints()] == [made.txid]
-    kept = {"type": "kept", "txid": base.txid, "time": 1_800_000_000_000_000}
-    write_record(tmp_path / "commits" / f"{base.txid}.1", kept)
-    assert [one["txid"] for one in reader.Store(tmp_path).checkpoints()] == [base.txid]
 
 
 # unknown versions and forms

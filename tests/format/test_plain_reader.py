@@ -16,7 +16,7 @@ import torch
 from blake3 import blake3
 
 import casckpt
-from casckpt.history.commits import forget, purge, refresh, restore
+from casckpt.history.commits import bring_back, forget, purge, trim
 from tests.support import plain_reader
 from tests.support.exact import same
 from tests.support.plain_examples import EXAMPLES
@@ -62,7 +62,7 @@ def assert_same(mine: Any, theirs: Any) -> None:
 
 def test_the_plain_reader_is_short_and_independent() -> None:
     lines = Path(plain_reader.__file__).read_text().splitlines()
-    assert len(lines) <= 336
+    assert len(lines) <= 334
     assert not [line for line in lines if re.match(r"\s*(import|from) (casckpt|torch|tests)", line)]
 
 
@@ -72,14 +72,14 @@ def txids(folder: Path) -> list[str]:
 
 def newest_listed(store: Store, run: str) -> str:
     found = [txid for (name, _), txid in store.visible().items() if name == run]
-    return max(found, key=lambda txid: str(store.log(txid)[1]["origin"]), default="")
+    return max(found, default="")
 
 
 def _newest(folder: Path, run: str) -> Checkpoint:
     store = Store(folder)
     txid = store.newest_announced(run)
     assert txid == newest_listed(store, run)
-    return Checkpoint(folder, store.log(txid)[1])
+    return Checkpoint(folder, store.log(txid).record)
 
 
 def test_the_plain_reader_reads_every_dtype_and_shape(tmp_path: Path) -> None:
@@ -148,28 +148,37 @@ def test_the_plain_reader_reads_shared_cells_and_skips_forgotten_checkpoints(tmp
     plain = Store(tmp_path)
     visible = plain.visible()
     assert sorted(visible) == [("a", 3), ("a", 6), ("b", 8)]
-    states = sorted(plain.log(txid)[0] for txid in txids(tmp_path))
-    assert states == ["forgotten"] * 4 + ["revoked"] + ["visible"] * 3  # a record says that the tag was set
+    states = sorted(plain.log(txid).state for txid in txids(tmp_path))
+    assert states == ["forgotten"] * 4 + ["visible"] * 3
     for (run, step), txid in visible.items():
-        assert_same(Checkpoint(tmp_path, plain.log(txid)[1]).read(), store.read(f"{run}@{step}"))
+        assert_same(Checkpoint(tmp_path, plain.log(txid).record).read(), store.read(f"{run}@{step}"))
     for run in ("a", "b"):
         assert _newest(tmp_path, run).index["step"] == store.get(f"{run}@latest").step
     assert plain.newest_announced("c") == newest_listed(plain, "c") == ""
     assert plain.tags() == {"best": store.get("a@6").id}
+    assert plain.log(visible["a", 6]).tagged == [("best", 0)]
 
 
-def test_the_plain_reader_follows_rewrites_even_if_they_are_undone(tmp_path: Path) -> None:
+def test_the_plain_reader_folds_rewrites_even_if_they_are_undone_or_trimmed(tmp_path: Path) -> None:
     store = small_folder(tmp_path)
     repo = store.repository
-    saved = [store.save({"a": cells(2, seed=step)}, run="a", step=step).commit for step in range(4)]
-    made = [move(repo, one) for one in saved[:3]]
-    again = move(repo, made[0])
-    purge(repo, refresh(repo, made[0]))
-    back = restore(repo, refresh(repo, saved[1]))
-    forget(repo, made[2])
+    saved = [store.save({"a": cells(2, seed=step)}, run="a", step=step).commit for step in range(5)]
+    made = [move(repo, one) for one in saved[:4]]
+    undone = bring_back(repo, move(repo, made[0]), made[0].places)
+    trimmed = trim(repo, made[1])
+    hidden = forget(repo, bring_back(repo, made[2], saved[2].places))
+    purged = purge(repo, forget(repo, made[3]))
     plain = Store(tmp_path)
-    assert plain.visible() == {("a", 0): again.txid, ("a", 1): back.txid, ("a", 3): saved[3].txid}
-    assert _newest(tmp_path, "a").record["txid"] == saved[3].txid
+    found = {txid: plain.log(txid) for txid in txids(tmp_path)}
+    for commit in (undone, trimmed, hidden, purged, saved[4]):
+        log = found[commit.txid]
+        assert log.existing == [places.txid for places in commit.existing]
+        assert (log.record["places"], log.record["head"]) == (commit.places.txid, commit.committed.head)
+    assert [log.state for log in found.values()] == ["visible", "visible", "forgotten", "purged", "visible"]
+    assert [len(log.existing) for log in found.values()] == [3, 1, 2, 0, 1]
+    for step in (0, 1, 4):
+        assert_same(Checkpoint(tmp_path, found[saved[step].txid].record).read(), store.read(f"a@{step}"))
+    assert _newest(tmp_path, "a").record["txid"] == saved[4].txid
 
 
 def test_the_plain_reader_finds_the_later_of_two_twins(tmp_path: Path) -> None:
@@ -180,7 +189,7 @@ def test_the_plain_reader_finds_the_later_of_two_twins(tmp_path: Path) -> None:
     line = json.dumps({"type": "restored", "txid": txid, "time": 1_800_000_000_000_000}).encode()
     record = tmp_path / "commits" / f"{txid}.2"  # by hand: casckpt refuses to restore a checkpoint whose place is taken
     record.write_bytes(line + b"\n" + blake3(line).hexdigest().encode() + b"\n")
-    assert [Store(tmp_path).log(each)[0] for each in txids(tmp_path)] == ["visible", "visible"]
+    assert [Store(tmp_path).log(each).state for each in txids(tmp_path)] == ["visible", "visible"]
     read = _newest(tmp_path, "r")
     assert_same(read.read(), store.read("r@1"))
     assert read.read()["from"] == "two"
@@ -266,7 +275,7 @@ def test_a_flipped_byte_in_a_proof_is_detected(saved: Path, back: int) -> None:
 
 def test_a_flipped_byte_in_a_head_or_section_is_detected(saved: Path) -> None:
     read = _newest(saved, "r")
-    path = saved / "objects" / read.record["txid"] / f"{read.record['manifest']}.manifest"
+    path = saved / "objects" / read.record["places"] / f"{read.record['manifest']}.manifest"
     places = [0, 7, 8, 20, 4000, 4095] + [
         offset + length // 2 for offset, length, _ in read.sections.values() if length
     ]

@@ -27,9 +27,10 @@ SECTIONS = ["index", "places", "blobs", "objects", "cells", "rows"]
 PROOF_CONTEXT = "casckpt 2026-11-23 the proof of a blob"
 NUMPY_HAS = r"bool|u?int(8|16|32|64)|float(16|32|64)|complex(64|128)"
 TXID = r"\d{8}T\d{12}Z-[0-9a-f]{16}-[0-9a-f]{16}-(?:0|[1-9]\d*)"
-STATES = {"committed": "visible", "restored": "visible", "forgotten": "forgotten"}
+STATES = {"committed": "visible", "restored": "visible"} | {name: name for name in ("forgotten", "purged", "revoked")}
 Entry = namedtuple("Entry", "kind key index rank dtype width shape cells rows")  # rank: 0 for none
 Object = namedtuple("Object", "key rank is_pickled data")
+Log = namedtuple("Log", "state record existing tagged")  # existing: the txids of the places that did not end
 
 
 class DamagedError(Exception):
@@ -137,7 +138,7 @@ def by_key(rows: Sequence[Any], rank: int) -> dict[str, Any]:
 class Checkpoint:
     def __init__(self, root: pathlib.Path, record: dict[str, Any]) -> None:
         self.root, self.record = root / "objects", record
-        raw = (self.root / record["txid"] / f"{record['manifest']}.manifest").read_bytes()
+        raw = (self.root / record["places"] / f"{record['manifest']}.manifest").read_bytes()
         self.sections = read_head(raw, record["head"])
         part = {name: proved(raw[a : a + n], digest, name) for name, (a, n, digest) in self.sections.items()}
         index, blobs, places = (decode(part[name]) for name in ("index", "blobs", "places"))
@@ -223,43 +224,40 @@ class Store:
         check(rest == blake3(line).hexdigest().encode() + b"\n", f"the record {key}", DamagedError)
         return dict(json.loads(line))
 
-    def folded(self, txid: str) -> tuple[str, dict[str, Any], tuple[int, Any]]:
-        """Fold one log. Return its state ("" if there is none), its first record, and the rewrite that replaced it."""
-        log, key = list[dict[str, Any]](), f"commits/{txid}"
+    def log(self, txid: str) -> Log:
+        """Fold a log. Its record has the current places, and what the log says about them."""
+        records, key = list[dict[str, Any]](), f"commits/{txid}"
         while (self.root / key).exists():
-            log.append(self.record(key))
-            key = f"commits/{txid}.{len(log)}"
-        check(all(record["txid"] == txid for record in log), f"the log of {txid} tells of another transaction")
-        told = [record["type"] for record in log if record["type"] != "kept"] or [""]
-        links = [(n, record.get("by")) for n, record in enumerate(log) if record["type"] in {"replaced", "restored"}]
-        return STATES.get(told[-1], told[-1]), {"origin": txid} | log[0] if log else {}, links[-1] if links else (0, "")
-
-    def log(self, txid: str) -> tuple[str, dict[str, Any]]:
-        """Return a transaction's state and first record. A rewrite's state depends on the log that it replaces."""
-        state, first, _ = self.folded(txid)
-        one, replaces = txid, first.get("replaces")
-        while replaces and state == "visible":
-            check(replaces[0] < one, f"{one} rewrites what is later")
-            _, base, link = self.folded(replaces[0])
-            state, one, replaces = state if link == (replaces[1], one) else "void", replaces[0], base.get("replaces")
-        return state, first
+            records.append(self.record(key))
+            key = f"commits/{txid}.{len(records)}"
+        check(all(record["txid"] == txid for record in records), f"the log of {txid} tells of another transaction")
+        state, current, existing = "", txid, {txid: dict[str, Any]()}
+        for record in records:
+            state, current = STATES.get(record["type"], state), record.get("by") or record.get("to") or current
+            if record["type"] == "rewritten":
+                existing[current] = {"head": record["head"], "manifest_bytes": record["manifest_bytes"]}
+            elif record["type"] == "trimmed":
+                existing = {current: existing[current]}
+            elif state == "purged":
+                break
+        first = records[0] | existing[current] | {"places": current} if records else {}
+        tagged = [(record["name"], record["generation"]) for record in records if record["type"] == "tagged"]
+        return Log(state, first, [*existing] if state in {"visible", "forgotten"} else [], tagged)
 
     def visible(self) -> dict[tuple[str, int], str]:
-        logs = [(txid, *self.log(txid)) for txid in self._names("commits", TXID)]
-        seen = sorted((one["origin"], txid, one["run"], one["step"]) for txid, state, one in logs if state == "visible")
-        return {(run, step): txid for _, txid, run, step in seen}
+        logs = [(txid, self.log(txid)) for txid in self._names("commits", TXID)]
+        return {(log.record["run"], log.record["step"]): txid for txid, log in logs if log.state == "visible"}
 
     def newest_announced(self, run: str) -> str:
         """Find the newest visible checkpoint through the run's announcements. Return "" if there is none."""
-        folder, best, floor = f"runs/{blake3(run.encode()).hexdigest()[:16]}", ("", ""), -1
+        folder, best, floor = f"runs/{blake3(run.encode()).hexdigest()[:16]}", "", -1
         folders = self._names(folder, r"\d{6}")
         for key in (f"{six}/{name}" for six in folders for name in self._names(f"{folder}/{six}", r"\d{3}")):
             record = self.record(f"{folder}/{key}")
-            logs = [(txid, *self.log(txid)) for txid, _ in record["announced"]]
-            told = [(first["origin"], txid) for txid, state, first in logs if state == "visible"]
+            told = [txid for txid, _ in record["announced"] if self.log(txid).state == "visible"]
             if 999_999_999 - int(key.replace("/", "")) > floor and max(told, default=best) > best:
                 best, floor = max(told), record.get("seen", -1)
-        return best[1]
+        return best
 
     def tags(self) -> dict[str, str]:
         """Return the ID that each tag refers to. Ignore expiry."""
