@@ -173,8 +173,8 @@ class Checkpoint:
 
     @property
     def replaced(self) -> bool:
-        """Whether this is the old commit of a rewrite. The checkpoint's id refers to the new commit."""
-        return self.commit.last == "replaced"
+        """Whether this is the checkpoint at its old places, from before a rewrite. Its id refers to the current ones."""
+        return self.commit.is_old_places
 
     @property
     def dropped(self) -> Dropped | None:

@@ -39,7 +39,8 @@ def assert_same(mine: Any, theirs: Any) -> None:
         assert isinstance(mine, np.ndarray)
         assert mine.shape == tuple(theirs.shape)
         assert mine.tobytes() == _raw(theirs)
-        assert theirs.dtype in ODD or mine.dtype == theirs.numpy().dtype
+        name = str(theirs.dtype).removeprefix("torch.")
+        assert mine.dtype == (name if re.fullmatch(plain_reader.NUMPY_HAS, name) else f"V{theirs.element_size()}")
     elif isinstance(theirs, dict):
         assert type(mine) is type(theirs)
         assert list(mine) == list(theirs)
@@ -62,7 +63,7 @@ def assert_same(mine: Any, theirs: Any) -> None:
 
 def test_the_plain_reader_is_short_and_independent() -> None:
     lines = Path(plain_reader.__file__).read_text().splitlines()
-    assert len(lines) <= 334
+    assert len(lines) <= 336
     assert not [line for line in lines if re.match(r"\s*(import|from) (casckpt|torch|tests)", line)]
 
 

@@ -276,9 +276,11 @@ def plain(item: Any, parts: dict[int, bytes]) -> Any:
 
 
 def nest(node: Any, leaves: list[dict[str, Any]], path: tuple[str, ...] = ()) -> Any:
-    """Insert the leaves into a tree. Leaves are tensors and objects by flat key."""
+    """Insert the leaves, tensors and objects by flat key, into a tree. A wrapper yields its form and its tensors."""
     if isinstance(node, int):
         return leaves[node][".".join(path)]
+    if isinstance(node, tuple) and node[:1] == ("wrapper",):
+        return json.loads(node[1][0]), nest(node[1][1], leaves, path)
     items = node.items() if isinstance(node, dict) else enumerate(node)
     found = {key: nest(child, leaves, (*path, str(key))) for key, child in items}
     return after(lambda made: made.update(found), node) if isinstance(node, dict) else type(node)(found.values())
