@@ -27,7 +27,8 @@ from msgspec.msgpack import decode  # the msgpack package calls it unpackb
 
 SECTIONS = ["index", "places", "blobs", "objects", "cells", "rows"]
 RECORD = re.compile(r"(\d{8}T\d{12}Z-[0-9a-f]{16}-[0-9a-f]{16}-\d+)(?:\.([1-9]\d{0,8}))?")  # txid, number
-TYPES = {"committed", "revoked", "forgotten", "restored", "purged", "replaced", "kept"}
+STATES = {"committed", "revoked", "forgotten", "restored", "purged"}
+TYPES = {*STATES, "rewritten", "back", "trimmed", "tagged", "kept"}
 NUMPY_HAS = re.compile(r"bool|u?int(8|16|32|64)|float(16|32|64)|complex(64|128)")
 Record = dict[str, Any]
 Entry = namedtuple("Entry", "dtype width shape cells rows")
@@ -66,13 +67,12 @@ class Store:
         return record
 
     def checkpoints(self) -> list[Record]:
-        """Return the commit records of the visible checkpoints, in order ("How a checkpoint becomes visible")."""
+        """Return the commit records of visible checkpoints, in order ("How a checkpoint becomes visible")."""
         last: dict[str, int] = {}
         for found in filter(None, (RECORD.fullmatch(path.name) for path in (self.root / "commits").glob("*"))):
             last[found[1]] = max(last.get(found[1], 0), int(found[2] or 0))
-        logs = {txid: [self.record(txid, number) for number in range(end + 1)] for txid, end in last.items()}
-        visible = [log[0] for log in logs.values() if is_visible(log, logs)]
-        return sorted(visible, key=lambda commit: (commit.get("origin") or commit["txid"], commit["txid"]))
+        logs = [[self.record(txid, number) for number in range(end + 1)] for txid, end in sorted(last.items())]
+        return [commit for log in logs if (commit := fold(log))]
 
     def open(self, ref: str, rank: int = 0) -> "Checkpoint":
         """Open RUN@STEP or RUN@latest. If ranks saved separate values, ``tensors`` has those of ``rank``."""
@@ -82,17 +82,15 @@ class Store:
         return Checkpoint(self, found[-1], rank)
 
 
-def is_visible(log: list[Record], logs: dict[str, list[Record]]) -> bool:
-    """Return whether a checkpoint is visible by its log and, for a rewrite, whether it is valid ("Rewrites")."""
-    types = [record["type"] for record in log if record["type"] != "kept"]
-    commit, visible = log[0], types[0] == "committed" and types[-1] in {"committed", "restored"}
-    while visible and commit.get("replaces"):
-        base, number = commit["replaces"]
-        check(base in logs and base < commit["txid"], f"{commit['txid']} replaces {base}, which is missing or later")
-        by = logs[base][number].get("by") if number < len(logs[base]) else None
-        visible = by == commit["txid"] and all(record["type"] != "restored" for record in logs[base][number:])
-        commit = logs[base][0]
-    return visible
+def fold(log: list[Record]) -> Record | None:
+    """Return a commit record, with its current ``places`` and their ``head``, or None if the log hides it."""
+    states = [record["type"] for record in log if record["type"] in STATES]
+    heads, places = {log[0]["txid"]: log[0].get("head")}, log[0]["txid"]
+    for record in log:
+        places = record.get("by") or record.get("to") or places  # from "rewritten" or "back"
+        heads.setdefault(places, record.get("head"))
+    is_visible = "purged" not in states and states[-1] in {"committed", "restored"}
+    return log[0] | {"places": places, "head": heads[places]} if is_visible else None
 
 
 class Checkpoint:
@@ -100,7 +98,7 @@ class Checkpoint:
 
     def __init__(self, store: Store, commit: Record, rank: int) -> None:
         self.store, self.name = store, f"{commit['run']}@{commit['step']}"
-        section = sections(store.path(f"objects/{commit['txid']}/{commit['manifest']}.manifest").read_bytes(), commit)
+        section = sections(store.path(f"objects/{commit['places']}/{commit['manifest']}.manifest").read_bytes(), commit)
         index, places, blobs = (decode(section[name]) for name in ("index", "places", "blobs"))
         same = all(index[name] == commit.get(name) for name in ("run", "step", "created_at", "parent"))
         check(same, f"the manifest of {self.name} belongs to a different checkpoint")

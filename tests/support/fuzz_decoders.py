@@ -29,7 +29,8 @@ from casckpt.format.encodings import frames
 from casckpt.format.extents import ExtentTable
 from casckpt.format.names import ManifestId
 from casckpt.format.sections import recipe
-from casckpt.format.sections.head import KNOWN, assemble
+from casckpt.format.sections.head import COPIED, KNOWN, Section, assemble
+from casckpt.format.sections.health import HEALTH
 from casckpt.frontends.dcp.described import read_metadata
 from tests.support.fuzz import bent, bound_memory
 from tests.support.tally import tally
@@ -58,15 +59,21 @@ def _record(data: bytes) -> None:
 
 def _section(name: str, data: bytes) -> None:
     """Return a manifest with these bytes as one of its sections."""
-    for seed in _manifests():
+    for seed in [_inspected()] if name == HEALTH else _manifests():
         sections = {one: bytes(seed.section(one)) for one in KNOWN}
-        head, whole = assemble((sections | {name: data}).items())
+        foreign = [(Section(name, COPIED, 0, len(data), b""), data)] if name == HEALTH else []
+        head, whole = assemble((sections | ({} if foreign else {name: data})).items(), foreign)
         with suppress(CasckptError):
             _look_at(manifest.decode(whole, ManifestId(head["index"].digest.hex())))
 
 
 def _look_at(found: manifest.Manifest) -> None:
-    for each in (lambda: found.metadata, lambda: tree.decode_tree(found.body.tree), lambda: list(found.blobs)):
+    for each in (
+        lambda: found.health,
+        lambda: found.metadata,
+        lambda: tree.decode_tree(found.body.tree),
+        lambda: list(found.blobs),
+    ):
         with suppress(CasckptError):
             each()
     for entry in found.entries:
@@ -111,22 +118,32 @@ DECODERS: Final[dict[str, Decode]] = {
     "plain": plain.decode, "tree": tree.decode_tree,
     "recipe": _recipe,
     "dcp": lambda data: read_metadata(data, "x", anything=False),
-    **{name: partial(_section, name) for name in KNOWN},
+    **{name: partial(_section, name) for name in (*KNOWN, HEALTH)},
 }  # fmt: skip
 
 
 @cache
 def _manifests() -> list[manifest.Manifest]:
     """Return a plain manifest and an encoded one."""
-    paths = [min(sorted(store.rglob("*.manifest")), key=lambda path: path.stat().st_size) for store in STORES]
-    return [manifest.decode(path.read_bytes(), ManifestId(path.name.partition(".")[0])) for path in paths]
+    return [_decoded(min(store.rglob("*.manifest"), key=lambda path: (path.stat().st_size, path))) for store in STORES]
+
+
+def _decoded(path: Path) -> manifest.Manifest:
+    return manifest.decode(path.read_bytes(), ManifestId(path.name.partition(".")[0]))
+
+
+@cache
+def _inspected() -> manifest.Manifest:
+    """Return a manifest with the health of its tensors."""
+    (found,) = (one for path in STORES[0].rglob("*.manifest") if HEALTH in (one := _decoded(path)).head)
+    return found
 
 
 @cache
 def _folder() -> manifest.Manifest:
     """Return the manifest of a folder of another program."""
     (path,) = (DATA / "folder_store").rglob("*.manifest")
-    return manifest.decode(path.read_bytes(), ManifestId(path.name.partition(".")[0]))
+    return _decoded(path)
 
 
 def seeds(kind: str) -> list[bytes]:
@@ -144,8 +161,10 @@ def _seeds(kind: str) -> Iterator[bytes]:
     if kind in KNOWN:
         yield from (bytes(one.section(kind)) for one in _manifests())
     elif kind == "record":
-        others = (".manifest", ".safetensors", ".json")
-        yield from (path.read_bytes() for path in files if path.suffix not in others)
+        others = ("objects", "signatures", "casckpt.json", "expected.json")
+        yield from (path.read_bytes() for path in files if path.relative_to(DATA).parts[1] not in others)
+    elif kind == HEALTH:
+        yield bytes(_inspected().section(HEALTH))
     elif kind == "marker":
         yield from (path.read_bytes() for path in files if path.name == "casckpt.json")
     elif kind in ("header", "proof"):
@@ -166,7 +185,8 @@ def _seeds(kind: str) -> Iterator[bytes]:
 def _stored_frames() -> Iterator[bytes]:
     files = {path.stem: path for path in STORES[1].rglob("*.safetensors")}
     for path in sorted(STORES[1].rglob("*.manifest")):
-        found = manifest.decode(path.read_bytes(), ManifestId(path.name.partition(".")[0]))
+        found = _decoded(path)
+        found.left_out = "some of them were thinned"
         for entry in found.held:
             table: ExtentTable = found.extents(entry)
             for cell in (one for one in table.stored_cells() if one.frame):

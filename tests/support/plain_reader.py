@@ -27,9 +27,10 @@ SECTIONS = ["index", "places", "blobs", "objects", "cells", "rows"]
 PROOF_CONTEXT = "casckpt 2026-11-23 the proof of a blob"
 NUMPY_HAS = r"bool|u?int(8|16|32|64)|float(16|32|64)|complex(64|128)"
 TXID = r"\d{8}T\d{12}Z-[0-9a-f]{16}-[0-9a-f]{16}-(?:0|[1-9]\d*)"
-STATES = {"committed": "visible", "restored": "visible", "forgotten": "forgotten"}
+STATES = {"committed": "visible", "restored": "visible"} | {name: name for name in ("forgotten", "purged", "revoked")}
 Entry = namedtuple("Entry", "kind key index rank dtype width shape cells rows")  # rank: 0 for none
 Object = namedtuple("Object", "key rank is_pickled data")
+Log = namedtuple("Log", "state record existing tagged")  # existing: the txids of the places that did not end
 
 
 class DamagedError(Exception):
@@ -137,7 +138,11 @@ def by_key(rows: Sequence[Any], rank: int) -> dict[str, Any]:
 class Checkpoint:
     def __init__(self, root: pathlib.Path, record: dict[str, Any]) -> None:
         self.root, self.record = root / "objects", record
+<<<<<<< HEAD
         raw = (self.root / record["by"] / f"{record['manifest']}.manifest").read_bytes()
+=======
+        raw = (self.root / record["places"] / f"{record['manifest']}.manifest").read_bytes()
+>>>>>>> fixtures
         self.sections = read_head(raw, record["head"])
         part = {name: proved(raw[a : a + n], digest, name) for name, (a, n, digest) in self.sections.items()}
         index, blobs, places = (decode(part[name]) for name in ("index", "blobs", "places"))
@@ -223,6 +228,7 @@ class Store:
         check(rest == blake3(line).hexdigest().encode() + b"\n", f"the record {key}", DamagedError)
         return dict(json.loads(line))
 
+<<<<<<< HEAD
     def log(self, txid: str) -> tuple[str, dict[str, Any]]:
         """Fold a log. Return its state ("" if there is none), and its first record with the current places."""
         log, key = list[dict[str, Any]](), f"commits/{txid}"
@@ -247,6 +253,31 @@ class Store:
     def visible(self) -> dict[tuple[str, int], str]:
         logs = [(txid, *self.log(txid)) for txid in self._names("commits", TXID)]
         return {(one["run"], one["step"]): txid for txid, state, one in logs if state == "visible"}
+=======
+    def log(self, txid: str) -> Log:
+        """Fold a log. Its record has the current places, and what the log says about them."""
+        records, key = list[dict[str, Any]](), f"commits/{txid}"
+        while (self.root / key).exists():
+            records.append(self.record(key))
+            key = f"commits/{txid}.{len(records)}"
+        check(all(record["txid"] == txid for record in records), f"the log of {txid} tells of another transaction")
+        state, current, existing = "", txid, {txid: dict[str, Any]()}
+        for record in records:
+            state, current = STATES.get(record["type"], state), record.get("by") or record.get("to") or current
+            if record["type"] == "rewritten":
+                existing[current] = {"head": record["head"], "manifest_bytes": record["manifest_bytes"]}
+            elif record["type"] == "trimmed":
+                existing = {current: existing[current]}
+            elif state == "purged":
+                break
+        first = records[0] | existing[current] | {"places": current} if records else {}
+        tagged = [(record["name"], record["generation"]) for record in records if record["type"] == "tagged"]
+        return Log(state, first, [*existing] if state in {"visible", "forgotten"} else [], tagged)
+
+    def visible(self) -> dict[tuple[str, int], str]:
+        logs = [(txid, self.log(txid)) for txid in self._names("commits", TXID)]
+        return {(log.record["run"], log.record["step"]): txid for txid, log in logs if log.state == "visible"}
+>>>>>>> fixtures
 
     def newest_announced(self, run: str) -> str:
         """Find the newest visible checkpoint through the run's announcements. Return "" if there is none."""
@@ -254,7 +285,11 @@ class Store:
         folders = self._names(folder, r"\d{6}")
         for key in (f"{six}/{name}" for six in folders for name in self._names(f"{folder}/{six}", r"\d{3}")):
             record = self.record(f"{folder}/{key}")
+<<<<<<< HEAD
             told = [txid for txid, _ in record["announced"] if self.log(txid)[0] == "visible"]
+=======
+            told = [txid for txid, _ in record["announced"] if self.log(txid).state == "visible"]
+>>>>>>> fixtures
             if 999_999_999 - int(key.replace("/", "")) > floor and max(told, default=best) > best:
                 best, floor = max(told), record.get("seen", -1)
         return best
@@ -276,9 +311,11 @@ def plain(item: Any, parts: dict[int, bytes]) -> Any:
 
 
 def nest(node: Any, leaves: list[dict[str, Any]], path: tuple[str, ...] = ()) -> Any:
-    """Insert the leaves into a tree. Leaves are tensors and objects by flat key."""
+    """Insert the leaves, tensors and objects by flat key, into a tree. A wrapper yields its form and its tensors."""
     if isinstance(node, int):
         return leaves[node][".".join(path)]
+    if isinstance(node, tuple) and node[:1] == ("wrapper",):
+        return json.loads(node[1][0]), nest(node[1][1], leaves, path)
     items = node.items() if isinstance(node, dict) else enumerate(node)
     found = {key: nest(child, leaves, (*path, str(key))) for key, child in items}
     return after(lambda made: made.update(found), node) if isinstance(node, dict) else type(node)(found.values())

@@ -49,10 +49,13 @@ class _Rank(Solo):
 
 
 class Simulated:
-    """``size`` ranks. Between saves, each keeps what a process would remember."""
+    """``size`` ranks. Between saves, each keeps what a process would remember.
 
-    def __init__(self, repo: Repository, size: int) -> None:
-        self.repo, self.size = repo, size
+    ``repos``: a repository for each rank, if they do not share one.
+    """
+
+    def __init__(self, repo: Repository, size: int, repos: Sequence[Repository] = ()) -> None:
+        self.repos, self.size = repos or [repo] * size, size
         self._memories = [GroupMemory() for _ in range(size)]
 
     def save(self, state: Callable[[int], Any], options: SaveOptions) -> Commit:
@@ -63,7 +66,7 @@ class Simulated:
             def mine() -> Any:
                 return prepare(state(rank), None, rank=rank, allow_pickle=False)
 
-            return save(self.repo, _Rank(star, rank, self.size), self._memories[rank], mine, checked)
+            return save(self.repos[rank], _Rank(star, rank, self.size), self._memories[rank], mine, checked)
 
         with ThreadPoolExecutor(self.size) as pool:
             found = list(pool.map(run, range(self.size)))

@@ -1,8 +1,4 @@
-"""Folders of other programs in checkpoints, and the store in tests/data/folder_store.
-
-``python -m tests.support.stored_folder FOLDER`` created that store, with the folder that it holds as ``expected.json``.
-Do not regenerate it once a version has been released, because it would no longer test anything.
-"""
+"""Folders of other programs in checkpoints. `tests.support.frozen_store` writes such a store to tests/data."""
 
 from __future__ import annotations
 
@@ -10,8 +6,6 @@ import base64
 import io
 import json
 import os
-import sys
-import tempfile
 import zipfile
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
@@ -220,17 +214,8 @@ def described(folder: Path) -> list[dict[str, Any]]:
     ]  # fmt: skip
 
 
-def main(out: Path) -> None:
-    """Create the store and the expected folder."""
+def fill(store: casckpt.Store, folder: Path) -> None:
+    """Write the folder, and store it."""
     os.umask(0o022)
-    with tempfile.TemporaryDirectory() as folder:
-        store = casckpt.open(out, cache_dir=Path(folder) / "cache")
-        store.create(cell_bytes=CELL, blob_bytes=BLOB)
-        write_folder(Path(folder) / "run", 2)
-        save_folder(store, Path(folder) / "run", run="files", step=2)
-        expected = described(Path(folder) / "run")
-    (out / "expected.json").write_text(json.dumps(expected, indent=1, ensure_ascii=False) + "\n")
-
-
-if __name__ == "__main__":
-    main(Path(sys.argv[1]))
+    write_folder(folder, 2)
+    save_folder(store, folder, run="files", step=2)
