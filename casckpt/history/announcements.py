@@ -57,7 +57,7 @@ def look(repo: Repository, run: str, *, anew: bool = False) -> RunCache:
         if not anew:
             _load(repo, run, known)
         if known.head < 0:
-            known.head, known.low = _ends(repo, run)
+            known.head = max(_numbers(repo, run, from_lowest=False), default=-1)
             return known
         if _read_on(repo, run, known):
             return known
@@ -76,7 +76,7 @@ def read_back(repo: Repository, run: str, low: int = 0) -> RunCache:
             numbers = known.unread(low)[::-1][:count]
             found = _fetch(repo, run, numbers)
             if None in found:
-                _begin_at(repo, run, _ends(repo, run)[1])
+                _begin_at(repo, run, _lowest(repo, run))
             for number, record in zip(numbers, found, strict=True):
                 if number >= known.low:
                     _add(known, run, number, NotFound("it is missing") if record is None else record)
@@ -94,8 +94,8 @@ def remove_over(repo: Repository, run: str, over: Container[TxId]) -> None:
         first = min(needed, default=known.head)
         if first <= known.low:
             return
-        low = _ends(repo, run)[1]  # another gc may have deleted some of them
-        keys = [announcement_key(run, number) for number in range(low, first)]
+        # another gc may have deleted some of them
+        keys = [announcement_key(run, number) for number in range(_lowest(repo, run), first)]
         for _ in in_parallel(repo.storage.traits.parallel, repo.storage.delete, keys, name="gc"):
             pass
         _begin_at(repo, run, first)
@@ -190,19 +190,14 @@ def names_note(run: str) -> str:
     return f"names of {run}"
 
 
-def _ends(repo: Repository, run: str) -> tuple[int, int]:
-    """Return the highest and the lowest number of a run, or -1 and 0 if there is none.
+def _lowest(repo: Repository, run: str) -> int:
+    return min(_numbers(repo, run, from_lowest=True), default=0)
 
-    Folders sort by descending number.
-    """
+
+def _numbers(repo: Repository, run: str, *, from_lowest: bool) -> list[int]:
+    """Return the numbers in the first folder of a run that has any. Folders sort by descending number."""
     _, folders = repo.storage.list_folder(run_folder(run))
-    high = _first_numbers(repo, sorted(folders))
-    low = _first_numbers(repo, sorted(folders, reverse=True)) if folders[1:] else high
-    return max(high, default=-1), min(low, default=0)
-
-
-def _first_numbers(repo: Repository, folders: Iterable[str]) -> list[int]:
-    for folder in folders:
+    for folder in sorted(folders, reverse=from_lowest):
         entries, _ = repo.storage.list_folder(folder)
         if numbers := [name[1] for entry in entries if (name := parse_announcement(entry.key))]:
             return numbers

@@ -64,8 +64,8 @@ class RunCache:
     ``head``: the highest number in use, or -1 if there is none. ``records``: the records by number, None for
     ``unreadable`` ones. ``announced``: the highest announced record number of each transaction. ``at``: transactions by
     step. ``newest``: the latest transaction. ``low``: gc has deleted all announcements below this number. ``floor``:
-    ``at`` has all transactions that are announced below this number, so these announcements need not be read. ``ended``: transactions that will never be live again. Hold
-    ``lock`` while you continue reading from ``head``.
+    ``at`` has all transactions that are announced below this number, so these announcements need not be read.
+    ``ended``: transactions that will never be live again. Hold ``lock`` while you continue reading from ``head``.
     """
 
     def __init__(self) -> None:
