@@ -69,7 +69,7 @@ def find(repo: Repository, txid: TxId, *, young: bool = False) -> Over | None:
     return lists.over.get(txid)
 
 
-def is_older(repo: Repository, txid: TxId, age: int = MIN_AGE) -> bool:
+def is_older(repo: Repository, txid: TxId, age: int) -> bool:
     """Return whether a transaction began more than ``age`` microseconds ago, according to its name."""
     return parse_txid(txid).time < time_of(repo.clock() - age)
 

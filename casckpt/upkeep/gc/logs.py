@@ -45,7 +45,7 @@ def drop_logs(repo: Repository, listed: CommitList, erased: Collection[TxId] = (
             names = {(one.txid, number) for one in batch for number in range(one.number + 1)}
             kept = {txid: one for txid, one in listed.commits.items() if txid not in lines}
             listed = replace(listed, commits=kept, over={**listed.over, **lines}, late=listed.late | names)
-    late = [commit_key(*name) for name in sorted(listed.late) if name[1] == 0 or is_older(repo, name[0])]
+    late = [commit_key(*name) for name in sorted(listed.late) if name[1] == 0 or is_older(repo, name[0], MIN_AGE)]
     if late:
         repo.storage.settle(PREFIX.rstrip("/"))  # a gc that wrote a list may have died before the list was durable
         log.info("%s: deleting %d records of logs that are over", repo.storage.url, len(late))
@@ -64,7 +64,7 @@ def _due(repo: Repository, listed: CommitList, ended: Iterable[Commit], erased: 
     since = repo.clock() - MIN_AGE
     for one in sorted(ended, key=lambda one: one.txid):
         name = parse_txid(one.txid)
-        is_old = one.changed_at < since and is_older(repo, one.txid) and newest[name.run_hash] != one.txid
+        is_old = one.changed_at < since and is_older(repo, one.txid, MIN_AGE) and newest[name.run_hash] != one.txid
         is_free = (name.run_hash, name.step) not in opened and uploaders.isdisjoint([one.txid, *line_of(one).places])
         is_due = is_old if one.last == "revoked" else (is_old or one.txid in erased) and one.id not in signed
         if is_free and is_due:
