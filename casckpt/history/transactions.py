@@ -344,7 +344,7 @@ def join(repo: Repository, began: Began, *, seconds: float = SIGN_OF_LIFE_SECOND
         if found is None or None in same or (found.manifest, found.places) != same:
             return None
         began, joined = found, _last_sign(repo, began.txid)
-    # this process may have chosen the txid before it was used, and its log was deleted
+    # another process may have used the txid meanwhile, and gc may have deleted its log
     if repo.storage.size(commit_key(began.txid)) is None and find(repo, began.txid, young=True) is None:
         return _allowed(repo, Transaction(repo, began, seconds=seconds, joined=joined))
     if joined is None:

@@ -230,6 +230,9 @@ class Store:
             log.append(self.record(key))
             key = f"commits/{txid}.{len(log)}"
         check(all(record["txid"] == txid for record in log), f"the log of {txid} tells of another transaction")
+        lists = (self.record(f"commits/ended/{number}") for number in self._names("commits/ended", r"0|[1-9]\d{0,8}"))
+        if any(txid == line[0] for one in lists for line in one["ended"]):
+            return "", {}
         state, first = (log[0]["type"], log[0] | {"by": txid}) if log else ("", {})
         current, places = first, {txid: first}
         for record in log[1:]:
