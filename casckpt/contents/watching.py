@@ -187,8 +187,9 @@ class Watcher:
     def _number_of(self, txid: TxId) -> int:
         """Return the number of the announcement of a log's first record, or -1 if there is none."""
         low, count = self._head + 1, 1
-        while low > 0:
-            low, count = max(0, low - count), 2 * count
+        known = self._repo.runs[self._hash]
+        while low > known.low:
+            low, count = max(known.low, low - count), 2 * count
             known = read_back(self._repo, self._hash, low)
             numbers = [number for number in range(low, known.head + 1) if (txid, 0) in announced_by(known, number)]
             if numbers:

@@ -5,6 +5,7 @@
     casckpt.json                              settings/<N>
     objects/<uploader>/<blake3>.safetensors   objects/<txid>/<id>.manifest
     transactions/<txid>[.N]                   commits/<txid>[.N]
+    commits/ended/<N>
     tags/<name>/<N>                           leases/<16 hex digits>/<N>
     damaged/<uploader>/<blake3>/<N>           signatures/<id>/<key id>
     runs/<run hash>/<six digits>/<three digits>
@@ -39,6 +40,7 @@ _TAG_KEY_RE = re.compile(rf"(?:tags/(?!lease-{_LEASE}/)({_TAG})|leases/({_LEASE}
 _DAMAGED_RE = re.compile(rf"damaged/({TXID})/({_HEX64})/({_NUMBER})")
 _SIGNATURE_RE = re.compile(rf"signatures/({_HEX64})/({_HEX64})")
 _SETTINGS_RE = re.compile(rf"settings/({_NUMBER})")
+_ENDED_RE = re.compile(rf"commits/ended/({_NUMBER})")
 _RAN_RE = re.compile(rf"ran/({_NUMBER})")
 _ANNOUNCEMENT_RE = re.compile(r"runs/([0-9a-f]{16})/([0-9]{6})/([0-9]{3})")
 _TIME = "%Y%m%dT%H%M%S%f"
@@ -161,6 +163,17 @@ def parse_log(key: str) -> tuple[TxId, int] | None:
     """Parse (txid, number) from a key under commits/ or transactions/. Returns None for all other keys."""
     match = _LOG_RE.fullmatch(key)
     return (TxId(match[1]), int(match[2] or 0)) if match else None
+
+
+def ended_key(number: int) -> str:
+    """Return the key of a list of logs that are over."""
+    return f"commits/ended/{number}"
+
+
+def parse_ended(key: str) -> int | None:
+    """Parse the number from a key under commits/ended/. Returns None for all other keys."""
+    match = _ENDED_RE.fullmatch(key)
+    return int(match[1]) if match else None
 
 
 def tag_folder(name: str) -> str:

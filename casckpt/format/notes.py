@@ -37,10 +37,11 @@ BLOB_SHARES: Decoder[BlobShares] = Decoder(BlobShares)
 BLOB_NAMES: Decoder[list[str]] = Decoder(list[str])
 SIGNS_OF_LIFE: Decoder[dict[TxId, SignsRow]] = Decoder(dict[TxId, SignsRow])
 NAMES: Decoder[Names] = Decoder(Names)
+NUMBER: Decoder[int] = Decoder(int)
 """Created at import: see `casckpt.format.records.DECODERS`."""
 
 
-def encode(note: PausedGc | Mapping[TxId, Any] | BlobShares | Sequence[str] | Names) -> bytes:
+def encode(note: PausedGc | Mapping[TxId, Any] | BlobShares | Sequence[str] | Names | int) -> bytes:
     """Encode a note."""
     return msgspec.json.encode(note)
 

@@ -74,6 +74,7 @@ def _check_announced(announced: list[tuple[TxId, int]]) -> None:
 _CHECKS: dict[str, Callable[[Any], object]] = {
     "announced": _check_announced,
     "slot": lambda record: _check_announced([record]),
+    "ended": lambda lines: [check_txid(txid) for first, _, others in lines for txid in (first, *others)],
     "txid": check_txid,
     "places": check_txid,
     "to": check_txid,
@@ -338,6 +339,18 @@ class Kept(Record, tag="kept", frozen=True, kw_only=True):
 
     txid: TxId
     time: int
+
+
+class Ended(Record, tag="ended", frozen=True, kw_only=True):
+    """commits/ended/<N>: gc deletes the logs of these transactions, which no longer count.
+
+    ``ended``: for each log, its transaction, whether it ever had places with every entry of its id, and the
+    transactions of its other places. ``store``: the id of the store.
+    """
+
+    time: int
+    store: str
+    ended: list[tuple[TxId, bool, list[TxId]]]
 
 
 class Announced(Record, tag="announced", frozen=True, kw_only=True):

@@ -13,7 +13,7 @@ cannot diverge. tests/model/protocol/announcements.py explores the interleavings
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Sequence
+from collections.abc import Container, Iterable, Sequence
 from contextlib import suppress
 from functools import partial
 from typing import TypeAlias
@@ -57,7 +57,7 @@ def look(repo: Repository, run: str, *, anew: bool = False) -> RunCache:
         if not anew:
             _load(repo, run, known)
         if known.head < 0:
-            known.head = _head(repo, run)
+            known.head = max(_numbers(repo, run, from_lowest=False), default=-1)
             return known
         if _read_on(repo, run, known):
             return known
@@ -72,10 +72,46 @@ def read_back(repo: Repository, run: str, low: int = 0) -> RunCache:
     """Read all unread announcements, from ``low`` to the head. Call `look` first. Raises `StorageError`."""
     known = repo.runs[run]
     with known.lock.get():
-        numbers = known.unread(low)
-        for number, record in zip(numbers, _fetch(repo, run, numbers), strict=True):
-            _add(known, run, number, NotFound("it is missing") if record is None else record)
+        for count in (1, None):  # the lowest one first, because gc may have deleted it and many others
+            numbers = known.unread(low)[::-1][:count]
+            found = _fetch(repo, run, numbers)
+            if None in found:
+                _begin_at(repo, run, _lowest(repo, run))
+            for number, record in zip(numbers, found, strict=True):
+                if number >= known.low:
+                    _add(known, run, number, NotFound("it is missing") if record is None else record)
     return known
+
+
+def remove_over(repo: Repository, run: str, over: Container[TxId]) -> None:
+    """Delete the announcements below the first one that names a transaction which is not ``over``.
+
+    Keeps the newest one, because its number must not be used again. Call `read_back` first. Raises `StorageError`.
+    """
+    known = repo.runs[run]
+    with known.lock.get():
+        needed = (number for number, record in known.records.items() if record and _has_other(record, over))
+        first = min(needed, default=known.head)
+        if first <= known.low:
+            return
+        # another gc may have deleted some of them
+        keys = [announcement_key(run, number) for number in range(_lowest(repo, run), first)]
+        for _ in in_parallel(repo.storage.traits.parallel, repo.storage.delete, keys, name="gc"):
+            pass
+        _begin_at(repo, run, first)
+
+
+def _has_other(record: Announced, over: Container[TxId]) -> bool:
+    return any(txid not in over for txid, _ in record.announced)
+
+
+def _begin_at(repo: Repository, run: str, low: int) -> None:
+    """Note that gc has deleted all announcements below ``low``, on this host too."""
+    known = repo.runs[run]
+    known.low = low
+    known.unreadable = {number for number in known.unreadable if number >= low}
+    repo.catalogue.set_note(f"low of {run}", notes.encode(low))
+    repo.catalogue.remove_records([(announcement_key(run, low - 1), f"{run_folder(run)}0")])
 
 
 def announce(repo: Repository, announced: Iterable[Announcement], *, seen: int | None = None) -> None:
@@ -144,6 +180,7 @@ def _load(repo: Repository, run: str, known: RunCache) -> None:
         if name is not None and isinstance(record, Announced):
             known.add(name[1], record)
     head, names = notes.decode(repo.catalogue.note(names_note(run)), notes.NAMES) or (-1, [])
+    known.low = notes.decode(repo.catalogue.note(f"low of {run}"), notes.NUMBER) or 0
     if head <= known.head:  # only then does `look` check that this is still the same store
         known.add_names(names, head)
 
@@ -153,14 +190,18 @@ def names_note(run: str) -> str:
     return f"names of {run}"
 
 
-def _head(repo: Repository, run: str) -> int:
-    """Return the highest number of a run, or -1 if there is none. Folders sort by descending number."""
+def _lowest(repo: Repository, run: str) -> int:
+    return min(_numbers(repo, run, from_lowest=True), default=0)
+
+
+def _numbers(repo: Repository, run: str, *, from_lowest: bool) -> list[int]:
+    """Return the numbers in the first folder of a run that has any. Folders sort by descending number."""
     _, folders = repo.storage.list_folder(run_folder(run))
-    for folder in sorted(folders):
+    for folder in sorted(folders, reverse=from_lowest):
         entries, _ = repo.storage.list_folder(folder)
-        if names := [name for entry in entries if (name := parse_announcement(entry.key))]:
-            return max(number for _, number in names)
-    return -1
+        if numbers := [name[1] for entry in entries if (name := parse_announcement(entry.key))]:
+            return numbers
+    return []
 
 
 def _read_on(repo: Repository, run: str, known: RunCache) -> bool:

@@ -26,6 +26,7 @@ from casckpt.format.records import (
     Tagged,
     Trimmed,
 )
+from casckpt.history import ended
 from casckpt.history.announcements import announce
 from casckpt.history.folding import (
     STATES,
@@ -74,14 +75,24 @@ def list_commits(repo: Repository, *, anew: bool = False) -> CommitList:
     seen = _seen(repo, before)
     now = {entry.key: shown(entry) for entry in repo.storage.list(PREFIX, known=parse_log)}
     touched = _touched(before, now)
-    if last and not touched:
+    if last and now == before:
         return listed
-    if not seen <= now.keys():
-        log.warning(_CHANGED, repo.storage.url, min(seen - now.keys()))
+    lists = ended.read_lists(repo, _new(before, now), anew=anew)
+    over = {**listed.over, **lists.over}
+    gone = {key for key in seen - now.keys() if _txid_of(key) not in over}
+    if gone and not lists.damaged:
+        log.warning(_CHANGED, repo.storage.url, min(gone))
         repo.forget_all(keep_marker=not now)
         return list_commits(repo, anew=anew)
-    logs = _read_logs(repo, _entries(now, touched), anew=anew)
-    listed = with_logs(listed, logs)
+    if deleted := {_txid_of(key) for key in seen - now.keys() - gone}:
+        repo.catalogue.remove_records([(commit_key(txid), f"{commit_key(txid)}/") for txid in deleted])
+    logs = _read_logs(repo, _entries(now, touched - over.keys()), anew=anew)
+    if any(isinstance(record, NotFound) for log in logs.values() for record in log.values()) and not all(
+        entry.key in now for entry in repo.storage.list(ended.PREFIX)
+    ):  # gc has deleted them since
+        return list_commits(repo, anew=anew)
+    late = {name for key in (now if over else ()) if _txid_of(key) in over and (name := parse_log(key))}
+    listed = with_logs(CommitList(listed.commits, lists.damaged, over, frozenset(late)), logs)
     is_whole = not any(isinstance(record, CasckptError) for log in logs.values() for record in log.values())
     if is_whole and not listed.damaged:
         repo.records.folded = (now, listed)  # otherwise, the next listing rereads the missing records
@@ -91,8 +102,8 @@ def list_commits(repo: Repository, *, anew: bool = False) -> CommitList:
 def _seen(repo: Repository, before: Mapping[str, Shown]) -> set[str]:
     """Return the keys in commits/ that this process or its host has seen. Call this before a listing, not after it.
 
-    Keys are never deleted. If one is missing, the store was restored from a copy, lost the key, or was replaced by a
-    different store.
+    Only logs that commits/ended/ lists are deleted. If another key is missing, the store was restored from a copy,
+    lost the key, or was replaced by a different store.
     """
     own = {repo.last_commit} if repo.last_commit else set()
     if before:
@@ -108,17 +119,20 @@ def list_names(repo: Repository) -> set[tuple[TxId, int]]:
 def read_log(repo: Repository, txid: TxId, *, later: bool = True) -> Commit | None:
     """Return the current commit of a transaction, read from its log. Return None if it does not have a record.
 
-    The result is the same as that of a listing that begins now. ``later``: False reads only the first record, and
-    returns the commit as it was then. Raises `Damaged` or `Refused` in the same cases as `refresh`, and `StorageError`.
+    The result is the same as that of a listing that begins now. A log that is over, and that gc has deleted or is
+    deleting, counts as revoked. ``later``: False reads only the first record, and returns the commit as it was then,
+    even if the log is over. Raises `Damaged` or `Refused` in the same cases as `refresh`, and `StorageError`.
     """
     keys = [(commit_key(txid), FirstRecord), (commit_key(txid, 1), LaterRecord)][: 2 if later else 1]
     first, *second = in_parallel(repo.storage.traits.requests, lambda key: _record(repo, txid, *key), keys)
-    if isinstance(first, NotFound):
-        return None
-    if isinstance(first, CasckptError):
+    if isinstance(first, CasckptError) and not isinstance(first, NotFound):
         raise first
-    commit, is_last = fold({0: first}), all(isinstance(record, NotFound) for record in second)
-    return commit if commit is None or is_last else refresh(repo, commit)
+    commit = None if isinstance(first, NotFound) else fold({0: first})
+    if commit is not None and not all(isinstance(record, NotFound) for record in second):
+        return refresh(repo, commit)
+    if later and (commit is None or commit.live) and ended.find(repo, txid) is not None:
+        return fold({0: records.RevokedRecord(txid=txid, time=repo.clock(), reason="gc has deleted its log")})
+    return commit
 
 
 def _record(repo: Repository, txid: TxId, key: str, kind: Any) -> Read:
@@ -138,7 +152,13 @@ def refresh(repo: Repository, commit: Commit) -> Commit:
     doubt = doubt_of(log, commit.number)
     if doubt is not None:
         raise doubt
-    return fold(log, commit) or commit
+    now = fold(log, commit) or commit
+    return _as_purged(repo, now) if now.live and ended.find(repo, commit.txid) is not None else now
+
+
+def _as_purged(repo: Repository, commit: Commit) -> Commit:
+    last = Purged(txid=commit.txid, time=repo.clock(), who="")
+    return fold({0: commit.first, commit.number + 1: last}, commit) or commit
 
 
 def exists(repo: Repository, commit: Commit) -> bool:
@@ -219,6 +239,8 @@ def add(repo: Repository, commit: Commit, record: Change) -> Commit:
         if now == replace(commit, number=now.number, shown=None):  # only the number was used
             return add(repo, now, record)
         raise Conflict(f"another process has just changed {commit}", checkpoints=(commit.id,)) from None
+    if isinstance(record, Restored | Back | Tagged) and ended.find(repo, commit.txid) is not None:  # this process slept
+        raise Conflict(f"{commit} was purged: it is gone for good", checkpoints=(commit.id,))
     return fold({0: commit.first, number: record}, replace(commit, shown=None)) or commit
 
 
@@ -327,12 +349,20 @@ def _touched(before: Mapping[str, Shown], now: Mapping[str, Shown]) -> set[TxId]
     return {name[0] for key in keys if (name := parse_log(key))}
 
 
+def _new(before: Mapping[str, Shown], now: Mapping[str, Shown]) -> list[ListedObject]:
+    return [ListedObject(key, *found) for key, found in now.items() if before.get(key) != found]
+
+
+def _txid_of(key: str) -> TxId:
+    return TxId(key[len(PREFIX) :].partition(".")[0])
+
+
 def _entries(listed: Mapping[str, Shown], touched: Collection[TxId]) -> dict[ListedObject, tuple[TxId, int]]:
     """Return all records of ``touched`` transactions, by listed object. Include lower numbers that were not listed."""
     names = {
         ListedObject(key, *found): name
         for key, found in listed.items()
-        if key[len(PREFIX) :].partition(".")[0] in touched and (name := parse_log(key))
+        if _txid_of(key) in touched and (name := parse_log(key))
     }
     for txid, highest in list(names.values()):
         for number in range(highest):

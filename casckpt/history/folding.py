@@ -7,8 +7,8 @@ state stay.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
 from casckpt.base.lazy import cached_property
@@ -48,6 +48,17 @@ class Places(NamedTuple):
         """Return whether these places have at least the entries that ``other``, places of the same id, has."""
         mine, theirs = self.record.dropped, other.record.dropped
         return mine is None or mine == theirs or (theirs is not None and mine.patterns <= theirs.patterns)
+
+
+class Over(NamedTuple):
+    """What is known about a log that gc replaces with a line in commits/ended/.
+
+    ``was_whole``: whether it ever had places with every entry of its id. ``places``: the transactions of its other
+    places.
+    """
+
+    was_whole: bool
+    places: Sequence[TxId]
 
 
 @dataclass(frozen=True)
@@ -178,11 +189,14 @@ class CommitList:
 
     ``commits``: committed and revoked transactions. ``damaged``: transactions with a record that cannot be read, and
     the error. If the first record can be read, the transaction is also in ``commits``, as its readable records say. gc
-    deletes nothing while any transaction is damaged.
+    deletes nothing while any transaction is damaged. ``over``: the transactions that commits/ended/ lists. They are not
+    in ``commits``, whatever records they still have. ``late``: the names of these records.
     """
 
     commits: Mapping[TxId, Commit]
     damaged: Mapping[TxId, CasckptError]
+    over: Mapping[TxId, Over] = field(default_factory=dict)
+    late: frozenset[tuple[TxId, int]] = frozenset()
 
     def live(self) -> list[Commit]:
         """Return the live commits, oldest first."""
@@ -224,19 +238,24 @@ class CommitList:
     def ended(self) -> frozenset[TxId]:
         """The transactions whose manifests and blobs no longer count: revoked ones, and those of ended places."""
         revoked = (txid for txid, commit in self.commits.items() if commit.last == "revoked")
-        return frozenset([*revoked, *(places.txid for one in self.commits.values() for places in one.ended)])
+        ended = (places.txid for one in self.commits.values() for places in one.ended)
+        return frozenset([*revoked, *ended, *self._over])
 
     @cached_property
     def names(self) -> frozenset[tuple[TxId, int]]:
         """The names (txid, number) of all records of these logs."""
         every = ((txid, number) for txid, one in self.commits.items() for number in range(one.number + 1))
-        return frozenset([*every, *((txid, 0) for txid in self.damaged)])
+        return frozenset([*every, *((txid, 0) for txid in (*self.damaged, *self.over))])
 
     @cached_property
     def recorded(self) -> frozenset[TxId]:
         """The transactions that have a record here: each log's own, and those of all its places."""
         every = (places.txid for one in self.commits.values() for places in (*one.existing, *one.ended))
-        return frozenset([*self.commits, *self.damaged, *every])
+        return frozenset([*self.commits, *self.damaged, *every, *self._over])
+
+    @cached_property
+    def _over(self) -> list[TxId]:
+        return [txid for first, over in self.over.items() for txid in (first, *over.places)]
 
     @cached_property
     def recorded_tags(self) -> Mapping[str, int]:
@@ -257,10 +276,12 @@ class CommitList:
 
 
 def with_logs(listed: CommitList, logs: Mapping[TxId, Mapping[int, Read]]) -> CommitList:
-    """Return the listing, with the transactions in ``logs`` updated from these logs."""
-    commits = {txid: commit for txid, commit in listed.commits.items() if txid not in logs}
+    """Return the listing, with the transactions in ``logs`` updated from these logs, and without those in ``over``."""
+    kept = listed.commits.items()
+    commits = {txid: commit for txid, commit in kept if txid not in logs and txid not in listed.over}
     commits |= {txid: commit for txid, log in logs.items() if (commit := fold(log))}
-    return CommitList(commits, {txid: error for txid, log in logs.items() if (error := doubt_of(log))})
+    damaged = {txid: error for txid, log in logs.items() if (error := doubt_of(log))}
+    return replace(listed, commits=commits, damaged={**listed.damaged, **damaged})
 
 
 def fold(log: Mapping[int, Read], before: Commit | None = None) -> Commit | None:

@@ -149,13 +149,13 @@ def _newest(
     """Read announcements downwards from the head, until the remaining ones can only name earlier transactions."""
     low, count, tried = known.head + 1, 1, set[TxId]()
     best: Commit | None = None
-    while low > 0:
-        low, count = max(0, low - count), 2 * count
+    while low > known.low:
+        low, count = max(known.low, low - count), 2 * count
         known = read_back(repo, run, low)
         bound = _bound(known, low)
         found = {txid for number in range(low, known.head + 1) for txid, _ in announced_by(known, number)}
         for txid in sorted((found | hidden_from(repo, run, known, low)) - tried, reverse=True):
-            if low > 0 and (bound is None or txid < bound):
+            if low > known.low and (bound is None or txid < bound):
                 break
             tried.add(txid)
             commit = _log_of(repo, known, txid, skip_doubtful=skip_doubtful)

@@ -26,6 +26,7 @@ from casckpt.format.keys import commit_key, parse_log, parse_txid, transaction_k
 from casckpt.format.names import TxId
 from casckpt.format.records import Began, Committed, FirstRecord, LaterRecord, Rewritten, Settings, SignOfLife
 from casckpt.history.commits import Commit, commit, just_committed, keep, list_commits
+from casckpt.history.ended import find
 from casckpt.history.following import announce_lost, at_step, greatest, is_visible, look_at_all, newest_reusable
 from casckpt.repository.caches import RunCache
 from casckpt.repository.processes import is_dead, saved_here, this_process
@@ -139,6 +140,8 @@ class Transaction:
                 record = self._committed(record)
             except CasckptError:
                 raise error from None
+        if find(self._repo, self.txid) is not None:  # this process slept for a month
+            raise Revoked(f"transaction {self.txid} was revoked long ago; save again", key=commit_key(self.txid))
         self._has_committed = True
         saved_here.add(record.manifest)
         self._pulse.stop()
@@ -168,6 +171,8 @@ class Transaction:
                 if isinstance(error, Conflict):
                     raise Conflict(f"{log} was not rewritten: another process changed it", key=error.key) from error
                 raise
+        if find(self._repo, log) is not None:  # this process slept for a month
+            raise Conflict(f"{log} was not rewritten: it was purged", key=commit_key(log))
         self._has_committed = True
         self._pulse.stop()
         self._remove_files()
@@ -339,7 +344,8 @@ def join(repo: Repository, began: Began, *, seconds: float = SIGN_OF_LIFE_SECOND
         if found is None or None in same or (found.manifest, found.places) != same:
             return None
         began, joined = found, _last_sign(repo, began.txid)
-    if repo.storage.size(commit_key(began.txid)) is None:
+    # another process may have used the txid meanwhile, and gc may have deleted its log
+    if repo.storage.size(commit_key(began.txid)) is None and find(repo, began.txid, young=True) is None:
         return _allowed(repo, Transaction(repo, began, seconds=seconds, joined=joined))
     if joined is None:
         with suppress(StorageError):  # the transaction had ended, so this file is useless; gc would also remove it

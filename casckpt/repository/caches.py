@@ -63,9 +63,9 @@ class RunCache:
 
     ``head``: the highest number in use, or -1 if there is none. ``records``: the records by number, None for
     ``unreadable`` ones. ``announced``: the highest announced record number of each transaction. ``at``: transactions by
-    step. ``newest``: the latest transaction. ``floor``: ``at`` has all transactions that are announced below this
-    number, so these announcements need not be read. ``ended``: transactions that will never be live again. Hold
-    ``lock`` while you continue reading from ``head``.
+    step. ``newest``: the latest transaction. ``low``: gc has deleted all announcements below this number. ``floor``:
+    ``at`` has all transactions that are announced below this number, so these announcements need not be read.
+    ``ended``: transactions that will never be live again. Hold ``lock`` while you continue reading from ``head``.
     """
 
     def __init__(self) -> None:
@@ -77,7 +77,7 @@ class RunCache:
         self.announced: dict[TxId, int] = {}
         self.at: dict[int, set[TxId]] = {}
         self.newest: TxId | None = None
-        self.floor = 0
+        self.low = self.floor = 0
         self.ended: set[TxId] = set()
 
     def add(self, number: int, record: Announced | None) -> None:
@@ -109,7 +109,7 @@ class RunCache:
         """Return the unread numbers that are at least ``low``, highest first."""
         if len(self.records) == self.head + 1:
             return []
-        return [number for number in range(self.head, low - 1, -1) if number not in self.records]
+        return [number for number in range(self.head, max(low, self.low) - 1, -1) if number not in self.records]
 
 
 class RunCaches(dict[str, RunCache]):

@@ -15,7 +15,7 @@ import os
 import sqlite3
 import threading
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -115,6 +115,16 @@ class Catalogue:
     def add_records(self, records: Mapping[str, bytes]) -> None:
         """Store the bytes of records, by key."""
         self._insert("records", records)
+
+    def remove_records(self, ranges: Iterable[tuple[str, str]]) -> None:
+        """Remove the records whose keys are in ``ranges``. The end of a range is not part of it."""
+
+        def remove(connection: sqlite3.Connection) -> None:
+            connection.execute("BEGIN IMMEDIATE")
+            with connection:
+                connection.executemany("DELETE FROM records WHERE key >= ? AND key < ?", ranges)
+
+        self._do(remove, lambda: None)  # memory does not last
 
     def blobs(self, txid: TxId, head: str) -> bytes | None:
         """Return the cached blob section of a commit's manifest, or None. ``head``: the hash of the manifest's head."""

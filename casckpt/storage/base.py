@@ -146,7 +146,9 @@ class ObjectStore(Protocol):
         """Return the size in bytes, or None if the object does not exist."""
 
     def list(self, prefix: str, *, known: Known | None = None) -> Iterator[ListedObject]:
-        """List all objects whose key starts with ``prefix`` ("commits/", with its slash; "" for all), in any order.
+        """List all objects whose key starts with ``prefix`` ("commits/", with its slash; "" for all).
+
+        A folder is listed before its subfolders, or all keys are in order. Otherwise, the order is arbitrary.
 
         Objects that are put or deleted during the listing may or may not be included; all others are. Leftovers of
         crashed puts are never included. Raises `casckpt.errors.Refused`, with the name, for anything that is not an

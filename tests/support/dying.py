@@ -7,7 +7,7 @@ from contextlib import contextmanager
 
 from casckpt.errors import StorageError
 from casckpt.storage.base import ObjectStore
-from tests.support.faulty import FaultyStore
+from tests.support.faulty import FaultyStore, Kind
 from tests.support.tally import tally
 
 WAYS = ["killed before", "killed after", "no answer before", "no answer after"]
@@ -47,3 +47,22 @@ class Dying(FaultyStore):
         yield set()
         if is_now:
             raise Killed if self.way.startswith("killed") else StorageError("no answer")
+
+
+class Deadly(FaultyStore):
+    """Kills its process right before or right after a call. ``at`` counts both of these points."""
+
+    def __init__(self, inner: ObjectStore, at: int = 0) -> None:
+        super().__init__(inner)
+        self.at, self.steps = at, 0
+
+    @contextmanager
+    def faults(self, method: str, key: str) -> Iterator[set[Kind]]:
+        self._die()
+        yield set()
+        self._die()
+
+    def _die(self) -> None:
+        self.steps += 1
+        if self.steps == self.at:
+            raise Killed

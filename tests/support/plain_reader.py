@@ -138,11 +138,7 @@ def by_key(rows: Sequence[Any], rank: int) -> dict[str, Any]:
 class Checkpoint:
     def __init__(self, root: pathlib.Path, record: dict[str, Any]) -> None:
         self.root, self.record = root / "objects", record
-<<<<<<< HEAD
-        raw = (self.root / record["by"] / f"{record['manifest']}.manifest").read_bytes()
-=======
         raw = (self.root / record["places"] / f"{record['manifest']}.manifest").read_bytes()
->>>>>>> fixtures
         self.sections = read_head(raw, record["head"])
         part = {name: proved(raw[a : a + n], digest, name) for name, (a, n, digest) in self.sections.items()}
         index, blobs, places = (decode(part[name]) for name in ("index", "blobs", "places"))
@@ -228,32 +224,6 @@ class Store:
         check(rest == blake3(line).hexdigest().encode() + b"\n", f"the record {key}", DamagedError)
         return dict(json.loads(line))
 
-<<<<<<< HEAD
-    def log(self, txid: str) -> tuple[str, dict[str, Any]]:
-        """Fold a log. Return its state ("" if there is none), and its first record with the current places."""
-        log, key = list[dict[str, Any]](), f"commits/{txid}"
-        while (self.root / key).exists():
-            log.append(self.record(key))
-            key = f"commits/{txid}.{len(log)}"
-        check(all(record["txid"] == txid for record in log), f"the log of {txid} tells of another transaction")
-        state, first = (log[0]["type"], log[0] | {"by": txid}) if log else ("", {})
-        current, places = first, {txid: first}
-        for record in log[1:]:
-            state = record["type"] if record["type"] in {"forgotten", "restored", "purged"} else state
-            if state == "purged":
-                break
-            if record["type"] == "rewritten":
-                current = places[record["by"]] = {**first, "dropped": None, **record}
-            elif record["type"] == "back":
-                current = places.get(record["to"], current)
-            elif record["type"] == "trimmed":
-                places = {current["by"]: current}
-        return STATES.get(state, state), current
-
-    def visible(self) -> dict[tuple[str, int], str]:
-        logs = [(txid, *self.log(txid)) for txid in self._names("commits", TXID)]
-        return {(one["run"], one["step"]): txid for txid, state, one in logs if state == "visible"}
-=======
     def log(self, txid: str) -> Log:
         """Fold a log. Its record has the current places, and what the log says about them."""
         records, key = list[dict[str, Any]](), f"commits/{txid}"
@@ -277,7 +247,6 @@ class Store:
     def visible(self) -> dict[tuple[str, int], str]:
         logs = [(txid, self.log(txid)) for txid in self._names("commits", TXID)]
         return {(log.record["run"], log.record["step"]): txid for txid, log in logs if log.state == "visible"}
->>>>>>> fixtures
 
     def newest_announced(self, run: str) -> str:
         """Find the newest visible checkpoint through the run's announcements. Return "" if there is none."""
@@ -285,11 +254,7 @@ class Store:
         folders = self._names(folder, r"\d{6}")
         for key in (f"{six}/{name}" for six in folders for name in self._names(f"{folder}/{six}", r"\d{3}")):
             record = self.record(f"{folder}/{key}")
-<<<<<<< HEAD
-            told = [txid for txid, _ in record["announced"] if self.log(txid)[0] == "visible"]
-=======
             told = [txid for txid, _ in record["announced"] if self.log(txid).state == "visible"]
->>>>>>> fixtures
             if 999_999_999 - int(key.replace("/", "")) > floor and max(told, default=best) > best:
                 best, floor = max(told), record.get("seen", -1)
         return best

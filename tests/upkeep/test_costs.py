@@ -14,7 +14,7 @@ import pytest
 import casckpt
 from casckpt.base.names import run_hash
 from casckpt.cli.commands.list import checkpoint_rows
-from casckpt.format.keys import announcement_key, commit_key
+from casckpt.format.keys import announcement_key, commit_key, parse_ended
 from casckpt.format.records import Announced, Forgotten, Purged, Record, changed, encode
 from casckpt.repository.repository import Repository
 from casckpt.storage.base import Known, ListedObject
@@ -171,3 +171,34 @@ def test_a_first_save_on_a_fresh_host_lists_the_names_of_many_short_lived_saves(
     watcher = opened("third").watch("run", timeout=0)
     assert list(watcher) == []
     assert storage.requests <= 12
+
+
+def counts(storage: Paged, host: Path) -> list[int]:
+    """Return the requests of a listing, a gc, and a first save up to its first blob, each on a host of its own."""
+    found: list[int] = []
+    for number, work in enumerate((WORKS[0], gc)):
+        storage.calls.clear()
+        work(Store(Repository(storage, host / f"{number}", cache_bytes=0)))
+        found.append(storage.requests)
+    storage.calls.clear()
+    storage.inject(look_on("put", lambda _: found.append(storage.requests), key="*.safetensors"))
+    save(Store(Repository(storage, host / "fresh", cache_bytes=0)))
+    return found[:3]
+
+
+@pytest.mark.parametrize("count", [600, pytest.param(5_000, marks=pytest.mark.soak)])
+def test_saves_that_are_over_cost_nothing_a_month_later(tmp_path: Path, count: int) -> None:
+    """A host reads each list of a thousand logs once, to see which logs are over. A single log does not need it."""
+    five, many = Paged(memory()), Paged(memory())
+    short_lived(five, tmp_path / "five", 0)
+    short_lived(many, tmp_path / "many", count)
+    for storage in (five, many):
+        gc(Store(Repository(storage, tmp_path / f"gc of {len(storage.calls)}", cache_bytes=0)))
+    files = [entry.key for entry in many.list("")]
+    assert len(files) <= 50
+    lists = len([key for key in files if parse_ended(key) is not None])
+    assert lists == -(-count // 1000)
+    few, more = counts(five, tmp_path / "of five"), counts(many, tmp_path / "of many")
+    assert more[0] == few[0] + lists
+    assert more[1] == few[1] + lists + 3  # gc also looks for the lowest announcement
+    assert more[2] <= few[2]

@@ -19,6 +19,7 @@ from casckpt.base.parallel import in_parallel
 from casckpt.errors import CasckptError, Damaged, Refused
 from casckpt.format.keys import copied_txid, transaction_key
 from casckpt.history.commits import PREFIX, Commit, CommitList, list_commits, read_log, refresh
+from casckpt.history.ended import find
 from casckpt.history.folding import Places
 from casckpt.repository.repository import Repository
 from casckpt.storage import brief, open_storage
@@ -147,14 +148,20 @@ def _copies(there: Repository, commit: Commit, listed: CommitList | None) -> Ite
         txid = copied_txid(commit.txid, number)
         if listed is not None and txid in listed.damaged:
             continue
-        with suppress(Damaged, Refused):
+        try:
             copy = read_log(there, txid, later=False) if listed is None else listed.commits.get(txid)
-            if copy is not None:
-                if listed is None and not commit.restored:
-                    yield copy
+        except (Damaged, Refused):
+            continue
+        over = find(there, txid, young=copy is None) if listed is None else listed.over.get(txid)
+        if over is not None and over.was_whole:
+            yield replace(commit, existing=(), ended=(*commit.existing, *commit.ended))
+        elif over is None and copy is not None:
+            if listed is None and not commit.restored:
+                yield copy
+            with suppress(Damaged, Refused):
                 yield copy if listed is not None else refresh(there, copy)
-            elif there.storage.size(transaction_key(txid)) is None:
-                return
+        elif over is None and there.storage.size(transaction_key(txid)) is None:
+            return
 
 
 def lag_of(repo: Repository, error: str = "") -> MirrorLag:

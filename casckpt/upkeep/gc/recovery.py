@@ -14,12 +14,13 @@ from contextlib import suppress
 from casckpt.errors import Conflict, StorageError
 from casckpt.format.keys import announcement_key, commit_key, parse_txid, transaction_key
 from casckpt.format.names import TxId
-from casckpt.history.announcements import announce, fill, look, read_back, runs
+from casckpt.history.announcements import announce, fill, look, read_back, remove_over, runs
 from casckpt.history.commits import CommitList, bring_back, keep, list_commits
 from casckpt.history.transactions import revoke
 from casckpt.repository.caches import RunCache
 from casckpt.repository.repository import Repository
 from casckpt.storage.failures import noting
+from casckpt.upkeep.gc.logs import drop_logs
 from casckpt.upkeep.gc.purge import thinned_though_claimed
 
 _UNREADABLE = (
@@ -43,6 +44,7 @@ def settle(repo: Repository, seconds: float, refused: list[StorageError]) -> Com
     listed = list_commits(repo)  # list commits first: each listed record was already announced
     since = repo.clock() - round(1e6 * seconds)
     with noting(refused):
+        listed = drop_logs(repo, listed)
         for commit in thinned_though_claimed(repo, listed, since):
             log.warning("%s was thinned by a process that died, although it has a tag; gc restores it", commit)
             with suppress(Conflict):  # another process restored it first
@@ -61,6 +63,7 @@ def settle(repo: Repository, seconds: float, refused: list[StorageError]) -> Com
             if missing := list(_unannounced(known, listed, run)):
                 log.warning("%d commits of run %s were not announced; runs/ was incomplete", len(missing), run)
                 announce(repo, [(txid, 0) for txid in missing])
+            remove_over(repo, run, listed.over)
     return listed
 
 
@@ -88,7 +91,8 @@ def _undecided(known: RunCache, listed: CommitList, since: int) -> Iterator[tupl
     for record in list(known.records.values()):  # a copy, because other threads may add announcements
         for txid, number in record.announced if record is not None and record.time <= since else ():
             commit = listed.commits.get(txid)
-            if txid not in listed.damaged and number == (0 if commit is None else commit.number + 1):
+            is_known = txid not in listed.damaged and txid not in listed.over
+            if is_known and number == (0 if commit is None else commit.number + 1):
                 yield txid, number
 
 

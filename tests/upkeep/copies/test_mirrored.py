@@ -8,9 +8,12 @@ from typing import NamedTuple
 import pytest
 
 from casckpt.contents.refs import resolve
-from casckpt.format.keys import commit_key, copied_txid, transaction_key
+from casckpt.format import records
+from casckpt.format.keys import commit_key, copied_txid, ended_key, transaction_key
 from casckpt.format.records import Began
-from casckpt.history.commits import Commit, forget, purge, read_log, restore, trim
+from casckpt.history import commits
+from casckpt.history.commits import Commit, forget, list_commits, purge, read_log, restore, trim
+from casckpt.history.ended import line_of, write_list
 from casckpt.history.transactions import revoke
 from casckpt.repository.processes import this_process
 from casckpt.repository.repository import Repository
@@ -130,6 +133,63 @@ def test_more_dropped_patterns_leave_fewer_entries(pair: Pair) -> None:
     pair.copy(some)
     fewer = thin(pair.here, some, "optim.b")
     assert pair.is_safe(fewer)
+
+
+def end(repo: Repository, copy: Commit, days: int) -> None:
+    """Purge a copy, and do with its log what a gc does later. (If it is young, its run was erased.)"""
+    now = commits.refresh(repo, copy)
+    gone = purge(repo, now if now.is_forgotten else forget(repo, now))
+    assert isinstance(repo.clock, Ticks)
+    repo.clock.advance(days * 24 * 3600)
+    write_list(repo, {gone.txid: line_of(gone)})
+    for number in range(gone.number + 1 if days else 1):
+        repo.storage.delete(commit_key(gone.txid, number))
+
+
+@pytest.mark.parametrize("days", [0, 31])
+def test_a_copy_whose_log_is_over_counts_if_it_had_all_entries(pair: Pair, days: int) -> None:
+    commit = pair.save()
+    end(pair.there, pair.copy(commit), days)
+    assert pair.is_safe(commit)
+    assert pair.is_safe(forget(pair.here, commit)), "the mirror has its own retention"
+    back = restore(pair.here, commits.refresh(pair.here, commit))
+    assert not pair.is_safe(back)
+    assert pair.copy(back).txid == copied_txid(commit.txid, 1)
+    assert pair.is_safe(back)
+
+
+@pytest.mark.parametrize("days", [0, 31])
+def test_a_thinned_copy_whose_log_is_over_does_not_count(pair: Pair, days: int) -> None:
+    whole = pair.save()
+    made = thin(pair.here, whole)
+    end(pair.there, pair.copy(made), days)
+    assert not pair.is_safe(made)
+    assert pair.copy(made.at(whole.places)).txid == copied_txid(whole.txid, 1)
+    assert pair.is_safe(made)
+
+
+def test_a_late_record_of_a_copy_whose_log_is_over_does_not_count(pair: Pair) -> None:
+    """A copier slept, and its blobs were deleted meanwhile."""
+    commit = pair.save()
+    record = pair.copy(commit).committed
+    revoked = records.RevokedRecord(txid=commit.txid, time=1, reason="for a test")
+    pair.there.storage.delete(commit_key(commit.txid))
+    pair.there.put_record(commit_key(commit.txid), revoked)
+    (copy,) = list_commits(pair.there.fresh()).commits.values()
+    assert isinstance(pair.there.clock, Ticks)
+    pair.there.clock.advance(31 * 24 * 3600)
+    write_list(pair.there, {copy.txid: line_of(copy)})
+    pair.there.storage.delete(commit_key(commit.txid))
+    pair.there.put_record(commit_key(commit.txid), record)
+    assert not pair.is_safe(commit)
+
+
+def test_nothing_is_safe_if_a_list_of_the_mirror_cannot_be_read(pair: Pair) -> None:
+    commit = pair.save()
+    pair.link.inner.put(ended_key(0), b"torn")
+    before = len(pair.link.calls)
+    assert not pair.is_safe(commit)
+    assert len(pair.link.calls) < before + 9
 
 
 def test_a_trim_needs_only_the_entries_that_it_ends(pair: Pair) -> None:

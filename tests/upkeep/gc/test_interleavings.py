@@ -15,10 +15,10 @@ from casckpt.base.groups import grouped
 from casckpt.errors import Revoked
 from casckpt.format.keys import parse_object
 from casckpt.format.sections.blobs import BlobRef
-from casckpt.history import leases, tags, transactions
-from casckpt.history.commits import CommitList, list_commits
+from casckpt.history import ended, leases, tags, transactions
+from casckpt.history.commits import CommitList, list_commits, list_names, read_log
 from casckpt.repository.repository import Repository
-from casckpt.upkeep.gc import gc
+from casckpt.upkeep.gc import gc, logs
 from casckpt.upkeep.gc import purge as retiring
 from tests.support.repositories import put_blob, save
 from tests.upkeep.gc.play import HOUR, ROUNDS, Lost, Play, copy_again, draw_from_log, draw_known, finish
@@ -101,6 +101,48 @@ def test_live_blobs_are_never_lost_and_all_others_are_deleted(
         play.clean_up()
         deleted += play.deleted
     assert deleted, "no gc that ran beside others ever deleted anything"
+
+
+def deleters_of_logs(play: Play) -> None:
+    """Two gcs delete the logs of transactions as soon as they are over."""
+    play.writer("w0")
+    play.writer("w1")
+    play.repairer("r0")
+    play.user("user")
+    play.gc("g0", runs=3)
+    play.gc("g1", runs=3)
+
+
+@pytest.mark.timeout(1800)
+def test_logs_are_deleted_while_others_write(
+    tmp_path: Path, seed: int, full: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Without a minimum age, each process looks for the lines of each transaction. A late record never counts."""
+    for place, name in ((logs, "MIN_AGE"), (logs, "FEWEST"), (ended, "_TRUSTED")):
+        monkeypatch.setattr(place, name, 0)
+    late = deleted = 0
+    for round_ in range(ROUNDS * (46 if full else 2)):
+        play = Play(tmp_path / str(round_), seed + round_)
+        deleters_of_logs(play)
+
+        def look(play: Play = play) -> None:
+            nonlocal late
+            play.look()
+            listed = list_commits(play.watcher)
+            late += bool(listed.late)
+            for txid in listed.over:
+                found = read_log(play.watcher, txid)
+                assert found is not None
+                assert not found.live
+
+        play.stage.run(play.choices(*STYLES[round_ % 2]), look)
+        play.clean_up()
+        listed = list_commits(play.watcher)
+        assert not listed.damaged
+        assert not listed.over.keys() & {txid for txid, _ in list_names(play.watcher)}
+        deleted += len(listed.over)
+    assert deleted
+    assert late, "nobody ever looked while logs were deleted"
 
 
 @pytest.mark.parametrize("who", ["writer", "repairer"])

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -19,11 +17,11 @@ from casckpt.history.following import is_visible, newest
 from casckpt.history.transactions import begin
 from casckpt.repository.caches import RunCache
 from casckpt.repository.repository import Repository
-from casckpt.storage.base import ObjectStore
 from casckpt.upkeep.gc.recovery import faults, settle
 from casckpt.upkeep.repair.verify import verify
 from tests.support.announced import announcements, undecided, untold
-from tests.support.faulty import FaultyStore, Kind, call_first, fail_before
+from tests.support.dying import Deadly, Killed
+from tests.support.faulty import FaultyStore, call_first, fail_before
 from tests.support.gcs import collect
 from tests.support.repositories import START, Ticks, commit_bare, committed, meanwhile, memory, repository, save
 from tests.upkeep.gc.play import finish
@@ -159,29 +157,6 @@ def test_gc_deletes_the_marks_of_blobs_that_it_deletes(repo: Repository) -> None
     commits.forget(repo, one)
     collect(repo, min_age=0)
     assert {entry.key.split("/")[1] for entry in repo.storage.list("damaged/")} == {two.txid}
-
-
-class Killed(BaseException):
-    """Ends the simulated process."""
-
-
-class Deadly(FaultyStore):
-    """Kills its process right before or right after a call. ``at`` counts both of these points."""
-
-    def __init__(self, inner: ObjectStore, at: int = 0) -> None:
-        super().__init__(inner)
-        self.at, self.steps = at, 0
-
-    @contextmanager
-    def faults(self, method: str, key: str) -> Iterator[set[Kind]]:
-        self._die()
-        yield set()
-        self._die()
-
-    def _die(self) -> None:
-        self.steps += 1
-        if self.steps == self.at:
-            raise Killed
 
 
 def saved(repo: Repository, step: int) -> commits.Commit:
