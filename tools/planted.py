@@ -159,21 +159,14 @@ PLANTED = (
     Planted(
         "a record is announced after it exists",
         "commit",
-        """    announce(repo, [(record.txid, 0), *replaced], seen=seen)
+        """    announce(repo, [(record.txid, 0)], seen=seen)
     try:
         repo.put_record(key, record)
 """,
         """    try:
         repo.put_record(key, record)
-        announce(repo, [(record.txid, 0), *replaced], seen=seen)
+        announce(repo, [(record.txid, 0)], seen=seen)
 """,
-        "tests/history/test_announcements.py",
-    ),
-    Planted(
-        "a purge is not announced",
-        "append",
-        "    announce(repo, [(commit.txid, number)])\n",
-        "    announce(repo, [(commit.txid, number)] if kind is not Purged else [])\n",
         "tests/history/test_announcements.py",
     ),
     Planted(
@@ -210,9 +203,9 @@ PLANTED = (
         "a fresh host lists transactions/ after commits/",
         "look_at_all",
         """            names = open_names(repo, hashed)
-            names |= _of_run(list_names(repo), hashed)
+            names |= _of_run((txid for txid, _ in list_names(repo)), hashed)
 """,
-        """            names = _of_run(list_names(repo), hashed)
+        """            names = _of_run((txid for txid, _ in list_names(repo)), hashed)
             names |= open_names(repo, hashed)
 """,
         "tests/history/test_following.py",
@@ -225,81 +218,29 @@ PLANTED = (
         "tests/history/test_following.py",
     ),
     Planted(
-        "a rewrite is visible as soon as it is committed",
-        "_standing",
-        "        return UNSETTLED, None\n",
-        "        return STANDS, None\n",
-        "tests/history/test_folding.py",
+        "a rewrite whose slot is taken commits with the next number",
+        "Transaction.rewrite",
+        "            self._repo.put_record(commit_key(log, number), record)\n",
+        """            if not self._repo.storage.size(commit_key(log, number)):
+                self._repo.put_record(commit_key(log, number), record)
+            else:
+                self._repo.put_record(commit_key(log, number + 1), record)
+""",
+        "tests/upkeep/test_rewrite.py",
     ),
     Planted(
-        "a rewriter whose number is in use takes the next one",
-        "_replace",
-        "    number = base.number + 1\n",
-        "    number = refresh(repo, base).number + 1\n",
-        REWRITING,
-    ),
-    Planted(
-        "a rewrite is valid although its base is an invalid rewrite",
-        "_standing",
-        "    if base.standing == VOID or base.replaced == (number, commit.txid):\n        return base.standing, None\n",
-        "    if base.replaced == (number, commit.txid):\n        return STANDS, None\n",
-        "tests/history/test_folding.py",
-    ),
-    Planted(
-        "a rewrite is valid although its base was restored",
-        "fold",
-        "        replaced=link if link is not None and link[0] > restored else None,\n",
-        "        replaced=link,\n",
-        "tests/history/test_folding.py",
-    ),
-    Planted(
-        "an unsettled rewrite may be forgotten",
-        "_check_standing",
-        "    if commit.standing != STANDS and wanted",
-        "    if commit.standing == VOID and wanted",
-        "tests/history/test_folding.py",
-    ),
-    Planted(
-        "a gc never uses the number that a dead rewriter announced",
-        "_settle_rewrites",
-        "            keep(repo, *commit.replaces)\n",
-        "            pass\n",
-        REWRITING,
-    ),
-    Planted(
-        "a rewriter without a response gives up while its number is free",
-        "_replace",
-        "        keep(repo, base.txid, number)\n    now = refresh(repo, made)\n    if now.standing != VOID:\n",
-        "    now = refresh(repo, made)\n    if now.standing == 'stands':\n",
-        REWRITING,
+        "a rewriter without a response gives up while its slot is free",
+        "Transaction.abort",
+        "revoke(self._repo, self.txid, text, _slots(self.began))",
+        "revoke(self._repo, self.txid, text)",
+        "tests/upkeep/test_rewrite.py",
     ),
     Planted(
         "a forgotten checkpoint is rewritten",
         "rewrite",
-        "not now.visible or now.txid",
-        "not now.live or now.txid",
-        REWRITING,
-    ),
-    Planted(
-        "commits that a listing misses are not looked up",
-        "list_commits",
-        "listed = _look_again(repo, with_logs(listed, logs), logs)",
-        "listed = with_logs(listed, logs)",
-        REWRITING,
-    ),
-    Planted(
-        "commits that a follower no longer sees are not looked up",
-        "follow",
-        "    if chain[-1].visible or [refresh(repo, one) for one in chain] == chain:\n",
-        "    if chain:\n",
-        REWRITING,
-    ),
-    Planted(
-        "a replacement that a listing lacks is not looked up",
-        "list_commits",
-        "    _add_linked(repo, listed, logs)\n",
-        "",
-        REWRITING,
+        "if not base.visible or refresh",
+        "if not base.live or refresh",
+        "tests/upkeep/test_rewrite.py",
     ),
     Planted(
         "a gap in a listed log is not read",
@@ -309,48 +250,6 @@ PLANTED = (
         REWRITING,
     ),
     Planted(
-        "following a run does not follow replaced commits",
-        "_logs_of",
-        "or commit.replaced is None else [follow(repo, commit)]",
-        "or commit.replaced is None else []",
-        REWRITING,
-    ),
-    Planted(
-        "latest is the highest transaction instead of the last save",
-        "Commit.order",
-        "        return self.origin, *self.rank\n",
-        "        return self.txid, *self.rank\n",
-        REWRITING,
-    ),
-    Planted(
-        "following a run returns the first rewrite as the latest",
-        "_newest",
-        "            if best is not None and best.origin >= txid:\n",
-        "            if best is not None:\n",
-        REWRITING,
-    ),
-    Planted(
-        "the record that makes a rewrite visible is not announced",
-        "commit",
-        "announce(repo, [(record.txid, 0), *replaced], seen=seen)\n",
-        "announce(repo, [(record.txid, 0)], seen=seen)\n",
-        REWRITING,
-    ),
-    Planted(
-        "a thinned rewrite replaces every commit",
-        "CommitList.standin",
-        "            if other is None or not (loses or commit in Holdings([other])):\n",
-        "            if other is None:\n",
-        "tests/upkeep/gc/test_purge.py",
-    ),
-    Planted(
-        "tags protect void rewrites",
-        "_free",
-        "commit in seen or commit.standing == VOID or",
-        "commit in seen or",
-        "tests/upkeep/gc/test_purge.py",
-    ),
-    Planted(
         "a load fails if gc deleted its blobs",
         "EntryReader._run",
         "            other = self._other(tried)\n",
@@ -358,11 +257,11 @@ PLANTED = (
         REWRITTEN,
     ),
     Planted(
-        "a load whose blobs are gone tries only rewrites",
+        "a load whose blobs are gone tries only current places",
         "others",
-        "list_commits(repo).standing() if commit.id == id)",
-        "list_commits(repo).standing() if commit.id == id and commit.replaces)",
-        REWRITTEN,
+        "list_commits(repo).placed() if",
+        "list_commits(repo).live() if",
+        "tests/loading/test_rewritten.py",
     ),
     Planted(
         "a load keeps the locations of its first commit",
@@ -372,32 +271,18 @@ PLANTED = (
         REWRITTEN,
     ),
     Planted(
-        "a copy names the base of a rewrite",
-        "_Copy._record",
-        "            replaces=None,  # the target lacks the replaced commit, or has it under another transaction\n",
-        "",
-        "tests/upkeep/copies/test_copy.py",
+        "a restored checkpoint counts as mirrored if its copy is forgotten",
+        "_counted",
+        "    return () if was_hidden else copy.existing\n",
+        "    return copy.existing\n",
+        "tests/upkeep/copies/test_mirrored.py",
     ),
     Planted(
-        "a copy has the time of its transaction",
-        "_Copy._record",
-        "            origin=None if self.commit.origin == txid else self.commit.origin,\n",
-        "            origin=None,\n",
-        "tests/upkeep/copies/test_copy.py",
-    ),
-    Planted(
-        "a visible checkpoint counts as mirrored if its copy is forgotten",
-        "Mirror._catch_up",
-        "(lives if commit.is_forgotten else visible)",
-        "lives",
-        "tests/upkeep/copies/test_mirror.py",
-    ),
-    Planted(
-        "a commit that was replaced without loss must itself be in the mirror",
-        "_unsafe",
-        "    standins = {commit.txid: listed.standin(commit, loses=loses) for commit in wanted}\n",
-        "    standins = {commit.txid: commit for commit in wanted}\n",
-        "tests/upkeep/copies/test_mirror.py",
+        "places with the same entries as mirrored ones must themselves be in the mirror",
+        "_lacking",
+        "any(other.holds(one) for other in held)",
+        "any(other.record.head == one.record.head for other in held)",
+        "tests/upkeep/copies/test_mirrored.py tests/upkeep/copies/test_mirror.py",
     ),
     Planted(
         "a number whose response was lost is skipped",
@@ -408,10 +293,10 @@ PLANTED = (
     ),
     Planted(
         "an announced record that does not exist yet is dropped",
-        "_logs_of",
+        "_log_of",
         "    if commit is not None and not commit.live:\n",
         "    if commit is None or not commit.live:\n",
-        "tests/history/test_announcements.py",
+        "tests/history/test_announcements.py tests/history/test_following.py",
     ),
     Planted(
         "a follower does not notice a replaced store",
@@ -423,10 +308,12 @@ PLANTED = (
     Planted(
         "a watch drops announced records that do not exist yet",
         "Expected.judge",
-        """            self._wait(txid)
-        elif self._is_over""",
-        """            self.drop(txid)
-        elif self._is_over""",
+        """        if seen is None:
+            self._wait(txid)
+""",
+        """        if seen is None:
+            self.drop(txid)
+""",
         "tests/contents/test_watching.py",
     ),
     Planted(
@@ -470,8 +357,8 @@ PLANTED = (
     Planted(
         "gc deletes blobs of forgotten checkpoints",
         "spare_roots",
-        "if one.live or (one.txid not in pending.ended",
-        "if one.visible or (not one.live and one.txid not in pending.ended",
+        "for commit, places in every if places.txid",
+        "for commit, places in every if not commit.is_forgotten and places.txid",
         "tests/upkeep/gc/test_wait.py",
     ),
     Planted(
@@ -491,8 +378,10 @@ PLANTED = (
     Planted(
         "a gc restores under a later number",
         "bring_back",
-        "partial(append, kind=Restored), wanted, done.restored",
-        "restore, wanted, done.restored",
+        "    _each_unless_changed(repo, partial(append, kind=Restored), wanted, done.restored, done.refused)\n",
+        """    wanted = [list_commits(repo).commits[commit.txid] for commit in wanted]
+    _each_unless_changed(repo, partial(append, kind=Restored), wanted, done.restored, done.refused)
+""",
         "tests/upkeep/gc/test_purge.py",
     ),
     Planted(
@@ -503,17 +392,10 @@ PLANTED = (
         "tests/upkeep/gc/test_purge.py",
     ),
     Planted(
-        "thin does not list tags again",
-        "execute",
-        "_barring(repo, tagged=plan.tagged) if made else {})",
-        "{})",
-        "tests/upkeep/test_thin.py",
-    ),
-    Planted(
         "a gc undoes a thinning although a tag is about to move",
         "thinned_though_claimed",
-        ' if commit.last == "replaced" and commit.changed_at <= since)',
-        ' if commit.last == "replaced")',
+        " and one.old and one.moved_at <= since]",
+        " and one.old]",
         "tests/upkeep/test_thin.py",
     ),
     Planted(
@@ -526,26 +408,33 @@ PLANTED = (
     Planted(
         "a tag accepts a checkpoint that was thinned meanwhile",
         "set_tag",
-        "    elif now.txid != commit.txid and now.dropped not in (None, commit.dropped):\n",
-        "    elif False:\n",
+        "if not now.visible or _lacks(now, commit):",
+        "if not now.visible:",
         "tests/upkeep/test_thin.py",
     ),
     Planted(
         "tags are not listed again immediately before a purge",
         "retire",
-        "    tagged = _barred(repo, [*plan.purge, *done.forgotten])\n",
-        "    tagged: set[TxId] = set()\n",
+        "    held = _barred(repo, due)\n",
+        "    held: set[TxId] = set()\n",
         "tests/upkeep/gc/test_gc.py",
     ),
     Planted(
         "tags are listed before a gc forgets",
         "retire",
-        """    _each_unless_changed(repo, forget, chosen, done.forgotten, done.refused)
-    # relist tags: a new tag counts, and a process that sets one later sees these records
-    tagged = _barred(repo, [*plan.purge, *done.forgotten])
+        """    _each_unless_changed(repo, forget, plan.forget, done.forgotten, done.refused)
+    now = {commit.txid: commit for commit in done.forgotten}  # as this gc last read them
+    due = [now.get(commit.txid, commit).at(commit.places) for commit in plan.purge]
+    check_requirements(repo)  # again, because there may be new requirements for writers
+    held = _barred(repo, due)
 """,
-        """    tagged = _barred(repo, [*plan.purge, *plan.forget])
-    _each_unless_changed(repo, forget, chosen, done.forgotten, done.refused)
+        """    named = _tags_now(repo)
+    _each_unless_changed(repo, forget, plan.forget, done.forgotten, done.refused)
+    now = {commit.txid: commit for commit in done.forgotten}  # as this gc last read them
+    due = [now.get(commit.txid, commit).at(commit.places) for commit in plan.purge]
+    check_requirements(repo)  # again, because there may be new requirements for writers
+    claims, by_log = _Claims(named, list_commits(repo)), grouped(due, lambda commit: commit.txid)
+    held = {txid for txid, ends in by_log.items() if claims.on(ends[-1], ends)}
 """,
         "tests/upkeep/gc/test_purge.py",
     ),
@@ -567,7 +456,7 @@ PLANTED = (
     Planted(
         "a tag that is set is not recorded",
         "set_tag",
-        "    record_tag(repo, commit, name, tag.generation)  # last: a recorded generation must exist\n",
+        "            record_tag(repo, now, name, tag.generation)\n",
         "",
         "tests/history/test_tags.py",
     ),
@@ -642,20 +531,6 @@ PLANTED = (
         "tests/history/test_transactions.py",
     ),
     Planted(
-        "a gc relies on notes about copies that the mirror lacks",
-        "unless_mirror_is_gone",
-        "made in (None, NO_STORE) else copies_at(repo, plan.mirror)",
-        "made in (None, NO_STORE) else None",
-        "tests/upkeep/copies/test_mirror.py",
-    ),
-    Planted(
-        "a copy into an older snapshot of the mirror keeps the notes about what it lacks",
-        "_create_target",
-        ", since, lambda _: list_names(target)))",
-        ", since))",
-        "tests/upkeep/copies/test_mirror.py",
-    ),
-    Planted(
         "a purge takes a later number",
         "append",
         "        if _holds(now, wanted):\n            return now\n",
@@ -673,10 +548,12 @@ PLANTED = (
     ),
     Planted(
         "a forgotten twin frees the blobs of a tagged checkpoint",
-        "_free",
-        "    seen = Holdings(listed.visible())\n",
-        "    ids = [one.id for one in listed.live()]\n"
-        "    seen = Holdings(one for one in listed.live() if ids.count(one.id) > 1)\n",
+        "_Claims.__init__",
+        "grouped(listed.visible() if named else (), lambda commit: commit.id)",
+        """{
+            id: some if len(some) > 1 else [one for one in some if one.visible]
+            for id, some in grouped(listed.live(), lambda commit: commit.id).items()
+        }""",
         "tests/upkeep/gc/test_purge.py",
     ),
     Planted(
@@ -773,27 +650,6 @@ PLANTED = (
         "tests/history/test_tags.py",
     ),
     Planted(
-        "a note in mirrored/ survives a restore",
-        "key_of_note",
-        "    return mirrored_key(commit.txid, commit.restored)",
-        "    return mirrored_key(commit.txid)",
-        "tests/upkeep/copies/test_mirror_notes.py",
-    ),
-    Planted(
-        "a note in mirrored/ survives a replaced mirror",
-        "_says",
-        "    return (record.txid, record.mirror) == (commit.txid, mirror) and record.time >= made",
-        "    return (record.txid, record.mirror) == (commit.txid, mirror)",
-        "tests/upkeep/copies/test_mirror.py",
-    ),
-    Planted(
-        "a checkpoint counts as mirrored forever",
-        "Mirror._catch_up",
-        "visible, lives = Holdings(there.visible()), Holdings(there.live())",
-        "visible, lives = Holdings(there.commits.values()), Holdings(there.commits.values())",
-        "tests/upkeep/copies/test_mirror.py",
-    ),
-    Planted(
         "a gc does not check the requirements for writers",
         "_Collection._finish",
         "        check_requirements(self.repo)\n        _settle_records(",
@@ -842,27 +698,12 @@ PLANTED = (
         "tests/upkeep/gc/test_gc.py",
     ),
     Planted(
-        "a gc restores a checkpoint that a user forgot",
-        "retire",
-        "partial(restore, as_read=True)",
-        "restore",
-        "tests/upkeep/gc/test_purge.py",
-    ),
-    Planted(
-        "thin restores a checkpoint that a user forgot",
-        "_but_tagged",
-        "restore(repo, replaced, as_read=True)",
-        "restore(repo, base)",
-        "tests/upkeep/test_thin.py",
-    ),
-    Planted(
         "a tag that is not granted remains",
         "set_tag",
-        """            take_back(repo, tag, before.tags.get(name))
-            raise
-    elif""",
-        """            raise
-    elif""",
+        """            if refresh(repo, now) == now:  # for example, another checkpoint took its run and step
+                take_back(repo, tag, before.tags.get(name))
+""",
+        "            if refresh(repo, now) == now:  # for example, another checkpoint took its run and step\n",
         "tests/history/test_tags.py",
     ),
     Planted(
@@ -924,8 +765,8 @@ PLANTED = (
     Planted(
         "a checkpoint found by its id has the record's present content",
         "_by_its_log",
-        "now is not None and now.live and now.answers and now.id == commit.id else None",
-        "now is not None and now.live and now.answers else None",
+        "now is not None and now.live and now.id == commit.id else None",
+        "now is not None and now.live else None",
         "tests/store/test_signatures.py",
     ),
     Planted(
@@ -963,9 +804,9 @@ PLANTED = (
     ),
     Planted(
         "the mirror is not checked again immediately before a purge",
-        "retire",
-        "    unsafe = _unsafe(repo, due, settings.mirror)",
-        "    unsafe = _unsafe(repo, due, None)",
+        "execute",
+        "        plan = without_unmirrored(repo, plan)  # ask again: since the plan, the mirror may have lost its copies\n",
+        "",
         "tests/upkeep/gc/test_gc.py",
     ),
     Planted(
@@ -1233,19 +1074,6 @@ PLANTED = (
         "tests/upkeep/gc/test_gc.py",
     ),
     Planted(
-        "the note about a mirror precedes the copy",
-        "execute.copy",
-        """        replica = replicate(source, target, commit, work)
-        if is_mirror:
-            note(source, commit, target.storage.url, replica.commit)
-""",
-        """        if is_mirror:
-            note(source, commit, target.storage.url)
-        replica = replicate(source, target, commit, work)
-""",
-        "tests/upkeep/copies/test_replication.py",
-    ),
-    Planted(
         "a rule removes the newest checkpoint of a run",
         "_kept_by_rules",
         'yield from (("newest", [last]), ("newest',
@@ -1255,7 +1083,7 @@ PLANTED = (
     Planted(
         "a rule removes tagged checkpoints",
         "plan_retiring",
-        "(commit for commit in wanted if commit.txid in tagged)",
+        "(commit for commit in wanted if commit.txid in tagged_txids(named, wanted))",
         "()",
         "tests/upkeep/gc/test_gc.py",
     ),
@@ -1269,14 +1097,14 @@ PLANTED = (
     Planted(
         "gc runs although records are lost",
         "spare_roots",
-        "    check_recorded(repo, pending.sizes, commits.commits)\n",
+        "    check_recorded(repo, pending.sizes, commits.recorded)\n",
         "",
         "tests/upkeep/test_saves.py",
     ),
     Planted(
         "a rule forgets checkpoints although records are lost",
         "_check_first",
-        "    check_recorded(repo, stock.sizes, plan.listed.commits)\n",
+        "    check_recorded(repo, stock.sizes, plan.listed.recorded)\n",
         "",
         "tests/upkeep/test_saves.py",
     ),
@@ -1444,14 +1272,14 @@ PLANTED = (
     Planted(
         "a checkpoint that is purged during a read counts as damaged",
         "damaged_error",
-        "    if same and not any(commit.live for commit in same):\n",
+        "    if head in ended:\n",
         "    if False:\n",
         "tests/store/test_gone.py",
     ),
     Planted(
         "a held checkpoint is not checked again",
         "_by_its_log",
-        "now is not None and now.live and now.answers and now.id == commit.id else None",
+        "now is not None and now.live and now.id == commit.id else None",
         "now is not None and now.id == commit.id else None",
         "tests/contents/test_refs.py",
     ),
@@ -1506,10 +1334,10 @@ PLANTED = (
     ),
     Planted(
         "rotation removes checkpoints that are not in the mirror",
-        "forget_and_purge",
-        "    unsafe = {commit.txid for commit in unmirrored(repo, wanted, settings.mirror)}",
-        "    unsafe: set[TxId] = set()",
-        "tests/frontends/trainer/test_rotation.py",
+        "_retire_at_once",
+        "retire(repo, without_unmirrored(repo, plan), done)",
+        "retire(repo, plan, done)",
+        "tests/frontends/trainer/test_rotation.py tests/upkeep/copies/test_mirror.py",
     ),
     Planted(
         "ranks do not compare their calls before a load",
@@ -1711,14 +1539,14 @@ PLANTED = (
     Planted(
         "marked blobs of a process's own last save are reused",
         "make_offer",
-        "ReuseOffer(last=parent.txid, damaged=frozenset(blobs.damaged_marks(repo)))",
-        "ReuseOffer(last=parent.txid, damaged=frozenset())",
+        "ReuseOffer(last=parent.places.txid, damaged=frozenset(blobs.damaged_marks(repo)))",
+        "ReuseOffer(last=parent.places.txid, damaged=frozenset())",
         "tests/saving/test_reuse.py",
     ),
     Planted(
         "a process reuses its last share even if another process has saved since",
         "make_offer",
-        "last is not None and last.txid == parent.txid",
+        "last is not None and last.txid == parent.places.txid",
         "last is not None",
         "tests/saving/test_reuse.py",
     ),
@@ -3311,5 +3139,316 @@ PLANTED = (
         "if current is None or path != _average_of(current)]",
         "]",
         "tests/frontends/test_averaging.py",
+    ),
+    Planted(
+        "a record about old places brings back those that ended",
+        "_changes",
+        "for places in commit.existing if places.txid == record.to",
+        "for places in (*commit.existing, *commit.ended) if places.txid == record.to",
+        "tests/history/test_folding.py",
+    ),
+    Planted(
+        "a trim leaves the newest places instead of the current ones",
+        "_changes",
+        """            old = [places for places in commit.existing if places != commit.current]
+            return {"existing": (commit.places,), "ended": (*commit.ended, *old)}
+""",
+        """            old = commit.existing[:-1]
+            return {"existing": commit.existing[-1:], "ended": (*commit.ended, *old)}
+""",
+        "tests/history/test_folding.py",
+    ),
+    Planted(
+        "the places of a purged checkpoint have not ended",
+        "_changes",
+        '{"existing": (), "ended": (*commit.ended, *commit.existing)} if isinstance(record, Purged) else {}',
+        "{}",
+        "tests/history/test_folding.py",
+    ),
+    Planted(
+        "an unreadable record in the middle of a log is ignored",
+        "doubt_of",
+        """        if isinstance(record, CasckptError):
+            return record
+""",
+        """        if isinstance(record, CasckptError) and number == max(log):
+            return record
+""",
+        "tests/history/test_folding.py",
+    ),
+    Planted(
+        "a purged checkpoint changes again",
+        "fold",
+        '{} if commit.last == "purged" else _changes(commit, log[number], number)',
+        "_changes(commit, log[number], number)",
+        "tests/history/test_folding.py tests/history/test_commits.py",
+    ),
+    Planted(
+        "places whose dropped entries are others have all entries",
+        "Places.holds",
+        "mine.patterns <= theirs.patterns",
+        "mine.entries <= theirs.entries",
+        "tests/upkeep/copies/test_mirrored.py tests/upkeep/copies/test_replication.py",
+    ),
+    Planted(
+        "a change takes the next free number of a log",
+        "add",
+        "    number = commit.number + 1\n",
+        "    number = refresh(repo, commit).number + 1\n",
+        "tests/history/test_folding.py tests/history/test_commits.py",
+    ),
+    Planted(
+        "a change is retried after another change",
+        "add",
+        "now == replace(commit, number=now.number, shown=None):",
+        "now.last == commit.last:",
+        "tests/history/test_folding.py",
+    ),
+    Planted(
+        "the manifest of a rewrite counts as one without a record",
+        "CommitList.recorded",
+        "frozenset([*self.commits, *self.damaged, *every])",
+        "frozenset([*self.commits, *self.damaged])",
+        "tests/history/test_folding.py",
+    ),
+    Planted(
+        "a rewrite is revoked while its slot is free",
+        "revoke",
+        "for slot in slots if not keep(repo, *slot)):",
+        "for slot in slots if repo.storage.size(commit_key(*slot))):",
+        "tests/upkeep/test_rewrite.py",
+    ),
+    Planted(
+        "the file of a rewrite that lost its slot goes before it is revoked",
+        "closed_files",
+        """            if one.began is not None:
+                end(repo, one, "another record has its slot")
+""",
+        "",
+        "tests/upkeep/test_rewrite.py",
+    ),
+    Planted(
+        "a rewrite whose slot is taken counts as open",
+        "_has_ended",
+        "    return one.began.slot is not None and one.began.slot in names\n",
+        "    return False\n",
+        "tests/upkeep/test_rewrite.py",
+    ),
+    Planted(
+        "a rewrite whose file cannot be read is revoked while its slot is free",
+        "end",
+        "return revoke(repo, one.txid, reason, slots)",
+        "return revoke(repo, one.txid, reason, slots[:0])",
+        "tests/upkeep/test_rewrite.py",
+    ),
+    Planted(
+        "a rewrite whose file cannot be read counts as open after it has committed",
+        "_has_ended",
+        " or one.txid in list_commits(repo).recorded",
+        "",
+        "tests/upkeep/test_rewrite.py",
+    ),
+    Planted(
+        "a transaction whose file cannot be read has ended",
+        "_has_ended",
+        "        return repo.storage.size(transaction_key(one.txid)) is None or one.txid in list_commits(repo).recorded\n",
+        "        return True\n",
+        "tests/history/test_transactions.py",
+    ),
+    Planted(
+        "a rewriter that does not know how it ended removes its file",
+        "Transaction.abort",
+        """a later gc revokes it: %s", self.txid, error)
+            return False
+""",
+        """a later gc revokes it: %s", self.txid, error)
+            self._remove_files()
+            return False
+""",
+        "tests/upkeep/test_rewrite.py",
+    ),
+    Planted(
+        "a rewrite does not read its log again after it began",
+        "rewrite",
+        "if not base.visible or refresh(repo, base) != base:",
+        "if not base.visible:",
+        "tests/upkeep/test_rewrite.py",
+    ),
+    Planted(
+        "a gc keeps only the blobs of places that exist",
+        "spare_roots",
+        "for places in (*commit.existing, *commit.ended)]",
+        "for places in commit.existing]",
+        "tests/upkeep/gc/test_candidates.py tests/upkeep/gc/test_wait.py",
+    ),
+    Planted(
+        "a gc never deletes the objects of trimmed places",
+        "CommitList.ended",
+        "return frozenset([*revoked, *(places.txid for one in self.commits.values() for places in one.ended)])",
+        "return frozenset(revoked)",
+        "tests/upkeep/test_thin.py tests/upkeep/gc/test_candidates.py",
+    ),
+    Planted(
+        "old places are candidates",
+        "candidates",
+        "for commit in commits.placed() if commit.places.txid not in as_purged]",
+        "for commit in commits.live() if commit.places.txid not in as_purged]",
+        "tests/upkeep/gc/test_candidates.py tests/upkeep/gc/test_gc.py",
+    ),
+    Planted(
+        "a checkpoint guards the folder of its old places after a trim",
+        "list_unguarded",
+        "live = {one.places.txid: one for one in commits.placed() if one.txid not in commits.damaged}",
+        """live = {
+        txid: one
+        for one in commits.placed()
+        for txid in (one.txid, one.places.txid)
+        if one.txid not in commits.damaged
+    }""",
+        "tests/upkeep/test_inventory.py",
+    ),
+    Planted(
+        "a trim ignores tags",
+        "retire",
+        "for commit in due if commit.txid not in held)",
+        "for commit in due if commit.is_old_places or commit.txid not in held)",
+        "tests/upkeep/gc/test_purge.py",
+    ),
+    Planted(
+        "a tag on thinned places bars the trim of the whole ones",
+        "_asks_for_more",
+        "    return on is None or not commit.current.holds(on)\n",
+        "    return True\n",
+        "tests/upkeep/gc/test_purge.py",
+    ),
+    Planted(
+        "the minimum age of a trim counts from the save",
+        "_gone_since",
+        "commit.moved_at if commit.visible else commit.changed_at",
+        "commit.changed_at",
+        "tests/upkeep/gc/test_purge.py",
+    ),
+    Planted(
+        "a rule that thins reads the logs after it lists tags",
+        "plan_thin",
+        """    listed = list_commits(repo)
+    named = _barring(repo, tagged=tagged, listed=listed)
+""",
+        """    named = _barring(repo, tagged=tagged, listed=list_commits(repo))
+    listed = list_commits(repo)
+""",
+        "tests/upkeep/test_thin.py",
+    ),
+    Planted(
+        "a tag that expires is not recorded",
+        "hold",
+        "return tag, record_tag(repo, now, name, tag.generation)",
+        "return tag, now",
+        "tests/history/test_leases.py",
+    ),
+    Planted(
+        "a lease stays on fewer entries than were brought back",
+        "take",
+        "if now.txid != commit.txid or commit.places.holds(now.places):",
+        "if True:",
+        "tests/history/test_leases.py",
+    ),
+    Planted(
+        "a mirror's answer counts for a log that was read after it",
+        "retire",
+        "now = {commit.txid: commit for commit in done.forgotten}",
+        "now = dict(list_commits(repo).commits)",
+        "tests/upkeep/copies/test_mirror.py tests/upkeep/gc/test_purge.py",
+    ),
+    Planted(
+        "an open copy in the mirror hides later copies",
+        "_copies",
+        "            elif there.storage.size(transaction_key(txid)) is None:\n",
+        "            else:\n",
+        "tests/upkeep/copies/test_mirrored.py",
+    ),
+    Planted(
+        "what a mirror purged counts after a restore",
+        "_counted",
+        "    if not commit.restored:\n",
+        "    if True:\n",
+        "tests/upkeep/copies/test_mirrored.py",
+    ),
+    Planted(
+        "a mirror's records need not be durable to count",
+        "ask",
+        '            there.storage.settle(PREFIX.rstrip("/"))\n',
+        "",
+        "tests/upkeep/copies/test_mirrored.py",
+    ),
+    Planted(
+        "a mirror is not asked again after its records are durable",
+        "ask",
+        "            unsafe = unsafe_in(there, wanted, thinned=thinned)  # again: it may have lost power before\n",
+        "",
+        "tests/upkeep/copies/test_mirrored.py",
+    ),
+    Planted(
+        "a mirror needs only the current places",
+        "_needed",
+        "if not thinned or one == now]",
+        "if one == now]",
+        "tests/upkeep/copies/test_mirrored.py",
+    ),
+    Planted(
+        "a copy joins a copy of other places",
+        "join",
+        "(found.manifest, found.places) != same:",
+        "found.manifest != began.manifest:",
+        "tests/upkeep/copies/test_replication.py",
+    ),
+    Planted(
+        "a copy with more entries becomes a new log",
+        "_join",
+        "_is_comparable(there.places, commit.places)",
+        "there.places.holds(commit.places)",
+        "tests/upkeep/copies/test_replication.py",
+    ),
+    Planted(
+        "a copy with other entries counts as the same copy",
+        "_join",
+        "is_same and _is_comparable(there.places, commit.places):",
+        "is_same:",
+        "tests/upkeep/copies/test_replication.py",
+    ),
+    Planted(
+        "a copy fails if its places are trimmed meanwhile",
+        "replicate",
+        "if not now.live or commit.places in now.existing:",
+        "if True:",
+        "tests/upkeep/copies/test_replication.py",
+    ),
+    Planted(
+        "the last share of a save is keyed by the checkpoint",
+        "make_offer",
+        "last.txid == parent.places.txid:",
+        "last.txid == parent.txid:",
+        "tests/saving/test_reuse.py tests/saving/test_reuse_offer.py",
+    ),
+    Planted(
+        "a watch does not wait for an announced restore",
+        "Expected.judge",
+        "elif seen.live and seen.number < self._awaited[txid].number:",
+        "elif False:",
+        "tests/contents/test_watching.py",
+    ),
+    Planted(
+        "a restore is not announced",
+        "add",
+        "    if isinstance(record, Restored):\n",
+        "    if False:\n",
+        "tests/history/test_announcements.py tests/history/test_commits.py",
+    ),
+    Planted(
+        "a watch yields a checkpoint again after it was restored",
+        "Expected.judge",
+        'seen.last == "revoked" or seen.id in self._yielded:',
+        'seen.last == "revoked":',
+        "tests/contents/test_watching.py",
     ),
 )
