@@ -805,7 +805,8 @@ PLANTED = (
     Planted(
         "the mirror is not checked again immediately before a purge",
         "execute",
-        "        plan = without_unmirrored(repo, plan)  # ask again: since the plan, the mirror may have lost its copies\n",
+        "        plan = without_unmirrored(repo, plan)"
+        "  # ask again: since the plan, the mirror may have lost its copies\n",
         "",
         "tests/upkeep/gc/test_gc.py",
     ),
@@ -3251,7 +3252,8 @@ PLANTED = (
     Planted(
         "a transaction whose file cannot be read has ended",
         "_has_ended",
-        "        return repo.storage.size(transaction_key(one.txid)) is None or one.txid in list_commits(repo).recorded\n",
+        "        return repo.storage.size(transaction_key(one.txid)) is None"
+        " or one.txid in list_commits(repo).recorded\n",
         "        return True\n",
         "tests/history/test_transactions.py",
     ),
