@@ -354,7 +354,7 @@ def execute(
         if plan.forget or plan.purge:
             _check_first(repo, plan)
         bring_back(repo, plan, done)
-        plan = without_unmirrored(repo, plan)  # ask again: since the plan, the mirror may have lost its copies
+        plan = without_unmirrored(repo, plan)  # again: the mirror may have lost copies since
         retire(repo, plan, done)
         gc.run()
         _tidy(repo, gc.stock, gc.deleted, done.refused)

@@ -208,6 +208,22 @@ def test_a_manual_copy_into_the_mirror_counts_as_mirrored(
     assert plain.stats().unmirrored == 0
 
 
+def test_a_checkpoint_that_was_copied_back_is_copied_to_the_mirror_under_its_new_transaction(
+    store_path: Path, away: Path
+) -> None:
+    """gc asks only for the transactions of its own copies."""
+    store = small_folder(store_path)
+    store.change_settings(mirror=away)
+    save(store, 1, 2)
+    assert len(store.copy_to(away).copied) == 2
+    store.gc(keep_last=1, min_age=0, wait=0)
+    assert len(casckpt.open(away).copy_to(store, "sft@1").copied) == 1
+    assert reasons(store, keep_last=1) == [(1, "unmirrored")]
+    again = store.copy_to(away)
+    assert ([one.step for one in again.copied], again.blobs) == ([1], 0)
+    assert reasons(store, keep_last=1) == []
+
+
 def test_a_checkpoint_that_the_mirror_purged_by_its_own_rule_is_not_copied_again(store: Store, away: Path) -> None:
     save(store, 1, 2)
     store.wait_for_mirror()
