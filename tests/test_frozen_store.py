@@ -29,6 +29,7 @@ from tests.support.signing import pair
 from tests.support.tensors import NAMES
 from tests.support.wrappers import Scaled, bits, rebuild
 
+pytestmark = pytest.mark.filterwarnings("ignore:ComplexHalf support is experimental")
 DATA = frozen_store.DATA / "frozen_store"
 EXPECTED = json.loads((DATA / "expected.json").read_text())
 VISIBLE = [one for one in EXPECTED if not (one["forgotten"] or one["replaced"])]
@@ -91,7 +92,6 @@ def test_the_frozen_store_lists_its_original_ids(store: casckpt.Store) -> None:
     assert list(store.tags()) == ["best"]  # the other one has expired
 
 
-@pytest.mark.filterwarnings("ignore:ComplexHalf support is experimental")
 @pytest.mark.parametrize(("run", "step"), WHOLE)
 def test_each_checkpoint_of_the_frozen_store_loads_bit_for_bit(store: casckpt.Store, run: str, step: int) -> None:
     if run == "dtypes" and len(NAMES) < len(DTYPES):
@@ -171,7 +171,6 @@ def test_the_documented_reader_folds_each_log_as_casckpt_does(name: str) -> None
     ]
 
 
-@pytest.mark.filterwarnings("ignore:ComplexHalf support is experimental")
 @pytest.mark.parametrize(("run", "step"), [*WHOLE, *sorted(OTHERS)])
 def test_the_documented_reader_reads_the_frozen_store(run: str, step: int) -> None:
     store = PlainStore(DATA)
@@ -224,12 +223,13 @@ def test_the_frozen_store_is_copied_with_ids_and_tags(store: casckpt.Store, tmp_
     assert copy.get("tag:best").id == store.get("train@2").id
 
 
-def test_the_frozen_store_is_pruned_once_its_mirror_is_unset(store: casckpt.Store) -> None:
+def test_the_frozen_store_is_pruned_once_its_mirror_is_unset(folder: Path, store: casckpt.Store) -> None:
     store.change_settings(mirror=None)
     store.forget("hurt@1")
     result = store.gc(keep_last=1, min_age=0, wait=0, revoke_after=0)
     assert result.deleted_bytes > 0
     assert len(result.revoked) == 3
+    assert not [path for name in ("leases", "transactions") for path in (folder / name).rglob("*") if path.is_file()]
     left = {(one.run, one.step) for one in store.checkpoints(forgotten=True)}
     assert left == {("train", 2), *OTHERS, *dict(sorted(WHOLE)).items()}  # a tagged one, and the newest of each run
     assert not store.verify().is_damaged

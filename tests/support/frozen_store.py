@@ -71,8 +71,7 @@ def pattern(nbytes: int, seed: int) -> torch.Tensor:
 
 def of_dtype(dtype: torch.dtype, shape: tuple[int, ...], seed: int) -> torch.Tensor:
     """Return a tensor of ``shape`` with arbitrary bits (0 and 1 for bool)."""
-    size = torch.empty(0, dtype=dtype).element_size()
-    raw = pattern(size * int(np.prod(shape, dtype=np.int64)), seed)
+    raw = pattern(dtype.itemsize * int(np.prod(shape, dtype=np.int64)), seed)
     return (raw % 2).bool().reshape(shape) if dtype is torch.bool else raw.view(dtype).reshape(shape)
 
 
