@@ -533,7 +533,9 @@ def test_every_checkpoint_is_yielded_exactly_once(changes: list[str], seed: int)
 
 
 def bare(txid: TxId, **fields: Any) -> Commit:
-    record = committed(Repository(MemoryStore("none")), step=1, txid=txid, manifest=manifest_id(txid), **fields)
+    record = committed(
+        Repository(MemoryStore("none")), step=1, txid=txid, manifest=manifest_id(txid), store="none", **fields
+    )
     return just_committed(record)
 
 

@@ -130,7 +130,7 @@ def committed(
     now = repo.clock()
     given: dict[str, Any] = {
         "time": now, "created_at": now, "head": hex_digest(b"no head"), "manifest_bytes": 0, "bytes_total": 0,
-        "store": repo.marker.store_id, "who": repo.who,
+        "store": fields.get("store") or repo.marker.store_id, "who": repo.who,
     }  # fmt: skip
     return Committed(txid=txid, run=run, step=step, manifest=found, **given | fields)
 
