@@ -39,9 +39,7 @@ _OBJECT_RE = re.compile(rf"objects/({TXID})/({_HEX64})\.(safetensors|manifest)")
 _TAG_KEY_RE = re.compile(rf"(?:tags/(?!lease-{_LEASE}/)({_TAG})|leases/({_LEASE}))/({_NUMBER})")
 _DAMAGED_RE = re.compile(rf"damaged/({TXID})/({_HEX64})/({_NUMBER})")
 _SIGNATURE_RE = re.compile(rf"signatures/({_HEX64})/({_HEX64})")
-_SETTINGS_RE = re.compile(rf"settings/({_NUMBER})")
-_ENDED_RE = re.compile(rf"commits/ended/({_NUMBER})")
-_RAN_RE = re.compile(rf"ran/({_NUMBER})")
+_NUMBERED_RE = re.compile(rf"(?:settings|ran|commits/ended)/({_NUMBER})")
 _ANNOUNCEMENT_RE = re.compile(r"runs/([0-9a-f]{16})/([0-9]{6})/([0-9]{3})")
 _TIME = "%Y%m%dT%H%M%S%f"
 
@@ -170,12 +168,6 @@ def ended_key(number: int) -> str:
     return f"commits/ended/{number}"
 
 
-def parse_ended(key: str) -> int | None:
-    """Parse the number from a key under commits/ended/. Returns None for all other keys."""
-    match = _ENDED_RE.fullmatch(key)
-    return int(match[1]) if match else None
-
-
 def tag_folder(name: str) -> str:
     """Return the folder that holds the generations of a tag or a lease."""
     lease = _LEASE_RE.fullmatch(name)
@@ -209,21 +201,15 @@ def settings_key(number: int) -> str:
     return f"settings/{number}"
 
 
-def parse_settings(key: str) -> int | None:
-    """Parse the generation from a key under settings/. Returns None for all other keys."""
-    match = _SETTINGS_RE.fullmatch(key)
+def parse_numbered(key: str) -> int | None:
+    """Parse the number from a key under settings/, ran/ or commits/ended/. Returns None for all other keys."""
+    match = _NUMBERED_RE.fullmatch(key)
     return int(match[1]) if match else None
 
 
 def ran_key(number: int) -> str:
     """Return the key of a note about a gc."""
     return f"ran/{number}"
-
-
-def parse_ran(key: str) -> int | None:
-    """Parse the number from a key under ran/. Returns None for all other keys."""
-    match = _RAN_RE.fullmatch(key)
-    return int(match[1]) if match else None
 
 
 def announcement_key(run: str, number: int) -> str:

@@ -16,7 +16,7 @@ from typing import NamedTuple
 
 from casckpt.base.units import time_of
 from casckpt.errors import CasckptError, Conflict, Refused
-from casckpt.format.keys import ended_key, parse_ended, parse_txid
+from casckpt.format.keys import ended_key, parse_numbered, parse_txid
 from casckpt.format.names import TxId
 from casckpt.format.records import Ended
 from casckpt.history.folding import Commit, Over
@@ -41,7 +41,7 @@ class Lists(NamedTuple):
 
 def read_lists(repo: Repository, listed: Iterable[ListedObject], *, anew: bool = False) -> Lists:
     """Read those of the ``listed`` objects that are lists. Each host reads each list once. Raises `StorageError`."""
-    entries = [entry for entry in listed if parse_ended(entry.key) is not None]
+    entries = [entry for entry in listed if parse_numbered(entry.key) is not None]
     over, damaged = dict[TxId, Over](), dict[TxId, CasckptError]()
     for key, record in read_records(repo, PREFIX, entries, lambda _: Ended, anew=anew).items() if entries else ():
         name = TxId(key.partition("/")[2])
@@ -78,7 +78,7 @@ def write_list(repo: Repository, lines: Mapping[TxId, Over]) -> None:
     """Create a list. If two gcs list the same logs, this does no harm. Raises `StorageError`."""
     ended = [(txid, over.was_whole, list(over.places)) for txid, over in lines.items()]
     record = Ended(time=repo.clock(), store=repo.marker.store_id, ended=ended)
-    numbers = [parse_ended(entry.key) for entry in repo.storage.list(PREFIX)]
+    numbers = [parse_numbered(entry.key) for entry in repo.storage.list(PREFIX)]
     number = 0
     while True:
         if number not in numbers:

@@ -307,8 +307,8 @@ class Repository:
         Raises `Damaged`, `Refused`, and `StorageError`.
         """
         self.check_exists()
-        listed = self.storage.list("settings/", known=keys.parse_settings)
-        numbers = (keys.parse_settings(entry.key) for entry in listed)
+        listed = self.storage.list("settings/", known=keys.parse_numbered)
+        numbers = (keys.parse_numbered(entry.key) for entry in listed)
         newest = max((number for number in numbers if number is not None), default=-1)
         if newest < 0:
             return -1, Settings(created_at=self.marker.created_at)

@@ -71,10 +71,8 @@ def _last_gc(repo: Repository) -> Finding:
     ran = last_gc(repo) if repo.exists() else None
     if ran is None:
         return Finding("gc", None, "no gc is recorded")
-    ended = f"the last one, by {ran.who}, ended {time_of(ran.time):%Y-%m-%d %H:%M} UTC"
-    ended = f"the last one, by {ran.who}, ended {time_of(ran.time):%Y-%m-%d %H:%M} UTC"
     left = f"checkpoints {ran.waiting}, saves in progress {ran.opened}, refused files {ran.refused}"
-    return Finding("gc", None, f"{ended}; it left for later: {left}")
+    return Finding("gc", None, f"{ran.who} ran the last one until {time_of(ran.time):%F %R} UTC; left: {left}")
 
 
 def _settings_of(storage: Examinable, probes: _Probes | None) -> Iterator[Finding]:

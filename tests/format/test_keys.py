@@ -57,8 +57,8 @@ def test_keys_are_parsed_into_the_values_that_they_were_built_from(txid: TxId, n
     assert keys.parse_tag(f"leases/0123456789abcdef/{number}") == ("lease-0123456789abcdef", number)
     assert keys.parse_tag(f"tags/lease-0123456789abcdef/{number}") is None
     assert keys.parse_damaged(keys.damaged_key(txid, BlobHash(HASH), number)) == (txid, HASH, number)
-    assert keys.parse_settings(keys.settings_key(number)) == number
-    assert keys.parse_ran(keys.ran_key(number)) == number
+    assert keys.parse_numbered(keys.settings_key(number)) == number
+    assert keys.parse_numbered(keys.ran_key(number)) == number
     assert keys.parse_signature(f"signatures/{HASH}/{HASH[::-1]}") == HASH
     assert keys.parse_announcement(keys.announcement_key("0123456789abcdef", number)) == ("0123456789abcdef", number)
     assert keys.parse_object(keys.blob_key(txid, BlobHash(HASH))) == keys.ObjectName(txid, HASH, "safetensors")
@@ -83,7 +83,7 @@ def test_announcement_keys_have_the_documented_format() -> None:
 
 @given(st.sampled_from(HOSTILE) | st.text(max_size=30))
 def test_malformed_names_are_not_parsed_as_keys(name: str) -> None:
-    for parse in (keys.parse_log, keys.parse_object, keys.parse_tag, keys.parse_damaged, keys.parse_settings):
+    for parse in (keys.parse_log, keys.parse_object, keys.parse_tag, keys.parse_damaged, keys.parse_numbered):
         assert parse(name) is None or name.startswith("settings/")
     assert keys.parse_signature(name) is None
 

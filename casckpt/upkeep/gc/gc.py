@@ -360,10 +360,8 @@ def execute(
         _tidy(repo, gc.stock, gc.deleted, done.refused)
         listed = settle(repo, revoke_after, done.refused)
         so_far = _so_far(plan, done, thin)
-        result = _counted(repo, so_far, plan, gc.stock, deleted=gc.deleted, opened=gc.still, listed=listed)
-        waiting = sum(one.reason != "transaction" for one in result.waiting)
-        note_gc(repo, waiting=waiting, refused=len(result.refused), opened=len(gc.still))
-        return result
+        note_gc(repo, waiting=len(plan.waiting), refused=len(so_far.refused), opened=len(gc.still))
+        return _counted(repo, so_far, plan, gc.stock, deleted=gc.deleted, opened=gc.still, listed=listed)
 
 
 def _check_first(repo: Repository, plan: GcPlan) -> None:

@@ -5,11 +5,9 @@ from __future__ import annotations
 from contextlib import suppress
 
 from casckpt.errors import CasckptError
-from casckpt.format.keys import parse_ran, ran_key
+from casckpt.format.keys import parse_numbered, ran_key
 from casckpt.format.records import Ran
 from casckpt.repository.repository import Repository
-
-PREFIX = "ran/"
 
 
 def note_gc(repo: Repository, *, waiting: int, refused: int, opened: int) -> None:
@@ -28,11 +26,10 @@ def last_gc(repo: Repository) -> Ran | None:
     Raises `NotFound` if there is no store, `Damaged`, `Refused`, and `StorageError`.
     """
     repo.check_exists()
-    newest = max(_numbers(repo), default=None)
-    found: Ran | None = None if newest is None else repo.get_record(ran_key(newest), Ran)
-    return found
+    numbers = _numbers(repo)
+    return repo.get_record(ran_key(max(numbers)), Ran) if numbers else None
 
 
 def _numbers(repo: Repository) -> list[int]:
-    found = (parse_ran(entry.key) for entry in repo.storage.list(PREFIX, known=parse_ran))
+    found = (parse_numbered(entry.key) for entry in repo.storage.list("ran/", known=parse_numbered))
     return [number for number in found if number is not None]

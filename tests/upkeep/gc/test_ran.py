@@ -34,8 +34,8 @@ def test_a_gc_that_finishes_notes_who_ran_it_and_what_it_left(repo: Repository) 
     ran = last_gc(repo)
     assert isinstance(ran, Ran)
     assert (ran.who, ran.waiting, ran.refused) == (repo.who, 2, 0)
-    assert f"the last one, by {repo.who}, ended 2023-11-14 22:" in noted(repo)
-    assert "it left for later: checkpoints 2, saves in progress 1, refused files 0" in noted(repo)
+    assert f"{repo.who} ran the last one until 2023-11-14 22:" in noted(repo)
+    assert "left: checkpoints 2, saves in progress 1, refused files 0" in noted(repo)
 
 
 def test_only_the_newest_note_is_kept(repo: Repository) -> None:
