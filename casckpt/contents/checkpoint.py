@@ -173,7 +173,7 @@ class Checkpoint:
 
     @property
     def replaced(self) -> bool:
-        """Whether this is the checkpoint at its old places, from before a rewrite. Its id refers to the current ones."""
+        """Whether this is the checkpoint at its old places, from before a rewrite. Its id names the current ones."""
         return self.commit.is_old_places
 
     @property
