@@ -173,7 +173,7 @@ class Checkpoint:
 
     @property
     def replaced(self) -> bool:
-        """Whether this is the checkpoint at its old places, from before a rewrite. Its id names the current ones."""
+        """Whether this is the checkpoint at its old places, from before it was rewritten."""
         return self.commit.is_old_places
 
     @property
@@ -254,7 +254,7 @@ class Checkpoint:
     @property
     def bytes_hashed(self) -> int:
         """The size of its tensors, except those that its save did not hash completely, as they were declared frozen."""
-        from casckpt.format.columns import unpack
+        from casckpt.format.sections.columns import unpack
 
         manifest = self._manifest
         unhashed = unpack(manifest.body.entry_columns.unhashed)
@@ -308,10 +308,10 @@ class Checkpoint:
         return html_table(f"{self.run}@{self.step}", ("", ""), rows)
 
     def __eq__(self, other: object) -> bool:
-        return isinstance(other, Checkpoint) and self.commit.txid == other.commit.txid
+        return isinstance(other, Checkpoint) and self.commit.places.txid == other.commit.places.txid
 
     def __hash__(self) -> int:
-        return hash(self.commit.txid)
+        return hash(self.commit.places.txid)
 
 
 @dataclass(frozen=True, slots=True)
