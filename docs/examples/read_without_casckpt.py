@@ -58,9 +58,7 @@ class Store:
     def record(self, txid: str, number: int) -> Record:
         """Read a record from a transaction's log ("Records")."""
         path = self.path(f"commits/{txid}.{number}" if number else f"commits/{txid}")
-        line, _, rest = path.read_bytes().partition(b"\n")
-        check(rest == blake3(line).hexdigest().encode() + b"\n", f"{path} is damaged")
-        record: Record = json.loads(line)
+        record = parsed(path)
         end = f"-{blake3(record['run'].encode()).hexdigest()[:16]}-{record['step']}" if "run" in record else ""
         fits = record["txid"] == txid and txid.endswith(end) and record["type"] in TYPES
         check(fits, f"{path} is a record of a different object, or has an unknown type")
@@ -71,6 +69,9 @@ class Store:
         last: dict[str, int] = {}
         for found in filter(None, (RECORD.fullmatch(path.name) for path in (self.root / "commits").glob("*"))):
             last[found[1]] = max(last.get(found[1], 0), int(found[2] or 0))
+        lists = [parsed(path)["ended"] for path in (self.root / "commits/ended").glob("[0-9]*")]
+        for txid, *_ in (line for lines in lists for line in lines):  # "Logs that are over"
+            last.pop(txid, None)
         logs = [[self.record(txid, number) for number in range(end + 1)] for txid, end in sorted(last.items())]
         return [commit for log in logs if (commit := fold(log))]
 
@@ -80,6 +81,13 @@ class Store:
         found = [one for one in self.checkpoints() if one["run"] == run and step in {"latest", str(one["step"])}]
         check(found, f"{self.root} has no visible checkpoint {ref}")
         return Checkpoint(self, found[-1], rank)
+
+
+def parsed(path: Path) -> Record:
+    """Read the two lines of a record."""
+    line, _, rest = path.read_bytes().partition(b"\n")
+    check(rest == blake3(line).hexdigest().encode() + b"\n", f"{path} is damaged")
+    return json.loads(line)  # type: ignore[no-any-return]
 
 
 def fold(log: list[Record]) -> Record | None:

@@ -33,11 +33,13 @@ import numpy as np
 import torch
 
 import casckpt
+from casckpt.format.keys import commit_key
 from casckpt.format.records import Began, Process, changed
 from casckpt.history import leases, tags, transactions
-from casckpt.history.commits import Commit, forget, purge, trim
+from casckpt.history.commits import Commit, forget, list_commits, purge, trim
 from casckpt.repository.repository import Repository
 from casckpt.saving.options import SaveOptions
+from casckpt.upkeep.gc.logs import drop_logs
 from tests.support import stored_folder
 from tests.support.repositories import Ticks, half_rewrite
 from tests.support.signing import pair
@@ -258,7 +260,7 @@ def make(folder: Path, cache: str) -> None:
         store.copy_to(mirror, jobs=1)
         _change_logs(store)
         _copy_in(store, other)
-        # Once gc folds logs that are over into commits/ended, a gc does so here: copied@2 and moved@1 were purged.
+        _drop_a_log(store)
         _set_tags_and_leases(store)
         store.copy_to(mirror, jobs=1)
         for step in (2, 1):
@@ -290,6 +292,19 @@ def _save_kinds(store: casckpt.Store, cache: str) -> None:
     repo = store.repository
     both = [repo, replace(repo, cache_dir=Path(cache) / "rank1", clock=Ticks(_BEGIN), entropy=Random(9).randbytes)]
     Simulated(repo, 2, both).save(ranks, SaveOptions(run="ranks", step=1, check_replicas="sample"))
+
+
+def _drop_a_log(store: casckpt.Store) -> None:
+    """Delete what is left of the purged copied@2, as a gc does, and then its log."""
+    repo = store.repository
+    listed = list_commits(repo)
+    (gone,) = (one for one in listed.commits.values() if one.last == "purged" and (one.run, one.step) == ("copied", 2))
+    for entry in list(repo.storage.list(f"objects/{gone.txid}/")):
+        repo.storage.delete(entry.key)
+    repo.storage.sweep(f"objects/{gone.txid}")
+    drop_logs(repo, listed, [gone.txid])
+    repo.storage.delete(commit_key(gone.txid, 1))
+    assert gone.txid in list_commits(repo).over
 
 
 def _change_logs(store: casckpt.Store) -> None:

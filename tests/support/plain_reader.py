@@ -245,7 +245,9 @@ class Store:
         return Log(state, first, [*existing] if state in {"visible", "forgotten"} else [], tagged)
 
     def visible(self) -> dict[tuple[str, int], str]:
-        logs = [(txid, self.log(txid)) for txid in self._names("commits", TXID)]
+        lists = [self.record(f"commits/ended/{name}")["ended"] for name in self._names("commits/ended", r"0|[1-9]\d*")]
+        over = {txid for lines in lists for txid, *_ in lines}
+        logs = [(txid, self.log(txid)) for txid in self._names("commits", TXID) if txid not in over]
         return {(log.record["run"], log.record["step"]): txid for txid, log in logs if log.state == "visible"}
 
     def newest_announced(self, run: str) -> str:
