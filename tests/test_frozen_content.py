@@ -20,7 +20,7 @@ import pytest
 from msgspec.msgpack import decode
 
 from casckpt.base.names import TXID
-from casckpt.format import files, keys, manifest, records
+from casckpt.format import keys, manifest, records
 from casckpt.format.dtypes import DTYPES, FLOATS, coded_width
 from casckpt.format.encodings.frames import Form
 from casckpt.format.encodings.parts import PartKind
@@ -29,7 +29,7 @@ from casckpt.format.names import ManifestId
 from casckpt.format.plain_codecs import STANDARD
 from casckpt.format.plain_numpy import NUMPY
 from casckpt.format.records import Record
-from casckpt.format.sections import head
+from casckpt.format.sections import head, recipe
 from casckpt.format.sections.blobs import BlobColumns
 from casckpt.format.sections.health import HEALTH, HealthColumns
 from casckpt.format.sections.index import (
@@ -154,7 +154,7 @@ def test_the_stores_have_every_section_with_every_column() -> None:
         names = {one.encode_name for one in msgspec.structs.fields(kind)}
         assert {name for one in found for name, value in one.items() if len_of(value)} == names, kind
     notes = {name for one in manifests() for name in one.manifest.body.notes}
-    assert notes == {*LINEAGE, REPLICAS_NOTE, files.NOTE}
+    assert notes == {*LINEAGE, REPLICAS_NOTE, recipe.NOTE}
 
 
 def len_of(value: Any) -> bool:

@@ -63,7 +63,7 @@ def assert_same(mine: Any, theirs: Any) -> None:
 
 def test_the_plain_reader_is_short_and_independent() -> None:
     lines = Path(plain_reader.__file__).read_text().splitlines()
-    assert len(lines) <= 334
+    assert len(lines) <= 340
     assert not [line for line in lines if re.match(r"\s*(import|from) (casckpt|torch|tests)", line)]
 
 
