@@ -11,7 +11,7 @@ from casckpt.contents.refs import resolve
 from casckpt.errors import Conflict, Damaged, Revoked
 from casckpt.format.keys import commit_key
 from casckpt.format.names import TxId
-from casckpt.format.records import Dropped
+from casckpt.format.records import Dropped, Restored
 from casckpt.history.commits import (
     Commit,
     bring_back,
@@ -21,6 +21,7 @@ from casckpt.history.commits import (
     purge,
     purge_unreadable,
     read_log,
+    record_tag,
     refresh,
     restore,
     trim,
@@ -89,6 +90,25 @@ def test_one_of_two_changes_wins(repo: Repository) -> None:
         with pytest.raises(Conflict):
             act(repo, made)
     assert len(now(repo, made).existing) == 2
+
+
+@pytest.mark.parametrize("change", [lambda repo, one: record_tag(repo, one, "a", 0), rewrite_bare])
+def test_a_change_never_follows_another_that_its_writer_has_not_read(
+    repo: Repository, change: Callable[[Repository, Commit], Commit]
+) -> None:
+    base = commit_bare(repo)
+    changed = change(repo, base)
+    for act in (forget, trim):
+        with pytest.raises(Conflict, match="has just changed"):
+            act(repo, base)
+    assert now(repo, base) == changed
+
+
+def test_nothing_changes_a_purged_checkpoint(repo: Repository) -> None:
+    gone = purge(repo, forget(repo, commit_bare(repo)))
+    key = commit_key(gone.txid, gone.number + 1)
+    repo.put_record(key, Restored(txid=gone.txid, time=START, who="late"))
+    assert not now(repo, gone).live
 
 
 def test_a_kept_record_only_uses_its_number(repo: Repository) -> None:
