@@ -11,7 +11,7 @@ from casckpt.contents.refs import resolve
 from casckpt.errors import Conflict, Damaged, Revoked
 from casckpt.format.keys import commit_key
 from casckpt.format.names import TxId
-from casckpt.format.records import Dropped, Restored
+from casckpt.format.records import Back, Dropped, Restored
 from casckpt.history.commits import (
     Commit,
     bring_back,
@@ -81,6 +81,15 @@ def test_places_that_ended_cannot_be_brought_back(repo: Repository) -> None:
     with pytest.raises(Conflict, match="gone for good"):
         bring_back(repo, trimmed, old.places)
     assert restore(repo, old).places == made.places, "a visible checkpoint stays as it is"
+
+
+def test_a_record_that_brings_back_ended_places_changes_no_places(repo: Repository) -> None:
+    trimmed = trim(repo, rewrite_bare(repo, commit_bare(repo)))
+    (ended,) = trimmed.ended
+    key = commit_key(trimmed.txid, trimmed.number + 1)
+    repo.put_record(key, Back(txid=trimmed.txid, time=START, who="late", to=ended.txid))
+    after = now(repo, trimmed)
+    assert (after.places, after.existing) == (trimmed.places, trimmed.existing)
 
 
 def test_one_of_two_changes_wins(repo: Repository) -> None:
