@@ -101,14 +101,14 @@ def left_out(commit: Commit) -> str | None:
 
 
 def others(repo: Repository, id: ManifestId, tried: Container[str]) -> list[Commit]:
-    """Return the live commits with an id, at all of their places, best first.
+    """Return the live commits with an id, at all of their places, fullest first.
 
     Omit places whose head or transaction is in ``tried``. This makes a new listing, because the checkpoint may have
     been rewritten. Raises `StorageError`.
     """
     same = (commit for commit in list_commits(repo).placed() if commit.id == id)
     left = (commit for commit in same if commit.places.txid not in tried and commit.committed.head not in tried)
-    return sorted(left, key=lambda commit: commit.rank, reverse=True)
+    return sorted(left, key=lambda commit: (-commit.lacking, *commit.rank), reverse=True)
 
 
 def use(repo: Repository, commit: Commit, act: Callable[[Commit, Manifest], T]) -> T:

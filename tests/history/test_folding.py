@@ -11,7 +11,7 @@ from casckpt.contents.refs import resolve
 from casckpt.errors import Conflict, Damaged, Revoked
 from casckpt.format.keys import commit_key
 from casckpt.format.names import TxId
-from casckpt.format.records import Dropped
+from casckpt.format.records import Back, Dropped, Restored
 from casckpt.history.commits import (
     Commit,
     bring_back,
@@ -21,6 +21,7 @@ from casckpt.history.commits import (
     purge,
     purge_unreadable,
     read_log,
+    record_tag,
     refresh,
     restore,
     trim,
@@ -82,6 +83,15 @@ def test_places_that_ended_cannot_be_brought_back(repo: Repository) -> None:
     assert restore(repo, old).places == made.places, "a visible checkpoint stays as it is"
 
 
+def test_a_record_that_brings_back_ended_places_changes_no_places(repo: Repository) -> None:
+    trimmed = trim(repo, rewrite_bare(repo, commit_bare(repo)))
+    (ended,) = trimmed.ended
+    key = commit_key(trimmed.txid, trimmed.number + 1)
+    repo.put_record(key, Back(txid=trimmed.txid, time=START, who="late", to=ended.txid))
+    after = now(repo, trimmed)
+    assert (after.places, after.existing) == (trimmed.places, trimmed.existing)
+
+
 def test_one_of_two_changes_wins(repo: Repository) -> None:
     made = rewrite_bare(repo, commit_bare(repo))
     forget(repo, made)
@@ -89,6 +99,25 @@ def test_one_of_two_changes_wins(repo: Repository) -> None:
         with pytest.raises(Conflict):
             act(repo, made)
     assert len(now(repo, made).existing) == 2
+
+
+@pytest.mark.parametrize("change", [lambda repo, one: record_tag(repo, one, "a", 0), rewrite_bare])
+def test_a_change_never_follows_another_that_its_writer_has_not_read(
+    repo: Repository, change: Callable[[Repository, Commit], Commit]
+) -> None:
+    base = commit_bare(repo)
+    changed = change(repo, base)
+    for act in (forget, trim):
+        with pytest.raises(Conflict, match="has just changed"):
+            act(repo, base)
+    assert now(repo, base) == changed
+
+
+def test_nothing_changes_a_purged_checkpoint(repo: Repository) -> None:
+    gone = purge(repo, forget(repo, commit_bare(repo)))
+    key = commit_key(gone.txid, gone.number + 1)
+    repo.put_record(key, Restored(txid=gone.txid, time=START, who="late"))
+    assert not now(repo, gone).live
 
 
 def test_a_kept_record_only_uses_its_number(repo: Repository) -> None:

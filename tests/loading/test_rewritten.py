@@ -12,6 +12,7 @@ from casckpt.contents import manifests
 from casckpt.history.commits import list_commits, restore
 from casckpt.repository.repository import Repository
 from casckpt.store.store import Store
+from casckpt.upkeep.thin import execute, plan_thin
 from tests.support.faulty import FaultyStore, call_first
 from tests.support.gcs import collect
 from tests.support.loads import elsewhere, state, zeros
@@ -69,6 +70,23 @@ def test_a_load_continues_from_the_new_location_of_a_rewritten_checkpoint(
     assert same_state(target, state())
     assert same_state(remote_store.read(loaded), state())
     assert not verify or told[-1][0] == told[-1][1]
+
+
+def test_a_load_continues_at_old_places_with_entries_that_the_current_ones_lack(
+    remote_store: Store, faults: FaultyStore
+) -> None:
+    """Until gc trims them, the places from before a thinning are there."""
+
+    def change() -> None:
+        repo = elsewhere(remote_store)
+        rewritten(repo)
+        execute(repo, plan_thin(repo, ["default@1"], drop="w5"))
+
+    faults.inject(call_first("read_into", meanwhile(change), key="objects/*.safetensors"))
+    target = zeros()
+    remote_store.load(target, "default@1")
+    assert same_state(target, state())
+    assert remote_store.get("default@1").commit.dropped is not None
 
 
 @pytest.mark.parametrize("threads", [1, 4])

@@ -16,10 +16,13 @@ from casckpt.format.blob import DATA_OFFSET, RECORD_BYTES, most_data
 from casckpt.format.keys import blob_key
 from casckpt.format.manifest import Manifest
 from casckpt.format.sections.blobs import BlobRef
+from casckpt.repository.repository import Repository
 from casckpt.store.store import Store
 from casckpt.tensors.values import Shard
 from tests.support.faulty import FaultyStore, call_first
+from tests.support.gcs import collect
 from tests.support.repositories import meanwhile, memory
+from tests.support.rewrites import move
 from tests.support.saves import (
     BLOB,
     CELL,
@@ -144,6 +147,15 @@ def test_a_process_reuses_cells_that_another_process_saved_after_its_own_last_sa
     saved(store, first, 0)
     reopened(store).save(second, step=1)
     assert saved(store, second, 2) == 0
+
+
+def test_a_process_reuses_cells_of_its_own_last_save_where_they_are_now(store: Store) -> None:
+    state = {"w": cells(40.5)}
+    commit = store.save(state, step=1).commit
+    other = Repository(store.repository.storage)
+    move(other, commit)
+    collect(other)
+    assert saved(store, state, step=2) == 0
 
 
 def test_a_tensor_that_a_state_gains_is_reused_from_another_run(store: Store) -> None:

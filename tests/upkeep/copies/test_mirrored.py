@@ -21,6 +21,8 @@ from casckpt.storage.local.store import LocalStore
 from casckpt.upkeep.copies import mirrored
 from casckpt.upkeep.copies.mirrored import ask
 from casckpt.upkeep.copies.replication import Work, replicate
+from casckpt.upkeep.gc.gc import execute as execute_gc
+from casckpt.upkeep.gc.gc import plan_gc
 from casckpt.upkeep.thin import execute, plan_thin
 from tests.support.checkpoints import array, save_parts
 from tests.support.far import FarStore
@@ -266,6 +268,19 @@ def test_an_answer_is_never_remembered(pair: Pair) -> None:
     assert not pair.is_safe(commit)
     pair.link.inner.put(commit_key(copy.txid), b"damaged")
     assert not pair.is_safe(commit)
+
+
+def test_gc_does_not_purge_what_has_changed_since_it_asked(pair: Pair) -> None:
+    """The mirror has purged its copy, which counts only until the checkpoint is restored here."""
+    gone = forget(pair.here, pair.save())
+    copy = pair.copy(gone)
+    purge(pair.there, forget(pair.there, copy))
+    plan = plan_gc(pair.here, min_age=0.0)
+    assert [one.txid for one in plan.purge] == [gone.txid]
+    change = meanwhile(lambda: forget(pair.here, restore(pair.here, gone)))
+    pair.link.inject(call_first("get", change, key=commit_key(copy.txid)))
+    assert execute_gc(pair.here, plan, wait=0.0).purged == ()
+    assert [one.reason for one in plan_gc(pair.here, min_age=0.0).waiting] == ["unmirrored"]
 
 
 def test_a_question_is_one_small_request_or_one_listing(pair: Pair) -> None:
