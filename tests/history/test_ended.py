@@ -9,10 +9,11 @@ import pytest
 
 from casckpt.errors import Conflict, Damaged, Refused, Revoked
 from casckpt.format.keys import commit_key, copied_txid, ended_key, transaction_key
-from casckpt.format.records import Began, Ended, encode
+from casckpt.format.records import Began, Ended, Restored, encode
 from casckpt.history import commits, ended, tags
 from casckpt.history.commits import Commit, forget, list_commits, purge, read_log, refresh
-from casckpt.history.ended import Over, find, line_of, write_list
+from casckpt.history.ended import find, line_of, write_list
+from casckpt.history.folding import Over
 from casckpt.history.transactions import begin, join, revoke
 from casckpt.repository.processes import this_process
 from casckpt.repository.repository import Repository
@@ -269,7 +270,7 @@ def test_a_rewrite_of_a_log_that_is_over_fails(repo: Repository) -> None:
 @pytest.mark.parametrize(
     "change",
     [
-        lambda repo, one: commits.add(repo, one, commits.Restored(txid=one.txid, time=repo.clock(), who="x")),
+        lambda repo, one: commits.add(repo, one, Restored(txid=one.txid, time=repo.clock(), who="x")),
         lambda repo, one: commits.record_tag(repo, one, "best", 0),
         lambda repo, one: commits.bring_back(repo, one, one.existing[0]),
     ],

@@ -104,8 +104,7 @@ def test_real_ranks_together_save_the_whole_tensor(
     count = 50 if full else 8
     ranks.run(size, saved, store_path, seed, count)
     plain = PlainStore(store_path)
-    _, record = plain.log(plain.visible()["a", 2])
-    found = Checkpoint(store_path, record).read()
+    found = Checkpoint(store_path, plain.log(plain.visible()["a", 2]).record).read()
     for key, layout in layouts(seed, count, size).items():
         assert np.array_equal(np.asarray(found[key]), layout.whole), layout
 
