@@ -163,6 +163,31 @@ def test_a_log_that_something_may_still_need_stays(
     assert over(repo) == {one.txid for one in gone} - {gone[1].txid}
 
 
+def test_a_log_stays_while_a_folder_of_its_places_is_left(repo: Repository) -> None:
+    rewritten = rewrite_bare(repo, save(repo, step=9, texts=["of 9"]))
+    commits.forget(repo, rewritten)
+    gone = short_lived(repo, 3, first=10)
+    sleep(repo)
+    repo.storage.put(f"objects/{rewritten.places.txid}/foreign", b"x")
+    collect(repo)
+    assert over(repo) == {one.txid for one in gone}
+
+
+def test_a_list_is_durable_before_another_gc_deletes_records(repo: Repository) -> None:
+    """The gc that created it may have died."""
+    gone = short_lived(repo)[0]
+    records = objects_of(repo.storage)
+    sleep(repo)
+    collect(repo)
+    repo.storage.put(commit_key(gone.txid), records[commit_key(gone.txid)])
+    storage = repo.storage
+    assert isinstance(storage, FaultyStore)
+    storage.calls.clear()
+    collect(repo)
+    calls = [(call.method, call.key) for call in storage.calls]
+    assert calls.index(("settle", "commits/ended")) < calls.index(("delete", commit_key(gone.txid)))
+
+
 def test_a_log_of_the_future_stays(repo: Repository) -> None:
     """Readers rely on the age in the name."""
     gone = short_lived(repo, 3)
