@@ -64,8 +64,8 @@ STRUCTS = (
     records.Marker, records.Settings, records.Process, records.Began, records.SignOfLife, records.Committed,
     records.RevokedRecord, records.Forgotten, records.Restored, records.Purged, records.TagRecord, records.DamageRecord,
     records.LeaseRecord, records.Kept, records.Announced, records.Ran, records.Rewritten, records.Back,
-    records.Trimmed, records.Tagged,
-    index.ManifestBody, index.EntryColumns, index.ObjectColumns, manifest.Places, blob_section.BlobColumns,
+    records.Trimmed, records.TaggedRecord,
+    index.ManifestBody, index.EntryColumns, index.ObjectColumns, manifest.PlacesSection, blob_section.BlobColumns,
     pieces.Pieces, tables.CellSpans, records.Health, health_section.HealthColumns,
 )  # fmt: skip
 

@@ -146,7 +146,7 @@ def test_the_stores_have_every_section_with_every_column() -> None:
         ManifestBody: [decode(one.sections[head.INDEX]) for one in manifests()],
         BlobColumns: [decode(one.sections[head.BLOBS]) for one in manifests()],
         HealthColumns: [decode(one.sections[HEALTH]) for one in manifests() if HEALTH in one.sections],
-        manifest.Places: [decode(one.sections[head.PLACES]) for one in manifests()],
+        manifest.PlacesSection: [decode(one.sections[head.PLACES]) for one in manifests()],
     }
     columns[EntryColumns] = [index["entries"] for index in columns[ManifestBody]]
     columns[ObjectColumns] = [index["objects"] for index in columns[ManifestBody]]

@@ -12,7 +12,7 @@ import torch
 
 import casckpt
 from casckpt.contents import manifests
-from casckpt.format.sections.recipe import NOTE, Kind, Piece
+from casckpt.format.sections.recipe import NOTE, FilePiece, ItemKind
 from tests.support.saves import small_folder
 from tests.support.stored_folder import described, items_of, rebuild, save_folder, write_folder
 
@@ -26,13 +26,13 @@ def store(tmp_path: Path) -> casckpt.Store:
     return casckpt.open(tmp_path / "store", cache_dir=tmp_path / "cache")
 
 
-def reader(store: casckpt.Store, checkpoint: casckpt.Checkpoint) -> Callable[[Piece], bytes]:
+def reader(store: casckpt.Store, checkpoint: casckpt.Checkpoint) -> Callable[[FilePiece], bytes]:
     """Return a function that reads a piece of a file."""
     entries = manifests.get(store.repository, checkpoint.commit).entries
     state = store.read(checkpoint)
     values = {f"{path}.{name}": value for path, parts in state.items() for name, value in parts.items()}
 
-    def read(piece: Piece) -> bytes:
+    def read(piece: FilePiece) -> bytes:
         data = bytes(values[entries[piece.entry].key].reshape(-1).view(torch.uint8).numpy())
         return data[piece.offset : piece.offset + piece.length]
 
@@ -47,7 +47,7 @@ def test_the_stored_folder_is_rebuilt_with_all_bytes_modes_and_links(store: casc
 
 def test_the_fixture_has_each_kind_of_item_and_of_piece_and_is_small(store: casckpt.Store) -> None:
     items = {item.path: item for item in items_of(store, store.get("files@2"))}
-    assert {item.kind for item in items.values()} == set(Kind)
+    assert {item.kind for item in items.values()} == set(ItemKind)
     assert items["checkpoint-2/empty.bin"].pieces == ()
     assert len(items["checkpoint-2/model.safetensors"].pieces) > 2
     assert len({item.pieces[0].entry for item in items.values() if item.pieces}) < len(items)

@@ -179,7 +179,7 @@ PLANTED = (
     Planted(
         "a file of a stored folder may be below a link",
         "_check_paths",
-        """        if kind == Kind.FOLDER:
+        """        if kind == ItemKind.FOLDER:
             folders.add(path)
 """,
         "        folders.add(path)\n",

@@ -79,7 +79,7 @@ FRONT = (INDEX, PLACES, BLOBS)
 """The sections that every load reads."""
 
 
-class Places(msgspec.Struct, frozen=True, kw_only=True):
+class PlacesSection(msgspec.Struct, frozen=True, kw_only=True):
     """The places section. ``rows``: the hashes of the entries' rows."""
 
     rows: Pieces
@@ -89,7 +89,7 @@ _BODY: Decoder[ManifestBody] = Decoder(ManifestBody)
 _READERS = {CELLS: "_cells", ROWS: "_rows", OBJECTS: "_objects"}
 """For each section that consists of pieces, the attribute that reads it."""
 
-_PLACES: Decoder[Places] = Decoder(Places)
+_PLACES: Decoder[PlacesSection] = Decoder(PlacesSection)
 _METADATA: Decoder[dict[str, Any]] = Decoder(dict[str, Any])
 """Created at import. See `casckpt.format.records.DECODERS`."""
 
@@ -138,7 +138,7 @@ class Manifest:
         return _BODY.decode(self._front[INDEX])
 
     @cached_property
-    def places(self) -> Places:
+    def places(self) -> PlacesSection:
         """The rows' hashes."""
         return _PLACES.decode(self._front[PLACES])
 
@@ -525,7 +525,7 @@ def encode(draft: Draft) -> Encoded:
         data=data,
     )
     body.check()
-    places = msgspec.msgpack.encode(Places(rows=rows))
+    places = msgspec.msgpack.encode(PlacesSection(rows=rows))
     index, blobs = msgspec.msgpack.encode(body), encode_blobs(draft.blobs)
     health = [] if draft.health is None else [(Section(HEALTH, COPIED, 0, 0, b""), encode_health(draft.health))]
     return _assembled(
@@ -543,7 +543,7 @@ def placed(manifest: Manifest, blobs: Buffer, moved: Mapping[int, ExtentTable] |
     if moved:
         raw = manifest.raw_rows()
         rows, parts[ROWS] = cut([encode_rows(moved[n]) if n in moved else row for n, row in enumerate(raw)])
-        parts[PLACES] = msgspec.msgpack.encode(Places(rows=rows))
+        parts[PLACES] = msgspec.msgpack.encode(PlacesSection(rows=rows))
     taken = [section for section in manifest.head.foreign if section.flags & COPIED]
     return _assembled(parts, [(section, manifest.section(section.name)) for section in taken])
 

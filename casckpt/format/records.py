@@ -321,7 +321,7 @@ class Trimmed(Record, tag="trimmed", frozen=True, kw_only=True):
     who: str
 
 
-class Tagged(Record, tag="tagged", frozen=True, kw_only=True):
+class TaggedRecord(Record, tag="tagged", frozen=True, kw_only=True):
     """commits/<txid>.<N>: generation ``generation`` of the permanent tag ``name`` was set on the checkpoint."""
 
     txid: TxId
@@ -365,7 +365,7 @@ class Announced(Record, tag="announced", frozen=True, kw_only=True):
 
 
 FirstRecord = Committed | RevokedRecord
-LaterRecord = Forgotten | Restored | Purged | Rewritten | Back | Trimmed | Tagged | Kept
+LaterRecord = Forgotten | Restored | Purged | Rewritten | Back | Trimmed | TaggedRecord | Kept
 
 
 class TagRecord(Record, tag="tag", frozen=True, kw_only=True):

@@ -23,7 +23,7 @@ from casckpt.format.records import (
     LaterRecord,
     Purged,
     Restored,
-    Tagged,
+    TaggedRecord,
     Trimmed,
 )
 from casckpt.history import ended
@@ -47,7 +47,7 @@ __all__ = ["Commit", "CommitList", "just_committed"]  # reexported, because read
 
 PREFIX = "commits/"
 LaterKind: TypeAlias = type[Forgotten] | type[Restored] | type[Purged]
-Change: TypeAlias = Forgotten | Restored | Purged | Back | Trimmed | Tagged
+Change: TypeAlias = Forgotten | Restored | Purged | Back | Trimmed | TaggedRecord
 
 Folded: TypeAlias = tuple[Mapping[str, Shown], "CommitList"]
 """The properties of each key in a listing, and the commits that follow from the records."""
@@ -239,7 +239,9 @@ def add(repo: Repository, commit: Commit, record: Change) -> Commit:
         if now == replace(commit, number=now.number, shown=None):  # only the number was used
             return add(repo, now, record)
         raise Conflict(f"another process has just changed {commit}", checkpoints=(commit.id,)) from None
-    if isinstance(record, Restored | Back | Tagged) and ended.find(repo, commit.txid) is not None:  # this process slept
+    if (
+        isinstance(record, Restored | Back | TaggedRecord) and ended.find(repo, commit.txid) is not None
+    ):  # this process slept
         raise Conflict(f"{commit} was purged: it is gone for good", checkpoints=(commit.id,))
     return fold({0: commit.first, number: record}, replace(commit, shown=None)) or commit
 
@@ -330,7 +332,7 @@ def record_tag(repo: Repository, commit: Commit, name: str, generation: int) -> 
 
     Raises `Conflict` if another process changed the commit first, and `StorageError`.
     """
-    return add(repo, commit, Tagged(txid=commit.txid, time=repo.clock(), name=name, generation=generation))
+    return add(repo, commit, TaggedRecord(txid=commit.txid, time=repo.clock(), name=name, generation=generation))
 
 
 def purge_unreadable(repo: Repository, txid: TxId) -> None:

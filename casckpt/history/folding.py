@@ -25,7 +25,7 @@ from casckpt.format.records import (
     Purged,
     Restored,
     Rewritten,
-    Tagged,
+    TaggedRecord,
     Trimmed,
 )
 from casckpt.repository.reading import Read
@@ -321,7 +321,7 @@ def _changes(commit: Commit, record: Read, number: int) -> dict[str, Any]:
         case Trimmed():
             old = [places for places in commit.existing if places != commit.current]
             return {"existing": (commit.places,), "ended": (*commit.ended, *old)}
-        case Tagged():
+        case TaggedRecord():
             return {"tagged": (*commit.tagged, (record.name, record.generation))}
     return {}
 

@@ -36,7 +36,7 @@ from casckpt.format.records import (
     Rewritten,
     Settings,
     SignOfLife,
-    Tagged,
+    TaggedRecord,
     TagRecord,
     Trimmed,
     changed,
@@ -95,7 +95,7 @@ EXAMPLES: list[Record] = [
     ),
     Back(txid=TXID, time=1, who="ann@node3", to=OTHER),
     Trimmed(txid=TXID, time=1, who="ann@node3"),
-    Tagged(txid=TXID, time=1, name="best", generation=0),
+    TaggedRecord(txid=TXID, time=1, name="best", generation=0),
     Kept(txid=TXID, time=1),
     Announced(time=1, announced=[(TXID, 0), (TXID, 2)], seen=-1),
     Ran(time=1, who="ann@node3", waiting=2, refused=0, opened=1),
@@ -216,7 +216,7 @@ def test_a_rewrite_of_another_run_or_step_is_rejected(other: str) -> None:
 @pytest.mark.parametrize(("name", "generation"), [("be/st", 0), ("best", -1), ("Best", 0)])
 def test_a_record_of_an_impossible_tag_is_rejected(name: str, generation: int) -> None:
     with pytest.raises(Refused):
-        Tagged(txid=TXID, time=1, name=name, generation=generation)
+        TaggedRecord(txid=TXID, time=1, name=name, generation=generation)
 
 
 def test_the_marker_decodes_as_encoded() -> None:

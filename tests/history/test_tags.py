@@ -10,7 +10,7 @@ import pytest
 
 from casckpt.errors import CasckptError, Conflict, Damaged, InvalidInput, NotFound, Refused, Revoked, StorageError
 from casckpt.format.keys import tag_key
-from casckpt.format.records import Tagged
+from casckpt.format.records import TaggedRecord
 from casckpt.history.commits import Commit, forget, list_commits, purge
 from casckpt.history.leases import hold
 from casckpt.history.tags import (
@@ -455,6 +455,6 @@ class Torn(FaultyStore):
 
 def test_a_recorded_tag_must_have_a_valid_name(repo: Repository) -> None:
     with pytest.raises(InvalidInput):
-        Tagged(txid=repo.new_txid("a", 1), time=0, name="../x", generation=0)
+        TaggedRecord(txid=repo.new_txid("a", 1), time=0, name="../x", generation=0)
     with pytest.raises(Refused):
-        Tagged(txid=repo.new_txid("a", 1), time=0, name="x", generation=-1)
+        TaggedRecord(txid=repo.new_txid("a", 1), time=0, name="x", generation=-1)

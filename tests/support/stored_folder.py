@@ -19,7 +19,7 @@ import casckpt
 from casckpt.contents import manifests
 from casckpt.format import plain
 from casckpt.format.sections.columns import pack
-from casckpt.format.sections.recipe import NOTE, Item, Kind, Piece, decode_recipe
+from casckpt.format.sections.recipe import NOTE, FilePiece, Item, ItemKind, decode_recipe
 from casckpt.saving.leader import Leader
 
 CELL, BLOB = 4096, 65536
@@ -53,8 +53,8 @@ def columns_of(items: Sequence[Item]) -> dict[str, Any]:
         "paths": [item.path for item in items],
         "kinds": pack([item.kind for item in items]),
         "modes": pack([item.mode for item in items]),
-        "targets": [item.target for item in items if item.kind == Kind.LINK],
-        "pieces": pack([len(item.pieces) for item in items if item.kind == Kind.FILE]),
+        "targets": [item.target for item in items if item.kind == ItemKind.LINK],
+        "pieces": pack([len(item.pieces) for item in items if item.kind == ItemKind.FILE]),
         "entries": pack([piece.entry for piece in pieces]),
         "lengths": pack([piece.length for piece in pieces]),
     }
@@ -65,32 +65,32 @@ def read_folder(folder: Path) -> Iterator[tuple[Item, bytes]]:
     for path in sorted([folder, *folder.rglob("*")], key=lambda path: _below(folder, path)):
         name, mode = _below(folder, path), path.lstat().st_mode & 0o777
         if path.is_symlink():
-            yield Item(name, Kind.LINK, 0, target=os.readlink(path)), b""
+            yield Item(name, ItemKind.LINK, 0, target=os.readlink(path)), b""
         elif path.is_dir():
-            yield Item(name, Kind.FOLDER, mode), b""
+            yield Item(name, ItemKind.FOLDER, mode), b""
         else:
-            yield Item(name, Kind.FILE, mode), path.read_bytes()
+            yield Item(name, ItemKind.FILE, mode), path.read_bytes()
 
 
 def _below(folder: Path, path: Path) -> str:
     return "" if path == folder else path.relative_to(folder).as_posix()
 
 
-def rebuild(items: Iterable[Item], read: Callable[[Piece], bytes], out: Path) -> None:
+def rebuild(items: Iterable[Item], read: Callable[[FilePiece], bytes], out: Path) -> None:
     """Create the items below ``out``. Folders get their modes last, because they may be read-only."""
     made = list(items)
     for item in made:
         path = out / item.path
-        if item.kind == Kind.LINK:
+        if item.kind == ItemKind.LINK:
             path.symlink_to(item.target)
-        elif item.kind == Kind.FOLDER:
+        elif item.kind == ItemKind.FOLDER:
             path.mkdir()
         else:
             with path.open("xb") as file:
                 file.writelines(map(read, item.pieces))
             path.chmod(item.mode)
     for item in reversed(made):
-        if item.kind == Kind.FOLDER:
+        if item.kind == ItemKind.FOLDER:
             (out / item.path).chmod(item.mode)
 
 
@@ -144,7 +144,7 @@ def cut(files: Iterable[tuple[Item, bytes]]) -> tuple[dict[str, dict[str, torch.
         for path, parts in forms.items()
     }
     return state, [
-        replace(item, pieces=tuple(Piece(keys.index((path, name)), *where) for path, name, *where in places))
+        replace(item, pieces=tuple(FilePiece(keys.index((path, name)), *where) for path, name, *where in places))
         for item, places in placed
     ]
 

@@ -23,13 +23,13 @@ MAX_PATH_BYTES, MAX_NAME_BYTES, MAX_MODE = 4095, 255, 0o777
 _UP, _SAME = "..", ("", ".")
 
 
-class Kind(IntEnum):
+class ItemKind(IntEnum):
     """The kind of an item. A link is a symbolic link."""
 
     FOLDER, FILE, LINK = range(3)
 
 
-class Piece(NamedTuple):
+class FilePiece(NamedTuple):
     """``length`` bytes of the entry with the number ``entry``, from the byte ``offset`` on."""
 
     entry: int
@@ -46,10 +46,10 @@ class Item:
     """
 
     path: str
-    kind: Kind
+    kind: ItemKind
     mode: int
     target: str = ""
-    pieces: tuple[Piece, ...] = ()
+    pieces: tuple[FilePiece, ...] = ()
 
 
 def decode_recipe(data: bytes, entries: Sequence[Entry]) -> list[Item]:
@@ -64,20 +64,20 @@ def decode_recipe(data: bytes, entries: Sequence[Entry]) -> list[Item]:
     kinds, modes, counts = (_column(fields, name) for name in ("kinds", "modes", "pieces"))
     if not len(paths) == len(kinds) == len(modes):
         raise _refusal("its columns differ in length")
-    if max(kinds, default=0) > max(Kind):
+    if max(kinds, default=0) > max(ItemKind):
         raise _refusal(f"this version does not know items of kind {max(kinds)}; upgrade casckpt")
-    if (kinds.count(Kind.LINK), kinds.count(Kind.FILE)) != (len(fields["targets"]), len(counts)):
+    if (kinds.count(ItemKind.LINK), kinds.count(ItemKind.FILE)) != (len(fields["targets"]), len(counts)):
         raise _refusal("it does not have one target for each link, and one number of pieces for each file")
     _check_paths(paths, kinds)
     pieces, count_of = _pieces(_column(fields, "entries"), _column(fields, "lengths"), entries), iter(counts)
     made = []
-    for path, kind, mode in zip(paths, map(Kind, kinds), modes, strict=True):
-        if mode > (0 if kind == Kind.LINK else MAX_MODE):
+    for path, kind, mode in zip(paths, map(ItemKind, kinds), modes, strict=True):
+        if mode > (0 if kind == ItemKind.LINK else MAX_MODE):
             raise _refusal(f"{path!r} has the mode {mode:#o}")
-        if kind == Kind.LINK:
+        if kind == ItemKind.LINK:
             made.append(Item(path, kind, mode, target=_checked_target(path, next(targets))))
         else:
-            count = next(count_of) if kind == Kind.FILE else 0
+            count = next(count_of) if kind == ItemKind.FILE else 0
             made.append(Item(path, kind, mode, pieces=tuple(islice(pieces, count))))
             if len(made[-1].pieces) < count:
                 raise _refusal("it has fewer pieces than its files")
@@ -114,9 +114,9 @@ def _texts(fields: Mapping[Any, Any], name: str) -> list[str]:
 
 def _check_paths(paths: Sequence[str], kinds: Sequence[int]) -> None:
     """Check that the paths begin with the root, ascend, and are in folders that come before them."""
-    if not paths or paths[0] or kinds[0] == Kind.LINK:
+    if not paths or paths[0] or kinds[0] == ItemKind.LINK:
         raise _refusal("its first item is not the root, or is a link")
-    folders, before = {"" for kind in kinds[:1] if kind == Kind.FOLDER}, ""
+    folders, before = {"" for kind in kinds[:1] if kind == ItemKind.FOLDER}, ""
     for path, kind in islice(zip(paths, kinds, strict=True), 1, None):
         *_, name = names = path.split("/")
         if any(one in (*_SAME, _UP) for one in names) or len(name.encode()) > MAX_NAME_BYTES:
@@ -125,7 +125,7 @@ def _check_paths(paths: Sequence[str], kinds: Sequence[int]) -> None:
             raise _refusal(f"{path!r} is out of order, or occurs twice")
         if path.rpartition("/")[0] not in folders:
             raise _refusal(f"the folder of {path!r} is missing, or is no folder")
-        if kind == Kind.FOLDER:
+        if kind == ItemKind.FOLDER:
             folders.add(path)
         before = path
 
@@ -143,7 +143,7 @@ def _checked_target(path: str, target: str) -> str:
     return target
 
 
-def _pieces(numbers: Sequence[int], lengths: Sequence[int], entries: Sequence[Entry]) -> Iterator[Piece]:
+def _pieces(numbers: Sequence[int], lengths: Sequence[int], entries: Sequence[Entry]) -> Iterator[FilePiece]:
     """Yield the pieces of all files. Each begins where the previous one of its entry ends."""
     if len(numbers) != len(lengths):
         raise _refusal("its columns of pieces differ in length")
@@ -153,7 +153,7 @@ def _pieces(numbers: Sequence[int], lengths: Sequence[int], entries: Sequence[En
             raise _refusal("a piece is empty, or has no entry that is a tensor of all ranks")
         start = ends.get(number, 0)
         ends[number] = start + length
-        yield Piece(number, start, length)
+        yield FilePiece(number, start, length)
     for number, end in ends.items():
         if end != entries[number].nbytes:
             raise _refusal(f"it uses {end} bytes of {entries[number].key[:80]!r}, which has {entries[number].nbytes}")

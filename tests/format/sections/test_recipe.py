@@ -16,7 +16,7 @@ from casckpt.errors import Refused
 from casckpt.format import plain
 from casckpt.format.sections.columns import pack, unpack
 from casckpt.format.sections.index import ATTACHMENT, PART, TENSOR, Entry
-from casckpt.format.sections.recipe import Item, Kind, Piece, decode_recipe
+from casckpt.format.sections.recipe import FilePiece, Item, ItemKind, decode_recipe
 from tests.support.stored_folder import columns_of, described, encode_recipe, read_folder, rebuild
 
 NAMES = ["a", "a.b", "b", "a b", "é", "名", "-", "\n", "\\", "A", "..a", "~", "x" * 255]
@@ -36,20 +36,20 @@ def entries_of(items: Sequence[Item]) -> list[Entry]:
 @st.composite
 def folders(draw: st.DrawFn) -> list[Item]:
     """Return the items of a folder or file."""
-    kinds = {"": Kind.FILE if draw(st.integers(0, 9)) == 0 else Kind.FOLDER}
+    kinds = {"": ItemKind.FILE if draw(st.integers(0, 9)) == 0 else ItemKind.FOLDER}
     for name in draw(st.lists(st.sampled_from(NAMES), max_size=12)):
-        inside = sorted(path for path, kind in kinds.items() if kind == Kind.FOLDER)
+        inside = sorted(path for path, kind in kinds.items() if kind == ItemKind.FOLDER)
         if inside:
             folder = draw(st.sampled_from(inside))
-            kinds.setdefault(f"{folder}/{name}" if folder else name, draw(st.sampled_from(Kind)))
+            kinds.setdefault(f"{folder}/{name}" if folder else name, draw(st.sampled_from(ItemKind)))
     ends, items = dict[int, int](), []
     for path, kind in sorted(kinds.items()):
-        pieces, mode, target = list[Piece](), draw(st.integers(0, 0o777)) if kind != Kind.LINK else 0, ""
-        if kind == Kind.LINK:
+        pieces, mode, target = list[FilePiece](), draw(st.integers(0, 0o777)) if kind != ItemKind.LINK else 0, ""
+        if kind == ItemKind.LINK:
             ups = "../" * draw(st.integers(0, path.count("/")))
             target = ups + draw(st.sampled_from(["a", "./a/b", ".", "名", "a//"]))
-        for number in draw(st.lists(st.integers(0, 3), max_size=3)) if kind == Kind.FILE else ():
-            pieces.append(Piece(number, ends.get(number, 0), draw(st.integers(1, 9))))
+        for number in draw(st.lists(st.integers(0, 3), max_size=3)) if kind == ItemKind.FILE else ():
+            pieces.append(FilePiece(number, ends.get(number, 0), draw(st.integers(1, 9))))
             ends[number] = pieces[-1].offset + pieces[-1].length
         items.append(Item(path, kind, mode, target, tuple(pieces)))
     return items
@@ -66,11 +66,11 @@ def test_a_folder_is_rebuilt_from_its_recipe(
     tmp_path_factory: pytest.TempPathFactory, items: list[Item], seed: int
 ) -> None:
     """A program without rights could not read a file that its owner may not read."""
-    items = [replace(one, mode=one.mode if one.kind == Kind.LINK else one.mode | 0o700) for one in items]
+    items = [replace(one, mode=one.mode if one.kind == ItemKind.LINK else one.mode | 0o700) for one in items]
     entries, out = entries_of(items), tmp_path_factory.mktemp("folder") / "out"
     data = [Random(seed + entry.number).randbytes(entry.nbytes) for entry in entries]
 
-    def read(piece: Piece) -> bytes:
+    def read(piece: FilePiece) -> bytes:
         return data[piece.entry][piece.offset : piece.offset + piece.length]
 
     rebuild(decode_recipe(encode_recipe(items), entries), read, out)
@@ -83,23 +83,23 @@ def test_a_folder_is_rebuilt_from_its_recipe(
 
 
 FOLDER = [
-    Item("", Kind.FOLDER, 0o755),
-    Item("a", Kind.FOLDER, 0o755),
-    Item("a/f", Kind.FILE, 0o644, pieces=(Piece(0, 0, 5), Piece(1, 0, 7))),
-    Item("a/l", Kind.LINK, 0, target="../g"),
-    Item("g", Kind.FILE, 0o644, pieces=(Piece(0, 5, 3),)),
+    Item("", ItemKind.FOLDER, 0o755),
+    Item("a", ItemKind.FOLDER, 0o755),
+    Item("a/f", ItemKind.FILE, 0o644, pieces=(FilePiece(0, 0, 5), FilePiece(1, 0, 7))),
+    Item("a/l", ItemKind.LINK, 0, target="../g"),
+    Item("g", ItemKind.FILE, 0o644, pieces=(FilePiece(0, 5, 3),)),
 ]
 ENTRIES = entries_of(FOLDER)
 
 
-def placed(path: str, kind: Kind = Kind.FILE) -> Callable[[dict[str, Any]], Any]:
+def placed(path: str, kind: ItemKind = ItemKind.FILE) -> Callable[[dict[str, Any]], Any]:
     """Return a change that adds an item at the end."""
 
     def change(fields: dict[str, Any]) -> None:
         fields["paths"].append(path)
         fields["kinds"] = pack([*unpack(fields["kinds"]), kind])
         fields["modes"] = pack([*unpack(fields["modes"]), 0])
-        fields["pieces"] = pack([*unpack(fields["pieces"]), *([0] if kind == Kind.FILE else [])])
+        fields["pieces"] = pack([*unpack(fields["pieces"]), *([0] if kind == ItemKind.FILE else [])])
 
     return change
 
@@ -197,13 +197,13 @@ def test_a_note_that_is_no_recipe_is_refused(value: Any) -> None:
 
 def test_fields_of_later_versions_are_ignored_and_single_files_have_the_root_as_path() -> None:
     assert decode_recipe(plain.encode(columns_of(FOLDER) | {"later": 1}), ENTRIES) == FOLDER
-    only = [Item("", Kind.FILE, 0o600, pieces=(Piece(0, 0, 4),))]
+    only = [Item("", ItemKind.FILE, 0o600, pieces=(FilePiece(0, 0, 4),))]
     assert decode_recipe(encode_recipe(only), entries_of(only)) == only
 
 
 @pytest.mark.parametrize("target", ["..", "../", "./..//a", "../a", "..a", "a/..b", "x" * 4095])
 def test_a_link_that_stays_inside_is_kept_as_it_is(target: str) -> None:
-    items = [*FOLDER[:3], Item("a/l", Kind.LINK, 0, target=target), FOLDER[4]]
+    items = [*FOLDER[:3], Item("a/l", ItemKind.LINK, 0, target=target), FOLDER[4]]
     assert decode_recipe(encode_recipe(items), ENTRIES)[3].target == target
 
 
@@ -216,7 +216,7 @@ def test_links_never_lead_out_of_the_folder(
     parts = st.sampled_from(["..", ".", "", "a", "b", "é"])
     items = [
         replace(one, target="/".join(data.draw(st.lists(parts, max_size=5))))
-        if one.kind == Kind.LINK
+        if one.kind == ItemKind.LINK
         else replace(one, mode=one.mode | 0o700, pieces=())
         for one in items
     ]
