@@ -239,9 +239,8 @@ def add(repo: Repository, commit: Commit, record: Change) -> Commit:
         if now == replace(commit, number=now.number, shown=None):  # only the number was used
             return add(repo, now, record)
         raise Conflict(f"another process has just changed {commit}", checkpoints=(commit.id,)) from None
-    if (
-        isinstance(record, Restored | Back | TaggedRecord) and ended.find(repo, commit.txid) is not None
-    ):  # this process slept
+    is_late = isinstance(record, Restored | Back | TaggedRecord) and ended.find(repo, commit.txid) is not None
+    if is_late:  # this process slept
         raise Conflict(f"{commit} was purged: it is gone for good", checkpoints=(commit.id,))
     return fold({0: commit.first, number: record}, replace(commit, shown=None)) or commit
 
