@@ -3293,7 +3293,7 @@ PLANTED = (
         "candidates",
         "for commit in commits.placed() if commit.places.txid not in as_purged]",
         "for commit in commits.live() if commit.places.txid not in as_purged]",
-        "tests/upkeep/gc/test_candidates.py tests/upkeep/gc/test_gc.py",
+        "tests/upkeep/gc/test_purge.py",
     ),
     Planted(
         "a checkpoint guards the folder of its old places after a trim",
