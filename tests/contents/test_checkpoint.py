@@ -1,7 +1,6 @@
 from __future__ import annotations
 
 import math
-from dataclasses import replace
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Any
@@ -90,5 +89,5 @@ def test_a_store_that_requires_signatures_shows_the_signed_lineage(tmp_path: Pat
     store = open_store(tmp_path / "store", sign_with=keys.private, require_signature=keys.public)
     saved = store.save(STATE, step=1, lineage=LINEAGE)
     claimed = changed(saved.commit.committed, lineage={"resumed_from": "elsewhere"})
-    found = Checkpoint(store.repository, replace(saved.commit, first=claimed))
-    assert found.lineage == LINEAGE
+    forged = saved.commit.at(saved.commit.places._replace(record=claimed))
+    assert Checkpoint(store.repository, forged).lineage == LINEAGE

@@ -11,7 +11,8 @@ import pytest
 
 from casckpt.errors import Conflict, Damaged, InvalidInput, NotFound, StorageError
 from casckpt.format.keys import tag_folder
-from casckpt.history.commits import Commit, forget, list_commits, purge, restore
+from casckpt.format.records import Dropped
+from casckpt.history.commits import Commit, bring_back, forget, list_commits, purge, restore
 from casckpt.history.leases import Lease, hold, renew, take
 from casckpt.history.tags import (
     FOREIGN_CLOCKS,
@@ -26,7 +27,7 @@ from casckpt.history.tags import (
 from casckpt.repository.repository import Repository
 from tests.support.faulty import FaultyStore, call_first, fail_after, fail_before
 from tests.support.gcs import keys, ticking
-from tests.support.repositories import commit_bare, meanwhile
+from tests.support.repositories import commit_bare, meanwhile, rewrite_bare
 
 HOUR = 3600.0
 
@@ -52,6 +53,14 @@ def test_a_tag_with_a_duration_expires(repo: Repository) -> None:
     assert list_tags(repo, slack=FOREIGN_CLOCKS).tags == {"eval": tag}, "for a gc it counts an hour longer"
     advance(repo, HOUR)
     assert list_tags(repo, slack=FOREIGN_CLOCKS).tags == {}
+
+
+def test_a_rule_that_has_not_seen_a_tag_with_a_duration_does_not_forget_its_checkpoint(repo: Repository) -> None:
+    commit = commit_bare(repo)
+    _, now = hold(repo, "eval", commit, HOUR)
+    assert now.tagged == (("eval", 0),)
+    with pytest.raises(Conflict, match="has just changed"):
+        forget(repo, commit)
 
 
 def test_an_expired_tag_can_be_set_moved_and_deleted(repo: Repository) -> None:
@@ -318,6 +327,16 @@ def test_a_lease_is_not_granted_if_its_checkpoint_disappears_in_the_meantime(
     with pytest.raises(NotFound, match="only a visible checkpoint can be leased"):
         take(repo, commit, HOUR)
     assert keys(repo, "leases/") == set()
+
+
+def test_a_lease_moves_to_the_entries_that_are_brought_back_while_it_is_taken(
+    repo: Repository, faults: FaultyStore
+) -> None:
+    whole = commit_bare(repo)
+    thin = rewrite_bare(repo, whole, dropped=Dropped(entries=1, bytes=4, rule="--drop optim.*"))
+    faults.inject(call_first("put", meanwhile(lambda: bring_back(repo, thin, whole.places)), key="leases/*"))
+    lease, now = take(repo, thin, HOUR)
+    assert (lease.txid, lease.generation, now.places) == (whole.txid, 1, whole.places)
 
 
 def test_a_lease_is_renewed_in_the_background(repo: Repository, faults: FaultyStore) -> None:

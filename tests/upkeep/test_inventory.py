@@ -11,7 +11,7 @@ import pytest
 from casckpt.contents import manifests
 from casckpt.format.keys import blob_key, manifest_key
 from casckpt.format.sections.blobs import BlobRef
-from casckpt.history.commits import Commit, list_commits
+from casckpt.history.commits import Commit, list_commits, trim
 from casckpt.plan.retention import Policy
 from casckpt.repository.repository import Repository
 from casckpt.upkeep import inventory as stock
@@ -21,6 +21,7 @@ from casckpt.upkeep.usage import measure
 from tests.support.faulty import FaultyStore
 from tests.support.gcs import collect
 from tests.support.repositories import blob_hash, memory, put_blob, repository, save
+from tests.support.rewrites import move
 
 
 def taken(repo: Repository, as_purged: Iterable[Commit] = ()) -> Inventory:
@@ -105,6 +106,15 @@ def test_after_a_purge_a_remaining_commit_becomes_the_guard(tmp_path: Path) -> N
 
 def taken_manifest_bytes(repo: Repository) -> Sequence[int]:
     return [size for key, size in listed(repo).items() if key.endswith("manifest")]
+
+
+def test_the_folder_of_trimmed_places_has_no_guard(tmp_path: Path) -> None:
+    repo = repository(tmp_path)
+    commit = save(repo, texts=["a"])
+    moved = move(repo, commit)
+    assert not taken(repo).sizes
+    trim(repo, moved)
+    assert taken(repo).sizes.keys() == {key for key in listed(repo) if commit.txid in key}
 
 
 def test_folders_with_unnamed_objects_are_listed_every_time(tmp_path: Path) -> None:

@@ -229,6 +229,24 @@ def test_a_tag_set_on_thinned_places_does_not_keep_the_older_ones(repo: Reposito
     assert old_places(repo) == set()
 
 
+def test_gc_does_not_trim_places_that_were_tagged_since_the_plan(repo: Repository) -> None:
+    """The process that set the tag died before it brought them back."""
+    whole = first(repo)
+    move(repo, whole, dropped=THIN)
+    plan = plan_gc(repo, min_age=0.0)
+    assert [one.places for one in plan.purge] == [whole.places]
+    tags.write_generation(repo, "best", 0, whole)
+    assert execute(repo, plan).purged == ()
+    assert whole.places in first(repo).existing
+
+
+def test_a_preview_deletes_nothing_of_old_places(repo: Repository) -> None:
+    commit = first(repo)
+    put_blob(repo, commit.txid, "garbage")
+    move(repo, commit)
+    assert run_gc(repo, min_age=HOUR, dry_run=True).deleted_blobs == 1
+
+
 def test_gc_does_not_trim_places_that_are_brought_back_first(repo: Repository, faults: FaultyStore) -> None:
     commit = first(repo)
     move(repo, commit)
