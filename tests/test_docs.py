@@ -93,16 +93,16 @@ def test_every_dtype_is_documented_with_its_stored_name() -> None:
     text = section("Dtypes").replace("`int1` to `int7`", " ".join(f"`int{n}`" for n in range(1, 8)))
     text = text.replace("`uint1` to `uint7`", " ".join(f"`uint{n}`" for n in range(1, 8)))
     found: dict[str, str] = {}
-    for row in re.findall(r"^\| (`.*?) \| (`.*?) \|$", text, re.MULTILINE):
-        names, stored = (re.findall(r"`(\w+)`", cell) for cell in row)
+    for item in text.split("\n\n")[1].split("\n- "):
+        names, stored = (re.findall(r"`(\w+)`", part) for part in item.split(": "))
         found.update(zip(names, stored * (len(names) if len(stored) == 1 else 1), strict=True))
     assert found == {name: dtypes.stored_name(name) for name in dtypes.DTYPES}
 
 
 def test_every_plain_data_tag_is_documented() -> None:
     codecs = (*plain_codecs.STANDARD, *plain_numpy.NUMPY)
-    column = "".join(re.findall(r"^\| (.*?) \|", section("Plain data"), re.MULTILINE))
-    assert quoted(column) == {codec.tag for codec in codecs} | {plain._PART}
+    tags = "".join(re.findall(r"^- (.*?): ", section("Plain data"), re.MULTILINE))
+    assert quoted(tags) == {codec.tag for codec in codecs} | {plain._PART}
 
 
 def test_every_tree_container_is_documented() -> None:
@@ -123,8 +123,8 @@ def test_documented_limits_match_the_code() -> None:
     text = section("Limits")
     for limit in (
         f"{index.MAX_KEY_CHARACTERS} characters",
-        f"| {regions.MAX_DIMENSIONS}, ",
-        f"| {plain.MAX_DEPTH} |",
+        f"dimensions of a tensor: {regions.MAX_DIMENSIONS};",
+        f"depth of plain data: {plain.MAX_DEPTH}\n",
     ):
         assert limit in text
     assert f"from byte {blob.DATA_OFFSET}" in section("Blobs")
