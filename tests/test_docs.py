@@ -90,7 +90,8 @@ def test_every_stored_field_is_described_on_the_format_page(struct: type[msgspec
 
 
 def test_every_dtype_is_documented_with_its_stored_name() -> None:
-    text = section("Dtypes").replace("\n  ", " ").replace("`int1` to `int7`", " ".join(f"`int{n}`" for n in range(1, 8)))
+    text = section("Dtypes").replace("\n  ", " ")
+    text = text.replace("`int1` to `int7`", " ".join(f"`int{n}`" for n in range(1, 8)))
     text = text.replace("`uint1` to `uint7`", " ".join(f"`uint{n}`" for n in range(1, 8)))
     found: dict[str, str] = {}
     for item in text.split("\n\n")[1].split("\n- "):
