@@ -90,19 +90,20 @@ def test_every_stored_field_is_described_on_the_format_page(struct: type[msgspec
 
 
 def test_every_dtype_is_documented_with_its_stored_name() -> None:
-    text = section("Dtypes").replace("`int1` to `int7`", " ".join(f"`int{n}`" for n in range(1, 8)))
+    text = section("Dtypes").replace("\n  ", " ")
+    text = text.replace("`int1` to `int7`", " ".join(f"`int{n}`" for n in range(1, 8)))
     text = text.replace("`uint1` to `uint7`", " ".join(f"`uint{n}`" for n in range(1, 8)))
     found: dict[str, str] = {}
-    for row in re.findall(r"^\| (`.*?) \| (`.*?) \|$", text, re.MULTILINE):
-        names, stored = (re.findall(r"`(\w+)`", cell) for cell in row)
+    for item in text.split("\n\n")[1].split("\n- "):
+        names, stored = (re.findall(r"`(\w+)`", part) for part in item.split(": "))
         found.update(zip(names, stored * (len(names) if len(stored) == 1 else 1), strict=True))
     assert found == {name: dtypes.stored_name(name) for name in dtypes.DTYPES}
 
 
 def test_every_plain_data_tag_is_documented() -> None:
     codecs = (*plain_codecs.STANDARD, *plain_numpy.NUMPY)
-    column = "".join(re.findall(r"^\| (.*?) \|", section("Plain data"), re.MULTILINE))
-    assert quoted(column) == {codec.tag for codec in codecs} | {plain._PART}
+    tags = "".join(re.findall(r"^- (.*?): ", section("Plain data"), re.MULTILINE))
+    assert quoted(tags) == {codec.tag for codec in codecs} | {plain._PART}
 
 
 def test_every_tree_container_is_documented() -> None:
@@ -116,19 +117,20 @@ def test_every_tree_container_is_documented() -> None:
 def test_documented_limits_match_the_code() -> None:
     assert records.MAX_RECORD_BYTES == 2**20
     assert metrics.MAX_METADATA_BYTES == 65536
-    assert f"at most {names.MAX_METRICS} names (1 to {names.MAX_METRIC_NAME} characters" in FORMAT
+    flat = " ".join(FORMAT.split())
+    assert f"at most {names.MAX_METRICS} names (1 to {names.MAX_METRIC_NAME} characters" in flat
     assert head.MAX_MANIFEST_BYTES == 2**32
     assert names.MAX_STEP == 2**63 - 1
     assert regions.MAX_ELEMENTS == 2**62
     text = section("Limits")
     for limit in (
         f"{index.MAX_KEY_CHARACTERS} characters",
-        f"| {regions.MAX_DIMENSIONS}, ",
-        f"| {plain.MAX_DEPTH} |",
+        f"dimensions of a tensor: {regions.MAX_DIMENSIONS};",
+        f"depth of plain data: {plain.MAX_DEPTH}\n",
     ):
         assert limit in text
-    assert f"from byte {blob.DATA_OFFSET}" in section("Blobs")
-    assert f"the {blob.MAX_RUNS} that fit" in FORMAT
+    assert f"from byte {blob.DATA_OFFSET}" in flat
+    assert f"the {blob.MAX_RUNS} that fit" in flat
 
 
 # all pages
