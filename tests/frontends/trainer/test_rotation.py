@@ -21,7 +21,7 @@ from casckpt.format.keys import make_txid
 from casckpt.format.names import ManifestId
 from casckpt.format.records import Committed
 from casckpt.frontends.trainer import Checkpointer
-from casckpt.history.commits import Commit, list_commits
+from casckpt.history.commits import Commit, just_committed, list_commits
 from casckpt.plan.retention import Policy, Rotation
 from casckpt.repository.repository import Repository
 from casckpt.store.store import Store
@@ -40,7 +40,7 @@ def commit(number: int, step: int, *, ephemeral: bool = False) -> Commit:
         bytes_total=0, bytes_written=0, bytes_reused=0, blobs_written=0, blobs_reused=0, seconds=0.0, tensors=0,
         ephemeral=ephemeral,
     )  # fmt: skip
-    return Commit(txid, record, "committed", 0, number)
+    return just_committed(record)
 
 
 def history(found: Iterable[tuple[int, bool]]) -> list[Commit]:
