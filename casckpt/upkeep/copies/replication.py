@@ -38,7 +38,7 @@ from casckpt.format.sections.head import MAX_MANIFEST_BYTES
 from casckpt.format.sections.index import TENSOR
 from casckpt.format.sections.tables import Extents
 from casckpt.history.commits import Commit, CommitList, append, exists, list_commits, read_log, refresh, restore
-from casckpt.history.folding import OF_PLACES, Places
+from casckpt.history.folding import OF_PLACES
 from casckpt.history.transactions import Transaction, join
 from casckpt.plan.reuse import bytes_in, coded_bytes
 from casckpt.repository.fetching import BlobDamaged, fetch
@@ -187,14 +187,10 @@ def _join(target: Repository, commit: Commit, attempt: int) -> tuple[Transaction
             return transaction, attempt
         with suppress(Damaged, Refused):
             there = read_log(target, txid)
-            is_same = there is not None and there.live and there.id == commit.id
-            if there is not None and is_same and _is_comparable(there.places, commit.places):
+            now = there.places if there is not None and there.live and there.id == commit.id else None
+            if there is not None and now is not None and (now.holds(commit.places) or commit.places.holds(now)):
                 return there, attempt
         attempt += 1
-
-
-def _is_comparable(one: Places, other: Places) -> bool:
-    return one.holds(other) or other.holds(one)
 
 
 def _share(target: Repository, transaction: Transaction, copy: _Copy) -> Commit:
