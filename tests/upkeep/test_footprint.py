@@ -189,8 +189,8 @@ class Lives(RuleBasedStateMachine):
     @invariant()
     def adds_up(self) -> None:
         repo, found, report = self.store.repository, self.store.footprint(branches=True), self.store.report()
-        live = list_commits(repo).live()
-        named = {commit.txid: {blob[:2]: blob[2] for blob in manifests.blobs_of(repo, commit)} for commit in live}
+        live = list_commits(repo).placed()
+        named = {one.places.txid: {blob[:2]: blob[2] for blob in manifests.blobs_of(repo, one)} for one in live}
         users = Counter(blob for blobs in named.values() for blob in blobs)
         sizes = {blob: size for blobs in named.values() for blob, size in blobs.items()}
         total, shared = sum(sizes.values()), sum(size for blob, size in sizes.items() if users[blob] > 1)

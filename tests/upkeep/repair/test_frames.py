@@ -125,7 +125,7 @@ def test_a_flipped_byte_in_an_extent_row_is_reported_as_manifest_damage(link: in
     lengths = b"".join(cell.stored.to_bytes(4, "little") for cell in cells_of(store, 3))
     row = [*cells_of(store, 3)[1].chain][link].digest if link else lengths
     at = manifests.get(store.repository, commit).encoded().index(row)
-    flip(store, manifest_key(commit.txid, commit.id), at)
+    flip(store, manifest_key(commit.places.txid, commit.id), at)
     store = reopened(store)
     found = store.verify(decode=True)
     assert not found.damaged, "the blobs are right"
