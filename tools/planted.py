@@ -408,7 +408,7 @@ PLANTED = (
     Planted(
         "a tag accepts a checkpoint that was thinned meanwhile",
         "set_tag",
-        "if not now.visible or _lacks(now, commit):",
+        "if not now.visible or _needed(now, commit) != now.places:",
         "if not now.visible:",
         "tests/upkeep/test_thin.py",
     ),

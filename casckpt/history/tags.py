@@ -24,6 +24,7 @@ from casckpt.format.keys import check_tag, is_lease, parse_tag, tag_folder, tag_
 from casckpt.format.names import ManifestId, TxId
 from casckpt.format.records import LeaseRecord, TagRecord
 from casckpt.history.commits import Commit, CommitList, list_commits, record_tag, refresh, restore
+from casckpt.history.folding import Places
 from casckpt.repository.reading import Read, check_no_file, check_requirements, key_of, read_records
 from casckpt.repository.repository import Repository
 from casckpt.storage.base import ListedObject
@@ -132,8 +133,8 @@ def set_tag(repo: Repository, name: str, commit: Commit) -> Tag:
             take_back(repo, tag, before.tags.get(name))
             raise Conflict(f"{commit} was just purged, so it cannot be tagged", checkpoints=(commit.id,))
         try:
-            if not now.visible or _lacks(now, commit):
-                now = restore(repo, now.at(commit.places))
+            if not now.visible or _needed(now, commit) != now.places:
+                now = restore(repo, now.at(_needed(now, commit)))
             record_tag(repo, now, name, tag.generation)
             return tag
         except Conflict:
@@ -146,9 +147,10 @@ def _is_on(tag: Tag | None, commit: Commit) -> bool:
     return tag is not None and (tag.txid, tag.expires) == (commit.places.txid, None)
 
 
-def _lacks(now: Commit, commit: Commit) -> bool:
-    """Return whether a checkpoint was thinned after ``commit`` was read, and its older places still exist."""
-    return commit.places in now.existing and not now.places.holds(commit.places)
+def _needed(now: Commit, commit: Commit) -> Places:
+    """Return the places that a tag on ``commit`` needs: the current ones, unless only others have all entries."""
+    holds = (places for places in (now.places, *reversed(now.existing)) if places.holds(commit.places))
+    return next(holds, now.places)
 
 
 def check_new_tag(name: str) -> None:

@@ -12,7 +12,7 @@ import pytest
 from casckpt.contents import manifests
 from casckpt.contents.refs import resolve
 from casckpt.errors import MissingKey
-from casckpt.history.commits import Commit, list_commits, restore
+from casckpt.history.commits import Commit, list_commits, restore, trim
 from casckpt.history.leases import hold
 from casckpt.history.tags import delete_tag, set_tag, tags, write_generation
 from casckpt.repository.repository import Repository
@@ -285,6 +285,22 @@ def test_a_tag_set_during_thinning_keeps_the_checkpoint_complete(filled: Reposit
     faults.inject(call_first("put", meanwhile(lambda: thin(filled, "run@0")), key="tags/best/0"))
     set_tag(filled, "best", whole)
     assert resolve(filled, "tag:best").places == whole.places
+    check(filled)
+
+
+def test_a_tag_keeps_all_entries_if_the_checkpoint_was_repacked_and_thinned_meanwhile(
+    filled: Repository, faults: FaultyStore
+) -> None:
+    """The places that were chosen are gone, but others have all of their entries."""
+    whole = resolve(filled, "run@0")
+
+    def repacked_and_thinned() -> None:
+        trim(filled, move(filled, whole))
+        thin(filled, "run@0")
+
+    faults.inject(call_first("put", meanwhile(repacked_and_thinned), key="tags/best/0"))
+    set_tag(filled, "best", whole)
+    assert resolve(filled, "tag:best").dropped is None
     check(filled)
 
 
