@@ -25,6 +25,7 @@ from casckpt.format.keys import parse_txid
 from casckpt.format.names import ManifestId, TxId
 from casckpt.format.records import Committed
 from casckpt.history.commits import Commit, CommitList, list_commits, read_log
+from casckpt.history.ended import is_list
 from casckpt.history.following import at_step, is_visible, look_at_all, newest, newest_of_runs
 from casckpt.history.tags import get_tag, named_by, no_tag
 from casckpt.repository.repository import Repository
@@ -93,6 +94,8 @@ def unread_within(listed: CommitList, refs: Iterable[str | Commit], run: str | N
     ranges = [(run_hash(ref.rpartition("@")[0]), steps) for ref in texts if (steps := _steps_of(ref)) is not None]
 
     def may_be(txid: TxId) -> bool:
+        if is_list(txid):
+            return False  # it names only checkpoints that are gone
         name = parse_txid(txid)
         is_named = any(name.step in steps for of, steps in ranges if of == name.run_hash)
         return (is_named or not named) and (run is None or run_hash(run) == name.run_hash)

@@ -54,6 +54,11 @@ def read_lists(repo: Repository, listed: Iterable[ListedObject], *, anew: bool =
     return Lists(over, damaged)
 
 
+def is_list(name: TxId) -> bool:
+    """Return whether a name in `CommitList.damaged` is that of a list, not that of a transaction."""
+    return name.startswith("ended/")
+
+
 def find(repo: Repository, txid: TxId, *, young: bool = False) -> Over | None:
     """Return the line of a transaction, or None if there is none. Call this after reading its log or writing to it.
 

@@ -18,6 +18,7 @@ from casckpt.history.transactions import begin, join, revoke
 from casckpt.repository.processes import this_process
 from casckpt.repository.repository import Repository
 from casckpt.storage.local.store import LocalStore
+from casckpt.upkeep.gc.candidates import commits_without_doubt
 from casckpt.upkeep.rewrite import rewrite
 from tests.support.faulty import FaultyStore, call_first, look_on
 from tests.support.repositories import (
@@ -218,6 +219,8 @@ def test_a_list_that_cannot_be_read_is_reported(
         assert [name for name, error in listed.damaged.items() if why in str(error)] == ["ended/0"]
         with pytest.raises((Damaged, Refused), match=why):
             find(host, gone.txid)
+        with pytest.raises(Damaged, match="or delete it: it only lists checkpoints that are gone"):
+            commits_without_doubt(host)
     assert not caplog.records
 
 

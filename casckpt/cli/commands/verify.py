@@ -108,6 +108,7 @@ def about_records(records: list[dict[str, Any]]) -> list[str]:
     return [
         f"{damaged} damaged: restore the files from a backup of the store's files (`casckpt copy` writes new records);",
         "without one, set the tags again, and give the saves up for good (`casckpt transactions STORE --give-up TXID`)",
+        "and delete lists in commits/ended/, which only name checkpoints that are gone",
     ]
 
 

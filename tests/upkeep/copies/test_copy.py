@@ -15,7 +15,7 @@ from casckpt.contents import manifests
 from casckpt.contents.refs import resolve
 from casckpt.errors import Conflict, Damaged, InvalidInput, NotFound, StorageError, Unsupported
 from casckpt.format.blob import DATA_OFFSET
-from casckpt.format.keys import commit_key, copied_txid, manifest_key, parse_txid
+from casckpt.format.keys import commit_key, copied_txid, ended_key, manifest_key, parse_txid
 from casckpt.format.records import Dropped
 from casckpt.history import commits, tags
 from casckpt.history.commits import list_commits
@@ -321,6 +321,12 @@ def test_an_unreadable_record_is_reported_and_all_other_checkpoints_are_copied(
         result.raise_failure()
     assert raised.value.key == key
     assert [one.key for one in copy(source, target).records] == [key]
+
+
+def test_a_damaged_list_of_logs_that_are_over_does_not_prevent_a_copy(source: Repository, target: Repository) -> None:
+    source.storage.put(ended_key(0), b"torn")
+    result = copy(source, target)
+    assert ([one.step for one in result.copied], result.records) == ([0, 1, 2, 3], ())
 
 
 @pytest.mark.parametrize(
