@@ -72,7 +72,7 @@ def _copy_new(source: str, target: str) -> None:
         shutil.copy2(source, target)
 
 
-@follows("upkeep/gc/candidates.py:commits_without_doubt", "or give up the checkpoint with `casckpt transactions STORE")
+@follows("upkeep/gc/candidates.py:commits_without_doubt", "give up the checkpoint with `casckpt transactions STORE")
 @pytest.mark.parametrize("way", ["put back", "give up"])
 def test_gc_can_run_after_a_record_is_replaced_or_purged(
     trained: Store, store_path: Path, messages: Messages, run: Run, way: str
