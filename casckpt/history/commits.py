@@ -253,16 +253,14 @@ def forget(repo: Repository, commit: Commit) -> Commit:
     return append(repo, commit, Forgotten)
 
 
-def restore(repo: Repository, commit: Commit, *, as_read: bool = False, listed: CommitList | None = None) -> Commit:
+def restore(repo: Repository, commit: Commit, *, listed: CommitList | None = None) -> Commit:
     """Make a forgotten checkpoint visible again. If ``commit`` has older places, make them the current ones.
 
     Returns a visible checkpoint unchanged.
 
-    ``as_read``: undo only the last record that ``commit`` includes. This is for callers that undo their own change.
     ``listed``: a listing, for callers that restore many checkpoints and have checked the requirements. None makes a
     new listing. Raises `Conflict` if the checkpoint was purged, or if another checkpoint of its run and step is
-    visible. With ``as_read``, also raises `Conflict` if another process has hidden it in the meantime. Raises
-    `StorageError`.
+    visible. Raises `StorageError`.
     """
     if listed is None:
         check_requirements(repo)
@@ -271,7 +269,7 @@ def restore(repo: Repository, commit: Commit, *, as_read: bool = False, listed: 
     check_restore(listed, now)
     if now.live and commit.places != now.current and commit.places in now.existing:
         now = bring_back(repo, now, commit.places)
-    return append(repo, commit if as_read else now, Restored)
+    return append(repo, now, Restored)
 
 
 def bring_back(repo: Repository, commit: Commit, places: Places) -> Commit:
