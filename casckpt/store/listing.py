@@ -47,7 +47,7 @@ class Listing:
 
     @property
     def standing(self) -> list[Checkpoint]:
-        """The visible and forgotten checkpoints and the old commits of rewrites, oldest first."""
+        """The visible and forgotten checkpoints, also at their old places, oldest first."""
         return self._checkpoints(self._commits.placed())
 
     @property

@@ -552,7 +552,7 @@ class Store:
         return [Checkpoint(self.repository, commit) for commit in rotate(self.repository, run, rotation, among)]
 
     def thin_now(self, run: str, rule: Thinning | None, among: Container[str] | None = None) -> list[Checkpoint]:
-        """Thin the checkpoints of ``run`` by ``rule``, and purge their old commits as `forget_now` does.
+        """Thin the checkpoints of ``run`` by ``rule``, and trim their old places as `forget_now` purges.
 
         ``among``: as for `rotate`. Skips damaged checkpoints. Raises the same errors as `rotate`.
         """
@@ -574,8 +574,8 @@ class Store:
         ``drop``: fnmatch patterns on the flat keys of tensors. ``refs``: checkpoints or ranges of steps. Without
         ``refs``, ``keep_last=2`` or another `gc` rule says which checkpoints stay whole. The newest checkpoint of each
         run does too, and so do tagged ones, unless ``tagged`` is set. ``run``: only this run. Thinning does not move
-        tensor bytes. gc later purges the old commits and frees the space. Until then, `restore` can bring all tensors
-        back from an old commit (`checkpoints` with ``forgotten`` lists them). Raises InvalidInput, NotFound, MissingKey
+        tensor bytes. gc later trims the old places and frees the space. Until then, `restore` can bring all tensors
+        back from them (`checkpoints` with ``forgotten`` lists them). Raises InvalidInput, NotFound, MissingKey
         if no pattern matches, Conflict if one of ``refs`` is tagged, and StorageError. If a checkpoint cannot be
         thinned because it is damaged, the others are thinned before its error is raised.
         """
@@ -590,7 +590,7 @@ class Store:
 
         Raises Conflict if it was purged, or if a different checkpoint of its run and step is visible. ``ref``: an id, a
         `Checkpoint`, or RUN@STEP if only one checkpoint was forgotten there. A checkpoint that `checkpoints` shows as
-        ``replaced`` takes the place of its rewrite if it has not been purged. ``whole``: bring back the tensors that
+        ``replaced`` returns to these old places if gc has not trimmed them. ``whole``: bring back the tensors that
         `thin` dropped. Raises NotFound if gc has purged them.
         """
         if refs.is_range(ref):

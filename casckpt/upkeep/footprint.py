@@ -39,7 +39,7 @@ class StepUsage:
 
     ``bytes_used``: all blobs that the checkpoint names. ``bytes_new``: those that no earlier checkpoint names.
     ``bytes_alone``: those that no other checkpoint names, which gc would free if this checkpoint were purged.
-    ``state``: "visible", "forgotten" or "replaced" (the old blobs of a rewritten checkpoint). ``until``: the time from
+    ``state``: "visible", "forgotten" or "replaced" (the old places of a rewritten checkpoint). ``until``: the time from
     which gc may purge a forgotten or replaced checkpoint. None means immediately, or once the reason in ``waits_for``
     ("tagged", "unmirrored") no longer applies. ``thin``: whether it was thinned.
     """

@@ -62,7 +62,7 @@ class ThinPlan:
     """The checkpoints to thin, oldest first.
 
     ``done``: checkpoints that are already thinned. ``failed``: errors of checkpoints that cannot be thinned.
-    ``tagged``: whether tags move to the new commits. ``chosen``: how many checkpoints the call named or the rule
+    ``tagged``: whether tags move to the new places. ``chosen``: how many checkpoints the call named or the rule
     selected.
     """
 
@@ -79,7 +79,7 @@ class ThinResult:
     """The new commits of the thinned checkpoints or, with ``dry_run``, the current commits of the checkpoints to thin.
 
     ``entries``, ``nbytes``: number and size of the dropped tensors. ``freed_bytes``: size of the blobs that gc deletes
-    after it purges the old commits. gc may purge them after ``until`` (None: at the next gc). ``shared_bytes``: size
+    after it trims the old places. gc may trim them after ``until`` (None: at the next gc). ``shared_bytes``: size
     of the blobs that the thinned checkpoints no longer use but other checkpoints still need.
     """
 
@@ -202,7 +202,7 @@ def preview(repo: Repository, plan: ThinPlan) -> ThinResult:
 
 
 def _space(repo: Repository, plan: ThinPlan) -> tuple[int, int]:
-    """Return two totals: blobs that gc can delete once the old commits are purged, and blobs that others still need."""
+    """Return two totals: blobs that gc can delete once the old places are trimmed, and blobs that others still need."""
     goes: _Sizes = {name: size for one in plan.thin for name, size in one.goes.items()}
     bases = {one.commit.places.txid for one in plan.thin}
     others = (one for one in list_commits(repo).placed() if one.places.txid not in bases)

@@ -113,7 +113,7 @@ def test_a_purged_checkpoint_is_reported_as_gone(repo: Repository) -> None:
 
 
 def test_a_reference_to_a_purged_commit_resolves_to_a_different_commit_of_the_checkpoint(repo: Repository) -> None:
-    """A repair rewrote the checkpoint, and the old commit was purged. The holder continues with the new commit."""
+    """The checkpoint was copied back after the purge. The holder continues with the copy."""
     commit = commit_bare(repo, "a", 1)
     purge(repo, forget(repo, commit))
     with pytest.raises(Gone, match="purged"):

@@ -46,7 +46,7 @@ def thin(
 
     Thins the checkpoints that you name, or all that no --keep rule keeps whole. Tagged checkpoints and the newest one
     of each run remain whole. A thinned checkpoint keeps its id, name and tags. `casckpt restore --whole` can bring the
-    tensors back until a gc purges the old commit, by default a day later. That gc also frees the space.
+    tensors back until a gc purges the old locations, by default a day later. That gc also frees the space.
     """
     doubt(session.store, run)
     session.give(
@@ -223,7 +223,7 @@ def _say_space(delete: str, result: dict[str, Any]) -> None:
 
 
 def _once(lines: Iterable[str]) -> list[str]:
-    """Drop repeated lines, because a checkpoint with several rewrites has several old commits."""
+    """Drop repeated lines, because a checkpoint that was rewritten several times has several old places."""
     return list(dict.fromkeys(lines))
 
 

@@ -76,9 +76,9 @@ def _warn_of_metrics(run: str, visible: Sequence[Commit], rotation: Rotation) ->
 
 
 def thin(repo: Repository, run: str, rule: Thinning | None, among: Container[str] | None = None) -> list[Commit]:
-    """Thin the checkpoints of ``run`` by ``rule``, purge their old commits, and return the new commits.
+    """Thin the checkpoints of ``run`` by ``rule``, trim their old places, and return the new commits.
 
-    ``among``: as for `rotate`. If the store's settings have a minimum age, gc purges the old commits instead. Skips
+    ``among``: as for `rotate`. If the store's settings have a minimum age, gc trims them instead. Skips
     damaged checkpoints. Raises the errors of `rotate`.
     """
     if rule is None:
