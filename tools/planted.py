@@ -151,10 +151,24 @@ PLANTED = (
     ),
     Planted(
         "a gc counts purged commits as live",
-        "CommitList.live",
-        "[commit for commit in self._sorted if commit.live]",
-        "[commit for commit in self._sorted if commit.last != 'revoked']",
+        "CommitList._live",
+        "for commit in self.commits.values() if commit.live",
+        "for commit in self.commits.values() if commit.last != 'revoked'",
         "tests/upkeep/gc/test_gc.py",
+    ),
+    Planted(
+        "of two commits of a checkpoint, the thinned one answers",
+        "in_order",
+        "-commit.lacking",
+        "commit.lacking",
+        "tests/upkeep/copies/test_replication.py",
+    ),
+    Planted(
+        "the latest of a run is its last commit, although an earlier one has more entries",
+        "_newest_or_fuller",
+        "not found.lacking",
+        "True",
+        "tests/upkeep/copies/test_replication.py",
     ),
     Planted(
         "a record is announced after it exists",

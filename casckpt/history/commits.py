@@ -35,6 +35,7 @@ from casckpt.history.folding import (
     Places,
     doubt_of,
     fold,
+    in_order,
     just_committed,
     with_logs,
 )
@@ -43,7 +44,7 @@ from casckpt.repository.reading import Read, check_requirements, detached, key_o
 from casckpt.repository.repository import Repository
 from casckpt.storage.base import ListedObject
 
-__all__ = ["Commit", "CommitList", "just_committed"]  # reexported, because readers of logs need them
+__all__ = ["Commit", "CommitList", "in_order", "just_committed"]  # reexported, because readers of logs need them
 
 PREFIX = "commits/"
 LaterKind: TypeAlias = type[Forgotten] | type[Restored] | type[Purged]

@@ -7,10 +7,11 @@ state stay.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
+from casckpt.base.groups import grouped
 from casckpt.base.lazy import cached_property
 from casckpt.errors import CasckptError, NotFound, Revoked
 from casckpt.format import records
@@ -177,6 +178,19 @@ class Commit:
         return f"<Commit {self}, {self.last}>"
 
 
+def in_order(commits: Iterable[Commit]) -> list[Commit]:
+    """Sort live commits: oldest first. If a checkpoint has several, the one with the most entries takes the last place.
+
+    Therefore, the last commit of a run or step is the one to which RUN@latest or RUN@STEP refers.
+    """
+    by_txid = sorted(commits, key=lambda commit: commit.txid)
+    twins = grouped(by_txid, lambda commit: (commit.id, commit.run, commit.step))
+    if len(twins) == len(by_txid):
+        return by_txid
+    fuller = {key: iter(sorted(some, key=lambda commit: -commit.lacking)) for key, some in twins.items()}
+    return [next(fuller[commit.id, commit.run, commit.step]) for commit in by_txid]
+
+
 def just_committed(record: Committed) -> Commit:
     """Return the commit of a log that holds only ``record``."""
     places = Places(record.txid, record)
@@ -200,7 +214,7 @@ class CommitList:
 
     def live(self) -> list[Commit]:
         """Return the live commits, oldest first."""
-        return [commit for commit in self._sorted if commit.live]
+        return list(self._live)
 
     def placed(self) -> list[Commit]:
         """Return the live commits, oldest first, each one at all of its existing places."""
@@ -208,12 +222,13 @@ class CommitList:
 
     def visible(self) -> list[Commit]:
         """Return the visible commits, oldest first."""
-        return [commit for commit in self._sorted if commit.visible]
+        return [commit for commit in self._live if commit.visible]
 
     def current(self) -> list[Commit]:
         """Return the visible commits, oldest first.
 
-        If several have the same run and step, return only the one that was saved last.
+        If several have the same run and step, return only the one that was saved last. If an id has several commits,
+        this is the one with the most entries.
         """
         return list(self._current)
 
@@ -222,7 +237,7 @@ class CommitList:
         return self._answering.get((run, step))
 
     def superseded(self) -> list[Commit]:
-        """Return the visible commits that a later commit of the same run and step supersedes, oldest first."""
+        """Return the visible commits to which their run and step do not refer, oldest first."""
         answers = {commit.txid for commit in self._current}
         return [commit for commit in self.visible() if commit.txid not in answers]
 
@@ -263,8 +278,8 @@ class CommitList:
         return dict(sorted(tag for commit in self.commits.values() for tag in commit.tagged))
 
     @cached_property
-    def _sorted(self) -> list[Commit]:
-        return [self.commits[txid] for txid in sorted(self.commits)]
+    def _live(self) -> list[Commit]:
+        return in_order(commit for commit in self.commits.values() if commit.live)
 
     @cached_property
     def _current(self) -> list[Commit]:

@@ -16,7 +16,7 @@ from casckpt.format import notes
 from casckpt.format.keys import parse_log, parse_txid
 from casckpt.format.names import TxId
 from casckpt.history.announcements import Announcement, announce, are_there_any, look, names_note, read_back, runs
-from casckpt.history.commits import Commit, list_commits, list_names, read_log
+from casckpt.history.commits import Commit, in_order, list_commits, list_names, read_log
 from casckpt.repository.caches import RunCache
 from casckpt.repository.repository import Repository
 
@@ -80,14 +80,13 @@ def announce_lost(repo: Repository) -> bool:
 
 
 def newest(repo: Repository, run: str, wanted: Wanted, *, skip_doubtful: bool = False) -> Commit | None:
-    """Return the latest ``wanted`` save of ``run``, or None if there is none.
+    """Return the latest ``wanted`` save of ``run``, or None if there is none. See `in_order`.
 
     If saves were announced in order, this takes a few requests, regardless of the length of the run. ``skip_doubtful``:
     skip commits whose log cannot be read. Otherwise, such a log raises `Damaged` or `Refused`. Raises `NotFound` if the
     store does not exist, and `StorageError`.
     """
-    hashed = run_hash(run)
-    return _newest(repo, hashed, look(repo, hashed), wanted, skip_doubtful=skip_doubtful)
+    return _newest_or_fuller(repo, run_hash(run), wanted, skip_doubtful=skip_doubtful)
 
 
 def newest_reusable(repo: Repository, run: str, *, anew: bool = False) -> Commit | None:
@@ -117,7 +116,7 @@ def newest_of_runs(
     else:
         each = in_parallel(
             repo.storage.traits.requests,
-            lambda run: _newest(repo, run, look(repo, run), wanted, skip_doubtful=skip_doubtful),
+            lambda run: _newest_or_fuller(repo, run, wanted, skip_doubtful=skip_doubtful),
             hashes,
         )
         chosen = [commit for commit in each if commit is not None]
@@ -127,20 +126,29 @@ def newest_of_runs(
 def at_step(
     repo: Repository, known: RunCache, run: str, step: int, wanted: Wanted, *, skip_doubtful: bool = False
 ) -> list[Commit]:
-    """Return the ``wanted`` commits of a step, oldest first. ``known``: the announcements that `look_at_all` has read.
+    """Return the ``wanted`` commits of a step, as `in_order` sorts them.
 
-    Reads the current logs. ``skip_doubtful``: skip commits whose log cannot be read. Otherwise, raises the errors of
-    `newest`.
+    ``known``: the announcements that `look_at_all` has read. Reads the current logs. ``skip_doubtful``: skip commits
+    whose log cannot be read. Otherwise, raises the errors of `newest`.
     """
     hidden = (txid for txid in hidden_from(repo, run_hash(run), known, 0) if parse_txid(txid).step == step)
     logs = (_log_of(repo, known, txid, skip_doubtful=skip_doubtful) for txid in {*known.at.get(step, ()), *hidden})
-    return sorted((commit for commit in logs if commit and wanted(commit)), key=lambda commit: commit.txid)
+    return in_order(commit for commit in logs if commit and wanted(commit))
 
 
 def greatest(repo: Repository, known: RunCache, run: str) -> TxId | None:
     """Return the latest transaction that `look_at_all` has read, or None if there is none. Raises `StorageError`."""
     hidden = hidden_from(repo, run_hash(run), known, 0)
     return max([*hidden, *([] if known.newest is None else [known.newest])], default=None)
+
+
+def _newest_or_fuller(repo: Repository, hashed: str, wanted: Wanted, *, skip_doubtful: bool) -> Commit | None:
+    """Return the newest ``wanted`` commit or, if it was thinned, the fullest one of the same checkpoint."""
+    found = _newest(repo, hashed, look(repo, hashed), wanted, skip_doubtful=skip_doubtful)
+    if found is None or not found.lacking:
+        return found
+    twins = at_step(repo, look_at_all(repo, found.run), found.run, found.step, wanted, skip_doubtful=skip_doubtful)
+    return next((commit for commit in reversed(twins) if commit.id == found.id), found)
 
 
 def _newest(

@@ -57,7 +57,7 @@ class Listing:
 
     @cached_property
     def superseded(self) -> frozenset[Checkpoint]:
-        """The visible checkpoints for which there is a later checkpoint with the same run and step."""
+        """The visible checkpoints to which their run and step do not refer."""
         return frozenset(self._checkpoints(self._commits.superseded()))
 
     @cached_property

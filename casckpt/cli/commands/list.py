@@ -75,8 +75,8 @@ def command(
     """List the checkpoints, oldest first.
 
     NEW is the size of the data that the save wrote. The rest of SIZE was already in the store. "superseded" means that
-    a later checkpoint has the same run and step. "replaced" marks the old locations of a rewritten checkpoint. `casckpt
-    ls` is the same command.
+    RUN@STEP refers to another checkpoint. "replaced" marks the old locations of a rewritten checkpoint. `casckpt ls` is
+    the same command.
     """
     listing = session.store.listing()
     rows = checkpoint_rows(listing, run, everything=everything)

@@ -504,7 +504,13 @@ def test_copies_of_different_places_do_not_share_a_transaction(tmp_path: Path, r
     (copied,) = copy(repo, target).copied
     assert (copied.txid, copied.dropped is None) == (copied_txid(whole.txid, 1), False)
     assert replicate(repo, target, whole, ONE_BY_ONE).txid == whole.txid, "which continues the first copy"
-    assert [one.dropped is None for one in list_commits(target).visible()] == [True, False]
+    assert [one.dropped is None for one in list_commits(target).visible()] == [False, True]
+    for ref in ("run@0", "run@latest", "latest", whole.id):
+        assert resolve(target, ref).dropped is None, ref
+        assert resolve(target, ref, list_commits(target)).dropped is None, ref
+    done = run_gc(target, Policy(keep_last=1), min_age=0.0)
+    assert [(one.txid, one.dropped is None) for one in done.forgotten] == [(copied.txid, False)]
+    assert read_arrays(target, resolve(target, "run@0")) == read_arrays(repo, whole)
     check_clean(target)
 
 
@@ -531,6 +537,9 @@ def test_a_copy_with_other_entries_gets_a_log_of_its_own(repo: Repository, targe
     assert (one.txid, other.txid) == (list_commits(repo).live()[0].txid, copied_txid(one.txid, 1))
     lacking = [commit.dropped.patterns for commit in list_commits(target).visible() if commit.dropped]
     assert lacking == [{"optim.a"}, {"optim.b"}]
+    whole = resolve(repo, "run@0").old[0]
+    assert replicate(repo, target, whole, ONE_BY_ONE).txid == one.txid
+    assert resolve(target, "run@0").dropped is None, "although the other one is later"
     check_clean(target)
 
 
