@@ -374,7 +374,7 @@ def _check_first(repo: Repository, plan: GcPlan) -> None:
 
 def _so_far(plan: GcPlan, done: RetireProgress, thin: ThinResult | None) -> GcResult:
     """Return the partial results. ``waiting`` contains only checkpoints that this gc has forgotten."""
-    forgotten = {commit.txid for commit in done.forgotten}
+    forgotten = {places.txid for commit in done.forgotten for places in commit.existing}
     return GcResult(
         forgotten=tuple(done.forgotten),
         restored=tuple(done.restored),

@@ -30,7 +30,7 @@ from tests.support.gcs import (
     steps,
     ticking,
 )
-from tests.support.repositories import memory, put_blob, repository, save
+from tests.support.repositories import memory, put_blob, repository, rewrite_bare, save
 
 # damage
 
@@ -180,6 +180,23 @@ def test_an_interrupted_wait_reports_what_was_purged(repo: Repository) -> None:
         run_gc(repo, LAST, sleep=interrupt)
     done = vars(caught.value)["done"]
     assert steps(done.forgotten) == steps(done.purged) == [0, 1]
+
+
+def test_an_interrupted_wait_reports_which_forgotten_checkpoints_wait_at_all_of_their_places(repo: Repository) -> None:
+    for step in range(2):
+        save(repo, step=step, texts=[str(step)])
+    rewrite_bare(repo, list_commits(repo).live()[0])
+    put_blob(repo, begin_elsewhere(repo), "half")
+
+    def interrupt(seconds: float) -> None:
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt) as caught:
+        run_gc(repo, LAST, sleep=interrupt, min_age=3600.0)
+    done = vars(caught.value)["done"]
+    (gone,) = done.forgotten
+    assert {one.txid for one in done.waiting} == {places.txid for places in gone.existing}
+    assert len(done.waiting) == 2
 
 
 def test_storage_without_exclusive_creates_is_rejected(tmp_path: Path) -> None:
