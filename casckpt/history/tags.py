@@ -64,6 +64,8 @@ class TagList:
         others = f" ({len(self.damaged) - 1} more tags have the same problem)" if len(self.damaged) > 1 else ""
         for name, error in self.damaged.items():
             advice = f"Set the tag again, or delete it (`casckpt tag STORE --delete {name}`)"
+            if is_lease(name):
+                advice = f"End the lease (`casckpt tag STORE --delete {name}`)"
             raise type(error)(f"{error}. {advice}{others}", key=error.key) from error
 
 

@@ -322,6 +322,20 @@ def test_a_damaged_tag_can_be_set_again_or_deleted_as_advised(
     assert list(casckpt.open(store_path).tags()) == (["best"] if way == "set" else [])
 
 
+@follows("history/tags.py:TagList.raise_damage", "End the lease (`casckpt tag STORE --delete …`)")
+def test_a_damaged_lease_can_be_ended_as_advised(saved: Store, store_path: Path, messages: Messages, run: Run) -> None:
+    with saved.lease("a@1"):
+        (record,) = (path for path in (store_path / "leases").rglob("*") if path.is_file())
+        record.chmod(0o600)
+        record.write_bytes(b"not a record")
+        opened = casckpt.open(store_path)
+        with messages.error(Damaged) as advice:
+            opened.forget("a@1")
+        run(*advice.command("tag", STORE=store_path))
+        opened.forget("a@1")
+        assert opened.checkpoints("a") == []
+
+
 @follows("store/reading.py:resolve_held", "if you cannot write there, load without lease=True")
 def test_a_checkpoint_that_cannot_be_leased_can_be_loaded_without_hold(
     tmp_path: Path, messages: Messages, weights: dict[str, torch.Tensor]
