@@ -322,7 +322,7 @@ class Trimmed(Record, tag="trimmed", frozen=True, kw_only=True):
 
 
 class TaggedRecord(Record, tag="tagged", frozen=True, kw_only=True):
-    """commits/<txid>.<N>: generation ``generation`` of the permanent tag ``name`` was set on the checkpoint."""
+    """commits/<txid>.<N>: generation ``generation`` of tag ``name`` was set on the checkpoint."""
 
     txid: TxId
     time: int

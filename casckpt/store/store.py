@@ -575,9 +575,9 @@ class Store:
         ``refs``, ``keep_last=2`` or another `gc` rule says which checkpoints stay whole. The newest checkpoint of each
         run does too, and so do tagged ones, unless ``tagged`` is set. ``run``: only this run. Thinning does not move
         tensor bytes. gc later trims the old places and frees the space. Until then, `restore` can bring all tensors
-        back from them (`checkpoints` with ``forgotten`` lists them). Raises InvalidInput, NotFound, MissingKey
-        if no pattern matches, Conflict if one of ``refs`` is tagged, and StorageError. If a checkpoint cannot be
-        thinned because it is damaged, the others are thinned before its error is raised.
+        back from them (`checkpoints` with ``forgotten`` lists them). Raises InvalidInput, NotFound, MissingKey if no
+        pattern matches, Conflict if one of ``refs`` is tagged, and StorageError. If a checkpoint is damaged, the others
+        are thinned before its error is raised.
         """
         from casckpt.upkeep.thin import thin_chosen
 
@@ -629,10 +629,9 @@ class Store:
 
         Safe to run at any time. The policy: ``keep_last``, ``keep_every`` (step % N == 0), ``keep_within``,
         ``keep_daily``, ``keep_weekly``, ``keep_monthly``, ``keep_best`` ("loss:3", "acc:max:1"). In each run, gc keeps
-        every checkpoint that any rule keeps (see `Policy`). Without a rule, gc does not forget any checkpoint. gc
-        always keeps the newest checkpoint of a run, the newest one that is not unhealthy, and tagged ones. ``thin``:
-        tensors to drop from the other checkpoints, such as ``{"drop": ["optim.*"], "keep_last": 2}``. ``run``: only
-        this run.
+        every checkpoint that any rule keeps (see `Policy`). Without a rule, gc does not forget any. It always keeps
+        the newest checkpoint of a run, the newest one that is not unhealthy, and tagged ones. ``thin``: tensors to drop
+        from the others, such as ``{"drop": ["optim.*"], "keep_last": 2}``. ``run``: only this run.
 
         A duration is a timedelta or a string with a unit ("7d", "90s"); 0 does not need a unit. ``min_age``: time
         between forgetting and purging, during which `restore` can bring a checkpoint back (default: the store's
@@ -643,9 +642,8 @@ class Store:
 
         Raises Damaged if a live checkpoint cannot be read; gc then neither forgets nor deletes anything. Raises
         InvalidInput (for example for a metric that no checkpoint has), MissingKey if ``thin`` does not match any key
-        of the chosen checkpoints, and StorageError. Every error, even an interrupt, has a `GcResult` as ``done``. It
-        lists the checkpoints that were forgotten, purged, restored and thinned before the error, or, with ``dry_run``,
-        the plan.
+        of the chosen checkpoints, and StorageError. Every error, even an interrupt, has a `GcResult` as ``done``, with
+        the changes to checkpoints before the error or, with ``dry_run``, the plan.
         """
         from casckpt.upkeep.gc.gc import collect
 
