@@ -5,20 +5,22 @@ from __future__ import annotations
 import subprocess
 import sys
 import time
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 import casckpt
-from casckpt.contents.watching import Watcher, watch
+from casckpt.contents.watching import Notice, Watcher, watch
 from casckpt.errors import InvalidInput, NotFound
 from casckpt.repository.repository import Repository
 from casckpt.storage.local.store import LocalStore
-from tests.support.saves import cells, reopened, same_state, small
+from tests.support.saves import cells, reopened, same_state, small, small_folder
 
 ROOT = Path(__file__).parents[2]
 WRITERS = 4
+KILLS = 200
 WRITE = """
 import sys
 from pathlib import Path
@@ -110,3 +112,33 @@ def test_each_commit_from_four_processes_is_yielded_once(tmp_path: Path, commits
     assert watcher.next() is None
     # for each checkpoint: its announcement, its log, the next number of each, and one poll
     assert storage.counts.requests - before <= 8 * commits + 3 * len(polls)
+
+
+@pytest.mark.soak
+def test_over_200_kills_each_visible_checkpoint_is_yielded_once(tmp_path: Path) -> None:
+    """Four writers with clocks ten minutes apart, a copier and a gc are killed. The watch runs all the time."""
+    source, store = (small_folder(tmp_path / name) for name in ("source", "store"))
+    for step in range(300):
+        source.save(state(step), run="run", step=step)
+    command = [sys.executable, "-m", "tests.support.killed_writers", str(tmp_path)]
+    roles = [*map(str, range(WRITERS)), "copy", "gc"]
+    running = [subprocess.Popen([*command, role, str(KILLS // len(roles) + 1)], cwd=ROOT) for role in roles]
+    watcher, found = Watcher(store.repository, "run", latest_only=False), list[Notice]()
+    while any(process.poll() is None for process in running):
+        found += filter(None, [watcher.next()])
+        time.sleep(0.01)
+    assert [process.returncode for process in running] == [0] * len(roles)
+    for left in store.transactions():
+        store.revoke(left.txid)
+    for one in store.checkpoints("run", forgotten=True):
+        if one.forgotten:
+            store.restore(one)
+    quiet = 0
+    while quiet < 64:  # a missing record is read again after at most 32 polls
+        now = watcher.next()
+        found += filter(None, [now])
+        quiet = 0 if now else quiet + 1
+    yielded = Counter(one.commit.id for one in found)
+    assert yielded.total() == len(yielded)
+    assert any(one.late for one in found), "no copy arrived"
+    assert {one.id for one in store.checkpoints("run")} <= set(yielded)

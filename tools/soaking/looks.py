@@ -68,7 +68,7 @@ def _check_saved(worker: Worker) -> None:
 def _check_objects(store: Store) -> None:
     repo, named = store.repository, set[str]()
     for one in list_commits(repo).live():
-        named.add(manifest_key(one.txid, one.id))
+        named.add(manifest_key(one.places.txid, one.id))
         named.update(blob_key(uploader, blob) for uploader, blob, _ in manifests.blobs_of(repo, one))
     there = {entry.key for entry in repo.storage.list("objects/")}
     if there != named:
