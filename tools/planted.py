@@ -159,9 +159,16 @@ PLANTED = (
     Planted(
         "of two commits of a checkpoint, the thinned one answers",
         "in_order",
-        "-commit.lacking",
+        "commit.rank",
         "commit.lacking",
         "tests/upkeep/copies/test_replication.py",
+    ),
+    Planted(
+        "rules remove a checkpoint whose log has an unreadable record",
+        "rotate",
+        "if commit.txid not in listed.damaged",
+        "if commit.txid",
+        "tests/upkeep/test_saves.py",
     ),
     Planted(
         "the latest of a run is its last commit, although an earlier one has more entries",

@@ -24,8 +24,12 @@ HUB_FILE = "casckpt.hub.json"
 """The attachment that defines the names of the tensors in an export. It has one view for each exported model."""
 _SIMILAR = 5
 _MAX_ATTACHMENT_NAME = 1024
-_DATE = r"[0-9]{4}(?:0[1-9]|1[0-2])(?:0[1-9]|[12][0-9]|3[01])T(?:[01][0-9]|2[0-3])[0-5][0-9][0-5][0-9][0-9]{6}Z"
-TXID = rf"{_DATE}-[0-9a-f]{{16}}-[0-9a-f]{{16}}-(?:0|[1-9][0-9]{{0,18}})"  # not \d, which matches all Unicode digits
+_LEAP_YEAR = "(?:[0-9]{2}(?:0[48]|[2468][048]|[13579][26])|(?:[02468][048]|[13579][26])00)"
+_MONTHS = ("(?:0[1-9]|1[0-2])(?:0[1-9]|1[0-9]|2[0-8])", "(?:0[13-9]|1[0-2])(?:29|30)", "(?:0[13578]|1[02])31")
+_DAY = rf"(?!0000)(?:[0-9]{{4}}(?:{'|'.join(_MONTHS)})|{_LEAP_YEAR}0229)"
+_TIME = "(?:[01][0-9]|2[0-3])[0-5][0-9][0-5][0-9][0-9]{6}"
+TXID = rf"{_DAY}T{_TIME}Z-[0-9a-f]{{16}}-[0-9a-f]{{16}}-(?:0|[1-9][0-9]{{0,18}})"
+"""A txid whose time exists. It uses no \\d, which matches all Unicode digits."""
 _TXID_RE = re.compile(TXID)
 _RUN_RE = re.compile(r"[A-Za-z0-9][A-Za-z0-9._/-]{0,199}")
 _UNFIT_RE = re.compile("[\0-\x1f\\\\\ud800-\udfff]")  # UTF-8 cannot encode lone surrogates

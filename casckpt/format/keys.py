@@ -29,7 +29,7 @@ MAX_NUMBER = 999_999_999
 
 _HEX64 = r"[0-9a-f]{64}"
 _NUMBER = r"(?:0|[1-9][0-9]{0,8})"
-_TAG = r"[a-z0-9][a-z0-9._-]{0,99}"
+_TAG = r"[a-z0-9](?:[a-z0-9._-]{0,98}[a-z0-9_-])?"  # not a dot at the end, which SMB drops
 _LEASE = r"[0-9a-f]{16}"
 _HEX64_RE = re.compile(_HEX64)
 _TAG_RE = re.compile(_TAG)
@@ -62,10 +62,8 @@ class TxName:
 def parse_txid(txid: TxId) -> TxName:
     """Parse a txid. Raises `Refused`."""
     time, _, run, step = check_txid(txid).split("-")
-    try:  # not `strptime`: it takes a lock, and a child forked in the meantime would wait for it forever
-        return TxName(datetime.fromisoformat(f"{time[:15]}.{time[15:]}"), run, int(step))
-    except ValueError as error:
-        raise Refused(f"not a transaction id: {txid!r} does not contain a date") from error
+    # not `strptime`: it takes a lock, and a child forked in the meantime would wait for it forever
+    return TxName(datetime.fromisoformat(f"{time[:15]}.{time[15:]}"), run, int(step))
 
 
 def copied_txid(txid: TxId, attempt: int) -> TxId:
@@ -107,7 +105,8 @@ def check_tag(name: str) -> str:
     """Return ``name`` if it is a valid name of a tag or a lease. Otherwise, raise `InvalidInput`."""
     if type(name) is not str or not _TAG_RE.fullmatch(name):
         raise InvalidInput(
-            f"tag {name!r} is not a valid name: use up to 100 of a-z 0-9 . _ -, starting with a letter or digit"
+            f"tag {name!r} is not a valid name: use up to 100 of a-z 0-9 . _ -, starting with a letter or digit, and "
+            "not ending with a dot"
         )
     return name
 

@@ -334,7 +334,7 @@ def record_tag(repo: Repository, commit: Commit, name: str, generation: int) -> 
 
 
 def purge_unreadable(repo: Repository, txid: TxId) -> None:
-    """Purge a transaction with an unreadable first record, so that gc can delete objects again.
+    """Purge a transaction with an unreadable record, so that gc can delete objects again.
 
     Raises `Conflict` if another process appends to its log at this moment, and `StorageError`.
     """

@@ -179,7 +179,7 @@ class Commit:
 
 
 def in_order(commits: Iterable[Commit]) -> list[Commit]:
-    """Sort live commits: oldest first. If a checkpoint has several, the one with the most entries takes the last place.
+    """Sort live commits: oldest first. If a checkpoint has several, the one with the highest `Commit.rank` comes last.
 
     Therefore, the last commit of a run or step is the one to which RUN@latest or RUN@STEP refers.
     """
@@ -187,8 +187,8 @@ def in_order(commits: Iterable[Commit]) -> list[Commit]:
     twins = grouped(by_txid, lambda commit: (commit.id, commit.run, commit.step))
     if len(twins) == len(by_txid):
         return by_txid
-    fuller = {key: iter(sorted(some, key=lambda commit: -commit.lacking)) for key, some in twins.items()}
-    return [next(fuller[commit.id, commit.run, commit.step]) for commit in by_txid]
+    ranked = {key: iter(sorted(some, key=lambda commit: commit.rank)) for key, some in twins.items()}
+    return [next(ranked[commit.id, commit.run, commit.step]) for commit in by_txid]
 
 
 def just_committed(record: Committed) -> Commit:

@@ -34,7 +34,7 @@ from casckpt.repository.repository import Repository
 from casckpt.saving.apart import Apart, held_apart
 from casckpt.saving.health import ParentHealth, health_of_all, summed_health
 from casckpt.saving.layout import RankLayout, WritePlan, plan_writes
-from casckpt.saving.options import SaveOptions, usable_compress
+from casckpt.saving.options import SaveOptions, compress_of
 from casckpt.saving.rank_part import RankPart
 from casckpt.saving.replicas import (
     Compared,
@@ -180,7 +180,7 @@ class Leader:
         if self.reuse:
             offer = make_offer(self.repo, parent, streams, run=options.run, dedup=options.dedup, last=self._last)
         setting = None if self._transaction is None else self._transaction.settings.compress
-        offer = replace(offer, compress=usable_compress(options.compress or setting or "off"))
+        offer = replace(offer, compress=compress_of(options.compress, setting))
         return replace(offer, unscanned=self._parent_health.unknown) if options.health else offer
 
     def begin(self, requests: Sequence[BeginRequest]) -> list[BeginAnswer]:
@@ -403,7 +403,7 @@ def late_offer(repo: Repository, streams: Streams, options: SaveOptions) -> Reus
     parent = newest_reusable(repo, options.run, anew=True)
     offer = make_offer(repo, parent, streams, run=options.run, dedup=options.dedup)
     unscanned = ParentHealth.of_commit(repo, parent).unknown if options.health else None
-    return replace(offer, compress=usable_compress(repo.settings.compress or "off"), unscanned=unscanned)
+    return replace(offer, compress=compress_of(None, repo.settings.compress), unscanned=unscanned)
 
 
 def _check_agreed(requests: Sequence[BeginRequest]) -> None:

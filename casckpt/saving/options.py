@@ -82,6 +82,12 @@ def usable_compress(given: str) -> Compress:
     return compress
 
 
+def compress_of(option: str | None, setting: str | None) -> Compress:
+    """Return the option or else the store's setting. A setting that only later versions know counts as "off"."""
+    known: Compress = next((one for one in get_args(Compress) if one == setting), "off")
+    return usable_compress(option or known)
+
+
 def usable_check(given: CheckReplicas) -> Literal["raise", "sample", "off"]:
     """Return ``check_replicas`` as a string. Raises InvalidInput if the value is not valid."""
     for word, meant in (("raise", True), ("off", False), ("sample", "sample")):

@@ -153,10 +153,10 @@ def revoke_save(repo: Repository, txid: TxId) -> None:
 def give_up(repo: Repository, txid: TxId) -> None:
     """End a transaction whose record is lost or unreadable. Raises `Conflict` if it can be read, and `NotFound`."""
     listed = list_commits(repo, anew=True)
-    if txid in listed.commits:
-        raise Conflict(f"the records of {txid} can be read; `casckpt forget` hides its checkpoint")
     if txid in listed.damaged:
         purge_unreadable(repo, txid)
+    elif txid in listed.commits:
+        raise Conflict(f"the records of {txid} can be read; `casckpt forget` hides its checkpoint")
     elif txid not in lost_records(repo, list_objects(repo)) or not revoke(repo, txid, "lost, and given up manually"):
         raise NotFound(
             f"{txid} is not a transaction with an unreadable record; `casckpt verify STORE` lists such transactions"

@@ -153,8 +153,9 @@ def _check_untagged(named: Mapping[str, Tag], chosen: Iterable[Commit]) -> None:
 
 
 def _beyond(listed: CommitList, keep: Policy, now: int, tagged: set[TxId], run: str | None) -> list[Commit]:
-    """Return the visible checkpoints that ``keep`` does not keep, oldest first."""
-    visible = [commit for commit in listed.visible() if run is None or commit.run == run]
+    """Return the visible checkpoints that ``keep`` does not keep and whose logs can be read, oldest first."""
+    certain = (commit for commit in listed.visible() if commit.txid not in listed.damaged)
+    visible = [commit for commit in certain if run is None or commit.run == run]
     left = reasons_to_keep(map(kept_of, visible), keep, now).keys() | tagged
     return [commit for commit in visible if commit.txid not in left]
 

@@ -32,7 +32,7 @@ from casckpt.history.transactions import revoke
 from casckpt.repository.repository import Repository
 from casckpt.storage.base import Known, ListedObject
 from tests.support.faulty import FaultyStore
-from tests.support.repositories import START, Ticks, commit_bare, memory, repository, rewrite_bare
+from tests.support.repositories import START, Ticks, commit_bare, manifest_id, memory, repository, rewrite_bare
 
 THIN = Dropped(entries=1, bytes=4, rule="--drop optim.*")
 
@@ -125,6 +125,16 @@ def test_a_kept_record_only_uses_its_number(repo: Repository) -> None:
     keep(repo, base.txid, 1)
     assert forget(repo, base).number == 2
     assert now(repo, base).last == "forgotten"
+
+
+def test_a_forgotten_twin_does_not_answer_even_if_it_has_more_entries(repo: Repository) -> None:
+    whole, _, thin = (commit_bare(repo, manifest=manifest_id(one)) for one in ("x", "y", "x"))
+    thin = rewrite_bare(repo, thin, dropped=THIN)
+    forget(repo, whole)
+    listed = list_commits(repo)
+    assert listed.at("run", 0) == thin
+    assert listed.current() == [thin]
+    assert resolve(repo, "run@0") == thin
 
 
 def test_a_commit_shows_other_places(repo: Repository) -> None:

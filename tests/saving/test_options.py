@@ -91,6 +91,13 @@ def test_the_setting_applies_if_the_argument_is_omitted(store: Store) -> None:
     check(store, states)
 
 
+def test_a_setting_of_a_later_version_counts_as_off(store: Store) -> None:
+    store.repository.change_settings(compress="later")
+    for step, state in enumerate(versions(2)):
+        store.save(state, step=step)
+    assert [max(links(store, f"default@{step}")) for step in range(2)] == [0, 0]
+
+
 @pytest.mark.parametrize("given", ["zstd", "", True, 1])
 def test_an_unknown_compress_value_is_rejected(store: Store, given: Any) -> None:
     with pytest.raises(InvalidInput, match="auto"):

@@ -22,6 +22,7 @@ from casckpt.repository.repository import Repository
 from casckpt.storage.local.store import LocalStore
 from casckpt.upkeep.gc.rotation import rotate
 from casckpt.upkeep.repair.verify import verify
+from casckpt.upkeep.saves import give_up
 from casckpt.upkeep.thin import plan_thin
 from tests.support.faulty import FaultyStore, call_first
 from tests.support.gcs import LAST, begin_elsewhere, collect, commit_of, keys, run_gc, snapshot
@@ -188,6 +189,21 @@ def test_rules_forget_nothing_after_records_were_lost(local: Repository, root: P
     with pytest.raises(Damaged, match="records are missing"):
         run_gc(local, LAST)
     assert snapshot(local) == there
+
+
+def test_rules_leave_a_log_with_an_unreadable_record_alone_until_it_is_given_up(local: Repository) -> None:
+    doubtful = list_commits(local).live()[1]
+    save(local, "a", 2, texts=["2"])
+    local.storage.put(commit_key(doubtful.txid, 1), b"of a later version")
+    there = keys(local)
+    assert rotate(local, "a", Rotation(max_checkpoints=1)) == []
+    assert plan_thin(local, drop="x", keep=LAST).chosen == 0
+    with pytest.raises(Damaged, match="--give-up"):
+        run_gc(local)
+    assert keys(local) == there
+    give_up(local, doubtful.txid)
+    assert run_gc(local).deleted_manifests == 1
+    assert [one.step for one in list_commits(local).live()] == [0, 2]
 
 
 # stores that were put together by hand

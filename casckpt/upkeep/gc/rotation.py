@@ -47,13 +47,15 @@ def rotate(repo: Repository, run: str, rotation: Rotation, among: Container[str]
 
     ``among``: the ids of the only checkpoints that may go; the rules count no others. None for all. Exactly one process
     must call this. The next gc frees the space. If the store's settings have a minimum age, gc purges the checkpoints
-    instead. Checkpoints that are not yet safe in the mirror are kept. A tag that is set in the meantime counts.
+    instead. Checkpoints that are not yet safe in the mirror, or whose log has a record that cannot be read, are kept. A
+    tag that is set in the meantime counts.
     Raises Damaged or Refused if a tag cannot be read, and StorageError.
     """
     if rotation.is_empty:
         return []
     listed = list_commits(repo)
-    visible = [commit for commit in listed.visible() if commit.run == run and (among is None or commit.id in among)]
+    certain = (commit for commit in listed.visible() if commit.txid not in listed.damaged)
+    visible = [commit for commit in certain if commit.run == run and (among is None or commit.id in among)]
     now = repo.clock()
     _warn_of_metrics(run, visible, rotation)
     if not plan_rotation(visible, rotation, (), now):  # tags can only keep more checkpoints
