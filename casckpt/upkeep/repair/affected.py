@@ -13,7 +13,7 @@ from casckpt.format.keys import blob_key
 from casckpt.format.manifest import Manifest
 from casckpt.format.names import BlobHash, CellDigest, ManifestId, TxId
 from casckpt.format.sections.blobs import BlobRef
-from casckpt.history.commits import Commit, refresh
+from casckpt.history.commits import Commit, exists
 from casckpt.repository.fetching import holds_cell
 from casckpt.repository.repository import Repository
 from casckpt.storage.base import Reader, ShortObject
@@ -65,7 +65,7 @@ class _Uses:
 
 
 def describe(repo: Repository, commits: Sequence[Commit], wrong: Sequence[Checked]) -> list[DamagedBlob]:
-    """Return the effects of the ``wrong`` blobs. Omit blobs that only purged checkpoints used.
+    """Return the effects of the ``wrong`` blobs. Omit blobs that only purged checkpoints and trimmed places used.
 
     Raises `StorageError`.
     """
@@ -75,7 +75,7 @@ def describe(repo: Repository, commits: Sequence[Commit], wrong: Sequence[Checke
         try:
             manifest = manifests.get(repo, commit)
             uses = _by_number(manifest, every)
-            if not uses or not refresh(repo, commit).live:
+            if not uses or not exists(repo, commit):
                 continue
             manifest.ready(objects=())
         except (Damaged, Gone, Refused):

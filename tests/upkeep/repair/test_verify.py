@@ -18,6 +18,7 @@ from casckpt.format.names import BlobHash
 from casckpt.format.proof import encode_proof
 from casckpt.history import commits, tags
 from casckpt.repository.repository import Repository
+from casckpt.upkeep.copies.replication import Work, repack
 from casckpt.upkeep.repair.verify import verify
 from tests.support.checkpoints import CELL, array, flip, known_cells, only_blob, put_cells, save_arrays
 from tests.support.faulty import FaultyStore, call_first, corrupt, fail_before
@@ -164,15 +165,19 @@ def test_forgotten_checkpoints_are_verified_and_purged_ones_are_not(repo: Reposi
     assert two.live
 
 
-def test_a_checkpoint_purged_during_verify_is_neither_reported_nor_marked(
-    repo: Repository, faults: FaultyStore
+@pytest.mark.parametrize("what", ["the checkpoint", "its old places"])
+def test_what_is_purged_during_verify_is_neither_reported_nor_marked(
+    repo: Repository, faults: FaultyStore, what: str
 ) -> None:
     one = save_arrays(repo, {"a": array(1)})
     save_arrays(repo, {"a": array(2)}, step=1)
 
     def purge(call: object) -> None:
         faults.heal()
-        commits.forget(repo, one)
+        if what == "the checkpoint":
+            commits.forget(repo, one)
+        else:
+            repack(repo, one, frozenset({0}), Work())
         assert collect(repo).deleted_blobs == 1
 
     faults.inject(call_first("open", purge, key=only_blob(repo, one)))
