@@ -178,6 +178,20 @@ PLANTED = (
         "tests/upkeep/copies/test_replication.py",
     ),
     Planted(
+        "gc forgets a commit with entries that the other one of its checkpoint lacks",
+        "plan_retiring",
+        "        if other in reasons:\n            reasons.setdefault",
+        "        if False:\n            reasons.setdefault",
+        "tests/upkeep/copies/test_replication.py",
+    ),
+    Planted(
+        "rotation forgets a commit with entries that the other one of its checkpoint lacks",
+        "plan_rotation",
+        "if other not in gone}",
+        "if False}",
+        "tests/upkeep/copies/test_replication.py",
+    ),
+    Planted(
         "a record is announced after it exists",
         "commit",
         """    announce(repo, [(record.txid, 0)], seen=seen)
