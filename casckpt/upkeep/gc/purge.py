@@ -199,9 +199,9 @@ def plan_retiring(repo: Repository, commits: CommitList, policy: Policy, min_age
     tagged = tagged_txids(named, wanted)
     for commit in (commit for commit in wanted if commit.txid in tagged):
         reasons[commit.txid] += [f"tag {name}" for name in tags_of(named, commit.id)]
-    for one, other in kept_with(wanted).items():
+    for txid, other in kept_with(wanted).items():
         if other in reasons:
-            reasons.setdefault(one, reasons[other])
+            reasons.setdefault(txid, reasons[other])
     forgets = {commit.txid: commit for commit in wanted if commit.txid not in reasons}
     kept = {f"{one.run}@{one.step}": reasons[one.txid] for one in wanted if one.txid in reasons}
     live = [commit for commit in commits.live() if run is None or commit.run == run]
