@@ -178,6 +178,20 @@ PLANTED = (
         "tests/upkeep/copies/test_replication.py",
     ),
     Planted(
+        "gc forgets a commit with entries that the other one of its checkpoint lacks",
+        "plan_retiring",
+        "        if other in reasons:\n            reasons.setdefault",
+        "        if False:\n            reasons.setdefault",
+        "tests/upkeep/copies/test_replication.py",
+    ),
+    Planted(
+        "rotation forgets a commit with entries that the other one of its checkpoint lacks",
+        "plan_rotation",
+        "if other not in gone}",
+        "if False}",
+        "tests/upkeep/copies/test_replication.py",
+    ),
+    Planted(
         "a record is announced after it exists",
         "commit",
         """    announce(repo, [(record.txid, 0)], seen=seen)
@@ -311,6 +325,41 @@ PLANTED = (
         "            except Conflict:\n                # another",
         "            except CasckptError:\n                # another",
         "tests/history/test_announcements.py",
+    ),
+    Planted(
+        "a save that slept may use an announcement number that gc has deleted",
+        "_announce",
+        "if number and _is_deleted(repo, run, number - 1):",
+        "if False:",
+        "tests/upkeep/gc/test_logs.py",
+    ),
+    Planted(
+        "a look does not notice that gc deletes the announcement that it has read last",
+        "_read_on",
+        "return not _is_deleted(repo, run, known.head)",
+        "return True",
+        "tests/upkeep/gc/test_logs.py",
+    ),
+    Planted(
+        "a host whose announcements gc has deleted takes the store for another one",
+        "look",
+        "if _lowest(repo, run) > known.head and _is_same_store(repo):",
+        "if False:",
+        "tests/upkeep/gc/test_logs.py",
+    ),
+    Planted(
+        "gc deletes announcements that were just created",
+        "_is_needed",
+        "record.time > since or ",
+        "",
+        "tests/upkeep/gc/test_logs.py",
+    ),
+    Planted(
+        "a watch behind a checkpoint whose log is deleted yields only later saves",
+        "Watcher._begin_behind",
+        " and not self._is_over(commit.txid)",
+        "",
+        "tests/upkeep/gc/test_logs.py",
     ),
     Planted(
         "an announced record that does not exist yet is dropped",

@@ -20,6 +20,7 @@ from casckpt.format.keys import announcement_key, commit_key
 from casckpt.format.names import ManifestId, TxId
 from casckpt.history.announcements import look, read_back
 from casckpt.history.commits import Commit, list_commits, read_log
+from casckpt.history.ended import find
 from casckpt.history.following import announced_by, hidden_from, is_visible, newest, open_names
 from casckpt.repository.caches import RunCache
 from casckpt.repository.repository import Repository
@@ -174,9 +175,13 @@ class Watcher:
 
     def _begin_behind(self, commit: Commit) -> None:
         self._next = self._number_of(commit.txid) + 1
-        if not self._next:
+        if not self._next and not self._is_over(commit.txid):
             self._expected.begin_anew()
         self._note_open()
+
+    def _is_over(self, txid: TxId) -> bool:
+        """Return whether gc has deleted a log, and its announcement with all earlier ones."""
+        return not self._repo.runs[self._hash].unreadable and find(self._repo, txid, young=True) is not None
 
     def _note_open(self) -> None:
         """Treat the saves in progress as expected, because they may already be announced."""

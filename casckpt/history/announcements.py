@@ -7,7 +7,8 @@ this log by key. If an announced record is missing, the reader keeps the announc
 announcement alone never causes anything to be deleted or reused.
 
 The host's catalogue keeps the announcements that were read. It does not keep any state derived from them, so the two
-cannot diverge. tests/model/protocol/announcements.py explores the interleavings of readers and writers.
+cannot diverge. tests/model/protocol/announcements.py explores the interleavings of readers and writers, and watching.py
+those with a gc that deletes announcements.
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ from casckpt.format import notes, records
 from casckpt.format.keys import MARKER, announcement_key, parse_announcement, parse_txid, run_folder
 from casckpt.format.names import TxId
 from casckpt.format.records import Announced
+from casckpt.history.ended import MIN_AGE, TRUSTED
 from casckpt.repository.caches import RunCache
 from casckpt.repository.reading import fetch_record
 from casckpt.repository.repository import Repository
@@ -61,6 +63,9 @@ def look(repo: Repository, run: str, *, anew: bool = False) -> RunCache:
             return known
         if _read_on(repo, run, known):
             return known
+        if _lowest(repo, run) > known.head and _is_same_store(repo):  # gc has deleted all that was read
+            known.head = max(_numbers(repo, run, from_lowest=False))
+            return known
     is_gone = repo.storage.size(MARKER) is None  # in this case, the save creates a new store, and logs it
     level = logging.INFO if is_gone else logging.WARNING
     log.log(level, _CHANGED, repo.storage.url, announcement_key(run, known.head))
@@ -84,25 +89,41 @@ def read_back(repo: Repository, run: str, low: int = 0) -> RunCache:
 
 
 def remove_over(repo: Repository, run: str, over: Container[TxId]) -> None:
-    """Delete the announcements below the first one that names a transaction which is not ``over``.
+    """Delete the announcements below the first one that is young, or names a transaction which is not ``over``.
 
     Keeps the newest one, because its number must not be used again. Call `read_back` first. Raises `StorageError`.
     """
-    known = repo.runs[run]
+    known, since = repo.runs[run], repo.clock() - MIN_AGE
     with known.lock.get():
-        needed = (number for number, record in known.records.items() if record and _has_other(record, over))
+        needed = (number for number, record in known.records.items() if _is_needed(record, over, since))
         first = min(needed, default=known.head)
         if first <= known.low:
             return
         # another gc may have deleted some of them
-        keys = [announcement_key(run, number) for number in range(_lowest(repo, run), first)]
-        for _ in in_parallel(repo.storage.traits.parallel, repo.storage.delete, keys, name="gc"):
-            pass
+        for number in range(_lowest(repo, run), first):  # one by one, see `_is_deleted`
+            repo.storage.delete(announcement_key(run, number))
         _begin_at(repo, run, first)
 
 
-def _has_other(record: Announced, over: Container[TxId]) -> bool:
-    return any(txid not in over for txid, _ in record.announced)
+def _is_needed(record: Announced | None, over: Container[TxId], since: int) -> bool:
+    """Return whether an announcement must stay. One that cannot be read may name anything."""
+    return record is None or record.time > since or any(txid not in over for txid, _ in record.announced)
+
+
+def _is_deleted(repo: Repository, run: str, number: int) -> bool:
+    """Return whether gc has deleted an announcement. Makes no request if the announcement is too young.
+
+    gc deletes the lowest one first. Therefore, if this one exists, gc had not deleted the next one before this call.
+    """
+    record = repo.runs[run].records.get(number)
+    is_young = record is not None and record.time > repo.clock() - TRUSTED
+    return not is_young and repo.storage.size(announcement_key(run, number)) is None
+
+
+def _is_same_store(repo: Repository) -> bool:
+    with suppress(NotFound):
+        return repo.fresh().marker.store_id == repo.marker.store_id
+    return False
 
 
 def _begin_at(repo: Repository, run: str, low: int) -> None:
@@ -142,6 +163,10 @@ def _announce(repo: Repository, run: str, wanted: Sequence[Announcement], seen: 
                 (taken,) = _fetch(repo, run, [number])
                 _add(known, run, number, taken)
             else:
+                if number and _is_deleted(repo, run, number - 1):
+                    # this process slept. gc may have deleted this number too, so no reader would ask for it
+                    known.head = max(_numbers(repo, run, from_lowest=False))
+                    continue
                 repo.catalogue.add_records({announcement_key(run, number): records.encode(record)})
                 known.add(number, record)
             left = _unannounced(known, left)
@@ -205,7 +230,10 @@ def _numbers(repo: Repository, run: str, *, from_lowest: bool) -> list[int]:
 
 
 def _read_on(repo: Repository, run: str, known: RunCache) -> bool:
-    """Read the announcements after the head. Return False if the head differs from what was read before."""
+    """Read the announcements after the head.
+
+    Return False if the head differs from what was read before, or if gc has deleted the last one.
+    """
     before = known.records.get(known.head)
     head, *behind = _fetch(repo, run, (known.head, known.head + 1))
     if head is None or (isinstance(head, Announced) and before not in (None, head)):
@@ -220,7 +248,7 @@ def _read_on(repo: Repository, run: str, known: RunCache) -> bool:
         behind = _fetch(repo, run, range(known.head + 1, known.head + 1 + count))
     for record in behind[: behind.index(None)]:
         _add(known, run, known.head + 1, record)
-    return True
+    return not _is_deleted(repo, run, known.head)
 
 
 def _add(known: RunCache, run: str, number: int, fetched: Fetched) -> None:

@@ -28,7 +28,7 @@ PREFIX = "commits/ended/"
 A_DAY = 24 * 3600 * 10**6  # microseconds
 MIN_AGE = 30 * A_DAY
 """How long ago a log must have ended, and its transaction begun, before gc replaces it with a line."""
-_TRUSTED = 20 * A_DAY
+TRUSTED = 20 * A_DAY
 """Readers look for the lines of transactions of this age. Their clocks may be this much less than `MIN_AGE` behind."""
 
 
@@ -65,7 +65,7 @@ def find(repo: Repository, txid: TxId, *, young: bool = False) -> Over | None:
     Makes one LIST, but no request for a young transaction. ``young``: also look for the line of a young transaction,
     whose run may have been erased. Raises `StorageError`, and `Damaged` or `Refused` if a list cannot be read.
     """
-    if not young and not is_older(repo, txid, _TRUSTED):
+    if not young and not is_older(repo, txid, TRUSTED):
         return None
     lists = read_lists(repo, repo.storage.list(PREFIX))
     if txid not in lists.over:

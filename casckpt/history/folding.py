@@ -191,6 +191,16 @@ def in_order(commits: Iterable[Commit]) -> list[Commit]:
     return [next(ranked[commit.id, commit.run, commit.step]) for commit in by_txid]
 
 
+def kept_with(visible: Sequence[Commit]) -> dict[TxId, TxId]:
+    """Return the commits with entries that the commit which answers for their checkpoint lacks, and that commit.
+
+    A rule that keeps the latter keeps both, because these entries may be nowhere else. ``visible``: see `in_order`.
+    """
+    answers = {(commit.run, commit.step): commit for commit in visible}
+    pairs = ((one, answers[one.run, one.step]) for one in visible)
+    return {one.txid: other.txid for one, other in pairs if one.id == other.id and not other.places.holds(one.places)}
+
+
 def just_committed(record: Committed) -> Commit:
     """Return the commit of a log that holds only ``record``."""
     places = Places(record.txid, record)

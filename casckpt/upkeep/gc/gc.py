@@ -37,7 +37,7 @@ from casckpt.format.keys import parse_object, uploader_folder
 from casckpt.format.names import TxId
 from casckpt.format.notes import PausedGc
 from casckpt.history.commits import PREFIX as COMMITS
-from casckpt.history.commits import Commit, CommitList, list_names
+from casckpt.history.commits import Commit, CommitList, list_commits, list_names
 from casckpt.history.tags import remove_old_generations
 from casckpt.history.transactions import OpenTransaction, closed_files, end, has_died, open_transactions
 from casckpt.plan.retention import Policy, Thinning
@@ -524,7 +524,7 @@ def _tidy(repo: Repository, stock: Inventory, deleted: Mapping[str, int], refuse
     This does not disturb a put in progress: an objects folder is cleaned only if it has no open transaction. In
     addition, the folder must belong to a closed transaction, have held a deleted object, or have no guard.
     """
-    ended = list_names(repo)
+    ended = list_commits(repo).names  # of transactions that are over, too
     _settle_records(repo)
     files, opened = closed_files(repo, ended)
     uploaders = {name.uploader for key in deleted if (name := parse_object(key)) is not None}

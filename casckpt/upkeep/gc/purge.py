@@ -32,7 +32,7 @@ from casckpt.format.metrics import metric_values
 from casckpt.format.names import TxId
 from casckpt.format.records import Restored
 from casckpt.history.commits import Commit, CommitList, append, forget, list_commits, purge, trim
-from casckpt.history.folding import Places
+from casckpt.history.folding import Places, kept_with
 from casckpt.history.tags import FOREIGN_CLOCKS, Tag, tagged_txids, tags, tags_of
 from casckpt.history.transactions import OpenTransaction
 from casckpt.plan.retention import Policy, SavedCheckpoint, reasons_to_keep, runs_without
@@ -199,6 +199,9 @@ def plan_retiring(repo: Repository, commits: CommitList, policy: Policy, min_age
     tagged = tagged_txids(named, wanted)
     for commit in (commit for commit in wanted if commit.txid in tagged):
         reasons[commit.txid] += [f"tag {name}" for name in tags_of(named, commit.id)]
+    for txid, other in kept_with(wanted).items():
+        if other in reasons:
+            reasons.setdefault(txid, reasons[other])
     forgets = {commit.txid: commit for commit in wanted if commit.txid not in reasons}
     kept = {f"{one.run}@{one.step}": reasons[one.txid] for one in wanted if one.txid in reasons}
     live = [commit for commit in commits.live() if run is None or commit.run == run]

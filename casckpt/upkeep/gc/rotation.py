@@ -11,6 +11,7 @@ from collections.abc import Container, Sequence
 
 from casckpt.format.names import TxId
 from casckpt.history.commits import Commit, list_commits
+from casckpt.history.folding import kept_with
 from casckpt.history.tags import FOREIGN_CLOCKS, tagged_txids, tags
 from casckpt.plan.retention import Rotation, Thinning, newest_of, reasons_to_keep
 from casckpt.repository.repository import Repository
@@ -39,7 +40,9 @@ def plan_rotation(visible: Sequence[Commit], rotation: Rotation, tagged: Contain
     if rotation.max_checkpoints is not None:
         counted = [commit for commit in permanent if commit.step not in rotation.fixed and commit.txid not in tagged]
         keep |= {commit.txid for commit in counted[-rotation.max_checkpoints :]}
-    return [commit for commit in visible if commit.txid not in keep and commit.txid not in tagged]
+    gone = {commit.txid for commit in visible if commit.txid not in keep and commit.txid not in tagged}
+    gone -= {one for one, other in kept_with(visible).items() if other not in gone}
+    return [commit for commit in visible if commit.txid in gone]
 
 
 def rotate(repo: Repository, run: str, rotation: Rotation, among: Container[str] | None = None) -> list[Commit]:

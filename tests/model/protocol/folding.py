@@ -8,12 +8,16 @@ Folded is a log that ends itself, if no file in transactions/ names its txid or 
 the folders of its places, so that a whole gc has run since it ended. No rule needs a minimum age: it only bounds how
 long a process may sleep that does not look into `ended` before it says that it is done.
 
+`eraser` folds at once what is purged. Until a month has passed, at ("young", txid), it deletes only the first record,
+which has the names and metadata; that of `purged` stays, because who reads or writes a young log by keys does not look
+into `ended`.
+
 The checkpoint X has a rewrite T. C0, C1 are copies of one checkpoint under the txids of a fixed sequence.
 """
 
 from __future__ import annotations
 
-from collections.abc import Generator
+from collections.abc import Callable, Generator
 from typing import Any, NamedTuple
 
 from tests.model.protocol import blobs
@@ -43,10 +47,12 @@ from tests.model.protocol.places import (
     Blobs,
     Committed,
     Line,
+    Log,
     Rewritten,
     X,
     ended,
     fold,
+    log,
     own_log,
     reads_log,
 )
@@ -64,6 +70,11 @@ MUTANTS = {
     "knows_late": "a save does not look into `ended` after it has read a log",
     "ended_first": "a reader reads `ended` before logs",
     "says_lost": "a reader that finds a listed record gone does not read `ended` again",
+    "erases_all": "erase deletes all records of a young log",
+    "erases_hidden": "erase takes what is forgotten, and not purged",
+    "erases_nothing": "erase leaves the first record while the log is young",
+    "erases_with_objects": "erase does not look for objects",
+    "clock_first": "a reader looks how old a log is, and then reads it",
 }
 
 
@@ -77,12 +88,17 @@ OLD = blobs.Rules()
 # -- the gc that folds
 
 
-def folder(rules: Rules, then: Goto | None = None) -> Program:
-    """List commits/, then transactions/, then objects. Create `ended`, and then delete logs."""
-    over, late = yield look("lists what is over", _over)
+def folder(rules: Rules, then: Goto | None = None, erased: str = "") -> Program:
+    """List commits/, then transactions/, then objects. Create `ended`, and then delete logs. Leave what is young.
+
+    ``erased``: a checkpoint that is folded though it is young, if it is purged.
+    """
+    hidden = (FORGOTTEN,) if erased and rules.mutant == "erases_hidden" else ()
+    over, late = yield look("lists what is over", lambda store: _over(store, erased, hidden))
     files = yield look("lists transactions", lambda store: frozenset(store.under("transactions").items()))
     left = yield look("lists objects", lambda store: frozenset(one for one, _ in store.under("objects")))
-    due = [line for line in over if not _is_named(line, files, rules) and _is_gone(line, left, rules)]
+    blind = erased and rules.mutant == "erases_with_objects"
+    due = [line for line in over if not _is_named(line, files, rules) and (blind or _is_gone(line, left, rules))]
     logs = tuple(sorted({line.txid for line in due} | late))
     lines = frozenset(line._replace(places=frozenset()) if rules.mutant == "no_places" else line for line in due)
     if rules.mutant == "deletes_first":
@@ -90,16 +106,30 @@ def folder(rules: Rules, then: Goto | None = None) -> Program:
     return goto(folds, rules, lines, goto(deletes, rules, logs, then))
 
 
-def _over(store: Store) -> tuple[tuple[Line, ...], frozenset[str]]:
+def _over(store: Store, erased: str, hidden: tuple[str, ...]) -> tuple[tuple[Line, ...], frozenset[str]]:
     """Return the logs that end themselves, as lines, and the txids of `ended` that have records."""
     folded, found = ended(store), list[Line]()
     names = {txid for txid, _ in store.under("commits")}
     for txid in sorted(names - folded.keys()):
         seen = own_log(store, txid)
-        if ends_itself(seen.records):
+        is_due = not is_young(store, txid) or (txid == erased and REVOKED not in seen.records)
+        if is_due and (ends_itself(seen.records) or (txid == erased and seen.records[-1:] == hidden)):
             whole = any(seen.has(one) >= {"e", "f"} for one, _ in seen.ever)
             found.append(Line(txid, whole, frozenset(one for one, _ in seen.ever)))
     return tuple(found), frozenset(names & folded.keys())
+
+
+def is_young(store: Store, txid: str) -> bool:
+    return ("young", txid) in store.objects
+
+
+def by_key(txid: str = X) -> Op:
+    """Read a log by keys, and then `ended`, unless the log is young."""
+
+    def log_of_key(store: Store) -> Log:
+        return own_log(store, txid) if is_young(store, txid) else log(store, txid)
+
+    return look(f"reads the log of {txid} by keys", log_of_key)
 
 
 def ends_itself(records: tuple[Any, ...]) -> bool:
@@ -125,14 +155,23 @@ def folds(rules: Rules, lines: frozenset[Line], then: Goto | None) -> Program:
 
 
 def deletes(rules: Rules, txids: tuple[str, ...], then: Goto | None) -> Program:
-    """Delete all records of these txids, in any order: whole logs, what another gc has left, and what came late."""
+    """Delete all records of these txids, in any order: whole logs, what another gc has left, and what came late.
+
+    Of a young log, delete only the first record.
+    """
     for txid in txids:
         found = yield _own(txid)
         numbers = [number for number, record in enumerate(found) if record is not None]
+        if rules.mutant != "erases_all" and (yield look("looks how old it is", _looks_young(txid))):
+            numbers = [] if rules.mutant == "erases_nothing" else [number for number in numbers if number == 0]
         if rules.mutant != "leaves_late" or ends_itself(found):
             for number in numbers:
                 yield delete(("commits", txid, number))
     return then
+
+
+def _looks_young(txid: str) -> Callable[[Store], bool]:
+    return lambda store: is_young(store, txid)
 
 
 def _own(txid: str) -> Op:
@@ -157,10 +196,14 @@ def settles(rules: Rules) -> Program:
 
 
 def writes(key: tuple[str, str, int], record: Any) -> Op:
-    """Create a record. It is a zombie if its log was folded before."""
+    """Create a record. It is a zombie if its log was folded before.
+
+    The first record of a young log is none. It is there because the checkpoint was committed, and purged since.
+    """
 
     def ghost(store: Store, won: bool) -> Store:
-        return store.with_(("ghost", "zombie", *key)) if won and key[1] in ended(store) else store
+        was_committed = key[2] == 0 and is_young(store, key[1])
+        return store.with_(("ghost", "zombie", *key)) if won and key[1] in ended(store) and not was_committed else store
 
     return create(key, record, ghost)
 
@@ -171,7 +214,7 @@ def says(rules: Rules, me: str, key: tuple[str, str, int], *, file: bool = True)
     if (
         not there
         and rules.mutant != "believes_its_put"
-        and (yield look("reads ended", lambda store: key[1] in ended(store)))
+        and (yield look("reads ended", lambda store: key[1] in ended(store) and not is_young(store, key[1])))
     ):
         return False
     zombie = ("ghost", "zombie", *key)
@@ -191,7 +234,7 @@ def save(rules: Rules, me: str) -> Program:
     else:
         seen = yield reads_log("Z")
     if not seen.live:
-        seen = yield reads_log()
+        seen = yield by_key()
     return goto(save_uploads, rules, me, dict(seen.live).get(seen.current, frozenset()))
 
 
@@ -205,7 +248,7 @@ def save_uploads(rules: Rules, me: str, named: Blobs) -> Program:
 
 
 def rewrite(rules: Rules, me: str) -> Program:
-    seen = yield reads_log()
+    seen = yield by_key()
     if not seen.visible:
         return None
     yield create(("transactions", me), seen.next)
@@ -214,7 +257,7 @@ def rewrite(rules: Rules, me: str) -> Program:
 
 def rewrite_uploads(rules: Rules, me: str, slot: int, old: Blobs) -> Program:
     if rules.mutant != "no_reread":
-        seen = yield reads_log()
+        seen = yield by_key()
         if seen.next != slot or not seen.visible:
             return goto(blobs.rewrite_ends, OLD, me, slot)
     return goto(rewrite_commits, rules, me, slot, old)
@@ -233,7 +276,7 @@ def rewrite_commits(rules: Rules, me: str, slot: int, old: Blobs) -> Program:
 
 
 def restorer(rules: Rules) -> Program:
-    seen = yield reads_log()
+    seen = yield by_key()
     if seen.live and not seen.visible:
         key = ("commits", X, seen.next)
         if (yield writes(key, RESTORED)):
@@ -243,7 +286,7 @@ def restorer(rules: Rules) -> Program:
 
 def user(acts: tuple[str, ...], txid: str = X) -> Program:
     for act in acts[:1]:
-        seen = yield reads_log(txid)
+        seen = yield by_key(txid)
         if blobs.may(seen, act):
             yield create(("commits", txid, seen.next), act)
         return goto(user, acts[1:], txid)
@@ -312,6 +355,20 @@ def reads_records(rules: Rules, left: tuple[int, ...], over: bool, found: tuple[
     return None
 
 
+def key_reader(rules: Rules, found: tuple[Any, ...] = (), early: bool | None = None) -> Program:
+    """Read X by keys, until a number is free, then look how old it is, and then into `ended`."""
+    if rules.mutant == "clock_first" and early is None:
+        early = yield look("looks how old it is", _looks_young(X))
+    record = yield look(f"reads record {len(found)}", lambda store: store.get("commits", X, len(found)))
+    if record is not None:
+        return goto(key_reader, rules, (*found, record), early)
+    young = early if early is not None else (yield look("looks how old it is", _looks_young(X)))
+    over = not young and (yield look("reads ended", lambda store: X in ended(store)))
+    if fold(X, found).visible and not over:
+        yield look("SAYS that X is visible", lambda _: "", lambda store, _: store.with_(("ghost", "visible")))
+    return None
+
+
 # -- invariants
 
 HONEST = Invariant(
@@ -324,10 +381,18 @@ FOUND = Invariant("No reader reports records as lost that were folded.", lambda 
 
 
 def is_folded(store: Store) -> bool:
-    return not any(txid in ended(store) for txid, _ in store.under("commits"))
+    left = ((txid, number) for txid, number in store.under("commits") if txid in ended(store))
+    return all(number and is_young(store, txid) for txid, number in left)
 
 
-FOLDED = Invariant("When all is quiet, no log is left of what is folded.", is_folded)
+FOLDED = Invariant(
+    "When all is quiet, no log is left of what is folded, and no first record of what is erased.", is_folded
+)
+
+
+def month() -> Program:
+    yield Op(lambda store: [Outcome("has passed", store.without(*(key for key in store.objects if key[0] == "young")))])
+    return None
 
 
 def late(key: tuple[str, str, int], record: Any) -> Program:
@@ -371,6 +436,10 @@ def makes(rules: Rules, name: str) -> Goto:
         "gc": goto(gc, OLD, Turn(1)),
         "gc that resumes": goto(gc_waits, OLD, Turn(0), plan),
         "folder": goto(folder, rules),
+        "eraser": goto(folder, rules, None, X),
+        "eraser of a copy": goto(folder, rules, None, "C0"),
+        "month": goto(month),
+        "reader by key": goto(key_reader, rules),
         "user": goto(user, (FORGOTTEN, PURGED)),
         "purger": goto(user, (PURGED,)),
         "restorer": goto(restorer, rules),
@@ -420,8 +489,23 @@ SAFE: dict[str, tuple[dict[Any, Any], tuple[str, ...]]] = {
     "files that come back": (log_of(X, *OVER_X), ("reader", "rsync", "folder", "folder 2")),
     "a reader": (log_of(X, *OVER_X), ("reader", "joiner", "folder")),
 }
+YOUNG = {("young", txid): True for txid in (X, "C0")}
+ERASED: dict[str, tuple[dict[Any, Any], tuple[str, ...]]] = {
+    "erased, a save": (LIVES | YOUNG, ("save", "user", "gc", "eraser")),
+    "erased, a rewrite": (LIVES | YOUNG, ("rewrite", "user", "gc", "eraser")),
+    "erased, a restore": (log_of(X, Committed(PAIR), FORGOTTEN) | YOUNG, ("restorer", "purger", "eraser", "month")),
+    "erased, a copy": (dict(COPY) | YOUNG, ("copier", "copier that slept", "eraser of a copy", "month")),
+    "erased, a reader": (log_of(X, *OVER_X) | YOUNG, ("reader", "joiner", "eraser", "folder", "month")),
+    "erased, a reader by key": (log_of(X, *OVER_X) | YOUNG, ("reader by key", "joiner", "eraser", "folder", "month")),
+    "erased, a gc that resumes": (
+        MOVES | {("objects", "T", name): True for name in "em"} | YOUNG,
+        ("save", "gc that resumes", "user", "eraser"),
+    ),
+}
+SAFE |= ERASED
 LARGE: dict[str, tuple[dict[Any, Any], tuple[str, ...]]] = {
     "a save and a rewrite": (LIVES, ("save", "rewrite", "user", "gc", "folder")),
+    "erased, a save and a rewrite": (LIVES | YOUNG, ("save", "rewrite", "user", "gc", "eraser")),
     "two that fold, a rewrite": (LIVES, ("rewrite", "user", "gc", "folder", "folder 2")),
     "copies": ({}, ("copier", "copier 2", "other copier", "folder", "folder 2")),
 }
@@ -432,5 +516,5 @@ def model(mutant: str = "", *, start: str = "a save") -> Model:
     objects, names = {**SAFE, **LARGE}[start]
     found = [Process(name, makes(rules, name), mortal=True) for name in names]
     found += [Process("last", goto(settles, rules))]
-    whole = () if start == "a restore" else (WHOLE,)  # its objects are gone from the start
+    whole = () if "a restore" in start else (WHOLE,)  # its objects are gone from the start
     return Model(Store(objects), found, always=(*whole, HONEST, OVER, FOUND), at_end=(TIDY, FOLDED))

@@ -21,6 +21,11 @@ DIES = {
     "knows_late": ("a save of what is late", WHOLE),
     "ended_first": ("a reader", OVER),
     "says_lost": ("a reader", FOUND),
+    "erases_all": ("erased, a reader by key", OVER),
+    "erases_hidden": ("erased, a restore", HONEST),
+    "erases_nothing": ("erased, a restore", FOLDED),
+    "erases_with_objects": ("erased, a gc that resumes", WHOLE),
+    "clock_first": ("erased, a reader by key", OVER),
 }
 
 

@@ -23,7 +23,8 @@ from casckpt.format.names import TxId
 from casckpt.format.sections.blobs import BlobRef
 from casckpt.history import commits, transactions
 from casckpt.history.commits import Commit, forget, list_commits, purge
-from casckpt.plan.retention import Policy
+from casckpt.history.tags import set_tag
+from casckpt.plan.retention import Policy, Rotation
 from casckpt.repository.processes import this_process
 from casckpt.repository.repository import Repository
 from casckpt.storage.local.store import LocalStore
@@ -31,6 +32,7 @@ from casckpt.upkeep.copies.copy import execute, plan_copy
 from casckpt.upkeep.copies.replication import BlobLocations, replicate
 from casckpt.upkeep.doctor import examine
 from casckpt.upkeep.gc import gc
+from casckpt.upkeep.gc.rotation import rotate
 from casckpt.upkeep.repair.verify import verify
 from casckpt.upkeep.thin import execute as execute_thinning
 from casckpt.upkeep.thin import plan_thin
@@ -537,10 +539,30 @@ def test_a_copy_with_other_entries_gets_a_log_of_its_own(repo: Repository, targe
     assert (one.txid, other.txid) == (list_commits(repo).live()[0].txid, copied_txid(one.txid, 1))
     lacking = [commit.dropped.patterns for commit in list_commits(target).visible() if commit.dropped]
     assert lacking == [{"optim.a"}, {"optim.b"}]
+    rules = Policy(keep_last=1)
+    assert not run_gc(target, rules, min_age=0.0).forgotten, "each of them has an entry that the other lacks"
+    assert not rotate(target, "run", Rotation(max_checkpoints=1))
     whole = resolve(repo, "run@0").old[0]
     assert replicate(repo, target, whole, ONE_BY_ONE).txid == one.txid
     assert resolve(target, "run@0").dropped is None, "although the other one is later"
+    assert [commit.txid for commit in run_gc(target, rules, min_age=0.0).forgotten] == [other.txid]
     check_clean(target)
+
+
+@pytest.mark.parametrize("tagged", [False, True])
+def test_copies_with_different_entries_are_forgotten_together(
+    repo: Repository, target: Repository, tagged: bool
+) -> None:
+    in_parts(repo)
+    target.create()
+    one = replicate(repo, target, thin(repo, "optim.a"), ONE_BY_ONE)
+    commits.restore(repo, resolve(repo, "run@0").old[0])
+    other = replicate(repo, target, thin(repo, "optim.b"), ONE_BY_ONE)
+    if tagged:
+        set_tag(target, "best", other)
+    save(target, step=1)
+    gone = rotate(target, "run", Rotation(max_checkpoints=1))
+    assert [commit.txid for commit in gone] == ([] if tagged else [one.txid, other.txid])
 
 
 def test_a_copy_that_was_forgotten_and_thinned_is_completed_if_named(repo: Repository, target: Repository) -> None:

@@ -15,15 +15,19 @@ from casckpt.base.groups import grouped
 from casckpt.errors import Revoked
 from casckpt.format.keys import parse_object
 from casckpt.format.sections.blobs import BlobRef
-from casckpt.history import ended, leases, tags, transactions
+from casckpt.history import announcements, ended, leases, tags, transactions
 from casckpt.history.commits import CommitList, list_commits, list_names, read_log
 from casckpt.repository.repository import Repository
 from casckpt.upkeep.gc import gc, logs
 from casckpt.upkeep.gc import purge as retiring
+from tests.support.announced import untold
 from tests.support.repositories import put_blob, save
 from tests.upkeep.gc.play import HOUR, ROUNDS, Lost, Play, copy_again, draw_from_log, draw_known, finish
 
 pytestmark = pytest.mark.sweep
+AGES = (
+    (logs, "MIN_AGE"), (logs, "FEWEST"), (ended, "TRUSTED"), (announcements, "MIN_AGE"), (announcements, "TRUSTED"),
+)  # fmt: skip
 HELD_UP = (0.05, 0.2)  # few switches, but a fifth of all changes are late: a bug shows up in about a tenth of the plays
 
 # plays
@@ -118,7 +122,7 @@ def test_logs_are_deleted_while_others_write(
     tmp_path: Path, seed: int, full: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Without a minimum age, each process looks for the lines of each transaction. A late record never counts."""
-    for place, name in ((logs, "MIN_AGE"), (logs, "FEWEST"), (ended, "_TRUSTED")):
+    for place, name in AGES:
         monkeypatch.setattr(place, name, 0)
     late = deleted = 0
     for round_ in range(ROUNDS * (46 if full else 2)):
@@ -139,6 +143,7 @@ def test_logs_are_deleted_while_others_write(
         play.clean_up()
         listed = list_commits(play.watcher)
         assert not listed.damaged
+        assert not untold(play.watcher)
         assert not listed.over.keys() & {txid for txid, _ in list_names(play.watcher)}
         deleted += len(listed.over)
     assert deleted

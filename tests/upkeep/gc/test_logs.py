@@ -2,27 +2,32 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
 import pytest
 
 from casckpt.base.names import run_hash
-from casckpt.format.keys import commit_key, ended_key, signature_key
+from casckpt.contents.watching import Watcher, watch
+from casckpt.format.keys import announcement_key, commit_key, ended_key, signature_key, transaction_key
 from casckpt.format.names import TxId
+from casckpt.format.records import Began
 from casckpt.history import commits, tags
 from casckpt.history.announcements import announce, look, read_back
 from casckpt.history.commits import Commit, list_commits, read_log
 from casckpt.history.following import is_visible, newest
 from casckpt.history.transactions import begin, revoke
+from casckpt.repository.processes import this_process
 from casckpt.repository.repository import Repository
 from casckpt.upkeep.gc import logs
 from casckpt.upkeep.gc.logs import drop_logs
 from casckpt.upkeep.repair.verify import verify
 from tests.support.announced import announcements, untold
 from tests.support.dying import Deadly, Killed
-from tests.support.faulty import FaultyStore
+from tests.support.faulty import Call, FaultyStore, call_first
 from tests.support.gcs import begin_elsewhere, collect, keys
 from tests.support.repositories import (
     START,
@@ -30,6 +35,7 @@ from tests.support.repositories import (
     again,
     commit_bare,
     commit_draft,
+    committed,
     draft,
     half_rewrite,
     memory,
@@ -243,6 +249,16 @@ def test_gc_deletes_what_a_save_that_slept_leaves(repo: Repository) -> None:
     assert keys(repo, "commits/") | keys(repo, "objects/") <= there
 
 
+def test_gc_deletes_the_files_of_a_copier_that_slept(repo: Repository) -> None:
+    gone = short_lived(repo)[0]
+    sleep(repo)
+    collect(repo)
+    began = Began(txid=gone.txid, run=gone.run, step=gone.step, time=repo.clock(), process=this_process())
+    repo.put_record(transaction_key(gone.txid), began)
+    collect(repo)
+    assert not keys(repo, "transactions/")
+
+
 # erased runs
 
 
@@ -324,7 +340,7 @@ def test_a_host_asks_for_deleted_announcements_only_once(tmp_path: Path, repo: R
         look(again_there, RUN)
         read_back(again_there, RUN)
         counts.append(len(storage.calls))
-    assert counts[1] <= 3 < counts[0] < 8
+    assert counts[1] <= 4 < counts[0] < 8
 
 
 def test_the_newest_announcement_stays(repo: Repository) -> None:
@@ -332,10 +348,113 @@ def test_the_newest_announcement_stays(repo: Repository) -> None:
     gone = purged_all(repo)
     drop_logs(repo, list_commits(repo), [one.txid for one in gone])
     collect(repo)
+    assert len(announcements(repo, RUN)) == 4, "a save that began before may be about to use the next number"
+    sleep(repo)
+    collect(repo)
     ((number, _),) = announcements(repo, RUN)
     one = commit_bare(repo, step=9)
     assert announcements(repo, RUN)[-1] == (number + 1, [(one.txid, 0)])
     assert newest(repo.fresh(), "run", is_visible) == one
+
+
+def host(repo: Repository, folder: Path) -> Repository:
+    return repository(folder, repo.storage, clock=repo.clock, seed=9)
+
+
+def all_but_the_last_deleted(repo: Repository) -> Commit:
+    """Save and purge some checkpoints. After a month, gc deletes their announcements. Return one that is live."""
+    short_lived(repo, 4, first=1)
+    sleep(repo)
+    collect(repo)
+    assert len(announcements(repo)) == 1
+    (live,) = list_commits(repo).live()
+    return live
+
+
+def test_a_host_whose_announcements_are_all_deleted_reads_on(
+    tmp_path: Path, repo: Repository, caplog: pytest.LogCaptureFixture
+) -> None:
+    slept, old = host(repo, tmp_path / "slept"), repo.new_txid("run", 7)
+    commits.forget(repo, save(repo, step=0))
+    seen = Watcher(slept, "run", latest_only=False)
+    known = look(slept, RUN)
+    live = all_but_the_last_deleted(repo)
+    copy = commit_bare(repo, step=7, txid=old)
+    told = list(watch(seen, poll=1, timeout=40, sleep=lambda _: None, now=iter(range(10**6)).__next__))
+    assert [(one.commit.txid, one.late) for one in told] == [(live.txid, False), (copy.txid, True)]
+    assert look(slept, RUN) is known
+    assert newest(slept, "run", is_visible) == live
+    assert not caplog.records
+
+
+def test_a_watch_behind_a_checkpoint_whose_log_is_deleted_yields_old_copies_too(
+    tmp_path: Path, repo: Repository
+) -> None:
+    old, first = repo.new_txid("run", 7), save(repo, step=0)
+    commits.forget(repo, first)
+    live = all_but_the_last_deleted(repo)
+    copy = commit_bare(repo, step=7, txid=old)
+    seen = Watcher(host(repo, tmp_path / "new"), "run", first, latest_only=False)
+    assert [one and one.commit.txid for one in (seen.next(), seen.next(), seen.next())] == [live.txid, copy.txid, None]
+
+
+def test_announcements_that_are_deleted_during_a_look_are_noticed(tmp_path: Path, repo: Repository) -> None:
+    """The last announcement that the host has read still exists when it looks for the next one."""
+    slept = host(repo, tmp_path / "slept")
+    commits.forget(repo, save(repo, step=0))
+    look(slept, RUN)
+    short_lived(repo, 4, first=1)
+    sleep(repo)
+    storage = repo.storage
+    assert isinstance(storage, FaultyStore)
+
+    def delete(_: Call) -> None:
+        collect(repo)
+
+    storage.inject(call_first("get", delete, key=announcement_key(RUN, 1)))
+    assert newest(slept, "run", is_visible) == list_commits(repo).live()[0]
+
+
+def test_announcements_are_deleted_one_by_one(repo: Repository, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Otherwise, a host that has read one of them would take it for the newest, because the next one is missing."""
+    storage, left = repo.storage, []
+    assert isinstance(storage, FaultyStore)
+    traits = replace(storage.traits, parallel=4)
+    monkeypatch.setattr(FaultyStore, "traits", property(lambda _: traits))
+
+    def wait(_: Call) -> None:
+        time.sleep(0.05)
+        left.append([number for number, _ in announcements(repo)])
+
+    storage.inject(call_first("delete", wait, key="runs/*", times=3))
+    all_but_the_last_deleted(repo)
+    assert left == [list(range(first, 5)) for first in range(3)]
+
+
+def test_a_save_that_slept_uses_no_number_that_was_deleted(tmp_path: Path, repo: Repository) -> None:
+    slept = host(repo, tmp_path / "slept")
+    commits.forget(repo, save(repo, step=0))
+    seen = look(slept, RUN).head
+    all_but_the_last_deleted(repo)
+    ((number, _),) = announcements(repo)
+    one = committed(slept, step=9)
+    commits.commit(slept, one, seen=seen)
+    assert announcements(repo)[-1] == (number + 1, [(one.txid, 0)])
+    found = newest(repo.fresh(), "run", is_visible)
+    assert found is not None
+    assert found.txid == one.txid
+
+
+def test_an_announcement_that_cannot_be_read_stays(tmp_path: Path, repo: Repository) -> None:
+    """It may name a save in progress."""
+    save(repo, step=0)
+    key = announcement_key(RUN, 0)
+    repo.storage.delete(key)
+    repo.storage.put(key, b"torn")
+    sleep(repo)
+    save(repo, step=1)
+    collect(host(repo, tmp_path / "new"))
+    assert key in keys(repo, "runs/")
 
 
 def purged_all(repo: Repository) -> list[Commit]:
