@@ -1069,9 +1069,9 @@ PLANTED = (
         "tests/format/sections/test_tables.py",
     ),
     Planted(
-        "a copy does not make the names of its blobs durable",
-        "_Copy._copy_blobs",
-        "        self.target.storage.settle(uploader_folder(own))\n",
+        "the names of new blobs are not made durable",
+        "store",
+        "    repo.storage.settle(uploader_folder(txid))\n",
         "",
         "tests/upkeep/copies/test_replication.py",
     ),
@@ -1117,9 +1117,9 @@ PLANTED = (
     ),
     Planted(
         "reused blobs are not checked before the commit",
-        "exclude_missing",
-        "txid, [known.blobs[number] for number in sorted(reused)])",
-        "txid, [])",
+        "_reused",
+        "for number in sorted(numbers))",
+        "for number in ())",
         "tests/store/test_damage.py tests/saving/test_reuse.py",
     ),
     Planted(
@@ -1825,7 +1825,7 @@ PLANTED = (
     ),
     Planted(
         "each save reads the same cells of other ranks again",
-        "_Attempt.run",
+        "_OwnState.remember",
         "        self.memory.compared.turn += 1\n",
         "        self.memory.compared.turn += 0\n",
         "tests/saving/test_replicas.py",
@@ -3072,9 +3072,9 @@ PLANTED = (
     ),
     Planted(
         "a merge does not check the blobs that it names",
-        "_attempt",
-        "while exclude_missing(repo, txid, known, _blobs(planned)):",
-        "while exclude_missing(repo, txid, known, set()):",
+        "_reused",
+        "for number in sorted(_blobs(planned)))",
+        "for number in ())",
         "tests/frontends/test_merging.py",
     ),
     Planted(

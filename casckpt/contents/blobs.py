@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
 from random import Random
+from typing import TypeVar
 
 from casckpt.base.parallel import in_parallel
 from casckpt.errors import CasckptError, Conflict, Revoked, StorageError
-from casckpt.format.keys import blob_key, commit_key, damaged_key, parse_damaged, parse_object
+from casckpt.format.keys import blob_key, commit_key, damaged_key, parse_damaged, parse_object, uploader_folder
 from casckpt.format.names import BlobHash, TxId
 from casckpt.format.records import DamageRecord
 from casckpt.format.sections.blobs import BlobRef
@@ -22,6 +23,7 @@ PREFIX = "damaged/"
 DAMAGED, REPAIRED = "damaged", "repaired"
 MAX_WHY_CHARACTERS = 500
 _SAMPLE = 16
+_Placed = TypeVar("_Placed")
 
 log = logging.getLogger(__name__)
 
@@ -72,13 +74,36 @@ def check(repo: Repository, refs: Iterable[BlobRef]) -> list[BlobRef]:
     return lost
 
 
-def check_reused(repo: Repository, txid: TxId, refs: Iterable[BlobRef]) -> list[BlobRef]:
-    """Return the ``refs`` that are missing or truncated, and mark them.
+def store(
+    repo: Repository,
+    txid: TxId,
+    place: Callable[[], _Placed],
+    reused: Callable[[_Placed], Iterable[BlobRef]],
+    exclude: Callable[[Collection[BlobRef]], None],
+) -> _Placed:
+    """Call ``place`` until every blob that its result reuses exists. Return this result; the new blobs are durable.
 
-    Transaction ``txid`` reuses all of ``refs``.
+    ``place``: stores in transaction ``txid`` whatever has no place yet. ``reused``: returns the blobs that a result
+    names. ``exclude``: stops the reuse of lost blobs, and takes their contents out of their places.
 
-    Raises `Revoked` if gc has revoked the transaction and may have deleted the blobs. Raises `StorageError`.
+    Raises `Revoked` if gc has revoked the transaction and may have deleted blobs. Raises `StorageError`.
     """
+    while True:
+        placed = place()
+        refs = dict.fromkeys(ref for ref in reused(placed) if ref.uploader != txid)
+        lost = _check_reused(repo, txid, refs)
+        if not lost:
+            break
+        exclude(lost)
+    if repo.cache_saves:
+        for ref in refs:
+            repo.blob_cache.touch(ref)
+    repo.storage.settle(uploader_folder(txid))
+    return placed
+
+
+def _check_reused(repo: Repository, txid: TxId, refs: Iterable[BlobRef]) -> list[BlobRef]:
+    """Return the ``refs`` that are missing or truncated, and mark them."""
     lost = check(repo, refs)
     if lost and repo.storage.size(commit_key(txid)) is not None:
         raise Revoked(

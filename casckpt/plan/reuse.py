@@ -82,9 +82,11 @@ class ReusableCells:
         """Return whether the cells in this blob may be reused."""
         return self._usable[blob]
 
-    def exclude(self, blob: int) -> None:
-        """Stop reusing a blob whose bytes are missing."""
-        self._usable[blob] = False
+    def exclude(self, lost: Iterable[BlobRef]) -> None:
+        """Stop reusing blobs whose bytes are missing."""
+        names = {(ref.uploader, ref.hash) for ref in lost}
+        for number, ref in enumerate(self.blobs):
+            self._usable[number] &= (ref.uploader, ref.hash) not in names
         self.any = any(self._usable)
 
     def usable_cells(self, cells: WholeCells) -> npt.NDArray[np.bool_]:

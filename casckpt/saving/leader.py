@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from math import prod
 from typing import Any, Final, TypeAlias
@@ -371,6 +372,15 @@ class Leader:
         except (Damaged, Refused):
             return True
         return commit is not None and commit.live
+
+    @contextmanager
+    def aborting(self) -> Iterator[None]:
+        """Abort the transaction after an error in the context."""
+        try:
+            yield
+        except BaseException as error:
+            self.abort(error)
+            raise
 
     def abort(self, error: BaseException) -> None:
         """Abort the transaction if it has begun but is not committed."""

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
+from functools import partial
 
 from casckpt.base.progress import Progress
+from casckpt.contents import blobs
 from casckpt.errors import Revoked
 from casckpt.format.extents import ExtentTable, renumbered
+from casckpt.format.sections.blobs import BlobRef
 from casckpt.format.sections.index import Name
 from casckpt.format.sections.tables import Extents, Streams
 from casckpt.history.commits import Commit, just_committed
@@ -16,7 +19,7 @@ from casckpt.repository.repository import Repository
 from casckpt.saving.leader import GroupMemory, Leader
 from casckpt.saving.options import SaveOptions
 from casckpt.saving.prepare import Prepared
-from casckpt.saving.rank_part import exclude_missing, write_part
+from casckpt.saving.rank_part import write_part
 from casckpt.saving.reuse_offer import reusable_cells, with_commit
 from casckpt.saving.save import log_retry
 from casckpt.saving.shares import Share, joined
@@ -59,26 +62,25 @@ def _attempt(
     repo: Repository, state: ComputedState, options: SaveOptions, progress: Progress, *, reuse: bool
 ) -> Commit:
     leader = Leader(repo, 1, GroupMemory(), options, reuse=reuse)
-    try:
+    with leader.aborting():
         txid = leader.start()
         offer = leader.reuse_offer(state.streams)
         offer = with_commit(repo, offer, state.source) if reuse and state.source is not None else offer
         known = reusable_cells(repo, options.run, offer)
-        planned = state.plan(known)
-        while exclude_missing(repo, txid, known, _blobs(planned)):
-            planned = state.plan(known)
-        part = write_part(repo, txid, offer, planned.rounds, options, progress=progress)
+        planned = blobs.store(repo, txid, partial(state.plan, known), partial(_reused, known), known.exclude)
+        part = write_part(repo, txid, offer, planned.rounds, options, known=known, progress=progress)
         part = replace(part, share=joined([part.share, _share(planned, known)]))
         record, _ = leader.conclude([part], state.streams, state.tree)
-    except BaseException as error:
-        leader.abort(error)
-        raise
     return just_committed(record)
 
 
 def _blobs(planned: Rounds) -> set[int]:
     """Return the numbers of the blobs with the cells that are named without data, and with their bases."""
     return {link.blob for _, table in planned.stored.values() for extent in table.extents for link in extent.chain}
+
+
+def _reused(known: ReusableCells, planned: Rounds) -> Iterator[BlobRef]:
+    return (known.blobs[number] for number in sorted(_blobs(planned)))
 
 
 def _share(planned: Rounds, known: ReusableCells) -> Share:

@@ -12,7 +12,7 @@ import numpy as np
 from casckpt.base.lazy import cached_property
 from casckpt.base.progress import Progress
 from casckpt.errors import Revoked
-from casckpt.format.records import DEFAULT_CELL_BYTES
+from casckpt.format.records import DEFAULT_CELL_BYTES, Committed
 from casckpt.format.sections.columns import Ints
 from casckpt.history.commits import Commit, just_committed
 from casckpt.plan.writers import MORE_RUNS, Words, row_digests
@@ -20,12 +20,12 @@ from casckpt.ranks.ranks import Ranks, telling
 from casckpt.repository.repository import Repository
 from casckpt.saving.apart import Apart, apart
 from casckpt.saving.layout import RankLayout, assigned, layout_of
-from casckpt.saving.leader import BeginAnswer, BeginRequest, GroupMemory, Leader, Planned
+from casckpt.saving.leader import BeginAnswer, BeginRequest, GroupMemory, Leader, Planned, WornBlobs
 from casckpt.saving.options import SaveOptions
 from casckpt.saving.prepare import Prepared
 from casckpt.saving.rank_part import RankPart, write_part
 from casckpt.saving.replicas import Samples, runs_of, seed_of
-from casckpt.saving.reuse_offer import LastShare, ReuseOffer
+from casckpt.saving.reuse_offer import LastShare, ReuseOffer, reusable_cells
 from casckpt.saving.shares import Share
 
 log = logging.getLogger(__name__)
@@ -34,17 +34,39 @@ log = logging.getLogger(__name__)
 def save(
     repo: Repository, ranks: Ranks, memory: GroupMemory, prepare: Callable[[], Prepared], options: SaveOptions
 ) -> Commit:
-    """Store and commit a state. Every rank of ``ranks`` must make this call.
+    """Store and commit a state. Every rank of ``ranks`` must make this call. Return the same commit on every rank.
 
     Calls ``prepare`` once, inside an exchange, so that an error reaches all ranks. If gc revokes the save, this
     retries it once, without reuse. Raises Conflict if the step exists.
     """
-    progress, once = Progress(options.progress), cache(prepare)
-    try:
-        return _Attempt(repo, ranks, memory, once, options, progress=progress, reuse=True).run()
-    except Revoked:
-        log_retry(options)
-        return _Attempt(repo, ranks, memory, once, options, progress=progress, reuse=False).run()
+    progress, once, reuse = telling(ranks, Progress(options.progress)), cache(prepare), True
+    while True:
+        mine = _OwnState(repo, ranks, memory, once, options)
+        leader = Leader(repo, ranks.size, memory, options, reuse=reuse, last=mine.last)  # used on rank 0 only
+        try:
+            with leader.aborting():
+                begun = ranks.exchange(mine.request, leader.begin)  # begins the transaction, then reads the parent
+                offer = mine.follow(_planned(ranks, leader, mine)) if begun.offer is None else begun.offer
+                write = partial(mine.write, begun, offer, progress)  # finds or stores every cell, durably
+                record, worn = ranks.exchange(write, leader.finish)  # merges the shares, puts the manifest, commits
+            mine.remember(record, worn)
+            return just_committed(record)
+        except Revoked:
+            if not reuse:
+                raise
+            log_retry(options)
+            reuse = False
+
+
+def _planned(ranks: Ranks, leader: Leader, mine: _OwnState) -> Planned:
+    """Compare values across ranks. Return this rank's writes, and the cells that it may reuse."""
+    answer = ranks.exchange(mine.sampled, leader.plan)
+    while isinstance(answer, Apart):
+        mine.take_apart(answer.keys)
+        answer = ranks.exchange(mine.sampled, leader.plan)
+    if isinstance(answer, list):
+        return ranks.exchange(partial(mine.samples, MORE_RUNS, np.array(answer, np.int64)), leader.judge)
+    return answer
 
 
 def log_retry(options: SaveOptions) -> None:
@@ -61,74 +83,38 @@ def compare(repo: Repository, ranks: Ranks, memory: GroupMemory, prepared: Prepa
 
     ``memory``: must not belong to a save. Raises InvalidInput if the states of the ranks contradict each other.
     """
-    _Attempt(repo, ranks, memory, lambda: prepared, options, progress=Progress(None), reuse=False).planned()
+    leader = Leader(repo, ranks.size, memory, options, reuse=False)
+    _planned(ranks, leader, _OwnState(repo, ranks, memory, lambda: prepared, options))
 
 
-class _Attempt:
-    """One attempt to save, on one rank."""
+class _OwnState:
+    """The state of one rank in one attempt to save. ``last``: the rank's last share of the run."""
 
     def __init__(
-        self,
-        repo: Repository,
-        ranks: Ranks,
-        memory: GroupMemory,
-        prepare: Callable[[], Prepared],
-        options: SaveOptions,
-        *,
-        progress: Progress,
-        reuse: bool,
+        self, repo: Repository, ranks: Ranks, memory: GroupMemory, prepare: Callable[[], Prepared], options: SaveOptions
     ) -> None:
-        self.repo, self.ranks, self.memory = repo, ranks, memory
-        self.options, self.progress = options, telling(ranks, progress)
+        self.repo, self.ranks, self.memory, self.options = repo, ranks, memory, options
+        self.last = memory.shares.get(options.run)  # read once, because another thread may change it
         self._prepare = prepare if not memory.apart else cache(lambda: apart(prepare(), memory.apart))
-        self._last = memory.shares.get(options.run)  # read once, because another thread may change it
         self._share: Share | None = None
         self._seed = seed_of(options.run, options.step)
         self._runs = runs_of(str(options.check_replicas))
-        self.leader = Leader(repo, ranks.size, memory, self.options, reuse=reuse, last=self._last)
 
-    def run(self) -> Commit:
-        """Save the state. Return the same commit on every rank."""
-        try:
-            begun = self.ranks.exchange(self._request, self.leader.begin)
-            offer = self._follow_new_plan() if begun.offer is None else begun.offer
-            record, worn = self.ranks.exchange(partial(self._write, begun, offer), self.leader.finish)
-        except BaseException as error:
-            self.leader.abort(error)
-            raise
-        self.memory.compared.turn += 1
-        if self.ranks.size == 1:
-            self.memory.shares.clear()  # the memory of one share is enough
-        if self._share is not None:
-            self.memory.shares[self.options.run] = LastShare(record.txid, self._share, worn)
-        return just_committed(record)
+    @cached_property
+    def _layout(self) -> RankLayout:
+        return layout_of(self._prepare(), self._cell_bytes())
 
-    def _follow_new_plan(self) -> ReuseOffer:
-        assignment, offer = self.planned()
-        self.memory.fingerprint, self.memory.assignment = self._layout.fingerprint, assignment
-        self.memory.compared.plan(assignment.sets)
-        self.memory.shares.clear()  # they belong to the previous assignments
-        return offer
+    def _cell_bytes(self) -> int:
+        """Return the store's cell size, or the default if this save creates the store."""
+        return self.repo.marker.cell_bytes if self.repo.exists() else DEFAULT_CELL_BYTES
 
-    def planned(self) -> Planned:
-        """Compare values across ranks. Return this rank's writes, and the cells that it may reuse."""
-        answer = self.ranks.exchange(self._sampled, self.leader.plan)
-        if isinstance(answer, Apart):
-            self.memory.apart |= answer.keys
-            parts = apart(self._prepare(), answer.keys)
-            self._prepare, self._layout = lambda: parts, layout_of(parts, self._cell_bytes())
-            return self.planned()
-        if isinstance(answer, list):
-            rows = np.array(answer, np.int64)
-            return self.ranks.exchange(lambda: self._samples(MORE_RUNS, rows), self.leader.judge)
-        return answer
-
-    def _request(self) -> BeginRequest:
+    def request(self) -> BeginRequest:
+        """Return this rank's first message."""
         prepared, alone, options, memory = self._prepare(), self.ranks.size == 1, self.options, self.memory
         fingerprint = "" if alone else self._layout.fingerprint
         if fingerprint != memory.fingerprint:
             memory.assignment, memory.compared.sets = None, ()
-        last = self._last
+        last = self.last
         if alone and last is not None:
             prepared.share_streams(last.share.extents)
         return BeginRequest(
@@ -140,34 +126,51 @@ class _Attempt:
             {} if alone else memory.compared.set_digests(prepared, self._layout, self._seed, self._runs),
         )
 
-    def _samples(self, runs: int, rows: Ints | None = None) -> Words:
+    def samples(self, runs: int, rows: Ints | None = None) -> Words:
+        """Return samples of this rank's values, or only of these rows of its layout."""
         return self.memory.compared.samples(self._prepare(), self._layout, self._seed, runs, rows)
 
-    def _sampled(self) -> Samples:
+    def sampled(self) -> Samples:
+        """Return the layout, with a digest of the samples of each row."""
         layout = self._layout
         if self.options.check_replicas == "off":
             return Samples(layout, np.zeros((len(layout.held), 0), np.uint64))  # reports no difference
-        return Samples(layout, row_digests(self._samples(self._runs))[:, None])
+        return Samples(layout, row_digests(self.samples(self._runs))[:, None])
 
-    @cached_property
-    def _layout(self) -> RankLayout:
-        return layout_of(self._prepare(), self._cell_bytes())
+    def take_apart(self, keys: frozenset[str]) -> None:
+        """Describe tensors in parts, because other ranks hold them in this form."""
+        self.memory.apart |= keys
+        parts = apart(self._prepare(), keys)
+        self._prepare, self._layout = lambda: parts, layout_of(parts, self._cell_bytes())
 
-    def _cell_bytes(self) -> int:
-        """Return the store's cell size, or the default if this save creates the store."""
-        return self.repo.marker.cell_bytes if self.repo.exists() else DEFAULT_CELL_BYTES
+    def follow(self, planned: Planned) -> ReuseOffer:
+        """Follow a new plan from now on. Return the offer that came with it."""
+        assignment, offer = planned
+        self.memory.fingerprint, self.memory.assignment = self._layout.fingerprint, assignment
+        self.memory.compared.plan(assignment.sets)
+        self.memory.shares.clear()  # they belong to the previous assignments
+        return offer
 
-    def _write(self, begun: BeginAnswer, offer: ReuseOffer) -> RankPart:
+    def write(self, begun: BeginAnswer, offer: ReuseOffer, progress: Progress) -> RankPart:
         """Perform this rank's writes. Return when they are durable."""
         if self.ranks.rank != 0:
             begun.home.check_shared(self.repo, begun.txid)
         prepared, options, memory = self._prepare(), self.options, self.memory
         ranges = None if memory.assignment is None else memory.assignment.ranges
         own = prepared if ranges is None else assigned(prepared, ranges, self.ranks.rank)
-        part = write_part(self.repo, begun.txid, offer, [own], options, progress=self.progress, last=self._last)
+        known = reusable_cells(self.repo, options.run, offer, self.last)
+        part = write_part(self.repo, begun.txid, offer, [own], options, known=known, progress=progress)
         self._share = part.share
         if self.ranks.size == 1:
             return replace(part, tree=prepared.tree)
         if ranges is not None and options.check_replicas == "sample":
             return replace(part, reread=memory.compared.read_again(prepared, self._layout, ranges))
         return part
+
+    def remember(self, record: Committed, worn: WornBlobs) -> None:
+        """Keep what makes the next save faster."""
+        self.memory.compared.turn += 1
+        if self.ranks.size == 1:
+            self.memory.shares.clear()  # the memory of one share is enough
+        if self._share is not None:
+            self.memory.shares[self.options.run] = LastShare(record.txid, self._share, worn)

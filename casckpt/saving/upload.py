@@ -159,6 +159,7 @@ class Upload:
 
         Their names are durable after a `settle` of the folder. `SmallCells` hold their own locations.
         """
+        self.progress.expect(sum(cell.nbytes for cells in work for cell in cells))
         placed: dict[int, PlacedCell] = {}
         large = [[cell for cell in cells if isinstance(cell, Cell)] for cells in work]
         if self.known.any:

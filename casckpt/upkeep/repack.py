@@ -30,7 +30,7 @@ from casckpt.format.dtypes import FLOATS, coded_width
 from casckpt.format.encodings.frames import decode, encode_planes
 from casckpt.format.encodings.parts import scratch
 from casckpt.format.extents import ExtentTable, Frame, StoredCell, build, moved
-from casckpt.format.keys import blob_key, uploader_folder
+from casckpt.format.keys import blob_key
 from casckpt.format.manifest import Encoded, Manifest, placed
 from casckpt.format.names import BlobHash, CellDigest, TxId
 from casckpt.format.sections.blobs import BlobList, BlobRef, encode_blobs
@@ -103,21 +103,20 @@ class Recoding:
         `StorageError`.
         """
         cells, known, places = cells_of(self.manifest, self.moving), self._known(), dict[CellDigest, CellPlace]()
-        while rest := [cell for cell in cells if cell.digest not in places]:
-            had = ((cell.digest, known.find(cell.digest)) for cell in rest if known.any)
-            usable = ((digest, cell) for digest, cell in had if cell and self._is_usable(cell))
-            usable_places = {
-                digest: CellPlace(known.blobs[cell.blob], cell.offset, cell.frame) for digest, cell in usable
-            }
-            places |= usable_places
-            self._store([cell for cell in rest if cell.digest not in usable_places], places)
-            reused = (place.ref for place in places.values() if place.ref.uploader != self.uploader)
-            lost = set(blobs.check_reused(self.target, self.uploader, reused))
-            for number, ref in enumerate(known.blobs):
-                if ref in lost:
-                    known.exclude(number)
-            places = {digest: place for digest, place in places.items() if place.ref not in lost}
-        self.target.storage.settle(uploader_folder(self.uploader))
+
+        def place() -> None:
+            rest = [cell for cell in cells if cell.digest not in places]
+            found = ((cell.digest, known.find(cell.digest)) for cell in rest if known.any)
+            usable = ((digest, cell) for digest, cell in found if cell and self._is_usable(cell))
+            places.update((digest, CellPlace(known.blobs[at.blob], at.offset, at.frame)) for digest, at in usable)
+            self._store([cell for cell in rest if cell.digest not in places], places)
+
+        def exclude(lost: Collection[BlobRef]) -> None:
+            known.exclude(lost)
+            for digest in [digest for digest, at in places.items() if at.ref in lost]:
+                del places[digest]
+
+        blobs.store(self.target, self.uploader, place, lambda _: (at.ref for at in places.values()), exclude)
         stored = sum(cell.nbytes for cell in cells if places[cell.digest].ref.uploader == self.uploader)
         self.progress(max(0, sum(self.manifest.blob_sizes[number] for number in self.moving) - stored))
         return self._placed(places)

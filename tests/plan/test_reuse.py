@@ -91,10 +91,10 @@ def test_cells_of_a_worn_blob_are_reused_from_a_different_blob() -> None:
 def test_a_missing_blob_is_removed_from_the_index() -> None:
     known = _known(_two_cells("w", "a", "b"), _two_cells("x", "b", "c"))
     assert _place(known, d("b")) == (0, 2 * CELL)
-    known.exclude(0)
+    known.exclude([known.blobs[0]])
     assert _place(known, d("b")) == (1, CELL)
     assert known.find(d("a")) is None
-    known.exclude(1)
+    known.exclude([known.blobs[1]])
     assert not known.any
 
 

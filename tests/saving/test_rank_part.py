@@ -11,12 +11,15 @@ from casckpt.base.progress import silent
 from casckpt.contents import manifests
 from casckpt.format.keys import blob_key
 from casckpt.history.transactions import begin_save
+from casckpt.plan.reuse import ReusableCells
 from casckpt.saving.options import SaveOptions
 from casckpt.saving.prepare import Prepared, prepare
 from casckpt.saving.rank_part import write_part
 from casckpt.saving.reuse_offer import ReuseOffer
 from casckpt.store.opening import open as open_store
 from tests.support.saves import CELL, cells, same_state, small
+
+NOTHING = ReusableCells(None, [], lambda ref: False)
 
 
 def test_values_are_uploaded_individually_and_described_together() -> None:
@@ -30,7 +33,7 @@ def test_values_are_uploaded_individually_and_described_together() -> None:
             stored.append(sum(entry.size for entry in repo.storage.list("objects/")))
 
     options = SaveOptions(run="a", step=1).checked()
-    part = write_part(repo, transaction.txid, ReuseOffer(), prepared(), options, progress=silent)
+    part = write_part(repo, transaction.txid, ReuseOffer(), prepared(), options, known=NOTHING, progress=silent)
     transaction.abort("the test ended")
     assert 2 * CELL <= stored[0] < stored[1]
     assert [key for _, key, _, _ in part.share.extents] == ["x", "y"]
@@ -43,7 +46,7 @@ def test_a_cell_that_is_equal_in_two_rounds_is_stored_once() -> None:
     transaction, _, _ = begin_save(repo, "a", 1)
     prepared = (prepare({key: same}, None, rank=0, allow_pickle=False) for key in "xy")
     options = SaveOptions(run="a", step=1).checked()
-    part = write_part(repo, transaction.txid, ReuseOffer(), prepared, options, progress=silent)
+    part = write_part(repo, transaction.txid, ReuseOffer(), prepared, options, known=NOTHING, progress=silent)
     transaction.abort("the test ended")
     assert len(part.share.refs) == 1
     assert len(list(repo.storage.list("objects/"))) == 1

@@ -43,7 +43,7 @@ from casckpt.saving.options import SaveOptions
 from casckpt.saving.prepare import Prepared, frozen_by, prepare, tensor_source
 from casckpt.saving.rank_part import RankPart, write_part
 from casckpt.saving.replicas import Samples, compared, memory_of, samples_of
-from casckpt.saving.reuse_offer import ReuseOffer
+from casckpt.saving.reuse_offer import ReuseOffer, reusable_cells
 from casckpt.tensors.dtypes import dtype_name
 from casckpt.tensors.state import check_key, decode_tree, encode_tree
 
@@ -203,7 +203,8 @@ class WriterSession:
         tensors = tensors_of(plan.items, alone=self.alone)
         txid, offer = self._offer(plan)
         prepared = self._prepared(values, tensors, planner)
-        part = write_part(self.repo, txid, offer, prepared, self.options, progress=self._progress)
+        known = reusable_cells(self.repo, self.options.run, offer)
+        part = write_part(self.repo, txid, offer, prepared, self.options, known=known, progress=self._progress)
         return Written(
             self.rank, part, values.nodes, frozenset(values.opaque), values.is_odd, replace(tensors, parts=[]),
             str(self.options.check_replicas), self._samples(planner),

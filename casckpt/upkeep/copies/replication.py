@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import logging
 import random
-from collections.abc import Callable, Container, Mapping, Sequence
+from collections.abc import Callable, Collection, Container, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
@@ -301,27 +301,26 @@ class _Copy:
 
     def _copy_blobs(self, listed: CommitList) -> None:
         """Upload every blob of the manifest that the target lacks. Return when all of them are durable."""
-        own = self.txid
         wanted = {ref.hash: ref for ref in self.manifest.blobs}
         known = self.work.places or BlobLocations(self.target, wanted.keys())
         self.places = known.locate(listed, wanted)
-        while True:
+        if _repacks(self.work):  # see `CopyPlan.total`
+            self.work.progress(sum(ref.size for ref in self.places.values()))
+
+        def place() -> None:
             there = self._uploaded()
             new = [ref for ref in wanted.values() if ref.hash not in self.places]
-            self.places |= {ref.hash: BlobRef(ref.hash, ref.size, own) for ref in new}
-            missing = [ref for ref in new if there.get(blob_key(own, ref.hash)) != ref.size]
+            self.places |= {ref.hash: BlobRef(ref.hash, ref.size, self.txid) for ref in new}
+            missing = [ref for ref in new if there.get(blob_key(self.txid, ref.hash)) != ref.size]
             log.info("%s: %d of %d blobs to upload", self.commit, len(missing), len(wanted))
-            counted = wanted.values() if _repacks(self.work) else new  # see `CopyPlan.total`
-            self.work.progress(sum(ref.size for ref in counted) - sum(ref.size for ref in missing))
+            self.work.progress(sum(ref.size for ref in new) - sum(ref.size for ref in missing))
             self._upload(self._ordered(missing))
-            reused = [ref for ref in self.places.values() if ref.uploader != own]
-            lost = blobs.check_reused(self.target, own, reused)
-            if not lost:
-                break
-            wanted = {ref.hash: wanted[ref.hash] for ref in lost}
-            for name in wanted:
-                del self.places[name]
-        self.target.storage.settle(uploader_folder(own))
+
+        def exclude(lost: Collection[BlobRef]) -> None:
+            for ref in lost:
+                del self.places[ref.hash]
+
+        blobs.store(self.target, self.txid, place, lambda _: self.places.values(), exclude)
 
     def _uploaded(self) -> dict[str, int]:
         """Return the sizes by key of the objects that this transaction's processes have already uploaded."""
