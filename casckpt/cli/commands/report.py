@@ -16,27 +16,9 @@ from casckpt.cli.types import RUN, keep_options
 from casckpt.plan.retention import Policy
 
 
-_COLUMNS = (
-    Column("RUN"),
-    Column("CKPTS", "right", fixed=True),
-    Column("NEWEST", "right", fixed=True),
-    Column("SAVED (UTC)", fixed=True, spare=1),
-    Column("SIZE", "right", fixed=True, spare=2),
-    Column("STORED", "right", fixed=True),
-    Column("ALONE", "right", fixed=True),
-)
-
-
-def _cells(run: dict[str, Any]) -> tuple[str, ...]:
-    return (
-        run["run"],
-        str(run["checkpoints"]),
-        str(run["newest_step"]),
-        moment(run["newest_at"]),
-        size(run["bytes_logical"]),
-        size(run["bytes_used"]),
-        size(run["bytes_alone"]),
-    )
+def _run_cells(one: dict[str, Any]) -> tuple[str, ...]:
+    sizes = (size(one[f"bytes_{what}"]) for what in ("logical", "used", "alone"))
+    return one["run"], str(one["checkpoints"]), str(one["newest_step"]), moment(one["newest_at"]), *sizes
 
 
 def _branch_cells(one: dict[str, Any]) -> tuple[str, ...]:
@@ -59,10 +41,14 @@ def _bytes_of(*titles: str) -> tuple[Column, ...]:
     return tuple(Column(title, "right", fixed=True) for title in titles)
 
 
+_RUNS = (
+    *(Column("RUN"), *_bytes_of("CKPTS", "NEWEST"), Column("SAVED (UTC)", fixed=True, spare=1)),
+    *(Column("SIZE", "right", fixed=True, spare=2), *_bytes_of("STORED", "ALONE")),
+)
 _STEPS = (Column("RUN"), Column("STEP", "right", fixed=True), *_bytes_of("SIZE", "STORED", "NEW", "ALONE"))
 _TAGS = (Column("TAG"), Column("CHECKPOINT"), Column("ENDS (UTC)", fixed=True), Column("SET BY"), *_bytes_of("ALONE"))
 _BY: dict[str, tuple[str, tuple[Column, ...], Callable[[dict[str, Any]], tuple[str, ...]]]] = {
-    "run": ("runs", _COLUMNS, _cells),
+    "run": ("runs", _RUNS, _run_cells),
     "step": ("steps", (*_STEPS, Column("NOTES")), _step_cells),
     "key": ("branches", (Column("KEYS"), *_bytes_of("STORED", "BASES")), _branch_cells),
     "tag": ("tags", _TAGS, _tag_cells),
@@ -129,7 +115,7 @@ def stats(session: Session, *, by: tuple[str, ...], run: str | None, **rules: An
 def text(result: dict[str, Any]) -> None:
     """Print the table, and the number of bytes that several runs share."""
     if result["runs"]:
-        table(_COLUMNS, map(_cells, result["runs"]))
+        table(_RUNS, map(_run_cells, result["runs"]))
         say()
     facts([
         ("blobs", size(result["bytes_blobs"])),
