@@ -1678,10 +1678,10 @@ PLANTED = (
     ),
     Planted(
         "a blob with cells of a visible checkpoint counts as one with only bases",
-        "_only_bases",
-        "if use.names[number] not in only_bases] if only_bases else own] = True",
-        "if use.names[number] not in only_bases and only_bases] if only_bases else own[:0]] = True",
-        "tests/upkeep/test_footprint.py",
+        "Sizes._only_bases",
+        "not in bases] if bases else own] = True",
+        "not in bases] if bases else own[:0]] = True",
+        "tests/upkeep/test_sizes.py",
     ),
     Planted(
         "optimizer state keeps its saved dtype when its parameter is cast",

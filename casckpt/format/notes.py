@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any, TypeAlias, TypeVar
 
 import msgspec
@@ -14,8 +14,8 @@ T = TypeVar("T")
 
 FolderRow: TypeAlias = tuple[TxId, int, int, int, int]
 """A folder's guard, and the totals of what it guards."""
-BlobShares: TypeAlias = dict[str, dict[str, int]]
-"""For each blob (uploader/hash), the number of bytes of each branch of the state."""
+BlobParts: TypeAlias = tuple[dict[str, dict[str, int]], list[str]]
+"""The number of bytes of each branch of the state in some blobs (uploader/hash), and blobs that only bases are in."""
 SignsRow: TypeAlias = tuple[int, int]
 """The number of a transaction's signs of life, and the time when the latest one was first seen."""
 Names: TypeAlias = tuple[int, list[TxId]]
@@ -33,15 +33,14 @@ class PausedGc(msgspec.Struct, frozen=True):
 
 PAUSED_GC: Decoder[PausedGc] = Decoder(PausedGc)
 FOLDERS: Decoder[dict[TxId, FolderRow]] = Decoder(dict[TxId, FolderRow])
-BLOB_SHARES: Decoder[BlobShares] = Decoder(BlobShares)
-BLOB_NAMES: Decoder[list[str]] = Decoder(list[str])
+BLOB_PARTS: Decoder[BlobParts] = Decoder(BlobParts)
 SIGNS_OF_LIFE: Decoder[dict[TxId, SignsRow]] = Decoder(dict[TxId, SignsRow])
 NAMES: Decoder[Names] = Decoder(Names)
 NUMBER: Decoder[int] = Decoder(int)
 """Created at import: see `casckpt.format.records.DECODERS`."""
 
 
-def encode(note: PausedGc | Mapping[TxId, Any] | BlobShares | Sequence[str] | Names | int) -> bytes:
+def encode(note: PausedGc | Mapping[TxId, Any] | BlobParts | Names | int) -> bytes:
     """Encode a note."""
     return msgspec.json.encode(note)
 

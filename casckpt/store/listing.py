@@ -95,9 +95,9 @@ class Listing:
 
         Reads manifests.
         """
-        from casckpt.upkeep.usage import freed_by_gc
+        from casckpt.upkeep.sizes import Sizes
 
-        return freed_by_gc(self._repo, self._commits)
+        return Sizes(self._repo, self._commits).freed(leftovers=False)
 
     def about_run(self, run: str) -> str:
         """Return a message that explains why ``run`` has no visible checkpoint and lists the runs."""

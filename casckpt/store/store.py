@@ -9,7 +9,7 @@ import logging
 import os
 import sys
 import weakref
-from collections.abc import Collection, Container, Iterator, Mapping, Sequence
+from collections.abc import Container, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager
 from functools import partial
@@ -50,17 +50,16 @@ if TYPE_CHECKING:
     from casckpt.loading.comparison import Comparison
     from casckpt.plan.difference import Difference
     from casckpt.saving.saver import State
-    from casckpt.store.types import Added, CopyResult, GcResult, Heat, History, Mode, StoreUsage
+    from casckpt.store.types import CopyResult, GcResult, Mode, StoreUsage
     from casckpt.upkeep.copies.mirror import Mirror
     from casckpt.upkeep.copies.mirrored import MirrorLag
-    from casckpt.upkeep.footprint import Footprint
     from casckpt.upkeep.gc.forgetting import RestoreResult
     from casckpt.upkeep.gc.gc import Tell
     from casckpt.upkeep.repair.repair import RepairResult
     from casckpt.upkeep.repair.verify import VerifyResult
     from casckpt.upkeep.saves import SaveInProgress
+    from casckpt.upkeep.sizes import Footprint, Sizes, StoreStats
     from casckpt.upkeep.thin import ThinResult
-    from casckpt.upkeep.usage import StoreStats
 
 log = logging.getLogger(__name__)
 
@@ -415,30 +414,11 @@ class Store:
 
     def stats(self) -> StoreStats:
         """Return the number of checkpoints and blobs, and their sizes in bytes."""
-        from casckpt.upkeep.usage import measure
-
-        return measure(self.repository)
+        return self.sizes().stats()
 
     def report(self) -> StoreUsage:
         """Return how many bytes each run shares and does not share, and how many no checkpoint needs."""
-        from casckpt.upkeep.usage import usage
-
-        return usage(self.repository)
-
-    def history(self, runs: Collection[str]) -> History:
-        """Return how many bytes each visible checkpoint added and why, oldest first, and the known damage.
-
-        Compares the newest manifests of ``runs``. Raises NotFound and StorageError.
-        """
-        from casckpt.upkeep.history import history
-
-        return history(self.repository, runs)
-
-    def heat(self, added: Sequence[Added]) -> Heat | None:
-        """Return how much each layer changed at a run's checkpoints in a `history`, or None if none were compared."""
-        from casckpt.upkeep.history import heat
-
-        return heat(self.repository, added)
+        return self.sizes().usage()
 
     def footprint(self, run: str | None = None, *, branches: bool = False, **keep: Unpack[KeepRules]) -> Footprint:
         """Return how many bytes each checkpoint and tag uses, both in total and exclusively.
@@ -448,10 +428,18 @@ class Store:
         This reads manifests that are new to this host. ``keep_last=2`` and the other rules of `gc`: also return what
         each of them alone would free. Raises InvalidInput, NotFound, Damaged, and StorageError.
         """
-        from casckpt.upkeep.footprint import footprint
-
         check_keywords("Store.footprint", keep, KeepRules)
-        return footprint(self.repository, run=run, branches=branches, policy=Policy(**keep))
+        policy = Policy(**keep)
+        return self.sizes().footprint(run, branches=branches, policy=policy)
+
+    def sizes(self) -> Sizes:
+        """Return the parts of `stats`, `report` and `footprint`, and the growth of the store, all from one listing.
+
+        Each part is computed when you ask for it. Raises NotFound and StorageError.
+        """
+        from casckpt.upkeep.sizes import Sizes
+
+        return Sizes(self.repository, commit_log.list_commits(self.repository))
 
     def attachments(self, ref: str | Checkpoint) -> dict[str, int]:
         """Return the attachments' names, and their sizes in bytes."""

@@ -30,16 +30,14 @@ from casckpt.saving.options import (
 
 if TYPE_CHECKING:  # results of gc, copies and reports, whose modules are slow to import
     from casckpt.upkeep.copies.copy import CopyResult
-    from casckpt.upkeep.footprint import RuleUsage
     from casckpt.upkeep.gc.gc import GcResult
     from casckpt.upkeep.gc.purge import Deferred
-    from casckpt.upkeep.history import Added, Heat, History
     from casckpt.upkeep.repair.verify import Mode
-    from casckpt.upkeep.usage import Freed, RunUsage, StoreUsage
+    from casckpt.upkeep.sizes import Added, Freed, RuleUsage, RunUsage, StoreUsage
 
 __all__ = [
     "Added", "CheckReplicas", "Commit", "Compress", "CopyResult", "Deferred", "FillArguments", "Freed", "Frozen",
-    "GcResult", "Heat", "History", "ImportArguments", "LoadArguments", "MatchArguments", "Metrics", "Mode", "Owners",
+    "GcResult", "ImportArguments", "LoadArguments", "MatchArguments", "Metrics", "Mode", "Owners",
     "Rename", "RuleUsage", "RunUsage", "SaveArguments", "StoreUsage", "Unread", "check_save_arguments",
     "loaded_here", "saved_here",
     "usable_metrics",

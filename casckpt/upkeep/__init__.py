@@ -2,5 +2,5 @@
 
 `gc` deletes the objects that no live commit needs. `copies` keeps checkpoints in a second store. `repair` finds and
 restores damaged blobs. `rewrite` recommits a checkpoint with its cells in different blobs, for thinning and repacking.
-`usage`, `footprint` and `history` report what uses the store's space.
+`sizes` reports what uses the store's space.
 """

@@ -1,4 +1,4 @@
-"""An index of the blobs that live checkpoints use. `usage`, `footprint`, `history`, `thin` and `gc` use it."""
+"""An index of the blobs that live checkpoints use. `sizes`, `thin` and `gc` use it."""
 
 from __future__ import annotations
 

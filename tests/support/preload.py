@@ -19,11 +19,10 @@ import casckpt.saving.saver
 import casckpt.storage.remote.s3.client
 import casckpt.store.store
 import casckpt.upkeep.copies.mirror
-import casckpt.upkeep.footprint
 import casckpt.upkeep.gc.gc
 import casckpt.upkeep.gc.rotation
-import casckpt.upkeep.history
 import casckpt.upkeep.repair.repair
+import casckpt.upkeep.sizes
 import tests.support.buckets
 import tests.support.parallel
 import tests.support.ranks

@@ -4,7 +4,7 @@ from typing import Any
 
 from casckpt.store.store import Store
 from tests.support.saves import cells, small
-from tests.upkeep.test_footprint import filled
+from tests.upkeep.test_sizes import filled
 
 
 def state(step: int) -> dict[str, Any]:

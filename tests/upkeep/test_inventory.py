@@ -17,7 +17,7 @@ from casckpt.repository.repository import Repository
 from casckpt.upkeep import inventory as stock
 from casckpt.upkeep.gc.forgetting import forget
 from casckpt.upkeep.inventory import Inventory, Sums, list_unguarded, sums_of
-from casckpt.upkeep.usage import measure
+from casckpt.upkeep.sizes import Sizes, StoreStats
 from tests.support.faulty import FaultyStore
 from tests.support.gcs import collect
 from tests.support.repositories import blob_hash, memory, put_blob, repository, save
@@ -165,14 +165,18 @@ def test_commits_that_are_about_to_be_purged_are_not_guards(tmp_path: Path) -> N
     assert listings(repo, tmp_path) == []  # the commit is live, so it still guards its folder
 
 
+def stats(repo: Repository) -> StoreStats:
+    return Sizes(repo, list_commits(repo)).stats()
+
+
 def test_without_a_catalogue_all_folders_are_listed(tmp_path: Path) -> None:
     repo = repository(tmp_path)
     save(repo, texts=["a"])
-    before = measure(repo)
-    assert before == measure(repo)
+    before = stats(repo)
+    assert before == stats(repo)
     repo.catalogue.reindex()
     assert len(listings(repo, tmp_path)) == 1
-    assert measure(repo) == before
+    assert stats(repo) == before
 
 
 def test_a_manifest_in_a_guarded_folder_is_known(tmp_path: Path) -> None:

@@ -13,28 +13,12 @@ from casckpt.cli.describe import doubt, plain
 from casckpt.cli.session import Session, store_command
 from casckpt.cli.text import Column, coded, count, facts, freed, moment, say, size, table
 from casckpt.cli.types import RUN, keep_options
-
-_COLUMNS = (
-    Column("RUN"),
-    Column("CKPTS", "right", fixed=True),
-    Column("NEWEST", "right", fixed=True),
-    Column("SAVED (UTC)", fixed=True, spare=1),
-    Column("SIZE", "right", fixed=True, spare=2),
-    Column("STORED", "right", fixed=True),
-    Column("ALONE", "right", fixed=True),
-)
+from casckpt.plan.retention import Policy
 
 
-def _cells(run: dict[str, Any]) -> tuple[str, ...]:
-    return (
-        run["run"],
-        str(run["checkpoints"]),
-        str(run["newest_step"]),
-        moment(run["newest_at"]),
-        size(run["bytes_logical"]),
-        size(run["bytes_used"]),
-        size(run["bytes_alone"]),
-    )
+def _run_cells(one: dict[str, Any]) -> tuple[str, ...]:
+    sizes = (size(one[f"bytes_{what}"]) for what in ("logical", "used", "alone"))
+    return one["run"], str(one["checkpoints"]), str(one["newest_step"]), moment(one["newest_at"]), *sizes
 
 
 def _branch_cells(one: dict[str, Any]) -> tuple[str, ...]:
@@ -57,15 +41,18 @@ def _bytes_of(*titles: str) -> tuple[Column, ...]:
     return tuple(Column(title, "right", fixed=True) for title in titles)
 
 
+_RUNS = (
+    *(Column("RUN"), *_bytes_of("CKPTS", "NEWEST"), Column("SAVED (UTC)", fixed=True, spare=1)),
+    *(Column("SIZE", "right", fixed=True, spare=2), *_bytes_of("STORED", "ALONE")),
+)
 _STEPS = (Column("RUN"), Column("STEP", "right", fixed=True), *_bytes_of("SIZE", "STORED", "NEW", "ALONE"))
 _TAGS = (Column("TAG"), Column("CHECKPOINT"), Column("ENDS (UTC)", fixed=True), Column("SET BY"), *_bytes_of("ALONE"))
-_BY: dict[str, tuple[tuple[Column, ...], Callable[[dict[str, Any]], tuple[str, ...]]]] = {
-    "run": (_COLUMNS, _cells),
-    "step": ((*_STEPS, Column("NOTES")), _step_cells),
-    "key": ((Column("KEYS"), *_bytes_of("STORED", "BASES")), _branch_cells),
-    "tag": (_TAGS, _tag_cells),
+_BY: dict[str, tuple[str, tuple[Column, ...], Callable[[dict[str, Any]], tuple[str, ...]]]] = {
+    "run": ("runs", _RUNS, _run_cells),
+    "step": ("steps", (*_STEPS, Column("NOTES")), _step_cells),
+    "key": ("branches", (Column("KEYS"), *_bytes_of("STORED", "BASES")), _branch_cells),
+    "tag": ("tags", _TAGS, _tag_cells),
 }
-_PARTS = {"run": "runs", "step": "steps", "key": "branches", "tag": "tags"}
 _RULES = (Column("RULE"), *_bytes_of("FORGETS", "FREES"))
 
 
@@ -85,15 +72,11 @@ def command(session: Session, output: Path | None) -> None:
         _write(session, output)
         return
     found = plain(session.store.report())
-    session.give(found | {"runs": list(map(_dated, found["runs"]))}, text)
+    session.give(found | {"runs": _dated(found["runs"])}, text)
 
 
-def _dated(run: dict[str, Any]) -> dict[str, Any]:
-    return run | {"newest_at": time_of(run["newest_at"]).isoformat()}
-
-
-def _runs(session: Session, wanted: str | None) -> list[dict[str, Any]]:
-    return [_dated(run) for run in plain(session.store.report())["runs"] if wanted in (None, run["run"])]
+def _dated(runs: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    return [run | {"newest_at": time_of(run["newest_at"]).isoformat()} for run in runs]
 
 
 def _write(session: Session, output: Path) -> None:
@@ -116,13 +99,15 @@ def stats(session: Session, *, by: tuple[str, ...], run: str | None, **rules: An
     of the keys. BASES are bytes that visible checkpoints need only as bases for their deltas. With --keep rules, stats
     shows the bytes that each rule would free on its own. It does not forget any checkpoints.
     """
-    result = plain(session.store.stats())
+    sizes = session.store.sizes()
+    result = plain(sizes.stats())
     given: Any = {name: list(value) if isinstance(value, tuple) else value for name, value in rules.items()}
     if by or any(value is not None and value != [] for value in given.values()):
         doubt(session.store, run)
-        found = plain(session.store.footprint(run, branches="key" in by, **given))
-        found["runs"] = _runs(session, run) if "run" in by else []
-        result |= {f"by_{one}": found[_PARTS[one]] for one in by}
+        found = plain(sizes.footprint(run, branches="key" in by, policy=Policy(**given)))
+        runs = _dated(plain(sizes.usage().runs)) if "run" in by else []
+        found["runs"] = [one for one in runs if run in (None, one["run"])]
+        result |= {f"by_{one}": found[_BY[one][0]] for one in by}
         result |= {"rules": found["rules"], "unreadable": found["unreadable"]}
     session.give(result, stats_text)
 
@@ -130,7 +115,7 @@ def stats(session: Session, *, by: tuple[str, ...], run: str | None, **rules: An
 def text(result: dict[str, Any]) -> None:
     """Print the table, and the number of bytes that several runs share."""
     if result["runs"]:
-        table(_COLUMNS, map(_cells, result["runs"]))
+        table(_RUNS, map(_run_cells, result["runs"]))
         say()
     facts([
         ("blobs", size(result["bytes_blobs"])),
@@ -170,7 +155,7 @@ def stats_text(result: dict[str, Any]) -> None:
         *mirror,
         *(("damaged", advice) for advice in damaged if result["damaged_blobs"]),
     ])  # fmt: skip
-    for name, (columns, cells) in _BY.items():
+    for name, (_, columns, cells) in _BY.items():
         if result.get(f"by_{name}"):
             say()
             table(columns, map(cells, result[f"by_{name}"]))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from io import StringIO
 from typing import TYPE_CHECKING, Any, Final
@@ -22,7 +22,7 @@ except ImportError as error:
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-    from casckpt.store.types import Heat, RunUsage
+    from casckpt.store.types import RunUsage
 
 WIDTH: Final = 4.0  # inches; 384 pixels, so that text is not scaled down on a phone
 POINTS: Final = 200  # per line; more would not be visible
@@ -129,14 +129,13 @@ def side_by_side(runs: Sequence[RunUsage]) -> str:
     return drawn[0]
 
 
-def heat_map(run: str, heat: Heat) -> str:
-    """Draw the fraction of each layer that changed at each step."""
-    with _figure(min(0.9 + 0.16 * len(heat.layers), 7.5), f"heat {run}") as (figure, axes, drawn):
-        filled = [[float("nan") if share is None else share for share in row] for row in heat.shares]
-        image = axes.imshow(filled, cmap=_HEAT, vmin=0, vmax=1, aspect="auto", interpolation="none")
-        axes.set_yticks(range(len(heat.layers)), [_short(name) for name in heat.layers], fontsize=7)
-        shown = thinned(len(heat.steps), 6)
-        axes.set_xticks(shown, [str(heat.steps[place]) for place in shown])
+def heat_map(run: str, steps: Sequence[int], shares: Mapping[str, Sequence[float]]) -> str:
+    """Draw the share of each layer, from 0 to 1, that changed at each step."""
+    with _figure(min(0.9 + 0.16 * len(shares), 7.5), f"heat {run}") as (figure, axes, drawn):
+        image = axes.imshow([*shares.values()], cmap=_HEAT, vmin=0, vmax=1, aspect="auto", interpolation="none")
+        axes.set_yticks(range(len(shares)), [_short(name) for name in shares], fontsize=7)
+        shown = thinned(len(steps), 6)
+        axes.set_xticks(shown, [str(steps[place]) for place in shown])
         axes.set_xlabel("step")
         bar = figure.colorbar(image, ax=axes, location="top", shrink=0.6, aspect=30)
         bar.set_ticks([0, 0.5, 1], labels=["0 %", "50 %", "100 % changed"])

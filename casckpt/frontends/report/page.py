@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from datetime import UTC, datetime
 from html import escape
 from importlib.resources import files
@@ -16,30 +16,22 @@ from casckpt._version import __version__
 from casckpt.base.groups import grouped
 from casckpt.base.text import lineage_text
 from casckpt.base.units import format_size, time_of
-from casckpt.errors import Damaged, Refused
+from casckpt.contents.checkpoint import Checkpoint
+from casckpt.errors import CasckptError
 from casckpt.frontends.interchange.new_files import new_file
 from casckpt.frontends.report import charts
+from casckpt.plan.retention import Policy
 from casckpt.store.store import Store
 
 if TYPE_CHECKING:
-    from casckpt.store.types import Added, Heat, History, RuleUsage, StoreUsage
+    from casckpt.store.types import Added, RuleUsage, RunUsage, StoreUsage
 
 RUNS: Final = 12  # shown in the chart of all runs
 CLOSER: Final = 3  # runs with their own charts
 ROWS: Final = 150  # checkpoints shown in the table
 _NAMED: Final = 20  # damaged objects shown in the list
-
-
-@dataclass(frozen=True)
-class _Content:
-    """The content of a page."""
-
-    url: str
-    usage: StoreUsage
-    history: History
-    heats: dict[str, Heat]
-    tags: dict[str, list[str]]
-    rules: Sequence[RuleUsage]
+_LAYERS: Final = 40  # groups of layers shown in a heat map
+_RULES: Final = Policy(keep_last=3, keep_daily=7, keep_weekly=8, keep_monthly=12)
 
 
 def write_report(store: Store, path: str | os.PathLike[str]) -> int:
@@ -55,60 +47,115 @@ def write_report(store: Store, path: str | os.PathLike[str]) -> int:
 
 def page(store: Store) -> str:
     """Return the report of ``store`` as HTML of less than 300 KB. Raises NotFound, Unsupported and StorageError."""
-    usage = store.report()
-    history = store.history([run.run for run in usage.runs[:RUNS]])
-    of_runs = {run.run: store.heat(_of_run(history.added, run.run)) for run in usage.runs[:CLOSER]}
-    heats = {run: changes for run, changes in of_runs.items() if changes is not None}
-    tags = store.listing().tags
-    names: dict[str, list[str]] = grouped(tags, lambda name: tags[name].checkpoint.id)
-    return _page(_Content(store.url, usage, history, heats, names, _rules(store)))
+    listing, sizes = store.listing(), store.sizes()
+    usage = sizes.usage()
+    added = sizes.growth([run.run for run in usage.runs[:RUNS]])
+    damage = [
+        *(f"blob {blob} is marked as damaged" for blob in sizes.damaged()),
+        *(f"the record {key} cannot be read" for key in listing.damaged_records),
+        *(f"checkpoint {id} cannot be read" for id in usage.unreadable),
+    ]
+    rules = () if listing.damaged_tags else sizes.rules(_RULES)  # such a tag protects an unknown checkpoint
+    tags: dict[str, list[str]] = grouped(listing.tags, lambda name: listing.tags[name].checkpoint.id)
+    cards = (_growth(added), _runs(usage.runs), _health(usage, damage, rules), *_closer(store, usage.runs, added))
+    body = f'{_facts(usage, added)}<div class="cards">{"".join(cards)}</div>{_checkpoints(added, tags)}'
+    return _page(store.url, body)
 
 
-def _rules(store: Store) -> Sequence[RuleUsage]:
-    """Return the bytes that each rule would free on its own, or an empty list if damage prevents the calculation."""
+def heat(store: Store, compared: Sequence[Added]) -> dict[str, list[float]]:
+    """Return the share of each layer's bytes that changed at each of a run's compared checkpoints.
+
+    The layers are those of the newest one. There are none if it cannot be read, or if there is no such checkpoint.
+    """
     try:
-        return store.footprint(keep_last=3, keep_daily=7, keep_weekly=8, keep_monthly=12).rules
-    except (Damaged, Refused):
-        return ()
+        tensors = Checkpoint(store.repository, compared[-1].commit).tensors if compared else {}
+    except CasckptError:
+        return {}
+    groups = group(tensors)
+    sizes = summed({key: tensor.bytes for key, tensor in tensors.items()}, groups)
+    changes = [summed(entry.changed or {}, groups) for entry in compared]
+    return {
+        name: [min(change.get(name, 0) / nbytes, 1.0) for change in changes] for name, nbytes in sizes.items() if nbytes
+    }
 
 
-def _of_run(added: Sequence[Added], run: str) -> list[Added]:
-    return [entry for entry in added if entry.commit.run == run]
+def layer_of(key: str, width: int = 1) -> str:
+    """Return a key's group: the key up to its first number ("model.layers.3"), or without its last element.
+
+    ``width``: the number of layers in one group ("model.layers.0-3").
+    """
+    elements = key.split(".")
+    for place, element in enumerate(elements):
+        if element.isdecimal() and place:
+            return ".".join((*elements[:place], _span(int(element), width)))
+    return ".".join(elements[:-1] or elements)
 
 
-def _page(content: _Content) -> str:
+def _span(number: int, width: int) -> str:
+    first = number - number % width
+    return f"{first}-{first + width - 1}" if width > 1 else str(number)
+
+
+def _start_of(key: str, elements: int) -> str:
+    return ".".join(key.split(".")[:elements])
+
+
+def group(keys: Iterable[str], most: int = _LAYERS) -> dict[str, str]:
+    """Return the group of each key, in key order, with at most ``most`` groups in total.
+
+    If there are more layers, neighboring layers share a group. If there are still too many groups, keys with the same
+    first two elements share a group, and if necessary, keys with the same first element. As a last resort, the last
+    groups are combined into "...".
+    """
+    keys, groups = list(keys), dict[str, str]()
+    by_layers: list[tuple[Callable[[str, int], str], int]] = [(layer_of, width) for width in (1, 2, 4, 8, 16, 32, 64)]
+    for group_of, size in (*by_layers, (_start_of, 2), (_start_of, 1)):
+        groups = {key: group_of(key, size) for key in keys}
+        if len(set(groups.values())) <= most:
+            return groups
+    kept = list(dict.fromkeys(groups.values()))[: most - 1]
+    return {key: name if name in kept else "..." for key, name in groups.items()}
+
+
+def summed(nbytes: Mapping[str, int], groups: Mapping[str, str]) -> dict[str, int]:
+    """Sum the bytes of the keys by group. Skip keys that have no group."""
+    total = Counter[str]()
+    for key, size in nbytes.items():
+        if key in groups:
+            total[groups[key]] += size
+    return total
+
+
+def _page(url: str, body: str) -> str:
     style = (files("casckpt.frontends.report") / "style.css").read_text()
-    title = f"casckpt: {_text(content.url)}"
+    title = f"casckpt: {_text(url)}"
     made = f"{datetime.now(UTC):%Y-%m-%d %H:%M} UTC, casckpt {__version__}"
-    cards = "".join((_growth(content), _runs(content), _health(content), *_closer(content)))
     return (
         '<!doctype html>\n<html lang="en"><head><meta charset="utf-8">'
         '<meta name="viewport" content="width=device-width, initial-scale=1">'
         '<meta name="color-scheme" content="light dark"><link rel="icon" href="data:,">'
         f"<title>{title}</title><style>{style}</style></head><body>"
-        f"<header><h1>{_text(content.url)}</h1><p>{made}</p></header>"
-        f'<main>{_facts(content)}<div class="cards">{cards}</div>{_checkpoints(content)}</main></body></html>\n'
+        f"<header><h1>{_text(url)}</h1><p>{made}</p></header>"
+        f"<main>{body}</main></body></html>\n"
     )
 
 
-def _facts(content: _Content) -> str:
-    added = content.history.added
+def _facts(usage: StoreUsage, added: Sequence[Added]) -> str:
     logical = sum(entry.commit.committed.bytes_total for entry in added)
-    stored = content.usage.bytes_blobs
+    stored = usage.bytes_blobs
     times = f"{logical / stored:.1f}" if stored and logical else "-"
     facts = (
-        (str(len(added)), f"checkpoints of {len(content.usage.runs)} runs"),
+        (str(len(added)), f"checkpoints of {len(usage.runs)} runs"),
         (format_size(logical), "if stored separately"),
         (format_size(stored), "stored"),
         (times, "times smaller"),
-        (format_size(content.usage.freed.now), "a gc would free now"),
+        (format_size(usage.freed.now), "a gc would free now"),
     )
     cells = "".join(f"<div><b>{_text(value)}</b><span>{_text(what)}</span></div>" for value, what in facts)
     return f'<section class="facts">{cells}</section>'
 
 
-def _growth(content: _Content) -> str:
-    added = content.history.added
+def _growth(added: Sequence[Added]) -> str:
     if not added:
         return '<section class="card"><h2>Growth</h2><p>There are no checkpoints.</p></section>'
     logical = list(accumulate(entry.commit.committed.bytes_total for entry in added))
@@ -117,44 +164,36 @@ def _growth(content: _Content) -> str:
     return _card("Growth", charts.growth(logical, stored), text)
 
 
-def _runs(content: _Content) -> str:
-    shown = content.usage.runs[:RUNS]
+def _runs(runs: Sequence[RunUsage]) -> str:
+    shown = runs[:RUNS]
     if not any(run.bytes_used for run in shown):
         return ""
-    more = len(content.usage.runs) - len(shown)
+    more = len(runs) - len(shown)
     text = "The size of each run." if more <= 0 else f"The largest runs; {more} more are not shown."
     return _card("Runs", charts.side_by_side(shown), text)
 
 
-def _closer(content: _Content) -> Iterable[str]:
-    for run in content.usage.runs[:CLOSER]:
-        of_run = _of_run(content.history.added, run.run)
+def _closer(store: Store, runs: Sequence[RunUsage], added: Sequence[Added]) -> Iterable[str]:
+    for run in (usage.run for usage in runs[:CLOSER]):
+        of_run = [entry for entry in added if entry.commit.run == run]
         if of_run:
             steps = [entry.commit.step for entry in of_run]
             sizes = [entry.commit.committed.bytes_total for entry in of_run]
-            drawn = charts.run_growth(run.run, steps, sizes, [entry.bytes_added for entry in of_run])
-            yield _card(f"{run.run}: each checkpoint", drawn, "The size of each, and the part of it that was new.")
-        if run.run in content.heats:
-            drawn = charts.heat_map(run.run, content.heats[run.run])
-            yield _card(
-                f"{run.run}: what changed",
-                drawn,
-                "How much of each layer changed since the previous step.",
-            )
+            drawn = charts.run_growth(run, steps, sizes, [entry.bytes_added for entry in of_run])
+            yield _card(f"{run}: each checkpoint", drawn, "The size of each, and the part of it that was new.")
+        compared = [entry for entry in of_run if entry.changed is not None]
+        if shares := heat(store, compared):
+            drawn = charts.heat_map(run, [entry.commit.step for entry in compared], shares)
+            yield _card(f"{run}: what changed", drawn, "How much of each layer changed since the previous step.")
 
 
-def _health(content: _Content) -> str:
-    usage, freed = content.usage, content.usage.freed
+def _health(usage: StoreUsage, damage: Sequence[str], rules: Sequence[RuleUsage]) -> str:
+    freed = usage.freed
     rows = [
         f"A gc without rules would free {format_size(freed.now)} now, and {format_size(freed.later)} later.",
         "Later means after the purge of forgotten checkpoints.",
         f"{format_size(usage.bytes_unneeded)} do not belong to a live checkpoint: leftovers and saves in progress.",
         f"Several runs share {format_size(usage.bytes_shared)}.",
-    ]
-    damage = [
-        *(f"blob {blob} is marked as damaged" for blob in content.history.damaged),
-        *(f"the record {key} cannot be read" for key in content.history.damaged_records),
-        *(f"checkpoint {id} cannot be read" for id in usage.unreadable),
     ]
     if damage:
         shown = "".join(f"<li>{_text(line)}</li>" for line in damage[:_NAMED])
@@ -164,14 +203,13 @@ def _health(content: _Content) -> str:
         )
     else:
         verdict = '<p class="good">No damage is known. Run casckpt verify to look for damage.</p>'
-    rows += [f"gc --{rule.rule} would eventually free {format_size(rule.bytes)}." for rule in content.rules]
+    rows += [f"gc --{rule.rule} would eventually free {format_size(rule.bytes)}." for rule in rules]
     lines = "".join(f"<p>{_text(row)}</p>" for row in rows)
     return f'<section class="card"><h2>Space and health</h2>{lines}{verdict}</section>'
 
 
-def _checkpoints(content: _Content) -> str:
-    added = content.history.added
-    rows = "".join(_row(entry, content.tags.get(entry.commit.id, [])) for entry in reversed(added[-ROWS:]))
+def _checkpoints(added: Sequence[Added], tags: Mapping[str, Sequence[str]]) -> str:
+    rows = "".join(_row(entry, tags.get(entry.commit.id, [])) for entry in reversed(added[-ROWS:]))
     head = "".join(f"<th>{name}</th>" for name in ("Checkpoint", "Saved (UTC)", "Size", "Added", "Why"))
     more = f"<p>The newest {ROWS} of {len(added)} checkpoints.</p>" if len(added) > ROWS else ""
     return (

@@ -11,12 +11,15 @@ from pathlib import Path
 import pytest
 import torch
 from click.testing import CliRunner
+from hypothesis import given
+from hypothesis import strategies as st
 
 pytest.importorskip("matplotlib", reason="needs casckpt[report]")
 import casckpt
 from casckpt.cli.main import cli
 from casckpt.errors import NotFound
 from casckpt.frontends.report import page, write_report
+from casckpt.frontends.report.page import group, heat, layer_of, summed
 from casckpt.store.store import Store
 
 pytestmark = pytest.mark.process  # matplotlib lists the system's fonts
@@ -140,3 +143,62 @@ def test_the_report_does_not_import_torch() -> None:
     code = "import sys, casckpt.frontends.report; print('torch' in sys.modules)"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout == "False\n"
+
+
+def test_the_heat_of_a_layer_is_the_fraction_of_it_that_changed(store_path: Path) -> None:
+    store = casckpt.open(store_path)
+    for step, *values in ((1, 0.5, 1.5), (2, 0.5, 2.5), (3, 3.5, 2.5)):
+        held = {str(number): torch.full((4096,), value) for number, value in enumerate(values)}
+        store.save({"model": {"layers": held}}, run="a", step=step)
+    first, *compared = store.sizes().growth(["a"])
+    assert (first.changed, [entry.commit.step for entry in compared]) == (None, [2, 3])
+    assert heat(store, compared) == {"model.layers.0": [0.0, 1.0], "model.layers.1": [1.0, 0.0]}
+
+
+def test_a_run_that_was_not_compared_has_no_heat(store: Store) -> None:
+    assert heat(store, []) == {}
+
+
+KEYS = st.lists(
+    st.lists(st.sampled_from(["model", "layers", "3", "17", "weight", "", "x"]), min_size=1, max_size=6).map(".".join),
+    unique=True,
+)
+
+
+@pytest.mark.parametrize(
+    ("key", "width", "expected"),
+    [
+        ("model.layers.3.attn.weight", 1, "model.layers.3"),
+        ("model.layers.7.attn.weight", 4, "model.layers.4-7"),
+        ("model.embed.weight", 1, "model.embed"),
+        ("step", 1, "step"),
+        ("0.weight", 1, "0"),
+        ("train.0.rng", 1, "train.0"),
+    ],
+)
+def test_a_layer_name_ends_at_the_first_number(key: str, width: int, expected: str) -> None:
+    assert layer_of(key, width) == expected
+
+
+def test_neighboring_layers_share_a_group_if_there_are_many_layers() -> None:
+    found = group([f"model.layers.{n}.weight" for n in range(100)], most=40)
+    assert found["model.layers.5.weight"] == "model.layers.4-7"
+    assert len(set(found.values())) == 25
+
+
+def test_names_without_numbers_are_shortened() -> None:
+    found = group([f"a.{name}.w.x" for name in "bcdefgh"], most=3)
+    assert set(found.values()) == {"a"}
+    assert set(group([f"{name}.w" for name in "bcdefgh"], most=3).values()) == {"b", "c", "..."}
+
+
+@given(KEYS, st.integers(1, 8))
+def test_every_key_belongs_to_one_of_a_few_groups(keys: list[str], most: int) -> None:
+    found = group(keys, most)
+    assert list(found) == keys
+    assert len(set(found.values())) <= most
+
+
+@given(st.dictionaries(st.text(max_size=5), st.integers(0, 2**40)))
+def test_the_groups_together_contain_every_byte(nbytes: dict[str, int]) -> None:
+    assert sum(summed(nbytes, group(nbytes)).values()) == sum(nbytes.values())

@@ -34,9 +34,9 @@ from casckpt.upkeep.doctor import examine
 from casckpt.upkeep.gc import gc
 from casckpt.upkeep.gc.rotation import rotate
 from casckpt.upkeep.repair.verify import verify
+from casckpt.upkeep.sizes import Sizes
 from casckpt.upkeep.thin import execute as execute_thinning
 from casckpt.upkeep.thin import plan_thin
-from casckpt.upkeep.usage import measure, usage
 from tests.support.checkpoints import array, flip, only_blob, read_arrays, save_parts
 from tests.support.copies import ONE_BY_ONE, blob_puts, chain, check_clean, contents, copy, elsewhere
 from tests.support.dying import WAYS, Dying
@@ -769,5 +769,6 @@ def test_gc_deletes_signatures_of_purged_checkpoints_without_errors(tmp_path: Pa
     assert signatures(repo) == {*signed[2:]}
     assert all(finding.ok is not False for finding in examine(repo))
     assert not verify(repo).is_damaged
-    assert measure(repo).checkpoints == 3
-    assert not usage(repo).unreadable
+    sizes = Sizes(repo, list_commits(repo))
+    assert sizes.stats().checkpoints == 3
+    assert not sizes.usage().unreadable

@@ -1,4 +1,4 @@
-"""How checkpoints, tags and branches use a store's bytes, and how many bytes each retention rule would free."""
+"""What holds a store's bytes: runs, checkpoints, tags and branches, what each added, and what each rule would free."""
 
 from __future__ import annotations
 
@@ -14,10 +14,77 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 import casckpt
-from casckpt.contents import manifests
+from casckpt.contents import blobs, manifests
+from casckpt.errors import NotFound
 from casckpt.history.commits import list_commits
 from casckpt.store.store import Store
+from casckpt.upkeep.sizes import Added, Freed
 from tests.support.saves import cells, counted, small, small_folder, trained
+
+# runs
+
+
+def test_the_bytes_of_each_run_are_counted() -> None:
+    store = small()
+    base, own = cells(20), cells(9)
+    first = store.save({"w": base}, run="base", step=0)
+    store.save({"w": base, "a": own}, run="sft", step=1)
+    own += 1
+    store.save({"w": base, "a": own}, run="sft", step=2)
+    store.forget("sft@1")
+    found = store.report()
+    assert [(run.run, run.checkpoints, run.forgotten, run.newest_step) for run in found.runs] == [
+        ("sft", 1, 1, 2),
+        ("base", 1, 0, 0),
+    ]
+    sft, of_base = found.runs
+    assert of_base.bytes_used == of_base.bytes_newest == first.stats.bytes_written == found.bytes_shared
+    assert of_base.bytes_alone == 0
+    assert sft.bytes_used == sft.bytes_alone + found.bytes_shared == found.bytes_blobs
+    assert sft.bytes_newest < sft.bytes_used
+    assert sft.bytes_logical == base.nbytes + own.nbytes
+    assert (found.bytes_unneeded, list(found.unreadable)) == (0, [])
+
+
+def test_unused_bytes_are_reported_until_gc_deletes_them(tmp_path: Path) -> None:
+    store = small_folder(tmp_path / "store")
+    store.save({"w": cells(9)}, step=0)
+    store.save({"w": cells(9) + 1}, step=1)
+    before = store.report()
+    store.forget("default@0")
+    forgotten, stats = store.report(), store.stats()
+    assert forgotten.bytes_unneeded == 0  # it can be restored
+    assert forgotten.freed == Freed(0, forgotten.runs[0].bytes_used - forgotten.runs[0].bytes_newest)
+    assert (stats.bytes_freed_now, stats.bytes_freed_later) == (0, forgotten.freed.later)
+    store.repository.change_settings(min_age_seconds=0.0)
+    assert store.report().freed == Freed(forgotten.freed.later, 0)
+    assert store.gc().deleted_bytes == forgotten.freed.later > 0
+    after = store.report()
+    assert (after.bytes_unneeded, after.freed) == (0, Freed(0, 0))
+    assert after.bytes_blobs == after.runs[0].bytes_used < before.bytes_blobs
+
+
+def test_a_damaged_manifest_affects_only_its_own_run(tmp_path: Path) -> None:
+    store = small_folder(tmp_path / "store")
+    bad = store.save({"w": cells(9)}, run="bad", step=0)
+    store.save({"w": torch.ones(5)}, run="good", step=0)
+    (manifest,) = (tmp_path / "store").glob(f"objects/*/{bad.id}.manifest")
+    manifest.unlink()
+    fresh = casckpt.open(tmp_path / "store", cache_dir=tmp_path / "cache")
+    found = fresh.report()
+    assert list(found.unreadable) == [bad.id]
+    assert {run.run: run.bytes_used > 0 for run in found.runs} == {"good": True, "bad": False}
+    assert found.bytes_unneeded > 0
+
+
+def test_stats_are_zero_for_an_empty_store_and_an_error_for_a_missing_one(tmp_path: Path) -> None:
+    store = small_folder(tmp_path / "store")
+    assert list(store.report().runs) == []
+    with pytest.raises(NotFound, match="there is no store"):
+        casckpt.open(tmp_path / "none").report()
+
+
+# checkpoints, tags, branches and rules
 
 
 def state(step: int) -> dict[str, Any]:
@@ -210,3 +277,68 @@ TestLives = pytest.mark.sweep(Lives.TestCase)
 
 
 TestLives.settings = settings(max_examples=max(6, settings().max_examples // 100), stateful_step_count=8)
+
+
+# growth
+
+
+SIZE = 4 * 4096
+
+
+def save_layers(store: Store, step: int, run: str = "a", **layers: float) -> None:
+    model = {"layers": {name[1:]: torch.full((4096,), value) for name, value in layers.items()}}
+    store.save({"model": model}, run=run, step=step)
+
+
+def growth(store: Store, *runs: str) -> list[Added]:
+    return store.sizes().growth(runs)
+
+
+def test_each_checkpoint_is_listed_with_the_bytes_that_it_added(store: Store) -> None:
+    save_layers(store, 1, _0=0.5, _1=1.5)
+    save_layers(store, 2, _0=0.5, _1=2.5)
+    save_layers(store, 3, _0=0.5, _1=2.5)
+    save_layers(store, 1, run="b", _0=0.5, _1=9.5)
+    found = growth(store, "a", "b")
+    assert [one.why for one in found] == [
+        "all of it was new", "changed: model 16.0 KiB", "nothing changed", "16.0 KiB of it was already stored",
+    ]  # fmt: skip
+    assert found[0].bytes_added >= 2 * SIZE
+    assert SIZE <= found[1].bytes_added < 2 * SIZE
+    assert found[2].bytes_added == 0
+    assert sum(one.bytes_added for one in found) == store.stats().bytes_blobs
+
+
+def test_only_the_newest_checkpoints_of_the_named_runs_are_compared(store: Store) -> None:
+    for step in range(1, 6):
+        save_layers(store, step, _0=float(step))
+    save_layers(store, 1, run="b", _0=1.0)
+    save_layers(store, 2, run="b", _0=2.0)
+    found = store.sizes().growth(["a"], looked_at=2)
+    assert [(one.commit.run, one.commit.step) for one in found if one.changed is not None] == [("a", 4), ("a", 5)]
+
+
+def test_a_forgotten_checkpoint_is_hidden_but_its_bytes_still_count(store: Store) -> None:
+    save_layers(store, 1, _0=0.5)
+    save_layers(store, 2, _0=0.5)
+    store.forget("a@1")
+    found = growth(store, "a")
+    assert [(one.commit.step, one.bytes_added) for one in found] == [(2, 0)]
+
+
+def test_blobs_marked_as_damaged_are_listed(store: Store) -> None:
+    save_layers(store, 1, _0=0.5)
+    commit = store.get("a@1").commit
+    [(uploader, blob, _)] = manifests.blobs_of(store.repository, commit)
+    blobs.mark_damaged(store.repository, uploader, blob, "a test")
+    assert store.sizes().damaged() == [blob]
+
+
+def test_an_unreadable_manifest_does_not_hide_other_checkpoints(store: Store, store_path: Path) -> None:
+    for step in (1, 2, 3):
+        save_layers(store, step, _0=float(step))
+    manifest = next(store_path.rglob(f"objects/**/{store.get('a@2').id}*"))
+    manifest.unlink()
+    found = growth(casckpt.open(store_path), "a")
+    assert [one.commit.step for one in found] == [1, 2, 3]
+    assert found[1].changed is None

@@ -1,0 +1,501 @@
+"""What holds the bytes of a store: its runs, checkpoints, tags and state branches, and what gc and rules would free.
+
+The catalogue lists each checkpoint's blobs. A blob's branches are read once, from the manifest of the first checkpoint
+that names the blob.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, fields
+from datetime import datetime
+from functools import partial
+from itertools import chain
+
+import numpy as np
+import numpy.typing as npt
+
+from casckpt.base.groups import grouped
+from casckpt.base.lazy import cached_property
+from casckpt.base.parallel import in_parallel
+from casckpt.base.units import format_size, time_of
+from casckpt.contents import blobs, manifests
+from casckpt.errors import CasckptError
+from casckpt.format.keys import parse_object
+from casckpt.format.manifest import Manifest
+from casckpt.format.names import BlobHash, TxId
+from casckpt.format.notes import BLOB_PARTS, BlobParts, decode, encode
+from casckpt.format.sections.blobs import BlobRef
+from casckpt.history.commits import Commit, CommitList
+from casckpt.history.tags import Tag, tags, tags_of
+from casckpt.plan.cells import branch_of
+from casckpt.plan.difference import difference
+from casckpt.plan.retention import Policy
+from casckpt.repository.repository import Repository
+from casckpt.upkeep.blob_use import BlobUse
+from casckpt.upkeep.copies.mirrored import ask
+from casckpt.upkeep.gc.purge import GcPlan, check_metrics, plan_of
+from casckpt.upkeep.inventory import BLOB, Inventory, list_unguarded
+
+_NO_TIME = ("tagged", "unmirrored")
+_NAMED = 3  # state branches named in a reason
+
+
+@dataclass(frozen=True, slots=True)
+class StoreStats:
+    """The counts and sizes of a store's contents.
+
+    ``bytes_stored``: all objects. ``bytes_logical``: the tensors of all visible checkpoints. Shared tensors count once
+    for each checkpoint, and dropped tensors do not count. ``bytes_coded``: the part of ``bytes_logical`` that is
+    stored as frames. ``bytes_frames``: the size of these frames. ``bytes_deltas``: the size of the frames that have a
+    base. ``forgotten``: checkpoints that are waiting to be purged. ``bytes_freed_now``: blobs that gc without rules
+    deletes. ``bytes_freed_later``: blobs that gc deletes after all currently forgotten checkpoints have been purged.
+    ``mirror``: URL of the store's mirror, or None if it has none. ``mirror_found``: whether a store exists at that
+    URL, or None if it cannot be asked. ``mirrored``, ``unmirrored``: number of checkpoints, including forgotten ones,
+    that are safe in the mirror, and of the others. ``damaged_blobs``: marked blobs that checkpoints need.
+    """
+
+    checkpoints: int
+    forgotten: int
+    runs: int
+    blobs: int
+    bytes_stored: int
+    bytes_blobs: int
+    bytes_manifests: int
+    bytes_logical: int
+    bytes_coded: int = 0
+    bytes_frames: int = 0
+    bytes_deltas: int = 0
+    bytes_freed_now: int = 0
+    bytes_freed_later: int = 0
+    mirror: str | None = None
+    mirror_found: bool | None = None
+    mirrored: int = 0
+    unmirrored: int = 0
+    damaged_blobs: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Freed:
+    """How many bytes a gc without rules frees ``now``, and ``later``, once all forgotten checkpoints are purged."""
+
+    now: int
+    later: int
+
+
+@dataclass(frozen=True, slots=True)
+class RunUsage:
+    """The space that one run uses. Sizes count blob files, except ``bytes_logical``, which counts visible tensors.
+
+    ``bytes_used``: all blobs that its live checkpoints name. ``bytes_alone``: the blobs that no other run names, which
+    gc frees if the run is purged. ``bytes_newest``: the blobs that its newest checkpoint names.
+    """
+
+    run: str
+    checkpoints: int
+    forgotten: int
+    newest_step: int
+    newest_at: int
+    bytes_logical: int
+    bytes_used: int
+    bytes_alone: int
+    bytes_newest: int
+
+
+@dataclass(frozen=True, slots=True)
+class StoreUsage:
+    """The space that each run uses, largest first. ``bytes_unneeded``: blobs that no live checkpoint names.
+
+    Unneeded blobs are leftovers of failed saves, blobs of saves in progress, and blobs of purged checkpoints.
+    ``freed``: the unneeded blobs that gc deletes, and the blobs that only forgotten checkpoints use. ``unreadable``:
+    ids of checkpoints whose manifest cannot be read. Their blobs count as unneeded here, but gc does not delete them.
+    """
+
+    runs: Sequence[RunUsage]
+    bytes_blobs: int
+    bytes_shared: int
+    bytes_unneeded: int
+    freed: Freed
+    unreadable: Sequence[str]
+
+
+@dataclass(frozen=True, slots=True)
+class StepUsage:
+    """The space that one live checkpoint uses. Sizes count blob files, except ``bytes_logical``, which counts tensors.
+
+    ``bytes_used``: all blobs that the checkpoint names. ``bytes_new``: those that no earlier checkpoint names.
+    ``bytes_alone``: those that no other checkpoint names, which gc would free if this checkpoint were purged.
+    ``state``: "visible", "forgotten" or "replaced" (the old places of a rewritten checkpoint). ``until``: the time from
+    which gc may purge a forgotten or replaced checkpoint. None means immediately, or once the reason in ``waits_for``
+    ("tagged", "unmirrored") no longer applies. ``thin``: whether it was thinned.
+    """
+
+    run: str
+    step: int
+    id: str
+    state: str
+    thin: bool
+    bytes_logical: int
+    bytes_used: int
+    bytes_new: int
+    bytes_alone: int
+    until: datetime | None
+    waits_for: str | None
+    tags: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class TagUsage:
+    """One tag or lease. A lease has an expiration time and a holder.
+
+    ``bytes_alone``: blobs that only its checkpoint uses.
+    """
+
+    name: str
+    run: str
+    step: int
+    id: str
+    expires: datetime | None
+    holder: str
+    bytes_alone: int
+
+
+@dataclass(frozen=True, slots=True)
+class BranchUsage:
+    """The blob bytes of one branch of the state (the keys with the same first element) in all live checkpoints.
+
+    ``bytes_bases``: the part of ``bytes_blobs`` in blobs that visible checkpoints use only as bases of their frames.
+    """
+
+    branch: str
+    bytes_blobs: int
+    bytes_bases: int
+
+
+@dataclass(frozen=True, slots=True)
+class RuleUsage:
+    """The effect of one retention rule if it were the only rule.
+
+    ``checkpoints``: how many checkpoints the rule forgets. ``bytes``: how many bytes gc frees once these are purged,
+    not counting checkpoints that are already forgotten.
+    """
+
+    rule: str
+    checkpoints: int
+    bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class Footprint:
+    """The footprint of a store. ``branches``: empty unless requested. ``unreadable``: ids of skipped checkpoints."""
+
+    steps: Sequence[StepUsage]
+    tags: Sequence[TagUsage]
+    branches: Sequence[BranchUsage]
+    rules: Sequence[RuleUsage]
+    unreadable: Sequence[str]
+
+
+@dataclass(frozen=True, slots=True)
+class Added:
+    """The growth at one visible checkpoint.
+
+    ``bytes_added``: size of the blobs that no earlier live checkpoint names. ``why``: the cause, in words.
+    ``changed``: how many bytes changed since the previous checkpoint of the run, by key. It is None for the first
+    checkpoint of a run, and for checkpoints that were not compared or cannot be read.
+    """
+
+    commit: Commit
+    bytes_added: int
+    why: str
+    changed: Mapping[str, int] | None
+
+
+class Sizes:
+    """What holds the bytes of a store, as of one listing. Each method computes one part of the answer.
+
+    The parts share an index of the blobs, a list of the objects, and a plan of gc. Each of these is made when a part
+    first needs it. The methods read the manifests that the catalogue lacks, and raise `StorageError`.
+    """
+
+    def __init__(self, repo: Repository, commits: CommitList) -> None:
+        self._repo, self._commits, self._live = repo, commits, commits.placed()
+        self._gone = [commit for commit in self._live if not commit.visible]
+
+    def stats(self) -> StoreStats:
+        """Return the counts of the store. Lists the mirror's commits."""
+        commits, mirror = self._commits, self._repo.settings.mirror
+        current, needed = commits.current(), [] if mirror is None else commits.live()
+        total, freed = self._stock.total(), self.freed()
+        answer = ask(self._repo, needed, many=True)
+        marked = blobs.damaged_marks(self._repo)  # gc deletes the marked blobs that no checkpoint needs
+        return StoreStats(
+            checkpoints=len(current),
+            forgotten=sum(commit.is_forgotten for commit in commits.live()),
+            runs=len({commit.run for commit in current}),
+            blobs=total.blobs,
+            bytes_stored=total.blob_bytes + total.manifest_bytes,
+            bytes_blobs=total.blob_bytes,
+            bytes_manifests=total.manifest_bytes,
+            bytes_logical=sum(commit.bytes_held for commit in current),
+            bytes_coded=sum(commit.committed.bytes_coded for commit in current),
+            bytes_frames=sum(commit.committed.bytes_frames for commit in current),
+            bytes_deltas=sum(commit.committed.bytes_deltas for commit in current),
+            bytes_freed_now=freed.now,
+            bytes_freed_later=freed.later,
+            mirror=mirror,
+            mirror_found=answer.found,
+            mirrored=len(needed) - len(answer.unsafe),
+            unmirrored=len(answer.unsafe),
+            damaged_blobs=len(marked & self._use.named) if marked else 0,
+        )
+
+    def freed(self, *, leftovers: bool = True) -> Freed:
+        """Return how many bytes gc without rules would free. ``leftovers``: also list those of failed saves.
+
+        Reads manifests only if there are forgotten checkpoints or blobs without a guard, and asks the mirror only about
+        checkpoints that gc would purge.
+        """
+        unneeded = self._unneeded() if leftovers else 0
+        if not self._gone:
+            return Freed(unneeded, 0)
+        due = self._use.alone(self._plan.purge).blob_bytes
+        return Freed(due + unneeded, self._use.alone(self._gone).blob_bytes - due)
+
+    def usage(self) -> StoreUsage:
+        """Return how much space each run uses."""
+        use, guarded = self._use, self._stock.guarded
+        by_run = grouped(self._live, lambda commit: commit.run).values()
+        named = Counter(chain(*(use.used(of_run)[0].tolist() for of_run in by_run)))
+        shared = (use.refs[number] for number, runs in named.items() if runs > 1)
+        return StoreUsage(
+            runs=sorted(map(self._run, by_run), key=lambda usage: (-usage.bytes_used, usage.run)),
+            bytes_blobs=self._stock.total().blob_bytes,
+            bytes_shared=sum(
+                size if uploader in guarded else self._loose.get((uploader, blob), 0) for uploader, blob, size in shared
+            ),
+            bytes_unneeded=self._unneeded(),
+            freed=self.freed(),
+            unreadable=self.unreadable(),
+        )
+
+    def footprint(self, run: str | None = None, *, branches: bool = False, policy: Policy) -> Footprint:
+        """Return the footprint of the store, or of ``run``. Other runs still count as users of the run's blobs.
+
+        ``policy``: the rules to report, one by one. Raises InvalidInput for a metric that no checkpoint has, and
+        Damaged or Refused if a tag cannot be read.
+        """
+        check_metrics(self._repo, policy, run)
+        named = tags(self._repo)
+        wanted = [commit for commit in self._use.readable if run is None or commit.run == run]
+        ids = {commit.id for commit in wanted}
+        return Footprint(
+            steps=self._steps(wanted, named),
+            tags=[self._tag(tag) for tag in named.values() if tag.manifest in ids],
+            branches=self._branches(wanted) if branches else (),
+            rules=self.rules(policy, run),
+            unreadable=self.unreadable(),
+        )
+
+    def rules(self, policy: Policy, run: str | None = None) -> list[RuleUsage]:
+        """Return the effect of each rule of ``policy`` on ``run``, or on all runs."""
+        gone, found = self._use.alone(self._gone).blob_bytes, []
+        for rule, alone in _each_rule(policy):
+            forgets = plan_of(self._repo, self._commits, alone, run).forget
+            freed = self._use.alone([*self._gone, *forgets]).blob_bytes - gone
+            found.append(RuleUsage(rule, len(forgets), freed))
+        return found
+
+    def growth(self, runs: Collection[str], looked_at: int = 48) -> list[Added]:
+        """Return how many bytes each visible checkpoint added, oldest first.
+
+        Compares the newest ``looked_at`` checkpoints of each run in ``runs``, except those that cannot be read.
+        """
+        before: dict[str, Manifest] = {}
+        current = [commit for commit in self._commits.current() if commit.run in runs]
+        by_run = grouped(current, lambda commit: commit.run).values()
+        wanted = {commit.txid for of_run in by_run for commit in of_run[-looked_at - 1 :]}
+        added, fresh = [], self._use.bytes_new()
+        for commit in self._commits.visible():
+            changed = _changed(self._repo, commit, before) if commit.txid in wanted else None
+            added.append(Added(commit, fresh.get(commit.places.txid, 0), _why(commit, changed), changed))
+        return added
+
+    def unreadable(self) -> list[str]:
+        """Return the ids of the checkpoints whose manifest cannot be read."""
+        return [commit.id for commit in self._live if commit.places.txid not in self._use.blobs]
+
+    def damaged(self) -> list[str]:
+        """Return the names of the blobs that are marked as damaged."""
+        return sorted(blob for _, blob in blobs.damaged_marks(self._repo))
+
+    @cached_property
+    def _use(self) -> BlobUse:
+        return BlobUse(self._repo, self._live)
+
+    @cached_property
+    def _stock(self) -> Inventory:
+        return list_unguarded(self._repo, self._commits)
+
+    @cached_property
+    def _plan(self) -> GcPlan:
+        return plan_of(self._repo, self._commits, Policy())
+
+    @cached_property
+    def _loose(self) -> dict[tuple[TxId, BlobHash], int]:
+        """The sizes of the blobs without a guard."""
+        names = ((parse_object(key), size) for key, size in self._stock.sizes.items())
+        return {(name.uploader, BlobHash(name.hash)): size for name, size in names if name and name.kind == BLOB}
+
+    def _unneeded(self) -> int:
+        """Return the size of the blobs that no live checkpoint names."""
+        return sum(size for blob, size in self._loose.items() if blob not in self._use.named)
+
+    def _used(self, commits: Sequence[Commit]) -> int:
+        return int(self._use.sizes[self._use.used(commits)[0]].sum())
+
+    def _run(self, commits: Sequence[Commit]) -> RunUsage:
+        readable = [commit for commit in commits if commit.places.txid in self._use.blobs]
+        return RunUsage(
+            run=commits[-1].run,
+            checkpoints=sum(commit.visible for commit in commits),
+            forgotten=sum(commit.is_forgotten for commit in commits),
+            newest_step=commits[-1].step,
+            newest_at=commits[-1].committed.created_at,
+            bytes_logical=sum(commit.bytes_held for commit in commits if commit.visible),
+            bytes_used=self._used(commits),
+            bytes_alone=self._use.alone(commits).blob_bytes,
+            bytes_newest=self._used(readable[-1:]),
+        )
+
+    def _steps(self, wanted: Sequence[Commit], named: Mapping[str, Tag]) -> list[StepUsage]:
+        waiting = {deferred.txid: deferred for deferred in self._plan.waiting}
+        first, steps = self._use.bytes_new(), []
+        for commit in wanted:
+            waits = waiting.get(commit.places.txid)
+            made = StepUsage(
+                commit.run, commit.step, commit.id, _state(commit), commit.dropped is not None, commit.bytes_held,
+                self._used([commit]), first[commit.places.txid], self._use.alone([commit]).blob_bytes,
+                None if waits is None else waits.until,
+                None if waits is None or waits.reason not in _NO_TIME else waits.reason,
+                tuple(tags_of(named, commit.id)),
+            )  # fmt: skip
+            steps.append(made)
+        return steps
+
+    def _tag(self, tag: Tag) -> TagUsage:
+        same = [commit for commit in self._live if commit.id == tag.manifest]
+        end = None if tag.expires is None else time_of(tag.expires)
+        alone = self._use.alone(same).blob_bytes
+        return TagUsage(tag.name, same[-1].run, same[-1].step, tag.manifest, end, tag.holder, alone)
+
+    def _branches(self, wanted: Sequence[Commit]) -> list[BranchUsage]:
+        """Divide each blob among the branches of the first checkpoint that names it."""
+        use, totals, bases = self._use, defaultdict[str, float](float), defaultdict[str, float](float)
+        first = [(commit, own) for commit, own in use.new(wanted) if len(own)]
+        new = {commit.places.txid: [use.names[number] for number in own] for commit, own in first}
+        is_base, parts = self._only_bases(new), self._parts([commit for commit, _ in first], new)
+        for (_, own), (shares, _) in zip(first, parts, strict=True):
+            for number in own.tolist():
+                held = shares.get(use.names[number], {"": 1})
+                for branch, nbytes in held.items():
+                    part = int(use.sizes[number]) * nbytes / sum(held.values())
+                    totals[branch] += part
+                    bases[branch] += part if is_base[number] else 0
+        rows = [BranchUsage(branch, round(nbytes), round(bases[branch])) for branch, nbytes in totals.items()]
+        return sorted(rows, key=lambda row: (-row.bytes_blobs, row.branch))
+
+    def _only_bases(self, new: Mapping[TxId, Sequence[str]]) -> npt.NDArray[np.bool_]:
+        """Return, for each blob, whether visible checkpoints use it only for bases."""
+        visible = [commit for commit in self._use.readable if commit.visible]
+        coded = [commit for commit in visible if commit.committed.bytes_deltas]
+        only_bases = {one.txid: bases for one, (_, bases) in zip(coded, self._parts(coded, new), strict=True)}
+        needed, direct = np.zeros((2, len(self._use.names)), bool)
+        for commit in visible:
+            own, bases = self._use.blobs[commit.places.txid], {*only_bases.get(commit.txid, ())}
+            needed[own] = True
+            direct[[number for number in own if self._use.names[number] not in bases] if bases else own] = True
+        return needed & ~direct
+
+    def _parts(self, commits: Sequence[Commit], new: Mapping[TxId, Sequence[str]]) -> Iterator[BlobParts]:
+        return in_parallel(self._repo.storage.traits.requests, partial(_parts_of, self._repo, new), commits)
+
+
+def _state(commit: Commit) -> str:
+    if commit.visible:
+        return "visible"
+    return "replaced" if commit.is_old_places else "forgotten"
+
+
+def _each_rule(policy: Policy) -> Iterator[tuple[str, Policy]]:
+    """Yield each rule of a policy as a string, with a policy that consists only of this rule."""
+    for name in (field.name for field in fields(policy)):
+        value = getattr(policy, name)
+        for each in value if isinstance(value, list | tuple) else [value]:
+            if each is not None:
+                yield f"{name.replace('_', '-')} {each}", Policy(**{name: each})
+
+
+def _parts_of(repo: Repository, new: Mapping[TxId, Sequence[str]], commit: Commit) -> BlobParts:
+    """Return each branch's bytes in the ``new`` blobs of a checkpoint, and the blobs that it uses only for bases.
+
+    Returns nothing if they are unreadable. Caches them in the catalogue.
+    """
+    names = new.get(commit.places.txid, ())
+    note = f"branches/{commit.places.txid}/{commit.committed.head}"
+    known = decode(repo.catalogue.note(note), BLOB_PARTS)
+    if known is not None and known[0].keys() >= {*names}:
+        return known
+    shares, direct = defaultdict[int, Counter[str]](Counter), set[int]()
+    try:
+        manifest = manifests.get_with_extents(repo, commit)
+        for entry in manifest.held:
+            table, branch = manifest.extents(entry), branch_of(entry.kind, entry.key)
+            direct.update(extent.blob for extent in table.extents)
+            for link in (link for extent in table.extents for link in extent.chain):
+                shares[link.blob][branch] += table.stored_bytes(link)
+        numbers = {_name(manifest.blob(number)): number for number in shares}
+    except CasckptError:
+        return {}, []
+    bases = sorted(name for name, number in numbers.items() if number not in direct)
+    made = {name: dict(shares[numbers[name]]) if name in numbers else {"": 1} for name in names}, bases
+    repo.catalogue.set_note(note, encode(made))
+    return made
+
+
+def _name(ref: BlobRef) -> str:
+    return f"{ref.uploader}/{ref.hash}"
+
+
+def _changed(repo: Repository, commit: Commit, before: dict[str, Manifest]) -> dict[str, int] | None:
+    try:
+        manifest = manifests.get_with_extents(repo, commit)
+        changes = difference(before[commit.run], manifest) if commit.run in before else None
+    except CasckptError:
+        return None
+    before[commit.run] = manifest
+    if changes is None:
+        return None
+    sizes = {key: entry.nbytes for key, entry in manifest.tensors.items()}
+    return {change.key: change.bytes for change in changes.changes} | {key: sizes[key] for key in changes.added}
+
+
+def _why(commit: Commit, changed: Mapping[str, int] | None) -> str:
+    record = commit.committed
+    if record.dropped is not None:
+        return f"thinned: {record.dropped.entries} tensors were dropped by {record.dropped.rule}"
+    coded = f"; {format_size(record.bytes_coded)} are stored as {format_size(record.bytes_frames)} of frames"
+    return _cause(record.bytes_reused, changed) + (coded if record.bytes_coded else "")
+
+
+def _cause(reused: int, changed: Mapping[str, int] | None) -> str:
+    if changed is None:
+        return f"{format_size(reused)} of it was already stored" if reused else "all of it was new"
+    if not changed:
+        return "nothing changed"
+    branches = Counter[str]()
+    for key, nbytes in changed.items():
+        branches[key.partition(".")[0]] += nbytes
+    named = ", ".join(f"{branch} {format_size(nbytes)}" for branch, nbytes in branches.most_common(_NAMED))
+    return f"changed: {named}" + (f", and {len(branches) - _NAMED} more" if len(branches) > _NAMED else "")
