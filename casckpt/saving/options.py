@@ -114,25 +114,47 @@ def _warn(run: str, what: str, left: tuple[str, ...], why: str) -> None:
 class SaveOptions:
     """The arguments of a save: the run, the step, and `SaveArguments` with their defaults."""
 
+    #: the run
     run: str = "default"
+    #: the step; required
     step: int
+    #: any value that JSON can represent
     metadata: Mapping[str, Any] | None = None
+    #: up to 64 named numbers, for listings and `keep_best`; others are left out with a warning
     metrics: Mapping[str, SupportsFloat | str] | None = None
+    #: your verdict on whether training should resume from this checkpoint
     healthy: bool | None = None
+    #: records NaN, infinities, and the largest values of changed tensors
     health: bool = False
+    #: forgets an existing checkpoint of this run and step once the new one is committed
     overwrite: bool = False
+    #: marks the checkpoint as short-lived: once it is forgotten, gc purges it after `min_age_ephemeral`
     ephemeral: bool = False
+    #: small files by name
     attachments: Mapping[str, bytes] | None = None
+    #: patterns or a function: [tensors that did not change](guide.md#deduplication)
     frozen: Frozen = None
+    #: reuses cells from the whole store; `"run"` reuses only cells from this run
     dedup: Dedup = "store"
+    #: `"off"`, `"auto"`, or `"always"`; by default, the store's setting ([costs](costs.md))
     compress: Compress | None = None
+    #: pickles values that are neither tensors nor plain data
     allow_pickle: bool = False
+    #: the number of threads that hash and write; by default, the number of cores, but at least 2 and at most 8
     threads: int | None = None
+    #: a function that is called with the bytes done and the total bytes
     progress: Shown | None = None
+    #: how to compare [replicas](guide.md#many-ranks): `"sample"` compares samples, `"raise"` compares all bytes and
+    #: refuses any difference, and `"off"` does not compare
     check_replicas: CheckReplicas = "sample"
+    #: a function that maps a flat key to its [owner](guide.md#many-ranks), the only rank that maintains the value, or
+    #: to None
     owners: Owners = None
+    #: [where the state came from](guide.md#lineage), for listings; a `Checkpointer` sets it
     lineage: Mapping[str, Any] | None = None
+    #: the ranks that save together; by default, all ranks
     process_group: ProcessGroup | None = None
+    #: lets this process save alone
     no_dist: bool = False
 
     def checked(self) -> Self:

@@ -1,4 +1,4 @@
-"""Tables that the site has and no page does: of modules, of what kills planted bugs, of Hub folders, of services."""
+"""Tables that the site has and no page does: of modules, settings, what kills planted bugs, Hub folders, services."""
 
 from __future__ import annotations
 
@@ -19,6 +19,21 @@ def modules(layer: str) -> str:
         said = (ast.get_docstring(ast.parse(path.read_text())) or "").split("\n\n")[0].replace("\n", " ")
         if path.name != "__init__.py":
             rows.append(f"| `{path.relative_to(PACKAGE)}` | {said.replace('``', '`').replace('|', chr(92) + '|')} |")
+    return "\n".join(rows)
+
+
+def settings(place: str, kind: str) -> str:
+    """The fields of a dataclass, with their defaults and with the comments above them that begin with "#:"."""
+    text = (PACKAGE / place).read_text()
+    (body,) = (node.body for node in ast.parse(text).body if isinstance(node, ast.ClassDef) and node.name == kind)
+    rows = ["| argument | default | meaning |", "| --- | --- | --- |"]
+    for field in body:
+        if isinstance(field, ast.AnnAssign):
+            default = f"`{ast.get_source_segment(text, field.value)}` " if field.value else ""
+            above = "\n".join(text.splitlines()[: field.lineno - 1])
+            found = re.search(r"(?:\n    #: .*)*\Z", above)
+            meaning = "" if found is None else found[0].replace("\n    #: ", " ").strip()
+            rows.append(f"| `{ast.unparse(field.target)}` | {default}| {meaning} |")
     return "\n".join(rows)
 
 
@@ -50,6 +65,7 @@ def places() -> str:
 def inserted(text: str) -> str:
     """A page with its tables: each stands in place of a comment that asks for it."""
     text = re.sub(r"<!-- modules: (\w+) -->", lambda found: modules(found[1]), text)
+    text = re.sub(r"<!-- settings: (\S+) (\w+) -->", lambda found: settings(found[1], found[2]), text)
     tables = (
         ("<!-- planted bugs -->", planted_bugs), ("<!-- hub folders -->", hub_folders), ("<!-- places -->", places),
     )  # fmt: skip
