@@ -74,6 +74,12 @@ class ImportArguments(TypedDict, total=False):
     lineage: Mapping[str, Any] | None
 
 
+class UnpicklingArguments(ImportArguments, total=False):
+    """The keyword arguments of imports of formats that may hold pickles."""
+
+    allow_pickle: bool
+
+
 def usable_compress(given: str) -> Compress:
     """Return ``given`` if it is a value of `Compress`. Otherwise, raises InvalidInput."""
     compress: Compress | None = next((known for known in get_args(Compress) if known == given), None)
