@@ -19,7 +19,6 @@ from casckpt.saving.options import (
     CheckReplicas,
     Compress,
     Frozen,
-    ImportArguments,
     Metrics,
     Owners,
     SaveArguments,
@@ -39,7 +38,7 @@ if TYPE_CHECKING:  # results of gc, copies and reports, whose modules are slow t
 
 __all__ = [
     "Added", "CheckReplicas", "Commit", "Compress", "CopyResult", "Deferred", "FillArguments", "Freed", "Frozen",
-    "GcResult", "Heat", "History", "ImportArguments", "LoadArguments", "MatchArguments", "Metrics", "Mode", "Owners",
+    "GcResult", "Heat", "History", "LoadArguments", "MatchArguments", "Metrics", "Mode", "Owners",
     "Rename", "RuleUsage", "RunUsage", "SaveArguments", "StoreUsage", "Unread", "check_save_arguments",
     "loaded_here", "saved_here",
     "usable_metrics",
