@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import cache, partial
 from types import MappingProxyType, TracebackType
-from typing import TYPE_CHECKING, Any, Self, Unpack
+from typing import TYPE_CHECKING, Any, Self, Unpack, cast
 
 from casckpt.base.exit_status import ReportedFuture
 from casckpt.base.names import check_attachment_name, check_keywords, check_step
@@ -62,6 +62,8 @@ if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
 log = logging.getLogger(__name__)
+
+_OF_A_SAVE = TrainerArguments.__annotations__.keys() & SaveArguments.__annotations__.keys()
 
 
 class _Overrides(TrainerArguments, total=False):
@@ -582,20 +584,14 @@ class Checkpointer(RunCheckpoints):
 
     def _save_arguments(self, model: TrainModel, **given: Unpack[StepArguments]) -> SaveArguments:
         """Return the arguments for `Store.save`, which checks them and raises any error on all ranks."""
+        settings = cast("SaveArguments", {name: getattr(self.config, name) for name in _OF_A_SAVE})
         return {
-            "ephemeral": given.get("ephemeral", False),
-            "metadata": given.get("metadata"),
+            **settings,
+            **given,
             "metrics": usable_metrics(self.run, given.get("metrics"), first=self._rotation.metrics),
-            "healthy": given.get("healthy"),
             "overwrite": self._overwrites(given),
             "attachments": with_hub_files(model, given.get("attachments"), self._files),
-            "frozen": self.config.frozen,
-            "compress": self.config.compress,
-            "health": self.config.health,
-            "check_replicas": self.config.check_replicas,
-            "owners": self.config.owners,
             "lineage": self.lineage,
-            "allow_pickle": self.config.allow_pickle,
             "process_group": self.process_group,
             "threads": self.config.save_threads,
         }
