@@ -35,23 +35,28 @@ Owners: TypeAlias = Callable[[str], int | None] | None
 value."""
 
 
-class WriterArguments(TypedDict, total=False):
+class StateArguments(TypedDict, total=False):
+    """The keyword arguments that `Store.save`, a DCP writer and a `Checkpointer` share. See `Store.save`."""
+
+    frozen: Frozen
+    compress: Compress | None
+    health: bool
+    check_replicas: CheckReplicas
+    allow_pickle: bool
+
+
+class WriterArguments(StateArguments, total=False):
     """The keyword arguments that `Store.save` and a DCP writer share. See `Store.save`."""
 
     metadata: Mapping[str, Any] | None
     metrics: Metrics | None
     healthy: bool | None
-    health: bool
     overwrite: bool
     ephemeral: bool
     attachments: Mapping[str, bytes] | None
-    frozen: Frozen
     dedup: Dedup
-    compress: Compress | None
-    allow_pickle: bool
     threads: int | None
     progress: Shown | None
-    check_replicas: CheckReplicas
     lineage: Mapping[str, Any] | None
 
 
@@ -117,8 +122,31 @@ def _warn(run: str, what: str, left: tuple[str, ...], why: str) -> None:
 
 
 @dataclass(frozen=True, kw_only=True)
-class SaveOptions:
-    """The arguments of a save: the run, the step, and `SaveArguments` with their defaults."""
+class StateOptions:
+    """The declaration of the arguments of a save that are also settings of a `Checkpointer`."""
+
+    #: patterns or a function: [tensors that did not change](guide.md#deduplication)
+    frozen: Frozen = None
+    #: `"off"`, `"auto"`, or `"always"`; by default, the store's setting ([costs](costs.md))
+    compress: Compress | None = None
+    #: records NaN, infinities, and the largest values of changed tensors; a checkpoint with NaN is unhealthy
+    health: bool = False
+    #: how to compare [replicas](guide.md#many-ranks): `"sample"` compares samples, `"raise"` compares all bytes and
+    #: refuses any difference, and `"off"` does not compare
+    check_replicas: CheckReplicas = "sample"
+    #: a function that maps a flat key to its [owner](guide.md#many-ranks), the only rank that maintains the value, or
+    #: to None
+    owners: Owners = None
+    #: pickles values that are neither tensors nor plain data
+    allow_pickle: bool = False
+
+
+@dataclass(frozen=True, kw_only=True)
+class SaveOptions(StateOptions):
+    """The declaration of the arguments of a save: the run, the step, and those in `SaveArguments`.
+
+    docs/settings.md shows the comments.
+    """
 
     #: the run
     run: str = "default"
@@ -130,32 +158,18 @@ class SaveOptions:
     metrics: Mapping[str, SupportsFloat | str] | None = None
     #: your verdict on whether training should resume from this checkpoint
     healthy: bool | None = None
-    #: records NaN, infinities, and the largest values of changed tensors
-    health: bool = False
     #: forgets an existing checkpoint of this run and step once the new one is committed
     overwrite: bool = False
     #: marks the checkpoint as short-lived: once it is forgotten, gc purges it after `min_age_ephemeral`
     ephemeral: bool = False
     #: small files by name
     attachments: Mapping[str, bytes] | None = None
-    #: patterns or a function: [tensors that did not change](guide.md#deduplication)
-    frozen: Frozen = None
     #: reuses cells from the whole store; `"run"` reuses only cells from this run
     dedup: Dedup = "store"
-    #: `"off"`, `"auto"`, or `"always"`; by default, the store's setting ([costs](costs.md))
-    compress: Compress | None = None
-    #: pickles values that are neither tensors nor plain data
-    allow_pickle: bool = False
     #: the number of threads that hash and write; by default, the number of cores, but at least 2 and at most 8
     threads: int | None = None
     #: a function that is called with the bytes done and the total bytes
     progress: Shown | None = None
-    #: how to compare [replicas](guide.md#many-ranks): `"sample"` compares samples, `"raise"` compares all bytes and
-    #: refuses any difference, and `"off"` does not compare
-    check_replicas: CheckReplicas = "sample"
-    #: a function that maps a flat key to its [owner](guide.md#many-ranks), the only rank that maintains the value, or
-    #: to None
-    owners: Owners = None
     #: [where the state came from](guide.md#lineage), for listings; a `Checkpointer` sets it
     lineage: Mapping[str, Any] | None = None
     #: the ranks that save together; by default, all ranks

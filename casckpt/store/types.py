@@ -12,7 +12,7 @@ from casckpt.errors import InvalidInput
 from casckpt.format.records import Settings
 from casckpt.history.folding import Commit
 from casckpt.loading.arguments import Rename
-from casckpt.loading.options import FillArguments, LoadArguments, MatchArguments, Unread
+from casckpt.loading.options import FillArguments, LoadArguments, MatchArguments, ReadArguments, Unread
 from casckpt.repository.processes import loaded_here, saved_here
 from casckpt.repository.repository import Repository
 from casckpt.saving.options import (
@@ -23,6 +23,8 @@ from casckpt.saving.options import (
     Owners,
     SaveArguments,
     SaveOptions,
+    StateArguments,
+    StateOptions,
     usable_compress,
     usable_metrics,
 )
@@ -38,10 +40,9 @@ if TYPE_CHECKING:  # results of gc, copies and reports, whose modules are slow t
 
 __all__ = [
     "Added", "CheckReplicas", "Commit", "Compress", "CopyResult", "Deferred", "FillArguments", "Freed", "Frozen",
-    "GcResult", "Heat", "History", "LoadArguments", "MatchArguments", "Metrics", "Mode", "Owners",
-    "Rename", "RuleUsage", "RunUsage", "SaveArguments", "StoreUsage", "Unread", "check_save_arguments",
-    "loaded_here", "saved_here",
-    "usable_metrics",
+    "GcResult", "Heat", "History", "LoadArguments", "MatchArguments", "Metrics", "Mode", "Owners", "ReadArguments",
+    "Rename", "RuleUsage", "RunUsage", "SaveArguments", "StateArguments", "StateOptions", "StoreUsage", "Unread",
+    "check_save_arguments", "loaded_here", "saved_here", "usable_metrics",
 ]  # fmt: skip
 
 

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import ast
+import inspect
 import json
 import re
+from importlib import import_module
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent.parent
@@ -22,18 +24,14 @@ def modules(layer: str) -> str:
     return "\n".join(rows)
 
 
-def settings(place: str, kind: str) -> str:
+def settings(module: str, kind: str) -> str:
     """The fields of a dataclass, with their defaults and with the comments above them that begin with "#:"."""
-    text = (PACKAGE / place).read_text()
-    (body,) = (node.body for node in ast.parse(text).body if isinstance(node, ast.ClassDef) and node.name == kind)
     rows = ["| argument | default | meaning |", "| --- | --- | --- |"]
-    for field in body:
-        if isinstance(field, ast.AnnAssign):
-            default = f"`{ast.get_source_segment(text, field.value)}` " if field.value else ""
-            above = "\n".join(text.splitlines()[: field.lineno - 1])
-            found = re.search(r"(?:\n    #: .*)*\Z", above)
-            meaning = "" if found is None else found[0].replace("\n    #: ", " ").strip()
-            rows.append(f"| `{ast.unparse(field.target)}` | {default}| {meaning} |")
+    for declared in getattr(import_module(module), kind).__mro__[:-1]:
+        text = inspect.getsource(declared)
+        for said, name, default in re.findall(r"^((?:    #: .*\n)+)    (\w+): [^=\n]*(?:= (.*))?$", text, re.MULTILINE):
+            meaning = said.replace("\n    #: ", " ").removeprefix("    #: ").strip()
+            rows.append(f"| `{name}` | {f'`{default}` ' if default else ''}| {meaning} |")
     return "\n".join(rows)
 
 
@@ -65,7 +63,7 @@ def places() -> str:
 def inserted(text: str) -> str:
     """A page with its tables: each stands in place of a comment that asks for it."""
     text = re.sub(r"<!-- modules: (\w+) -->", lambda found: modules(found[1]), text)
-    text = re.sub(r"<!-- settings: (\S+) (\w+) -->", lambda found: settings(found[1], found[2]), text)
+    text = re.sub(r"<!-- settings: (\S+)\.(\w+) -->", lambda found: settings(found[1], found[2]), text)
     tables = (
         ("<!-- planted bugs -->", planted_bugs), ("<!-- hub folders -->", hub_folders), ("<!-- places -->", places),
     )  # fmt: skip

@@ -21,9 +21,8 @@ from casckpt.frontends.lightning.files import AnyPath, Pointer, RunFiles
 from casckpt.frontends.stores import AnyStore, as_store, check_foreign
 from casckpt.frontends.training_state.proof import Proof, prove
 from casckpt.frontends.training_state.settings import RECIPE, replaced_in, shown
-from casckpt.loading.options import ReadArguments
 from casckpt.ranks.ranks import on_each, open_ranks
-from casckpt.store.types import Compress, SaveArguments
+from casckpt.store.types import Compress, ReadArguments, SaveArguments
 from casckpt.tensors.values import OfObjects
 
 log = logging.getLogger(__name__)

@@ -7,7 +7,7 @@ import time
 from collections.abc import Iterator, Mapping, MutableMapping, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from functools import cache, partial
 from types import MappingProxyType, TracebackType
 from typing import TYPE_CHECKING, Any, Self, Unpack, cast
@@ -54,6 +54,7 @@ from casckpt.store.types import (
     Metrics,
     Rename,
     SaveArguments,
+    StateOptions,
     Unread,
     usable_metrics,
 )
@@ -62,8 +63,6 @@ if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
 log = logging.getLogger(__name__)
-
-_OF_A_SAVE = TrainerArguments.__annotations__.keys() & SaveArguments.__annotations__.keys()
 
 
 class _Overrides(TrainerArguments, total=False):
@@ -584,9 +583,9 @@ class Checkpointer(RunCheckpoints):
 
     def _save_arguments(self, model: TrainModel, **given: Unpack[StepArguments]) -> SaveArguments:
         """Return the arguments for `Store.save`, which checks them and raises any error on all ranks."""
-        settings = cast("SaveArguments", {name: getattr(self.config, name) for name in _OF_A_SAVE})
+        settings = {setting.name: getattr(self.config, setting.name) for setting in fields(StateOptions)}
         return {
-            **settings,
+            **cast("SaveArguments", settings),
             **given,
             "metrics": usable_metrics(self.run, given.get("metrics"), first=self._rotation.metrics),
             "overwrite": self._overwrites(given),

@@ -11,7 +11,7 @@ from casckpt.base.names import check_run, check_step
 from casckpt.errors import InvalidInput
 from casckpt.frontends.trainer.events import OnEvent
 from casckpt.plan.retention import Policy, Rotation, thinning_of
-from casckpt.store.types import CheckReplicas, Compress, Frozen, Metrics, Owners, check_save_arguments
+from casckpt.store.types import Metrics, Owners, StateArguments, StateOptions, check_save_arguments
 
 Kind: TypeAlias = Literal["permanent", "ephemeral"]
 Keep: TypeAlias = Policy | Mapping[str, Any] | int | None
@@ -20,7 +20,7 @@ Count: TypeAlias = int | None
 """An int of 1 or more, or None."""
 
 
-class TrainerArguments(TypedDict, total=False):
+class TrainerArguments(StateArguments, total=False):
     """The keyword arguments of `Checkpointer` except store, run and process_group; see there."""
 
     create: bool | None
@@ -36,12 +36,7 @@ class TrainerArguments(TypedDict, total=False):
     max_failures: int | None
     gc: bool
     overwrite: bool
-    frozen: Frozen
-    compress: Compress | None
-    health: bool
-    check_replicas: CheckReplicas
     owners: Owners
-    allow_pickle: bool
     on_event: OnEvent | None
     save_threads: int | None
     load_threads: int | None
@@ -67,7 +62,7 @@ class StepArguments(DueArguments, total=False):
 
 
 @dataclass(frozen=True, kw_only=True)
-class TrainerSettings:
+class TrainerSettings(StateOptions):
     """The declaration of the settings of a `Checkpointer`. Raises InvalidInput for invalid values.
 
     docs/settings.md shows the comments. `TrainerArguments` repeats the types, for the keywords of a call.
@@ -102,18 +97,6 @@ class TrainerSettings:
     #: replaces existing steps, and allows a training that did not resume to [save them
     #: again](training.md#who-may-continue-a-run)
     overwrite: bool = False
-    #: as for a save
-    frozen: Frozen = None
-    #: as for a save
-    compress: Compress | None = None
-    #: as for a save; a checkpoint with NaN is unhealthy
-    health: bool = False
-    #: as for a save
-    check_replicas: CheckReplicas = "sample"
-    #: as for a save
-    owners: Owners = None
-    #: as for a save, for the train state and your additions to the optimizer's state
-    allow_pickle: bool = False
     #: a function that receives [events](training.md#events)
     on_event: OnEvent | None = None
     #: the number of threads on each rank for saves
