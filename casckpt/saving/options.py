@@ -140,6 +140,12 @@ class StateOptions:
     #: pickles values that are neither tensors nor plain data
     allow_pickle: bool = False
 
+    def check_choices(self) -> None:
+        """Raise InvalidInput if ``compress`` or ``check_replicas`` is not one of its values."""
+        if self.compress is not None:
+            usable_compress(self.compress)
+        usable_check(self.check_replicas)
+
 
 @dataclass(frozen=True, kw_only=True)
 class SaveOptions(StateOptions):
@@ -186,8 +192,7 @@ class SaveOptions(StateOptions):
         """
         if self.dedup not in get_args(Dedup):
             raise InvalidInput(f"dedup={self.dedup!r} is not valid: pass 'store' or 'run'")
-        if self.compress is not None:
-            usable_compress(self.compress)
+        self.check_choices()
         if self.healthy is not None and type(self.healthy) is not bool:
             raise InvalidInput(f"healthy={self.healthy!r:.40} is not valid: pass True, False, or None for no verdict")
         if type(self.health) is not bool:

@@ -18,11 +18,9 @@ from casckpt.repository.repository import Repository
 from casckpt.saving.options import (
     CheckReplicas,
     Compress,
-    Frozen,
     Metrics,
     Owners,
     SaveArguments,
-    SaveOptions,
     StateArguments,
     StateOptions,
     usable_compress,
@@ -39,16 +37,11 @@ if TYPE_CHECKING:  # results of gc, copies and reports, whose modules are slow t
     from casckpt.upkeep.usage import Freed, RunUsage, StoreUsage
 
 __all__ = [
-    "Added", "CheckReplicas", "Commit", "Compress", "CopyResult", "Deferred", "FillArguments", "Freed", "Frozen",
+    "Added", "CheckReplicas", "Commit", "Compress", "CopyResult", "Deferred", "FillArguments", "Freed",
     "GcResult", "Heat", "History", "LoadArguments", "MatchArguments", "Metrics", "Mode", "Owners", "ReadArguments",
     "Rename", "RuleUsage", "RunUsage", "SaveArguments", "StateArguments", "StateOptions", "StoreUsage", "Unread",
-    "check_save_arguments", "loaded_here", "saved_here", "usable_metrics",
+    "loaded_here", "saved_here", "usable_metrics",
 ]  # fmt: skip
-
-
-def check_save_arguments(arguments: SaveArguments) -> None:
-    """Raise InvalidInput for options that `Store.save` would refuse for any state."""
-    SaveOptions(step=0, **arguments).checked()
 
 
 DURATIONS: Final = ("min_age", "min_age_ephemeral", "revoke_after")

@@ -11,7 +11,7 @@ from casckpt.base.names import check_run, check_step
 from casckpt.errors import InvalidInput
 from casckpt.frontends.trainer.events import OnEvent
 from casckpt.plan.retention import Policy, Rotation, thinning_of
-from casckpt.store.types import Metrics, Owners, StateArguments, StateOptions, check_save_arguments
+from casckpt.store.types import Metrics, Owners, StateArguments, StateOptions
 
 Kind: TypeAlias = Literal["permanent", "ephemeral"]
 Keep: TypeAlias = Policy | Mapping[str, Any] | int | None
@@ -125,7 +125,7 @@ class TrainerSettings(StateOptions):
         if self.last_step is not None:
             object.__setattr__(self, "last_step", check_step(self.last_step))
         policy_of(self.keep)
-        check_save_arguments({"check_replicas": self.check_replicas, "compress": self.compress})
+        self.check_choices()
         thinning_of(self.thin)
         self._check_risk()
 
