@@ -12,6 +12,7 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
+import page_tables
 import pictures
 import pytest
 import reference
@@ -135,9 +136,10 @@ def quoted(text: str) -> list[str]:
 
 def settings(heading: str) -> dict[str, str]:
     """Return the names in a table of docs/settings.md, with their defaults."""
-    found = re.search(rf"^## {heading}\n(.*?)(?=^## |\Z)", (DOCS / "settings.md").read_text(), re.M | re.S)
+    text = page_tables.inserted((DOCS / "settings.md").read_text())
+    found = re.search(rf"^## {heading}\n(.*?)(?=^## |\Z)", text, re.M | re.S)
     assert found, f"docs/settings.md has no section {heading!r}"
-    return dict(re.findall(r"^\| `(\w+)`(?: \(.*?\))? \| ?(?:`(.*?)`)? \|", found[1], re.MULTILINE))
+    return dict(re.findall(r"^\| `(\w+)`(?: \(.*?\))? \| ?(?:`(.*?)`)? \| \S.* \|$", found[1], re.MULTILINE))
 
 
 def test_documented_store_settings_match_the_code() -> None:

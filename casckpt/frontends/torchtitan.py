@@ -29,6 +29,7 @@ from casckpt.contents.checkpoint import Checkpoint
 from casckpt.errors import InvalidInput, MissingKey, NotFound, Unsupported
 from casckpt.frontends.stores import advising
 from casckpt.frontends.trainer import Checkpointer, TrainState
+from casckpt.frontends.trainer.settings import TrainerArguments
 from casckpt.frontends.training_state.model import model_state
 from casckpt.frontends.training_state.parts import as_model
 from casckpt.frontends.training_state.proof import Proof
@@ -113,11 +114,7 @@ class CasCheckpointManager(BaseCheckpointManager):  # type: ignore[misc]  # torc
             run=config.run,
             max_checkpoints=config.keep_latest_k or None,
             save_interval=config.interval,
-            fixed_steps=config.fixed_steps,
-            throttle=config.throttle,
-            pre_download=config.pre_download,
-            health=config.health,
-            check_replicas=config.check_replicas,
+            **{name: getattr(config, name) for name in _SETTINGS},
         )
 
     def _save(self, curr_step: int, last_step: bool = False) -> bool:
@@ -193,6 +190,9 @@ class CasCheckpointManager(BaseCheckpointManager):  # type: ignore[misc]  # torc
     def _close(self) -> None:
         if hasattr(self, "checkpointer"):  # the constructor may have failed
             self.checkpointer.close()
+
+
+_SETTINGS = CasCheckpointManager.Config.__annotations__.keys() & TrainerArguments.__annotations__.keys()
 
 
 class _Weights:

@@ -35,23 +35,28 @@ Owners: TypeAlias = Callable[[str], int | None] | None
 value."""
 
 
-class WriterArguments(TypedDict, total=False):
+class StateArguments(TypedDict, total=False):
+    """The keyword arguments that `Store.save`, a DCP writer and a `Checkpointer` share. See `Store.save`."""
+
+    frozen: Frozen
+    compress: Compress | None
+    health: bool
+    check_replicas: CheckReplicas
+    allow_pickle: bool
+
+
+class WriterArguments(StateArguments, total=False):
     """The keyword arguments that `Store.save` and a DCP writer share. See `Store.save`."""
 
     metadata: Mapping[str, Any] | None
     metrics: Metrics | None
     healthy: bool | None
-    health: bool
     overwrite: bool
     ephemeral: bool
     attachments: Mapping[str, bytes] | None
-    frozen: Frozen
     dedup: Dedup
-    compress: Compress | None
-    allow_pickle: bool
     threads: int | None
     progress: Shown | None
-    check_replicas: CheckReplicas
     lineage: Mapping[str, Any] | None
 
 
@@ -72,6 +77,12 @@ class ImportArguments(TypedDict, total=False):
     compress: Compress | None
     progress: Shown | None
     lineage: Mapping[str, Any] | None
+
+
+class UnpicklingArguments(ImportArguments, total=False):
+    """The keyword arguments of imports of formats that may hold pickles."""
+
+    allow_pickle: bool
 
 
 def usable_compress(given: str) -> Compress:
@@ -117,28 +128,65 @@ def _warn(run: str, what: str, left: tuple[str, ...], why: str) -> None:
 
 
 @dataclass(frozen=True, kw_only=True)
-class SaveOptions:
-    """The arguments of a save: the run, the step, and `SaveArguments` with their defaults."""
+class StateOptions:
+    """The declaration of the arguments of a save that are also settings of a `Checkpointer`."""
 
-    run: str = "default"
-    step: int
-    metadata: Mapping[str, Any] | None = None
-    metrics: Mapping[str, SupportsFloat | str] | None = None
-    healthy: bool | None = None
-    health: bool = False
-    overwrite: bool = False
-    ephemeral: bool = False
-    attachments: Mapping[str, bytes] | None = None
+    #: patterns or a function: [tensors that did not change](guide.md#deduplication)
     frozen: Frozen = None
-    dedup: Dedup = "store"
+    #: `"off"`, `"auto"`, or `"always"`; by default, the store's setting ([costs](costs.md))
     compress: Compress | None = None
-    allow_pickle: bool = False
-    threads: int | None = None
-    progress: Shown | None = None
+    #: records NaN, infinities, and the largest values of changed tensors; a checkpoint with NaN is unhealthy
+    health: bool = False
+    #: how to compare [replicas](guide.md#many-ranks): `"sample"` compares samples, `"raise"` compares all bytes and
+    #: refuses any difference, and `"off"` does not compare
     check_replicas: CheckReplicas = "sample"
+    #: a function that maps a flat key to its [owner](guide.md#many-ranks), the only rank that maintains the value, or
+    #: to None
     owners: Owners = None
+    #: pickles values that are neither tensors nor plain data
+    allow_pickle: bool = False
+
+    def check_choices(self) -> None:
+        """Raise InvalidInput if ``compress`` or ``check_replicas`` is not one of its values."""
+        if self.compress is not None:
+            usable_compress(self.compress)
+        usable_check(self.check_replicas)
+
+
+@dataclass(frozen=True, kw_only=True)
+class SaveOptions(StateOptions):
+    """The declaration of the arguments of a save: the run, the step, and those in `SaveArguments`.
+
+    docs/settings.md shows the comments.
+    """
+
+    #: the run
+    run: str = "default"
+    #: the step; required
+    step: int
+    #: any value that JSON can represent
+    metadata: Mapping[str, Any] | None = None
+    #: up to 64 named numbers, for listings and `keep_best`; others are left out with a warning
+    metrics: Mapping[str, SupportsFloat | str] | None = None
+    #: your verdict on whether training should resume from this checkpoint
+    healthy: bool | None = None
+    #: forgets an existing checkpoint of this run and step once the new one is committed
+    overwrite: bool = False
+    #: marks the checkpoint as short-lived: once it is forgotten, gc purges it after `min_age_ephemeral`
+    ephemeral: bool = False
+    #: small files by name
+    attachments: Mapping[str, bytes] | None = None
+    #: reuses cells from the whole store; `"run"` reuses only cells from this run
+    dedup: Dedup = "store"
+    #: the number of threads that hash and write; by default, the number of cores, but at least 2 and at most 8
+    threads: int | None = None
+    #: a function that is called with the bytes done and the total bytes
+    progress: Shown | None = None
+    #: [where the state came from](guide.md#lineage), for listings; a `Checkpointer` sets it
     lineage: Mapping[str, Any] | None = None
+    #: the ranks that save together; by default, all ranks
     process_group: ProcessGroup | None = None
+    #: lets this process save alone
     no_dist: bool = False
 
     def checked(self) -> Self:
@@ -150,8 +198,7 @@ class SaveOptions:
         """
         if self.dedup not in get_args(Dedup):
             raise InvalidInput(f"dedup={self.dedup!r} is not valid: pass 'store' or 'run'")
-        if self.compress is not None:
-            usable_compress(self.compress)
+        self.check_choices()
         if self.healthy is not None and type(self.healthy) is not bool:
             raise InvalidInput(f"healthy={self.healthy!r:.40} is not valid: pass True, False, or None for no verdict")
         if type(self.health) is not bool:

@@ -12,18 +12,17 @@ from casckpt.errors import InvalidInput
 from casckpt.format.records import Settings
 from casckpt.history.folding import Commit
 from casckpt.loading.arguments import Rename
-from casckpt.loading.options import FillArguments, LoadArguments, MatchArguments, Unread
+from casckpt.loading.options import FillArguments, LoadArguments, MatchArguments, ReadArguments, Unread
 from casckpt.repository.processes import loaded_here, saved_here
 from casckpt.repository.repository import Repository
 from casckpt.saving.options import (
     CheckReplicas,
     Compress,
-    Frozen,
-    ImportArguments,
     Metrics,
     Owners,
     SaveArguments,
-    SaveOptions,
+    StateArguments,
+    StateOptions,
     usable_compress,
     usable_metrics,
 )
@@ -36,17 +35,11 @@ if TYPE_CHECKING:  # results of gc, copies and reports, whose modules are slow t
     from casckpt.upkeep.sizes import Added, Freed, RuleUsage, RunUsage, StoreUsage
 
 __all__ = [
-    "Added", "CheckReplicas", "Commit", "Compress", "CopyResult", "Deferred", "FillArguments", "Freed", "Frozen",
-    "GcResult", "ImportArguments", "LoadArguments", "MatchArguments", "Metrics", "Mode", "Owners",
-    "Rename", "RuleUsage", "RunUsage", "SaveArguments", "StoreUsage", "Unread", "check_save_arguments",
-    "loaded_here", "saved_here",
+    "Added", "CheckReplicas", "Commit", "Compress", "CopyResult", "Deferred", "FillArguments", "Freed", "GcResult",
+    "LoadArguments", "MatchArguments", "Metrics", "Mode", "Owners", "ReadArguments", "Rename", "RuleUsage", "RunUsage",
+    "SaveArguments", "StateArguments", "StateOptions", "StoreUsage", "Unread", "loaded_here", "saved_here",
     "usable_metrics",
 ]  # fmt: skip
-
-
-def check_save_arguments(arguments: SaveArguments) -> None:
-    """Raise InvalidInput for options that `Store.save` would refuse for any state."""
-    SaveOptions(step=0, **arguments).checked()
 
 
 DURATIONS: Final = ("min_age", "min_age_ephemeral", "revoke_after")

@@ -1,10 +1,12 @@
-"""Tables that the site has and no page does: of modules, of what kills planted bugs, of Hub folders, of services."""
+"""Tables that the site has and no page does: of modules, settings, what kills planted bugs, Hub folders, services."""
 
 from __future__ import annotations
 
 import ast
+import inspect
 import json
 import re
+from importlib import import_module
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent.parent
@@ -19,6 +21,17 @@ def modules(layer: str) -> str:
         said = (ast.get_docstring(ast.parse(path.read_text())) or "").split("\n\n")[0].replace("\n", " ")
         if path.name != "__init__.py":
             rows.append(f"| `{path.relative_to(PACKAGE)}` | {said.replace('``', '`').replace('|', chr(92) + '|')} |")
+    return "\n".join(rows)
+
+
+def settings(module: str, kind: str) -> str:
+    """The fields of a dataclass, with their defaults and with the comments above them that begin with "#:"."""
+    rows = ["| argument | default | meaning |", "| --- | --- | --- |"]
+    for declared in getattr(import_module(module), kind).__mro__[:-1]:
+        text = inspect.getsource(declared)
+        for said, name, default in re.findall(r"^((?:    #: .*\n)+)    (\w+): [^=\n]*(?:= (.*))?$", text, re.MULTILINE):
+            meaning = said.replace("\n    #: ", " ").removeprefix("    #: ").strip()
+            rows.append(f"| `{name}` | {f'`{default}` ' if default else ''}| {meaning} |")
     return "\n".join(rows)
 
 
@@ -50,6 +63,7 @@ def places() -> str:
 def inserted(text: str) -> str:
     """A page with its tables: each stands in place of a comment that asks for it."""
     text = re.sub(r"<!-- modules: (\w+) -->", lambda found: modules(found[1]), text)
+    text = re.sub(r"<!-- settings: (\S+)\.(\w+) -->", lambda found: settings(found[1], found[2]), text)
     tables = (
         ("<!-- planted bugs -->", planted_bugs), ("<!-- hub folders -->", hub_folders), ("<!-- places -->", places),
     )  # fmt: skip

@@ -20,7 +20,8 @@ def surface(root: Path) -> Surface:
     stored = [node for path, tree in trees.items() if "format" in path.parts for node in tree.body]
     structs = [node for node in stored if isinstance(node, ast.ClassDef) and _bases(node) & {"Struct", "Record"}]
     typed = {node.name: node for node in classes if "TypedDict" in _bases(node)}
-    typed |= {node.name: node for node in classes if _bases(node) & typed.keys()}
+    while more := {node.name: node for node in classes if _bases(node) & typed.keys() and node.name not in typed}:
+        typed |= more
     return {
         "stored": sorted({", ".join([*_tags(node), *sorted(_fields(node))]) for node in structs}),
         "keywords": sorted({f"{name}: {key}" for name in typed for key in _keywords(name, typed)}),

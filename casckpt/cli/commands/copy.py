@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
 import click
 
@@ -33,24 +33,13 @@ if TYPE_CHECKING:
     "--jobs", type=click.IntRange(min=1), help="The number of files to copy in parallel.  [default: 4; 16 for a bucket]"
 )
 @click.option(
-    "--blob-size", type=SIZE, help="Repack the data into blobs of about this size. DST may be the same as STORE."
-)
+    "--blob-size", "blob_bytes", type=SIZE,
+    help="Repack the data into blobs of about this size. DST may be the same as STORE.",
+)  # fmt: skip
 @click.option("--compress", type=click.Choice(["off", "always"]), help="always: encode floats to save space.")
 @click.option("--dry-run", is_flag=True, help="Show what would be copied, without copying anything.")
 @click.option("--dst-option", "dst_options", type=SETTING, multiple=True, help="Like --storage-option, for DST.")
-def command(
-    session: Session,
-    destination: str,
-    refs: tuple[str, ...],
-    *,
-    run: str | None,
-    tags: bool | None,
-    jobs: int | None,
-    blob_size: int | None,
-    compress: Literal["off", "always"] | None,
-    dst_options: Any,
-    dry_run: bool,
-) -> int:
+def command(session: Session, destination: str, refs: tuple[str, ...], *, dst_options: Any, **options: Any) -> int:
     """Copy checkpoints to another store.
 
     Copies all visible checkpoints, or the ones that you name, but transfers only the bytes that DST lacks. The copies
@@ -68,12 +57,9 @@ def command(
         destination, storage_options=dict(dst_options), cache_dir=session.cache_dir, single_writer=session.single_writer
     )
     part = _part()
-    doubt(session.store, run)
+    doubt(session.store, options["run"])
     with progress_bar("copying") as done:
-        result = session.store.copy_to(
-            target, *refs, run=run, tags=tags, jobs=jobs, part=part, blob_bytes=blob_size, compress=compress,
-            dry_run=dry_run, progress=done, check=False,
-        )  # fmt: skip
+        result = session.store.copy_to(target, *refs, part=part, progress=done, check=False, **options)
     if part[0] == 0:  # under torchrun, only one of the processes prints
         session.give(_described(result), text)
     found = [one.error.exit_status for one in result.failed] + [Damaged.exit_status for _ in result.records]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from typing import TYPE_CHECKING, Any, Final, Unpack
+from typing import TYPE_CHECKING, Any, Final
 
 import click
 
@@ -15,7 +15,6 @@ from casckpt.cli.text import count, moment, name, printable, say, say_all, say_s
 from casckpt.cli.types import AT_LEAST_ONE, DURATION, REF, RUN, keep_options
 
 if TYPE_CHECKING:
-    from casckpt.plan.retention import KeepRules
     from casckpt.store.types import Deferred, GcResult
 
 
@@ -32,26 +31,15 @@ if TYPE_CHECKING:
 @keep_options
 @click.option("--tagged", is_flag=True, help="Also thin tagged checkpoints.")
 @click.option("--dry-run", is_flag=True, help="Show what would be done, without doing it.")
-def thin(
-    session: Session,
-    refs: tuple[str, ...],
-    *,
-    drop: tuple[str, ...],
-    run: str | None,
-    tagged: bool,
-    dry_run: bool,
-    **keep: Unpack[KeepRules],
-) -> None:
+def thin(session: Session, refs: tuple[str, ...], **options: Any) -> None:
     """Drop tensors from checkpoints, and keep the rest.
 
     Thins the checkpoints that you name, or all that no --keep rule keeps whole. Tagged checkpoints and the newest one
     of each run remain whole. A thinned checkpoint keeps its id, name and tags. `casckpt restore --whole` can bring the
     tensors back until a gc purges the old locations, by default a day later. That gc also frees the space.
     """
-    doubt(session.store, run)
-    session.give(
-        plain(session.store.thin(*refs, drop=drop, run=run, tagged=tagged, dry_run=dry_run, **keep)), thinned_text
-    )
+    doubt(session.store, options["run"])
+    session.give(plain(session.store.thin(*refs, **options)), thinned_text)
 
 
 def thinned_text(result: dict[str, Any], *, with_space: bool = True) -> None:
@@ -118,7 +106,7 @@ def command(
     dry_run: bool,
     thin: tuple[str, ...],
     thin_keep_last: int | None,
-    **options: Any,  # as in `Store.gc`
+    **options: Any,
 ) -> int:
     """Forget checkpoints by rules, and delete unused files.
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, Unpack
+from typing import Any
 
 import click
 
@@ -11,9 +11,6 @@ from casckpt.cli.progress import progress_bar
 from casckpt.cli.session import Session, store_command
 from casckpt.cli.text import name, printable, say, shortened, size
 from casckpt.cli.types import RUN
-
-if TYPE_CHECKING:
-    from casckpt.store.types import ImportArguments
 
 
 @store_command("import")
@@ -24,9 +21,7 @@ if TYPE_CHECKING:
 @click.option("--compress", type=click.Choice(["off", "always"]), help="always: encode floats to save space.")
 @click.option("--as-is", is_flag=True, help="Keep the structure of a torch.save file.")
 @click.option("--allow-pickle", is_flag=True, help="Unpickle values. This runs code from the file.")
-def command(
-    session: Session, path: str, step: int, as_is: bool, allow_pickle: bool, **options: Unpack[ImportArguments]
-) -> None:
+def command(session: Session, path: str, **options: Any) -> None:
     """Save files of other programs as a checkpoint.
 
     Detects the format: a safetensors file, a Hugging Face folder, a torch.save file, a torch.distributed.checkpoint
@@ -41,8 +36,7 @@ def command(
     from casckpt.frontends.interchange.new_files import file_attachments
 
     with looked_at(path) as found, progress_bar("importing") as done:
-        options["progress"] = done
-        made = import_any(session.store, found, step=step, as_is=as_is, allow_pickle=allow_pickle, **options)
+        made = import_any(session.store, found, progress=done, **options)
     sources = found.sources
     result = brief(made) | {"stats": summary(made)["stats"], "files": [str(file) for file in sources.weights]}
     result |= {"kind": found.kind, "attachments": file_attachments(session.store, made), "skipped": [*sources.skipped]}

@@ -25,16 +25,14 @@ from casckpt.cli.types import DURATION, REF, RUN
     "--timeout", type=DURATION, help="Exit after this long without a new checkpoint (10m, 0).  [default: never]"
 )
 @click.option("--poll", type=DURATION, default="1s", show_default=True, help="How often to look for a new checkpoint.")
-def command(
-    session: Session, *, run: str, after: str | None, latest_only: bool, timeout: timedelta | None, poll: timedelta
-) -> None:
+def command(session: Session, *, run: str, **options: Any) -> None:
     """Print the new checkpoints of a run.
 
     Prints a line for each checkpoint as soon as it can be loaded, in the order of the announcements. With --json, each
     line is a JSON object. "late" means that the command has already printed a checkpoint whose save began later. The
     store and the run need not exist yet.
     """
-    for one in session.store.watch(run, after=after, latest_only=latest_only, timeout=timeout, poll=poll):
+    for one in session.store.watch(run, **options):
         row = summary(one.checkpoint) | {"late": one.late}
         say(json.dumps(finite(row), allow_nan=False) if session.as_json else _line(row))
 

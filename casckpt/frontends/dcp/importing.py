@@ -13,7 +13,7 @@ from casckpt.contents.checkpoint import Checkpoint
 from casckpt.frontends.dcp.folder import METADATA, Folder
 from casckpt.frontends.dcp.session import WriterSession
 from casckpt.frontends.stores import AnyStore, as_store
-from casckpt.saving.options import ImportArguments, SaveOptions
+from casckpt.saving.options import SaveOptions, UnpicklingArguments
 from casckpt.storage.files import Files
 from casckpt.storage.paths import open_files
 
@@ -22,12 +22,7 @@ log = logging.getLogger(__name__)
 
 
 def dcp_to_casckpt(
-    path: str | os.PathLike[str],
-    store: AnyStore,
-    *,
-    step: int,
-    allow_pickle: bool = False,
-    **options: Unpack[ImportArguments],
+    path: str | os.PathLike[str], store: AnyStore, *, step: int, **options: Unpack[UnpicklingArguments]
 ) -> Checkpoint:
     """Save the contents of a DCP folder (a path or URL) as if one process had saved them through `StorageWriter`.
 
@@ -39,8 +34,8 @@ def dcp_to_casckpt(
     Raises NotFound, InvalidInput, Refused or Damaged for a folder that cannot be imported, and the errors of
     `Store.save`.
     """
-    check_keywords("dcp_to_casckpt", options, ImportArguments)
-    return import_folder(open_files(path), store, SaveOptions(step=step, allow_pickle=allow_pickle, **options))
+    check_keywords("dcp_to_casckpt", options, UnpicklingArguments)
+    return import_folder(open_files(path), store, SaveOptions(step=step, **options))
 
 
 def import_folder(

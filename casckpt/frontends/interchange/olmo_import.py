@@ -21,7 +21,7 @@ from casckpt.errors import InvalidInput, NotFound, Refused
 from casckpt.frontends.interchange.safetensors.files import read_header
 from casckpt.frontends.interchange.safetensors.importing import Maps
 from casckpt.frontends.stores import AnyStore, as_store
-from casckpt.saving.options import ImportArguments, SaveOptions
+from casckpt.saving.options import SaveOptions, UnpicklingArguments
 from casckpt.storage.files import LocalFiles
 from casckpt.storage.paths import open_files
 from casckpt.tensors.objects import refused_name
@@ -48,12 +48,7 @@ class _Tensor:
 
 
 def import_olmo(
-    path: str | os.PathLike[str],
-    store: AnyStore,
-    *,
-    step: int,
-    allow_pickle: bool = False,
-    **options: Unpack[ImportArguments],
+    path: str | os.PathLike[str], store: AnyStore, *, step: int, **options: Unpack[UnpicklingArguments]
 ) -> Checkpoint:
     """Save a folder of OLMo-core 0.1: ``model/`` and ``optim/``, or one folder with ``metadata.json`` and its files.
 
@@ -62,18 +57,18 @@ def import_olmo(
 
     Raises NotFound, Refused or InvalidInput for a folder that cannot be imported, and the errors of `Store.save`.
     """
-    check_keywords("import_olmo", options, ImportArguments)
+    check_keywords("import_olmo", options, UnpicklingArguments)
     files, maps = LocalFiles(path), Maps(options.get("progress"))
     parts = {name: files.below(name) for name in PARTS if (files.path / name / METADATA).is_file()}
     if parts:
         tensors = {name: _tensors(part, maps) for name, part in parts.items()}
         state: dict[str, Any] = {"model": tensors.get("model", {})}
         if "optim" in tensors:
-            state["optim"] = _optimizer(tensors["optim"], allow_pickle)
+            state["optim"] = _optimizer(tensors["optim"], options.get("allow_pickle", False))
     else:
         state = dict(_tensors(files, maps))
     options["progress"] = maps.done
-    return as_store(store).save(state, step=step, no_dist=True, allow_pickle=allow_pickle, **options)
+    return as_store(store).save(state, step=step, no_dist=True, **options)
 
 
 def _tensors(files: LocalFiles, maps: Maps) -> dict[str, list[Shard]]:
@@ -174,12 +169,7 @@ def _group(key: str, shards: list[Shard], allow_pickle: bool) -> dict[str, Any]:
 
 
 def import_olmo_trainer(
-    path: str | os.PathLike[str],
-    store: AnyStore,
-    *,
-    step: int,
-    allow_pickle: bool = False,
-    **options: Unpack[ImportArguments],
+    path: str | os.PathLike[str], store: AnyStore, *, step: int, **options: Unpack[UnpicklingArguments]
 ) -> Checkpoint:
     """Save a folder of OLMo-core's trainer: ``model_and_optim/``, which is a DCP folder, and the files next to it.
 
@@ -189,16 +179,16 @@ def import_olmo_trainer(
     """
     from casckpt.frontends.dcp.importing import import_folder, small_files
 
-    check_keywords("import_olmo_trainer", options, ImportArguments)
+    check_keywords("import_olmo_trainer", options, UnpicklingArguments)
     files = open_files(path)
     beside = {name: data for name, data in small_files(files).items() if not name.startswith(f"{MODEL_AND_OPTIM}/")}
     train: dict[int, Any] = {}
     for name in list(beside):
         match = _TRAIN.fullmatch(name)
-        if match and (value := _train_state(name, beside.pop(name), allow_pickle)) is not None:
+        if match and (value := _train_state(name, beside.pop(name), options.get("allow_pickle", False))) is not None:
             train[int(match[1])] = value
     more = {"train": dict(sorted(train.items()))} if train else {}
-    given = SaveOptions(step=step, allow_pickle=allow_pickle, attachments=beside, **options)
+    given = SaveOptions(step=step, attachments=beside, **options)
     return import_folder(files.below(MODEL_AND_OPTIM), store, given, more)
 
 

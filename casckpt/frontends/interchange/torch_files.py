@@ -44,7 +44,7 @@ from casckpt.loading.arguments import Rename
 from casckpt.loading.load import values_at
 from casckpt.loading.options import LoadOptions
 from casckpt.loading.regions import RegionReader
-from casckpt.saving.options import ImportArguments
+from casckpt.saving.options import UnpicklingArguments
 from casckpt.store.exports import Exported, FileOptions
 from casckpt.store.store import Store
 from casckpt.tensors.dtypes import torch_dtype
@@ -73,10 +73,9 @@ def torch_save_to_casckpt(
     store: AnyStore,
     *,
     step: int,
-    allow_pickle: bool = False,
     as_is: bool = False,
     parameter_names: Sequence[str] | None = None,
-    **options: Unpack[ImportArguments],
+    **options: Unpack[UnpicklingArguments],
 ) -> Checkpoint:
     """Save the contents of a torch.save file that holds a mapping of names to tensors and plain data.
 
@@ -92,20 +91,18 @@ def torch_save_to_casckpt(
     torch's restricted unpickler reads the file. ``allow_pickle``: use the full unpickler, which runs code from the
     file. Raises NotFound, InvalidInput or Refused for a file that cannot be imported, and the errors of `Store.save`.
     """
-    check_keywords("torch_save_to_casckpt", options, ImportArguments)
+    check_keywords("torch_save_to_casckpt", options, UnpicklingArguments)
     given = local_path(path)
     if _SHARD.fullmatch(given.name) and any(given.parent.glob("*.bin.index.json")):
         raise InvalidInput(f"{given} is one of several files of a model; pass the folder {given.parent}")
-    state = _read(given, allow_pickle)
+    state = _read(given, options.get("allow_pickle", False))
     if not isinstance(state, Mapping):
         raise InvalidInput(f"{given} holds a {type(state).__name__}; only mappings of names to values can be imported")
     arranged = TorchState(state) if as_is else laid_out(state, parameter_names)
     for note in arranged.notes:
         log.warning("%s: %s", given, note)
     options["progress"] = letting_go(options.get("progress"), _unmapper(given))
-    saved = as_store(store).save(
-        OfObjects(arranged.state), step=step, allow_pickle=allow_pickle, no_dist=True, **options
-    )
+    saved = as_store(store).save(OfObjects(arranged.state), step=step, no_dist=True, **options)
     return replace(saved, notes=arranged.notes)
 
 

@@ -22,7 +22,7 @@ from casckpt.frontends.stores import AnyStore, as_store, check_foreign
 from casckpt.frontends.training_state.proof import Proof, prove
 from casckpt.frontends.training_state.settings import RECIPE, replaced_in, shown
 from casckpt.ranks.ranks import on_each, open_ranks
-from casckpt.store.types import Compress, SaveArguments
+from casckpt.store.types import Compress, ReadArguments, SaveArguments
 from casckpt.tensors.values import OfObjects
 
 log = logging.getLogger(__name__)
@@ -59,7 +59,10 @@ class CasCheckpointIO(CheckpointIO):
         self.store = as_store(store)
         self._run_files = RunFiles(self.store, run, gc=gc)
         self._async = async_save
-        self._allow_pickle, self._threads, self._compress, self._health = allow_pickle, threads, compress, health
+        self._reads: ReadArguments = {"allow_pickle": allow_pickle, "threads": threads}
+        self._saves: SaveArguments = {
+            "no_dist": True, "allow_pickle": allow_pickle, "threads": threads, "compress": compress, "health": health,
+        }  # fmt: skip
         self._torch_io = TorchCheckpointIO()
         self._loaded: Checkpoint | None = None
         self._is_checked = False
@@ -95,11 +98,8 @@ class CasCheckpointIO(CheckpointIO):
         self.store.check(to_state(checkpoint), run=self._run_files.run, **self._options(checkpoint))
 
     def _options(self, checkpoint: Mapping[str, Any]) -> SaveArguments:
-        return {
-            "no_dist": True, "allow_pickle": self._allow_pickle, "threads": self._threads, "compress": self._compress,
-            "health": self._health, "metrics": monitored(checkpoint),
-            "lineage": None if self._loaded is None else self._loaded.child_lineage,
-        }  # fmt: skip
+        lineage = None if self._loaded is None else self._loaded.child_lineage
+        return {**self._saves, "metrics": monitored(checkpoint), "lineage": lineage}
 
     def prove(self, checkpoint: Mapping[str, Any], model: Any, excused: Mapping[str, str]) -> Proof | None:
         """Compare the state that Lightning would save now with the checkpoint that was loaded. Rank 0 makes the call.
@@ -110,10 +110,8 @@ class CasCheckpointIO(CheckpointIO):
         if self._loaded is None:
             log.warning("the resume is not proved, because Lightning wrote the file itself, and it is not in a store")
             return None
-        return prove(
-            self.store, self._loaded, to_state(checkpoint), model, excused=excused, no_dist=True,
-            allow_pickle=self._allow_pickle, threads=self._threads,
-        )  # fmt: skip
+        state = to_state(checkpoint)
+        return prove(self.store, self._loaded, state, model, excused=excused, no_dist=True, **self._reads)
 
     def load_checkpoint(
         self, path: AnyPath, map_location: Any = None, weights_only: bool | None = None
@@ -133,9 +131,8 @@ class CasCheckpointIO(CheckpointIO):
             more = {} if map_location is None else {"map_location": map_location}
             return self._torch_io.load_checkpoint(Path(path), weights_only=weights_only, **more)
         device = map_location if isinstance(map_location, str | torch.device) else "cpu"
-        self._loaded, threads = self.store.get(self._run_files.named(pointer)), self._threads
-        state = self.store.read(self._loaded, device=device, allow_pickle=self._allow_pickle, threads=threads)
-        return from_state(state)
+        self._loaded = self.store.get(self._run_files.named(pointer))
+        return from_state(self.store.read(self._loaded, device=device, **self._reads))
 
     def remove_checkpoint(self, path: AnyPath) -> None:
         """Remove the file, and forget the checkpoint if no other file names it."""

@@ -7,10 +7,10 @@ import time
 from collections.abc import Iterator, Mapping, MutableMapping, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from functools import cache, partial
 from types import MappingProxyType, TracebackType
-from typing import TYPE_CHECKING, Any, Self, Unpack
+from typing import TYPE_CHECKING, Any, Self, Unpack, cast
 
 from casckpt.base.exit_status import ReportedFuture
 from casckpt.base.names import check_attachment_name, check_keywords, check_step
@@ -54,6 +54,7 @@ from casckpt.store.types import (
     Metrics,
     Rename,
     SaveArguments,
+    StateOptions,
     Unread,
     usable_metrics,
 )
@@ -582,20 +583,14 @@ class Checkpointer(RunCheckpoints):
 
     def _save_arguments(self, model: TrainModel, **given: Unpack[StepArguments]) -> SaveArguments:
         """Return the arguments for `Store.save`, which checks them and raises any error on all ranks."""
+        settings = {setting.name: getattr(self.config, setting.name) for setting in fields(StateOptions)}
         return {
-            "ephemeral": given.get("ephemeral", False),
-            "metadata": given.get("metadata"),
+            **cast("SaveArguments", settings),
+            **given,
             "metrics": usable_metrics(self.run, given.get("metrics"), first=self._rotation.metrics),
-            "healthy": given.get("healthy"),
             "overwrite": self._overwrites(given),
             "attachments": with_hub_files(model, given.get("attachments"), self._files),
-            "frozen": self.config.frozen,
-            "compress": self.config.compress,
-            "health": self.config.health,
-            "check_replicas": self.config.check_replicas,
-            "owners": self.config.owners,
             "lineage": self.lineage,
-            "allow_pickle": self.config.allow_pickle,
             "process_group": self.process_group,
             "threads": self.config.save_threads,
         }

@@ -11,41 +11,38 @@ from casckpt.base.names import check_run, check_step
 from casckpt.errors import InvalidInput
 from casckpt.frontends.trainer.events import OnEvent
 from casckpt.plan.retention import Policy, Rotation, thinning_of
-from casckpt.store.types import CheckReplicas, Compress, Frozen, Metrics, Owners, check_save_arguments
+from casckpt.store.types import Metrics, Owners, StateArguments, StateOptions
 
 Kind: TypeAlias = Literal["permanent", "ephemeral"]
 Keep: TypeAlias = Policy | Mapping[str, Any] | int | None
 """The permanent checkpoints to keep: a `Policy`, its fields (`keep_last`, ...) by name, or a number."""
+Count: TypeAlias = int | None
+"""An int of 1 or more, or None."""
 
 
-class TrainerArguments(TypedDict, total=False):
+class TrainerArguments(StateArguments, total=False):
     """The keyword arguments of `Checkpointer` except store, run and process_group; see there."""
 
-    keep: Keep
-    thin: Mapping[str, Any] | None
-    overwrite: bool
-    save_threads: int | None
-    load_threads: int | None
-    pre_download: bool
-    throttle: int | None
-    work_dir: str | os.PathLike[str] | None
+    create: bool | None
     save_interval: int | None
     fixed_steps: Iterable[int] | None
     last_step: int | None
     max_checkpoints: int | None
+    keep: Keep
+    thin: Mapping[str, Any] | None
     ephemeral_save_interval: int | None
     ephemeral_cooldown: int | None
     max_steps_at_risk: int | None
     max_failures: int | None
     gc: bool
-    create: bool | None
-    frozen: Frozen
-    compress: Compress | None
-    health: bool
-    check_replicas: CheckReplicas
+    overwrite: bool
     owners: Owners
-    allow_pickle: bool
     on_event: OnEvent | None
+    save_threads: int | None
+    load_threads: int | None
+    throttle: int | None
+    work_dir: str | os.PathLike[str] | None
+    pre_download: bool
 
 
 class DueArguments(TypedDict, total=False):
@@ -65,45 +62,60 @@ class StepArguments(DueArguments, total=False):
 
 
 @dataclass(frozen=True, kw_only=True)
-class TrainerSettings:
-    """`TrainerArguments` with their defaults. Raises InvalidInput for invalid values."""
+class TrainerSettings(StateOptions):
+    """The declaration of the settings of a `Checkpointer`. Raises InvalidInput for invalid values.
 
+    docs/settings.md shows the comments. `TrainerArguments` repeats the types, for the keywords of a call.
+    """
+
+    #: the run; required by `Checkpointer`
     run: str = "default"
-    keep: Keep = None
-    thin: Mapping[str, Any] | None = None
-    overwrite: bool = False
-    save_threads: int | None = None
-    load_threads: int | None = None
-    pre_download: bool = False
-    throttle: int | None = None
-    work_dir: str | os.PathLike[str] | None = None
-    save_interval: int | None = None
-    fixed_steps: Iterable[int] | None = None
-    last_step: int | None = None
-    max_checkpoints: int | None = None
-    ephemeral_save_interval: int | None = None
-    ephemeral_cooldown: int | None = None
-    max_steps_at_risk: int | None = None
-    max_failures: int | None = 3
-    gc: bool = False
+    #: as for `casckpt.open`, also for a store that is already open
     create: bool | None = None
-    frozen: Frozen = None
-    compress: Compress | None = None
-    health: bool = False
-    check_replicas: CheckReplicas = "sample"
-    owners: Owners = None
-    allow_pickle: bool = False
+    #: the number of steps between permanent checkpoints
+    save_interval: Count = None
+    #: steps that are always saved and never forgotten
+    fixed_steps: Iterable[int] | None = None
+    #: the last step of the training, which is always saved
+    last_step: int | None = None
+    #: how many permanent checkpoints to keep
+    max_checkpoints: Count = None
+    #: additional [retention rules](operations.md#retention)
+    keep: Keep = None
+    #: what to [drop](operations.md#thin) from older checkpoints, and how many checkpoints to keep whole
+    thin: Mapping[str, Any] | None = None
+    #: the number of steps between ephemeral checkpoints, each of which is removed once a newer checkpoint exists
+    ephemeral_save_interval: Count = None
+    #: the minimum number of steps between an ephemeral checkpoint and any other checkpoint
+    ephemeral_cooldown: Count = None
+    #: the maximum number of steps that a crash may lose
+    max_steps_at_risk: Count = None
+    #: the number of consecutive saves that may fail, over at least 15 minutes, before the next failure is raised
+    max_failures: Count = 3
+    #: runs gc after each save to delete forgotten checkpoints
+    gc: bool = False
+    #: replaces existing steps, and allows a training that did not resume to [save them
+    #: again](training.md#who-may-continue-a-run)
+    overwrite: bool = False
+    #: a function that receives [events](training.md#events)
     on_event: OnEvent | None = None
+    #: the number of threads on each rank for saves
+    save_threads: Count = None
+    #: the number of threads on each rank for loads
+    load_threads: Count = None
+    #: the maximum number of ranks on a node that upload at the same time
+    throttle: Count = None
+    #: a folder on the node for the locks of `throttle`; by default, a folder in the temporary folder
+    work_dir: str | os.PathLike[str] | None = None
+    #: fetches a checkpoint into the node's cache before loading it
+    pre_download: bool = False
 
     def __post_init__(self) -> None:
         check_run(self.run)
-        for name in (
-            "save_threads", "load_threads", "throttle", "save_interval", "max_checkpoints",
-            "ephemeral_save_interval", "ephemeral_cooldown", "max_steps_at_risk", "max_failures",
-        ):  # fmt: skip
-            value = getattr(self, name)
-            if value is not None and (type(value) is not int or value < 1):
-                raise InvalidInput(f"{name}={value!r} is not valid; pass an int of 1 or more, or None")
+        for setting in fields(self):
+            value = getattr(self, setting.name)
+            if setting.type == "Count" and value is not None and (type(value) is not int or value < 1):
+                raise InvalidInput(f"{setting.name}={value!r} is not valid; pass an int of 1 or more, or None")
         if self.on_event is not None and not callable(self.on_event):
             raise InvalidInput(f"on_event={self.on_event!r:.40} is not valid; pass a function of a CheckpointEvent")
         if not isinstance(self.fixed_steps, Iterable | None):
@@ -113,7 +125,7 @@ class TrainerSettings:
         if self.last_step is not None:
             object.__setattr__(self, "last_step", check_step(self.last_step))
         policy_of(self.keep)
-        check_save_arguments({"check_replicas": self.check_replicas, "compress": self.compress})
+        self.check_choices()
         thinning_of(self.thin)
         self._check_risk()
 
