@@ -45,8 +45,9 @@ FORMAT = (DOCS / "format.md").read_text()
 DESIGN = DOCS / "design.md"
 PAGES = [ROOT / "README.md",
          *(DOCS / f"{name}.md" for name in (
-             "index", "tutorial", "guide", "ranks", "training", "resume", "train_state", "dcp", "megatron", "howto", "follow",
-             "coming_from", "operations", "retention", "disk_usage", "copies", "damage", "hosts", "integrity")),
+             "index", "tutorial", "guide", "ranks", "training", "resume", "train_state", "dcp", "megatron", "howto",
+             "follow", "coming_from", "operations", "retention", "disk_usage", "copies", "damage", "hosts", "integrity",
+         )),
          *(path for path in sorted((DOCS / "api").glob("*.md")) if blocks(path))]  # fmt: skip
 REMOTE = DOCS / "remote.md"  # its examples need a server
 HUB = DOCS / "huggingface.md"  # its examples need Transformers; tests/frontends/test_huggingface.py runs them
