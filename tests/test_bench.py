@@ -412,8 +412,8 @@ def test_each_missed_target_on_the_page_is_in_the_results() -> None:
 def test_the_readme_figures_match_the_page() -> None:
     numbers = re.compile(r"\d+\.\d+")
     page = [float(one) for one in numbers.findall(section(PAGE, "Figures"))]
-    said = numbers.findall(section(ROOT / "README.md", "How fast"))
-    assert len(said) > 20
+    said = numbers.findall(section(ROOT / "README.md", "Why"))
+    assert len(said) >= 3
     for one in said:
         digits = len(one.partition(".")[2])
         assert any(f"{found:.{digits}f}" == one for found in page), one

@@ -55,11 +55,13 @@ def test_a_figure_on_the_page_is_kept_until_it_is_measured_again(tmp_path: Path)
         "`tools/evidence tests/model`",
         "later, def |",
     )
-    assert told["soak in a bucket: saves"] == ("1,234", "`tools/soak`", "2025-12-31, 123 to 456 |")
-    assert told["soak in a bucket: hours"][0] == "1.50"
+    assert told["soak in a bucket"][0].startswith(
+        "1.50 hours; 1,234 saves (0 revoked by a gc); 5 loads (3 under a lease)"
+    )
+    assert told["soak in a bucket"][1:] == ("`tools/soak`", "2025-12-31, 123 to 456 |")
     assert told["planted bugs that the default run detects"][2] == "2026-01-01, abc |"  # the bugs were not replanted
     (tmp_path / "store").mkdir()
-    assert soaked(tmp_path)["soak in a folder: loads, all compared"] == "5"
+    assert "; 5 loads (3 under a lease) and 0 updates, all compared; " in soaked(tmp_path)["soak in a folder"]
     (tmp_path / "failures").write_text("{}")
     with pytest.raises(SystemExit, match="nothing was written"):
         soaked(tmp_path)

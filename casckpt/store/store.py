@@ -106,38 +106,41 @@ class Store:
     def save(self, state: State, *, run: str = "default", step: int, **options: Unpack[SaveArguments]) -> Checkpoint:
         """Save ``state``, a nested mapping of tensors, plain data and objects. Return once it is durable and visible.
 
-        Objects are modules, optimizers and other values with a state_dict. Optimizer state is stored under the
-        parameter names of the module in ``state`` that owns the parameters. For other objects, every rank calls
-        state_dict, in sorted key order. ``state`` may also be a function that returns the state; its errors then reach
-        all ranks. Every rank of ``process_group`` (default: all ranks, if torch.distributed is initialized) must call
-        this method with its own state: shards (DTensor, `casckpt.Shard`), replicas, and keys that only this rank has.
-        ``no_dist``: this process saves alone.
+        Every rank calls this method with its own state: shards (DTensor, `casckpt.Shard`), replicas, and keys that only
+        it has.
 
-        ``metadata``: JSON-serializable values to show in listings; paths are stored as strings. ``metrics``: up to 64
-        numbers by name. Both accept tensors with one element. What cannot be stored is left out with a warning.
-        ``healthy``: whether training should continue from this checkpoint (True or False). ``health``: count the NaN
-        and infinite values in each tensor, and find the largest value. This reads changed cells and takes the rest
-        from the parent. If any rank finds NaN and you did not pass ``healthy``, the checkpoint is marked unhealthy.
-        ``attachments``: files by name, from rank 0. ``overwrite``: after the commit, forget earlier checkpoints with
-        this run and step. ``ephemeral``: retention may count the checkpoint separately, and gc purges it sooner.
-        ``frozen``: tensors that have not changed since the run's last checkpoint, given as patterns on flat keys or as
-        a function of a key. You promise that they are unchanged: casckpt compares only a sample of their cells, and
-        records this in the manifest. ``dedup``: "store" reuses cells from the whole store, "run" only from this run.
-        ``compress``: store a tensor's difference from its previous version if that is smaller. "auto" does so for
-        bfloat16 and float16, and for other dtypes if the storage is slow. "always" does so for all floats, and also
-        encodes new ones. "off" never does. The default is the store's setting, or else "off". Compression needs host
-        memory for a copy of those tensors. ``check_replicas``: compare values that several ranks hold whole. "sample"
-        (default) compares samples. It refuses a parameter, or its optimizer state, if a tenth or more of it differs
-        when this process first saves it. Otherwise, it warns and saves the lowest rank's value. "raise" compares all
-        bytes and refuses any difference. "off" saves the lowest rank's value. ``owners``: a function that maps a flat
-        key to the only rank that maintains and saves that leaf, or to None if all ranks hold the same value. A load
-        gives the value to each rank that asks for it. ``lineage``: where the state came from, to show in
-        listings (see `Checkpoint.lineage`). ``allow_pickle``: pickle leaves that are neither tensors nor plain data.
-        ``threads``: the number of threads that hash and write (default: 2 to 8, depending on the number of
-        cores). ``progress``: called with the number of finished bytes and the total.
+        - ``state``: also a function that returns the state; its errors then reach all ranks. Objects are modules,
+          optimizers (stored under the parameter names of the module that owns the parameters) and others, whose
+          state_dict every rank calls, in sorted key order.
+        - ``metadata``: JSON-serializable values for listings; paths become strings. What cannot be stored is left out
+          with a warning.
+        - ``metrics``: up to 64 numbers by name, or tensors with one element. The same holds for what cannot be stored.
+        - ``healthy``: whether training should continue from this checkpoint (True or False).
+        - ``health``: count NaN and infinities, and find the largest values, in changed cells; the parent has the rest.
+          If any rank finds NaN, the checkpoint is unhealthy, unless you passed ``healthy``.
+        - ``attachments``: files by name, from rank 0.
+        - ``overwrite``: after the commit, forget earlier checkpoints with this run and step.
+        - ``ephemeral``: retention may count the checkpoint separately, and gc purges it sooner.
+        - ``frozen``: patterns on flat keys, or a function of a key: tensors that you promise not to have changed since
+          the run's last checkpoint. Only a sample of their cells is compared; the manifest records this.
+        - ``dedup``: "store" reuses cells of the whole store, "run" only of this run.
+        - ``compress``: store differences from the previous version if they are smaller: "auto" for bfloat16 and
+          float16, and for other dtypes if the storage is slow; "always" for all floats, and encode new ones; "off"
+          never. Default: the store's setting, or else "off". Needs host memory for a copy of those tensors.
+        - ``check_replicas``: compare values that several ranks hold: "sample" refuses a parameter or its optimizer
+          state of which a tenth or more differs in this process's first save, and otherwise warns and saves the lowest
+          rank's value; "raise" compares all bytes and refuses any difference; "off" saves the lowest rank's value.
+        - ``owners``: a function from a flat key to the only rank that saves that leaf, or None. A load gives the value
+          to each rank that asks for it.
+        - ``lineage``: where the state came from (see `Checkpoint.lineage`).
+        - ``allow_pickle``: pickle leaves that are neither tensors nor plain data.
+        - ``threads``: the number of threads that hash and write (default: 2 to 8, depending on the number of cores).
+        - ``progress``: called with the number of finished bytes and the total.
+        - ``process_group``: its ranks save together (default: all ranks, if torch.distributed is initialized).
+          ``no_dist``: this process saves alone.
 
-        Every rank raises the error: Conflict if the step exists, InvalidInput (with key and rank) for values that
-        cannot be stored, StorageError, or RankFailed. After an error, the checkpoint is not visible.
+        Raises, on every rank, Conflict if the step exists, InvalidInput (with key and rank) for values that cannot be
+        stored, StorageError, or RankFailed. After an error, the checkpoint is not visible.
         """
         check_keywords("Store.save", options, SaveArguments)
         return self._saver.get().save(state, SaveOptions(run=run, step=step, **options))
@@ -153,13 +156,16 @@ class Store:
     ) -> Future[Checkpoint]:
         """Copy ``state`` and save the copy in the background. You may change ``state`` once the call returns.
 
-        A store's saves run one after the other and share the memory of a single copy. If a save is still running, the
-        call waits until it ends (``when_busy="wait"``), or raises Conflict on every rank if any rank is busy
-        ("refuse"). If the copy of any rank does not fit into ``staging_bytes`` (see `casckpt.open`), the call saves
-        ``state`` itself, and returns when the save has ended. Before copying, this method creates the store if it does
-        not exist. It raises `save`'s errors for invalid arguments, for values that cannot be stored, and for a path
-        that cannot be a store, on every rank. The future raises later errors. If your code never queries the future,
-        the next call raises its error once.
+        A store's saves run one after the other and share the memory of one copy. If the copy of any rank does not fit
+        into ``staging_bytes`` (see `casckpt.open`), the call saves ``state`` itself, and returns when the save has
+        ended.
+
+        - ``when_busy``: if a save is still running, "wait" for it, or "refuse": raise Conflict on every rank.
+        - All else: as for `save`.
+
+        First creates the store if it does not exist. Raises, on every rank and before it copies, `save`'s errors for
+        arguments and values that cannot be stored, and for a path that cannot be a store. The future raises later
+        errors. If nobody queries it, the next call raises its error.
         """
         check_keywords("Store.save_async", options, SaveArguments)
         return self._saver.get().save_async(state, SaveOptions(run=run, step=step, **options), when_busy)
@@ -181,32 +187,34 @@ class Store:
         self._saver.get().warm_up(state, options)
 
     def load(self, state: Any, ref: str | Checkpoint, **options: Unpack[LoadArguments]) -> Checkpoint:
-        """Fill the tensors in ``state`` in place, and replace its other leaves.
+        """Fill the tensors in ``state`` in place, and replace its other leaves. Return the checkpoint.
 
-        Keys that ``state`` does not have are skipped. Objects are loaded whole: modules and optimizers first, then
-        other objects, and random number generators last. A new optimizer's empty state_dict receives new tensors,
-        which you pass to `load_state_dict`; casckpt warns if no variable holds that dict. ``strict`` (default): the
-        checkpoint must have every key of ``state``. If False, missing keys keep their values and are listed in the
-        result's ``missing_keys``. A tensor that shares memory with a loaded one does not count as missing.
-        ``ignore_mismatched``: fnmatch patterns on keys of ``state``. Matching keys keep their values if the checkpoint
-        lacks them or has a different shape, dtype or kind; the result lists them in ``mismatched_keys``.
+        Every rank calls this method with its own shards, regardless of the ranks and shards that saved the checkpoint.
+        Objects are loaded whole: modules and optimizers first, then others, and random number generators last. A new
+        optimizer's empty state_dict receives new tensors, which you pass to `load_state_dict`; a warning says if no
+        variable holds it. Keys that ``state`` does not have are skipped: ``unread_subtrees`` lists whole containers
+        that no rank read, and a log entry per run these, single keys, and other ranks' values. If no tensor would be
+        filled, or more than a tenth have different names in the checkpoint, MissingKey shows the ``rename`` that would
+        fill them, even without ``strict``. If fewer do, the log says how many.
 
-        If no tensor would be filled, or if more than a tenth of the tensors have different names in the checkpoint, the
-        load raises MissingKey with the ``rename`` that would fill them, even without ``strict``. If fewer tensors have
-        different names, casckpt logs how many. ``unread_subtrees`` lists the whole containers that no rank read.
-        casckpt logs them once per run, along with single unread keys and other ranks' values that no rank read.
-        ``unread``: "ignore" disables this log message. ``rename``: maps a key of ``state`` to a key of the checkpoint.
-        It is either a function, or a dict from regular expressions, which must match the whole key, to replacements.
-        The state of an optimizer object is renamed along with its module. ``cast``: convert dtypes. ``verify``
-        (default): compare every cell with its digest. ``allow_pickle``: unpickle values that were stored as pickles.
-        ``threads``, ``progress``: as for `save`. ``lease``: rank 0 holds a lease during the load. Every rank of
-        ``process_group`` must call this method with its own shards, regardless of the ranks and shards that saved the
-        checkpoint. ``no_dist``: this process loads alone.
+        - ``strict`` (default): the checkpoint must have every key of ``state``. If False, missing keys keep their
+          values and are listed in ``missing_keys``. A tensor that shares memory with a loaded one does not count as
+          missing.
+        - ``ignore_mismatched``: fnmatch patterns. Matching keys keep their values if the checkpoint lacks them or has a
+          different shape, dtype or kind; ``mismatched_keys`` lists them.
+        - ``rename``: from a key of ``state`` to a key of the checkpoint: a function, or a dict from regular
+          expressions, which must match the whole key, to replacements. An optimizer object is renamed along with its
+          module.
+        - ``unread``: "ignore" turns off the log of unread keys, and the MissingKey about names.
+        - ``cast``: convert dtypes.
+        - ``verify`` (default): compare every cell with its digest.
+        - ``allow_pickle``: unpickle values that were stored as pickles.
+        - ``lease``: rank 0 holds a lease during the load.
+        - ``threads``, ``progress``, ``process_group``, ``no_dist``: as for `save`.
 
-        Before anything changes, raises NotFound, MissingKey, Mismatch, InvalidInput, or Conflict (if ranks pass
-        different references or stores). During the read, raises Damaged (with key, blob and checkpoints), Gone (gc
-        purged the checkpoint, which a lease prevents) or StorageError. After one of these errors, the contents of
-        ``state`` are undefined.
+        Raises, before anything changes, NotFound, MissingKey, Mismatch, InvalidInput, or Conflict (ranks pass different
+        references or stores); during the read, Damaged (with key, blob and checkpoints), Gone (gc purged the
+        checkpoint, which a lease prevents) or StorageError. After these, the contents of ``state`` are undefined.
         """
         is_held = sys.getrefcount(state) > objects.UNHELD
         check_keywords("Store.load", options, LoadArguments)
@@ -218,19 +226,19 @@ class Store:
     def update(
         self, state: Any, ref: str | Checkpoint, *, held: Checkpoint | None, **options: Unpack[UpdateArguments]
     ) -> Checkpoint:
-        """Load into ``state``, which holds the checkpoint ``held`` from a `load` or `update`.
+        """Load into ``state``, which holds ``held`` from a `load` or `update`. Only differences are read.
 
-        Only cells that differ between the two checkpoints are read. If the frames between the two versions are smaller
-        than the cell with its bases, casckpt computes a changed cell from the cell in memory, and compares it with its
-        digest. Otherwise, or if the two do not match, it reads the whole cell. It also reads tensors that ``cast``
-        converts, and cells of which ``state`` holds only a part. You must not have changed the values that the load of
-        ``held`` filled. Other values (``missing_keys``, ``mismatched_keys``, ``unread_keys``) are read. ``check``:
-        also hash the cells in memory, and read those that do not match; ``state`` may then have any contents. If
-        ``held`` was purged or is None, all cells are read. Each rank passes its own ``held``. The result keeps the
-        decoded frames in host memory for the next update, and ``held`` drops them.
+        A changed cell is computed from the cell in memory if the frames between the versions are smaller than the cell
+        with its bases, and compared with its digest. Otherwise, or if they do not match, it is read, as are tensors
+        that ``cast`` converts, and cells of which ``state`` holds only a part.
 
-        Other arguments, other leaves, the result and the errors are the same as for `load`. All bytes that are read
-        are verified. After an error during the read, refill ``state`` with a load or with an update with ``check``.
+        - ``held``: what this rank's load returned. You must not have changed the values that it filled. Others
+          (``missing_keys``, ``mismatched_keys``, ``unread_keys``) are read, and all cells if it was purged or is None.
+          Its frames move to the result, in host memory, for the next update.
+        - ``check``: also hash the cells in memory, and read those that do not match; ``state`` may then have any
+          contents.
+        - All else, the result and the errors: as for `load`. After an error during the read, load, or update with
+          ``check``.
         """
         check_keywords("Store.update", options, UpdateArguments)
         if held is not None and not isinstance(held, Checkpoint):
@@ -249,13 +257,14 @@ class Store:
         mapped: bool = False,
         **options: Unpack[ReadArguments],
     ) -> Any:
-        """Return the state in its saved nested form, in new tensors on ``device``. ``keys``: patterns on flat keys.
+        """Return the state in its saved nested form, in new tensors on ``device``.
 
-        ``mapped``: map the files of a store in a folder into memory, so that the processes of a host share one copy in
-        the page cache. Changes to these tensors do not reach the store. This open store verifies each byte when it
-        first maps it. Tensors below 64 KiB and encoded cells are read into memory, and so is everything in a store that
-        is not in a folder. If another program truncates a mapped file, the kernel ends the process. ``verify``,
-        ``allow_pickle``, ``threads``, ``progress``: as for `load`.
+        - ``keys``: patterns on flat keys.
+        - ``mapped``: map the files of a store in a folder, so that the processes of a host share one copy. This open
+          store verifies each byte when it first maps it. Tensors below 64 KiB, encoded cells, and stores that are not
+          in a folder are read into memory. Changes do not reach the store. If another program truncates a mapped file,
+          the kernel ends the process.
+        - ``verify``, ``allow_pickle``, ``threads``, ``progress``: as for `load`.
         """
         check_keywords("Store.read", options, ReadArguments)
         return reading.read(self.repository, ref, keys, device, LoadOptions(mapped=mapped, **options))
@@ -271,10 +280,10 @@ class Store:
     ) -> int:
         """Fetch a checkpoint into this host's cache for later loads. Return the number of fetched bytes.
 
-        ``state``: fetch only this rank's share, the bytes that a load into ``state`` needs. ``state`` does not change.
-        ``rename``, ``strict``, ``ignore_mismatched``: as for `load`. Each rank makes its own call. If several ranks on
-        a host need the same bytes, only one of them fetches these bytes. Each blob is verified. ``progress`` counts
-        cached bytes. Raises NotFound, Damaged (with the blob), StorageError, or InvalidInput if the cache is too small.
+        ``state``: fetch only what this rank's load into ``state`` needs; it does not change. ``rename``, ``strict``,
+        ``ignore_mismatched``: as for `load`. Each rank makes its own call, and what several ranks of a host need is
+        fetched once. Each blob is verified. ``progress`` counts cached bytes. Raises NotFound, Damaged (with the blob),
+        StorageError, or InvalidInput if the cache is too small.
         """
         check_keywords("Store.pre_download", match, MatchArguments)
         shown = Progress(progress)
@@ -287,20 +296,21 @@ class Store:
     def merge(self, *named: str | Checkpoint, run: str, step: int, **options: Unpack[MergeOptions]) -> Checkpoint:
         """Save a linear combination of checkpoints, such as their mean, as a new checkpoint. Memory use is bounded.
 
-        ``named``: checkpoints or ranges of steps, in the order in which they are added. ``weights``: a number for each
-        (default: the mean). They may be negative, and a checkpoint with the weight 0 is not read. ``ema``: the decay of
-        a moving average, average * decay + value * (1 - decay), which begins with the first checkpoint. ``half_life``:
-        the same, with a decay of 0.5 in this number of steps. ``keys``: fnmatch patterns for what to merge (default:
-        everything except optimizers and other training state). ``keep``: patterns for what to take from the last
-        checkpoint, such as ``["optimizer.*"]``. ``dtype``: that of the result (default: that of the last checkpoint).
+        - ``named``: checkpoints or ranges of steps, in the order in which they are added.
+        - ``weights``: a number for each (default: the mean), also negative. A checkpoint with the weight 0 is not read.
+        - ``ema``: the decay of a moving average, average * decay + value * (1 - decay), from the first checkpoint on.
+        - ``half_life``: the same, with a decay of 0.5 in this number of steps.
+        - ``keys``: fnmatch patterns for what to merge (default: all except optimizers and other training state).
+        - ``keep``: patterns for what to take from the last checkpoint, such as ``["optimizer.*"]``.
+        - ``dtype``: that of the result (default: that of the last checkpoint).
+        - ``accumulate``: "float32" or "float64", in which floats are added; a wider dtype of a tensor wins.
+        - ``strict``: if False, a key that a checkpoint lacks or has in a different shape is left out, and ``notes``
+          name it.
+        - ``metadata``: that of the result. All else is that of the last checkpoint; a warning names what differs.
 
-        Tensors of floats are combined in the dtype ``accumulate`` ("float32" or "float64"), or in a wider one that they
-        have. If the weights sum to exactly 1, what is equal in all checkpoints is neither read nor stored again. All
-        else is that of the last checkpoint, except ``metadata``. A warning names what differs.
-
-        Raises MissingKey or Mismatch for a key that a checkpoint lacks or has in a different shape. With
-        ``strict=False``, the key is left out, and the result's ``notes`` name it. Raises Mismatch for tensors that
-        consist of other tensors, such as quantized ones, if they differ, and the errors of `save` and `load`.
+        If the weights sum to exactly 1, what is equal in all checkpoints is neither read nor stored again. Raises
+        MissingKey or Mismatch for keys and shapes that differ, Mismatch for tensors that consist of other tensors, such
+        as quantized ones, if they differ, and the errors of `save` and `load`.
         """
         check_keywords("Store.merge", options, MergeOptions)
         commits = refs.resolve_many(self.repository, map(plain, named))
@@ -364,14 +374,15 @@ class Store:
     ) -> Iterator[Arrival]:
         """Yield each new checkpoint of ``run`` once, after its commit, in the order in which they were announced.
 
-        ``after``: where to start. None means checkpoints that are committed after this call, and "start" means all
-        checkpoints. A step, or any other reference to a checkpoint of the run, means checkpoints that were announced
-        after that one, which may be forgotten or purged. ``latest_only``: if there are several new checkpoints, yield
-        only the one saved last, and skip late ones. Rewritten and restored checkpoints are not yielded a second time.
+        Rewritten and restored checkpoints are not yielded a second time. A checkpoint may be purged before you load it.
+        The store and the run do not have to exist yet. If the storage fails, the watch logs a warning and retries.
 
-        The watch makes one small request per ``poll`` interval (at least 0.1s), and more when there are new
-        checkpoints. It ends after ``timeout`` without a new checkpoint. The store and the run do not have to exist
-        yet. If the storage fails, the watch logs a warning and retries. A checkpoint may be purged before you load it.
+        - ``after``: None: checkpoints that are committed after this call; "start": all; a step or another reference:
+          those that were announced after that checkpoint, which may be forgotten or purged.
+        - ``latest_only``: of several new checkpoints, yield only the one saved last, and skip late ones.
+        - ``timeout``: end after this time without a new checkpoint.
+        - ``poll``: the interval of its one small request (at least 0.1s).
+
         Raises InvalidInput and NotFound. The iterator raises Damaged, Refused, and StorageError if the storage still
         fails when the watch ends.
         """
@@ -386,10 +397,10 @@ class Store:
     ) -> dict[str, str]:
         """Return the BLAKE3 hash of each tensor's bytes in row-major order, as 64 hex digits, by key.
 
-        The result does not depend on ranks and shards. If each rank has its own value, the lowest rank's value is
-        hashed. ``keys``: patterns that match flat keys. casckpt reads and verifies the bytes of tensors whose hashes
-        are not in this host's catalogue; ``progress`` counts these bytes. Thinned tensors are omitted. Raises
-        MissingKey for a pattern that matches nothing, Damaged, and StorageError.
+        It does not depend on ranks and shards. Of values that differ by rank, the lowest rank's is hashed. ``keys``:
+        patterns on flat keys. Bytes whose hashes are not in this host's catalogue are read and verified; ``progress``
+        counts them. Thinned tensors are omitted. Raises MissingKey for a pattern that matches nothing, Damaged, and
+        StorageError.
         """
         from casckpt.loading.comparison import digests_of
 
@@ -405,10 +416,10 @@ class Store:
     ) -> Comparison:
         """Return the tensors of a live ``state`` that differ from a checkpoint in any bit, with ranks and positions.
 
-        Every rank of ``process_group`` must call this method with its own shards, in any topology. ``no_dist``: this
-        process compares alone. Each rank hashes all its values, including replicas, and reads only cells that differ or
-        that cross a shard boundary. Non-tensor leaves, and keys that exist only in the checkpoint, are ignored. Raises
-        NotFound, Damaged, MissingKey for thinned tensors, InvalidInput, and StorageError.
+        Every rank of ``process_group`` calls this with its own shards, in any topology (``no_dist``: alone). Each
+        hashes all its values, including replicas, and reads only cells that differ or cross a shard boundary.
+        Non-tensor leaves, and keys that exist only in the checkpoint, are ignored. Raises NotFound, Damaged, MissingKey
+        for thinned tensors, InvalidInput, and StorageError.
         """
         return reading.compare(self.repository, state, ref, process_group, no_dist=no_dist)
 
@@ -421,12 +432,11 @@ class Store:
         return self.sizes().usage()
 
     def footprint(self, run: str | None = None, *, branches: bool = False, **keep: Unpack[KeepRules]) -> Footprint:
-        """Return how many bytes each checkpoint and tag uses, both in total and exclusively.
+        """Return how many bytes each checkpoint and tag uses, in total and exclusively. Reads new manifests.
 
-        For forgotten checkpoints, the result has the earliest time at which gc may purge them. ``run``: only this run.
-        ``branches``: also group the bytes by the first element of the key, and show how many bytes only deltas need.
-        This reads manifests that are new to this host. ``keep_last=2`` and the other rules of `gc`: also return what
-        each of them alone would free. Raises InvalidInput, NotFound, Damaged, and StorageError.
+        For forgotten checkpoints, also the earliest time at which gc may purge them. ``run``: only this run.
+        ``branches``: also by the first element of the key, and what only deltas need. ``keep_last=2`` and the other
+        rules of `gc`: also what each alone would free. Raises InvalidInput, NotFound, Damaged, and StorageError.
         """
         check_keywords("Store.footprint", keep, KeepRules)
         policy = Policy(**keep)
@@ -493,10 +503,9 @@ class Store:
         """Sign checkpoints or ranges of steps by storing a signature of each id. Copies include the signatures.
 
         ``key``: a file with an Ed25519 key from OpenSSL or ssh-keygen, or a key object of the cryptography package.
-        ``password``: the file's password. Sign what this process has just saved, because that id was computed from the
-        data in memory. For any other checkpoint, `verify` proves that the store has the content that the id names, but
-        not where the content came from. Raises NotFound, InvalidInput, Damaged, StorageError, and Unsupported without
-        the cryptography package.
+        ``password``: the file's. Sign what this process has just saved: that id was computed from memory. For others,
+        `verify` proves the content that the id names, but not where it came from. Raises NotFound, InvalidInput,
+        Damaged, StorageError, and Unsupported without the cryptography package.
         """
         from casckpt.contents.signatures import sign
 
@@ -559,13 +568,17 @@ class Store:
     ) -> ThinResult:
         """Drop tensors, such as optimizer state, from checkpoints. Keep the other tensors and the id.
 
-        ``drop``: fnmatch patterns on the flat keys of tensors. ``refs``: checkpoints or ranges of steps. Without
-        ``refs``, ``keep_last=2`` or another `gc` rule says which checkpoints stay whole. The newest checkpoint of each
-        run does too, and so do tagged ones, unless ``tagged`` is set. ``run``: only this run. Thinning does not move
-        tensor bytes. gc later trims the old places and frees the space. Until then, `restore` can bring all tensors
-        back from them (`checkpoints` with ``forgotten`` lists them). Raises InvalidInput, NotFound, MissingKey if no
-        pattern matches, Conflict if one of ``refs`` is tagged, and StorageError. If a checkpoint is damaged, the others
-        are thinned before its error is raised.
+        No bytes move. gc later trims the old places and frees the space. Until then, `restore` can bring all tensors
+        back (`checkpoints` with ``forgotten`` lists the old places).
+
+        - ``refs``: checkpoints or ranges of steps. Without them, ``keep_last=2`` or another `gc` rule says which
+          checkpoints stay whole, in addition to the newest of each run and tagged ones.
+        - ``drop``: fnmatch patterns on the flat keys of tensors.
+        - ``run``: only this run.
+        - ``tagged``: also thin tagged checkpoints.
+
+        Raises InvalidInput, NotFound, MissingKey if no pattern matches, Conflict if one of ``refs`` is tagged, and
+        StorageError. If a checkpoint is damaged, the others are thinned before its error is raised.
         """
         from casckpt.upkeep.thin import thin_chosen
 
@@ -613,25 +626,26 @@ class Store:
         tell: Tell | None = None,
         **keep: Unpack[KeepRules],
     ) -> GcResult:
-        """Forget checkpoints according to a policy, purge forgotten ones, and delete unneeded files.
+        """Forget checkpoints by rules, purge forgotten ones, and delete unneeded files. Safe to run at any time.
 
-        Safe to run at any time. The policy: ``keep_last``, ``keep_every`` (step % N == 0), ``keep_within``,
-        ``keep_daily``, ``keep_weekly``, ``keep_monthly``, ``keep_best`` ("loss:3", "acc:max:1"). In each run, gc keeps
-        every checkpoint that any rule keeps (see `Policy`). Without a rule, gc does not forget any. It always keeps
-        the newest checkpoint of a run, the newest one that is not unhealthy, and tagged ones. ``thin``: tensors to drop
-        from the others, such as ``{"drop": ["optim.*"], "keep_last": 2}``. ``run``: only this run.
+        - ``keep_last``, ``keep_every`` (step % N == 0), ``keep_within``, ``keep_daily``, ``keep_weekly``,
+          ``keep_monthly``, ``keep_best`` ("loss:3", "acc:max:1"): each run keeps what any rule keeps, its newest
+          checkpoint, its newest one that is not unhealthy, and tagged ones. Without a rule, gc does not forget any.
+        - ``thin``: tensors to drop from the others, such as ``{"drop": ["optim.*"], "keep_last": 2}``.
+        - ``run``: only this run.
+        - ``min_age``: time between forgetting and purging, in which `restore` brings a checkpoint back (default: the
+          store's setting, or else 24 h, and 15 minutes for ephemeral checkpoints).
+        - ``wait``: total time to wait for saves in progress. The next gc continues where this one stopped.
+        - ``revoke_after``: time without a sign of life after which gc revokes a save (default: the store's setting, or
+          1 h).
+        - ``progress``: called with the number of deleted objects and the total.
+        - ``tell``: called with the saves that gc is waiting for.
 
-        A duration is a timedelta or a string with a unit ("7d", "90s"); 0 does not need a unit. ``min_age``: time
-        between forgetting and purging, during which `restore` can bring a checkpoint back (default: the store's
-        setting, or else 24 h, and 15 minutes for ephemeral checkpoints). ``wait``: total time to wait for saves in
-        progress. The next gc continues where this one stopped. ``revoke_after``: time without a sign of life after
-        which gc revokes a save (default: the store's setting, or else 1 h). ``progress``: called with the number of
-        deleted objects and the total. ``tell``: called with the saves that gc is waiting for.
-
-        Raises Damaged if a live checkpoint cannot be read; gc then neither forgets nor deletes anything. Raises
-        InvalidInput (for example for a metric that no checkpoint has), MissingKey if ``thin`` does not match any key
-        of the chosen checkpoints, and StorageError. Every error, even an interrupt, has a `GcResult` as ``done``, with
-        the changes to checkpoints before the error or, with ``dry_run``, the plan.
+        A duration is a timedelta or a string with a unit ("7d", "90s"); 0 does not need a unit. Raises Damaged if a
+        live checkpoint cannot be read; gc then neither forgets nor deletes anything. Raises InvalidInput (for example
+        for a metric that no checkpoint has), MissingKey if ``thin`` matches nothing, and StorageError. Every error,
+        even an interrupt, has a `GcResult` as ``done``, with the changes before the error or, with ``dry_run``, the
+        plan.
         """
         from casckpt.upkeep.gc.gc import collect
 
@@ -736,17 +750,23 @@ class Store:
         check: bool = True,
         progress: Shown | None = None,
     ) -> CopyResult:
-        """Copy the checkpoints or ranges of steps in ``refs``, or all visible checkpoints, to a different store.
+        """Copy checkpoints or ranges of steps (default: all visible checkpoints) to a different store.
 
-        Only bytes that ``target`` lacks are transferred. Copies keep their ids, times and order. Each copy is verified,
-        and becomes visible when it is complete and durable. A missing ``target`` is created with this store's cell and
-        blob sizes. Forgotten checkpoints in ``target`` remain forgotten unless you name them. ``run``: copy only this
-        run. ``tags``: also set the tags in ``target``. By default, a copy of the whole store sets those that ``target``
-        lacks. ``jobs``: how many files to copy in parallel. ``part``: (rank, number of ranks), if several processes
-        share the work. ``blob_bytes``: repack the cells into blobs of this size. ``target`` may then be this store
-        itself, whose small and worn blobs are packed together. ``compress``: "always" encodes floats, except in
-        checkpoints with encoded cells; "off" and None leave encodings unchanged. ``check``: raise errors at the end;
-        otherwise, the result lists them as ``failed``. ``progress``: called with the bytes so far.
+        Only bytes that ``target`` lacks are transferred. Copies keep their ids, times and order. Each is verified, and
+        becomes visible when it is complete and durable. A missing ``target`` is created with this store's sizes.
+
+        - ``refs``: what to copy. Forgotten checkpoints in ``target`` remain forgotten unless you name them.
+        - ``run``: copy only this run.
+        - ``tags``: also set the tags. By default, a copy of the whole store sets those that ``target`` lacks.
+        - ``jobs``: how many files to copy in parallel.
+        - ``part``: (rank, number of ranks), if several processes share the work.
+        - ``blob_bytes``: repack the cells into blobs of this size. ``target`` may then be this store itself, whose
+          small and worn blobs are packed together.
+        - ``compress``: "always" encodes floats, except in checkpoints with encoded cells; "off" and None change
+          nothing.
+        - ``check``: raise errors at the end; otherwise, the result lists them as ``failed``.
+        - ``progress``: called with the bytes so far.
+
         Raises NotFound, StorageError, Damaged, Gone, Refused, and Conflict for a different checkpoint at a step.
         """
         from casckpt.upkeep.copies import copy as copying

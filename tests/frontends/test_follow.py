@@ -600,7 +600,7 @@ class Engine(BaseHTTPRequestHandler):
 
 @pytest.mark.parametrize("url", ["localhost:30000/update_weights_from_disk", "localhost:8000/collective_rpc"])
 def test_documented_server_recipes_work(store: Store, tmp_path: Path, url: str) -> None:
-    page = (ROOT / "docs" / "operations.md").read_text()
+    page = (ROOT / "docs" / "follow.md").read_text()
     recipe = next(one for one in re.findall(r"--exec '\n(.*?)'\n", page, re.DOTALL) if url in one)
     Engine.held.clear()
     Engine.stale.clear()

@@ -216,14 +216,14 @@ def test_an_older_snapshot_in_the_place_of_a_mirror_stops_gc_for_what_it_lacks(t
 
 DOCUMENTED = "\n".join(
     line[2:]
-    for line in (PACKAGE.parent / "docs/operations.md")
+    for line in (PACKAGE.parent / "docs/copies.md")
     .read_text()
     .partition("## Copies by hand")[2]
     .partition("## ")[0]
     .splitlines()
     if re.match(r"\$ mkdir|> ", line)
 )
-"""The commands of docs/operations.md that copy ckpts to copy."""
+"""The commands of docs/copies.md that copy ckpts to copy."""
 
 
 def copied(folder: Path, commands: str, between: Callable[[], None]) -> None:

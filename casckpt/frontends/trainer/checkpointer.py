@@ -89,29 +89,37 @@ class CheckpointerConfig(TrainerSettings):
 class Checkpointer(RunCheckpoints):
     """Manages the checkpoints of one run: it saves, loads and forgets them. Every rank makes the same calls.
 
-    ``keep``, ``max_checkpoints``, ``fixed_steps``: which permanent checkpoints are kept after a save (see `Rotation`).
-    If neither ``keep`` nor ``max_checkpoints`` is set, all checkpoints are kept, including ephemeral ones. ``thin``:
-    the entries to drop from older checkpoints, and the number of checkpoints to leave whole, such as ``{"drop":
-    ["optim.*"], "keep_last": 2}``. ``save_interval``, ``fixed_steps``, ``last_step``, ``ephemeral_save_interval``,
-    ``ephemeral_cooldown``: when `save_if_due` saves (see `due`). ``last_step``: the last step of the training. If it
-    is None, `close` warns about steps since the last save. ``max_steps_at_risk``: the maximum number of steps that a
-    crash of the job may lose; at least the interval. Before more steps are at risk, `save_if_due` waits for the
-    background save. If it is None, `save_if_due` waits only when the next save is due, so up to two intervals are at
-    risk. ``max_failures``: after this number of consecutive failed saves, over 15 minutes or more, the next save runs
-    in the foreground and raises its error. If it is None, errors that may be temporary, such as StorageError, are only
-    logged. ``gc``: after a save, rank 0 runs a gc of the run in a thread. ``create``: whether a new store may be
-    created, as for `casckpt.open`; it applies to a `Store` too.
+    When `save_if_due` saves:
 
-    ``overwrite``: replace a step that exists. ``save_threads``, ``load_threads``: the number of threads per rank.
-    ``throttle``: the maximum number of ranks per node that upload at the same time. ``work_dir``: a folder on this
-    node for the lock files of ``throttle`` (default: in the folder for temporary files). ``pre_download``: fetch a
-    checkpoint into this node's cache before a load. ``frozen``: tensors that do not change, as for `Store.save`; a
-    save compares only a sample of them. ``compress``: as for `Store.save`. ``health``: check changed cells for NaN. A
-    checkpoint with NaN is unhealthy, and retention also keeps the newest healthy checkpoint. ``check_replicas``,
-    ``owners``: for tensors that several ranks hold, as for `Store.save`. ``allow_pickle``: for values in the train
-    state or an optimizer's state that are neither tensors nor plain data. ``on_event``: a function that rank 0 calls
-    with each `CheckpointEvent`, for a background save in the save's thread. The next save waits until the function
-    returns. It must not call the checkpointer. Its errors are only logged. Raises InvalidInput.
+    - ``save_interval``, ``fixed_steps``, ``ephemeral_save_interval``, ``ephemeral_cooldown``: see `due`.
+    - ``last_step``: the last step of the training. If None, `close` warns about steps since the last save.
+    - ``max_steps_at_risk``: how many steps a crash may lose, at least the interval. Before more are at risk,
+      `save_if_due` waits for the background save. If None, it waits when the next save is due: two intervals.
+    - ``max_failures``: after this number of consecutive failed saves, over 15 minutes or more, the next save runs in
+      the foreground and raises its error. If None, errors that may be temporary are only logged.
+
+    What is kept afterward:
+
+    - ``keep``, ``max_checkpoints``, ``fixed_steps``: which permanent checkpoints (see `Rotation`). Without ``keep`` and
+      ``max_checkpoints``, all are kept, including ephemeral ones.
+    - ``thin``: what to drop from older checkpoints, such as ``{"drop": ["optim.*"], "keep_last": 2}``.
+    - ``gc``: after a save, rank 0 runs a gc of the run in a thread.
+    - ``overwrite``: replace a step that exists.
+
+    How it saves and loads:
+
+    - ``frozen``, ``compress``, ``check_replicas``, ``owners``: as for `Store.save`.
+    - ``health``: check changed cells for NaN. With NaN, a checkpoint is unhealthy; the newest healthy one is kept, too.
+    - ``allow_pickle``: for values in the train state or an optimizer's state that are neither tensors nor plain data.
+    - ``save_threads``, ``load_threads``: the number of threads per rank.
+    - ``throttle``: the maximum number of ranks per node that upload at the same time.
+    - ``work_dir``: a folder on this node for the lock files of ``throttle`` (default: for temporary files).
+    - ``pre_download``: fetch a checkpoint into this node's cache before a load.
+    - ``create``: whether a new store may be created, as for `casckpt.open`; it applies to a `Store` too.
+    - ``on_event``: a function that rank 0 calls with each `CheckpointEvent`, for a background save in the save's
+      thread; the next save waits for it. It must not call the checkpointer. Its errors are only logged.
+
+    Raises InvalidInput.
     """
 
     def __init__(
@@ -168,13 +176,16 @@ class Checkpointer(RunCheckpoints):
     ) -> Checkpoint:
         """Save a checkpoint, then forget the checkpoints that retention does not keep.
 
-        The call returns when the checkpoint is durable and visible. ``model``: a module, or a list of its parts; an
-        object with state_dict_to_save, state_dict_to_load and load_state_dict; or a dict of several models, such as
-        ``{"model": model, "ema": ema}``, and any other values that `Store.save` accepts. ``optim``: an optimizer, or a
-        list of optimizers that share the parameters. ``train_state``: this rank's train state. It is a nested mapping
-        of tensors, plain data and objects with state_dict, or one such object, such as `TrainState`. ``overwrite``:
-        None uses the checkpointer's setting. ``ephemeral``, ``attachments``, ``metadata``, ``metrics``, ``healthy``:
-        as for `Store.save`.
+        Returns when the checkpoint is durable and visible.
+
+        - ``model``: a module, or a list of its parts; an object with state_dict_to_save, state_dict_to_load and
+          load_state_dict; or a dict of models, such as ``{"model": model, "ema": ema}``, and what else `Store.save`
+          accepts.
+        - ``optim``: an optimizer, or a list of optimizers that share the parameters.
+        - ``train_state``: this rank's: a nested mapping of tensors, plain data and objects with state_dict, or one such
+          object, such as `TrainState`.
+        - ``overwrite``: None uses the checkpointer's setting.
+        - ``ephemeral``, ``attachments``, ``metadata``, ``metrics``, ``healthy``: as for `Store.save`.
 
         Raises the errors of `Store.save`, on every rank. After an error, no part of the save is visible, and you can
         retry the same step.
@@ -206,10 +217,9 @@ class Checkpointer(RunCheckpoints):
         """Save like `save`, but return as soon as the state is copied. You may then change it.
 
         One save runs at a time. The call raises errors in its arguments or in the state. The future, `wait` and `close`
-        raise later errors. If the next save would fail for the same reason (InvalidInput, or Conflict because the step
-        already exists), it raises the error on every rank, unless all ranks have read the future. Errors that may be
-        temporary, such as StorageError, are logged by the next save or load. After ``max_failures`` such errors, the
-        call waits for its own save and raises its error.
+        raise later errors. InvalidInput and Conflict are also raised by the next save, on every rank, unless all ranks
+        have read the future. Errors that may be temporary, such as StorageError, are logged by the next save or load.
+        After ``max_failures`` such errors, the call waits for its own save and raises its error.
         """
         check_keywords("Checkpointer.save_async", options, StepArguments)
         begun, done = time.monotonic(), ReportedFuture[Checkpoint]()
@@ -399,15 +409,17 @@ class Checkpointer(RunCheckpoints):
         options: GroupOptions = "checkpoint",
         **match: Unpack[MatchArguments],
     ) -> Any:
-        """Load into ``model`` and ``optim``, and return the train state.
+        """Load into ``model`` and ``optim``, and return the train state of this rank, or else of the lowest rank.
 
-        The train state is the one that this rank saved. If this rank did not save one, it is the lowest rank's train
-        state. ``load_optim_state``, ``load_trainer_state``: if True, load the state, or raise NotFound if the
-        checkpoint lacks it. If None, load the state if it exists; otherwise, return None for the train state, and log
-        a warning for an optimizer. If False, do not read the state. ``unread``: unless it is "ignore", the log lists
-        unread subtrees. ``cast``, ``strict``, ``ignore_mismatched``, ``rename``: see `load_model_and_optim_state`.
-        ``options``: set the options of the optimizer's groups, such as learning rates, to those of the "checkpoint",
-        or "keep" them. Raises the errors of `Store.load`.
+        - ``load_optim_state``, ``load_trainer_state``: True: load it, or raise NotFound if the checkpoint lacks it.
+          None: load it if it exists; otherwise, return None for the train state, and log a warning for an optimizer.
+          False: do not read it.
+        - ``options``: set the options of the optimizer's groups, such as learning rates, to those of the "checkpoint",
+          or "keep" them.
+        - ``unread``: unless it is "ignore", the log lists unread subtrees.
+        - ``cast``, ``strict``, ``ignore_mismatched``, ``rename``: see `load_model_and_optim_state`.
+
+        Raises the errors of `Store.load`.
         """
         check_keywords("Checkpointer.load", match, MatchArguments)
         begun = time.monotonic()
@@ -435,24 +447,25 @@ class Checkpointer(RunCheckpoints):
         options: GroupOptions = "checkpoint",
         prove: bool = False,
     ) -> Checkpoint | None:
-        """Load the newest checkpoint of the run and set ``train_state``.
+        """Load the newest checkpoint of the run, the same on all ranks, and set ``train_state``. Return it, or None.
 
-        Return the checkpoint, or None if there is none. All ranks load the same checkpoint. ``healthy``: load the
-        newest checkpoint that was not saved with ``healthy=False``; if all were, raise NotFound. ``missing``: what to
-        do about an argument that cannot be restored. "raise" raises NotFound, MissingKey or Mismatch. "warn" logs a
-        warning and restores the rest. This applies to an optimizer, a train state and its parts. Unless ``strict`` is
-        True, it also applies to layers and optimizer parameters that only one side has, and to tensors with a different
-        shape. ``strict``: None means False if ``missing`` is "warn", else True. ``unread``, ``cast``, ``rename``,
-        ``options``: as for `load`. ``train_state``: a dict is filled in place. The log and ``resumed`` list the
-        restored parts, and the skipped parts with the reasons.
+        The log and ``resumed`` list the restored parts, and the skipped parts with the reasons. At the end, `resume`
+        runs `check`, so errors of a later save appear before the training starts.
 
-        ``prove``: after everything is loaded, compare the live state with the checkpoint, as the next save would store
-        it. ``resumed.proof`` has the result. Raises Mismatch, which names the keys, if anything differs that no
-        argument explains. Each rank hashes all its values, and copies those on a device to the host.
+        - ``train_state``: a dict is filled in place.
+        - ``missing``: what to do about an optimizer, a train state or a part of it that cannot be restored: "raise"
+          NotFound, MissingKey or Mismatch, or "warn" and restore the rest. Unless ``strict`` is True, this also holds
+          for layers and optimizer parameters that only one side has, and for tensors with a different shape.
+        - ``strict``: None means False if ``missing`` is "warn", else True.
+        - ``healthy``: load the newest checkpoint that was not saved with ``healthy=False``; if all were, raise
+          NotFound.
+        - ``prove``: after everything is loaded, compare the live state with the checkpoint, as the next save would
+          store it. ``resumed.proof`` has the result. Raises Mismatch, which names the keys, if anything differs that no
+          argument explains. Each rank hashes all its values, and copies those on a device to the host.
+        - ``unread``, ``cast``, ``rename``, ``options``: as for `load`.
 
-        At the end, `resume` runs `check`, so errors of a later save appear before the training starts. If the run has
-        no checkpoint but a run with a similar name exists, a warning is logged. Raises the errors of `load` and
-        `check`, and InvalidInput for a train state that is not a dict and has no load_state_dict.
+        Raises the errors of `load` and `check`, and InvalidInput for a train state that is not a dict and has no
+        load_state_dict. If only a run with a similar name exists, a warning is logged.
         """
         begun = time.monotonic()
         self.resumed, before = None, cache(partial(check_given, train_state, missing, model, optim))

@@ -32,7 +32,7 @@ _DERIVED = {"OneCycleLR": ("_schedule_phases", "_anneal_func_type"), "CyclicLR":
 """What schedulers compute from parameters that they do not keep."""
 _OF_GROUPS = {"initial_lr", "max_lr", "min_lr", "base_momentum", "max_momentum", "swa_lr"}
 """The options that schedulers add to a group and do not change."""
-RECIPE = '"Train for longer, or with another schedule" in docs/training.md'
+RECIPE = '"Train for longer, or with another schedule" in docs/resume.md'
 _ODD = "(not plain data)"
 
 

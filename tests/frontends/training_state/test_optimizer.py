@@ -1,4 +1,4 @@
-"""The table of optimizers in docs/training.md, row by row. Rows of missing packages are skipped."""
+"""The table of optimizers in docs/train_state.md, row by row. Rows of missing packages are skipped."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ from tests.support.training import Network, everything, identical
 if TYPE_CHECKING:
     from tests.support.ranks import Pool
 
-TRAINING = Path(__file__).parents[3] / "docs" / "training.md"
+PAGE = Path(__file__).parents[3] / "docs" / "train_state.md"
 
 AS_IT_IS = "with default arguments"
 ON_ONE = "with default arguments, on a single process"
@@ -400,7 +400,7 @@ def test_tensors_composed_of_tensors_are_stored_if_pickles_are_allowed() -> None
 
 
 def test_the_table_of_optimizers_has_a_row_for_each_expected_optimizer() -> None:
-    text = TRAINING.read_text("utf-8")
+    text = PAGE.read_text("utf-8")
     lines = [line for line in text.splitlines() if line.startswith("| `")]
     for row in ROWS:
         names = ", ".join(f"`{name}`" for name in row.names.split())
@@ -455,7 +455,7 @@ def test_the_zero_redundancy_optimizer_resumes_with_and_without_its_parts(store_
 
 
 def owners_of(model: nn.Module, optimizer: Optimizer, size: int) -> Callable[[str], int | None]:
-    """The function from docs/training.md."""
+    """The function from docs/train_state.md."""
     names = {parameter: name for name, parameter in model.named_parameters()}
     return {
         f"optim.state.{names[parameter]}.momentum_buffer": number % size

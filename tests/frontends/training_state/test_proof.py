@@ -282,7 +282,7 @@ UNSEEN: dict[str, Callable[[World], Any]] = {
     "the seeds from which a numpy generator spawns others": lambda w: w.dice.bit_generator.seed_seq.spawn(1),
     "variables that are not in the train state": lambda w: setattr(w, "step", 7),
 }
-"""What no comparison of the saved state can see. docs/training.md lists the same."""
+"""What no comparison of the saved state can see. docs/resume.md lists the same."""
 
 
 def test_a_resume_that_restores_everything_is_proved(store: Store, caplog: pytest.LogCaptureFixture) -> None:
@@ -320,7 +320,7 @@ def test_more_than_forty_ways_are_tried() -> None:
 def test_what_a_proof_cannot_see_is_documented(store: Store, name: str) -> None:
     checkpointer = resumed(store, UNSEEN[name])
     assert checkpointer.resumed is not None
-    assert name in re.sub(r"\s+", " ", (ROOT / "docs" / "training.md").read_text())
+    assert name in re.sub(r"\s+", " ", (ROOT / "docs" / "resume.md").read_text())
 
 
 def unproved(checkpointer: Checkpointer) -> dict[str, str]:

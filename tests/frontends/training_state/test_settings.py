@@ -246,7 +246,7 @@ def test_two_schedules_of_one_optimizer_cannot_be_continued_separately() -> None
 
 
 def rebuilt(make: Make, optimizer: optim.Optimizer, position: int) -> Any:
-    """Rebuild a schedule, as in docs/training.md."""
+    """Rebuild a schedule, as in docs/resume.md."""
     for group in optimizer.param_groups:
         group["lr"] = group["initial_lr"]
     schedule = make(optimizer)
