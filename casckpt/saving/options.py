@@ -137,10 +137,10 @@ class StateOptions:
     compress: Compress | None = None
     #: records NaN, infinities, and the largest values of changed tensors; a checkpoint with NaN is unhealthy
     health: bool = False
-    #: how to compare [replicas](guide.md#many-ranks): `"sample"` compares samples, `"raise"` compares all bytes and
+    #: how to compare [replicas](ranks.md): `"sample"` compares samples, `"raise"` compares all bytes and
     #: refuses any difference, and `"off"` does not compare
     check_replicas: CheckReplicas = "sample"
-    #: a function that maps a flat key to its [owner](guide.md#many-ranks), the only rank that maintains the value, or
+    #: a function that maps a flat key to its [owner](ranks.md), the only rank that maintains the value, or
     #: to None
     owners: Owners = None
     #: pickles values that are neither tensors nor plain data

@@ -80,9 +80,9 @@ class TrainerSettings(StateOptions):
     last_step: int | None = None
     #: how many permanent checkpoints to keep
     max_checkpoints: Count = None
-    #: additional [retention rules](operations.md#retention)
+    #: additional [retention rules](retention.md#rules)
     keep: Keep = None
-    #: what to [drop](operations.md#thin) from older checkpoints, and how many checkpoints to keep whole
+    #: what to [drop](retention.md#thin) from older checkpoints, and how many checkpoints to keep whole
     thin: Mapping[str, Any] | None = None
     #: the number of steps between ephemeral checkpoints, each of which is removed once a newer checkpoint exists
     ephemeral_save_interval: Count = None
@@ -95,7 +95,7 @@ class TrainerSettings(StateOptions):
     #: runs gc after each save to delete forgotten checkpoints
     gc: bool = False
     #: replaces existing steps, and allows a training that did not resume to [save them
-    #: again](training.md#who-may-continue-a-run)
+    #: again](resume.md#who-may-continue-a-run)
     overwrite: bool = False
     #: a function that receives [events](training.md#events)
     on_event: OnEvent | None = None
