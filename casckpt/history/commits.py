@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections import defaultdict
 from collections.abc import Collection, Mapping
+from contextlib import suppress
 from dataclasses import replace
 from typing import Any, TypeAlias
 
@@ -179,14 +180,17 @@ def commit(repo: Repository, record: Committed, *, seen: int | None = None) -> N
     try:
         repo.put_record(key, record)
     except Conflict:
-        found = repo.get_record(key, FirstRecord)
-        if isinstance(found, records.RevokedRecord):
-            message = (
-                f"the save of {record.run}@{record.step} was revoked before it finished ({found.reason}): gc "
-                "assumed that the save was dead, or the save was aborted. No part of it is visible; save again"
-            )
-            raise Revoked(message, key=key) from None
-        raise
+        reason = "gc has deleted its log since"
+        with suppress(NotFound):
+            found = repo.get_record(key, FirstRecord)
+            if not isinstance(found, records.RevokedRecord):
+                raise
+            reason = found.reason
+        message = (
+            f"the save of {record.run}@{record.step} was revoked before it finished ({reason}): gc assumed that the "
+            "save was dead, or the save was aborted. No part of it is visible; save again"
+        )
+        raise Revoked(message, key=key) from None
     repo.last_commit = key
     for listener in repo.listeners:
         listener()

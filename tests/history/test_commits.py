@@ -210,6 +210,17 @@ def test_a_commit_fails_if_its_transaction_is_revoked_first(tmp_path: Path) -> N
         commit(repo, record)
 
 
+def test_a_commit_fails_if_gc_has_deleted_the_log_of_its_revoked_transaction(tmp_path: Path) -> None:
+    storage = memory()
+    repo = repository(tmp_path, FaultyStore(storage))
+    record = committed(repo)
+    assert revoke(repo, record.txid, "slow")
+    delete = meanwhile(lambda: storage.delete(commit_key(record.txid)))
+    repo.storage.inject(call_first("get", delete, key=commit_key(record.txid)))  # type: ignore[attr-defined]  # a FaultyStore
+    with pytest.raises(Revoked, match="gc has deleted its log"):
+        commit(repo, record)
+
+
 def at_once(storage: ObjectStore, tmp_path: Path, actions: Sequence[Callable[[Repository], object]]) -> list[object]:
     """Return the result or error of each action. The first put of a record in each waits for the puts of all others."""
     barrier = threading.Barrier(len(actions), timeout=60)
