@@ -53,7 +53,7 @@ def pytest_configure(config: pytest.Config) -> None:
     full = config.getoption("--full")
     if full and config.getoption("--quick"):
         raise pytest.UsageError("--quick and --full exclude each other")
-    for kind, needs in kinds.KINDS.items():
+    for kind, needs in (kinds.KINDS | kinds.FAULT).items():
         config.addinivalue_line("markers", f"{kind}: set by what the test reaches: {needs}")
     if config.getoption("--hypothesis-profile") is None:
         quick = "quick" if config.getoption("--quick") else "ci"

@@ -13,6 +13,11 @@ There are two phases. Each uses all cores:
   At any time, one worker per core fills buffers, while the other workers wait for the disk.
 
 The workers' buffers limit memory use, whatever the size of the state. The next save reuses them.
+
+Hence a cell is hashed once if it is unchanged (`_compare_all`, `_same_small`) or was not compared (`_write`), and twice
+if it was compared in place and had changed. Of a frozen tensor, at most 16 cells are hashed (`_trust`). Stored cells
+below 64 KiB are hashed again as parts of a leaf (`casckpt.format.blob_writer`), and samples of values that several
+ranks hold beforehand (`casckpt.saving.replicas`).
 """
 
 from __future__ import annotations

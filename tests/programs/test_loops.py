@@ -42,6 +42,8 @@ from tests.programs.shared import KILL
 from tests.support.afresh import afresh
 from tests.support.scripts import ERR, OUT, environments, play
 
+pytestmark = pytest.mark.kill
+
 HERE = Path(__file__).resolve().parent
 PATIENCE = 240.0  # seconds for a job
 _WARNED = re.compile(r"^(?:WARNING|ERROR) casckpt.*", re.MULTILINE)

@@ -23,6 +23,8 @@ from tests.support.ranks import outcome_of, tell, wait_for
 if TYPE_CHECKING:
     from tests.support.ranks import Pool
 
+pytestmark = pytest.mark.kill
+
 SHORT = 3.0  # seconds until rank 0 gives up on a rank
 SLACK = 20.0  # seconds that a busy machine may add
 SIGNALS = {"SIGSTOP": signal.SIGSTOP, "SIGKILL": signal.SIGKILL}

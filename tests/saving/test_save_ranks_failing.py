@@ -36,6 +36,8 @@ from tests.support.together import (
 if TYPE_CHECKING:
     from tests.support.ranks import Pool
 
+pytestmark = pytest.mark.kill
+
 
 # refused saves
 

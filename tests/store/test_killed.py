@@ -12,6 +12,8 @@ from tests.support.saves import same_state, steps
 from tests.support.scripts import run_script
 from tests.support.shared import made_once
 
+pytestmark = pytest.mark.kill
+
 ROOT = Path(__file__).parents[2]
 SAVES, THINS = "tests.support.killed_saves", "tests.support.killed_thins"
 PATIENCE = 4 * 3600.0  # seconds, for a sweep of all points

@@ -26,6 +26,8 @@ from tests.support.power import Disk, Killed
 from tests.support.saves import BLOB, CELL, cells, same_state
 from tests.support.tally import tally
 
+pytestmark = pytest.mark.kill
+
 SEEDS, MANY, AT_MOST = 8, 300, 5
 DROP = "optim.*"
 

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from tests.support.servers import Server
 
 PATIENCE = 4 * 3600.0  # seconds, for a sweep of all points
-pytestmark = pytest.mark.timeout(PATIENCE)
+pytestmark = [pytest.mark.kill, pytest.mark.timeout(PATIENCE)]
 ROOT = Path(__file__).parents[2]
 POINTS = 1  # of each kind, in each way; all with --full; in buckets, the number passed as --points
 CAN_END = {

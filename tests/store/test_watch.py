@@ -115,6 +115,7 @@ def test_each_commit_from_four_processes_is_yielded_once(tmp_path: Path, commits
 
 
 @pytest.mark.soak
+@pytest.mark.kill
 def test_over_200_kills_each_visible_checkpoint_is_yielded_once(tmp_path: Path) -> None:
     """Four writers with clocks ten minutes apart, a copier and a gc are killed. The watch runs all the time."""
     source, store = (small_folder(tmp_path / name) for name in ("source", "store"))

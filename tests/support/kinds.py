@@ -21,10 +21,13 @@ KINDS: Final = {
     "server": "something listens: a server of S3, a hostile one, a proxy",
     "process": "starts other processes",
 }
+FAULT: Final = {"fault": "storage fails, or does something else first, at a chosen call"}
+"""A mark that does not count as a kind: such tests are plain."""
 _FIXTURES: Final = {"ranks": "ranks", "server": r"\w*_server"}  # requested by an argument or by name
 _CALLED: Final = {
     "server": r"Hostile|Proxy|servers|serving|create_server|\w*HTTPServer",
     "process": r"subprocess|multiprocessing|Popen|fork|get_context",
+    "fault": "FaultyStore|fail_before|fail_after|call_first|Hostile|Outages",
 }
 _STARTS: Final = {"subprocess.Popen", "os.fork", "os.forkpty", "os.posix_spawn"}
 _own: list[str] = []  # the plain test that is running
@@ -38,7 +41,7 @@ class Words(NamedTuple):
 
 
 def kinds_of(item: pytest.Item) -> set[str]:
-    """Return the kinds of the test, of its fixtures, and of all test functions that these reach."""
+    """Return the kinds of the test, and "fault", of its fixtures, and of all test functions that these reach."""
     if not isinstance(item, pytest.Function):
         return set()
     given = item.callspec.params.values() if hasattr(item, "callspec") else ()

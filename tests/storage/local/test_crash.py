@@ -15,6 +15,8 @@ from tests.support import crash
 from tests.support.local import require
 from tests.support.shared import made_once
 
+pytestmark = pytest.mark.kill
+
 ROOT = Path(__file__).parents[3]
 COMMAND = [sys.executable, "-m", "tests.support.crash"]
 
