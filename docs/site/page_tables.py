@@ -1,4 +1,4 @@
-"""Tables that the site has and no page does: of modules, settings, what kills planted bugs, Hub folders, services."""
+"""Tables that the site has and no page does: modules, settings, killed bugs, Hub folders, services, private names."""
 
 from __future__ import annotations
 
@@ -60,12 +60,20 @@ def places() -> str:
     return table()
 
 
+def private_names() -> str:
+    """The private names of other packages, and which modules use them; from tests/support/private_names.py."""
+    from tests.support.private_names import table
+
+    return table()
+
+
 def inserted(text: str) -> str:
     """A page with its tables: each stands in place of a comment that asks for it."""
     text = re.sub(r"<!-- modules: (\w+) -->", lambda found: modules(found[1]), text)
     text = re.sub(r"<!-- settings: (\S+)\.(\w+) -->", lambda found: settings(found[1], found[2]), text)
     tables = (
         ("<!-- planted bugs -->", planted_bugs), ("<!-- hub folders -->", hub_folders), ("<!-- places -->", places),
+        ("<!-- private names -->", private_names),
     )  # fmt: skip
     for comment, table in tables:
         text = text.replace(comment, table()) if comment in text else text
