@@ -137,7 +137,7 @@ def replacing(train_state: Any, saved: Any, *, keeps: bool) -> Iterator[tuple[Re
             with warnings.catch_warnings(action="ignore"):  # the optimizer takes no step here
                 one.step(one.last_epoch)
         elif not isinstance(one, ReduceLROnPlateau):  # which only reduces the given rate
-            for group, rate in zip(one.optimizer.param_groups, getattr(one, "get_last_lr", tuple)(), strict=False):
+            for group, rate in zip(one.optimizer.param_groups, getattr(one, "_last_lr", ()), strict=False):
                 group["lr"] = rate
 
 
