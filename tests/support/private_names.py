@@ -25,6 +25,7 @@ HOLDERS = {
     "torch.nn.modules.module.Module": "_parameters _buffers _modules _metadata _state_dict_hooks _state_dict_pre_hooks "
     "_load_state_dict_pre_hooks _load_state_dict_post_hooks _save_to_state_dict _load_from_state_dict",
     "torch.nn.modules.module": "_extra_state",
+    "torch.optim.lr_scheduler.LRScheduler": "_last_lr",
     "torch.optim.lr_scheduler.SequentialLR": "_schedulers",
     "torch.optim.lr_scheduler.CosineAnnealingLR": "_get_closed_form_lr",
     "torch.optim.lr_scheduler.OneCycleLR": "_schedule_phases _anneal_func_type",
