@@ -419,7 +419,7 @@ def test_a_forbidden_import_by_a_tensor_front_end_is_detected() -> None:
     assert beyond_open("cli/main.py", source) == set()
 
 
-LATE = ("store/", "loading/options.py", "loading/arguments.py", "saving/options.py")
+LATE = ("store/", "loading/options.py", "saving/options.py")
 """Modules of layers with torch that import it when a call needs tensors: `casckpt list` uses them."""
 
 

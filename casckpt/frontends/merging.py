@@ -32,8 +32,8 @@ from casckpt.format.regions import Box
 from casckpt.format.sections.index import ATTACHMENT, TENSOR, Entry, Name, StoredObject
 from casckpt.format.tree import Wrapper, rebuild
 from casckpt.frontends.views.model_part import is_training_state, without_training_state
-from casckpt.loading.arguments import check_used, usable_patterns
 from casckpt.loading.entry_reader import EntryReader
+from casckpt.loading.options import check_used, usable_patterns
 from casckpt.loading.regions import EntrySlice, RegionReader, plan_windows, requests, views
 from casckpt.loading.update import change_from
 from casckpt.plan.averages import Term, terms_of

@@ -26,11 +26,10 @@ from casckpt.format.sections.blobs import BlobRef
 from casckpt.format.sections.index import StoredObject
 from casckpt.format.tree import Node, Path, Wrapper, children, join, leaves, units
 from casckpt.history.commits import Commit
-from casckpt.loading.arguments import check_used, matches, usable_patterns
 from casckpt.loading.fit import Fit, log_once
 from casckpt.loading.job_reads import WAIT_SHARE, Deal, JobReads, Needs, deals
 from casckpt.loading.load_plan import LoadPlan
-from casckpt.loading.options import LoadOptions
+from casckpt.loading.options import LoadOptions, check_used, matches, usable_patterns
 from casckpt.loading.template import Template
 from casckpt.loading.unread import also_unread, on_all, that_hold, warn_moved, warn_unread
 from casckpt.ranks.agreement import StoreIdentity, check_same, named

@@ -18,11 +18,10 @@ from casckpt.errors import Mismatch, MissingKey
 from casckpt.format.manifest import Manifest
 from casckpt.format.sections.blobs import BlobRef
 from casckpt.format.tree import Node, Path, children, find, join, leaves
-from casckpt.loading.arguments import matches, renamer
 from casckpt.loading.fit import PACKED, Fit, check_fit, merged, missed_pairs, rename_hint, saved_shapes, shape_of
 from casckpt.loading.job_reads import Deal, JobReads, Needs, deals
 from casckpt.loading.load_plan import LoadPlan, no_entry
-from casckpt.loading.options import LoadOptions
+from casckpt.loading.options import LoadOptions, matches, renamer
 from casckpt.loading.unread import EVERYTHING, is_generator, left_unread, prefixes
 from casckpt.loading.wrapped import has_wrapper
 from casckpt.repository.repository import Repository
