@@ -1517,9 +1517,9 @@ PLANTED = (
     ),
     Planted(
         "a frame is stored without a test decode",
-        "_decodes",
-        "    if _equal(base, plain):\n",
-        "    if base.nbytes == plain.nbytes:\n",
+        "decodes",
+        "        if _equal(into, plain):\n",
+        "        if into.nbytes == plain.nbytes:\n",
         "tests/saving/test_encoder.py",
     ),
     Planted(
@@ -1553,8 +1553,8 @@ PLANTED = (
     Planted(
         "a copy does not verify frames",
         "_frame_of",
-        "    if cell_digest(decoded) == cell.digest:\n",
-        "    if decoded is not None:\n",
+        "frame is not None and decodes(frame, plain)",
+        "frame is not None",
         "tests/upkeep/copies/test_recoded.py",
     ),
     Planted(
