@@ -95,7 +95,7 @@ PLANTED = (
     ),
     Planted(
         "hosts share a group after one of its connections has failed",
-        "_run_exchange",
+        "run_together",
         "if job is not None and has_failed:",
         "if False:",
         "tests/store/test_job_reads.py",
@@ -2269,9 +2269,9 @@ PLANTED = (
     ),
     Planted(
         "every unread key searches all values of ranks",
-        "_load.compare",
+        "Template.compare",
         "if key in held and not that_hold",
-        "if key in first.per_rank and not that_hold",
+        "if key in self.per_rank and not that_hold",
         "tests/loading/test_unread.py",
     ),
     Planted(
