@@ -102,7 +102,7 @@ class Recoding:
 
         def place() -> None:
             rest = [cell for cell in cells if cell.digest not in places]
-            found = ((cell.digest, known.find(cell.digest)) for cell in rest if known.any)
+            found = ((cell.digest, known.find(cell.digest)) for cell in rest)
             usable = ((digest, cell) for digest, cell in found if cell and self._is_usable(cell))
             places.update((digest, CellPlace(known.blobs[at.blob], at.offset, at.frame)) for digest, at in usable)
             self._store([cell for cell in rest if cell.digest not in places], places)
