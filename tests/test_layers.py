@@ -387,8 +387,8 @@ OPEN = (
     *("casckpt.contents.contents", "casckpt.saving", "casckpt.loading.load.values_at"),
     "casckpt.loading.load.read_together",  # `unshard` reads on all ranks, but `Store.read` is local to one process
     "casckpt.loading.job_reads",  # DCP's own messages, not an exchange, decide which host reads which blob
-    *(f"casckpt.loading.{name}" for name in ("arguments", "options", "entry_reader", "regions", "fit", "unread")),
-    *("casckpt.loading.tied_tensors", "casckpt.loading.update.change_from"),
+    *(f"casckpt.loading.{name}" for name in ("options", "entry_reader", "regions", "fit", "unread")),
+    *("casckpt.loading.tied_tensors", "casckpt.loading.update.Update"),
 )
 """What front ends that handle tensors may reference: the parts of a save, the contents of a checkpoint and their
 readers.
@@ -419,7 +419,7 @@ def test_a_forbidden_import_by_a_tensor_front_end_is_detected() -> None:
     assert beyond_open("cli/main.py", source) == set()
 
 
-LATE = ("store/", "loading/options.py", "loading/arguments.py", "saving/options.py")
+LATE = ("store/", "loading/options.py", "saving/options.py")
 """Modules of layers with torch that import it when a call needs tensors: `casckpt list` uses them."""
 
 

@@ -837,7 +837,7 @@ DRAWN: tuple[tuple[str, str, str, str, str], ...] = (
         "read_whole",
         "len(data) > limit",
         "False",
-        "tests/storage/remote/test_bodies.py",
+        "tests/storage/remote/test_calls.py",
     ),
     (
         "asynchronous file systems are called in the wrong thread",

@@ -95,7 +95,7 @@ PLANTED = (
     ),
     Planted(
         "hosts share a group after one of its connections has failed",
-        "_run_exchange",
+        "run_together",
         "if job is not None and has_failed:",
         "if False:",
         "tests/store/test_job_reads.py",
@@ -331,35 +331,35 @@ PLANTED = (
         "_announce",
         "if number and _is_deleted(repo, run, number - 1):",
         "if False:",
-        "tests/upkeep/gc/test_logs.py",
+        "tests/upkeep/gc/test_recovery_logs.py",
     ),
     Planted(
         "a look does not notice that gc deletes the announcement that it has read last",
         "_read_on",
         "return not _is_deleted(repo, run, known.head)",
         "return True",
-        "tests/upkeep/gc/test_logs.py",
+        "tests/upkeep/gc/test_recovery_logs.py",
     ),
     Planted(
         "a host whose announcements gc has deleted takes the store for another one",
         "look",
         "if _lowest(repo, run) > known.head and _is_same_store(repo):",
         "if False:",
-        "tests/upkeep/gc/test_logs.py",
+        "tests/upkeep/gc/test_recovery_logs.py",
     ),
     Planted(
         "gc deletes announcements that were just created",
         "_is_needed",
         "record.time > since or ",
         "",
-        "tests/upkeep/gc/test_logs.py",
+        "tests/upkeep/gc/test_recovery_logs.py",
     ),
     Planted(
         "a watch behind a checkpoint whose log is deleted yields only later saves",
         "Watcher._begin_behind",
         " and not self._is_over(commit.txid)",
         "",
-        "tests/upkeep/gc/test_logs.py",
+        "tests/upkeep/gc/test_recovery_logs.py",
     ),
     Planted(
         "an announced record that does not exist yet is dropped",
@@ -1517,9 +1517,9 @@ PLANTED = (
     ),
     Planted(
         "a frame is stored without a test decode",
-        "_decodes",
-        "    if _equal(base, plain):\n",
-        "    if base.nbytes == plain.nbytes:\n",
+        "decodes",
+        "        if _equal(into, plain):\n",
+        "        if into.nbytes == plain.nbytes:\n",
         "tests/saving/test_encoder.py",
     ),
     Planted(
@@ -1553,8 +1553,8 @@ PLANTED = (
     Planted(
         "a copy does not verify frames",
         "_frame_of",
-        "    if cell_digest(decoded) == cell.digest:\n",
-        "    if decoded is not None:\n",
+        "frame is not None and decodes(frame, plain)",
+        "frame is not None",
         "tests/upkeep/copies/test_recoded.py",
     ),
     Planted(
@@ -2269,9 +2269,9 @@ PLANTED = (
     ),
     Planted(
         "every unread key searches all values of ranks",
-        "_load.compare",
+        "Template.compare",
         "if key in held and not that_hold",
-        "if key in first.per_rank and not that_hold",
+        "if key in self.per_rank and not that_hold",
         "tests/loading/test_unread.py",
     ),
     Planted(

@@ -32,10 +32,10 @@ from casckpt.format.regions import Box
 from casckpt.format.sections.index import ATTACHMENT, TENSOR, Entry, Name, StoredObject
 from casckpt.format.tree import Wrapper, rebuild
 from casckpt.frontends.views.model_part import is_training_state, without_training_state
-from casckpt.loading.arguments import check_used, usable_patterns
 from casckpt.loading.entry_reader import EntryReader
+from casckpt.loading.options import check_used, usable_patterns
 from casckpt.loading.regions import EntrySlice, RegionReader, plan_windows, requests, views
-from casckpt.loading.update import change_from
+from casckpt.loading.update import Update
 from casckpt.plan.averages import Term, terms_of
 from casckpt.plan.reuse import ReusableCells
 from casckpt.repository.repository import Repository
@@ -413,7 +413,7 @@ class _Merging:
                 for wide, data in views(window, room, _ALIGN)
                 for part in [wide._replace(entry=version.entries[wide.entry.name])]
             ]
-            frames = change_from(version.reader, requests(read, {}), held, frames if held else {}, check=False)
+            frames = Update(version.reader, requests(read, {}), held, frames if held else {}).run()
             yield [_flat(data, part.entry.dtype) for part, data in read]
             before = version
 

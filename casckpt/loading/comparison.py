@@ -28,7 +28,7 @@ from casckpt.format.records import changed
 from casckpt.format.regions import Region
 from casckpt.format.sections.index import Entry
 from casckpt.history.commits import Commit
-from casckpt.loading.arguments import check_used, usable_patterns
+from casckpt.loading.options import check_used, usable_patterns
 from casckpt.loading.regions import WINDOW_BYTES, EntrySlice, RegionReader
 from casckpt.loading.wrapped import forms_differ
 from casckpt.plan.reuse import CellSource, ReusableCells

@@ -18,7 +18,7 @@ from casckpt.base.text import listed
 from casckpt.errors import InvalidInput, Mismatch, MissingKey
 from casckpt.format.manifest import Manifest
 from casckpt.format.regions import Shape
-from casckpt.loading.arguments import Rename, Renaming, renamer
+from casckpt.loading.options import Rename, Renaming, renamer
 from casckpt.tensors.dtensors import local_of
 from casckpt.tensors.values import Shard
 

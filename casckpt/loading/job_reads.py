@@ -19,9 +19,9 @@ import zlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, closing, contextmanager, nullcontext
 from dataclasses import dataclass, field
-from functools import partial
+from functools import partial, wraps
 from threading import Event, Thread
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 import numpy as np
 import torch
@@ -32,7 +32,7 @@ from casckpt.errors import CasckptError
 from casckpt.format.manifest import Manifest
 from casckpt.format.sections.columns import Ints
 from casckpt.loading.blob_readers import BlobReader
-from casckpt.ranks.ranks import GroupRanks
+from casckpt.ranks.ranks import GroupRanks, Ranks, everyone
 from casckpt.repository.host_reads import PATIENCE, HostReads
 from casckpt.repository.repository import Repository
 from casckpt.storage.base import BLOCK, ShortObject
@@ -47,6 +47,8 @@ _PIECES = 128  # if a rank reads fewer, they are smaller, so that passing on beg
 _WAITING = 2  # pieces in memory for each thread that reads
 _REQUESTS = 16
 
+Up = TypeVar("Up")
+Down = TypeVar("Down")
 log = logging.getLogger(__name__)
 
 
@@ -305,6 +307,31 @@ def passing(
 ) -> AbstractContextManager[None]:
     """Return the context of `JobReads.passing`, or an empty context if this rank does not share its reads."""
     return nullcontext() if job is None or reads is None else job.passing(repo, manifest, reads)
+
+
+def run_together(
+    ranks: Ranks, deal: Deal | None, run: Callable[[JobReads | None], Up], finish: Callable[[Sequence[Up]], Down]
+) -> Down:
+    """Run the reads on every rank, and return the result of ``finish`` on rank 0.
+
+    After any failure of the connections between hosts, drop them on all ranks.
+    """
+    job = JobReads(deal, ranks.beside(), ranks.alive) if deal is not None and isinstance(ranks, GroupRanks) else None
+    has_failed = True
+
+    def call() -> tuple[Up, bool]:
+        return run(job), job is not None and job.has_failed
+
+    @wraps(finish)  # ranks compare its name to check that they are at the same point
+    def decide(done: Sequence[tuple[Up, bool]]) -> Sequence[tuple[Down, bool]]:
+        return everyone((finish([up for up, _ in done]), any(failed for _, failed in done)), ranks.size)
+
+    try:
+        answer, has_failed = ranks.exchange(call, decide)
+    finally:
+        if job is not None and has_failed:
+            job.ranks.drop()
+    return answer
 
 
 def _release(reads: HostReads, blobs: Iterable[tuple[int, int]]) -> None:

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from functools import wraps
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, TypeVar
 
 import torch
 
@@ -26,19 +26,19 @@ from casckpt.format.sections.blobs import BlobRef
 from casckpt.format.sections.index import StoredObject
 from casckpt.format.tree import Node, Path, Wrapper, children, join, leaves, units
 from casckpt.history.commits import Commit
-from casckpt.loading.arguments import check_used, matches, usable_patterns
 from casckpt.loading.fit import Fit, log_once
-from casckpt.loading.job_reads import WAIT_SHARE, Deal, JobReads, Needs, deals
+from casckpt.loading.job_reads import WAIT_SHARE, Deal, JobReads, Needs, deals, run_together
 from casckpt.loading.load_plan import LoadPlan
-from casckpt.loading.options import LoadOptions
-from casckpt.loading.template import Template
+from casckpt.loading.options import LoadOptions, check_used, matches, usable_patterns
+from casckpt.loading.template import Template, Told
 from casckpt.loading.unread import also_unread, on_all, that_hold, warn_moved, warn_unread
 from casckpt.ranks.agreement import StoreIdentity, check_same, named
-from casckpt.ranks.ranks import GroupRanks, Ranks, everyone, exchange_keeping
+from casckpt.ranks.ranks import Ranks, everyone, exchange_keeping
 from casckpt.repository.repository import Repository
 from casckpt.tensors.objects import TORCH_EXTENSIONS
-from casckpt.tensors.state import LeafValue, inflate
+from casckpt.tensors.state import LeafValue, inflate, replace_leaves
 
+Kept = TypeVar("Kept")
 Up = TypeVar("Up")
 Down = TypeVar("Down")
 _QUICK_BYTES = 256 << 20  # a smaller checkpoint loads in well under a second
@@ -68,14 +68,6 @@ class _ResolveAnswer:
     sharing: int
     load_id: str
     home: StoreIdentity
-
-
-class _Planned(NamedTuple):
-    """Every rank's second message. ``needs``: the blobs that it can share with other hosts."""
-
-    empties: Mapping[str, str]
-    is_full: bool
-    needs: Needs | None
 
 
 @dataclass(frozen=True)
@@ -108,54 +100,98 @@ def load_together(
     same ``ref``. If a check fails on any rank, all ranks raise the error, before anything changes on any of them.
     """
     answer, options = _resolved(repo, ranks, ref, options, resolve)
-    with collector_paused() if answer.commit.committed.bytes_total < _QUICK_BYTES else nullcontext():
-        return _load(repo, ranks, state, answer, options)
-
-
-def _load(repo: Repository, ranks: Ranks, state: Any, answer: _ResolveAnswer, options: LoadOptions) -> Loaded:
     commit = answer.commit
-    if answer.manifest is not None and ranks.rank != 0:
-        manifests.adopt(repo, commit, answer.manifest)
 
-    def plan_by(_: Commit, manifest: Manifest) -> Template:
-        planned = Template(manifest, options)
-        planned.plan(repo, state)
-        return planned
-
-    def plan() -> tuple[Template, _Planned]:
-        answer.home.check(repo)
-        mine = manifests.use(repo, commit, plan_by)
-        return mine, _Planned(mine.empties, mine.is_full, mine.needs(repo))
-
-    def compare(first: Template, planned: Sequence[_Planned]) -> Sequence[tuple[tuple[str, ...], bool, Deal | None]]:
-        first.check_empty([rank.empties for rank in planned])
-        warns, held = options.unread == "warn", first.per_rank
-        own = [key for key in first.unread if key in held and not that_hold(first.subtrees, [key])]
-        asked = tuple(dict.fromkeys((*first.subtrees, *((*first.dropped, *own) if warns else ()))))
-        partly = warns and not all(rank.is_full for rank in planned)
-        deals = first.deals([rank.needs for rank in planned])
-        same = {id(deal): (asked, partly, deal) for deal in deals}  # an answer for several ranks is packed once
-        return [same[id(deal)] for deal in deals]
+    def plan(manifest: Manifest) -> tuple[Template, LoadPlan, Told]:
+        template = Template(manifest, options)
+        template.plan(repo, state)
+        return template, template.reads, template.told
 
     def check(fits: Sequence[Fit]) -> Sequence[str | None]:
         return everyone(template.check_fit(fits), ranks.size)
 
-    template, (asked, partly, deal) = exchange_keeping(ranks, plan, compare)
-    warning = ranks.exchange(lambda: template.fit, check) if partly else None
-
     def run(job: JobReads | None) -> list[bool]:
-        template.run(repo, state, job)
+        replace_leaves(state, template.reads.run(repo, job))
         return also_unread(asked, (*template.subtrees, *template.unread))
 
     def finish(done: Sequence[list[bool]]) -> tuple[str, ...]:
-        unread = on_all(asked, done)
+        unread, own = on_all(asked, done), frozenset(template.subtrees)
         if options.unread == "warn":
             _warn(commit, template, options, unread, warning)
-        subtrees = frozenset(template.subtrees)
-        return tuple(key for key in unread if key in subtrees)
+        return tuple(key for key in unread if key in own)
 
-    subtrees = _run_exchange(ranks, deal, run, finish)
-    return Loaded(commit, template.missing, template.mismatched, template.unread, subtrees, template.frames)
+    with collector_paused() if commit.committed.bytes_total < _QUICK_BYTES else nullcontext():
+        template, (asked, partly), deal = _planned(repo, ranks, answer, plan, Template.compare)  # raises every mismatch
+        warning = ranks.exchange(lambda: template.fit, check) if partly else None  # some tensors are not filled
+        subtrees = run_together(ranks, deal, run, finish)  # reads, decodes and verifies every cell
+    return Loaded(commit, template.missing, template.mismatched, template.unread, subtrees, template.reads.frames)
+
+
+def read_together(
+    repo: Repository,
+    ranks: Ranks,
+    checkpoint: Checkpoint,
+    *,
+    keys: Callable[[], Sequence[str] | None],
+    device: Callable[[], torch.device],
+    options: LoadOptions,
+) -> Any:
+    """Read as `read` does, on every rank of ``ranks``, which share their reads. All ranks raise the errors of any rank.
+
+    ``keys``, ``device``: functions that return these arguments.
+    """
+    answer, options = _resolved(repo, ranks, checkpoint, options, lambda: checkpoint.commit)
+
+    def plan(manifest: Manifest) -> tuple[tuple[LoadPlan, Sequence[str] | None], LoadPlan, None]:
+        patterns = usable_patterns(keys())
+        reads = _plan_to_read(manifest, patterns, device(), options)
+        return (reads, patterns), reads, None
+
+    def compare(_: object, __: object) -> None:
+        """Do nothing: no rank raised an error."""
+
+    def run(job: JobReads | None) -> None:
+        values.update(reads.run(repo, job))
+
+    values = dict[str, Any]()
+    (reads, patterns), _, deal = _planned(repo, ranks, answer, plan, compare)
+    run_together(ranks, deal, run, lambda _: None)
+    return _in_structure(reads, values, patterns)
+
+
+def _planned(
+    repo: Repository,
+    ranks: Ranks,
+    answer: _ResolveAnswer,
+    plan: Callable[[Manifest], tuple[Kept, LoadPlan, Up]],
+    compare: Callable[[Kept, Sequence[Up]], Down],
+) -> tuple[Kept, Down, Deal | None]:
+    """Plan the reads on every rank. Return what ``plan`` keeps, the result of ``compare``, and what hosts pass on.
+
+    ``plan``: returns a value that stays on its rank, the reads, and a message. ``compare``: receives rank 0's value and
+    all messages.
+    """
+    commit = answer.commit
+    if answer.manifest is not None and ranks.rank != 0:
+        manifests.adopt(repo, commit, answer.manifest)
+
+    def call() -> tuple[tuple[Kept, Manifest], tuple[Up, Needs | None]]:
+        answer.home.check(repo)
+        mine, reads, message = manifests.use(repo, commit, lambda _, manifest: plan(manifest))
+        return (mine, reads.contents.manifest), (message, reads.needs(repo))
+
+    @wraps(compare)  # ranks compare its name to check that they are at the same point
+    def decide(
+        first: tuple[Kept, Manifest], told: Sequence[tuple[Up, Needs | None]]
+    ) -> Sequence[tuple[Down, Deal | None]]:
+        mine, manifest = first
+        down = compare(mine, [message for message, _ in told])
+        dealt = deals([needs for _, needs in told], manifest.head.digest, manifest.blob_sizes)
+        same = {id(deal): (down, deal) for deal in dealt}  # an answer for several ranks is packed once
+        return [same[id(deal)] for deal in dealt]
+
+    (mine, _), (down, deal) = exchange_keeping(ranks, call, decide)
+    return mine, down, deal
 
 
 def _warn(commit: Commit, template: Template, options: LoadOptions, unread: Sequence[str], warning: str | None) -> None:
@@ -166,31 +202,6 @@ def _warn(commit: Commit, template: Template, options: LoadOptions, unread: Sequ
     left_here = frozenset(template.unread)
     read = {key: held for key, held in template.per_rank.items() if key not in left_here}
     warn_moved(commit.run, commit.step, read, options.ranks)
-
-
-def _run_exchange(
-    ranks: Ranks, deal: Deal | None, run: Callable[[JobReads | None], Up], finish: Callable[[Sequence[Up]], Down]
-) -> Down:
-    """Run the reads on every rank, and return the result of ``finish`` on rank 0.
-
-    After any failure of the connections between hosts, drop them on all ranks.
-    """
-    job = JobReads(deal, ranks.beside(), ranks.alive) if deal is not None and isinstance(ranks, GroupRanks) else None
-    has_failed = True
-
-    def call() -> tuple[Up, bool]:
-        return run(job), job is not None and job.has_failed
-
-    @wraps(finish)  # ranks compare its name to check that they are at the same point
-    def decide(done: Sequence[tuple[Up, bool]]) -> Sequence[tuple[Down, bool]]:
-        return everyone((finish([up for up, _ in done]), any(failed for _, failed in done)), ranks.size)
-
-    try:
-        answer, has_failed = ranks.exchange(call, decide)
-    finally:
-        if job is not None and has_failed:
-            job.ranks.drop()
-    return answer
 
 
 def _resolved(
@@ -232,7 +243,7 @@ def wanted_blobs(repo: Repository, manifest: Manifest, state: Any, options: Load
     """
     template = Template(manifest, options)
     template.plan(repo, state)
-    return template.blobs(repo)
+    return template.reads.reader(repo).blobs(template.reads.wants())
 
 
 def read(
@@ -242,42 +253,6 @@ def read(
     patterns = usable_patterns(keys)
     plan = manifests.use(repo, commit, lambda _, manifest: _plan_to_read(manifest, patterns, device, options))
     return _in_structure(plan, plan.run(repo), patterns)
-
-
-def read_together(
-    repo: Repository,
-    ranks: Ranks,
-    checkpoint: Checkpoint,
-    *,
-    keys: Callable[[], Sequence[str] | None],
-    device: Callable[[], torch.device],
-    options: LoadOptions,
-) -> Any:
-    """Read as `read` does, on every rank of ``ranks``, which share their reads. All ranks raise the errors of any rank.
-
-    ``keys``, ``device``: functions that return these arguments.
-    """
-    answer, options = _resolved(repo, ranks, checkpoint, options, lambda: checkpoint.commit)
-
-    def plan() -> tuple[tuple[LoadPlan, Sequence[str] | None], Needs | None]:
-        answer.home.check(repo)
-        patterns, target = usable_patterns(keys()), device()
-        mine = manifests.use(
-            repo, answer.commit, lambda _, manifest: _plan_to_read(manifest, patterns, target, options)
-        )
-        return (mine, patterns), mine.needs(repo)
-
-    def deal_out(first: tuple[LoadPlan, Any], needs: Sequence[Needs | None]) -> Sequence[Deal | None]:
-        manifest = first[0].contents.manifest
-        return deals(needs, manifest.head.digest, manifest.blob_sizes)
-
-    def run(job: JobReads | None) -> None:
-        values.update(planned.run(repo, job))
-
-    values = dict[str, Any]()
-    (planned, patterns), deal = exchange_keeping(ranks, plan, deal_out)
-    _run_exchange(ranks, deal, run, lambda _: None)
-    return _in_structure(planned, values, patterns)
 
 
 def _in_structure(plan: LoadPlan, values: Mapping[str, Any], patterns: Sequence[str] | None) -> Any:

@@ -5,35 +5,38 @@ from __future__ import annotations
 import difflib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
 from casckpt.base.cycle_collector import collector_paused
 from casckpt.base.lazy import cached_property
 from casckpt.base.text import listed
-from casckpt.contents.checkpoint import Frames
 from casckpt.contents.contents import Contents
 from casckpt.errors import Mismatch, MissingKey
 from casckpt.format.manifest import Manifest
-from casckpt.format.sections.blobs import BlobRef
 from casckpt.format.tree import Node, Path, children, find, join, leaves
-from casckpt.loading.arguments import matches, renamer
 from casckpt.loading.fit import PACKED, Fit, check_fit, merged, missed_pairs, rename_hint, saved_shapes, shape_of
-from casckpt.loading.job_reads import Deal, JobReads, Needs, deals
 from casckpt.loading.load_plan import LoadPlan, no_entry
-from casckpt.loading.options import LoadOptions
-from casckpt.loading.unread import EVERYTHING, is_generator, left_unread, prefixes
+from casckpt.loading.options import LoadOptions, matches, renamer
+from casckpt.loading.unread import EVERYTHING, is_generator, left_unread, prefixes, that_hold
 from casckpt.loading.wrapped import has_wrapper
 from casckpt.repository.repository import Repository
 from casckpt.tensors.objects import TORCH_EXTENSIONS
-from casckpt.tensors.state import FlatState, LeafValue, check_replaceable, flatten, is_part, replace_leaves
+from casckpt.tensors.state import FlatState, LeafValue, check_replaceable, flatten, is_part
 
 _SHOWN = 10
 
 
+class Told(NamedTuple):
+    """What every rank tells rank 0 about its template: see `Template`."""
+
+    empties: Mapping[str, str]
+    is_full: bool
+
+
 class Template:
-    """One rank's part of a load into a template.
+    """One rank's part of a load into a template. ``reads``: what it reads, as far as the template fits.
 
     ``missing``: the template keys that the checkpoint lacks. ``mismatched``: the keys that remain unchanged because
     they do not fit. ``unread``: the checkpoint keys that the template does not name. ``subtrees``: the whole
@@ -43,8 +46,8 @@ class Template:
     """
 
     def __init__(self, manifest: Manifest, options: LoadOptions) -> None:
-        self._plan = LoadPlan(Contents(manifest, options.rank, TORCH_EXTENSIONS), options)
-        self._where = self._plan.contents.where
+        self.reads = LoadPlan(Contents(manifest, options.rank, TORCH_EXTENSIONS), options)
+        self._where = self.reads.contents.where
         self.missing: tuple[str, ...] = ()
         self.mismatched: tuple[str, ...] = ()
         self.unread: tuple[str, ...] = ()
@@ -61,8 +64,8 @@ class Template:
 
         If it must read, also raises Damaged and StorageError.
         """
-        name_of = renamer(self._plan.options.rename)
-        contents, objects = self._plan.contents, self._plan.contents.objects
+        name_of = renamer(self.reads.options.rename)
+        contents, objects = self.reads.contents, self.reads.contents.objects
         self._flat = flat = flatten(
             state,
             is_whole=lambda key, value: len(value) > 0 and name_of(key) in objects,
@@ -75,32 +78,32 @@ class Template:
             if outer is not None:
                 self._names[key] = self._names[outer.key] + key[len(outer.key) :]
                 self._inner.setdefault(outer.key, []).append(leaf)
-        self._plan.contents.ready(self._names.values())
+        self.reads.contents.ready(self._names.values())
         errors, lacking = self._add()
         for leaf in lacking:
             self._check_no_entry(leaf.key, self._names[leaf.key])
         entries = self._add_entries(lacking, name_of)
         for key, of_optimizer in _empty_mappings(flat.tree, ()):
             self._look_below(key, name_of(key), of_optimizer=of_optimizer)
-        lacking = [leaf for leaf in lacking if not self._plan.fills(leaf)]
+        lacking = [leaf for leaf in lacking if not self.reads.fills(leaf)]
         self.missing = tuple(dict.fromkeys(leaf.unit.key for leaf in lacking))
-        self.unread = tuple(key for key in contents.keys() if key not in self._plan.named)  # noqa: SIM118 - not a mapping
+        self.unread = tuple(key for key in contents.keys() if key not in self.reads.named)  # noqa: SIM118 - not a mapping
         if self.unread:
             self.subtrees, self.dropped = left_unread(contents.tree, self.unread)
         self.unread, self.dropped = (*self.unread, *entries), (*self.dropped, *entries)
         if errors:
             raise self._misfits(errors)
         needed = [key for key in self.missing if not self._is_ignored(key)]
-        if needed and self._plan.options.strict:
+        if needed and self.reads.options.strict:
             raise self._lacks(needed)
-        check_replaceable(state, self._plan.replaced)
-        self._plan.check_shared(repo)
+        check_replaceable(state, self.reads.replaced)
+        self.reads.check_shared(repo)
         self._check_packed(repo)
 
     def _check_packed(self, repo: Repository) -> None:
         """Raise Mismatch if weights would be loaded into a bitsandbytes module whose other state is different."""
         left, kept = frozenset((*self.missing, *self.mismatched)), dict[str, torch.Tensor]()
-        plan = LoadPlan(self._plan.contents, replace(self._plan.options, updates=False, progress=None, sharing=0))
+        plan = LoadPlan(self.reads.contents, replace(self.reads.options, updates=False, progress=None, sharing=0))
         for key, leaf in self._flat.leaves.items():
             if PACKED in key and isinstance(leaf.value, torch.Tensor) and key.partition(PACKED)[0] not in left:
                 kept[key] = leaf.value.cpu()
@@ -119,7 +122,7 @@ class Template:
             )
 
     def _is_ignored(self, key: str) -> bool:
-        return matches(key, self._plan.options.ignore_mismatched or ())
+        return matches(key, self.reads.options.ignore_mismatched or ())
 
     def _add(self) -> tuple[list[Mismatch], list[LeafValue]]:
         """Add all values of the state. Return errors for values that do not fit, and for values that are not saved."""
@@ -129,11 +132,11 @@ class Template:
                 continue
             try:
                 lacks = leaf.outer is not None and not self._has_wrapper(leaf.outer)
-                if lacks or not self._plan.add(key, self._names[key], leaf):
+                if lacks or not self.reads.add(key, self._names[key], leaf):
                     lacking.append(leaf)
             except Mismatch as error:
                 done.add(leaf.unit.key)
-                if self._plan.add_cast(leaf.unit, self._names[leaf.unit.key]):
+                if self.reads.add_cast(leaf.unit, self._names[leaf.unit.key]):
                     continue
                 if self._is_ignored(leaf.unit.key):
                     left.append(leaf.unit.key)
@@ -146,15 +149,15 @@ class Template:
         """See `has_wrapper`. Checks a wrapper once, before any of its tensors is added."""
         if outer.key not in self._has:
             inner = [(leaf, self._names[leaf.key]) for leaf in self._inner[outer.key]]
-            self._plan.named.update(name for _, name in inner if name in self._plan.contents.tensors)
+            self.reads.named.update(name for _, name in inner if name in self.reads.contents.tensors)
             key, name, here = outer.key, self._names[outer.key], self._flat.wrappers[outer.key]
-            self._has[key] = has_wrapper(self._plan.contents, key, name, here, inner)
+            self._has[key] = has_wrapper(self.reads.contents, key, name, here, inner)
         return self._has[outer.key]
 
     def _check_no_entry(self, key: str, name: str) -> None:
         """Raise InvalidInput if ``rename`` returns a missing ``name`` that would be an item of a single object."""
-        above = next(filter(self._plan.contents.objects.__contains__, prefixes(name)), "") if name != key else ""
-        if above and self._plan.first_entry(above) is not None:
+        above = next(filter(self.reads.contents.objects.__contains__, prefixes(name)), "") if name != key else ""
+        if above and self.reads.first_entry(above) is not None:
             raise no_entry(key, name, key.rpartition(".")[0], above)
 
     def _add_entries(self, lacking: list[LeafValue], name_of: Callable[[str], str]) -> tuple[str, ...]:
@@ -164,7 +167,7 @@ class Template:
         """
         unread: list[str] = []
         for key in self._flat.whole:
-            entries = self._plan.add_entries(key, self._names[key], self._flat.leaves[key].value, name_of)
+            entries = self.reads.add_entries(key, self._names[key], self._flat.leaves[key].value, name_of)
             unread += entries.unread
             self._names.update({below: self._names[key] + below.removeprefix(key) for below in entries.lacking})
             lacking += [LeafValue(below, (below,), None, False, False) for below in entries.lacking]
@@ -185,8 +188,8 @@ class Template:
 
     def check_fit(self, fits: Sequence[Fit]) -> str | None:
         """Return, on rank 0, the result of `casckpt.loading.fit.check_fit` for all ranks."""
-        saved = saved_shapes(self._plan.contents.manifest)
-        return check_fit(merged(fits), saved, self._where, self._plan.options.rename)
+        saved = saved_shapes(self.reads.contents.manifest)
+        return check_fit(merged(fits), saved, self._where, self.reads.options.rename)
 
     @property
     def per_rank(self) -> dict[str, list[int]]:
@@ -194,12 +197,12 @@ class Template:
 
         Random number generators are omitted, because they are reseeded.
         """
-        return {key: ranks for key, ranks in self._plan.contents.per_rank.items() if not is_generator(key)}
+        return {key: ranks for key, ranks in self.reads.contents.per_rank.items() if not is_generator(key)}
 
     def _look_below(self, key: str, name: str, *, of_optimizer: bool) -> None:
         """Handle an empty template mapping, which is filled if it is the state of a fresh optimizer."""
-        node = find(self._plan.contents.tree, name)
-        if (first := self._plan.first_entry(name)) is not None:
+        node = find(self.reads.contents.tree, name)
+        if (first := self.reads.first_entry(name)) is not None:
             self.empties[key] = first
         below = None if node is None else next(leaves(node), None)
         if node is None or isinstance(node, int) or below is None:
@@ -215,7 +218,7 @@ class Template:
                 "only the rank's own part",
                 key=key,
             )
-        self._plan.add(key, name, LeafValue(key, (key,), None, False, False))
+        self.reads.add(key, name, LeafValue(key, (key,), None, False, False))
 
     def _misfits(self, errors: Sequence[Mismatch]) -> Mismatch:
         if len(errors) == 1 and not self.missing:
@@ -223,7 +226,7 @@ class Template:
         more = len(errors) - _SHOWN
         lines = [*map(str, errors[:_SHOWN]), *([f"and {more} more"] if more > 0 else [])]
         below = tuple(f"{key}." for key in self.subtrees if key != EVERYTHING)
-        alone = [key for key in self.unread if key in self._plan.contents.tensors and not key.startswith(below)]
+        alone = [key for key in self.unread if key in self.reads.contents.tensors and not key.startswith(below)]
         others = [*alone, *(f"{start}*" for start in below if f"{start}param_groups" not in self.unread)]
         if self.missing:  # they may be among the others, under a different name
             lines += [f"only the template has {listed(self.missing)}"]
@@ -239,51 +242,45 @@ class Template:
 
     def _lacks(self, needed: Sequence[str]) -> MissingKey:
         names = [self._names[key] for key in needed]
-        near = difflib.get_close_matches(names[0], self._plan.contents.keys(), n=1)
+        near = difflib.get_close_matches(names[0], self.reads.contents.keys(), n=1)
         hint = f" Did you mean {near[0]!r}?" if near else ""
         if near == [names[0]]:
-            hint = f" It was removed: {self._plan.contents.manifest.left_out}."
-        filled, saved = self.fit.filled, saved_shapes(self._plan.contents.manifest)
+            hint = f" It was removed: {self.reads.contents.manifest.left_out}."
+        filled, saved = self.fit.filled, saved_shapes(self.reads.contents.manifest)
         unread = {key: saved[key] for key in saved.keys() - set(filled.values())}
-        mapped = rename_hint(missed_pairs(self.fit.unfilled, unread), filled, self._plan.options.rename)
+        mapped = rename_hint(missed_pairs(self.fit.unfilled, unread), filled, self.reads.options.rename)
         return MissingKey(
             f"{self._where} lacks {listed(names)}.{hint} Pass rename= to map them, or strict=False to leave them as "
             f"they are, which is random in a new model{f'. {mapped}' if mapped else ''}",
             keys=tuple(needed),
         )
 
+    @property
+    def told(self) -> Told:
+        """This rank's message to rank 0."""
+        return Told(self.empties, self.is_full)
+
+    def compare(self, told: Sequence[Told]) -> tuple[tuple[str, ...], bool]:
+        """Compare, on rank 0, the messages of all ranks. Raises Mismatch.
+
+        Return the keys for which each rank must report whether it read them, and whether to compare the filled tensors.
+        """
+        self.check_empty([rank.empties for rank in told])
+        warns, held = self.reads.options.unread == "warn", self.per_rank
+        own = [key for key in self.unread if key in held and not that_hold(self.subtrees, [key])]
+        asked = tuple(dict.fromkeys((*self.subtrees, *((*self.dropped, *own) if warns else ()))))
+        return asked, warns and not all(rank.is_full for rank in told)
+
     def check_empty(self, empties: Sequence[Mapping[str, str]]) -> None:
         """Raise Mismatch, on rank 0, for a mapping that is empty on all ranks, but not in the checkpoint."""
         first, *others = empties
-        for key, below in first.items() if self._plan.options.strict else ():
+        for key, below in first.items() if self.reads.options.strict else ():
             if all(key in other for other in others):
                 raise Mismatch(
                     f"{key!r} is an empty mapping here, but {self._where} has {below!r} and perhaps more below it. "
                     "Put None in its place to load all of it, or pass strict=False to leave it empty",
                     key=key,
                 )
-
-    @property
-    def frames(self) -> Frames:
-        """The frames that an update decoded."""
-        return self._plan.frames
-
-    def blobs(self, repo: Repository) -> list[BlobRef]:
-        """Return the blobs that the load reads."""
-        return self._plan.reader(repo).blobs(self._plan.wants())
-
-    def deals(self, needs: Sequence[Needs | None]) -> list[Deal | None]:
-        """See `casckpt.loading.job_reads.deals`."""
-        manifest = self._plan.contents.manifest
-        return deals(needs, manifest.head.digest, manifest.blob_sizes)
-
-    def needs(self, repo: Repository) -> Needs | None:
-        """See `casckpt.loading.load_plan.LoadPlan.needs`."""
-        return self._plan.needs(repo)
-
-    def run(self, repo: Repository, state: Any, job: JobReads | None = None) -> None:
-        """Read everything, and put the new leaves into ``state``. Raises Damaged and StorageError."""
-        replace_leaves(state, self._plan.run(repo, job))
 
 
 def _empty_mappings(node: Node, path: Path) -> Iterator[tuple[str, bool]]:

@@ -119,13 +119,6 @@ def plan_update(
     return Update(reader, wants, contents, {} if held is None else held.frames, check)
 
 
-def change_from(
-    reader: EntryReader, wants: Sequence[RegionRequest], held: Contents | None, known: Frames, *, check: bool
-) -> Frames:
-    """Perform an update from the version ``held``, whose frames are ``known``. Return the frames of the new version."""
-    return Update(reader, wants, held, known, check).run()
-
-
 def _contents(held: Checkpoint, rank: int, keys: Iterable[str]) -> Contents | None:
     """Return the held version of these keys, or None if its manifest is gone or unreadable."""
 
@@ -149,7 +142,7 @@ class Update:
     wants: Sequence[RegionRequest]
     held: Contents | None
     known: Frames
-    check: bool
+    check: bool = False
     _decoded: dict[Link, bytes] = field(default_factory=dict)  # the frames that were decoded since then
     _done: set[FilledRange] = field(default_factory=set)  # the ranges that hold correct data
     _differ: list[RegionRequest] = field(default_factory=list)  # the requests for tensors that are not equal

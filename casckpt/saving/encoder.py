@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 from collections import OrderedDict
 from collections.abc import Container, Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass, field
 from threading import Lock
 from typing import NamedTuple, TypeAlias
@@ -17,10 +17,9 @@ from typing import NamedTuple, TypeAlias
 import numpy as np
 
 from casckpt.base.parallel import usable_cores
-from casckpt.errors import CasckptError, InvalidInput
+from casckpt.errors import CasckptError
 from casckpt.format import dtypes
-from casckpt.format.encodings.frames import MIN_CELL, decode, decode_chain, encode_delta, encode_planes, undo
-from casckpt.format.encodings.parts import scratch
+from casckpt.format.encodings.frames import MIN_CELL, decode_chain, decodes, encode_delta, encode_planes, undo
 from casckpt.format.extents import StoredCell
 from casckpt.format.keys import blob_key
 from casckpt.format.names import CellDigest
@@ -275,8 +274,7 @@ class Coder:
             if not self.memory.pauses(source.name):  # otherwise the next save does not need it
                 self.memory.held.keep(_name(source, cell), digest, plain)
         frame = self._tried(source, encode_planes(plain, width)) if self.alone else None
-        decoded = scratch("version", plain.nbytes).data
-        return EncodedCell(frame, None) if frame is not None and _decodes(frame, decoded, plain) else None
+        return EncodedCell(frame, None) if frame is not None and decodes(frame, plain) else None
 
     def _tried(self, source: LocalEntry, frame: bytes | None) -> bytes | None:
         """Count the attempt, and return ``frame``. Pause a stream for some saves if no attempt succeeded."""
@@ -328,7 +326,7 @@ class Coder:
         if frame is None:
             self.memory.held.put(name, older)
             return None
-        if not _decodes(frame, base, plain):
+        if not decodes(frame, plain, base):
             return None
         frames = (HeldFrame(frame, older.digest), *older.frames)
         self.memory.held.put(name, HeldCell(digest, older.plain, frames))  # the buffer now holds the new version
@@ -413,21 +411,3 @@ def _older(held: HeldCell, bases: Sequence[StoredCell]) -> HeldCell | None:
     for frame in frames:
         undo(memoryview(frame.data), memoryview(held.plain))
     return HeldCell(bases[-1].digest, held.plain, held.frames[len(bases) :])
-
-
-def _decodes(frame: bytes, base: memoryview, plain: memoryview) -> bool:
-    """Return whether a frame decodes to ``plain``. Decodes in place, and overwrites the base."""
-    with suppress(InvalidInput):  # not a frame
-        decode(memoryview(frame), base, base)
-        if _equal(base, plain):
-            return True
-    log.error("an encoded cell decodes to something else, so it is stored unencoded; please report this bug")
-    return False
-
-
-def _equal(one: memoryview, other: memoryview) -> bool:
-    """Return whether the bytes are equal. Compares eight bytes at a time, without the GIL."""
-    words = one.nbytes // 8
-    same = scratch("flags", words).view(bool)
-    np.equal(np.frombuffer(one, "<u8", words), np.frombuffer(other, "<u8", words), out=same)
-    return bool(same.all()) and one[8 * words :] == other[8 * words :]

@@ -14,6 +14,7 @@ from typing import TypeAlias
 from casckpt.errors import InvalidInput
 from casckpt.storage.forking import PerProcess
 
+KEPT_BYTES = 256 << 20
 _WIPE_ON_FORK = 18  # Linux's MADV_WIPEONFORK, which the mmap module does not define
 
 
@@ -143,12 +144,11 @@ class KeptBuffers:
     """Keeps the buffers of the last transfer for the next one, because filling new memory takes three times as long.
 
     A transfer that begins while the buffers are in use gets new ones. The buffers of the transfer that ends last are
-    kept if their total size is at most ``most`` bytes. A forked child starts without buffers. ``ready``: called with
+    kept if their total size is at most `KEPT_BYTES`. A forked child starts without buffers. ``ready``: called with
     each new buffer.
     """
 
-    def __init__(self, most: int = 256 << 20, ready: Ready | None = None) -> None:
-        self._most = most
+    def __init__(self, ready: Ready | None = None) -> None:
         self._ready = ready
         self._kept = PerProcess[deque[BufferPool]](lambda: deque(maxlen=1))
 
@@ -164,7 +164,7 @@ class KeptBuffers:
         try:
             yield pool
         finally:
-            if pool.count * pool.nbytes <= self._most:
+            if pool.count * pool.nbytes <= KEPT_BYTES:
                 self._kept.get().append(pool)
             else:
                 pool.close()

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
     from casckpt.base.progress import Shown
     from casckpt.contents.checkpoint import Checkpoint
-    from casckpt.loading.arguments import Rename
+    from casckpt.loading.options import Rename
     from casckpt.plan.averages import Weight
 
 Format: TypeAlias = Literal["hf", "safetensors", "dcp", "torch"]

@@ -139,8 +139,8 @@ def read(
     repo: Repository, ref: str | Checkpoint, keys: Sequence[str] | None, device: str | torch.device, given: LoadOptions
 ) -> Any:
     """Return the state in new tensors on ``device``."""
-    from casckpt.loading.arguments import usable_device
     from casckpt.loading.load import read
+    from casckpt.loading.options import usable_device
 
     on = usable_device(device)
     if given.mapped and on.type != "cpu":

@@ -544,7 +544,7 @@ class Store:
 
         ``among``: the ids that may go and count. Only one process may call this. Raises StorageError, Damaged, Refused.
         """
-        from casckpt.upkeep.gc.rotation import rotate
+        from casckpt.upkeep.gc.forgetting import rotate
 
         return [Checkpoint(self.repository, commit) for commit in rotate(self.repository, run, rotation, among)]
 
@@ -553,7 +553,7 @@ class Store:
 
         ``among``: as for `rotate`. Skips damaged checkpoints. Raises the same errors as `rotate`.
         """
-        from casckpt.upkeep.gc.rotation import thin
+        from casckpt.upkeep.gc.forgetting import thin
 
         return [Checkpoint(self.repository, commit) for commit in thin(self.repository, run, rule, among)]
 

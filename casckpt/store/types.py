@@ -11,8 +11,7 @@ from casckpt.base.units import Duration, optional_seconds
 from casckpt.errors import InvalidInput
 from casckpt.format.records import Settings
 from casckpt.history.folding import Commit
-from casckpt.loading.arguments import Rename
-from casckpt.loading.options import FillArguments, LoadArguments, MatchArguments, ReadArguments, Unread
+from casckpt.loading.options import FillArguments, LoadArguments, MatchArguments, ReadArguments, Rename, Unread
 from casckpt.repository.processes import loaded_here, saved_here
 from casckpt.repository.repository import Repository
 from casckpt.saving.options import (

@@ -21,7 +21,7 @@ from casckpt.history.commits import list_commits
 from casckpt.repository.exclusive import PREFIX, new_name, probe, remove_leftovers
 from casckpt.repository.repository import Repository
 from casckpt.storage.base import AlreadyExists, Examinable, Finding, ShortObject
-from casckpt.upkeep.gc.ran import last_gc
+from casckpt.upkeep.gc.gc import last_gc
 
 T = TypeVar("T")
 RACERS = 8

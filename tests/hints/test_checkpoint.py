@@ -201,7 +201,7 @@ def test_the_suggested_option_hides_unread_keys(store: casckpt.Store, messages: 
     assert (state, texts) == ({"optim": {"lr": 0.1}}, [])
 
 
-@follows("loading/arguments.py:check_used", "`casckpt show --tensors` lists its keys")
+@follows("loading/options.py:check_used", "`casckpt show --tensors` lists its keys")
 def test_a_pattern_without_a_match_can_be_corrected_from_the_output_of_show(
     saved: casckpt.Store, store_path: Path, messages: Messages, run: Run
 ) -> None:

@@ -7,7 +7,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from casckpt.errors import InvalidInput, Mismatch, MissingKey
-from casckpt.loading.arguments import renamer
 from casckpt.loading.fit import (
     Fit,
     check_fit,
@@ -18,6 +17,7 @@ from casckpt.loading.fit import (
     plain,
     rename_for,
 )
+from casckpt.loading.options import renamer
 from tests.support.renames import rename_in
 
 W = (2, 3)

@@ -17,6 +17,7 @@ from casckpt.contents import manifests
 from casckpt.errors import InvalidInput
 from casckpt.format.blob import DATA_OFFSET
 from casckpt.format.digest import cell_digest
+from casckpt.format.encodings import frames
 from casckpt.format.encodings.frames import decode, encode_delta
 from casckpt.format.extents import StoredCell
 from casckpt.format.keys import blob_key
@@ -316,7 +317,7 @@ def test_an_interrupted_save_does_not_provide_bases(store: Store) -> None:
         into[: len(into) // 2] = bytes(len(into) // 2)
         raise KeyboardInterrupt
 
-    with patch.object(coding, "decode", first(decode, halfway)), pytest.raises(KeyboardInterrupt):
+    with patch.object(frames, "decode", first(decode, halfway)), pytest.raises(KeyboardInterrupt):
         store.save(states[1], step=1, compress="auto", threads=1)
     for step in (1, 2):
         store.save(states[step], step=step, compress="auto")

@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 
 from casckpt.errors import InvalidInput
+from casckpt.storage import buffers
 from casckpt.storage.base import BLOCK
 from casckpt.storage.buffers import AlignedBuffer, BufferPool, KeptBuffers, address, plain_bytes
 from tests.support.killed_saves import forked
@@ -192,8 +193,9 @@ def test_a_failed_transfer_leaves_its_buffers_usable() -> None:
         assert buffer.nbytes == 10
 
 
-def test_buffers_beyond_the_limit_are_freed() -> None:
-    kept = KeptBuffers(most=100)
+def test_buffers_beyond_the_limit_are_freed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(buffers, "KEPT_BYTES", 100)
+    kept = KeptBuffers()
     with kept.pool(2, 51) as pool:
         pass
     with pytest.raises(InvalidInput), pool.borrow():

@@ -23,7 +23,7 @@ from casckpt.format.sections.blobs import BlobRef
 from casckpt.format.sections.index import TENSOR, Entry
 from casckpt.history.commits import Commit
 from casckpt.repository.repository import Repository
-from casckpt.upkeep.repair.located import locate
+from casckpt.upkeep.repair.frames import locate
 from tests.support.geometry import stored_cell
 from tests.support.repositories import blob_hash, commit_draft, draft
 

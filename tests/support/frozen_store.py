@@ -39,7 +39,7 @@ from casckpt.history import leases, tags, transactions
 from casckpt.history.commits import Commit, forget, list_commits, purge, trim
 from casckpt.repository.repository import Repository
 from casckpt.saving.options import SaveOptions
-from casckpt.upkeep.gc.logs import drop_logs
+from casckpt.upkeep.gc.recovery import drop_logs
 from tests.support import stored_folder
 from tests.support.repositories import Ticks, half_rewrite
 from tests.support.signing import pair

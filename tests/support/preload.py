@@ -19,8 +19,8 @@ import casckpt.saving.saver
 import casckpt.storage.remote.s3.client
 import casckpt.store.store
 import casckpt.upkeep.copies.mirror
+import casckpt.upkeep.gc.forgetting
 import casckpt.upkeep.gc.gc
-import casckpt.upkeep.gc.rotation
 import casckpt.upkeep.repair.repair
 import casckpt.upkeep.sizes
 import tests.support.buckets

@@ -20,7 +20,7 @@ from casckpt.history.tags import delete_tag, set_tag
 from casckpt.plan.retention import Policy, Rotation
 from casckpt.repository.repository import Repository
 from casckpt.storage.local.store import LocalStore
-from casckpt.upkeep.gc.rotation import rotate
+from casckpt.upkeep.gc.forgetting import rotate
 from casckpt.upkeep.repair.verify import verify
 from casckpt.upkeep.saves import give_up
 from casckpt.upkeep.thin import plan_thin

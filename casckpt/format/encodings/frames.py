@@ -13,7 +13,9 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from enum import IntEnum
 from struct import Struct
 from typing import NamedTuple, TypeAlias
@@ -40,6 +42,8 @@ from casckpt.format.encodings.parts import (
     some_of,
 )
 from casckpt.format.extents import StoredCell
+
+log = logging.getLogger(__name__)
 
 Indices: TypeAlias = npt.NDArray[np.int64]
 MORE = 255
@@ -343,6 +347,28 @@ def decode(frame: memoryview, into: memoryview, base: memoryview | None) -> None
     if read.form == Form.SPARSE and target.__array_interface__["data"] != others.__array_interface__["data"]:
         np.copyto(target, others)
     _change(read, target, others, np.add)
+
+
+def decodes(frame: bytes, plain: memoryview, base: memoryview | None = None) -> bool:
+    """Return whether a new frame decodes to the cell ``plain``. Decodes in place, and overwrites the ``base``.
+
+    Otherwise, only a load would detect a bad frame. Logs an error if the result is False.
+    """
+    into = scratch("version", plain.nbytes).data if base is None else base
+    with suppress(InvalidInput):  # not a frame
+        decode(memoryview(frame), into, into)
+        if _equal(into, plain):
+            return True
+    log.error("an encoded cell decodes to something else, so it is stored unencoded; please report this bug")
+    return False
+
+
+def _equal(one: memoryview, other: memoryview) -> bool:
+    """Return whether the bytes are equal. Compares eight bytes at a time, without the GIL."""
+    words = one.nbytes // 8
+    same = scratch("flags", words).view(bool)
+    np.equal(np.frombuffer(one, "<u8", words), np.frombuffer(other, "<u8", words), out=same)
+    return bool(same.all()) and one[8 * words :] == other[8 * words :]
 
 
 def undo(frame: memoryview, into: memoryview) -> None:

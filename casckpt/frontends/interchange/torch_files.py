@@ -40,9 +40,8 @@ from casckpt.frontends.interchange.resident import letting_go
 from casckpt.frontends.stores import AnyStore, as_store
 from casckpt.frontends.views.recut import ViewTensor
 from casckpt.frontends.views.view import Rules, View, view_of
-from casckpt.loading.arguments import Rename
 from casckpt.loading.load import values_at
-from casckpt.loading.options import LoadOptions
+from casckpt.loading.options import LoadOptions, Rename
 from casckpt.loading.regions import RegionReader
 from casckpt.saving.options import UnpicklingArguments
 from casckpt.store.exports import Exported, FileOptions

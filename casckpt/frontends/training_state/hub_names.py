@@ -19,8 +19,8 @@ from torch.overrides import TorchFunctionMode
 from casckpt.base.text import in_one_line
 from casckpt.errors import Unsupported
 from casckpt.format.regions import Box, Shape
-from casckpt.loading.arguments import compiled, expanded, first_match, matches, renamer
 from casckpt.loading.fit import shape_of
+from casckpt.loading.options import compiled, expanded, first_match, matches, renamer
 from casckpt.tensors.memory import boxes_with_data
 from casckpt.tensors.shards import local_tensor
 from casckpt.tensors.values import Shard

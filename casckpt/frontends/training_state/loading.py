@@ -39,7 +39,6 @@ from casckpt.frontends.training_state.stored import (
     steps_on_cpu,
 )
 from casckpt.frontends.training_state.together import on_no_rank
-from casckpt.loading.arguments import Renaming, matches, renamer, usable_patterns
 from casckpt.loading.fit import (
     PACKED,
     Fit,
@@ -53,7 +52,7 @@ from casckpt.loading.fit import (
     name_without_adapters,
     shape_of,
 )
-from casckpt.loading.options import LoadOptions
+from casckpt.loading.options import LoadOptions, Renaming, matches, renamer, usable_patterns
 from casckpt.loading.unread import that_hold
 from casckpt.ranks.ranks import Ranks, everyone, exchange_keeping
 from casckpt.tensors.dtensors import described_like, local_of

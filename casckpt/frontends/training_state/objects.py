@@ -25,8 +25,7 @@ from casckpt.frontends.training_state.optimizer import states_to_save, tensors_b
 from casckpt.frontends.training_state.stored import StoredTraining
 from casckpt.frontends.training_state.together import Made, NamedState, find, is_sharded, make_state
 from casckpt.frontends.training_state.train_state import draws, fill, plain_state
-from casckpt.loading.arguments import Renaming, renamer
-from casckpt.loading.options import LoadOptions
+from casckpt.loading.options import LoadOptions, Renaming, renamer
 from casckpt.ranks.messages import WithObjects
 from casckpt.ranks.ranks import Ranks, everyone, exchange_keeping, on_each
 from casckpt.saving.options import SaveOptions

@@ -15,7 +15,7 @@ from casckpt.errors import Mismatch, MissingKey
 from casckpt.format.regions import Shape
 from casckpt.format.sections.index import Entry
 from casckpt.format.tree import Element, Leaf, Node, Wrapper, children, closed, find, join, leaves, units
-from casckpt.loading.arguments import Rename, renamer
+from casckpt.loading.options import Rename, renamer
 from casckpt.ranks.agreement import StoreIdentity
 from casckpt.store.store import Store
 from casckpt.store.types import Commit

@@ -18,7 +18,7 @@ from casckpt.frontends.stores import AnyStore, as_store
 from casckpt.frontends.training_state.groups import merged
 from casckpt.frontends.training_state.optimizer import tensors_below
 from casckpt.frontends.training_state.stored import MODEL, OPTIM, StoredGroups, StoredTraining
-from casckpt.loading.arguments import Rename
+from casckpt.loading.options import Rename
 from casckpt.ranks.agreement import StoreIdentity, check_same, named
 from casckpt.ranks.messages import WithObjects
 from casckpt.ranks.ranks import Ranks, everyone, exchange_keeping

@@ -19,9 +19,8 @@ from casckpt.frontends.training_state.model import is_extra_state
 from casckpt.frontends.training_state.optimizer import by_number
 from casckpt.frontends.training_state.stored import OPTIM, STATE, StoredGroups, StoredTraining, is_step, steps_on_cpu
 from casckpt.frontends.training_state.together import find
-from casckpt.loading.arguments import usable_device, usable_patterns
 from casckpt.loading.load import read_together
-from casckpt.loading.options import LoadOptions, ReadArguments
+from casckpt.loading.options import LoadOptions, ReadArguments, usable_device, usable_patterns
 from casckpt.ranks.ranks import Ranks, Solo, on_each, open_ranks, this_rank
 from casckpt.tensors.memory import new_empty
 

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple, TypeAlias
 from casckpt.errors import InvalidInput
 from casckpt.format.regions import Shape, strides
 from casckpt.format.sections.index import Entry
-from casckpt.loading.arguments import FullMatch, compiled, expanded, first_match
+from casckpt.loading.options import FullMatch, compiled, expanded, first_match
 from casckpt.loading.regions import EntrySlice
 
 Index: TypeAlias = Sequence[int | Sequence[int]]

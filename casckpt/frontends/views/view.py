@@ -12,7 +12,7 @@ from casckpt.format.sections.index import TENSOR, Entry
 from casckpt.frontends.views.model_part import check_no_adapters, model_part, plain_names
 from casckpt.frontends.views.recut import Concat, Split, ViewTensor, recut
 from casckpt.frontends.views.torchao_names import torchao_names
-from casckpt.loading.arguments import FullMatch, Rename, check_used, renamer, usable_patterns
+from casckpt.loading.options import FullMatch, Rename, check_used, renamer, usable_patterns
 
 
 @dataclass(frozen=True)

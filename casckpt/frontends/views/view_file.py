@@ -13,7 +13,7 @@ from typing import Any, Final, NamedTuple
 from casckpt.base.names import is_attachment_name
 from casckpt.errors import InvalidInput
 from casckpt.frontends.views.view import Rules
-from casckpt.loading.arguments import compiled
+from casckpt.loading.options import compiled
 
 _MOST_WAYS: Final = 4_000_000  # per match, which takes a quarter of a second
 _MOST_SECONDS: Final = 10.0  # CPU time for all names of a checkpoint

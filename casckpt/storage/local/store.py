@@ -55,10 +55,10 @@ def stale_listings(path: Path, mounts: Path = _MOUNTS) -> str:
     )
 
 
-def caches_well(path: Path, mounts: Path = _MOUNTS, release: str | None = None) -> bool:
+def caches_well(path: Path, mounts: Path = _MOUNTS) -> bool:
     """Return whether reads of ``path`` through the page cache are known to be as fast as direct I/O."""
     _, kind, options = _mount_of(path, mounts)
-    kernel = re.match(r"(\d+)\.(\d+)", platform.release() if release is None else release)
+    kernel = re.match(r"(\d+)\.(\d+)", platform.release())
     if kind not in _LARGE_FOLIOS or kernel is None or "data=journal" in options.split(","):
         return False
     return (int(kernel[1]), int(kernel[2])) >= _LARGE_FOLIOS[kind]

@@ -10,13 +10,12 @@ from contextlib import asynccontextmanager
 from dataclasses import replace
 from html import unescape
 from pathlib import Path
-from typing import Any, BinaryIO, Final
+from typing import Any, BinaryIO, Final, Protocol
 from urllib.parse import urljoin
 
 from typing_extensions import override
 
 from casckpt.errors import Refused
-from casckpt.storage.remote.bodies import read_whole
 from casckpt.storage.remote.patience import Loop, Patience, PatientRequest, begin_request, moved
 
 WEB: Final = frozenset({"http", "https"})
@@ -26,6 +25,27 @@ _PAGE: Final = 64 << 20  # bytes in a page that lists a folder
 _DEEPEST = 16  # levels of nested folders
 _CHUNK = 1 << 20
 _LINK: Final = re.compile(r"""href\s{0,9}=\s{0,9}["']?([^"'<>\s]{1,4096})""", re.IGNORECASE)
+
+
+class AnswerBody(Protocol):
+    """The body of a response."""
+
+    async def read(self, size: int, /) -> bytes:
+        """Read at most ``size`` bytes. Returns b"" at the end."""
+
+
+async def read_whole(body: AnswerBody, limit: int, whose: str) -> bytes:
+    """Read the whole body.
+
+    Raises Refused if it exceeds ``limit`` bytes; ``whose`` describes the body in the message.
+    """
+    data = bytearray()
+    while chunk := await body.read(_CHUNK):
+        data += chunk
+        moved(len(chunk))
+        if len(data) > limit:
+            raise Refused(f"{whose} is longer than {limit} bytes, which is more than casckpt ever expects there")
+    return bytes(data)
 
 
 def calls_of(fs: Any, scheme: str, patience: Patience) -> Calls:

@@ -31,11 +31,12 @@ from casckpt.base.parallel import in_parallel
 from casckpt.base.progress import Progress, silent
 from casckpt.contents import blobs
 from casckpt.contents.signatures import remove_signatures
-from casckpt.errors import Conflict, StorageError, Unsupported
+from casckpt.errors import CasckptError, Conflict, StorageError, Unsupported
 from casckpt.format import notes
-from casckpt.format.keys import parse_object, uploader_folder
+from casckpt.format.keys import parse_numbered, parse_object, ran_key, uploader_folder
 from casckpt.format.names import TxId
 from casckpt.format.notes import PausedGc
+from casckpt.format.records import Ran
 from casckpt.history.commits import PREFIX as COMMITS
 from casckpt.history.commits import Commit, CommitList, list_commits, list_names
 from casckpt.history.tags import remove_old_generations
@@ -61,7 +62,6 @@ from casckpt.upkeep.gc.purge import (
     waiting_for,
     without_unmirrored,
 )
-from casckpt.upkeep.gc.ran import note_gc
 from casckpt.upkeep.gc.recovery import settle
 from casckpt.upkeep.inventory import BLOB, Inventory, list_unguarded, sums_of
 from casckpt.upkeep.saves import check_recorded
@@ -539,6 +539,31 @@ def _tidy(repo: Repository, stock: Inventory, deleted: Mapping[str, int], refuse
     for step in steps:
         with noting(refused):
             step()
+
+
+def note_gc(repo: Repository, *, waiting: int, refused: int, opened: int) -> None:
+    """Record that a gc has finished, and delete older notes. See `Ran`. A failure is no failure of the gc."""
+    record = Ran(time=repo.clock(), who=repo.who, waiting=waiting, refused=refused, opened=opened)
+    with suppress(CasckptError):
+        older = _numbers(repo)
+        repo.put_record(ran_key(max(older, default=-1) + 1), record)
+        for number in older:
+            repo.storage.delete(ran_key(number))
+
+
+def last_gc(repo: Repository) -> Ran | None:
+    """Return the newest note, or None if there is none.
+
+    Raises `NotFound` if there is no store, `Damaged`, `Refused`, and `StorageError`.
+    """
+    repo.check_exists()
+    numbers = _numbers(repo)
+    return repo.get_record(ran_key(max(numbers)), Ran) if numbers else None
+
+
+def _numbers(repo: Repository) -> list[int]:
+    found = (parse_numbered(entry.key) for entry in repo.storage.list("ran/", known=parse_numbered))
+    return [number for number in found if number is not None]
 
 
 def _check_storage(repo: Repository) -> None:

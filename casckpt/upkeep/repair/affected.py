@@ -18,7 +18,7 @@ from casckpt.repository.fetching import holds_cell
 from casckpt.repository.repository import Repository
 from casckpt.storage.base import Reader, ShortObject
 from casckpt.upkeep.repair.blob_check import Checked
-from casckpt.upkeep.repair.located import Located, locate
+from casckpt.upkeep.repair.frames import Located, locate
 
 
 @dataclass(frozen=True)

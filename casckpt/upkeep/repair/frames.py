@@ -1,4 +1,4 @@
-"""Verification of encoded cells: decodes each frame and compares it with the digest in the manifest.
+"""Verification of single cells: reads a cell, decodes its frames, and compares it with the digest in the manifest.
 
 A blob's proof shows that a frame's bytes are unchanged. It does not show that the frame decodes to the correct cell.
 """
@@ -13,9 +13,10 @@ from casckpt.base.parallel import in_parallel
 from casckpt.base.progress import Progress
 from casckpt.contents import manifests
 from casckpt.errors import Damaged, Gone, NotFound, Refused
-from casckpt.format.encodings.frames import decoded
+from casckpt.format.encodings.frames import decode_chain, decoded
 from casckpt.format.extents import StoredCell
 from casckpt.format.keys import blob_key
+from casckpt.format.manifest import Manifest
 from casckpt.format.names import CellDigest
 from casckpt.format.sections.blobs import BlobRef
 from casckpt.history.commits import Commit
@@ -23,9 +24,34 @@ from casckpt.repository.fetching import Range
 from casckpt.repository.repository import Repository
 from casckpt.storage.base import ShortObject
 from casckpt.upkeep.repair.blob_check import Checked, threads_for
-from casckpt.upkeep.repair.located import Located, locate
 
 _AT_ONCE = 1 << 16  # cells in memory; each base is decoded once for all of them
+
+
+@dataclass(frozen=True, slots=True)
+class Located:
+    """A cell of a manifest. ``keys``: the keys of the blobs that contain the cell and its bases, by blob number."""
+
+    repo: Repository = field(repr=False)
+    keys: Mapping[int, str]
+    cell: StoredCell
+
+    def read(self) -> bytearray:
+        """Read the cell, and decode it if it is encoded. Raises Refused for a bad frame, and the errors of reading."""
+        return decode_chain(self.cell, self.stored)
+
+    def stored(self, cell: StoredCell) -> bytearray:
+        """Read the stored bytes of ``cell``, which is this cell or one of its bases. Raises the errors of reading."""
+        data = bytearray(cell.stored)
+        with self.repo.storage.open(self.keys[cell.blob]) as reader:
+            reader.read_into(cell.offset, [memoryview(data)])
+        return data
+
+
+def locate(repo: Repository, manifest: Manifest, cell: StoredCell) -> Located:
+    """Return the location of a cell of a manifest of ``repo``."""
+    refs = {link.blob: manifest.blob(link.blob) for link in cell.chain}
+    return Located(repo, {number: blob_key(ref.uploader, ref.hash) for number, ref in refs.items()}, cell)
 
 
 @dataclass(eq=False, slots=True)

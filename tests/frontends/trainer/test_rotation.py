@@ -25,7 +25,7 @@ from casckpt.history.commits import Commit, just_committed, list_commits
 from casckpt.plan.retention import Policy, Rotation
 from casckpt.repository.repository import Repository
 from casckpt.store.store import Store
-from casckpt.upkeep.gc.rotation import plan_rotation
+from casckpt.upkeep.gc.forgetting import plan_rotation
 from tests.support.far import far
 from tests.support.faulty import Call, Fault, FaultyStore, call_first, fail_before, look_on
 from tests.support.repositories import memory

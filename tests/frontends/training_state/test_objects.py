@@ -26,7 +26,7 @@ from casckpt.errors import InvalidInput, Mismatch, MissingKey
 from casckpt.format.manifest import Manifest
 from casckpt.frontends.trainer import Checkpointer, TrainState
 from casckpt.frontends.training_state import load_model_and_optim_state, save_model_and_optim_state
-from casckpt.loading.arguments import renamer
+from casckpt.loading.options import renamer
 from casckpt.store.store import Store
 from tests.support.ranks import outcome_of
 from tests.support.saves import small

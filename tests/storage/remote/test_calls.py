@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import threading
 from typing import Any
 
@@ -9,7 +10,7 @@ import pytest
 from fsspec.asyn import get_loop
 
 from casckpt.errors import Refused
-from casckpt.storage.remote.calls import Calls, _is_below, with_timeouts
+from casckpt.storage.remote.calls import Calls, _is_below, read_whole, with_timeouts
 from casckpt.storage.remote.patience import Patience
 
 
@@ -75,3 +76,23 @@ def test_the_timeouts_of_clients_are_longer_than_those_of_casckpt() -> None:
     assert (cloud["requests_timeout"].sock_connect, cloud["requests_timeout"].sock_read) == (10, 60)
     assert cloud["token"] == "anon"
     assert with_timeouts("az", {"a": 1}, patience) == {"a": 1}
+
+
+class Arriving:
+    """A body that returns two bytes at a time and counts them."""
+
+    def __init__(self, size: int) -> None:
+        self.left = size
+
+    async def read(self, size: int, /) -> bytes:
+        given = min(2, self.left)
+        self.left -= given
+        return bytes(given)
+
+
+def test_a_response_is_read_only_up_to_its_expected_size() -> None:
+    assert asyncio.run(read_whole(Arriving(5), 5, "it")) == bytes(5)
+    longer = Arriving(100)
+    with pytest.raises(Refused, match="it is longer than 5 bytes"):
+        asyncio.run(read_whole(longer, 5, "it"))
+    assert longer.left == 94

@@ -20,10 +20,10 @@ from casckpt.errors import CasckptError, InvalidInput, Refused, StorageError
 from casckpt.repository.repository import Repository
 from casckpt.storage import open_storage
 from casckpt.storage.base import ObjectStore
-from casckpt.storage.remote.bodies import PutBody
 from casckpt.storage.remote.client import Client
 from casckpt.storage.remote.fsspec_client import FsspecClient
 from casckpt.storage.remote.patience import Backoff, Call, Patience, PatientRequest, reporting_to
+from casckpt.storage.remote.s3.client import PutBody
 from casckpt.storage.remote.store import RemoteStore
 from casckpt.storage.remote.urls import RemoteLocation
 from casckpt.upkeep import doctor

@@ -32,7 +32,7 @@ from casckpt.upkeep.copies.copy import execute, plan_copy
 from casckpt.upkeep.copies.replication import BlobLocations, replicate
 from casckpt.upkeep.doctor import examine
 from casckpt.upkeep.gc import gc
-from casckpt.upkeep.gc.rotation import rotate
+from casckpt.upkeep.gc.forgetting import rotate
 from casckpt.upkeep.repair.verify import verify
 from casckpt.upkeep.sizes import Sizes
 from casckpt.upkeep.thin import execute as execute_thinning

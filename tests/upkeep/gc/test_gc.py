@@ -26,9 +26,9 @@ from casckpt.repository.repository import Repository
 from casckpt.storage.local import syscalls
 from casckpt.storage.local.newfile import Naming, temporary_name
 from casckpt.storage.local.store import LocalStore
+from casckpt.upkeep.gc.forgetting import rotate
 from casckpt.upkeep.gc.gc import GcResult, execute, plan_gc
 from casckpt.upkeep.gc.purge import min_age_of
-from casckpt.upkeep.gc.rotation import rotate
 from tests.support.faulty import Call, Fault, FaultyStore, call_first, fail_before
 from tests.support.gcs import (
     LAST,

@@ -18,7 +18,7 @@ from casckpt.format.sections.blobs import BlobRef
 from casckpt.history import announcements, ended, leases, tags, transactions
 from casckpt.history.commits import CommitList, list_commits, list_names, read_log
 from casckpt.repository.repository import Repository
-from casckpt.upkeep.gc import gc, logs
+from casckpt.upkeep.gc import gc, recovery
 from casckpt.upkeep.gc import purge as retiring
 from tests.support.announced import untold
 from tests.support.repositories import put_blob, save
@@ -26,7 +26,8 @@ from tests.upkeep.gc.play import HOUR, ROUNDS, Lost, Play, copy_again, draw_from
 
 pytestmark = pytest.mark.sweep
 AGES = (
-    (logs, "MIN_AGE"), (logs, "FEWEST"), (ended, "TRUSTED"), (announcements, "MIN_AGE"), (announcements, "TRUSTED"),
+    (recovery, "MIN_AGE"), (recovery, "FEWEST"), (ended, "TRUSTED"),
+    (announcements, "MIN_AGE"), (announcements, "TRUSTED"),
 )  # fmt: skip
 HELD_UP = (0.05, 0.2)  # few switches, but a fifth of all changes are late: a bug shows up in about a tenth of the plays
 

@@ -18,7 +18,7 @@ from casckpt.repository.repository import Repository
 from casckpt.store.opening import open as opened
 from casckpt.store.store import Store
 from casckpt.upkeep.repair import frames
-from casckpt.upkeep.repair.located import locate
+from casckpt.upkeep.repair.frames import locate
 from tests.support.coded import Stored, chain, code, encode
 from tests.support.repositories import again, objects_of
 from tests.support.saves import BLOB, CELL, cells, flip, reopened, small

@@ -12,7 +12,7 @@ import logging
 import math
 import threading
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import replace
 from http.client import HTTPMessage
@@ -26,7 +26,7 @@ from s3fs import S3FileSystem
 
 from casckpt.errors import NotFound, Refused, StorageError, Unsupported
 from casckpt.storage.base import AlreadyExists, Finding, ListedObject, ShortObject
-from casckpt.storage.remote.bodies import MOST, PutBody, read_whole
+from casckpt.storage.remote.calls import read_whole
 from casckpt.storage.remote.client import ExplainedFailure, Page
 from casckpt.storage.remote.patience import Loop, Patience, moved
 from casckpt.storage.remote.s3.direct import DirectReads, Signed, can_reach, sign
@@ -40,6 +40,9 @@ from casckpt.storage.remote.s3.errors import (
     status_of,
 )
 from casckpt.storage.remote.s3.facts import PUT_ID, examine
+
+MOST = 16 << 20  # bytes in a response other than an object: ten times the size of a listing of a thousand long names
+_PIECE = 256 << 10  # bytes: the most that is copied if the socket does not accept everything immediately
 
 
 class _Whole(NamedTuple):
@@ -107,6 +110,44 @@ _CONFIG: Mapping[str, Any] = {
 _LATER = 5.0  # seconds
 _DIRECTORY = "--x-s"  # ends the name of an S3 Express bucket
 _TEXTS = ("key", "secret", "token")  # the command line parses an all-digit value as a number
+
+
+class PutBody:
+    """The body of a put. botocore reads it like a file, for checksums, signatures and redirects; aiohttp iterates it.
+
+    (aiohttp would read a real file in small pieces, and would copy ``bytes`` in one piece.) The memory must not change
+    before the put receives its response. Each piece counts as progress of the request.
+    """
+
+    def __init__(self, data: memoryview) -> None:
+        self._data = data
+        self._at = 0
+
+    def __len__(self) -> int:
+        return len(self._data)
+
+    def tell(self) -> int:
+        """Return the offset of the next read."""
+        return self._at
+
+    def seek(self, offset: int, whence: int = 0) -> int:
+        """Set the offset of the next read, as for a file."""
+        self._at = offset + (0, self._at, len(self))[whence]
+        return self._at
+
+    def read(self, size: int | None = None) -> memoryview:
+        """Return a view of at most ``size`` bytes, or of all remaining bytes by default."""
+        end = len(self) if size is None or size < 0 else self._at + size
+        piece = self._data[self._at : end]
+        self._at += len(piece)
+        moved(len(piece))
+        return piece
+
+    async def __aiter__(self) -> AsyncIterator[memoryview]:
+        """Yield all bytes from the start, because aiohttp may repeat a request whose connection was closed."""
+        for start in range(0, len(self), _PIECE):
+            yield (piece := self._data[start : start + _PIECE])
+            moved(len(piece))
 
 
 class S3Client:

@@ -22,8 +22,8 @@ from casckpt.history.following import is_visible, newest
 from casckpt.history.transactions import begin, revoke
 from casckpt.repository.processes import this_process
 from casckpt.repository.repository import Repository
-from casckpt.upkeep.gc import logs
-from casckpt.upkeep.gc.logs import drop_logs
+from casckpt.upkeep.gc import recovery
+from casckpt.upkeep.gc.recovery import drop_logs
 from casckpt.upkeep.repair.verify import verify
 from tests.support.announced import announcements, untold
 from tests.support.dying import Deadly, Killed
@@ -53,8 +53,8 @@ RUN = run_hash("run")
 @pytest.fixture(autouse=True)
 def few(monkeypatch: pytest.MonkeyPatch) -> None:
     """Lists of a few logs, because each log takes time."""
-    monkeypatch.setattr(logs, "FEWEST", 3)
-    monkeypatch.setattr(logs, "_AT_ONCE", 4)
+    monkeypatch.setattr(recovery, "FEWEST", 3)
+    monkeypatch.setattr(recovery, "_AT_ONCE", 4)
 
 
 @pytest.fixture
@@ -509,7 +509,7 @@ def test_a_gc_killed_at_any_call_leaves_what_the_next_one_completes(tmp_path: Pa
         some = over(after)
         assert some <= {one.txid for one in gone}
         assert left(after) == {*live, *(one.txid for one in gone)} - some
-        assert len(some) > len(gone) - logs.FEWEST
+        assert len(some) > len(gone) - recovery.FEWEST
         assert untold(after) == []
         numbers = [number for number, _ in announcements(after, RUN)]
         assert numbers == list(range(numbers[0], numbers[-1] + 1))

@@ -10,9 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from casckpt.errors import Refused
-from casckpt.storage.remote.bodies import PutBody, read_whole
 from casckpt.storage.remote.patience import Backoff
+from casckpt.storage.remote.s3.client import PutBody
 from casckpt.storage.remote.store import RemoteStore
 from casckpt.storage.remote.urls import RemoteLocation
 from tests.storage.contract import noise
@@ -35,26 +34,6 @@ def test_the_body_of_a_put_can_be_read_like_a_file(size: int) -> None:
         lambda f: bytes(f.read(None)), lambda f: bytes(f.read(-1)),
     ):  # fmt: skip
         assert act(body) == act(file)
-
-
-class Arriving:
-    """A body that returns two bytes at a time and counts them."""
-
-    def __init__(self, size: int) -> None:
-        self.left = size
-
-    async def read(self, size: int, /) -> bytes:
-        given = min(2, self.left)
-        self.left -= given
-        return bytes(given)
-
-
-def test_a_response_is_read_only_up_to_its_expected_size() -> None:
-    assert asyncio.run(read_whole(Arriving(5), 5, "it")) == bytes(5)
-    longer = Arriving(100)
-    with pytest.raises(Refused, match="it is longer than 5 bytes"):
-        asyncio.run(read_whole(longer, 5, "it"))
-    assert longer.left == 94
 
 
 @pytest.mark.parametrize("size", SIZES)

@@ -8,7 +8,7 @@ from casckpt.format.records import Ran
 from casckpt.history.transactions import begin
 from casckpt.repository.repository import Repository
 from casckpt.upkeep.doctor import examine
-from casckpt.upkeep.gc.ran import last_gc
+from casckpt.upkeep.gc.gc import last_gc
 from tests.support.faulty import FaultyStore, call_first, fail_before
 from tests.support.gcs import LAST, keys, run_gc
 from tests.support.repositories import commit_draft, draft, meanwhile, put_blob
