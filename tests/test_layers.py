@@ -348,8 +348,6 @@ CIRCLE = (
     "frontends/interchange/safetensors/exporting.py",
     "frontends/serve/hub.py",
     "frontends/serve/app.py",
-    "frontends/serve/names.py",
-    "frontends/serve/access.py",
 )
 """Users of `Store`: they see the store, its checkpoints, values and ranks, but nothing below these."""
 

@@ -1274,14 +1274,14 @@ PLANTED = (
         "Guard._refusal",
         "        if not any([hmac.compare_digest(given.encode(), one.encode()) for one in self.tokens]):",
         "        if not given:",
-        "tests/frontends/serve/test_access.py",
+        "tests/frontends/serve/test_app.py",
     ),
     Planted(
         "a server accepts any host name",
         "Guard._refusal",
         "            is_ours = name in _LOCAL or is_loopback(name)\n",
         "            is_ours = True\n",
-        "tests/frontends/serve/test_access.py",
+        "tests/frontends/serve/test_app.py",
     ),
     Planted(
         "a file is not protected while it is sent",

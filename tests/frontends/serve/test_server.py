@@ -17,8 +17,7 @@ import torch
 pytest.importorskip("uvicorn", reason="needs casckpt[serve]")
 import casckpt
 from casckpt.frontends.serve import server
-from casckpt.frontends.serve.hub import Hub
-from casckpt.frontends.serve.names import commit_of
+from casckpt.frontends.serve.hub import Hub, commit_of
 from casckpt.store.store import Store
 from tests.support.serving import Served, serving, serving_process
 
