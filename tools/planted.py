@@ -2917,14 +2917,14 @@ PLANTED = (
         "Events.emit",
         "except (Exception, SystemExit):",
         "except Exception:",
-        "tests/frontends/trainer/test_events.py",
+        "tests/frontends/trainer/test_saves.py",
     ),
     Planted(
         "a failed background save is not reported",
         "Checkpointer.save_async.finish",
         "                with self._reporting(ranks, step):\n                    saved",
         "                if True:\n                    saved",
-        "tests/frontends/trainer/test_events.py",
+        "tests/frontends/trainer/test_saves.py",
     ),
     Planted(
         "a proof ignores values that are not tensors",
