@@ -3026,7 +3026,7 @@ PLANTED = (
         "Saving.select_all",
         "[True] * len(self.sharded)",
         "[claim.main for claim in claims_of(self.sharded)]",
-        "tests/frontends/megatron/test_proof.py",
+        "tests/frontends/megatron/test_loading_proof.py",
     ),
     Planted(
         "a proof of a callback excuses the optimizer",
