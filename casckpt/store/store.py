@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import logging
 import os
-import sys
 import weakref
 from collections.abc import Container, Iterator, Mapping, Sequence
 from concurrent.futures import Future
@@ -185,9 +184,9 @@ class Store:
 
         Keys that ``state`` does not have are skipped. Objects are loaded whole: modules and optimizers first, then
         other objects, and random number generators last. A new optimizer's empty state_dict receives new tensors,
-        which you pass to `load_state_dict`; casckpt warns if no variable holds that dict. ``strict`` (default): the
-        checkpoint must have every key of ``state``. If False, missing keys keep their values and are listed in the
-        result's ``missing_keys``. A tensor that shares memory with a loaded one does not count as missing.
+        which you pass to `load_state_dict`; casckpt logs this at level INFO. ``strict`` (default): the checkpoint must
+        have every key of ``state``. If False, missing keys keep their values and are listed in the result's
+        ``missing_keys``. A tensor that shares memory with a loaded one does not count as missing.
         ``ignore_mismatched``: fnmatch patterns on keys of ``state``. Matching keys keep their values if the checkpoint
         lacks them or has a different shape, dtype or kind; the result lists them in ``mismatched_keys``.
 
@@ -208,11 +207,10 @@ class Store:
         purged the checkpoint, which a lease prevents) or StorageError. After one of these errors, the contents of
         ``state`` are undefined.
         """
-        is_held = sys.getrefcount(state) > objects.UNHELD
         check_keywords("Store.load", options, LoadArguments)
         loaded = self._load(state, ref, LoadOptions(**options))
         if options.get("unread", "warn") == "warn":
-            objects.log_bare_optimizers(state, loaded.missing_keys, is_held=is_held)
+            objects.log_bare_optimizers(state, loaded.missing_keys)
         return loaded
 
     def update(
