@@ -153,12 +153,12 @@ _CHARTS: Final = {**_PAGE, "Content-Security-Policy": f"{_PAGE['Content-Security
 log = logging.getLogger("casckpt.frontends.serve")
 
 
-def app_of(hub: Hub, *, tokens: frozenset[str] | None, checks_host: bool = True, slow_seconds: float = 30.0) -> ASGIApp:
-    """Return the ASGI application for a hub. ``tokens``, ``checks_host``: see `Guard`; ``slow_seconds``: see `Desk`."""
+def app_of(hub: Hub, *, tokens: frozenset[str] | None, checks_host: bool = True) -> ASGIApp:
+    """Return the ASGI application for a hub. ``tokens``, ``checks_host``: see `Guard`."""
 
     @asynccontextmanager
     async def desk(app: Starlette) -> AsyncIterator[None]:
-        app.state.desk = Desk(hub.store, hub.folders, slow_seconds=slow_seconds)
+        app.state.desk = Desk(hub.store, hub.folders)
         try:
             yield
         finally:

@@ -1,4 +1,4 @@
-"""Sends ranges of files under leases. It reads ahead in bounded memory, and disconnects clients that stop reading."""
+"""Sends ranges of files under leases. It reads ahead in bounded memory, which all clients share."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import asyncio
 import logging
 import threading
 from collections import deque
-from collections.abc import Awaitable, Callable, Coroutine, Iterator, Mapping
+from collections.abc import Callable, Coroutine, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
@@ -204,13 +204,10 @@ T = TypeVar("T")
 
 
 class Desk:
-    """The threads, memory and leases that all responses share.
+    """The threads, memory and leases that all responses share."""
 
-    ``slow_seconds``: the time limit for sending a window.
-    """
-
-    def __init__(self, store: Store, folders: ServedFolders, *, slow_seconds: float = 30.0) -> None:
-        self.store, self.folders, self.slow_seconds = store, folders, slow_seconds
+    def __init__(self, store: Store, folders: ServedFolders) -> None:
+        self.store, self.folders = store, folders
         self.leases = Leases(store)
         self.slots = asyncio.Semaphore(WINDOWS)
         self.buffers = BufferPool(WINDOWS, WINDOW_BYTES)
@@ -309,10 +306,6 @@ class _Held:
             self._taken.close()
 
 
-class _Slow(Exception):
-    """A client has stopped reading."""
-
-
 class RangeResponse:
     """A response with the bytes ``span`` of a file.
 
@@ -336,9 +329,6 @@ class RangeResponse:
             await self._send_all(send, gone, lease)
             how = "sent" if self._sent == self._span.stop - self._span.start else "the client disconnected after"
             log.info("%s: %s %s in %.2f s", self._what(scope), how, format_size(self._sent), monotonic() - began)
-        except _Slow:
-            log.warning("%s: stopped after %d bytes: the client stopped reading", self._what(scope), self._sent)
-            _abort(scope)
         except CasckptError as error:
             if isinstance(error, Damaged | Gone):
                 desk.note_wrong(self._folder, self._file, self._span.start + self._sent, error)
@@ -376,12 +366,12 @@ class RangeResponse:
                 joining.cancel()
             _leave(held, *await asyncio.gather(*ahead, return_exceptions=True))
         if not gone.done():
-            await self._in_time(send({"type": "http.response.body", "body": b"", "more_body": False}))
+            await send({"type": "http.response.body", "body": b"", "more_body": False})
 
     async def _begin(self, send: Send, gone: asyncio.Future[None], head: memoryview) -> None:
         self._begun, status = True, 206 if "Content-Range" in self._headers else 200
         headers = [(name.lower().encode(), value.encode()) for name, value in self._headers.items()]
-        await self._in_time(send({"type": "http.response.start", "status": status, "headers": headers}))
+        await send({"type": "http.response.start", "status": status, "headers": headers})
         await self._send(send, gone, head)
 
     def _read_ahead(self, reader: RangeReader, ahead: deque[asyncio.Future[_Held | None]]) -> None:
@@ -414,10 +404,6 @@ class RangeResponse:
         return await windows[key].join()
 
     async def _send(self, send: Send, gone: asyncio.Future[None], data: memoryview) -> None:
-        """Send within the time limit. Raises _Slow."""
-        await self._in_time(self._send_chunks(send, gone, data))
-
-    async def _send_chunks(self, send: Send, gone: asyncio.Future[None], data: memoryview) -> None:
         for start in range(0, len(data), _CHUNK_BYTES):
             if gone.done():
                 return
@@ -425,14 +411,6 @@ class RangeResponse:
             await send({"type": "http.response.body", "body": chunk, "more_body": True})
             self._sent += len(chunk)
             await asyncio.sleep(0)  # let other responses run, and check whether the client has disconnected
-
-    async def _in_time(self, sending: Awaitable[None]) -> None:
-        """Send within the time limit. Raises _Slow."""
-        try:
-            async with asyncio.timeout(self._desk.slow_seconds):
-                await sending
-        except TimeoutError:
-            raise _Slow from None
 
     def _what(self, scope: Scope) -> str:
         host, _ = scope.get("client") or ("?", 0)
@@ -450,10 +428,3 @@ async def _gone(receive: Receive) -> None:
     """Return when the client has disconnected."""
     while (await receive())["type"] != "http.disconnect":
         pass
-
-
-def _abort(scope: Scope) -> None:
-    """Close the connection immediately, without waiting for the client to receive the sent data."""
-    connection = scope.get("state", {}).get("connection")
-    if connection is not None:
-        connection.abort()
