@@ -59,8 +59,8 @@ class Leases:
     If the store is not writable, the server logs a warning and serves without leases.
     """
 
-    def __init__(self, store: Store, linger: float = LINGER_SECONDS) -> None:
-        self._store, self._linger = store, linger
+    def __init__(self, store: Store) -> None:
+        self._store = store
         self._held: dict[str, _CheckpointLease] = {}
         self._lock = threading.Lock()
         self._has_warned = self._is_closed = False
@@ -107,7 +107,7 @@ class Leases:
         with self._lock:
             held.users -= 1
             if not held.users and self._held.get(id) is held:
-                held.timer = threading.Timer(self._linger, self._end, (id, held))
+                held.timer = threading.Timer(LINGER_SECONDS, self._end, (id, held))
                 held.timer.daemon = True
                 held.timer.start()
                 self._held[id] = self._held.pop(id)

@@ -288,12 +288,12 @@ def timers(monkeypatch: pytest.MonkeyPatch) -> list[Timer]:
 
 def test_a_lease_remains_for_a_while_after_its_last_user(taken: list[int], timers: list[Timer]) -> None:
     store, (one,) = saved(1)
-    leases = Leases(store, linger=7)
+    leases = Leases(store)
     with leases.hold(one):
         with leases.hold(one):
             assert taken == [0]
         assert timers == []
-    assert (timers[0].seconds, timers[0].daemon, timers[0].is_on, taken) == (7, True, True, [0])
+    assert (timers[0].seconds, timers[0].daemon, timers[0].is_on, taken) == (sending.LINGER_SECONDS, True, True, [0])
     with leases.hold(one):
         assert not timers[0].is_on
         timers[0].fire()  # it had just fired
