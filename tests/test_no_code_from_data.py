@@ -20,7 +20,7 @@ RUNNING = {
     "shelve.open", "os.system", "os.popen", "numpy.load", "yaml.load", "yaml.unsafe_load", "dill.loads", "joblib.load",
     "cloudpickle.loads", "torch.jit.load", "torch.hub.load", "pydoc.locate", "pkgutil.resolve_name", "ctypes.CDLL",
     "torch.serialization.load", "torch.package.PackageImporter", "shutil.unpack_archive",
-    "casckpt.tensors.untrusted.BoundedUnpickler", "casckpt.frontends.dcp.described.read_metadata", "_run_pickle",
+    "casckpt.tensors.untrusted.BoundedUnpickler", "casckpt.frontends.dcp.folder.read_metadata", "_run_pickle",
 }  # fmt: skip
 """Full names of functions that may run what they are passed. The last three are our own."""
 
@@ -41,7 +41,7 @@ KNOWN = {
     ("ranks/messages.py", "portable", "pickle.loads"): "what it has pickled just now",
     ("frontends/megatron/saving.py", "_warn_of_differences", "pickle.loads"): _RANK,
     (
-        "frontends/dcp/described.py",
+        "frontends/dcp/folder.py",
         "read_metadata",
         "casckpt.tensors.untrusted.BoundedUnpickler",
     ): _CALLER,

@@ -1274,14 +1274,14 @@ PLANTED = (
         "Guard._refusal",
         "        if not any([hmac.compare_digest(given.encode(), one.encode()) for one in self.tokens]):",
         "        if not given:",
-        "tests/frontends/serve/test_access.py",
+        "tests/frontends/serve/test_app.py",
     ),
     Planted(
         "a server accepts any host name",
         "Guard._refusal",
         "            is_ours = name in _LOCAL or is_loopback(name)\n",
         "            is_ours = True\n",
-        "tests/frontends/serve/test_access.py",
+        "tests/frontends/serve/test_app.py",
     ),
     Planted(
         "a file is not protected while it is sent",
@@ -2917,14 +2917,14 @@ PLANTED = (
         "Events.emit",
         "except (Exception, SystemExit):",
         "except Exception:",
-        "tests/frontends/trainer/test_events.py",
+        "tests/frontends/trainer/test_saves.py",
     ),
     Planted(
         "a failed background save is not reported",
         "Checkpointer.save_async.finish",
         "                with self._reporting(ranks, step):\n                    saved",
         "                if True:\n                    saved",
-        "tests/frontends/trainer/test_events.py",
+        "tests/frontends/trainer/test_saves.py",
     ),
     Planted(
         "a proof ignores values that are not tensors",
@@ -3026,7 +3026,7 @@ PLANTED = (
         "Saving.select_all",
         "[True] * len(self.sharded)",
         "[claim.main for claim in claims_of(self.sharded)]",
-        "tests/frontends/megatron/test_proof.py",
+        "tests/frontends/megatron/test_loading_proof.py",
     ),
     Planted(
         "a proof of a callback excuses the optimizer",

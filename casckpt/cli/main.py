@@ -19,10 +19,12 @@ from casckpt.cli.failures import Reported
 NAME: Final = "casckpt"
 _ALIASES: Final = {"ls": "list"}
 _BESIDE: Final = {
+    "cache": "settings",
     "diff": "show",
     "doctor": "verify",
     "follow": "watch",
     "init": "settings",
+    "merge": "import_",
     "reindex": "settings",
     "repair": "verify",
     "restore": "forget",

@@ -16,9 +16,8 @@ from casckpt.base.digest import files_digest
 from casckpt.base.text import is_url, local_path
 from casckpt.contents.checkpoint import Checkpoint
 from casckpt.errors import CasckptError, InvalidInput, NotFound
-from casckpt.frontends.dcp.exporting import casckpt_to_dcp
+from casckpt.frontends.dcp.converters import casckpt_to_dcp, dcp_to_casckpt
 from casckpt.frontends.dcp.folder import METADATA as DCP_METADATA
-from casckpt.frontends.dcp.importing import dcp_to_casckpt
 from casckpt.frontends.interchange.olmo_import import METADATA as OLMO_METADATA
 from casckpt.frontends.interchange.olmo_import import MODEL_AND_OPTIM, PARTS, import_olmo, import_olmo_trainer
 from casckpt.frontends.interchange.safetensors.exporting import export_safetensors

@@ -7,7 +7,6 @@ module.
 from __future__ import annotations
 
 import logging
-import sys
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -49,24 +48,14 @@ def saver_of(repository: Repository) -> Saver:
     return Saver(repository, without_objects)
 
 
-def _references(state: object, **_: object) -> int:
-    return sys.getrefcount(state)
-
-
-_DICT: dict[str, dict[str, Any]] = {"inside": {}}
-UNHELD, _UNHELD_INSIDE = _references({}), sys.getrefcount(_DICT["inside"])
-"""The reference counts of a dict argument, and of a dict nested in it, if no other code refers to them."""
-
-
-def log_bare_optimizers(state: Any, missing: Sequence[str], *, is_held: bool) -> None:
+def log_bare_optimizers(state: Any, missing: Sequence[str]) -> None:
     """Log each optimizer state_dict in ``state``, because filling it does not change any optimizer.
 
-    The message is a warning if the caller holds neither the dict nor the state (``is_held``) and so cannot load it.
+    The message is no warning, because a caller who passes the dict to an optimizer afterwards does nothing wrong.
     """
     for name in state if isinstance(state, Mapping) else ():
         if is_of_optimizer(state[name]) and f"{name}.param_groups" not in missing:
-            is_lost = not is_held and sys.getrefcount(state[name]) <= _UNHELD_INSIDE
-            log.log(logging.WARNING if is_lost else logging.INFO, _BARE, name, name, name)
+            log.info(_BARE, name, name, name)
 
 
 def is_of_optimizer(value: Any) -> bool:

@@ -14,11 +14,12 @@ from casckpt.base.progress import Progress
 from casckpt.base.units import Duration, optional_seconds, seconds_of
 from casckpt.contents import refs
 from casckpt.contents.checkpoint import Arrival, Checkpoint, warn_if_forgotten
-from casckpt.errors import InvalidInput, NotFound, StorageError, Unsupported
-from casckpt.history.commits import Commit
+from casckpt.errors import Damaged, InvalidInput, NotFound, StorageError, Unsupported
+from casckpt.history.commits import Commit, exists, gone
 from casckpt.history.leases import Lease
 from casckpt.loading.options import LoadOptions, MatchArguments
 from casckpt.repository.blob_cache import AT_ONCE
+from casckpt.repository.fetching import BlobDamaged
 from casckpt.repository.repository import Repository
 from casckpt.saving.options import SaveOptions
 from casckpt.store import objects
@@ -121,7 +122,6 @@ def pre_download(
 
     Returns the number of fetched bytes. Raises the same errors as `Store.pre_download`.
     """
-    from casckpt.contents.prefetching import pre_download
     from casckpt.contents.signatures import get_trusted
 
     commit = resolve_to_load(repo, ref)
@@ -132,7 +132,18 @@ def pre_download(
 
         given = LoadOptions(cast=True, allow_pickle=True, threads=threads, **match)
         wanted = wanted if state is None else wanted_blobs(repo, manifest, state, given.checked())
-    return pre_download(repo, commit, wanted, threads=threads or AT_ONCE, progress=progress)
+    progress.expect(sum(ref.size for ref in wanted))
+    try:
+        return repo.blob_cache.fill(repo.storage, wanted, threads or AT_ONCE, progress)
+    except BlobDamaged as error:
+        if not exists(repo, commit):
+            raise gone(commit, commit.id, "while it was being fetched") from error
+        raise Damaged(
+            f"blob {error.ref.hash} is damaged: {error}. Checkpoint {commit} needs it. Run `casckpt verify`, then "
+            "`casckpt repair`, on the store",
+            blob=error.ref.hash,
+            checkpoints=(commit.id,),
+        ) from error
 
 
 def read(

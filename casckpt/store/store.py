@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import logging
 import os
-import sys
 import weakref
 from collections.abc import Container, Iterator, Mapping, Sequence
 from concurrent.futures import Future
@@ -191,8 +190,8 @@ class Store:
 
         Every rank calls this method with its own shards, regardless of the ranks and shards that saved the checkpoint.
         Objects are loaded whole: modules and optimizers first, then others, and random number generators last. A new
-        optimizer's empty state_dict receives new tensors, which you pass to `load_state_dict`; a warning says if no
-        variable holds it. Keys that ``state`` does not have are skipped: ``unread_subtrees`` lists whole containers
+        optimizer's empty state_dict receives new tensors, which you pass to `load_state_dict`; casckpt logs this at
+        level INFO. Keys that ``state`` does not have are skipped: ``unread_subtrees`` lists whole containers
         that no rank read, and a log entry per run these, single keys, and other ranks' values. If no tensor would be
         filled, or more than a tenth have different names in the checkpoint, MissingKey shows the ``rename`` that would
         fill them, even without ``strict``. If fewer do, the log says how many.
@@ -216,11 +215,10 @@ class Store:
         references or stores); during the read, Damaged (with key, blob and checkpoints), Gone (gc purged the
         checkpoint, which a lease prevents) or StorageError. After these, the contents of ``state`` are undefined.
         """
-        is_held = sys.getrefcount(state) > objects.UNHELD
         check_keywords("Store.load", options, LoadArguments)
         loaded = self._load(state, ref, LoadOptions(**options))
         if options.get("unread", "warn") == "warn":
-            objects.log_bare_optimizers(state, loaded.missing_keys, is_held=is_held)
+            objects.log_bare_optimizers(state, loaded.missing_keys)
         return loaded
 
     def update(

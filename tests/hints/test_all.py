@@ -24,7 +24,7 @@ NOT_HERE = {
 
 NO_HINTS = {
     Case("saving/save.py:_OwnState.request", "(dedup=…, check_replicas=…)"): "names what a rank gave",
-    Case("frontends/serve/access.py:Guard._refusal", 'Basic realm="casckpt"'): "is a header",
+    Case("frontends/serve/app.py:Guard._refusal", 'Basic realm="casckpt"'): "is a header",
     Case("frontends/serve/folders.py:", "bytes="): "is a regular expression",
     Case("cli/commands/demo.py:Tour.run", "compared with the weights"): "tells what the demo did",
     Case("cli/commands/demo.py:Tour.run", "gc --run … --keep-last 1"): "tells what the demo does",

@@ -18,7 +18,7 @@ from torch.distributed.tensor import DTensor, Shard
 import casckpt
 from casckpt.errors import InvalidInput
 from casckpt.frontends.dcp import StorageReader, StorageWriter
-from casckpt.frontends.dcp.importing import dcp_to_casckpt
+from casckpt.frontends.dcp.converters import dcp_to_casckpt
 from tests.frontends.dcp.test_schema import PickledExtra
 from tests.hints.conftest import Run
 from tests.support.dcp import causes, failed, failure, load, save
@@ -40,7 +40,7 @@ def cause(call: Any) -> BaseException:
     return causes(failure(call))[0]
 
 
-@follows("frontends/dcp/described.py:read_metadata", "pass allow_pickle=True (--allow-pickle) if you trust its source")
+@follows("frontends/dcp/folder.py:read_metadata", "pass allow_pickle=True (--allow-pickle) if you trust its source")
 @pytest.mark.parametrize("way", ["allow_pickle", "--allow-pickle"])
 def test_metadata_with_a_pickle_can_be_imported_with_allow_pickle(
     store: Store, tmp_path: Path, messages: Messages, run: Run, way: str

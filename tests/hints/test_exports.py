@@ -519,7 +519,7 @@ def test_an_olmo_optimizer_can_be_imported_with_allow_pickle(
 # serving
 
 
-@follows("frontends/serve/access.py:Guard._refusal", "a token is required: set HF_TOKEN")
+@follows("frontends/serve/app.py:Guard._refusal", "a token is required: set HF_TOKEN")
 def test_the_suggested_environment_variable_sets_a_token(
     saved: Store, tmp_path: Path, messages: Messages, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -377,7 +377,7 @@ def test_a_lost_manifest_can_be_repaired_or_its_checkpoint_purged(
     assert "a" not in words(run("list", store_path, "--all").output)
 
 
-@follows("contents/prefetching.py:pre_download", "Run `casckpt verify`, then `casckpt repair`, on the store")
+@follows("store/reading.py:pre_download", "Run `casckpt verify`, then `casckpt repair`, on the store")
 def test_a_damaged_blob_that_a_prefetch_finds_can_be_repaired(tmp_path: Path, messages: Messages, run: Run) -> None:
     store_path, state = tmp_path / "store", {"w": torch.arange(40.0)}
     casckpt.open(store_path).save(state, run="a", step=1)

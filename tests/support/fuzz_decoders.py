@@ -31,7 +31,7 @@ from casckpt.format.names import ManifestId
 from casckpt.format.sections import recipe
 from casckpt.format.sections.head import COPIED, KNOWN, Section, assemble
 from casckpt.format.sections.health import HEALTH
-from casckpt.frontends.dcp.described import read_metadata
+from casckpt.frontends.dcp.folder import read_metadata
 from tests.support.fuzz import bent, bound_memory
 from tests.support.tally import tally
 

@@ -18,8 +18,8 @@ from torch.distributed.checkpoint.filesystem import FileSystemWriter
 from casckpt.frontends.dcp import (
     casckpt_to_dcp,
     casckpt_to_torch_save,
+    converters,
     dcp_to_casckpt,
-    exporting,
     items,
     torch_save_to_casckpt,
 )
@@ -59,7 +59,7 @@ def convert(store: Store, folder: Path, mib: int, run: str) -> list[float]:
 
 
 def main(folder: Path, mib: int) -> None:
-    items.WINDOW_BYTES = exporting.WINDOW_BYTES = 4 * MIB  # type: ignore[misc] # small, so that a test can be
+    items.WINDOW_BYTES = converters.WINDOW_BYTES = 4 * MIB  # type: ignore[misc] # small, so that a test can be
     regions.WINDOW_BYTES = resident.RESIDENT_BYTES = 4 * MIB  # type: ignore[misc] # as above
     store = _opened(folder / "store")
     convert(store, folder / "warm", 12, "warm")

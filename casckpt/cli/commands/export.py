@@ -132,8 +132,7 @@ def serve(
     store.
     """
     try:
-        from casckpt.frontends.serve.access import is_loopback, tokens_in
-        from casckpt.frontends.serve.app import app_of
+        from casckpt.frontends.serve.app import app_of, is_loopback, tokens_in
         from casckpt.frontends.serve.hub import Hub
         from casckpt.frontends.serve.server import endpoint_of, listen, server_of
         from casckpt.frontends.views.view_file import read_rules

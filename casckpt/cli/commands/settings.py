@@ -1,15 +1,16 @@
-"""``casckpt settings``, ``casckpt init``, and ``casckpt reindex``, which rebuilds the catalogue of this host."""
+"""``casckpt settings`` and ``init``, for a store, and ``casckpt cache`` and ``reindex``, for this host."""
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import click
 
 from casckpt.base.units import format_duration
 from casckpt.cli.describe import plain
-from casckpt.cli.session import Session, store_command
-from casckpt.cli.text import count, facts, printable, say, size
+from casckpt.cli.session import Output, Session, plain_command, store_command
+from casckpt.cli.text import Column, count, facts, printable, say, size, table
 from casckpt.cli.types import SIZE, TEXT_SETTING
 from casckpt.errors import Conflict
 
@@ -84,3 +85,28 @@ def reindex(session: Session) -> None:
     known, path = session.store.reindex(), str(session.store.repository.catalogue.path)
     line = f"{printable(path)} lists {count(known, 'checkpoint')}"
     session.give({"checkpoints": known, "path": path}, lambda result: say(line))
+
+
+_CACHES = (Column("FOLDER"), Column("BLOBS", "right", fixed=True), Column("SIZE", "right", fixed=True))
+
+
+@plain_command("cache")
+@click.argument("folder", required=False, type=click.Path(path_type=Path, file_okay=False), envvar="CASCKPT_CACHE_DIR")
+@click.option("--clear", is_flag=True, help="Remove all blobs.")
+def cache(output: Output, folder: Path | None, *, clear: bool) -> None:
+    """Show the blob caches of this host.
+
+    The first one is in FOLDER, which is the user's cache folder by default. The second one is in this host's memory.
+    With --clear, the command shows what it has removed. Running jobs read the removed blobs from the store.
+    """
+    from casckpt.store.opening import host_caches
+
+    rows = []
+    for found in host_caches(folder):
+        blobs, nbytes = found.clear() if clear else found.contents
+        rows.append({"folder": str(found.root), "blobs": blobs, "bytes": nbytes})
+    output.give(rows, _caches)
+
+
+def _caches(rows: list[dict[str, Any]]) -> None:
+    table(_CACHES, ([printable(row["folder"]), str(row["blobs"]), size(row["bytes"])] for row in rows))

@@ -132,7 +132,7 @@ def _export_dcp(
     attachments: bool,
     **options: Unpack[FileOptions],
 ) -> Exported:
-    from casckpt.frontends.dcp.exporting import casckpt_to_dcp  # takes a while to import
+    from casckpt.frontends.dcp.converters import casckpt_to_dcp  # takes a while to import
     from casckpt.frontends.dcp.folder import METADATA
 
     casckpt_to_dcp(store, checkpoint, path, attachments=attachments, **options)

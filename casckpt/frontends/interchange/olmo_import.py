@@ -177,7 +177,7 @@ def import_olmo_trainer(
     torch's restricted unpickler reads it or ``allow_pickle`` is set. Otherwise, the import skips this file and logs
     its name. Other small files become attachments. Raises the errors of `dcp_to_casckpt`.
     """
-    from casckpt.frontends.dcp.importing import import_folder, small_files
+    from casckpt.frontends.dcp.converters import import_folder, small_files
 
     check_keywords("import_olmo_trainer", options, UnpicklingArguments)
     files = open_files(path)

@@ -17,7 +17,7 @@ from casckpt.base.names import TAG, check_run
 from casckpt.contents.checkpoint import Checkpoint
 from casckpt.errors import NotFound
 from casckpt.frontends.interchange.new_files import new_file
-from casckpt.frontends.trainer.janitor import Janitor
+from casckpt.frontends.trainer.saves import Janitor
 from casckpt.store.store import Store
 
 AnyPath: TypeAlias = str | os.PathLike[str]

@@ -17,7 +17,7 @@ from casckpt.frontends.lightning.files import AnyPath, Pointer, RunFiles
 from casckpt.frontends.lightning.io import may_differ, monitored
 from casckpt.frontends.stores import AnyStore, advising, as_store
 from casckpt.frontends.trainer import Checkpointer
-from casckpt.frontends.trainer.events import OnEvent
+from casckpt.frontends.trainer.saves import OnEvent
 from casckpt.frontends.trainer.settings import TrainerArguments
 from casckpt.frontends.training_state.contents import TRAIN, GroupOptions
 from casckpt.frontends.training_state.proof import Proof

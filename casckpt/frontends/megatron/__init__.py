@@ -40,7 +40,7 @@ from casckpt.frontends.megatron.kinds import (
     extract_sharded_tensors_or_nonpersistent,
     replace_prefix_for_sharding,
 )
-from casckpt.frontends.megatron.loading import StrictHandling, load, parse_strict_flag
+from casckpt.frontends.megatron.loading import StrictHandling, load, parse_strict_flag, prove
 from casckpt.frontends.megatron.mapping import (
     FactoryBuildFn,
     FactoryMergeFn,
@@ -75,7 +75,6 @@ from casckpt.frontends.megatron.nesting import (
     nested_items_iter,
     nested_values,
 )
-from casckpt.frontends.megatron.proof import prove
 from casckpt.frontends.megatron.saving import AsyncRequest, save
 from casckpt.frontends.megatron.stored import (
     load_common_state_dict,

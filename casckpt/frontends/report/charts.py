@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 WIDTH: Final = 4.0  # inches; 384 pixels, so that text is not scaled down on a phone
 POINTS: Final = 200  # per line; more would not be visible
-BLUE, GREEN, GREY = "#3b82f6", "#16a34a", "#8b949e"
+GREEN, GREY = "#16a34a", "#8b949e"
 _INK = "#010203"  # replaced by the color of the page's text
 _SETTINGS: Any = {  # the actual type would list all names that matplotlib knows
     "svg.fonttype": "none", "font.family": "sans-serif", "font.size": 9, "text.parse_math": False,
@@ -143,9 +143,9 @@ def heat_map(run: str, steps: Sequence[int], shares: Mapping[str, Sequence[float
     return drawn[0]
 
 
-def _short(name: str, most: int = 24) -> str:
+def _short(name: str) -> str:
     name = printable(name)
-    return name if len(name) <= most else f"{name[: most // 2 - 1]}...{name[2 - most // 2 :]}"
+    return name if len(name) <= 24 else f"{name[:11]}...{name[-10:]}"
 
 
 def printable(text: str) -> str:

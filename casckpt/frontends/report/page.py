@@ -239,6 +239,6 @@ def _card(title: str, drawn: str, text: str) -> str:
     return f'<section class="card"><h2>{label}</h2><p>{_text(text)}</p>{svg}</section>'
 
 
-def _text(text: str, most: int = 300) -> str:
+def _text(text: str) -> str:
     """Escape text from a store for use in a page."""
-    return escape(charts.printable(text if len(text) <= most else f"{text[:most]}..."))
+    return escape(charts.printable(text if len(text) <= 300 else f"{text[:300]}..."))

@@ -1,33 +1,107 @@
-"""Routes the requests of hub clients."""
+"""The application of a hub: who may ask, which call answers a request, and the page that lists all runs."""
 
 from __future__ import annotations
 
 import asyncio
+import hmac
 import logging
+from base64 import b64decode
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from contextlib import asynccontextmanager
+from dataclasses import dataclass
 from functools import partial
 from html import escape
+from ipaddress import ip_address
 from typing import Any, Final
 from urllib.parse import parse_qs, quote, unquote_to_bytes
 
 from starlette.applications import Starlette
+from starlette.datastructures import Headers
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import HTMLResponse, JSONResponse, Response
 from starlette.routing import Route
-from starlette.types import ASGIApp
+from starlette.types import ASGIApp, Receive, Scope, Send
 
 from casckpt._version import __version__
 from casckpt.base.units import format_size
 from casckpt.contents.checkpoint import Checkpoint
-from casckpt.errors import CasckptError
-from casckpt.frontends.serve.access import Guard
+from casckpt.errors import CasckptError, InvalidInput
 from casckpt.frontends.serve.answers import Refusal, no_repository, refusal_of
 from casckpt.frontends.serve.folders import File, FileSpan, ServedFolder, Unsatisfiable, parse_range
-from casckpt.frontends.serve.hub import Hub
-from casckpt.frontends.serve.names import MAIN, commit_of
+from casckpt.frontends.serve.hub import MAIN, Hub, commit_of
 from casckpt.frontends.serve.sending import Desk, RangeResponse
+
+_LOCAL = frozenset({"localhost", "127.0.0.1", "[::1]"})
+
+
+def is_loopback(host: str) -> bool:
+    """Return whether an address is reachable only from this machine."""
+    try:
+        return host == "localhost" or ip_address(host).is_loopback
+    except ValueError:
+        return False
+
+
+def tokens_in(text: str, where: str) -> frozenset[str]:
+    """Return the tokens in a file, one per line.
+
+    Raises InvalidInput for an empty file or a token that a header cannot hold.
+    """
+    tokens = frozenset(line.strip() for line in text.splitlines() if line.strip())
+    if not tokens:
+        raise InvalidInput(f"{where} does not contain a token; write one token per line")
+    if not all(token.isascii() and token.isprintable() and " " not in token for token in tokens):
+        raise InvalidInput(f"{where} contains a token with a space or a non-ASCII character; choose a different token")
+    return tokens
+
+
+@dataclass(frozen=True)
+class Guard:
+    """Accepts requests with one of ``tokens`` or, if that is None, requests whose Host header names this machine.
+
+    The host check stops web pages whose domain resolves to this machine (DNS rebinding).
+    """
+
+    app: ASGIApp
+    tokens: frozenset[str] | None
+    checks_host: bool = True
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """See ASGI."""
+        refusal = self._refusal(Headers(scope=scope)) if scope["type"] == "http" else None
+        try:
+            await (self.app if refusal is None else refusal.response())(scope, receive, send)
+        except Exception:
+            log.exception("%s %s failed", scope.get("method", ""), scope.get("path", ""))
+            raise
+
+    def _refusal(self, headers: Mapping[str, str]) -> Refusal | None:
+        if self.tokens is None:
+            host = headers.get("host", "").lower()
+            name = host if host.endswith("]") else host.rpartition(":")[0] or host
+            is_ours = name in _LOCAL or is_loopback(name)
+            return None if is_ours or not self.checks_host else Refusal(403, "", f"host {host!r:.80} is not allowed")
+        given = _given(headers.get("authorization", ""))
+        if given is None:
+            return Refusal(401, "", "a token is required: set HF_TOKEN", WWW_Authenticate='Basic realm="casckpt"')
+        if not any([hmac.compare_digest(given.encode(), one.encode()) for one in self.tokens]):  # noqa: C419 - all
+            return Refusal(401, "", "Invalid credentials in Authorization header", WWW_Authenticate="Bearer")
+        return None
+
+
+def _given(header: str) -> str | None:
+    """Return the token in a header: a Bearer token, or the password that a browser sends."""
+    kind, _, value = header.partition(" ")
+    if kind.lower() == "bearer":
+        return value.strip()
+    if kind.lower() != "basic":
+        return None
+    try:
+        return b64decode(value, validate=True).decode().partition(":")[2]
+    except ValueError:  # neither base64 nor UTF-8
+        return ""
+
 
 _MOST = 50  # checkpoints shown per run
 _STYLE = (
@@ -79,12 +153,12 @@ _CHARTS: Final = {**_PAGE, "Content-Security-Policy": f"{_PAGE['Content-Security
 log = logging.getLogger("casckpt.frontends.serve")
 
 
-def app_of(hub: Hub, *, tokens: frozenset[str] | None, checks_host: bool = True, slow_seconds: float = 30.0) -> ASGIApp:
-    """Return the ASGI application for a hub. ``tokens``, ``checks_host``: see `Guard`; ``slow_seconds``: see `Desk`."""
+def app_of(hub: Hub, *, tokens: frozenset[str] | None, checks_host: bool = True) -> ASGIApp:
+    """Return the ASGI application for a hub. ``tokens``, ``checks_host``: see `Guard`."""
 
     @asynccontextmanager
     async def desk(app: Starlette) -> AsyncIterator[None]:
-        app.state.desk = Desk(hub.store, hub.folders, slow_seconds=slow_seconds)
+        app.state.desk = Desk(hub.store, hub.folders)
         try:
             yield
         finally:

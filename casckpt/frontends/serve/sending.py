@@ -1,13 +1,15 @@
-"""Sends ranges of files. It reads ahead in bounded memory, and disconnects clients that stop reading."""
+"""Sends ranges of files under leases. It reads ahead in bounded memory, which all clients share."""
 
 from __future__ import annotations
 
 import asyncio
 import logging
+import threading
 from collections import deque
-from collections.abc import Awaitable, Callable, Coroutine, Iterator, Mapping
+from collections.abc import Callable, Coroutine, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
 from functools import partial
 from time import monotonic
 from typing import Final, NamedTuple, TypeVar
@@ -16,16 +18,118 @@ from starlette.types import Receive, Scope, Send
 
 from casckpt.base.parallel import usable_threads
 from casckpt.base.units import format_size
-from casckpt.errors import CasckptError, Damaged, Gone
+from casckpt.contents.checkpoint import Checkpoint
+from casckpt.errors import CasckptError, Damaged, Gone, NotFound
 from casckpt.format.extents import ExtentTable
 from casckpt.frontends.serve.answers import refusal_of
 from casckpt.frontends.serve.folders import File, FileSpan, RequestedRange, ServedFolder, ServedFolders
-from casckpt.frontends.serve.leases import Leases
 from casckpt.loading.entry_reader import EntryReader
 from casckpt.loading.regions import EntrySlice, plan_windows, requests, views
 from casckpt.repository.repository import Repository
 from casckpt.storage.buffers import BufferPool
 from casckpt.store.store import Store
+
+_EXPIRES = "10m"
+_MOST_IDLE = 32
+"""The maximum number of idle leases, which is limited because each lease has threads."""
+LINGER_SECONDS = 30.0
+"""How long a lease remains after a file was sent, in case the client requests another file."""
+
+
+@dataclass
+class _CheckpointLease:
+    """The lease of one checkpoint. ``lease``: closing it ends the lease; None until the lease is acquired."""
+
+    users: int = 0
+    lease: ExitStack | None = None
+    timer: threading.Timer | None = None
+    lock: threading.Lock = field(default_factory=threading.Lock)
+
+    def end(self) -> None:
+        """End the lease and stop its timer."""
+        if self.timer is not None:
+            self.timer.cancel()
+        if self.lease is not None:
+            self.lease.close()
+
+
+class Leases:
+    """The leases of a server: one for each checkpoint that is being sent, which ends some time after its last file.
+
+    If the store is not writable, the server logs a warning and serves without leases.
+    """
+
+    def __init__(self, store: Store) -> None:
+        self._store = store
+        self._held: dict[str, _CheckpointLease] = {}
+        self._lock = threading.Lock()
+        self._has_warned = self._is_closed = False
+
+    @contextmanager
+    def hold(self, checkpoint: Checkpoint) -> Iterator[None]:
+        """Hold a lease during a block and for a while after it.
+
+        This never raises an error, but reading a purged checkpoint does.
+        """
+        held = self._enter(checkpoint.id)
+        try:
+            with held.lock:
+                if held.lease is None:
+                    held.lease = self._taken(checkpoint)
+                    if self._is_closed:  # closed in the meantime
+                        held.lease.close()
+            yield
+        finally:
+            self._leave(checkpoint.id, held)
+
+    def _enter(self, id: str) -> _CheckpointLease:
+        with self._lock:
+            held = self._held.setdefault(id, _CheckpointLease())
+            held.users += 1
+            if held.timer is not None:
+                held.timer.cancel()
+                held.timer = None
+            return held
+
+    def _taken(self, checkpoint: Checkpoint) -> ExitStack:
+        with ExitStack() as taken:
+            try:
+                taken.enter_context(self._store.lease(checkpoint, expires=_EXPIRES))
+            except NotFound as error:
+                log.info("%s is sent without a lease: %s", checkpoint, error)
+            except CasckptError as error:
+                level = logging.DEBUG if self._has_warned else logging.WARNING
+                log.log(level, "cannot acquire a lease, so a gc may delete data that is being sent: %s", error)
+                self._has_warned = True
+            return taken.pop_all()
+
+    def _leave(self, id: str, held: _CheckpointLease) -> None:
+        with self._lock:
+            held.users -= 1
+            if not held.users and self._held.get(id) is held:
+                held.timer = threading.Timer(LINGER_SECONDS, self._end, (id, held))
+                held.timer.daemon = True
+                held.timer.start()
+                self._held[id] = self._held.pop(id)
+            idle = [item for item in self._held.items() if not item[1].users]
+        for item in idle[:-_MOST_IDLE]:
+            self._end(*item)
+
+    def _end(self, id: str, held: _CheckpointLease) -> None:
+        with self._lock:
+            if held.users or self._held.get(id) is not held:
+                return
+            del self._held[id]
+        held.end()
+
+    def close(self) -> None:
+        """End all leases."""
+        with self._lock:
+            self._is_closed = True
+            every, self._held = self._held, {}
+        for held in every.values():
+            held.end()
+
 
 WINDOW_BYTES: Final = 3 << 20
 FIRST_BYTES: Final = 1 << 20
@@ -100,13 +204,10 @@ T = TypeVar("T")
 
 
 class Desk:
-    """The threads, memory and leases that all responses share.
+    """The threads, memory and leases that all responses share."""
 
-    ``slow_seconds``: the time limit for sending a window.
-    """
-
-    def __init__(self, store: Store, folders: ServedFolders, *, slow_seconds: float = 30.0) -> None:
-        self.store, self.folders, self.slow_seconds = store, folders, slow_seconds
+    def __init__(self, store: Store, folders: ServedFolders) -> None:
+        self.store, self.folders = store, folders
         self.leases = Leases(store)
         self.slots = asyncio.Semaphore(WINDOWS)
         self.buffers = BufferPool(WINDOWS, WINDOW_BYTES)
@@ -205,10 +306,6 @@ class _Held:
             self._taken.close()
 
 
-class _Slow(Exception):
-    """A client has stopped reading."""
-
-
 class RangeResponse:
     """A response with the bytes ``span`` of a file.
 
@@ -232,9 +329,6 @@ class RangeResponse:
             await self._send_all(send, gone, lease)
             how = "sent" if self._sent == self._span.stop - self._span.start else "the client disconnected after"
             log.info("%s: %s %s in %.2f s", self._what(scope), how, format_size(self._sent), monotonic() - began)
-        except _Slow:
-            log.warning("%s: stopped after %d bytes: the client stopped reading", self._what(scope), self._sent)
-            _abort(scope)
         except CasckptError as error:
             if isinstance(error, Damaged | Gone):
                 desk.note_wrong(self._folder, self._file, self._span.start + self._sent, error)
@@ -272,12 +366,12 @@ class RangeResponse:
                 joining.cancel()
             _leave(held, *await asyncio.gather(*ahead, return_exceptions=True))
         if not gone.done():
-            await self._in_time(send({"type": "http.response.body", "body": b"", "more_body": False}))
+            await send({"type": "http.response.body", "body": b"", "more_body": False})
 
     async def _begin(self, send: Send, gone: asyncio.Future[None], head: memoryview) -> None:
         self._begun, status = True, 206 if "Content-Range" in self._headers else 200
         headers = [(name.lower().encode(), value.encode()) for name, value in self._headers.items()]
-        await self._in_time(send({"type": "http.response.start", "status": status, "headers": headers}))
+        await send({"type": "http.response.start", "status": status, "headers": headers})
         await self._send(send, gone, head)
 
     def _read_ahead(self, reader: RangeReader, ahead: deque[asyncio.Future[_Held | None]]) -> None:
@@ -310,10 +404,6 @@ class RangeResponse:
         return await windows[key].join()
 
     async def _send(self, send: Send, gone: asyncio.Future[None], data: memoryview) -> None:
-        """Send within the time limit. Raises _Slow."""
-        await self._in_time(self._send_chunks(send, gone, data))
-
-    async def _send_chunks(self, send: Send, gone: asyncio.Future[None], data: memoryview) -> None:
         for start in range(0, len(data), _CHUNK_BYTES):
             if gone.done():
                 return
@@ -321,14 +411,6 @@ class RangeResponse:
             await send({"type": "http.response.body", "body": chunk, "more_body": True})
             self._sent += len(chunk)
             await asyncio.sleep(0)  # let other responses run, and check whether the client has disconnected
-
-    async def _in_time(self, sending: Awaitable[None]) -> None:
-        """Send within the time limit. Raises _Slow."""
-        try:
-            async with asyncio.timeout(self._desk.slow_seconds):
-                await sending
-        except TimeoutError:
-            raise _Slow from None
 
     def _what(self, scope: Scope) -> str:
         host, _ = scope.get("client") or ("?", 0)
@@ -346,10 +428,3 @@ async def _gone(receive: Receive) -> None:
     """Return when the client has disconnected."""
     while (await receive())["type"] != "http.disconnect":
         pass
-
-
-def _abort(scope: Scope) -> None:
-    """Close the connection immediately, without waiting for the client to receive the sent data."""
-    connection = scope.get("state", {}).get("connection")
-    if connection is not None:
-        connection.abort()

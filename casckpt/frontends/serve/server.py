@@ -6,7 +6,7 @@ import asyncio
 import logging
 import resource
 import socket
-from typing import Any, Final
+from typing import Final
 
 import uvicorn
 from starlette.types import ASGIApp
@@ -24,35 +24,29 @@ _LAST_SECONDS = 3
 
 
 class Connection(H11Protocol):
-    """A connection.
+    """A connection. It is closed if a request takes too long to arrive, or if nothing can be sent for too long.
 
-    If there are too many connections, the server closes the one that has waited longest for a request.
+    A server with too many connections closes new ones. It leaves being fair to many clients to a reverse proxy.
     """
 
-    waiting: dict[Connection, None]
-    most: int
-
-    def __init__(self, *args: Any, **kwargs: Any) -> None:  # uvicorn's
-        super().__init__(*args, **kwargs)
-        self.app_state = {**self.app_state, "connection": self}
-        self._timer: asyncio.TimerHandle | None = None
-        self._is_stuck = False
+    _timer: asyncio.TimerHandle | None = None
+    _is_stuck = False
 
     @override
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]  # as uvicorn's
         super().connection_made(transport)
         self._wait()
         self._watching = self.loop.call_later(STUCK_SECONDS, self._watch)
-        if len(self.connections) > self.most:
-            next(iter(self.waiting), self).abort()
+        if len(self.connections) > _most_connections():
+            self.transport.abort()
 
     @override
     def data_received(self, data: bytes) -> None:
         super().data_received(data)
-        if not self._is_waiting:
-            self._wait_no_longer()
-        elif self._timer is None:
+        if getattr(self.cycle, "response_complete", True):  # the cycle is None before the first request
             self._wait()
+        else:
+            self._wait_no_longer()
 
     @override
     def resume_writing(self) -> None:
@@ -62,7 +56,7 @@ class Connection(H11Protocol):
     def _watch(self) -> None:
         """Close the connection if it has been unable to send or to close since the last check."""
         if self._is_stuck:
-            self.abort()
+            self.transport.abort()
             return
         self._is_stuck = self.flow.write_paused or self.transport.is_closing()
         self._watching = self.loop.call_later(STUCK_SECONDS, self._watch)
@@ -73,43 +67,20 @@ class Connection(H11Protocol):
         self._watching.cancel()
         super().connection_lost(exc)
 
-    @override
-    def on_response_complete(self) -> None:
-        super().on_response_complete()
-        if self._is_waiting and not self.transport.is_closing():
-            self.waiting[self] = None
-
-    @property
-    def _is_waiting(self) -> bool:
-        return bool(getattr(self.cycle, "response_complete", True))  # None before the first request
-
     def _wait(self) -> None:
-        self.waiting[self] = None
-        self._timer = self.loop.call_later(REQUEST_SECONDS, self.abort)
+        if self._timer is None:
+            self._timer = self.loop.call_later(REQUEST_SECONDS, self.transport.abort)
 
     def _wait_no_longer(self) -> None:
-        self.waiting.pop(self, None)
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None
 
-    def abort(self) -> None:
-        """Close the connection immediately, even if some data has not been sent."""
-        self._wait_no_longer()
-        self.transport.abort()
 
-
-def _connections() -> type[Connection]:
-    """Create the connection class of one server."""
+def _most_connections() -> int:
+    """Return the maximum number of connections, which leaves most file descriptors to the store."""
     files, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
-    most = min(MAX_CONNECTIONS, max(files // 4, 16))
-
-    class OfServer(Connection):
-        waiting: dict[Connection, None] = {}  # noqa: RUF012 - shared by all connections of the server
-        most = 0
-
-    OfServer.most = most
-    return OfServer
+    return min(MAX_CONNECTIONS, max(files // 4, 16))
 
 
 def listen(host: str, port: int) -> socket.socket:
@@ -131,7 +102,7 @@ def server_of(app: ASGIApp) -> uvicorn.Server:
     """
     logging.getLogger("uvicorn.error").setLevel(logging.CRITICAL)  # casckpt logs errors itself
     config = uvicorn.Config(
-        app, http=_connections(), ws="none", loop="asyncio", log_config=None, access_log=False, server_header=False,
+        app, http=Connection, ws="none", loop="asyncio", log_config=None, access_log=False, server_header=False,
         backlog=_BACKLOG, timeout_keep_alive=_KEEP_ALIVE_SECONDS, timeout_graceful_shutdown=_LAST_SECONDS,
         proxy_headers=False, lifespan="on",
     )  # fmt: skip

@@ -17,10 +17,9 @@ holds each rank's train state as ``train.<rank>``.
 from __future__ import annotations
 
 from casckpt.frontends.trainer.checkpointer import Checkpointer, CheckpointerConfig
-from casckpt.frontends.trainer.events import CheckpointEvent
 from casckpt.frontends.trainer.last_save import SaveOnSignal
 from casckpt.frontends.trainer.resumed import Resumed
-from casckpt.frontends.trainer.saves import SaveSummary
+from casckpt.frontends.trainer.saves import CheckpointEvent, SaveSummary
 from casckpt.frontends.training_state.train_state import TrainState, restore_rng, rng_state
 
 __all__ = [

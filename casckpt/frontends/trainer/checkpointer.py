@@ -18,13 +18,19 @@ from casckpt.base.text import in_one_line, listed
 from casckpt.contents.checkpoint import Checkpoint
 from casckpt.errors import CasckptError, Conflict, Damaged, InvalidInput, Refused, StorageError
 from casckpt.frontends.stores import AnyStore, advising, as_store
-from casckpt.frontends.trainer.events import CheckpointEvent, Events, of_checkpoint
-from casckpt.frontends.trainer.janitor import Janitor
-from casckpt.frontends.trainer.ownership import RunOwnership
-from casckpt.frontends.trainer.repeats import differing_keys, unsaved_labels
+from casckpt.frontends.trainer.ownership import RunOwnership, differing_keys, unsaved_labels
 from casckpt.frontends.trainer.resumed import Resumed, check_given, excuses, of_all_ranks, outcome_of
 from casckpt.frontends.trainer.run_checkpoints import RunCheckpoints, newest, newest_together
-from casckpt.frontends.trainer.saves import Failures, SaveSummary, allowed, will_repeat
+from casckpt.frontends.trainer.saves import (
+    CheckpointEvent,
+    Events,
+    Failures,
+    Janitor,
+    SaveSummary,
+    allowed,
+    of_checkpoint,
+    will_repeat,
+)
 from casckpt.frontends.trainer.settings import DueArguments, Kind, StepArguments, TrainerArguments, TrainerSettings
 from casckpt.frontends.training_state.contents import (
     OPTIM,

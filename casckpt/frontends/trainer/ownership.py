@@ -1,4 +1,4 @@
-"""Decides whether a training may continue a run, and which of the run's checkpoints its retention may remove.
+"""Decides what a training may do with a run: continue it, save a step again, and remove which of its checkpoints.
 
 A run belongs to the program that continues it. If a program has not resumed or loaded a checkpoint of a run, for
 example because somebody forgot a line, its saves and its retention must not remove what the run holds.
@@ -7,14 +7,19 @@ example because somebody forgot a line, its saves and its retention must not rem
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
+from typing import Any, Unpack
 
 from casckpt.contents.checkpoint import Checkpoint
-from casckpt.errors import CasckptError, Conflict, NotFound
+from casckpt.errors import CasckptError, Conflict, Mismatch, MissingKey, NotFound
 from casckpt.frontends.trainer.run_checkpoints import RunCheckpoints, newest
+from casckpt.frontends.trainer.settings import StepArguments
+from casckpt.frontends.training_state.contents import TRAIN
+from casckpt.frontends.training_state.proof import prove
 from casckpt.plan.retention import Rotation
-from casckpt.store.types import loaded_here, saved_here
+from casckpt.store.store import Store
+from casckpt.store.types import LoadArguments, loaded_here, saved_here
 
 log = logging.getLogger(__name__)
 
@@ -150,3 +155,33 @@ def _about(checkpoint: Checkpoint) -> str:
     """Describe a checkpoint: its step, and who saved it when."""
     who = "this program" if checkpoint.id in saved_here else "another program"
     return f"{checkpoint.run}@{checkpoint.step} (saved by {who} at {checkpoint.created_at:%Y-%m-%d %H:%M} UTC)"
+
+
+def differing_keys(
+    store: Store, saved: Checkpoint, state: Mapping[str, Any], model: Any, **given: Unpack[LoadArguments]
+) -> tuple[list[str], list[str]]:
+    """Return the keys of models and optimizers that differ from ``saved``, and of what does not count.
+
+    The train state and the options of groups, such as the learning rate, do not count: loops set them anew. Every rank
+    makes the call with the state that it would save. ``given``: the arguments of the load of ``saved``.
+    Raises the errors of `Store.compare`.
+    """
+    try:
+        proof = prove(store, saved, state, model, excused={TRAIN: "may differ"}, as_stored=True, **given)
+    except (Mismatch, MissingKey) as error:  # for example, because it was thinned
+        return list(error.keys) or ["model"], []
+    differing = sorted(proof.unproved)
+    changed = [key for key in differing if "missing" not in proof.unproved[key]]
+    minor = [key for key in changed if key.endswith(".param_groups")]
+    minor += [key for key in differing if f"{key}.".startswith(f"{TRAIN}.")]
+    return [key for key in differing if key not in minor], minor
+
+
+def unsaved_labels(store: Store, saved: Checkpoint, options: StepArguments) -> list[str]:
+    """Return in which respects the options of a save say more than ``saved``, such as ["metrics", "health mark"]."""
+    given: Mapping[str, Any] = options
+    has = {"metrics": saved.metrics, "metadata": saved.metadata or {}, "attachments": store.attachments(saved)}
+    named = {name: value.keys() for name, value in given.items() if isinstance(value, Mapping)}
+    labels = [name for name, there in has.items() if named.get(name, set[str]()) - there.keys()]
+    labels += ["health mark"] if given.get("healthy") not in (None, saved.healthy) else []
+    return [*labels, "permanence"] if saved.ephemeral and not given.get("ephemeral") else labels

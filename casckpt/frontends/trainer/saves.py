@@ -1,17 +1,22 @@
-"""The results of saves: the summary of a save, and background failures that the next save raises."""
+"""What becomes of saves: their summaries and events, failures that a later save raises, and the gc that follows."""
 
 from __future__ import annotations
 
+import json
 import logging
 import time
 from collections.abc import Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from threading import Lock
+from typing import Any, Literal, TypeAlias
 
 from casckpt.base.text import listed
 from casckpt.contents.checkpoint import Checkpoint
 from casckpt.errors import CasckptError, Conflict, InvalidInput, Revoked
 from casckpt.plan.retention import Rotation
+from casckpt.store.store import Store
 
 log = logging.getLogger(__name__)
 
@@ -118,3 +123,107 @@ class SaveSummary:
             f"saved {ckpt.run}@{ckpt.step}{kind}: blocked {self.blocked:.2f} s, durable after {self.durable:.2f} s, "
             f"{self.bytes_new / _MIB:.1f} MiB new, {self.bytes_reused / _MIB:.1f} MiB reused{gone}"
         )
+
+
+class Janitor:
+    """Runs gc in a thread, one gc at a time.
+
+    The gc does not wait for saves in progress. Blobs that these saves may need remain until the next gc.
+    """
+
+    def __init__(self, store: Store) -> None:
+        self._store = store
+        self._queue: ThreadPoolExecutor | None = None
+        self._lock = Lock()
+        self._waiting: set[str] = set()
+
+    def ask(self, run: str) -> None:
+        """Start a gc of ``run``, either now or after the current gc."""
+        with self._lock:
+            if run not in self._waiting:
+                self._waiting.add(run)
+                self._queue = self._queue or ThreadPoolExecutor(1, thread_name_prefix="casckpt-gc")
+                self._queue.submit(self._gc, run)
+
+    def _gc(self, run: str) -> None:
+        with self._lock:
+            self._waiting.remove(run)
+        try:
+            for one in self._store.gc(run=run, wait=0).refused:
+                log.warning("gc left a file of run %s: %s (owner: %s)", one.run, one.why, one.owner)
+        except CasckptError as error:
+            log.warning("gc of %s in %s failed; the next gc continues it: %s", run, self._store.url, error)
+
+    def close(self) -> None:
+        """Wait until all gcs have finished."""
+        if self._queue is not None:
+            self._queue.shutdown()
+            self._queue = None
+
+
+_event_logger = logging.getLogger("casckpt.events")
+if not _event_logger.level:  # the lines of JSON are for programs that ask for them
+    _event_logger.setLevel(logging.WARNING)
+
+EventKind: TypeAlias = Literal["saved", "failed", "skipped", "resumed", "forgotten"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class CheckpointEvent:
+    """What happened to the checkpoint of ``run`` and ``step``.
+
+    ``kind``: "saved": durable and visible. "failed": the save raised ``error``. "skipped": a due save was left out.
+    "resumed": loaded by `Checkpointer.resume` or `Checkpointer.load`. "forgotten": by retention, after a save.
+    ``checkpoint``: None for a failed or skipped save. ``reason``: why it failed or was skipped. ``figures``: numbers by
+    name. Names that end in ``_seconds`` are times, and those that begin with ``bytes_`` are sizes over all ranks
+    (``bytes_copied``: on rank 0).
+    """
+
+    kind: EventKind
+    run: str
+    step: int
+    checkpoint: Checkpoint | None = None
+    error: BaseException | None = None
+    reason: str = ""
+    figures: Mapping[str, float] = field(default_factory=dict)
+
+    def as_dict(self) -> dict[str, Any]:
+        """Return plain values by name: ``event``, ``run``, ``step``, ``id`` (or None), ``reason``, and the figures."""
+        id = None if self.checkpoint is None else self.checkpoint.id
+        named = {"event": self.kind, "run": self.run, "step": self.step, "id": id, "reason": self.reason}
+        return {**named, **self.figures}
+
+
+OnEvent: TypeAlias = Callable[[CheckpointEvent], object]
+
+
+def of_checkpoint(
+    kind: EventKind, checkpoint: Checkpoint, figures: Mapping[str, float] | None = None
+) -> CheckpointEvent:
+    """Return an event about an existing checkpoint."""
+    return CheckpointEvent(
+        kind=kind, run=checkpoint.run, step=checkpoint.step, checkpoint=checkpoint, figures=figures or {}
+    )
+
+
+class Events:
+    """Passes events to the log and to ``hook``. An error of the hook is logged once, and never raised."""
+
+    def __init__(self, hook: OnEvent | None) -> None:
+        self._hook, self._has_failed = hook, False
+
+    def emit(self, event: CheckpointEvent) -> None:
+        """Log the event as JSON on one line, and call the hook."""
+        if _event_logger.isEnabledFor(logging.INFO):
+            _event_logger.info("%s", json.dumps(event.as_dict()))
+        if self._hook is None:
+            return
+        try:
+            self._hook(event)
+        except (Exception, SystemExit):
+            if not self._has_failed:
+                self._has_failed = True
+                _event_logger.exception(
+                    "on_event failed for the event %r of %s@%d. The checkpoint is not affected. Fix the function; "
+                    "further errors are not logged", event.kind, event.run, event.step,
+                )  # fmt: skip

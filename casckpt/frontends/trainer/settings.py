@@ -9,7 +9,7 @@ from typing import Any, Literal, TypeAlias, TypedDict
 
 from casckpt.base.names import check_run, check_step
 from casckpt.errors import InvalidInput
-from casckpt.frontends.trainer.events import OnEvent
+from casckpt.frontends.trainer.saves import OnEvent
 from casckpt.plan.retention import Policy, Rotation, thinning_of
 from casckpt.store.types import Metrics, Owners, StateArguments, StateOptions
 

@@ -6,9 +6,11 @@ from datetime import timedelta
 from pathlib import Path
 
 import pytest
+import torch
 
 import casckpt
 from casckpt.errors import InvalidInput, NotFound
+from casckpt.repository import blob_cache
 from tests.cli.conftest import AsJson, Run
 
 UNSET = {
@@ -105,3 +107,30 @@ def test_reindex_fails_without_a_location_for_the_catalogue(saved: Path, tmp_pat
     (tmp_path / "file").touch()
     said = run("reindex", saved, "--cache-dir", tmp_path / "file" / "below", status=1).stderr
     assert "casckpt cannot write" in said.splitlines()[-1]
+
+
+def test_the_caches_of_this_host_are_shown_and_cleared(
+    tmp_path: Path, as_json: AsJson, run: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(blob_cache, "MEMORY", tmp_path)
+    state = {"w": torch.arange(10_000)}
+    store = casckpt.open(tmp_path / "store", cache_saves=True)
+    store.save(state, step=1)
+    disk = tmp_path / "disk"
+    casckpt.open(tmp_path / "store", cache_dir=disk).pre_download("latest")
+    shown = as_json("cache", disk)
+    assert [row["folder"] for row in shown] == [str(disk), str(store.repository.blob_cache.root)]
+    assert [row["blobs"] for row in shown] == [1, 1]
+    assert shown[0]["bytes"] == shown[1]["bytes"] > 80_000
+    assert str(disk) in run("cache", disk).stdout
+    assert as_json("cache", disk, "--clear") == shown
+    assert [row["bytes"] for row in as_json("cache", disk)] == [0, 0]
+    assert store.read("latest")["w"].equal(state["w"])
+
+
+def test_a_cache_that_cannot_be_read_is_reported(
+    tmp_path: Path, as_json: AsJson, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(blob_cache, "MEMORY", tmp_path)
+    (tmp_path / "blobs").write_text("a file where a folder should be")
+    assert as_json("cache", tmp_path, status=1)["error"]["kind"] == "storage"

@@ -6,7 +6,7 @@ import pytest
 
 pytest.importorskip("uvicorn", reason="needs casckpt[serve]")
 from casckpt.frontends.serve.answers import one_line
-from casckpt.frontends.serve.names import commit_of
+from casckpt.frontends.serve.hub import commit_of
 from casckpt.store.store import Store
 from tests.support.serving import Served
 

@@ -23,7 +23,7 @@ pytest.importorskip("uvicorn", reason="needs casckpt[serve]")
 pytest.importorskip("transformers", reason="needs casckpt[transformers]")
 
 import casckpt
-from casckpt.frontends.serve.names import commit_of, repo_of
+from casckpt.frontends.serve.hub import commit_of, repo_of
 from casckpt.saving.options import Compress
 from tests.support import servers
 from tests.support.hub import gpt2, trained

@@ -6,25 +6,31 @@ import asyncio
 import http.client
 import logging
 import socket
+import threading
 import time
-from contextlib import ExitStack, closing
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, closing, contextmanager
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
+from unittest.mock import MagicMock, Mock, patch
 
 import pytest
 import torch
 
-pytest.importorskip("uvicorn", reason="needs casckpt[serve]")
 import casckpt
-from casckpt.errors import StorageError
-from casckpt.frontends.serve import leases, sending
+from casckpt.contents.checkpoint import Checkpoint
+from casckpt.errors import CasckptError, NotFound, StorageError
+from casckpt.frontends.serve import sending, server
 from casckpt.frontends.serve.folders import FileSpan, ServedFolders
-from casckpt.frontends.serve.names import commit_of
-from casckpt.frontends.serve.sending import RangeReader, RangeResponse, Window
+from casckpt.frontends.serve.hub import commit_of
+from casckpt.frontends.serve.sending import _MOST_IDLE, Leases, RangeReader, RangeResponse, Window
 from casckpt.store.store import Store
-from tests.support.saves import blob_keys, flip, small_folder
+from tests.support.saves import blob_keys, flip, small, small_folder
 from tests.support.serving import serving
+
+pytest.importorskip("uvicorn", reason="needs casckpt[serve]")
+
 
 WEIGHTS = "/sft/resolve/main/model.safetensors"
 
@@ -126,7 +132,7 @@ def test_a_server_without_leases_warns_once(
         raise StorageError("access denied")
 
     monkeypatch.setattr(Store, "lease", refuse)
-    monkeypatch.setattr(leases, "LINGER_SECONDS", 0.0)
+    monkeypatch.setattr(sending, "LINGER_SECONDS", 0.0)
     with serving(small_store) as served:
         for _ in range(3):
             assert served.get(WEIGHTS).status == 200
@@ -172,45 +178,23 @@ def test_a_window_needed_by_several_clients_is_read_once(tmp_path: Path, monkeyp
 # clients that misbehave
 
 
-def test_a_client_that_does_not_read_is_disconnected(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_clients_that_do_not_read_hold_windows_only_until_they_are_disconnected(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO)
+    monkeypatch.setattr(server, "STUCK_SECONDS", 0.5)
     store = casckpt.open(tmp_path / "store")
     store.save({"model": {"w": torch.zeros(16 << 20)}}, run="sft", step=1)
-    with serving(store, guard={"slow_seconds": 0.5}) as served:
+    with serving(store) as served:
         with ExitStack() as held:
             for _ in range(sending.WINDOWS + 4):
                 raw = held.enter_context(socket.create_connection(("127.0.0.1", served.port)))
                 raw.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
                 raw.sendall(b"GET " + weights_of(store).encode() + b" HTTP/1.1\r\nHost: localhost\r\n\r\n")
             assert len(served.body(WEIGHTS)) > 60 << 20  # other clients are not delayed for long
-            while len([one for one in caplog.records if "stopped reading" in one.message]) < sending.WINDOWS + 4:
+            while len([one for one in caplog.records if "disconnected after" in one.message]) < sending.WINDOWS + 4:
                 time.sleep(0.05)
         assert served.get("/").status == 200
-
-
-@pytest.mark.parametrize("at", ["http.response.start", "the end"])
-def test_a_client_that_reads_neither_the_start_nor_the_end_is_disconnected(tmp_path: Path, at: str) -> None:
-    store = casckpt.open(tmp_path / "store")
-    store.save({"model": {"w": torch.arange(1000)}}, run="sft", step=1)
-    folders = ServedFolders(store, None, 1 << 30)
-    folder = folders.of(store.get("sft@1"))
-    file = folder.files["model.safetensors"]
-
-    async def never(*_: object) -> Any:
-        return await asyncio.get_running_loop().create_future()
-
-    async def send(message: Any) -> None:
-        is_end = message["type"] == "http.response.body" and not message["more_body"]
-        if at == ("the end" if is_end else message["type"]):
-            await never()
-
-    async def run() -> None:
-        desk = sending.Desk(store, folders, slow_seconds=0.1)
-        await asyncio.wait_for(RangeResponse(desk, folder, file, FileSpan(0, file.nbytes), {})({}, never, send), 20)
-        assert not desk.windows
-        assert len(desk.buffers._free) == 1
-        desk.close()
-
-    asyncio.run(run())
 
 
 def test_a_client_that_disconnects_ends_its_response(
@@ -226,3 +210,137 @@ def test_a_client_that_disconnects_ends_its_response(
         raw.close()
         while not any("the client disconnected" in one.message for one in caplog.records):
             time.sleep(0.05)
+
+
+@pytest.fixture
+def taken(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Replace leases with a record of the steps that have one."""
+    found = list[int]()
+
+    @contextmanager
+    def lease(_: Store, checkpoint: Checkpoint, **__: Any) -> Iterator[None]:
+        found.append(checkpoint.step)
+        yield
+        found.remove(checkpoint.step)
+
+    monkeypatch.setattr(Store, "lease", lease)
+    return found
+
+
+def saved(count: int) -> tuple[Store, list[Checkpoint]]:
+    store = small()
+    for step in range(count):
+        store.save({"w": torch.ones(1)}, step=step)
+    return store, store.checkpoints()
+
+
+def test_the_number_of_idle_leases_is_limited(taken: list[int]) -> None:
+    store, found = saved(_MOST_IDLE + 4)
+    leases = Leases(store)
+    with leases.hold(found[0]):
+        for one in (*found[1:], found[2]):
+            with leases.hold(one):
+                assert one.step in taken
+        assert sorted(taken) == [0, 2, *range(5, _MOST_IDLE + 4)]
+    leases.close()
+    assert not taken
+
+
+def test_a_lease_acquired_during_shutdown_is_ended(taken: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
+    store, (one,) = saved(1)
+    leases, lease = Leases(store), Store.lease
+
+    @contextmanager
+    def at_the_end(*args: Any, **options: Any) -> Iterator[Checkpoint]:
+        leases.close()
+        with lease(*args, **options) as held:
+            yield held
+
+    monkeypatch.setattr(Store, "lease", at_the_end)
+    with leases.hold(one):
+        pass
+    assert not taken
+
+
+class Timer:
+    """A timer that the test fires manually."""
+
+    made: ClassVar[list[Timer]] = []
+
+    def __init__(self, seconds: float, call: Callable[..., None], args: tuple[Any, ...]) -> None:
+        self.seconds, self.fire = seconds, partial(call, *args)
+        self.daemon = self.is_on = False
+        self.made.append(self)
+
+    def start(self) -> None:
+        self.is_on = True
+
+    def cancel(self) -> None:
+        self.is_on = False
+
+
+@pytest.fixture
+def timers(monkeypatch: pytest.MonkeyPatch) -> list[Timer]:
+    monkeypatch.setattr(Timer, "made", found := list[Timer]())
+    monkeypatch.setattr(threading, "Timer", Timer)
+    return found
+
+
+def test_a_lease_remains_for_a_while_after_its_last_user(taken: list[int], timers: list[Timer]) -> None:
+    store, (one,) = saved(1)
+    leases = Leases(store)
+    with leases.hold(one):
+        with leases.hold(one):
+            assert taken == [0]
+        assert timers == []
+    assert (timers[0].seconds, timers[0].daemon, timers[0].is_on, taken) == (sending.LINGER_SECONDS, True, True, [0])
+    with leases.hold(one):
+        assert not timers[0].is_on
+        timers[0].fire()  # it had just fired
+        assert taken == [0]
+    timers[1].fire()
+    assert taken == []
+    with leases.hold(one):
+        timers[1].fire()
+        assert taken == [0]
+    leases.close()
+    assert taken == []
+    assert not timers[2].is_on
+
+
+def test_simultaneous_requests_for_a_checkpoint_share_a_lease(taken: list[int], timers: list[Timer]) -> None:
+    store, (one,) = saved(1)
+    leases, lease, start = Leases(store), Store.lease, Timer.start
+
+    def taking(*args: Any, **options: Any) -> Any:
+        assert leases._held[one.id].lock.locked()
+        assert not leases._lock.locked(), "other clients must be served in the meantime"
+        return lease(*args, **options)
+
+    def starting(timer: Timer) -> None:
+        assert leases._lock.locked()
+        start(timer)
+
+    with patch.object(Store, "lease", taking), patch.object(Timer, "start", starting), leases.hold(one):
+        pass
+    with patch.object(leases, "_lock", MagicMock()) as lock:
+        leases.close()
+    lock.__enter__.assert_called_once_with()
+    assert taken == []
+
+
+def test_failures_to_acquire_leases_are_logged_once(
+    timers: list[Timer], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    store, found = saved(3)
+    errors: list[CasckptError] = [StorageError("only reads"), NotFound("purged"), StorageError("only reads")]
+    monkeypatch.setattr(Store, "lease", Mock(side_effect=errors))
+    leases = Leases(store)
+    with caplog.at_level(logging.DEBUG, "casckpt"):
+        for one in found:
+            with leases.hold(one):
+                pass
+    said = [(one.levelname, one.getMessage()) for one in caplog.records if "lease" in one.getMessage()]
+    assert [level for level, _ in said] == ["WARNING", "INFO", "DEBUG"]
+    assert "cannot acquire a lease, so a gc may delete data that is being sent: only reads" in said[0][1]
+    assert "is sent without a lease: purged" in said[1][1]

@@ -17,8 +17,7 @@ import torch
 pytest.importorskip("uvicorn", reason="needs casckpt[serve]")
 import casckpt
 from casckpt.frontends.serve import server
-from casckpt.frontends.serve.hub import Hub
-from casckpt.frontends.serve.names import commit_of
+from casckpt.frontends.serve.hub import Hub, commit_of
 from casckpt.store.store import Store
 from tests.support.serving import Served, serving, serving_process
 
@@ -94,16 +93,23 @@ def test_an_incomplete_request_times_out(small_store: Store, monkeypatch: pytest
             assert b"200" not in raw.recv(100)
 
 
-def test_a_server_handles_10_000_idle_connections(tmp_path: Path) -> None:
-    store = casckpt.open(tmp_path / "store")
-    store.save({"model": {"w": torch.arange(200_000)}}, run="sft", step=1)
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    many = min(10_000, hard - 1000)
-    with serving_process(store.url) as (served, _), ExitStack() as held:
-        resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, many + 900), hard))
-        held.callback(resource.setrlimit, resource.RLIMIT_NOFILE, (soft, hard))
-        for number in range(many):
-            held.enter_context(socket.create_connection(("127.0.0.1", served.port)))
-            if number % 1000 == 999:
-                assert len(served.body(WEIGHTS)) > 1_600_000
-        assert served.get("/").status == 200
+def test_a_server_with_too_many_connections_closes_new_ones(
+    small_store: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(server, "MAX_CONNECTIONS", 3)
+    with serving(small_store) as served:
+        with ExitStack() as held:
+            for _ in range(3):
+                held.enter_context(socket.create_connection(("127.0.0.1", served.port)))
+            more = held.enter_context(socket.create_connection(("127.0.0.1", served.port), timeout=20))
+            with suppress(ConnectionResetError):
+                assert more.recv(1) == b""
+        while True:
+            with suppress(ConnectionResetError, http.client.RemoteDisconnected):
+                assert served.get("/").status == 200
+                return
+
+
+def test_connections_leave_file_descriptors_to_the_store(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(resource, "getrlimit", lambda _: (400, 400))
+    assert server._most_connections() == 100
