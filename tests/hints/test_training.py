@@ -275,7 +275,7 @@ def test_optimizer_state_can_be_loaded_through_the_optimizer(store: Store, model
     trained = stepped(model)
     store.save({"model": model.state_dict(), "adam": trained.state_dict()}, step=1)
     fresh = Two()
-    with messages.log() as advice:
+    with messages.log("INFO") as advice:
         store.load({"model": fresh.state_dict(), "adam": stepped(fresh).state_dict()}, "default@1")
     new = SGD(fresh.parameters())
     state = {"model": fresh.state_dict(), "adam": stepped(Two()).state_dict()}

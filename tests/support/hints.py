@@ -51,8 +51,8 @@ _ADVICE: Final = tuple(
     )
 )
 _LOGS: Final = re.compile(r"(?:_?log\w*|warnings)\.(?:warn|warning|error)\b")
-_PAGES: Final = ("frontends/report/", "frontends/serve/app.py")
-"""Marks HTML, which is not a message."""
+_PAGES: Final = ("frontends/report/", "frontends/serve/app.py:page_of", "frontends/serve/app.py:_run")
+"""Where texts are HTML, and not messages."""
 
 Test = TypeVar("Test", bound=Callable[..., None])
 
@@ -81,11 +81,12 @@ def hints_in(module: str, source: str) -> Iterator[Hint]:
     """Return the hints of a module. `HOLE` replaces each value in a text. Nested texts follow in parentheses."""
     for statement, function in _statements(ast.parse(source), ()):
         kind = _kind(statement)
-        if kind == "part" and module.startswith(_PAGES):
+        where = f"{module}:{'.'.join(function)}"
+        if kind == "part" and where.startswith(_PAGES):
             continue
         for text in _texts(statement):
             if is_advice(text):
-                yield Hint(f"{module}:{'.'.join(function)}", text, kind)
+                yield Hint(where, text, kind)
 
 
 def is_advice(text: str) -> bool:
@@ -232,11 +233,11 @@ class Messages:
         self._take(advice, set(_passed(caught.value)))
 
     @contextmanager
-    def log(self) -> Iterator[Advice]:
-        """Catch a warning or error that the block logs."""
+    def log(self, level: str = "WARNING") -> Iterator[Advice]:
+        """Catch what the block logs, from ``level`` on."""
         advice = Advice()
         self._caplog.clear()
-        with self._caplog.at_level("WARNING"):
+        with self._caplog.at_level(level):
             yield advice
         advice.message = "\n".join(record.getMessage() for record in self._caplog.records)
         self._take(advice)
