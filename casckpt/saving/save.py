@@ -39,7 +39,7 @@ def save(
     Calls ``prepare`` once, inside an exchange, so that an error reaches all ranks. If gc revokes the save, this
     retries it once, without reuse. Raises Conflict if the step exists.
     """
-    progress, once, reuse = telling(ranks, Progress(options.progress)), cache(prepare), True
+    progress, once, reuse = Progress(options.progress), cache(prepare), True
     while True:
         mine = _OwnState(repo, ranks, memory, once, options)
         leader = Leader(repo, ranks.size, memory, options, reuse=reuse, last=mine.last)  # used on rank 0 only
@@ -47,7 +47,9 @@ def save(
             with leader.aborting():
                 begun = ranks.exchange(mine.request, leader.begin)  # begins the transaction, then reads the parent
                 offer = mine.follow(_planned(ranks, leader, mine)) if begun.offer is None else begun.offer
-                write = partial(mine.write, begun, offer, progress)  # finds or stores every cell, durably
+                write = partial(
+                    mine.write, begun, offer, telling(ranks, progress)
+                )  # finds or stores every cell, durably
                 record, worn = ranks.exchange(write, leader.finish)  # merges the shares, puts the manifest, commits
             mine.remember(record, worn)
             return just_committed(record)

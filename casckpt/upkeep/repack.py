@@ -109,7 +109,8 @@ class Recoding:
 
         def exclude(lost: Collection[BlobRef]) -> None:
             known.exclude(lost)
-            for digest in [digest for digest, at in places.items() if at.ref in lost]:
+            gone = set(lost)
+            for digest in [digest for digest, at in places.items() if at.ref in gone]:
                 del places[digest]
 
         blobs.store(self.target, self.uploader, place, lambda _: (at.ref for at in places.values()), exclude)
