@@ -47,9 +47,8 @@ def save(
             with leader.aborting():
                 begun = ranks.exchange(mine.request, leader.begin)  # begins the transaction, then reads the parent
                 offer = mine.follow(_planned(ranks, leader, mine)) if begun.offer is None else begun.offer
-                write = partial(
-                    mine.write, begun, offer, telling(ranks, progress)
-                )  # finds or stores every cell, durably
+                # every rank finds or stores each of its cells, durably
+                write = partial(mine.write, begun, offer, telling(ranks, progress))
                 record, worn = ranks.exchange(write, leader.finish)  # merges the shares, puts the manifest, commits
             mine.remember(record, worn)
             return just_committed(record)
