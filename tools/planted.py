@@ -1069,9 +1069,9 @@ PLANTED = (
         "tests/format/sections/test_tables.py",
     ),
     Planted(
-        "the names of new blobs are not made durable",
-        "store",
-        "    repo.storage.settle(uploader_folder(txid))\n",
+        "a copy does not make the names of its blobs durable",
+        "_Copy._copy_blobs",
+        "        self.target.storage.settle(uploader_folder(self.txid))\n",
         "",
         "tests/upkeep/copies/test_replication.py",
     ),

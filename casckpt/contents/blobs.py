@@ -10,7 +10,7 @@ from typing import TypeVar
 
 from casckpt.base.parallel import in_parallel
 from casckpt.errors import CasckptError, Conflict, Revoked, StorageError
-from casckpt.format.keys import blob_key, commit_key, damaged_key, parse_damaged, parse_object, uploader_folder
+from casckpt.format.keys import blob_key, commit_key, damaged_key, parse_damaged, parse_object
 from casckpt.format.names import BlobHash, TxId
 from casckpt.format.records import DamageRecord
 from casckpt.format.sections.blobs import BlobRef
@@ -81,10 +81,11 @@ def store(
     reused: Callable[[_Placed], Iterable[BlobRef]],
     exclude: Callable[[Collection[BlobRef]], None],
 ) -> _Placed:
-    """Call ``place`` until every blob that its result reuses exists. Return this result; the new blobs are durable.
+    """Call ``place`` until every blob that its result reuses exists, and return this result.
 
     ``place``: stores in transaction ``txid`` whatever has no place yet. ``reused``: returns the blobs that a result
-    names. ``exclude``: stops the reuse of lost blobs, and takes their contents out of their places.
+    names. ``exclude``: stops the reuse of lost blobs, and takes their contents out of their places. The names of new
+    blobs are durable after a `settle`.
 
     Raises `Revoked` if gc has revoked the transaction and may have deleted blobs. Raises `StorageError`.
     """
@@ -98,7 +99,6 @@ def store(
     if repo.cache_saves:
         for ref in refs:
             repo.blob_cache.touch(ref)
-    repo.storage.settle(uploader_folder(txid))
     return placed
 
 

@@ -13,6 +13,7 @@ from casckpt.base.progress import Progress
 from casckpt.contents import blobs
 from casckpt.format.blob_writer import LEAF_BYTES
 from casckpt.format.encodings.frames import MIN_CELL
+from casckpt.format.keys import uploader_folder
 from casckpt.format.manifest import Attachment, ObjectEntry
 from casckpt.format.names import TxId
 from casckpt.format.sections.blobs import BlobRef
@@ -73,6 +74,8 @@ def write_part(
             if coder is not None:
                 coder.expect(each.sources, work)
             places = blobs.store(repo, txid, partial(upload.place, work), partial(_reused, known), known.exclude)
+            if any(upload.written):
+                repo.storage.settle(uploader_folder(txid))
             shares.append(share_of(each, work, places, known=known, written=upload.written, cell_bytes=cell_bytes))
             objects += each.objects
             attachments += each.attachments

@@ -28,7 +28,7 @@ from casckpt.format.digest import cell_digest
 from casckpt.format.dtypes import FLOATS, coded_width
 from casckpt.format.encodings.frames import decodes, encode_planes
 from casckpt.format.extents import ExtentTable, Frame, StoredCell, build, moved
-from casckpt.format.keys import blob_key
+from casckpt.format.keys import blob_key, uploader_folder
 from casckpt.format.manifest import Encoded, Manifest, placed
 from casckpt.format.names import BlobHash, CellDigest, TxId
 from casckpt.format.sections.blobs import BlobList, BlobRef, encode_blobs
@@ -114,6 +114,7 @@ class Recoding:
                 del places[digest]
 
         blobs.store(self.target, self.uploader, place, lambda _: (at.ref for at in places.values()), exclude)
+        self.target.storage.settle(uploader_folder(self.uploader))
         stored = sum(cell.nbytes for cell in cells if places[cell.digest].ref.uploader == self.uploader)
         self.progress(max(0, sum(self.manifest.blob_sizes[number] for number in self.moving) - stored))
         return self._placed(places)

@@ -321,6 +321,7 @@ class _Copy:
                 del self.places[ref.hash]
 
         blobs.store(self.target, self.txid, place, lambda _: self.places.values(), exclude)
+        self.target.storage.settle(uploader_folder(self.txid))
 
     def _uploaded(self) -> dict[str, int]:
         """Return the sizes by key of the objects that this transaction's processes have already uploaded."""

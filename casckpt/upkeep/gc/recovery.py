@@ -17,7 +17,7 @@ from collections.abc import Collection, Iterable, Iterator
 from contextlib import suppress
 from dataclasses import replace
 
-from casckpt.base.groups import in_batches
+from casckpt.base.groups import grouped, in_batches
 from casckpt.base.parallel import in_parallel
 from casckpt.contents.signatures import list_signatures
 from casckpt.errors import Conflict, StorageError
@@ -63,7 +63,7 @@ def settle(repo: Repository, seconds: float, refused: list[StorageError]) -> Com
             log.warning("%s was thinned by a process that died, although it has a tag; gc restores it", commit)
             with suppress(Conflict):  # another process restored it first
                 bring_back(repo, commit.at(commit.current or commit.places), commit.places)
-        for run in _hashes(repo, listed):
+        for run, saved in sorted(_by_run(repo, listed).items()):
             look(repo, run)
             known = read_back(repo, run)
             for number in sorted(known.unreadable):
@@ -74,7 +74,7 @@ def settle(repo: Repository, seconds: float, refused: list[StorageError]) -> Com
                 elif repo.storage.size(transaction_key(txid)) is None:
                     # otherwise, gc revokes the transaction if it shows no sign of life
                     revoke(repo, txid, "announced but never committed")
-            if missing := list(_unannounced(known, listed, run)):
+            if missing := _unannounced(known, saved):
                 log.warning("%d commits of run %s were not announced; runs/ was incomplete", len(missing), run)
                 announce(repo, [(txid, 0) for txid in missing])
             remove_over(repo, run, listed.over)
@@ -131,16 +131,18 @@ def faults(repo: Repository, listed: CommitList, *, anew: bool) -> list[tuple[st
     """
     problems: list[tuple[str, str]] = []
     reader = repo.fresh()
-    for run in _hashes(repo, listed):
+    for run, saved in sorted(_by_run(repo, listed).items()):
         look(reader, run, anew=anew)
         known = read_back(reader, run)
         problems += [(announcement_key(run, number), _UNREADABLE) for number in sorted(known.unreadable)]
-        problems += [(commit_key(txid), _UNANNOUNCED) for txid in _unannounced(known, listed, run)]
+        problems += [(commit_key(txid), _UNANNOUNCED) for txid in _unannounced(known, saved)]
     return problems
 
 
-def _hashes(repo: Repository, listed: CommitList) -> list[str]:
-    return sorted({parse_txid(txid).run_hash for txid in listed.commits} | set(runs(repo)))
+def _by_run(repo: Repository, listed: CommitList) -> dict[str, list[TxId]]:
+    """Return the transactions with a commit, by the hash of their run, also for runs that only have announcements."""
+    saved = (txid for txid, one in listed.commits.items() if one.last != "revoked")
+    return {run: [] for run in runs(repo)} | grouped(saved, lambda txid: parse_txid(txid).run_hash)
 
 
 def _undecided(known: RunCache, listed: CommitList, since: int) -> Iterator[tuple[TxId, int]]:
@@ -153,6 +155,5 @@ def _undecided(known: RunCache, listed: CommitList, since: int) -> Iterator[tupl
                 yield txid, number
 
 
-def _unannounced(known: RunCache, listed: CommitList, run: str) -> list[TxId]:
-    every = (txid for txid, one in listed.commits.items() if one.last != "revoked")
-    return [txid for txid in every if parse_txid(txid).run_hash == run and txid not in known.announced]
+def _unannounced(known: RunCache, saved: Iterable[TxId]) -> list[TxId]:
+    return [txid for txid in saved if txid not in known.announced]
