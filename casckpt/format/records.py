@@ -22,8 +22,10 @@ from casckpt.format.metrics import Stored, check_metrics
 from casckpt.format.names import BlobHash, ManifestId, TxId
 
 FORMAT_VERSION = 1
-KNOWN_FEATURES = frozenset({"history-2"})
-"""The names in `Marker.features`. Every store has all of them."""
+FINAL = "history-2"
+"""The feature that every store of the final format has."""
+KNOWN_FEATURES = frozenset({FINAL})
+"""The names in `Marker.features` that this version knows. New stores have all of them, earlier ones need not."""
 KNOWN_REQUIREMENTS: frozenset[str] = frozenset()
 """The names in `Settings.requires` that this version knows. There are none yet."""
 HASH = "blake3"
@@ -489,7 +491,7 @@ def decode_marker(data: bytes) -> Marker:
             f"this store has format {marker.format} with features {unknown}, but this version of casckpt reads "
             f"format {FORMAT_VERSION}. Upgrade casckpt to use the store"
         )
-    if KNOWN_FEATURES - set(marker.features):
+    if FINAL not in marker.features:
         raise Refused(
             "this store is in a format from before the first release of casckpt: read it with the version that wrote "
             "it, and save its checkpoints into a new store"

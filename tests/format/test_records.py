@@ -244,6 +244,11 @@ def test_a_marker_outside_the_limits_is_rejected(change: dict[str, Any], error: 
         decode_marker(encode_marker(changed(MARKER, **change)))
 
 
+def test_a_later_version_with_more_features_reads_earlier_stores(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(records, "KNOWN_FEATURES", records.KNOWN_FEATURES | {"encrypted"})
+    assert decode_marker(encode_marker(MARKER)) == MARKER
+
+
 @given(st.binary(max_size=60))
 def test_bytes_that_are_not_a_valid_marker_are_rejected(data: bytes) -> None:
     with pytest.raises((Damaged, Refused)):
