@@ -191,10 +191,10 @@ class Store:
         Every rank calls this method with its own shards, regardless of the ranks and shards that saved the checkpoint.
         Objects are loaded whole: modules and optimizers first, then others, and random number generators last. A new
         optimizer's empty state_dict receives new tensors, which you pass to `load_state_dict`; casckpt logs this at
-        level INFO. Keys that ``state`` does not have are skipped: ``unread_subtrees`` lists whole containers
-        that no rank read, and a log entry per run these, single keys, and other ranks' values. If no tensor would be
-        filled, or more than a tenth have different names in the checkpoint, MissingKey shows the ``rename`` that would
-        fill them, even without ``strict``. If fewer do, the log says how many.
+        level INFO. Keys that ``state`` does not have are skipped: ``unread_subtrees`` lists whole containers that no
+        rank read, and a log entry per run these, single keys, and other ranks' values. If no tensor would be filled, or
+        more than a tenth have different names in the checkpoint, MissingKey shows the ``rename`` that would fill them,
+        even without ``strict``. If fewer do, the log says how many.
 
         - ``strict`` (default): the checkpoint must have every key of ``state``. If False, missing keys keep their
           values and are listed in ``missing_keys``. A tensor that shares memory with a loaded one does not count as

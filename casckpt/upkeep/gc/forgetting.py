@@ -216,8 +216,7 @@ def rotate(repo: Repository, run: str, rotation: Rotation, among: Container[str]
     ``among``: the ids of the only checkpoints that may go; the rules count no others. None for all. Exactly one process
     must call this. The next gc frees the space. If the store's settings have a minimum age, gc purges the checkpoints
     instead. Checkpoints that are not yet safe in the mirror, or whose log has a record that cannot be read, are kept. A
-    tag that is set in the meantime counts.
-    Raises Damaged or Refused if a tag cannot be read, and StorageError.
+    tag that is set in the meantime counts. Raises Damaged or Refused if a tag cannot be read, and StorageError.
     """
     if rotation.is_empty:
         return []
