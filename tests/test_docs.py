@@ -294,7 +294,7 @@ def test_the_glossary_is_short_and_each_word_has_a_module() -> None:
     rows = re.findall(r"^\| \*\*([\w ]+)\*\* \| .* \| `([\w.]+)` \|$", page, re.MULTILINE)
     words = [word for word, _ in rows]
     assert len(words) == len(set(words))
-    assert 30 < len(words) <= 42
+    assert 30 < len(words) <= 36
     assert [home for _, home in rows if find_spec(home) is None] == []
 
 
