@@ -113,6 +113,10 @@ class Bench:
         self.rows += rows
         return rows
 
+    def ours(self) -> list[type[Peer]]:
+        """Return casckpt, and with ``--before`` the earlier tree, for work that no other peer does."""
+        return [Casckpt, *([Before] if self.options.before else [])]
+
     def peers(self, work: str, *, ours: type[Peer] = Casckpt) -> Iterator[tuple[type[Peer], Setting]]:
         """Return casckpt and every peer that supports ``work``, with each setting to try."""
         for peer in (ours, *self.options.peers):

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 from benchmarks.harness import Case
 from benchmarks.measure import Measured
+from benchmarks.peers.base import Peer
+from benchmarks.peers.ours import Casckpt
 from benchmarks.results import OURS, Check, Row, ScenarioResult, over
 from benchmarks.scenarios.base import Bench, Options
 from benchmarks.scenarios.loading import COLD, WARM
@@ -33,20 +37,23 @@ def merge(options: Options) -> ScenarioResult:
 
 
 def _measured(bench: Bench, dtype: str) -> list[Row]:
-    folder, team, usual = bench.place(), bench.team(), bench.options.size_or(_USUAL)
-    nbytes = team.call("merging:make", folder=folder, dtype=dtype, nbytes=usual, count=_COUNT)[0]
+    usual, folders = bench.options.size_or(_USUAL), {peer: bench.place() for peer in bench.ours()}
+    job = {"dtype": dtype, "nbytes": usual, "count": _COUNT}
     try:
-        return bench.run([case for cache in (WARM, COLD) for case in _cases(bench, folder, dtype, cache, nbytes)])
+        made = [bench.team(peer.environment).call("merging:make", folder=at, **job) for peer, at in folders.items()]
+        caches = (WARM, COLD)
+        return bench.run([case for cache in caches for case in _cases(bench, folders, dtype, cache, made[0][0])])
     finally:
-        team.call("storing:delete", folder=folder)
+        for folder in folders.values():
+            bench.team().call("storing:delete", folder=folder)
 
 
-def _cases(bench: Bench, folder: str, dtype: str, cache: str, nbytes: int) -> list[Case]:
-    def mean(_: int) -> Measured:
-        return bench.team().measure("merging:mean", folder=folder, cache=cache)
+def _cases(bench: Bench, folders: dict[type[Peer], str], dtype: str, cache: str, nbytes: int) -> list[Case]:
+    def mean(peer: type[Peer], _: int) -> Measured:
+        return bench.team(peer.environment).measure("merging:mean", folder=folders[peer], cache=cache)
 
-    group, files = f"{dtype}, {cache}", {"folder": folder, "cache": cache, "size": nbytes}
+    group, files = f"{dtype}, {cache}", {"folder": folders[Casckpt], "cache": cache, "size": nbytes}
     return [
-        Case(Row(group, OURS, "", nbytes), mean, ours=True),
+        *(Case(Row(group, peer.name, "", nbytes), partial(mean, peer), ours=peer is Casckpt) for peer in folders),
         bench.limit(_LIMIT, "", "limits:read_and_write", group=group, nbytes=nbytes, **files),
     ]

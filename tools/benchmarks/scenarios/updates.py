@@ -8,6 +8,7 @@ from typing import Any
 
 from benchmarks.harness import Case, Enough
 from benchmarks.measure import Measured
+from benchmarks.peers.base import Peer
 from benchmarks.results import OURS, Check, Row, ScenarioResult, over
 from benchmarks.scenarios.base import Bench, Options
 
@@ -21,33 +22,35 @@ def update(options: Options) -> ScenarioResult:
     """Save each version with ``compress="auto"``, update to it by one step, and load it. Compare all bytes."""
     with Bench(options) as bench:
         name = "quick" if options.quick else "rl"
-        bench.team().call("deltas:make", folder=str(options.traces), name=name)
+        for peer in bench.ours():
+            bench.team(peer.environment).call("deltas:make", folder=str(options.traces), name=name)
         steps, nbytes = _FEW if options.quick else _STEPS, options.size_or(_GIB)
         rows = bench.run(
-            [case for where, rate in _PLACES.items()
-             for case in _cases(bench, where, name=name, nbytes=nbytes, steps=steps, rate=rate)],
+            [case for where, rate in _PLACES.items() for peer in bench.ours()
+             for case in _cases(bench, peer, where, name=name, nbytes=nbytes, steps=steps, rate=rate)],
             warm_up=0,
         )  # fmt: skip
         return bench.result("update", "From one version of RL to the next", list(_checks(rows)), "durable", steps=steps)
 
 
-def _cases(bench: Bench, where: str, *, nbytes: int, **arguments: Any) -> Iterator[Case]:
+def _cases(bench: Bench, peer: type[Peer], where: str, *, nbytes: int, **arguments: Any) -> Iterator[Case]:
     """Return the cases. The first case performs all the work, and the others report its results."""
+    team = bench.team(peer.environment)
 
     def run(what: str, number: int) -> Measured:
         if number:
             raise Enough
         if what != _ONE:
-            return bench.team().measure("updates:found", what=what)
+            return team.measure("updates:found", what=what)
         traces = str(bench.options.traces)
-        return bench.team().measure("updates:follow", folder=traces, place=bench.place(), nbytes=nbytes, **arguments)
+        return team.measure("updates:follow", folder=traces, place=bench.place(), nbytes=nbytes, **arguments)
 
     for what in _MOVES:
-        yield Case(Row(where, OURS, what, nbytes), partial(run, what), ours=True)
+        yield Case(Row(where, peer.name, what, nbytes), partial(run, what), ours=peer.name == OURS)
 
 
 def _checks(rows: list[Row]) -> Iterator[Check]:
-    found = {(row.group, row.what): row for row in rows}
+    found = {(row.group, row.what): row for row in rows if row.who == OURS}
     for where, rate in _PLACES.items():
         one, whole, least = (found[where, what] for what in (_ONE, _ALL, _LEAST))
         if rate:  # a folder does not distinguish blobs
