@@ -8,7 +8,7 @@ each expert as a view of the fused parameter, so the view shows the position of 
 from __future__ import annotations
 
 import re
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, TypeAlias
 
@@ -223,9 +223,7 @@ def _patterns(parts: Parts) -> dict[str, Mapping[str, Index]]:
     alike = defaultdict[tuple[Any, ...], list[str]](list)
     for name, of in parts.items():
         alike[_NUMBER.sub("#", name), tuple((_NUMBER.sub("#", saved), index) for saved, index in of.items())] += [name]
-    counts = defaultdict[str, int](int)
-    for shape, _ in alike:
-        counts[shape] += 1
+    counts = Counter(shape for shape, _ in alike)
     patterns: dict[str, Mapping[str, Index]] = {}
     for (shape, _), names in alike.items():
         if all(parts[name] == {name: ()} for name in names):
