@@ -20,16 +20,9 @@ from torch import nn
 
 from casckpt.base.names import HUB_FILE, is_attachment_name
 from casckpt.errors import Unsupported
-from casckpt.frontends.training_state.hub_names import (
-    adapter_parts,
-    globs,
-    has_base,
-    is_transformers,
-    rules_of,
-    saved_parts,
-)
+from casckpt.frontends.training_state.hub_names import adapter_parts, globs, is_transformers, rules_of, saved_parts
 from casckpt.frontends.training_state.model import model_state
-from casckpt.frontends.training_state.names import unwrapped_model
+from casckpt.frontends.training_state.names import class_names, unwrapped_model
 from casckpt.frontends.training_state.stored import MODEL
 from casckpt.loading.fit import shape_of
 
@@ -59,11 +52,11 @@ def hub_files(model: Any, processor: Any = None) -> dict[str, bytes]:
         model = model.get(MODEL)
     inner = unwrapped_model(model[0] if isinstance(model, list | tuple) and len(model) == 1 else model)
     try:
-        if has_base(inner, _PEFT) or getattr(inner, "_hf_peft_config_loaded", False):
+        if _PEFT in class_names(inner) or getattr(inner, "_hf_peft_config_loaded", False):
             files |= _adapter_files(inner)
         elif is_transformers(inner):
             files |= _config_files(inner) | hub_names(**_names_of(inner, _transformers_names))
-        elif has_base(inner, _DIFFUSERS):
+        elif _DIFFUSERS in class_names(inner):
             config = json.loads(inner.to_json_string())
             files |= {"config.json": _dumped(config)} | hub_names({DIFFUSERS_STEM: {}})
     except Exception as error:  # noqa: BLE001 - the libraries cannot write them either; the save must not fail
