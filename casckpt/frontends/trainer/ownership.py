@@ -69,11 +69,8 @@ class RunOwnership:
         if loaded.run == run:
             self._loaded, self._continues = loaded.id, True
             self.removable.update(one.id for one in visible)
-        if (
-            last is not None
-            and not is_last
-            and (later := [one.step for one in visible if one.step > loaded.step and not self.may_replace(one)])
-        ):
+        later = [one.step for one in visible if one.step > loaded.step and not self.may_replace(one)]
+        if last is not None and not is_last and later:
             self._rest = ".."
             log.warning(
                 "%s@%d was loaded, but run %s already has later steps (%d, up to %d). %s@latest stays step %d until "

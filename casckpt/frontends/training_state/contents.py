@@ -161,8 +161,8 @@ def _of_one_rank(state: Any) -> Any:
             if is_sharded(tensor):
                 raise InvalidInput(
                     f"{key!r} is sharded across ranks, but a train state belongs to one rank. Pass it next to the "
-                    "model, "
-                    'as in save(step, {"model": model, "ema": ema}, optim, train_state), and load it in the same way',
+                    'model, as in save(step, {"model": model, "ema": ema}, optim, train_state), and load it in the '
+                    "same way",
                     key=key,
                 )
     return state
@@ -343,8 +343,7 @@ class Restoring:
             if is_wanted and not there:
                 raise NotFound(
                     f"{stored.where} has no {what} that can be loaded; it has {stored.at_the_top()}. To continue "
-                    "without it, "
-                    f'pass {name}=None (in a resume: missing="warn"), or choose a different checkpoint'
+                    f'without it, pass {name}=None (in a resume: missing="warn"), or choose a different checkpoint'
                 )
         read, wanted = partial(stored.value, allow_pickle=self._given.allow_pickle), self._wanted
         for at in [f"{TRAIN}.{rank}" for rank in self._train.get(TRAIN, ())]:
