@@ -65,7 +65,7 @@ DRAWN: tuple[tuple[str, str, str, str, str], ...] = (
     (
         "a folder of OLMo-core is not recognized by its files",
         "_kind_of_folder",
-        '(folder / OLMO_METADATA).is_file() and (folder / "rank_0.safetensors").is_file()',
+        'has(OLMO_METADATA) and has("rank_0.safetensors")',
         "False",
         "tests/frontends/interchange/test_olmo_import.py",
     ),

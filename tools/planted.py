@@ -2922,8 +2922,8 @@ PLANTED = (
     Planted(
         "a failed background save is not reported",
         "Checkpointer.save_async.finish",
-        "                with self._reporting(ranks, step):\n                    saved",
-        "                if True:\n                    saved",
+        "            with self._reporting(ranks, step):\n                saved",
+        "            if True:\n                saved",
         "tests/frontends/trainer/test_saves.py",
     ),
     Planted(
