@@ -40,7 +40,7 @@ from casckpt.format.blob import SPAN
 from casckpt.format.sections.blobs import BlobRef
 from casckpt.format.sections.columns import Ints
 from casckpt.repository.blob_cache import PARTS, BlobCache, Unusable, usable
-from casckpt.storage.base import BLOCK, IoCounts, Reader, ShortObject
+from casckpt.storage.base import BLOCK, Reader, ShortObject
 from casckpt.storage.local.newfile import write_all
 from casckpt.storage.local.reader import LocalReader
 
@@ -397,7 +397,7 @@ class _Part:
     def read(self, offset: int, views: Sequence[memoryview]) -> None:
         """Fill ``views`` with bytes that the file has."""
         try:
-            LocalReader(self._fd, self._states, "", self._path, IoCounts(), shared=True).read_into(offset, views)
+            LocalReader(self._fd, self._states, "", self._path, shared=True).read_into(offset, views)
         except (CasckptError, ShortObject) as error:
             raise Unusable(f"{self._path} cannot be read: {error}") from error
 

@@ -21,7 +21,7 @@ from pathlib import Path
 
 from typing_extensions import override
 
-from casckpt.storage.base import BLOCK, IoCounts, Reader, ShortObject
+from casckpt.storage.base import BLOCK, Reader, ShortObject
 from casckpt.storage.buffers import AlignedBuffer, address
 from casckpt.storage.failures import reporting
 from casckpt.storage.local.syscalls import Lacking, cached_pages
@@ -44,14 +44,11 @@ class LocalReader(Reader, AbstractContextManager["LocalReader"]):
     ``shared``: other processes also read the file, so reads always go through the page cache.
     """
 
-    def __init__(
-        self, fd: int, size: int, key: str, path: Path, counts: IoCounts, *, shared: bool = False
-    ) -> None:  # fmt: skip
+    def __init__(self, fd: int, size: int, key: str, path: Path, *, shared: bool = False) -> None:
         self._fd = fd
         self._size = size
         self._key = key
         self._path = path
-        self._counts = counts
         # descriptor for direct I/O; -1 if direct I/O is impossible or not worthwhile, None if not yet known
         self._direct: int | None = -1 if shared else None
         self._cached: bool | None = None
@@ -103,16 +100,14 @@ class LocalReader(Reader, AbstractContextManager["LocalReader"]):
         leave the turn held.
         """
         total = sum(buffer.nbytes for buffer in buffers)
-        self._counts.add(requests=1, reads=1)
         with reporting("read", self._path):
             if total >= _LARGE and self._direct_fd(offset, total) >= 0:
                 yield from self._fill_directly(offset, buffers, turns)
             else:
                 yield from self._fill_from_cache(offset, buffers, turns)
-        self._counts.add(bytes_read=total)
 
     def read_all(self) -> bytes:
-        """Read the whole file, without counting a request."""
+        """Read the whole file through the page cache."""
         data = bytearray(self._size)
         with reporting("read", self._path):
             if data:

@@ -24,7 +24,6 @@ from casckpt.errors import CasckptError, StorageError
 from casckpt.storage.base import (
     AlreadyExists,
     Finding,
-    IoCounts,
     Known,
     ListedObject,
     ObjectStore,
@@ -67,7 +66,6 @@ class RemoteStore(ObjectStore):
     """
 
     def __init__(self, connect: Connect, *, single_writer: bool = False, backoff: Backoff = Backoff()) -> None:  # noqa: B008 - frozen
-        self.counts = IoCounts()
         self._connect = connect
         self._single_writer = single_writer
         self._backoff = backoff
@@ -124,7 +122,6 @@ class RemoteStore(ObjectStore):
         except AlreadyExists:
             if self._put_id(key) != put_id:
                 raise
-        self.counts.add(puts=1, bytes_written=view.nbytes)
 
     def _put_id(self, key: str) -> str | None:
         try:
@@ -137,7 +134,6 @@ class RemoteStore(ObjectStore):
         split_key(key)
         view = plain_bytes(data)
         self._ask("write", key, lambda client: client.put(key, view, uuid.uuid4().hex))
-        self.counts.add(puts=1, bytes_written=view.nbytes)
 
     def settle(self, folder: str) -> None:
         """Do nothing, because an acknowledged object already has its name."""
@@ -146,10 +142,7 @@ class RemoteStore(ObjectStore):
     @override
     def get(self, key: str, *, limit: int) -> bytes:
         split_key(key)
-        self.counts.add(reads=1)
-        data = self._ask("read", key, lambda client: client.get(key, limit))
-        self.counts.add(bytes_read=len(data))
-        return data
+        return self._ask("read", key, lambda client: client.get(key, limit))
 
     def open(self, key: str, *, shared: bool = False) -> RemoteReader:
         """See `casckpt.storage.base.ObjectStore`. Does not send a request; the first read reports a missing object."""
@@ -210,8 +203,7 @@ class RemoteStore(ObjectStore):
             raise StorageError(f"cannot read the settings of {self.url}: {client.explain(error).why}") from error
 
     def _ask(self, verb: str, key: str, call: Callable[[Client], T]) -> T:
-        """Make and count one request: for one of the methods above, or for one page of a listing."""
-        self.counts.add(requests=1)
+        """Make one request: for one of the methods above, or for one page of a listing."""
         client = self._clients.get()
         return self.again(verb, key, lambda: call(client))
 
@@ -258,7 +250,6 @@ class RemoteReader(Reader, AbstractContextManager["RemoteReader"]):
     @property
     def size(self) -> int:
         """The size in bytes. This costs a request unless the object has already been read."""
-        self._store.counts.add(requests=1)
         return self._store.again("look at", self._key, self._ranged.size)
 
     @override
@@ -266,9 +257,7 @@ class RemoteReader(Reader, AbstractContextManager["RemoteReader"]):
         filled = [buffer for buffer in buffers if buffer.nbytes]
         if not filled:
             return
-        self._store.counts.add(requests=1, reads=1)
         self._store.again("read", self._key, lambda: self._ranged.read(offset, filled))
-        self._store.counts.add(bytes_read=sum(buffer.nbytes for buffer in filled))
 
     def __exit__(self, *_: object) -> None:
         """Do nothing, because nothing is held open."""
