@@ -35,9 +35,9 @@ import torch
 from casckpt.base.progress import Progress
 from casckpt.errors import CasckptError, InvalidInput, RankFailed, Unsupported
 from casckpt.ranks import waiting
-from casckpt.ranks.messages import Message, astray, first_line, public_call, seen_from
+from casckpt.ranks.messages import Message, astray, public_call, seen_from
 from casckpt.ranks.waiting import Meeting
-from casckpt.ranks.wire import Transfer, Wire, greet
+from casckpt.ranks.wire import Transfer, Wire, first_line, greet
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
