@@ -84,10 +84,18 @@ def fetch_record(repo: Repository, key: str) -> bytes | CasckptError:
     try:
         return repo.storage.get(key, limit=MAX_RECORD_BYTES)
     except (NotFound, Damaged, Refused) as error:
-        return detached(error)
+        return _detached(error)
 
 
-def detached(error: CasckptError) -> CasckptError:
+def read_record(repo: Repository, key: str, kind: Any) -> Read:
+    """Return the record under a key, or the error raised while reading it. Raises `StorageError`."""
+    try:
+        return repo.get_record(key, kind)
+    except (NotFound, Damaged, Refused) as error:
+        return _detached(error)
+
+
+def _detached(error: CasckptError) -> CasckptError:
     """Return the error without the frames in which it was raised, because it is returned as a value.
 
     From Python 3.13 on, these frames would lead to the caller's frame, which holds the error. Such a cycle keeps all
