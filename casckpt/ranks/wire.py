@@ -17,6 +17,7 @@ from typing import Any, Final, NoReturn, TypeAlias
 
 import torch
 
+from casckpt.base import parallel
 from casckpt.errors import CasckptError, RankFailed
 from casckpt.ranks import waiting
 from casckpt.ranks.messages import Message, failure_of
@@ -30,7 +31,7 @@ FRAME: Final = 4096  # bytes of the first frame of a message; most messages do n
 WORD_SECONDS = 5.0  # time to find a note from rank 0 after a connection breaks
 _MOMENT = 0.5  # seconds in which gloo receives what has already arrived
 _REST_SECONDS = 60.0  # minimum time for the rest of a message
-_LENGTH: Final = 8
+_LENGTH: Final = 8  # bytes at the start of the first frame, which say how long the message is
 _LOST = "lost"
 _BYTES = 1  # the tag for bytes that are not part of a message
 _SIGNS = 4  # signs of life per timeout; an exchange's first sign is sent before any rank warns
@@ -97,7 +98,7 @@ class Wire:
             if others <= self._met:
                 start()
             else:  # gloo connects, and may wait for a rank that was stopped
-                waiting.within(seconds, start)
+                parallel.within(seconds, start)
                 self._met |= others
             for work in works:
                 _wait(work, deadline)
