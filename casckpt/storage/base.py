@@ -5,7 +5,6 @@ Keys are slash-separated paths. `casckpt.format.keys` builds and validates every
 
 from __future__ import annotations
 
-import builtins
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
@@ -30,6 +29,10 @@ class ListedObject:
     key: str
     size: int
     version: str = field(default="", compare=False)
+
+
+FolderListing: TypeAlias = tuple[list[ListedObject], list[str]]
+"""The objects and the subfolders directly in a folder."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -154,7 +157,7 @@ class ObjectStore(Protocol):
         folder. If the listing skipped such a thing, the object would appear to be missing.
         """
 
-    def list_folder(self, folder: str) -> tuple[builtins.list[ListedObject], builtins.list[str]]:
+    def list_folder(self, folder: str) -> FolderListing:
         """List the objects and the subfolders ("objects/x") directly in ``folder`` ("objects", no trailing slash).
 
         The order is arbitrary. As with `list`, objects put or deleted during the listing may or may not be included. A

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import builtins
 import os
 import threading
 from collections.abc import Iterator, Sequence
@@ -13,6 +12,7 @@ from typing_extensions import override
 from casckpt.errors import NotFound, Refused, Unsupported
 from casckpt.storage.base import (
     AlreadyExists,
+    FolderListing,
     Known,
     ListedObject,
     ObjectStore,
@@ -135,7 +135,7 @@ class MemoryStore(ObjectStore):
         return iter(entries)
 
     @override
-    def list_folder(self, folder: str) -> tuple[builtins.list[ListedObject], builtins.list[str]]:
+    def list_folder(self, folder: str) -> FolderListing:
         split_folder(folder)
         start = f"{folder}/"
         below = [(entry, entry.key[len(start) :].split("/")) for entry in self.list(start)]

@@ -6,7 +6,6 @@ or the machine dies, the object is therefore either complete or absent.
 
 from __future__ import annotations
 
-import builtins
 import errno
 import os
 import platform
@@ -24,6 +23,7 @@ from casckpt.errors import NotFound, Refused, StorageError
 from casckpt.storage.base import (
     AlreadyExists,
     Finding,
+    FolderListing,
     Known,
     ListedObject,
     ObjectStore,
@@ -214,7 +214,7 @@ class LocalStore(ObjectStore):
             yield from files
 
     @override
-    def list_folder(self, folder: str) -> tuple[builtins.list[ListedObject], builtins.list[str]]:
+    def list_folder(self, folder: str) -> FolderListing:
         split_folder(folder)
         return _scan(self._folders, folder)
 
@@ -290,7 +290,7 @@ def _outsiders(root: Path) -> Iterator[Finding]:
         yield Finding("permissions", False if rights & stat.S_IWGRP else None, found, advice)
 
 
-def _scan(folders: Folders, folder: str) -> tuple[list[ListedObject], list[str]]:
+def _scan(folders: Folders, folder: str) -> FolderListing:
     """List the objects in a folder and the keys of its subfolders. Both are empty if the folder does not exist."""
     files: list[ListedObject] = []
     deeper: list[str] = []
