@@ -31,10 +31,9 @@ _LARGE = 512 << 10  # bytes; a smaller read is not worth a second system call
 _WORTH_A_CALL = 256 << 10  # bytes
 _BOUNCE = 2 << 20
 _FIRST = 64 << 10  # bytes; after a smaller first read, the kernel uses pieces so large that allocating them may be slow
-_DIRECT = getattr(os, "O_DIRECT", 0)
 _MOST = 0.75  # reads use the cache if at least this fraction of the file is cached
 _LIBC = ctypes.CDLL(None, use_errno=True)
-_MAP_FIXED = 16  # of Linux and macOS, which the mmap module does not define
+_MAP_FIXED = 16  # which the mmap module does not define
 _thread = threading.local()
 
 
@@ -124,9 +123,9 @@ class LocalReader(Reader, AbstractContextManager["LocalReader"]):
             if self._direct is None:
                 self._direct = -1
                 cached = is_cached(self._fd, offset, nbytes) if self._cached is None else self._cached
-                if _DIRECT and not cached:
-                    with suppress(OSError):  # the file system or the platform does not support it
-                        self._direct = os.open(f"/proc/self/fd/{self._fd}", os.O_RDONLY | os.O_CLOEXEC | _DIRECT)
+                if not cached:
+                    with suppress(OSError):  # the file system does not support it
+                        self._direct = os.open(f"/proc/self/fd/{self._fd}", os.O_RDONLY | os.O_CLOEXEC | os.O_DIRECT)
             return self._direct
 
     def _fill_directly(
@@ -214,8 +213,6 @@ def _is_resident(fd: int, start: int, size: int) -> bool:
     """Implement `is_cached` with mincore on a memory map of the file. This takes ten times as long."""
     import numpy as np
 
-    if not hasattr(_LIBC, "mincore"):
-        return True
     try:
         with mmap.mmap(fd, size, flags=mmap.MAP_SHARED, prot=mmap.PROT_READ, offset=start) as mapped:
             pages = np.empty(-(-size // mmap.PAGESIZE), dtype=np.uint8)
