@@ -12,7 +12,6 @@ from typing import Any, TypeAlias
 from casckpt.base.parallel import in_parallel
 from casckpt.errors import CasckptError, Damaged, NotFound, Refused
 from casckpt.format import records
-from casckpt.format.keys import parse_numbered
 from casckpt.format.records import MAX_RECORD_BYTES, Settings
 from casckpt.repository.repository import Repository
 from casckpt.storage.base import Known, ListedObject
@@ -124,8 +123,7 @@ def check_requirements(repo: Repository) -> Settings:
     read.
     """
     repo.check_exists()
-    listed = repo.storage.list(PREFIX, known=parse_numbered)
-    numbers = {number: entry for entry in listed if (number := parse_numbered(entry.key)) is not None}
+    numbers = repo.numbered(PREFIX)
     if not numbers:
         return Settings(created_at=0)
     newest = numbers[max(numbers)]

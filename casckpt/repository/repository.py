@@ -30,7 +30,7 @@ from casckpt.repository.catalogue import Catalogue, recall, remember
 from casckpt.repository.exclusive import check_listed, require_exclusive, require_lasting
 from casckpt.repository.processes import who
 from casckpt.repository.signing_keys import PublicKey
-from casckpt.storage.base import AlreadyExists, ObjectStore
+from casckpt.storage.base import AlreadyExists, ListedObject, ObjectStore
 from casckpt.storage.local.store import mount_point
 
 if TYPE_CHECKING:
@@ -309,9 +309,7 @@ class Repository:
         Raises `Damaged`, `Refused`, and `StorageError`.
         """
         self.check_exists()
-        listed = self.storage.list("settings/", known=keys.parse_numbered)
-        numbers = (keys.parse_numbered(entry.key) for entry in listed)
-        newest = max((number for number in numbers if number is not None), default=-1)
+        newest = max(self.numbered("settings/"), default=-1)
         if newest < 0:
             return -1, Settings(created_at=self.marker.created_at)
         try:
@@ -319,6 +317,11 @@ class Repository:
         except (Damaged, Refused) as error:
             message = f"{error}. Restore the file from a copy of the store, or delete it to use the previous settings"
             raise type(error)(message, key=error.key) from error
+
+    def numbered(self, folder: str) -> dict[int, ListedObject]:
+        """List the records in a folder of numbered records ("settings/"), by number. Raises `StorageError`."""
+        listed = self.storage.list(folder, known=keys.parse_numbered)
+        return {number: entry for entry in listed if (number := keys.parse_numbered(entry.key)) is not None}
 
     @property
     def catalogue(self) -> Catalogue:
