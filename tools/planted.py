@@ -730,11 +730,11 @@ PLANTED = (
         "a transaction checks the requirements before it is open",
         "begin",
         """    repo.put_record(transaction_key(txid), began)
-    return _allowed(repo, Transaction(repo, began, seconds=seconds, seen=seen))
+    return _allowed(repo, Transaction(repo, began, seen=seen))
 """,
         """    check_requirements(repo)
     repo.put_record(transaction_key(txid), began)
-    return Transaction(repo, began, seconds=seconds, seen=seen)
+    return Transaction(repo, began, seen=seen)
 """,
         "tests/repository/test_reading.py",
     ),

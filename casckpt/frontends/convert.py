@@ -25,8 +25,8 @@ from casckpt.frontends.interchange.safetensors.importing import ImportSources, f
 from casckpt.frontends.interchange.torch_files import casckpt_to_torch_save, torch_save_to_casckpt
 from casckpt.frontends.stores import AnyStore
 from casckpt.saving.options import ImportArguments
+from casckpt.storage import open_files
 from casckpt.storage.failures import reporting
-from casckpt.storage.paths import open_files
 from casckpt.store.exports import Exported
 
 log = logging.getLogger(__name__)

@@ -8,10 +8,10 @@ from datetime import datetime
 
 from casckpt.base.units import time_of
 from casckpt.errors import Conflict, Damaged, NotFound
-from casckpt.format.keys import commit_key, parse_log, parse_object, parse_txid
+from casckpt.format.keys import commit_key, parse_object, parse_txid
 from casckpt.format.names import TxId
 from casckpt.format.records import Process
-from casckpt.history.commits import Commit, list_commits, list_names, purge_unreadable
+from casckpt.history.commits import Commit, list_commits, list_names, names_in, purge_unreadable
 from casckpt.history.transactions import PREFIX as TRANSACTIONS
 from casckpt.history.transactions import OpenTransaction, end, has_died, open_transactions, revoke
 from casckpt.repository.processes import is_dead, this_process
@@ -38,8 +38,7 @@ def lost_records(repo: Repository, keys: Iterable[str], ended: Container[TxId] =
     doubtful = {txid for txid in doubtful if txid not in ended}
     if not doubtful:
         return []
-    listed = (parse_log(entry.key) for entry in repo.storage.list(TRANSACTIONS, known=parse_log))
-    saving = {name[0] for name in listed if name is not None}
+    saving = {txid for txid, _ in names_in(repo, TRANSACTIONS)}
     doubtful -= saving | {txid for txid, _ in list_names(repo)}  # a save that ends meanwhile is in one of them
     return sorted(doubtful - list_commits(repo).recorded) if doubtful else []
 

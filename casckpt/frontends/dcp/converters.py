@@ -38,8 +38,8 @@ from casckpt.frontends.stores import AnyStore, as_store
 from casckpt.loading.options import LoadOptions
 from casckpt.loading.regions import EntrySlice, RegionReader
 from casckpt.saving.options import SaveOptions, UnpicklingArguments
+from casckpt.storage import open_files
 from casckpt.storage.files import Files
-from casckpt.storage.paths import open_files
 from casckpt.tensors.dtypes import torch_dtype
 from casckpt.tensors.memory import tensor_over
 

@@ -22,8 +22,8 @@ from casckpt.frontends.interchange.safetensors.files import read_header
 from casckpt.frontends.interchange.safetensors.importing import Maps
 from casckpt.frontends.stores import AnyStore, as_store
 from casckpt.saving.options import SaveOptions, UnpicklingArguments
+from casckpt.storage import open_files
 from casckpt.storage.files import LocalFiles
-from casckpt.storage.paths import open_files
 from casckpt.tensors.objects import refused_name
 from casckpt.tensors.untrusted import BoundedUnpickler, check_expansion, misread
 from casckpt.tensors.values import Shard

@@ -33,7 +33,7 @@ from casckpt.contents import blobs
 from casckpt.contents.signatures import remove_signatures
 from casckpt.errors import CasckptError, Conflict, StorageError, Unsupported
 from casckpt.format import notes
-from casckpt.format.keys import parse_numbered, parse_object, ran_key, uploader_folder
+from casckpt.format.keys import parse_object, ran_key, uploader_folder
 from casckpt.format.names import TxId
 from casckpt.format.notes import PausedGc
 from casckpt.format.records import Ran
@@ -545,7 +545,7 @@ def note_gc(repo: Repository, *, waiting: int, refused: int, opened: int) -> Non
     """Record that a gc has finished, and delete older notes. See `Ran`. A failure is no failure of the gc."""
     record = Ran(time=repo.clock(), who=repo.who, waiting=waiting, refused=refused, opened=opened)
     with suppress(CasckptError):
-        older = _numbers(repo)
+        older = repo.numbered("ran/")
         repo.put_record(ran_key(max(older, default=-1) + 1), record)
         for number in older:
             repo.storage.delete(ran_key(number))
@@ -557,13 +557,8 @@ def last_gc(repo: Repository) -> Ran | None:
     Raises `NotFound` if there is no store, `Damaged`, `Refused`, and `StorageError`.
     """
     repo.check_exists()
-    numbers = _numbers(repo)
+    numbers = repo.numbered("ran/")
     return repo.get_record(ran_key(max(numbers)), Ran) if numbers else None
-
-
-def _numbers(repo: Repository) -> list[int]:
-    found = (parse_numbered(entry.key) for entry in repo.storage.list("ran/", known=parse_numbered))
-    return [number for number in found if number is not None]
 
 
 def _check_storage(repo: Repository) -> None:
