@@ -55,7 +55,7 @@ class BlobWriter:
 
     def place(self, nbytes: int) -> int:
         """Return the offset of the next cell, in the file and in the buffer, if that cell has ``nbytes`` bytes."""
-        return self.end if nbytes < LEAF_BYTES else place_behind(self.end, nbytes)
+        return place_behind(self.end, nbytes)
 
     def add(self, dtype: str, nbytes: int, digest: CellDigest) -> None:
         """Add the cell of torch's ``dtype`` whose bytes are at `place`. ``digest`` is the digest of these bytes."""
