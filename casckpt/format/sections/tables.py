@@ -408,8 +408,7 @@ def _decoded_rows(rows: Buffer) -> Iterator[tuple[int, int, int]]:
         raise Refused(f"rows have the form {stored[0]}, which this version does not know; upgrade casckpt")
     if stored and (len(stored) - 1) % ROW.size:
         raise Refused("the last row of a tensor is cut short")
-    found: Iterator[tuple[int, int, int]] = ROW.iter_unpack(stored[1:])
-    return found
+    return ROW.iter_unpack(stored[1:])
 
 
 def _extents(
