@@ -59,9 +59,8 @@ class BlobWriter:
 
     def add(self, dtype: str, nbytes: int, digest: CellDigest) -> None:
         """Add the cell of torch's ``dtype`` whose bytes are at `place`. ``digest`` is the digest of these bytes."""
-        at = self.end
+        at = self.place(nbytes)
         if nbytes >= LEAF_BYTES:
-            at = place_behind(at, nbytes)
             self._buffer[self.end : at] = bytes(at - self.end)
             self._join(at)
             self._leaves.append((nbytes, digest))

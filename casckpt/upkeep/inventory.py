@@ -108,15 +108,13 @@ def list_unguarded(repo: Repository, commits: CommitList, *, as_purged: Containe
         guard = guards.of(uploaders[folder], contents)
         if guard is None:
             foreign += [key for key in contents if parse_object(key) is None]
-            sizes |= contents
+            sizes |= {key: size for key, size in contents.items() if parse_object(key) is not None}
             unguarded.append(uploaders[folder])
         else:
             held[uploaders[folder]] = _Guarded(guard, sums_of(contents.items()))
     if kept | held != before:
         rows = {uploader: (folder.guard, *folder.sums) for uploader, folder in (kept | held).items()}
         repo.catalogue.set_note(_NOTE, notes.encode(rows))
-    for key in foreign:
-        sizes.pop(key, None)
     return Inventory(sizes, {name: folder.sums for name, folder in held.items()}, tuple(sorted(foreign)), unguarded)
 
 
