@@ -176,19 +176,19 @@ class Recoding:
 
     def _put(self, cells: Iterable[tuple[_Cell, bytes | None]], buffer: memoryview) -> dict[CellDigest, CellPlace]:
         """Upload a blob of cells, each with its frame, or with None if its bytes are already in ``buffer``."""
-        writer, found = BlobWriter(buffer), dict[CellDigest, tuple[int, Frame | None]]()
+        writer, places = BlobWriter(buffer), dict[CellDigest, tuple[int, Frame | None]]()
         for cell, frame in cells:
             if frame is None:
-                found[cell.digest] = writer.place(cell.nbytes), None
+                places[cell.digest] = writer.place(cell.nbytes), None
                 writer.add(cell.dtype, cell.nbytes, cell.digest)
             else:
-                found[cell.digest] = writer.end, Frame(len(frame), None)
+                places[cell.digest] = writer.end, Frame(len(frame), None)
                 buffer[writer.end : writer.end + len(frame)] = frame
                 writer.add_frame(len(frame))
             self.progress(cell.nbytes)
         ref = BlobRef(*writer.finish(), self.uploader)
         blobs.put(self.target, self.uploader, ref.hash, buffer[: ref.size])
-        return {digest: CellPlace(ref, offset, frame) for digest, (offset, frame) in found.items()}
+        return {digest: CellPlace(ref, offset, frame) for digest, (offset, frame) in places.items()}
 
     def _put_smaller(self, parts: Sequence[_Part], buffer: memoryview) -> dict[CellDigest, CellPlace]:
         """Store cells as frames if that saves bytes, and all other cells without encoding."""
