@@ -295,7 +295,7 @@ DRAWN: tuple[tuple[str, str, str, str, str], ...] = (
     ),
     (
         "a list declares more items than it contains",
-        "listed",
+        "few",
         "if len(names) > most",
         "if len(names) >= most",
         "tests/frontends/megatron/test_integrity.py",

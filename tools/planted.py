@@ -1057,8 +1057,8 @@ PLANTED = (
     Planted(
         "an extent may end one past its blob",
         "_extents",
-        "offset + (hi - lo) * itemsize > blob_sizes[blob]:",
-        "offset + (hi - lo - 1) * itemsize > blob_sizes[blob]:",
+        "_check(blob, offset, (hi - lo) * itemsize, blob_sizes)",
+        "_check(blob, offset, (hi - lo - 1) * itemsize, blob_sizes)",
         "tests/format/sections/test_tables.py",
     ),
     Planted(
@@ -1674,7 +1674,7 @@ PLANTED = (
         "BlobUse.alone",
         "numbers[counts == self._users[numbers]]",
         "numbers",
-        "tests/upkeep/test_blob_use.py",
+        "tests/upkeep/test_sizes.py",
     ),
     Planted(
         "a blob with cells of a visible checkpoint counts as one with only bases",

@@ -6,6 +6,7 @@ from collections.abc import Container, Iterable, Sequence
 from dataclasses import dataclass
 from datetime import datetime
 
+from casckpt.base.text import few
 from casckpt.base.units import time_of
 from casckpt.errors import Conflict, Damaged, NotFound
 from casckpt.format.keys import commit_key, parse_object, parse_txid
@@ -50,10 +51,9 @@ def check_recorded(repo: Repository, keys: Iterable[str], ended: Container[TxId]
     """
     lost = lost_records(repo, keys, ended)
     if lost:
-        shown = ", ".join(commit_key(txid) for txid in lost[:_NAMED_AT_MOST])
-        more = f" and {len(lost) - _NAMED_AT_MOST} more" if lost[_NAMED_AT_MOST:] else ""
+        shown = few(list(map(commit_key, lost)), _NAMED_AT_MOST)
         raise Damaged(
-            f"gc deletes nothing, because records are missing from {repo.storage.url}: {shown}{more}. "
+            f"gc deletes nothing, because records are missing from {repo.storage.url}: {shown}. "
             f"Manifests under objects/ have no record in commits/ or transactions/. {ADVICE}",
             key=commit_key(lost[0]),
         )

@@ -29,6 +29,7 @@ from typing import TypeAlias, TypedDict, Unpack
 
 from casckpt.base.parallel import in_parallel
 from casckpt.base.progress import Progress, silent
+from casckpt.base.text import few
 from casckpt.contents import blobs
 from casckpt.contents.signatures import remove_signatures
 from casckpt.errors import CasckptError, Conflict, StorageError, Unsupported
@@ -46,7 +47,6 @@ from casckpt.repository.exclusive import remove_leftovers
 from casckpt.repository.reading import check_requirements
 from casckpt.repository.repository import Repository
 from casckpt.storage.failures import noting
-from casckpt.upkeep.blob_use import BlobUse
 from casckpt.upkeep.gc.candidates import Candidates, Unreadable, candidates, commits_without_doubt, spare_roots
 from casckpt.upkeep.gc.purge import (
     Deferred,
@@ -63,7 +63,7 @@ from casckpt.upkeep.gc.purge import (
     without_unmirrored,
 )
 from casckpt.upkeep.gc.recovery import settle
-from casckpt.upkeep.inventory import BLOB, Inventory, list_unguarded, sums_of
+from casckpt.upkeep.inventory import BLOB, BlobUse, Inventory, list_unguarded, sums_of
 from casckpt.upkeep.saves import check_recorded
 from casckpt.upkeep.thin import ThinResult, thin_by
 
@@ -86,10 +86,6 @@ class Limits:
     slept: float = 0.0
     pause: float = FIRST_PAUSE
     done: RetireProgress = field(default_factory=RetireProgress)
-
-    def is_over(self) -> bool:
-        """Return whether the waiting time is over."""
-        return self.slept >= self.wait
 
     def rest(self) -> None:
         """Sleep until the next check. The wait counts its sleeps instead of reading a clock, so it always ends."""
@@ -126,7 +122,7 @@ def wait_until_closed(
                     if end(repo, looked[txid], why):
                         patience.done.revoked.append(txid)
                     still.pop()
-        if not still or patience.is_over():
+        if not still or patience.slept >= patience.wait:
             break
         tell(still)
         patience.rest()
@@ -399,15 +395,9 @@ def _noting(done: Callable[[], GcResult]) -> Iterator[None]:
         vars(error)["done"] = result
         changes = {"forgotten": result.forgotten, "purged": result.purged, "restored": result.restored}
         if any(changes.values()) and not result.dry_run:
-            error.add_note(
-                "before this error, gc had " + "; ".join(f"{how} {_named(some)}" for how, some in changes.items())
-            )
+            named = (f"{how} {few(some, _NAMED_AT_MOST) or 'nothing'}" for how, some in changes.items())
+            error.add_note(f"before this error, gc had {'; '.join(named)}")
         raise
-
-
-def _named(some: Sequence[Commit]) -> str:
-    more = f" and {len(some) - _NAMED_AT_MOST} more" if some[_NAMED_AT_MOST:] else ""
-    return ", ".join(map(str, some[:_NAMED_AT_MOST])) + more if some else "nothing"
 
 
 @dataclass
