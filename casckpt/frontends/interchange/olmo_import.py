@@ -25,7 +25,7 @@ from casckpt.saving.options import SaveOptions, UnpicklingArguments
 from casckpt.storage.files import LocalFiles
 from casckpt.storage.paths import open_files
 from casckpt.tensors.objects import refused_name
-from casckpt.tensors.untrusted import BoundedUnpickler, check_expansion, misread
+from casckpt.tensors.untrusted import MISREAD, BoundedUnpickler, check_expansion, misread
 from casckpt.tensors.values import Shard
 
 METADATA: Final = "metadata.json"
@@ -34,8 +34,6 @@ MODEL_AND_OPTIM: Final = "model_and_optim"
 _STATE = re.compile(r"state\.(.+)\.__(.+)", re.DOTALL)
 _GROUP = re.compile(r"param_group[0-9]{1,9}")
 _TRAIN = re.compile(r"train/rank([0-9]{1,9})\.pt")
-_MISFORMED = (ArithmeticError, AttributeError, LookupError, RuntimeError, TypeError, ValueError)
-"""The errors that malformed JSON raises. RecursionError and torch's errors are RuntimeErrors."""
 log = logging.getLogger(__name__)
 
 
@@ -89,7 +87,7 @@ def _described(files: LocalFiles) -> dict[str, _Tensor]:
     try:
         tensors = json.loads(files.read(METADATA))["tensors"]
         return {str(key): _Tensor(tuple(map(int, about["shape"])), _parts(about)) for key, about in tensors.items()}
-    except _MISFORMED as error:
+    except MISREAD as error:
         raise Refused(f"{files.url}/{METADATA} was not written by OLMo-core's checkpointer: {error!r}") from error
 
 
@@ -106,17 +104,20 @@ def _shards(key: str, tensor: _Tensor, held: Mapping[str, Mapping[str, torch.Ten
         if repr(spec) in seen:
             continue  # a replica; every rank wrote one
         seen.add(repr(spec))
-        data = held[name].get(key)
-        try:
-            shards = [] if data is None else [_shard(data, tensor.shape, spec)]
-            is_absent = data is None and _numel(spec) > 0  # an empty part of the optimizer state may be absent
-        except _MISFORMED as error:
-            raise Refused(f"{METADATA} is malformed for {key!r} in {name}: {error!r}", key=key) from error
-        if is_absent:
-            raise NotFound(
-                f"{name} lacks {key!r}, although {METADATA} lists it; get a complete copy of the folder", key=key
-            )
-        yield from shards
+        yield from _of_file(key, name, held[name].get(key), tensor.shape, spec)
+
+
+def _of_file(
+    key: str, name: str, data: torch.Tensor | None, shape: tuple[int, ...], spec: Mapping[str, Any]
+) -> list[Shard]:
+    try:
+        if data is not None:
+            return [_shard(data, shape, spec)]
+        if not _numel(spec):  # an empty part of the optimizer state may be absent
+            return []
+    except MISREAD as error:
+        raise Refused(f"{METADATA} is malformed for {key!r} in {name}: {error!r}", key=key) from error
+    raise NotFound(f"{name} lacks {key!r}, although {METADATA} lists it; get a complete copy of the folder", key=key)
 
 
 def _numel(spec: Mapping[str, Any]) -> int:
