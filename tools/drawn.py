@@ -365,21 +365,21 @@ DRAWN: tuple[tuple[str, str, str, str, str], ...] = (
     ),
     (
         "a flat part without elements is narrowed, not left out",
-        "narrowed",
-        "length) * row)\n    if lo >= hi:",
-        "length) * row)\n    if lo > hi:",
+        "ShardedTensor.narrow",
+        "length) * row)\n        if lo >= hi:",
+        "length) * row)\n        if lo > hi:",
         "tests/frontends/megatron/test_mapping_parts.py",
     ),
     (
         "the data of a reshaped part is not copied into it",
-        "ReshapedCopies.run",
+        "RankLoad.read",
         "target.copy_(source)",
         "pass",
         "tests/frontends/megatron/test_reshaped.py",
     ),
     (
         "a narrowed flat part has an empty range",
-        "narrowed",
+        "ShardedTensor.narrow",
         "flattened_range=slice(lo - ",
         "flattened_range=slice(hi - ",
         "tests/frontends/megatron/test_mapping_parts.py",
@@ -527,8 +527,8 @@ DRAWN: tuple[tuple[str, str, str, str, str], ...] = (
     (
         "tensors in a file have the order of the state",
         "_file",
-        "sorted(tensors, key=lambda tensor: (-rank_of(tensor.entry.dtype), tensor.name)",
-        "list(tensors",
+        "sorted(tensors, key=lambda tensor: order(_header(tensor)))",
+        "list(tensors)",
         "tests/frontends/interchange/safetensors/test_layout.py",
     ),
     (
@@ -554,9 +554,9 @@ DRAWN: tuple[tuple[str, str, str, str, str], ...] = (
     ),
     (
         "the error for an unsupported value does not name its key",
-        "lay_out",
-        "file_type(tensor.name, tensor.entry.dtype, tensor.entry.shape)",
-        "pass",
+        "order",
+        "dtype, _ = file_type(tensor.key, tensor.dtype, tensor.shape)",
+        "dtype = NAMES[tensor.dtype]",
         "tests/frontends/interchange/safetensors/test_exporting.py",
     ),
     (
@@ -638,7 +638,7 @@ DRAWN: tuple[tuple[str, str, str, str, str], ...] = (
     ),
     (
         "every range of a file is empty",
-        "FileMap._elements",
+        "File._elements",
         'skip in the first."""\n        if start >= stop:',
         'skip in the first."""\n        if start >= start:',
         "tests/frontends/serve/test_app.py",

@@ -1868,8 +1868,8 @@ PLANTED = (
     Planted(
         "replicas that DCP writes from one rank are not compared",
         "WriterSession._commit",
-        "            memory.found |= compared(",
-        "            compared(",
+        "compare(samples, leader.size,",
+        "compare((), leader.size,",
         "tests/saving/test_replicas.py",
     ),
     Planted(

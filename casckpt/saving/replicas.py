@@ -6,7 +6,7 @@ differ, or if a layout is new. See docs/decisions/0064-replicas-are-split-and-co
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from secrets import randbelow
 from time import thread_time
@@ -285,13 +285,15 @@ def _written(table: ExtentTable, region: tuple[int, int, int], lo: int, hi: int)
 # for front ends that choose the writer of each replica themselves
 
 
-def compared(samples: Sequence[Samples], memory: ReplicaMemory, check: str) -> dict[str, None]:
-    """Compare the samples of all ranks.
+def compare(gathered: Iterable[Samples | None], size: int, memory: ReplicaMemory, check: str) -> None:
+    """Compare the samples of all ``size`` ranks, if all of them have some, and remember the differences.
 
-    Return the result of `find_odd` followed by `judged`, and raise the same errors.
+    Raises the errors of `find_odd` and `judged`.
     """
-    odd = find_odd(samples, memory, check)
-    return judged([one.layout for one in samples], odd, [one.words for one in samples], memory)
+    samples = [of_rank for of_rank in gathered if of_rank is not None]
+    if len(samples) == size:
+        odd = find_odd(samples, memory, check)
+        memory.found |= judged([one.layout for one in samples], odd, [one.words for one in samples], memory)
 
 
 def samples_of(sources: Sequence[LocalEntry], run: str, step: int, check: str) -> Samples:
