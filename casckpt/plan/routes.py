@@ -14,18 +14,11 @@ from itertools import accumulate
 from typing import NamedTuple, TypeAlias
 from zlib import crc32
 
-from casckpt.format.extents import DIGEST_BYTES, Extent, ExtentTable, StoredCell
+from casckpt.format.extents import DIGEST_BYTES, Extent, ExtentTable
 from casckpt.format.names import CellDigest
 
 Link: TypeAlias = tuple[CellDigest, CellDigest]
 """The digests of a cell and of its base. They identify a frame regardless of where it is stored."""
-
-
-def links(cell: StoredCell) -> Iterator[Link]:
-    """Iterate over the links from a cell to the last of its bases."""
-    for version in cell.chain:
-        if version.base is not None:
-            yield version.digest, version.base.digest
 
 
 class Span(NamedTuple):

@@ -23,10 +23,9 @@ from casckpt.plan.routes import (
     choose_base,
     common,
     find_extent_route,
-    links,
     within,
 )
-from tests.support.routes import Route, find_route
+from tests.support.routes import Route, find_route, links
 
 BOX = full_box((1000,))
 NBYTES = 1000

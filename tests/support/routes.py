@@ -2,11 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Container, Sequence
+from collections.abc import Container, Iterator, Sequence
 from typing import NamedTuple
 
 from casckpt.format.extents import StoredCell
 from casckpt.plan.routes import Link
+
+
+def links(cell: StoredCell) -> Iterator[Link]:
+    """Iterate over the links from a cell to the last of its bases."""
+    for version in cell.chain:
+        if version.base is not None:
+            yield version.digest, version.base.digest
 
 
 class Route(NamedTuple):
