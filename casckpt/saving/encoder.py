@@ -17,7 +17,7 @@ from typing import NamedTuple, TypeAlias
 import numpy as np
 
 from casckpt.base.parallel import usable_cores
-from casckpt.errors import CasckptError
+from casckpt.errors import CasckptError, NotFound
 from casckpt.format import dtypes
 from casckpt.format.encodings.frames import MIN_CELL, decode_chain, decodes, encode_delta, encode_planes, undo
 from casckpt.format.extents import StoredCell
@@ -337,23 +337,19 @@ class Coder:
         stored: list[bytearray] = []
 
         def read(link: StoredCell) -> bytearray:
-            stored.append(self._bytes_of(link))
+            stored.append(bytearray(link.stored))
+            self._reader(link.blob).read_into(link.offset, [memoryview(stored[-1])])
             return stored[-1]
 
         try:
             plain = decode_chain(cell, read)
-        except (CasckptError, ShortObject, _TooFar) as error:
+        except (CasckptError, ShortObject) as error:
             log.debug("casckpt cannot use a base: %s", error)
             return None
         *links, _ = cell.chain
         every = zip(links, reversed(stored), strict=False)
         frames = tuple(HeldFrame(bytes(data), link.base.digest) for link, data in every if link.base is not None)
         return HeldCell(cell.digest, plain, frames)
-
-    def _bytes_of(self, cell: StoredCell) -> bytearray:
-        stored = bytearray(cell.stored)
-        self._reader(cell.blob).read_into(cell.offset, [memoryview(stored)])
-        return stored
 
     def _reader(self, blob: int) -> Reader:
         with self._lock:
@@ -367,12 +363,8 @@ class Coder:
         if cached is not None:
             return cached
         if self.repo.storage.traits.remote:
-            raise _TooFar
+            raise NotFound("a base is only available over the network")
         return self.repo.storage.open(blob_key(ref.uploader, ref.hash))
-
-
-class _TooFar(Exception):
-    """Raised for a base that is only available over a network."""
 
 
 def _name(source: LocalEntry, cell: Cell) -> CellName:
