@@ -135,11 +135,13 @@ class Unsigned(Refused):
 class StorageError(CasckptError, OSError):
     """An error that the storage raised. A retry may help.
 
-    ``path``: the file or folder. ``refused``: whether this user may not create or delete it.
+    ``path``: the file or folder. ``refused``: whether this user may not create or delete it. ``full``: whether the
+    disk has no room left, or a quota is used up.
     """
 
     path: str = ""
     refused: bool = False
+    full: bool = False
 
     kind = "storage"
 

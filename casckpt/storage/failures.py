@@ -1,18 +1,22 @@
-"""Turns operating system errors into messages with advice."""
+"""Turns operating system errors into messages with advice, and decides which errors mean that there is no room."""
 
 from __future__ import annotations
 
 import errno
+import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
 from casckpt.errors import CasckptError, StorageError
 
-_ROOM = "free some space and try again; `casckpt gc` can free more, but needs a few KiB for its records"
+ROOM = "free some space or raise the quota, and try again; `casckpt gc` can free more"
+_FULL = (errno.ENOSPC, errno.EDQUOT)
+_FULL_ANSWER = re.compile("QuotaExceeded|StorageFull")  # of MinIO, Ceph and HDFS
 _ADVICE = {
-    errno.ENOSPC: f"the disk is full: {_ROOM}",
-    errno.EDQUOT: f"the disk quota is used up: {_ROOM}",
+    errno.ENOSPC: f"the disk is full: {ROOM}",
+    errno.EDQUOT: f"the disk quota is used up: {ROOM}",
+    errno.EFBIG: "a limit forbids files of this size: raise `ulimit -f`, or use a different file system",
     errno.EROFS: "the file system is read-only: mount it read-write, or use a different store",
     errno.EACCES: "permission denied: check the owner and mode of the folder and its files",
     errno.EPERM: "operation not permitted: check the owner and attributes of the folder",
@@ -26,6 +30,15 @@ _ADVICE = {
 }
 
 
+def is_full(error: BaseException, status: int = 0, answer: str = "") -> bool:
+    """Return whether space, inodes or a quota are the reason for an error. ``status``, ``answer``: those of a server.
+
+    A limit on the size of a single file is a different reason, because freeing space does not help.
+    """
+    is_system = isinstance(error, OSError) and error.errno in _FULL
+    return is_system or status == 507 or _FULL_ANSWER.search(answer) is not None
+
+
 @contextmanager
 def reporting(verb: str, path: Path) -> Iterator[None]:
     """Turn operating system errors into a `StorageError` with advice."""
@@ -36,7 +49,8 @@ def reporting(verb: str, path: Path) -> Iterator[None]:
     except OSError as error:
         advice = _ADVICE.get(error.errno or 0, f"{error.strerror or error}: check the disk and try again")
         refused = isinstance(error, PermissionError) and verb in ("write", "delete", "sweep")
-        raise StorageError(f"cannot {verb} {path}: {advice}", path=str(path), refused=refused) from error
+        message = f"cannot {verb} {path}: {advice}"
+        raise StorageError(message, path=str(path), refused=refused, full=is_full(error)) from error
 
 
 @contextmanager

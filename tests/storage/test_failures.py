@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import errno
 import os
+import pickle
 
 import pytest
 
@@ -36,3 +37,22 @@ def test_operating_system_errors_include_advice(
         with pytest.raises(StorageError, match=f"(?i)objects/x.*{advice}|objects.*{advice}") as caught:
             act()
         assert isinstance(caught.value.__cause__, OSError)
+        assert not caught.value.full
+
+
+@pytest.mark.parametrize(
+    ("code", "full", "advice"),
+    [
+        (errno.ENOSPC, True, "the disk is full.*casckpt gc"),
+        (errno.EDQUOT, True, "quota is used up.*casckpt gc"),
+        (errno.EFBIG, False, "ulimit -f"),
+        (errno.EIO, False, "kernel log"),
+    ],
+)
+def test_an_error_says_whether_the_disk_is_full(
+    store: LocalStore, code: int, full: bool, advice: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(os, "pwrite", failing(os.pwrite, code))
+    with pytest.raises(StorageError, match=advice) as caught:
+        store.put(KEY, b"1")
+    assert pickle.loads(pickle.dumps(caught.value)).full is full

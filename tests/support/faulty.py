@@ -18,7 +18,7 @@ from fnmatch import fnmatchcase
 from typing import Any
 
 from casckpt.errors import StorageError
-from casckpt.storage.base import Known, ListedObject, ObjectStore, Reader, ShortObject, Traits
+from casckpt.storage.base import Known, ListedObject, ObjectStore, Reader, Room, ShortObject, Traits
 from tests.support.tally import tally
 
 METHODS = ("put", "settle", "get", "open", "read_into", "size", "list", "delete", "replace", "sweep")
@@ -178,6 +178,9 @@ class FaultyStore:
     def sweep(self, folder: str, *, below: bool = False) -> int:
         with self.faults("sweep", folder):
             return self.inner.sweep(folder, below=below)
+
+    def room(self) -> Room | None:
+        return self.inner.room()
 
     @contextmanager
     def faults(self, method: str, key: str) -> Iterator[set[Kind]]:

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from queue import Empty, SimpleQueue
 from typing import Any
 
-from casckpt.storage.base import Known, ListedObject, ObjectStore, Reader, Traits
+from casckpt.storage.base import Known, ListedObject, ObjectStore, Reader, Room, Traits
 
 Choose = Callable[[list[str]], str]
 PATIENCE = 60.0  # seconds without progress after which a stage is considered broken
@@ -181,3 +181,6 @@ class SteppedStore:
 
     def sweep(self, folder: str, *, below: bool = False) -> int:
         return self._inner.sweep(folder, below=below)
+
+    def room(self) -> Room | None:
+        return self._inner.room()

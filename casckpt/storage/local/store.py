@@ -27,6 +27,7 @@ from casckpt.storage.base import (
     Known,
     ListedObject,
     ObjectStore,
+    Room,
     Traits,
     split_folder,
     split_key,
@@ -234,6 +235,15 @@ class LocalStore(ObjectStore):
             if "/" in folder or not below:
                 self._folders.remove(folder)
         return freed
+
+    @override
+    def room(self) -> Room | None:
+        with suppress(OSError):
+            there = next(path for path in (self.path, *self.path.parents) if path.exists())
+            status = os.statvfs(there)
+            if status.f_blocks:  # otherwise the file system does not report its size
+                return Room(status.f_bavail * status.f_frsize, status.f_favail if status.f_files else None)
+        return None
 
     def examine(self, sample: str | None = None) -> Iterator[Finding]:
         """Yield findings on whether listings are reliable on this mount, on links, and on permissions."""

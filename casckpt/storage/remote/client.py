@@ -13,11 +13,15 @@ from casckpt.storage.remote.patience import Patience
 
 @dataclass(frozen=True)
 class ExplainedFailure:
-    """The cause of a failure, in words. ``again``: whether a retry may help. ``kind``: the error to raise."""
+    """The cause of a failure, in words. ``again``: whether a retry may help. ``kind``: the error to raise.
+
+    ``full``: see `StorageError`.
+    """
 
     why: str
     again: bool = False
     kind: type[CasckptError] = StorageError
+    full: bool = False
 
 
 class Ranged(Protocol):

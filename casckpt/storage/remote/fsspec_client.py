@@ -12,6 +12,7 @@ from fsspec.core import url_to_fs
 from casckpt.base.text import in_one_line
 from casckpt.errors import NotFound, Refused, Unsupported
 from casckpt.storage.base import AlreadyExists, Finding, ListedObject, ShortObject
+from casckpt.storage.failures import ROOM, is_full
 from casckpt.storage.remote.calls import WEB, calls_of, with_timeouts
 from casckpt.storage.remote.client import ExplainedFailure, Page
 from casckpt.storage.remote.patience import Patience
@@ -46,6 +47,8 @@ class FsspecClient:
         line, status = in_one_line(error)[:_LONGEST], _status(error)
         if isinstance(error, FileNotFoundError) or status == 404:  # a missing object has already been handled
             return ExplainedFailure(f"{line}; {_MISSING}", kind=NotFound)
+        if is_full(error, status, line):
+            return ExplainedFailure(f"{line}; {ROOM}", full=True)
         if isinstance(error, PermissionError) or status in (401, 403):
             return ExplainedFailure(f"{line}; {_DENIED}")
         if isinstance(error, NotImplementedError | ImportError | TypeError):

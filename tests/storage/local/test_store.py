@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import stat
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -16,7 +18,7 @@ from casckpt.storage.local.newfile import Naming
 from casckpt.storage.local.store import LocalStore
 from tests.storage.contract import MIB, Peek, SharedContract, StorageContract, noise
 from tests.support.counting import count_io
-from tests.support.local import KEY, files, only, put_aligned, require
+from tests.support.local import KEY, failing, files, only, put_aligned, require
 
 
 class LocalFixtures:
@@ -171,3 +173,17 @@ def test_a_local_store_leaves_no_file_descriptors_open(store: LocalStore, monkey
     only(Naming.LINK, monkeypatch)
     use()
     assert sorted(os.listdir("/proc/self/fd")) == before
+
+
+def test_the_free_room_is_that_of_the_file_system_of_the_store(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    status, store = os.statvfs(tmp_path), LocalStore(tmp_path / "not" / "yet")
+    room = store.room()
+    assert room is not None
+    assert 0 <= room.bytes <= status.f_blocks * status.f_frsize
+    fields = ("f_frsize", "f_blocks", "f_bavail", "f_files", "f_favail")
+    for values, known in [((512, 9, 4, 9, 3), (2048, 3)), ((512, 9, 4, 0, 0), (2048, None)), ((512, 0, 0, 0, 0), None)]:
+        found = SimpleNamespace(**dict(zip(fields, values, strict=True)))
+        monkeypatch.setattr(os, "statvfs", lambda path, found=found: found)
+        assert store.room() == known
+    monkeypatch.setattr(os, "statvfs", failing(os.statvfs, errno.EIO))
+    assert store.room() is None

@@ -126,7 +126,10 @@ def test_a_retry_is_skipped_if_its_pause_exceeds_the_remaining_time(tmp_path: Pa
         storage.again("read", "a", fail)
 
 
-@pytest.mark.parametrize(("status", "says"), [(403, "check the credentials"), (404, "create it first"), (400, "again")])
+@pytest.mark.parametrize(
+    ("status", "says"),
+    [(403, "check the credentials"), (404, "create it first"), (400, "again"), (507, "raise the quota")],
+)
 def test_requests_with_permanent_errors_are_not_retried(
     status: int, says: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -141,9 +144,10 @@ def test_requests_with_permanent_errors_are_not_retried(
     naps: list[float] = []
     storage = RemoteStore(Folder(tmp_path), backoff=Backoff(sleep=naps.append))
     monkeypatch.setattr(storage._clients.get()._fs, "find", fail)  # type: ignore[attr-defined]  # of fsspec
-    with pytest.raises(StorageError if status != 404 else NotFound, match=says):
+    with pytest.raises(StorageError if status != 404 else NotFound, match=says) as caught:
         list(storage.list(""))
     assert naps == []
+    assert getattr(caught.value, "full", False) is (status == 507)
 
 
 class Unwell(BaseHTTPRequestHandler):

@@ -25,6 +25,7 @@ from botocore.parsers import ResponseParserError
 
 from casckpt.base.text import in_one_line
 from casckpt.errors import NotFound, StorageError, Unsupported
+from casckpt.storage.failures import ROOM, is_full
 from casckpt.storage.remote.client import ExplainedFailure
 
 FAILURES: tuple[type[Exception], ...] = (ClientError, BotoCoreError, ResponseParserError, aiohttp.ClientError, OSError)
@@ -104,6 +105,8 @@ def _explain_answer(error: ClientError) -> ExplainedFailure:
         return ExplainedFailure(
             f"the server answers {text}; {_NO_CONDITION}. But {WITHOUT_CHECKSUMS}", kind=Unsupported
         )
+    if is_full(error, status, code):
+        return ExplainedFailure(f"the server answers {text}; {ROOM}", full=True)
     if status in _BUSY or code in _BUSY_CODES:
         return ExplainedFailure(f"the server answers {text}; try again later", again=True)
     if code in _ADVICE or status in (401, 403):

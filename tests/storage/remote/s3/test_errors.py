@@ -199,6 +199,24 @@ def test_errors_about_checksums_name_the_settings_to_change(error: Exception, *,
     assert found.again == again
 
 
+@pytest.mark.parametrize(
+    ("status", "code", "full"),
+    [
+        (507, "InsufficientStorage", True),
+        (507, "XMinioStorageFull", True),
+        (400, "XMinioAdminBucketQuotaExceeded", True),
+        (403, "QuotaExceeded", True),
+        (403, "AccessDenied", False),
+        (503, "SlowDown", False),
+    ],
+)
+def test_a_full_server_and_a_used_up_quota_are_recognised(status: int, code: str, full: bool) -> None:
+    found = explain(answer(status, code))
+    assert found.full is full
+    assert ("raise the quota" in found.why) is full
+    assert not (full and found.again)
+
+
 def test_a_denied_encryption_key_is_named() -> None:
     message = "User: x is not authorized to perform: kms:GenerateDataKey on this resource"
     assert "need kms:GenerateDataKey and kms:Decrypt" in explain(answer(403, "AccessDenied", message)).why
