@@ -45,15 +45,18 @@ def put(repo: Repository, txid: TxId, draft: Draft) -> Encoded:
     return put_encoded(repo, txid, encode(draft))
 
 
-def put_encoded(repo: Repository, txid: TxId, made: Encoded) -> Encoded:
-    """Write an encoded manifest. An existing one counts as success. Raises the errors of `put`."""
+def put_encoded(repo: Repository, txid: TxId, made: Encoded, *, may_prepare: bool = False) -> Encoded:
+    """Write an encoded manifest. An existing one counts as success. ``may_prepare``: whether it lets gc free space.
+
+    Raises the errors of `put`.
+    """
     key = manifest_key(txid, made.id)
     if len(made.data) > MAX_MANIFEST_BYTES:
         raise InvalidInput(
             f"the manifest has {len(made.data)} bytes, which exceeds the limit of {MAX_MANIFEST_BYTES} bytes"
         )
     try:
-        repo.storage.put(key, made.data)
+        repo.put_small(key, made.data) if may_prepare else repo.storage.put(key, made.data)
     except AlreadyExists:
         if repo.storage.size(key) != len(made.data):
             raise StorageError(f"{key} exists with a different size; save again", key=key) from None

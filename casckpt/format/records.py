@@ -438,6 +438,16 @@ changed = msgspec.structs.replace
 """``changed(struct, field=value)`` returns a copy of a struct with new values in some fields."""
 
 
+def frees(record: Record) -> bool:
+    """Return whether a record ends something, so that gc can delete bytes, or begins to do so."""
+    match record:
+        case RevokedRecord() | Forgotten() | Purged() | Trimmed() | Kept() | Rewritten():
+            return True
+        case TagRecord() | LeaseRecord():
+            return record.txid is None
+    return isinstance(record, Began) and record.slot is not None
+
+
 def encode(record: Record) -> bytes:
     """Encode a record."""
     line = msgspec.json.encode(record)

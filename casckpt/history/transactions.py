@@ -13,8 +13,9 @@ from __future__ import annotations
 
 import logging
 import threading
+import time
 import weakref
-from collections.abc import Container, Iterable
+from collections.abc import Callable, Container, Iterable
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
@@ -22,7 +23,7 @@ from functools import partial
 from casckpt.base.parallel import in_parallel
 from casckpt.errors import CasckptError, Conflict, NotFound, Revoked, StorageError
 from casckpt.format import records
-from casckpt.format.keys import commit_key, parse_txid, transaction_key
+from casckpt.format.keys import commit_key, parse_txid, transaction_key, uploader_folder
 from casckpt.format.names import TxId
 from casckpt.format.records import Began, Committed, FirstRecord, LaterRecord, Rewritten, Settings, SignOfLife
 from casckpt.history.commits import Commit, commit, just_committed, keep, list_commits, names_in
@@ -36,6 +37,7 @@ from casckpt.repository.repository import Repository
 PREFIX = "transactions/"
 SIGN_OF_LIFE_SECONDS = 120.0
 STOP_SECONDS = 30.0
+CLEAN_UP_SECONDS = 10.0
 MAX_REASON_CHARACTERS = 500
 
 _NOT_ANNOUNCED = "runs/ of %s was lost, or was not copied; casckpt reannounced all checkpoints of the store"
@@ -85,6 +87,12 @@ class _Pulse:
             log.warning("casckpt could not write sign of life %d of transaction %s: %s", self.signs, self._txid, error)
 
 
+def run_beside(act: Callable[[], None]) -> None:
+    """Call ``act`` in a thread that neither this process nor the caller waits for."""
+    with suppress(RuntimeError):  # threads cannot start while the interpreter is exiting
+        threading.Thread(target=act, name="casckpt-clean-up", daemon=True).start()
+
+
 class Transaction:
     """A save in progress in this process. It sends signs of life until it ends or is garbage-collected.
 
@@ -98,7 +106,7 @@ class Transaction:
         self._seen = seen
         self.joined = joined is not None
         self._repo = repo
-        self._has_committed = False
+        self._has_committed = self._has_tried = False
         self._pulse = _Pulse(repo, began.txid, joined)
         weakref.finalize(self, self._pulse.let_go)
         if self.joined:
@@ -116,6 +124,7 @@ class Transaction:
         process may have created this commit. gc removes files that this call cannot remove. Raises `Revoked` if
         the transaction has ended in a different way, and `StorageError`.
         """
+        self._has_tried = True
         record = records.changed(record, store=self._repo.marker.store_id, who=self._repo.who)
         try:
             commit(self._repo, record, seen=self._seen)
@@ -196,6 +205,9 @@ class Transaction:
         Returns False if it was committed (the answer may have been lost), if the store was deleted, or if the storage
         fails. If the storage fails, a later gc revokes the transaction. Never raises a storage error, because callers
         run this while they handle a different error.
+
+        A save in a folder then removes what it uploaded, beside the caller, unless ``reason`` is an interrupt. If there
+        is no room to revoke it, it does so before it is revoked, because only this object could have committed it.
         """
         if self._has_committed:
             return False
@@ -208,9 +220,42 @@ class Transaction:
             found = None if self._has_slot() else self._repo.get_record(commit_key(self.txid), FirstRecord)
         except CasckptError as error:
             log.warning("casckpt could not revoke transaction %s; a later gc revokes it: %s", self.txid, error)
+            if isinstance(error, StorageError) and error.full and not self._has_tried:
+                self._remove_uploads(reason, partial(revoke, self._repo, self.txid, text))
             return False
         self._remove_files()
-        return isinstance(found, records.RevokedRecord)
+        if is_revoked := isinstance(found, records.RevokedRecord):
+            self._remove_uploads(reason, partial(self._repo.settle, commit_key(self.txid)), first=True)
+        return is_revoked
+
+    def _remove_uploads(
+        self, reason: str | BaseException, revoke: Callable[[], object], *, first: bool = False
+    ) -> None:
+        """Start to remove the objects of this save. ``revoke``: makes its `revoked` record durable, ``first`` or last.
+
+        Another process may need the objects of a copy, in which any number of them work, or of a rewrite.
+        """
+        is_own = not self.joined and self.began.manifest is None and self.began.slot is None
+        is_interrupt = isinstance(reason, BaseException) and not isinstance(reason, Exception)
+        if is_own and not is_interrupt and not self._repo.storage.traits.remote:
+            run_beside(partial(self._clean_up, revoke, first=first))
+
+    def _clean_up(self, revoke: Callable[[], object], *, first: bool) -> None:
+        storage, folder, end = self._repo.storage, uploader_folder(self.txid), time.monotonic() + CLEAN_UP_SECONDS
+        try:
+            if first:
+                revoke()
+            for entry in storage.list_folder(folder)[0]:
+                if time.monotonic() > end:
+                    return
+                storage.delete(entry.key)
+            storage.sweep(folder)
+            if not first:
+                revoke()
+                self._remove_files()
+            storage.prepare()
+        except CasckptError as error:
+            log.info("the uploads of transaction %s remain until a gc removes them: %s", self.txid, error)
 
     def leave(self) -> None:
         """Leave the transaction open, so that another process can join it.

@@ -225,6 +225,7 @@ class Repository:
         self._know(marker if made else self._read_marker())
         if made:
             remember(self._cache_folder, self.storage)
+            self.storage.prepare()
             log.info("created a new store at %s", self.storage.url)
         if probed:
             self.change_settings(exclusive_create=True)
@@ -418,13 +419,16 @@ class Repository:
         data = records.encode(record)
         if len(data) > records.MAX_RECORD_BYTES:
             raise InvalidInput(f"the record for {key} is larger than {records.MAX_RECORD_BYTES} bytes", key=key)
-        if not self._put_once(key, data):
+        if not self._put_once(key, data, may_prepare=records.frees(record)):
             raise Conflict(f"{key} already exists: another process created it first", key=key)
 
-    def _put_once(self, key: str, data: bytes) -> bool:
-        """Put ``data`` and return whether ``key`` now has it. Returns False if ``key`` has different data."""
+    def _put_once(self, key: str, data: bytes, *, may_prepare: bool = False) -> bool:
+        """Put ``data`` and return whether ``key`` now has it. Returns False if ``key`` has different data.
+
+        ``may_prepare``: use the room that the storage has set aside if it is full.
+        """
         try:
-            self.storage.put(key, data)
+            self.put_small(key, data) if may_prepare else self.storage.put(key, data)
         except AlreadyExists:
             return self._read_back(key) == data
         except StorageError:
@@ -435,6 +439,14 @@ class Repository:
                 self.settle(key)
             return stored == data
         return True
+
+    def put_small(self, key: str, data: bytes) -> None:
+        """Put bytes that let gc free space, also on a full disk. Raises the errors of `ObjectStore.put`."""
+        try:
+            self.storage.put(key, data)
+        except StorageError as error:
+            if not error.full or not self.storage.put_prepared(key, data):
+                raise
 
     def settle(self, key: str) -> None:
         """Make the name of an existing record durable, because another process's put may not have finished.

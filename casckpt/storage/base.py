@@ -138,6 +138,17 @@ class ObjectStore(Protocol):
     def put(self, key: str, data: memoryview | bytes, *, settle: bool = True) -> None:
         """Create the object. Raises `AlreadyExists`, `casckpt.errors.StorageError`, `casckpt.errors.Unsupported`."""
 
+    def prepare(self) -> None:
+        """Set room aside for `put_prepared`, as far as there is some. Never fails."""
+        return
+
+    def put_prepared(self, key: str, data: bytes) -> bool:
+        """Do what `put` could not do because the storage is full, with room that was set aside.
+
+        Return False if this kind of storage sets nothing aside. Raises the errors of `put`.
+        """
+        return False
+
     def settle(self, folder: str) -> None:
         """Make the names put into ``folder`` ("objects/x", no trailing slash) with ``settle=False`` durable."""
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import logging
 import re
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -11,6 +12,7 @@ from pathlib import Path
 from casckpt.errors import CasckptError, StorageError
 
 ROOM = "free some space or raise the quota, and try again; `casckpt gc` can free more"
+log = logging.getLogger(__name__)
 _FULL = (errno.ENOSPC, errno.EDQUOT)
 _FULL_ANSWER = re.compile("QuotaExceeded|StorageFull")  # of MinIO, Ceph and HDFS
 _ADVICE = {
@@ -51,6 +53,17 @@ def reporting(verb: str, path: Path) -> Iterator[None]:
         refused = isinstance(error, PermissionError) and verb in ("write", "delete", "sweep")
         message = f"cannot {verb} {path}: {advice}"
         raise StorageError(message, path=str(path), refused=refused, full=is_full(error)) from error
+
+
+@contextmanager
+def unless_full() -> Iterator[None]:
+    """Leave out a write that can wait for a later gc if there is no room for it."""
+    try:
+        yield
+    except StorageError as error:
+        if not error.full:
+            raise
+        log.info("left for a later gc: %s", error)
 
 
 @contextmanager

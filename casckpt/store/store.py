@@ -531,10 +531,11 @@ class Store:
         Checkpoints that are tagged or not yet safe in the mirror are not forgotten. If the store has a minimum age, gc
         purges the forgotten checkpoints instead. Raises StorageError.
         """
+        from casckpt.upkeep.gc.gc import with_room
         from casckpt.upkeep.gc.purge import forget_and_purge
 
         chosen = refs.resolve_many(self.repository, map(plain, checkpoints))
-        forgotten = forget_and_purge(self.repository, chosen)
+        forgotten = with_room(self.repository, partial(forget_and_purge, self.repository, chosen))
         return [Checkpoint(self.repository, commit) for commit in forgotten]
 
     def rotate(self, run: str, rotation: Rotation, among: Container[str] | None = None) -> list[Checkpoint]:
@@ -578,11 +579,13 @@ class Store:
         Raises InvalidInput, NotFound, MissingKey if no pattern matches, Conflict if one of ``refs`` is tagged, and
         StorageError. If a checkpoint is damaged, the others are thinned before its error is raised.
         """
+        from casckpt.upkeep.gc.gc import with_room
         from casckpt.upkeep.thin import thin_chosen
 
         check_keywords("Store.thin", keep, KeepRules)
-        chosen, rule = map(plain, refs), Policy(**keep)
-        return thin_chosen(self.repository, chosen, rule, drop=drop, run=run, tagged=tagged, dry_run=dry_run)
+        chosen, rule = list(map(plain, refs)), Policy(**keep)
+        options: dict[str, Any] = {"drop": drop, "run": run, "tagged": tagged, "dry_run": dry_run}
+        return with_room(self.repository, partial(thin_chosen, self.repository, chosen, rule, **options))
 
     def restore(self, ref: str | Checkpoint, *, whole: bool = False) -> Checkpoint:
         """Make a forgotten checkpoint visible again.

@@ -43,7 +43,7 @@ def rewrite(repo: Repository, base: Commit, save: Callable[[TxId], Rewritten]) -
 
 def rewritten(repo: Repository, txid: TxId, commit: Commit, made: Encoded, **statistics: int) -> Rewritten:
     """Upload a manifest. Return the record that makes it the places of ``commit``. Raises `StorageError`."""
-    manifests.put_encoded(repo, txid, made)
+    manifests.put_encoded(repo, txid, made, may_prepare=True)
     before = {name: getattr(commit.committed, name) for name in OF_PLACES}
     new = {"head": made.head, "manifest_bytes": len(made.data), **statistics}
     return Rewritten(txid=commit.txid, time=repo.clock(), who=repo.who, by=txid, **before | new)

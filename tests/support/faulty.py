@@ -21,7 +21,7 @@ from casckpt.errors import StorageError
 from casckpt.storage.base import Known, ListedObject, ObjectStore, Reader, Room, ShortObject, Traits
 from tests.support.tally import tally
 
-METHODS = ("put", "settle", "get", "open", "read_into", "size", "list", "delete", "replace", "sweep")
+METHODS = ("put", "settle", "get", "open", "read_into", "size", "list", "delete", "replace", "sweep", "put_prepared")
 
 
 @dataclass(frozen=True)
@@ -178,6 +178,13 @@ class FaultyStore:
     def sweep(self, folder: str, *, below: bool = False) -> int:
         with self.faults("sweep", folder):
             return self.inner.sweep(folder, below=below)
+
+    def prepare(self) -> None:
+        self.inner.prepare()
+
+    def put_prepared(self, key: str, data: bytes) -> bool:
+        with self.faults("put_prepared", key):
+            return self.inner.put_prepared(key, data)
 
     def room(self) -> Room | None:
         return self.inner.room()

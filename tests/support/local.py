@@ -21,7 +21,7 @@ from casckpt.storage.local.store import LocalStore
 KEY = "objects/x/a"
 
 
-def lacking(*args: object) -> Any:
+def lacking(*args: object, **kwargs: object) -> Any:
     """Stand in for a system call that the platform does not support."""
     raise syscalls.Lacking
 

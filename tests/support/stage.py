@@ -182,5 +182,12 @@ class SteppedStore:
     def sweep(self, folder: str, *, below: bool = False) -> int:
         return self._inner.sweep(folder, below=below)
 
+    def prepare(self) -> None:
+        self._inner.prepare()
+
+    def put_prepared(self, key: str, data: bytes) -> bool:
+        self._stop("put", key)
+        return self._inner.put_prepared(key, data)
+
     def room(self) -> Room | None:
         return self._inner.room()

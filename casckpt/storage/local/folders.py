@@ -17,6 +17,7 @@ from casckpt.storage.local import syscalls
 _FOLDER = os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC
 _NO_FOLDER_SYNC = (errno.EINVAL, errno.EOPNOTSUPP, errno.ENOSYS)  # file systems that do not need folder syncs
 _STAYS = (errno.ENOENT, errno.ENOTEMPTY, errno.EEXIST, errno.EACCES, errno.EPERM)  # the last two: not this user's
+_SPARE = ".spare"
 _REMEMBERED = 4096  # folders
 _PUT_BACK = "restore the original from a copy of the store, or move this out of the store"
 
@@ -40,6 +41,16 @@ class Folders:
                 deeper = self._open_part(fd, part, path, create)
                 os.close(fd)
                 fd = deeper
+            yield fd
+        finally:
+            os.close(fd)
+
+    @contextmanager
+    def open_spare(self, *, create: bool = False) -> Iterator[int]:
+        """Open the folder of prepared files, which no key can name. Raises the errors of `open`."""
+        with self.open("") as root:
+            fd = self._open_part(root, _SPARE, _SPARE, create)
+        try:
             yield fd
         finally:
             os.close(fd)

@@ -22,6 +22,7 @@ from functools import partial
 from casckpt.errors import Unsupported
 from casckpt.storage.base import BLOCK
 from casckpt.storage.buffers import address
+from casckpt.storage.failures import is_full
 from casckpt.storage.local import syscalls
 
 PIECE = 32 << 20  # bytes per write: a blob of the default size, because each write has a fixed cost
@@ -85,7 +86,9 @@ class FileMaker:
     def _twice(self, make: Callable[[], None]) -> None:
         try:
             make()
-        except SyncFailed:
+        except SyncFailed as error:
+            if is_full(error):
+                raise
             make()  # a second fsync of the same file proves nothing, so write a new file
 
     def _create(self, folder: int, name: str, data: memoryview, way: Naming) -> None:

@@ -7,14 +7,17 @@ or the machine dies, the object is therefore either complete or absent.
 from __future__ import annotations
 
 import errno
+import math
 import os
 import platform
 import re
 import stat
+import time
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
+from typing import TypeAlias
 
 from typing_extensions import override
 
@@ -33,13 +36,16 @@ from casckpt.storage.base import (
     split_key,
 )
 from casckpt.storage.buffers import plain_bytes
-from casckpt.storage.failures import reporting
+from casckpt.storage.failures import is_full, reporting
+from casckpt.storage.local import syscalls
 from casckpt.storage.local.folders import Folders, misplaced
 from casckpt.storage.local.newfile import FileMaker, is_temporary
 from casckpt.storage.local.reader import LocalReader
+from casckpt.storage.local.spare import Spares
 
 _MOUNTS = Path("/proc/self/mounts")
 _SURE = {"noac", "actimeo=0", "acdirmax=0"}
+_COPY_ON_WRITE = {"btrfs", "zfs", "bcachefs"}
 _LARGE_FOLIOS = {"ext4": (6, 16)}
 """For each file system, the first kernel that fills the page cache in large pieces, which takes far less CPU time."""
 
@@ -88,6 +94,8 @@ def _mount_of(folder: Path, mounts: Path) -> tuple[str, str, str]:
     return best
 
 
+_Make: TypeAlias = Callable[[int, str, memoryview], None]
+_FREEING, _PAUSE = 5.0, 0.1  # seconds until deleted space must be available, and between attempts to use it
 _ATTEMPTS = 100  # to put into a folder that gcs in a loop keep removing; if syncs are slow, 16 were not enough
 _REMOVED = (errno.ENOENT, errno.ESTALE)  # the second one is from NFS
 # Non-blocking because opening a FIFO in the store would otherwise wait forever.
@@ -110,6 +118,8 @@ class LocalStore(ObjectStore):
         self._page_cache = page_cache
         self._files = FileMaker(direct=not page_cache)
         self._folders = Folders(self.path)
+        self._spares = Spares(self._folders)
+        self._freed_at = -math.inf  # when this process last deleted something
 
     def __reduce__(self) -> tuple[partial[LocalStore], tuple[str]]:
         return partial(LocalStore, page_cache=self._page_cache), (str(self.path),)
@@ -136,6 +146,25 @@ class LocalStore(ObjectStore):
 
         Fastest for page-aligned data of 1 MiB or more (`casckpt.storage.buffers.AlignedBuffer`).
         """
+        self._create(key, data, self._files.create, settle=settle)
+
+    @override
+    def prepare(self) -> None:
+        self._spares.prepare()
+
+    @override
+    def put_prepared(self, key: str, data: bytes) -> bool:
+        try:
+            self._create(key, data, self._spares.create)
+            return True
+        except StorageError as error:
+            if not error.full or not self._spares.give_up(len(data)):
+                raise
+        self._freed_at = time.monotonic()
+        self._create(key, data, self._files.create)
+        return True
+
+    def _create(self, key: str, data: memoryview | bytes, make: _Make, *, settle: bool = True) -> None:
         folder, name = split_key(key)
         view = plain_bytes(data)
 
@@ -143,7 +172,7 @@ class LocalStore(ObjectStore):
             taken = _exists(fd, name)  # only avoids a useless write; claiming the exclusive name decides
             if not taken:
                 try:
-                    self._files.create(fd, name, view)
+                    make(fd, name, view)
                 except FileExistsError:
                     taken = True
             if settle:  # even if the key exists: a failed put of this process may have created it
@@ -224,6 +253,7 @@ class LocalStore(ObjectStore):
         folder, name = split_key(key)
         with reporting("delete", self.path / key), suppress(FileNotFoundError), self._folders.open(folder) as above:
             os.unlink(name, dir_fd=above)
+            self._freed_at = time.monotonic()
 
     @override
     def sweep(self, folder: str, *, below: bool = False) -> int:
@@ -246,10 +276,15 @@ class LocalStore(ObjectStore):
         return None
 
     def examine(self, sample: str | None = None) -> Iterator[Finding]:
-        """Yield findings on whether listings are reliable on this mount, on links, and on permissions."""
+        """Yield findings on whether listings are reliable on this mount, on full disks, links, and permissions."""
         stale = self.traits.stale
         found = stale or "this mount does not cache file attributes that other hosts may change"
         yield Finding("mount", not stale, found, "casckpt refuses to run gc here until you do" if stale else "")
+        if (kind := _mount_of(self.path, _MOUNTS)[1]) in _COPY_ON_WRITE:
+            found = (
+                f"{kind} needs space even to overwrite a file, so gc may have no room for its records on a full disk"
+            )
+            yield Finding("full", None, found, "set a quota below the size of the disk, which you can raise")
         with reporting("list", self.path), suppress(FileNotFoundError):
             yield from _outsiders(self.path)
 
@@ -274,12 +309,21 @@ class LocalStore(ObjectStore):
                         self._files.bits = self._folders.shared_bits
                         return act(fd)
                 except OSError as error:
-                    if error.errno not in _REMOVED:
+                    if error.errno not in _REMOVED and not self._may_free(error):
                         raise
         raise StorageError(
             f"cannot write {path}: its folder cannot be created, or something keeps removing it; find the cause, and "
             "try again"
         )
+
+    def _may_free(self, error: OSError) -> bool:
+        """Return whether there may be room now: file systems such as xfs and ext4 make deleted space available late."""
+        if not is_full(error) or time.monotonic() > self._freed_at + _FREEING:
+            return False
+        time.sleep(_PAUSE)
+        with self._folders.open("") as fd:
+            syscalls.sync_all(fd)
+        return True
 
 
 def _outsiders(root: Path) -> Iterator[Finding]:

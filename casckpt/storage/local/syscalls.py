@@ -86,16 +86,30 @@ def link_named(folder: int, old: str, new: str) -> None:
         os.link(old, new, src_dir_fd=folder, dst_dir_fd=folder, follow_symlinks=False)
 
 
-def rename_new(folder: int, old: str, new: str) -> None:
-    """Rename a file without replacing another. Raises FileExistsError."""
+def rename_new(folder: int, old: str, new: str, *, into: int | None = None) -> None:
+    """Rename a file without replacing another. ``into``: the folder of the new name. Raises FileExistsError."""
     try:
         call = _LIBC.renameat2
     except AttributeError as error:
         raise Lacking from error
     with _lacking():
-        if call(folder, os.fsencode(old), folder, os.fsencode(new), _RENAME_NOREPLACE):
+        if call(folder, os.fsencode(old), folder if into is None else into, os.fsencode(new), _RENAME_NOREPLACE):
             code = ctypes.get_errno()
             raise OSError(code, os.strerror(code), new)
+
+
+def move_new(above: int, old: str, folder: int, new: str) -> None:
+    """Move a file into another folder without replacing another. Raises FileExistsError.
+
+    Without renames that never replace a file, a killed process may leave both names.
+    """
+    try:
+        rename_new(above, old, new, into=folder)
+    except Lacking:
+        with _lacking(errno.EPERM, errno.EXDEV):
+            os.link(old, new, src_dir_fd=above, dst_dir_fd=folder, follow_symlinks=False)
+        with suppress(OSError):
+            os.unlink(old, dir_fd=above)
 
 
 def set_direct(fd: int, on: bool) -> bool:
@@ -123,6 +137,11 @@ def allocate(fd: int, size: int) -> None:
 def sync(fd: int) -> None:
     """Call fsync. fdatasync is not enough because it may not write a new size."""
     os.fsync(fd)
+
+
+def sync_all(fd: int) -> None:
+    """Write everything of a file system, so that space that was just freed becomes available. Ignores failures."""
+    _LIBC.syncfs(ctypes.c_int(fd))
 
 
 def cached_pages(fd: int, start: int, nbytes: int) -> int:

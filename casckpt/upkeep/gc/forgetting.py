@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Container, Iterable, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 from casckpt.base.parallel import in_parallel
 from casckpt.contents.refs import resolve_forgotten, resolve_many
@@ -22,6 +23,7 @@ from casckpt.history.tags import FOREIGN_CLOCKS, delete_tag, tagged_txids, tags,
 from casckpt.plan.retention import Rotation, Thinning, newest_of, reasons_to_keep
 from casckpt.repository.reading import check_requirements
 from casckpt.repository.repository import Repository
+from casckpt.upkeep.gc.gc import with_room
 from casckpt.upkeep.gc.purge import forget_and_purge, kept_of, trim_now
 from casckpt.upkeep.saves import check_own
 from casckpt.upkeep.thin import execute, plan_thin, whole_of
@@ -67,7 +69,7 @@ def forget(repo: Repository, chosen: Iterable[Commit]) -> list[Commit]:
 def forget_chosen(repo: Repository, refs: Iterable[str | Commit], *, tagged: bool, dry_run: bool) -> list[Commit]:
     """Forget the checkpoints in ``refs`` or, with ``dry_run``, only plan to do so."""
     chosen = plan_forget(repo, refs, tagged=tagged)
-    return chosen if dry_run else forget(repo, chosen)
+    return chosen if dry_run else with_room(repo, partial(forget, repo, chosen))
 
 
 @dataclass(frozen=True)
@@ -224,7 +226,7 @@ def rotate(repo: Repository, run: str, rotation: Rotation, among: Container[str]
     check_own(repo, visible)
     tagged = tagged_txids(tags(repo, slack=FOREIGN_CLOCKS, listed=listed), visible)
     dropped = plan_rotation(visible, rotation, tagged, now)
-    return forget_and_purge(repo, dropped)
+    return with_room(repo, partial(forget_and_purge, repo, dropped))
 
 
 def _warn_of_metrics(run: str, visible: Sequence[Commit], rotation: Rotation) -> None:
@@ -249,6 +251,6 @@ def thin(repo: Repository, run: str, rule: Thinning | None, among: Container[str
     plan = plan_thin(repo, drop=rule.drop, keep=rule.keep, run=run, among=among)
     if not plan.thin:
         return []
-    made = execute(repo, plan)
+    made = with_room(repo, partial(execute, repo, plan))
     trim_now(repo, made)
     return list(made)

@@ -15,18 +15,22 @@ interleavings.
 7. Delete the other candidates.
 
 A gc that runs out of time stores its candidates, and the next gc continues with step 5.
+
+On a full disk, gc repeats all steps: first for what needs no record, then for a few checkpoints at a time, for whose
+records there are prepared files (`casckpt.storage.local.spare`).
 """
 
 from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import TypeAlias, TypedDict, Unpack
+from typing import TypeAlias, TypedDict, TypeVar, Unpack
 
+from casckpt.base.groups import in_batches
 from casckpt.base.parallel import in_parallel
 from casckpt.base.progress import Progress, silent
 from casckpt.base.text import few
@@ -46,7 +50,7 @@ from casckpt.plan.retention import Policy, Thinning
 from casckpt.repository.exclusive import remove_leftovers
 from casckpt.repository.reading import check_requirements
 from casckpt.repository.repository import Repository
-from casckpt.storage.failures import noting
+from casckpt.storage.failures import noting, unless_full
 from casckpt.upkeep.gc.candidates import Candidates, Unreadable, candidates, commits_without_doubt, spare_roots
 from casckpt.upkeep.gc.purge import (
     Deferred,
@@ -67,6 +71,7 @@ from casckpt.upkeep.inventory import BLOB, BlobUse, Inventory, list_unguarded, s
 from casckpt.upkeep.saves import check_recorded
 from casckpt.upkeep.thin import ThinResult, thin_by
 
+T = TypeVar("T")
 Sleep: TypeAlias = Callable[[float], None]
 
 FIRST_PAUSE, LONGEST_PAUSE = 0.1, 5.0  # seconds between checks of the open transactions
@@ -174,6 +179,8 @@ log = logging.getLogger(__name__)
 WAIT, REVOKE_AFTER = 60.0, 3600.0  # seconds
 ATTEMPTS = 5
 _NAMED_AT_MOST = 20
+_FEW_BYTES, _FEW_INODES, _AT_ONCE = 1 << 20, 64, 16
+"""With less room than this, gc works in parts of `_AT_ONCE` checkpoints."""
 _RECORDS = (
     "", "commits", "transactions", "settings", "tags", "leases", "damaged", "signatures", "probes", "runs", "ran",
 )  # fmt: skip
@@ -275,7 +282,7 @@ def collect(
     check_metrics(repo, policy, run)
     plan, thinned = plan_gc(repo, policy, run=run, min_age=min_age), None
     if thin is not None:
-        thinned = thin_by(repo, thin, run, spare=plan.forget, dry_run=dry_run)
+        thinned = with_room(repo, partial(thin_by, repo, thin, run, spare=plan.forget, dry_run=dry_run))
         if not dry_run:
             plan = plan_gc(repo, policy, run=run, min_age=min_age)  # includes the commits that thinning made
     return preview(repo, plan, thin=thinned) if dry_run else execute(repo, plan, thin=thinned, **options)
@@ -349,15 +356,67 @@ def execute(
     with _noting(lambda: _so_far(plan, done, thin)):
         if plan.forget or plan.purge:
             _check_first(repo, plan)
-        bring_back(repo, plan, done)
+        with unless_full():
+            bring_back(repo, plan, done)
         plan = without_unmirrored(repo, plan)  # again: the mirror may have lost copies since
-        retire(repo, plan, done)
-        gc.run()
-        _tidy(repo, gc.stock, gc.deleted, done.refused)
+        _retire_and_delete(gc, plan)
         listed = settle(repo, revoke_after, done.refused)
         so_far = _so_far(plan, done, thin)
         note_gc(repo, waiting=len(plan.waiting), refused=len(so_far.refused), opened=len(gc.still))
         return _counted(repo, so_far, plan, gc.stock, deleted=gc.deleted, opened=gc.still, listed=listed)
+
+
+def with_room(repo: Repository, act: Callable[[], T]) -> T:
+    """Return the result of ``act``. If there is no room for its records, delete what needs none, and try once more."""
+    try:
+        return act()
+    except StorageError as error:
+        if not error.full:
+            raise
+        log.info("%s; gc deletes what it can", error)
+    with suppress(CasckptError):
+        execute(repo, GcPlan((), ()), wait=0)
+    return act()
+
+
+def _retire_and_delete(gc: _Collection, plan: GcPlan) -> None:
+    """Perform step 1 and all others. If there is no room for records, first delete what needs none.
+
+    A part is purged before the next one is forgotten, so that the prepared files cannot run out before gc frees
+    anything. On a full disk, a part is a single checkpoint, because its records may need what earlier parts have freed.
+    """
+    repo, done = gc.repo, gc.patience.done
+    logs = sorted({commit.txid for commit in (*plan.forget, *plan.purge)})
+    if not _is_nearly_full(repo):
+        try:
+            for some in in_batches(logs, lambda _: 1, _AT_ONCE if repo.storage.room() else len(logs)):
+                retire(repo, _part(plan, done, some), done)
+            return gc.delete()
+        except StorageError as error:
+            if not error.full:
+                raise
+    gc.delete()
+    while logs and not gc.still:  # otherwise, the objects of purged checkpoints would have to wait, too
+        count = 1 if _is_nearly_full(repo) else _AT_ONCE
+        retire(repo, without_unmirrored(repo, _part(plan, done, logs[:count])), done)
+        gc.delete()
+        logs = logs[count:]
+    return None
+
+
+def _is_nearly_full(repo: Repository) -> bool:
+    room = repo.storage.room()
+    if room is None:
+        return False
+    return room.bytes < _FEW_BYTES or (room.inodes is not None and room.inodes < _FEW_INODES)
+
+
+def _part(plan: GcPlan, done: RetireProgress, logs: Container[TxId]) -> GcPlan:
+    """Return what is left to do of a plan for some checkpoints."""
+    forgotten, purged = {one.txid for one in done.forgotten}, {one.places.txid for one in done.purged}
+    forget = tuple(one for one in plan.forget if one.txid in logs and one.txid not in forgotten)
+    purge = tuple(one for one in plan.purge if one.txid in logs and one.places.txid not in purged)
+    return replace(plan, forget=forget, purge=purge)
 
 
 def _check_first(repo: Repository, plan: GcPlan) -> None:
@@ -429,6 +488,12 @@ class _Collection:
             "other gc processes repeatedly purged checkpoints that this one was reading; run one gc at a time"
         )
 
+    def delete(self) -> None:
+        """Perform steps 2 to 7, clean up, and prepare for a full disk."""
+        self.run()
+        _tidy(self.repo, self.stock, self.deleted, self.patience.done.refused)
+        self.repo.storage.prepare()
+
     def _finish_paused(self, paused: PausedGc) -> bool:
         """Continue an interrupted gc at step 5. Return False if it has to wait longer."""
         check_requirements(self.repo)
@@ -487,7 +552,7 @@ def _settle_records(repo: Repository) -> None:
 def _delete(
     repo: Repository, sizes: Mapping[str, int], progress: Progress, refused: list[StorageError]
 ) -> dict[str, int]:
-    """Delete the objects, and return the deleted ones. No other function deletes blobs and manifests of a store.
+    """Delete the objects, and return the deleted ones. Nothing else deletes any, but a failed save deletes its own.
 
     Deletes blobs first, because another gc can continue as long as a purged checkpoint's manifest exists. Any order is
     safe for live checkpoints, and a later gc deletes the remaining objects, such as those that are ``refused``.

@@ -363,7 +363,7 @@ def _waits(commit: Commit, reason: str, *, until: datetime | None = None, tags: 
 
 
 def retire(repo: Repository, plan: GcPlan, done: RetireProgress) -> None:
-    """Forget and purge the checkpoints of ``plan``, and add them to ``done``, which must be empty.
+    """Forget and purge the checkpoints of ``plan``, and add them to ``done``, which must not have them yet.
 
     Skips commits that another process has since changed or tagged. The caller has just asked the mirror: between the
     log that it read and these records, nothing else happens to a checkpoint. Raises `StorageError`, and `Unsupported`

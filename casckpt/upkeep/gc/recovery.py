@@ -30,7 +30,7 @@ from casckpt.history.transactions import PREFIX as TRANSACTIONS
 from casckpt.history.transactions import revoke
 from casckpt.repository.caches import RunCache
 from casckpt.repository.repository import Repository
-from casckpt.storage.failures import noting
+from casckpt.storage.failures import noting, unless_full
 from casckpt.upkeep.gc.purge import thinned_though_claimed
 
 _UNREADABLE = (
@@ -52,12 +52,12 @@ def settle(repo: Repository, seconds: float, refused: list[StorageError]) -> Com
     Announce commits without an announcement. Also brings back checkpoints that were thinned at least ``seconds`` ago
     although a tag protects them. This is safe at any time: a late process finds that its number is taken, and announces
     the next number. Each host reads each announcement only once. Ends, and notes it in ``refused``, if this user may
-    not write a record. Returns the first listing that it makes; the same commits are live afterwards. Raises `Damaged`
-    or `Refused` if a tag cannot be read, and `StorageError`.
+    not write a record. Also ends if there is no room for one. Returns the first listing that it makes; the same commits
+    are live afterwards. Raises `Damaged` or `Refused` if a tag cannot be read, and `StorageError`.
     """
     listed = list_commits(repo)  # list commits first: each listed record was already announced
     since = repo.clock() - round(1e6 * seconds)
-    with noting(refused):
+    with noting(refused), unless_full():
         listed = drop_logs(repo, listed)
         for commit in thinned_though_claimed(repo, listed, since):
             log.warning("%s was thinned by a process that died, although it has a tag; gc restores it", commit)

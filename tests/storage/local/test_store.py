@@ -5,15 +5,17 @@ from __future__ import annotations
 import errno
 import os
 import stat
+import time
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 
-from casckpt.errors import NotFound, Refused
+from casckpt.errors import NotFound, Refused, StorageError
 from casckpt.storage.base import AlreadyExists, ListedObject, ObjectStore
 from casckpt.storage.local import newfile, syscalls
+from casckpt.storage.local import store as local_store
 from casckpt.storage.local.newfile import Naming
 from casckpt.storage.local.store import LocalStore
 from tests.storage.contract import MIB, Peek, SharedContract, StorageContract, noise
@@ -187,3 +189,46 @@ def test_the_free_room_is_that_of_the_file_system_of_the_store(tmp_path: Path, m
         assert store.room() == known
     monkeypatch.setattr(os, "statvfs", failing(os.statvfs, errno.EIO))
     assert store.room() is None
+
+
+class TestFullDisk:
+    def test_space_that_this_process_freed_may_become_available_late(
+        self, store: LocalStore, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        store.put("a", b"")
+        store.delete("a")
+        synced: list[int] = []
+        monkeypatch.setattr(syscalls, "sync_all", synced.append)
+        monkeypatch.setattr(os, "pwrite", failing(os.pwrite, errno.ENOSPC, times=3))
+        store.put("b", b"1")
+        assert store.get("b", limit=1) == b"1"
+        assert len(synced) == 3
+
+    def test_a_put_does_not_wait_for_space_that_nobody_frees(
+        self, store: LocalStore, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        store.put("a", b"")
+        store.delete("a")
+        monkeypatch.setattr(local_store, "_FREEING", 0.3)
+        monkeypatch.setattr(os, "pwrite", failing(os.pwrite, errno.EDQUOT, times=99))
+        with pytest.raises(StorageError, match="quota"):
+            store.put("b", b"1")
+        began = time.monotonic()
+        with pytest.raises(StorageError, match="quota"):
+            store.put("b", b"1")
+        assert time.monotonic() - began < 0.2
+
+    def test_a_sync_that_finds_no_room_is_not_tried_again(
+        self, store: LocalStore, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        store.put("a", b"")
+        monkeypatch.setattr(syscalls, "sync", failing(syscalls.sync, errno.ENOSPC))
+        with pytest.raises(StorageError) as caught:
+            store.put("b", b"1")
+        assert caught.value.full
+        assert files(store) == ["a"]
+
+    def test_the_whole_file_system_can_be_written(self, store: LocalStore) -> None:
+        store.put("a", b"")
+        with store._folders.open("") as fd:
+            syscalls.sync_all(fd)

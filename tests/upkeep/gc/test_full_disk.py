@@ -1,0 +1,122 @@
+"""A store on a full disk frees itself: on small file systems, and on storage that says that it is full."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from casckpt.errors import StorageError
+from casckpt.plan.retention import Policy, Rotation
+from casckpt.repository.repository import Repository
+from casckpt.storage.base import Room
+from casckpt.storage.memory import MemoryStore
+from casckpt.upkeep.gc.forgetting import forget_chosen, rotate
+from tests.support.faulty import FaultyStore
+from tests.support.gcs import run_gc, steps
+from tests.support.repositories import Ticks, memory, repository, save
+
+ROOT = Path(__file__).parents[3]
+
+
+@pytest.mark.parametrize("scene", ["gc", "forget", "thin", "save"])
+@pytest.mark.parametrize("lack", ["bytes", "inodes"])
+@pytest.mark.parametrize("kind", ["tmpfs", "ext4"])
+@pytest.mark.timeout(300)
+def test_a_full_file_system_frees_itself(kind: str, lack: str, scene: str, disk_path: Path) -> None:
+    command = [sys.executable, "-m", "tests.support.full_disks", kind, lack, scene, disk_path]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    if done.returncode == 2:
+        pytest.skip("file systems cannot be mounted here")
+    assert done.returncode == 0, done.stderr[-2000:]
+
+
+class FullDisk(FaultyStore):
+    """Storage with room for ``free`` more objects, and for ``spares`` prepared ones, which each deletion refills."""
+
+    def __init__(self, inner: MemoryStore) -> None:
+        super().__init__(inner)
+        self.free, self.spares, self.hidden = 10**6, 0, False
+
+    def put(self, key: str, data: memoryview | bytes, *, settle: bool = True) -> None:
+        if not self.free and self.inner.size(key) is None:
+            raise StorageError(f"{key}: full", full=True)
+        super().put(key, data, settle=settle)
+        self.free -= 1
+
+    def put_prepared(self, key: str, data: bytes) -> bool:
+        if not self.spares:
+            raise StorageError(f"{key}: full", full=True)
+        self.spares -= 1
+        self.inner.put(key, data)
+        return True
+
+    def prepare(self) -> None:
+        made = min(64 - self.spares, self.free)
+        self.spares, self.free = self.spares + made, self.free - made
+
+    def delete(self, key: str) -> None:
+        self.free += self.inner.size(key) is not None
+        super().delete(key)
+
+    def room(self) -> Room | None:
+        return Room(1 << 40 if self.hidden else self.free << 12, None)
+
+
+@pytest.fixture
+def disk() -> FullDisk:
+    inner = memory()
+    assert isinstance(inner, MemoryStore)
+    return FullDisk(inner)
+
+
+def full(tmp_path: Path, disk: FullDisk, *, saves: int, spares: int) -> Repository:
+    repo = repository(tmp_path, disk, clock=Ticks())
+    for step in range(saves):
+        save(repo, step=step, texts=[f"{step}" * 10])
+    disk.free, disk.spares = 0, spares
+    return repo
+
+
+@pytest.mark.parametrize("hidden", [False, True])
+def test_gc_works_in_parts_with_fewer_prepared_files_than_records(tmp_path: Path, disk: FullDisk, hidden: bool) -> None:
+    repo = full(tmp_path, disk, saves=60, spares=40)
+    disk.hidden = hidden  # as with the quota of a user, which statvfs does not show
+    result = run_gc(repo, Policy(keep_last=2))
+    assert steps(result.purged) == list(range(58))
+    assert result.deleted_blobs == 58
+    assert disk.spares
+    assert steps(run_gc(repo, Policy()).purged) == []
+
+
+def test_gc_continues_if_the_prepared_files_do_not_suffice_for_a_part(tmp_path: Path, disk: FullDisk) -> None:
+    repo = full(tmp_path, disk, saves=20, spares=19)
+    assert steps(run_gc(repo, Policy(keep_last=1)).purged) == list(range(19))
+
+
+def test_gc_without_prepared_files_first_deletes_what_needs_no_record(tmp_path: Path, disk: FullDisk) -> None:
+    repo = full(tmp_path, disk, saves=20, spares=0)
+    disk.free = 10
+    forget_chosen(repo, ["run@0", "run@1"], tagged=False, dry_run=False)
+    rotate(repo, "run", Rotation(max_checkpoints=16))
+    disk.free = disk.spares = 0
+    assert len(run_gc(repo, Policy(keep_last=1)).purged) >= 15
+
+
+def test_gc_that_cannot_put_a_single_record_says_so_and_removes_nothing(tmp_path: Path, disk: FullDisk) -> None:
+    repo = full(tmp_path, disk, saves=3, spares=0)
+    with pytest.raises(StorageError, match="full") as caught:
+        run_gc(repo, Policy(keep_last=1))
+    assert caught.value.full
+    disk.free = 100
+    assert steps(run_gc(repo, Policy()).purged) == []
+
+
+def test_forget_and_rotation_free_what_needs_no_record_and_try_again(tmp_path: Path, disk: FullDisk) -> None:
+    repo = full(tmp_path, disk, saves=10, spares=0)
+    disk.free = 8
+    rotate(repo, "run", Rotation(max_checkpoints=6))  # purges 4, whose objects nobody has deleted yet
+    disk.free = 0
+    assert steps(forget_chosen(repo, ["run@6", "run@7"], tagged=False, dry_run=False)) == [6, 7]
