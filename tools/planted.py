@@ -754,7 +754,7 @@ PLANTED = (
     ),
     Planted(
         "the name of a commit is not made durable",
-        "LocalStore.put.create",
+        "LocalStore._create.create",
         "            if settle:  # even",
         "            if settle and folder != 'commits':  # even",
         "tests/store/test_power.py",
@@ -3329,12 +3329,10 @@ PLANTED = (
         "a rewriter that does not know how it ended removes its file",
         "Transaction.abort",
         """a later gc revokes it: %s", self.txid, error)
-            return False
-""",
+            if isinstance""",
         """a later gc revokes it: %s", self.txid, error)
             self._remove_files()
-            return False
-""",
+            if isinstance""",
         "tests/upkeep/test_rewrite.py",
     ),
     Planted(

@@ -124,6 +124,7 @@ def save(store: Store) -> None:
                 raise
         else:
             raise AssertionError("there was room")
+    after = before
     for _ in range(100):
         after = set(Path(store.url).rglob("objects/*/*"))
         if after == before:
@@ -157,4 +158,4 @@ def main(kind: str, lack: str, scene: str, folder: Path) -> None:
 
 
 if __name__ == "__main__":
-    main(*sys.argv[1:4], Path(sys.argv[4]))
+    main(sys.argv[1], sys.argv[2], sys.argv[3], Path(sys.argv[4]))

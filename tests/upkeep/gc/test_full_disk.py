@@ -26,7 +26,7 @@ ROOT = Path(__file__).parents[3]
 @pytest.mark.parametrize("kind", ["tmpfs", "ext4"])
 @pytest.mark.timeout(300)
 def test_a_full_file_system_frees_itself(kind: str, lack: str, scene: str, disk_path: Path) -> None:
-    command = [sys.executable, "-m", "tests.support.full_disks", kind, lack, scene, disk_path]
+    command = [sys.executable, "-m", "tests.support.full_disks", kind, lack, scene, str(disk_path)]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
     if done.returncode == 2:
         pytest.skip("file systems cannot be mounted here")
