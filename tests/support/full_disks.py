@@ -111,7 +111,7 @@ def forget(store: Store) -> None:
 def thin(store: Store) -> None:
     assert len(store.thin("default@0..3", drop="optim").thinned) == 4
     found = store.gc(min_age=0)
-    assert found.deleted_bytes, found
+    assert found.deleted_manifests == 4, found
 
 
 def save(store: Store) -> None:
