@@ -150,6 +150,8 @@ def main(kind: str, lack: str, scene: str, folder: Path) -> None:
         if scene != "thin":
             read = store.load({name: torch.empty_like(value) for name, value in state(0).items()}, checkpoint)
             assert read.step == checkpoint.step
+    if scene == "thin":  # of small tensors, which share blobs with the others, it frees only manifests
+        return
     store.save(state(99), step=99)
     assert not store.verify().is_damaged
     store.gc(min_age=0)
