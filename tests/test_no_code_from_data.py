@@ -37,7 +37,7 @@ KNOWN = {
     ("frontends/interchange/torch_files.py", "_unmapper", "ctypes.CDLL"): "this process itself",
     ("storage/local/reader.py", "", "ctypes.CDLL"): "this process itself",
     ("storage/local/syscalls.py", "", "ctypes.CDLL"): "this process itself",
-    ("ranks/messages.py", "unpack", "pickle.loads"): _RANK,
+    ("ranks/wire.py", "unpack", "pickle.loads"): _RANK,
     ("ranks/messages.py", "portable", "pickle.loads"): "what it has pickled just now",
     ("frontends/megatron/saving.py", "_warn_of_differences", "pickle.loads"): _RANK,
     (

@@ -13,6 +13,7 @@ import logging
 import os
 import sys
 import threading
+from collections.abc import Callable
 from contextlib import suppress
 from typing import Any, Final, TypeVar
 
@@ -58,6 +59,17 @@ class ReportedFuture(concurrent.futures.Future[T]):
         """Whether somebody has read the error. Waits for it."""
         concurrent.futures.wait([self])
         return self.name not in unreported
+
+    def follow(self, other: concurrent.futures.Future[Any], call: Callable[[], T]) -> None:
+        """Make a call once ``other`` is done, in the same thread, and take the call's result or error."""
+
+        def finish(_: concurrent.futures.Future[Any]) -> None:
+            try:
+                self.set_result(call())
+            except BaseException as error:  # noqa: BLE001 - without this, the future would never finish
+                self.set_exception(error)
+
+        other.add_done_callback(finish)
 
     def set_exception(self, exception: BaseException | None) -> None:
         """See `Future.set_exception`."""

@@ -1,4 +1,7 @@
-"""Runs work in several threads: `in_parallel` yields results in order, and `run_all` also uses the calling thread."""
+"""Runs work in other threads.
+
+`in_parallel` yields results in order, `run_all` also uses the calling thread, and `within` limits the time of a call.
+"""
 
 from __future__ import annotations
 
@@ -28,8 +31,7 @@ def useful_threads(threads: int, nbytes: int, pieces: int) -> int:
 
 def usable_cores(ranks: int = 1) -> int:
     """Return the number of cores available to each of ``ranks`` processes on this host, at least 1."""
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    return max(1, cores // ranks)
+    return max(1, len(os.sched_getaffinity(0)) // ranks)
 
 
 def usable_threads(threads: int | None) -> int:
@@ -95,6 +97,34 @@ def _work(tasks: SimpleQueue[_Task[B, A] | None]) -> None:
         except BaseException as error:  # noqa: BLE001 - the future raises it
             future.set_exception(error)
         del future, item, task  # otherwise, they stay alive until the next task
+
+
+class Late(RuntimeError):
+    """A call in another thread did not end in time."""
+
+
+def within(seconds: float, call: Callable[[], T]) -> T:
+    """Call ``call`` in another thread, and return its result. Raises `Late` after ``seconds``.
+
+    A call to a store of torch, to gloo or to a client of a cloud may wait forever for a stopped process. It cannot be
+    stopped, so it continues, and its result is ignored.
+    """
+    values, errors = list[T](), list[BaseException]()
+
+    def run() -> None:
+        try:
+            values.append(call())
+        except BaseException as error:  # noqa: BLE001 - raised by the thread that waits
+            errors.append(error.with_traceback(None))  # its frames would keep a gloo group alive
+
+    thread = Thread(target=run, name="casckpt-within", daemon=True)
+    thread.start()
+    thread.join(seconds)
+    if errors:
+        raise errors.pop()  # not from a variable, which would form a cycle with the traceback
+    if not values:
+        raise Late(f"timed out after {seconds:.0f} s")
+    return values[0]
 
 
 def run_all(call: Callable[[T], None], tasks: Iterable[T], threads: int) -> None:

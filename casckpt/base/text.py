@@ -17,8 +17,13 @@ _SCHEME = re.compile(r"([A-Za-z][A-Za-z0-9+.-]+)://")
 
 def listed(names: Sequence[object], most: int = 5) -> str:
     """Format the first few names or numbers for a message."""
+    return few(list(map(repr, names)), most)
+
+
+def few(names: Sequence[object], most: int) -> str:
+    """Format the first few names or numbers, and the number of the others, without quotes."""
     more = f" and {len(names) - most} more" if len(names) > most else ""
-    return ", ".join(repr(name) for name in names[:most]) + more
+    return ", ".join(map(str, names[:most])) + more
 
 
 def lineage_text(lineage: Mapping[str, Any] | None, most: int = 3) -> str:
@@ -28,8 +33,7 @@ def lineage_text(lineage: Mapping[str, Any] | None, most: int = 3) -> str:
         if value is None:
             return "(too long for the listing)"
         if isinstance(value, list):
-            more = f" and {len(value) - most} more" if len(value) > most else ""
-            return ", ".join(map(named, value[:most])) + more
+            return few(list(map(named, value)), most)
         if isinstance(value, dict) and "run" in value and "step" in value:
             return f"{value['run']}@{value['step']} ({str(value.get('id'))[:12]})"
         return str(value.get("path", value) if isinstance(value, dict) else value)

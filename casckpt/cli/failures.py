@@ -8,7 +8,6 @@ import sys
 import traceback
 from contextlib import suppress
 from dataclasses import dataclass
-from types import TracebackType
 from typing import Any, Final
 
 import click
@@ -23,29 +22,18 @@ _HELP = getattr(click.exceptions, "NoArgsIsHelpError", ())  # its message is the
 
 
 @dataclass
-class Reported:
-    """A context manager that reports errors and sets the exit status, ``status``. It does not catch SystemExit."""
+class Reporter:
+    """Reports the error of a command, as JSON too if ``as_json``, and with its traceback if ``debug``."""
 
     as_json: bool
     debug: bool
-    status: int = 0
 
-    def __enter__(self) -> Reported:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> bool:
-        if error is None or not isinstance(error, Exception | KeyboardInterrupt):
-            return False
+    def report(self, error: BaseException) -> int:
+        """Report an error, and return the exit status."""
         if isinstance(error, click.Abort) and isinstance(error.__cause__, EOFError | KeyboardInterrupt):
             error = error.__cause__  # click interprets EOFError as the end of user input
         if self.debug:
             traceback.print_exception(error)
-        self.status = self._report(error)
-        return True
-
-    def _report(self, error: BaseException) -> int:
         if isinstance(error, BrokenPipeError):
             return _reader_is_gone()
         more: dict[str, Any] = getattr(error, _BESIDE, {})

@@ -14,7 +14,7 @@ import click
 
 from casckpt._version import __version__
 from casckpt.cli import commands
-from casckpt.cli.failures import Reported
+from casckpt.cli.failures import Reporter
 
 NAME: Final = "casckpt"
 _ALIASES: Final = {"ls": "list"}
@@ -98,12 +98,14 @@ class Commands(click.Group):
         run = super().main
         if not standalone_mode:
             return run(given, NAME, complete_var, standalone_mode=False, **extra)
-        with Reported(as_json="--json" in given, debug="--debug" in given) as outcome:
+        try:
             result = run(given, NAME, complete_var, standalone_mode=False, **extra)
-            outcome.status = result if isinstance(result, int) else 0
+            status = result if isinstance(result, int) else 0
             if sys.stdout is not None:  # None if stdout was closed when the process started
                 sys.stdout.flush()  # a closed pipe must fail here, not when the process exits
-        sys.exit(outcome.status)
+        except (Exception, KeyboardInterrupt) as error:  # noqa: BLE001 - the error is reported
+            status = Reporter(as_json="--json" in given, debug="--debug" in given).report(error)
+        sys.exit(status)
 
 
 @click.group(cls=Commands, context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100})

@@ -9,7 +9,6 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
-from functools import partial
 from typing import Any, Final, Literal
 
 import click
@@ -21,7 +20,7 @@ _MANY: Final = 20
 _GAP: Final = 2
 _LEAST: Final = 12  # the minimum columns of a truncated cell
 
-say = partial(click.echo)
+say = click.echo
 size = format_size
 
 

@@ -123,12 +123,11 @@ def _unseen_and_sample(repo: Repository, refs: Sequence[BlobRef]) -> list[BlobRe
     return [ref for ref in refs if ref in again or (ref.uploader, ref.hash) not in repo.seen_blobs]
 
 
-def marks(repo: Repository) -> list[DamageMark]:
-    """Return the latest mark of each marked blob. An unreadable mark counts as damaged. Raises `StorageError`."""
-    return _marks_under(repo, PREFIX)
+def marks(repo: Repository, prefix: str = PREFIX) -> list[DamageMark]:
+    """Return the latest mark of each blob that is marked under ``prefix``. Raises `StorageError`.
 
-
-def _marks_under(repo: Repository, prefix: str) -> list[DamageMark]:
+    An unreadable mark counts as damaged.
+    """
     newest: dict[tuple[TxId, BlobHash], tuple[int, ListedObject]] = {}
     for entry in repo.storage.list(prefix, known=parse_damaged):
         name = parse_damaged(entry.key)
@@ -169,7 +168,7 @@ def remove_marks(repo: Repository, deleted: Collection[str]) -> None:
 
 def _mark_as(repo: Repository, uploader: TxId, blob: BlobHash, state: str, why: str) -> None:
     while True:
-        latest = _marks_under(repo, f"{PREFIX}{uploader}/{blob}/")
+        latest = marks(repo, f"{PREFIX}{uploader}/{blob}/")
         number, present = (latest[0].number, latest[0].state) if latest else (-1, REPAIRED)
         if present == state:
             return

@@ -16,7 +16,7 @@ from casckpt.contents.signatures import get_trusted
 from casckpt.errors import Damaged, InvalidInput, Refused
 from casckpt.format.extents import ExtentTable
 from casckpt.format.manifest import Manifest
-from casckpt.format.plain import Extension
+from casckpt.format.plain_codecs import Codec
 from casckpt.format.regions import whole
 from casckpt.format.sections.index import ATTACHMENT, PART, TENSOR, Entry, StoredObject
 from casckpt.format.tree import TENSOR as TENSOR_LEAF
@@ -33,7 +33,7 @@ class Contents:
     ``extensions``: types that the tree may contain in addition to plain data, such as torch types.
     """
 
-    def __init__(self, manifest: Manifest, rank: int = 0, extensions: Sequence[Extension] = ()) -> None:
+    def __init__(self, manifest: Manifest, rank: int = 0, extensions: Sequence[Codec] = ()) -> None:
         self.manifest, self._extensions = manifest, extensions
         self.tensors: dict[str, Entry] = {}
         """The tensor entries, by key."""
@@ -65,7 +65,7 @@ class Contents:
             self._parts[key, entry.index] = entry
 
     @classmethod
-    def open(cls, repo: Repository, commit: Commit, rank: int = 0, extensions: Sequence[Extension] = ()) -> Self:
+    def open(cls, repo: Repository, commit: Commit, rank: int = 0, extensions: Sequence[Codec] = ()) -> Self:
         """Read the contents of a checkpoint. Raises the errors of `casckpt.contents.signatures.get_trusted`."""
         return cls(get_trusted(repo, commit), rank, extensions)
 

@@ -19,6 +19,7 @@ from collections.abc import Iterable, Sequence
 from contextlib import suppress
 
 from casckpt.base.names import ID, LATEST, MAX_STEP, TAG, check_run, run_hash, similar_runs
+from casckpt.base.text import few
 from casckpt.base.units import time_of
 from casckpt.errors import Damaged, Gone, InvalidInput, NotFound, Refused
 from casckpt.format.keys import parse_txid
@@ -133,7 +134,7 @@ def _forgotten(commits: CommitList, run: str, steps: range) -> list[Commit]:
     for step, ids in at.items():
         if len(ids) > 1:
             dated = ((commit.id[:16], time_of(commit.committed.created_at)) for commit in ids.values())
-            named = _listed([f"{id} (of {time:%Y-%m-%d %H:%M:%S} UTC)" for id, time in dated])
+            named = few([f"{id} (of {time:%Y-%m-%d %H:%M:%S} UTC)" for id, time in dated], _SHOWN)
             raise InvalidInput(f"{len(ids)} checkpoints of {run}@{step} were forgotten: {named}; choose one by its id")
     return [commit for step in sorted(at) for commit in at[step].values()]
 
@@ -262,9 +263,9 @@ def about_run(repo: Repository, listed: CommitList, run: str) -> str:
     if forgotten:
         there = f"{forgotten} {'were' if forgotten > 1 else 'was'} forgotten: see `casckpt list --all`"
     elif near:
-        there = f"did you mean {_listed(near)}?"
+        there = f"did you mean {few(near, _SHOWN)}?"
     else:
-        there = f"existing runs: {_listed(runs)}" if runs else "the store has no visible checkpoints"
+        there = f"existing runs: {few(runs, _SHOWN)}" if runs else "the store has no visible checkpoints"
     return f"there is no checkpoint of run {run!r} in {repo.storage.url}; {there}{_doubt(listed)}"
 
 
@@ -288,7 +289,7 @@ def _by_id(repo: Repository, listed: CommitList, prefix: str) -> Commit:
     ids = sorted({commit.id for commit in hits})
     if len(ids) > 1:
         first = {commit.id: commit for commit in reversed(hits)}
-        names = _listed([f"{id[:16]} ({first[id].run}@{first[id].step})" for id in ids])
+        names = few([f"{id[:16]} ({first[id].run}@{first[id].step})" for id in ids], _SHOWN)
         raise InvalidInput(f"{prefix!r} is a prefix of {len(ids)} ids: {names}; use more digits")
     if hits:
         return _meant(repo, sorted(hits, key=lambda commit: commit.rank, reverse=True))
@@ -322,11 +323,6 @@ def _tagged(repo: Repository, listed: CommitList, name: str) -> Commit:
         more = f"; `casckpt restore STORE {commit.id}` makes it visible again" if commit.live else "; move the tag"
         raise NotFound(f"tag {name!r} names {what}{more}")
     return commit
-
-
-def _listed(names: Sequence[str]) -> str:
-    shown = ", ".join(names[:_SHOWN])
-    return f"{shown} and {len(names) - _SHOWN} more" if len(names) > _SHOWN else shown
 
 
 def _doubt(listed: CommitList) -> str:

@@ -11,14 +11,13 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from casckpt.contents import manifests
-from casckpt.errors import Damaged, InvalidInput, NotFound, Refused, Unsigned
+from casckpt.errors import InvalidInput, Unsigned
 from casckpt.format.keys import parse_signature, signature_key
 from casckpt.format.manifest import Manifest
 from casckpt.format.names import ManifestId
-from casckpt.format.records import MAX_RECORD_BYTES
 from casckpt.history.commits import Commit, list_commits
 from casckpt.history.transactions import open_transactions
-from casckpt.repository.reading import check_requirements
+from casckpt.repository.reading import check_requirements, fetch_record
 from casckpt.repository.repository import Repository
 from casckpt.repository.signing_keys import PublicKey, is_right, key_name, private_key_of, public_key_of
 from casckpt.storage.base import AlreadyExists
@@ -100,11 +99,8 @@ def check_verified(repo: Repository, *, verify: bool) -> None:
 
 
 def _is_signed(repo: Repository, id: ManifestId, key: PublicKey) -> bool:
-    try:
-        data = repo.storage.get(signature_key(id, key_name(key)), limit=MAX_RECORD_BYTES)
-    except (NotFound, Damaged, Refused):
-        return False
-    return is_right(key, data, message(id))
+    data = fetch_record(repo, signature_key(id, key_name(key)))
+    return isinstance(data, bytes) and is_right(key, data, message(id))
 
 
 def list_signatures(repo: Repository) -> dict[str, ManifestId]:

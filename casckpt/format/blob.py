@@ -16,6 +16,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from functools import cache
+from itertools import groupby
+from operator import itemgetter
 
 import msgspec
 from msgspec.json import Decoder
@@ -109,8 +111,8 @@ def _nbytes(tensor: _Tensor) -> int:
 def _encode(runs: Iterable[tuple[str, int]], leaves: int) -> bytes:
     tensors: dict[str, _Tensor] = {}
     start = 0
-    for name, nbytes in _joined(runs):
-        itemsize = _ITEMSIZES[name]
+    for name, same in groupby((run for run in runs if run[1]), key=itemgetter(0)):
+        itemsize, nbytes = _ITEMSIZES[name], sum(size for _, size in same)
         if nbytes < 0 or nbytes % itemsize or start % itemsize:
             raise InvalidInput(
                 f"{nbytes} bytes of {name} cannot be stored at byte {start} of a blob: sort its cells by `order`"
@@ -126,13 +128,3 @@ def _encode(runs: Iterable[tuple[str, int]], leaves: int) -> bytes:
             f"a blob cannot have {len(tensors)} runs: its header has room for {MAX_RUNS}; sort its cells by `order`"
         )
     return _LENGTH.to_bytes(8, "little") + text.ljust(_LENGTH)
-
-
-def _joined(runs: Iterable[tuple[str, int]]) -> list[tuple[str, int]]:
-    joined: list[tuple[str, int]] = []
-    for name, nbytes in runs:
-        if joined and joined[-1][0] == name:
-            joined[-1] = (name, joined[-1][1] + nbytes)
-        elif nbytes:
-            joined.append((name, nbytes))
-    return joined

@@ -55,13 +55,12 @@ class BlobWriter:
 
     def place(self, nbytes: int) -> int:
         """Return the offset of the next cell, in the file and in the buffer, if that cell has ``nbytes`` bytes."""
-        return self.end if nbytes < LEAF_BYTES else place_behind(self.end, nbytes)
+        return place_behind(self.end, nbytes)
 
     def add(self, dtype: str, nbytes: int, digest: CellDigest) -> None:
         """Add the cell of torch's ``dtype`` whose bytes are at `place`. ``digest`` is the digest of these bytes."""
-        at = self.end
+        at = self.place(nbytes)
         if nbytes >= LEAF_BYTES:
-            at = place_behind(at, nbytes)
             self._buffer[self.end : at] = bytes(at - self.end)
             self._join(at)
             self._leaves.append((nbytes, digest))

@@ -37,14 +37,13 @@ def decode_form(text: str) -> Form:
     if type(text) is not str or len(text) > MAX_CHARACTERS or _levels(text) > MAX_LEVELS:
         raise Refused("the tree of a checkpoint is invalid: the form of a wrapper is too long or too deep")
     try:
-        form = json.loads(text)
+        form: Form = json.loads(text)
         is_canonical = type(form) is dict and _dumped(form) == text
     except (ValueError, RecursionError) as error:
         raise Refused("the tree of a checkpoint is invalid: the form of a wrapper is not JSON") from error
     if not is_canonical:
         raise Refused("the tree of a checkpoint is invalid: the form of a wrapper is not canonical JSON")
-    result: Form = form
-    return result
+    return form
 
 
 def check_form(text: str) -> None:

@@ -195,10 +195,6 @@ class Manifest:
         """Return whether the checkpoint was thinned and lacks the bytes of an entry."""
         return self.left_out is not None and bool(entry.nbytes) and not self._rows.length(entry.number)
 
-    def check_entries(self) -> None:
-        """Raise Refused if the entries are invalid."""
-        _ = self.entries
-
     @cached_property
     def objects(self) -> Sequence[StoredObject]:
         """All leaves that are not tensors. Raises Refused if they are invalid."""
@@ -295,7 +291,7 @@ class Manifest:
         Raises Refused and the errors of reading. An entry with invalid or damaged extents is skipped. `extents` reports
         what is wrong with it.
         """
-        self.check_entries()
+        _ = self.entries  # raises Refused if they are invalid
         has_cells, cells = self._cells.rows(numbers, CELL_BYTES)
         has_rows, rows = self._rows.rows(numbers, ROW_BYTES)
         found = decode_whole_cells(cells, rows, self.blob_sizes, self.body.sizes[numbers], self.body.cell_bytes)

@@ -8,7 +8,7 @@ items.
 
 Types, order, NaN payloads and lone surrogates are preserved. Object identity is not: if a value contains the same
 object twice, it is restored as two objects. The types are defined in `casckpt.format.plain_codecs` and
-`casckpt.format.plain_numpy`, and `Extension` adds more. Classes are never looked up by a name from the data.
+`casckpt.format.plain_numpy`, and `extension` adds more. Classes are never looked up by a name from the data.
 """
 
 from __future__ import annotations
@@ -39,19 +39,6 @@ Load: TypeAlias = Callable[[int], bytes | bytearray | memoryview]
 
 
 @dataclass(frozen=True, slots=True)
-class Extension:
-    """A type that a higher layer adds. ``from_plain`` receives unchecked data.
-
-    It raises ValueError or TypeError if this data is invalid.
-    """
-
-    tag: str
-    type: type
-    to_plain: Callable[[Any], Any]
-    from_plain: Callable[[Any], Any]
-
-
-@dataclass(frozen=True, slots=True)
 class Tagged:
     """A decoded value with an unknown tag, for display. ``payload`` is its only child, or a tuple of its children."""
 
@@ -62,7 +49,7 @@ class Tagged:
 def encode(
     value: Any,
     *,
-    extensions: Sequence[Extension] = (),
+    extensions: Sequence[Codec] = (),
     spill: Spill | None = None,
     spill_from: int = SPILL_FROM,
     where: str = "value",
@@ -74,7 +61,8 @@ def encode(
     not plain, contains itself or is nested more than MAX_DEPTH levels deep. The error names the position inside the
     value.
     """
-    encoder = _Encoder(_by_type(extensions), spill, spill_from, where)
+    codecs = _BY_TYPE | {kind: codec for codec in extensions for kind in codec.types}
+    encoder = _Encoder(codecs, spill, spill_from, where)
     try:
         return msgspec.msgpack.encode(encoder.pack(value))
     except RecursionError as error:
@@ -84,7 +72,7 @@ def encode(
 def decode(
     data: bytes | bytearray | memoryview,
     *,
-    extensions: Sequence[Extension] = (),
+    extensions: Sequence[Codec] = (),
     load: Load | None = None,
     strict: bool = False,
 ) -> Any:
@@ -92,40 +80,30 @@ def decode(
 
     A value with an unknown tag becomes a `Tagged` or, with ``strict``, raises Refused.
     """
+    codecs = _BY_TAG | {codec.tag: codec for codec in extensions}
     try:
-        return _Decoder(_by_tag(extensions), load, strict).unpack(msgspec.msgpack.decode(data), 0)
+        return _Decoder(codecs, load, strict).unpack(msgspec.msgpack.decode(data), 0)
     except RecursionError as error:
         raise Refused("plain data is invalid: it is nested too deeply") from error
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
         raise Refused(f"plain data is invalid: {error}") from error
 
 
-def _extension_codec(extension: Extension) -> Codec:
+def extension(tag: str, kind: type, to_plain: Callable[[Any], Any], from_plain: Callable[[Any], Any]) -> Codec:
+    """Return the codec of a type that a higher layer adds, under a tag that plain data itself does not use.
+
+    ``from_plain`` receives unchecked data. It raises ValueError or TypeError if this data is invalid.
+    """
+
     def join(children: list[Any]) -> Any:
         (payload,) = children
-        return extension.from_plain(payload)
+        return from_plain(payload)
 
-    return Codec(extension.tag, (extension.type,), lambda value: [extension.to_plain(value)], join)
-
-
-def _codecs(extensions: Sequence[Extension]) -> Iterable[Codec]:
-    added = [_extension_codec(extension) for extension in extensions]
-    for codec in added:
-        if codec.tag in _BY_TAG or codec.tag == _PART:
-            raise InvalidInput(f"an extension uses the tag {codec.tag!r}, which plain data itself uses")
-    return added
+    return Codec(tag, (kind,), lambda value: [to_plain(value)], join)
 
 
 _BY_TYPE = {kind: codec for codec in (*STANDARD, *NUMPY) for kind in codec.types}
 _BY_TAG = {codec.tag: codec for codec in (*STANDARD, *NUMPY)}
-
-
-def _by_type(extensions: Sequence[Extension]) -> dict[type, Codec]:
-    return _BY_TYPE | {kind: codec for codec in _codecs(extensions) for kind in codec.types}
-
-
-def _by_tag(extensions: Sequence[Extension]) -> dict[str, Codec]:
-    return _BY_TAG | {codec.tag: codec for codec in _codecs(extensions)}
 
 
 class _Encoder:

@@ -147,12 +147,6 @@ def _join_default(children: list[Any]) -> defaultdict[Any, Any]:
     return defaultdict(_FACTORIES[name], _mapping(children[1:]))
 
 
-def _join_counter(children: list[Any]) -> Counter[Any]:
-    joined: Counter[Any] = Counter()
-    dict.update(joined, _mapping(children))
-    return joined
-
-
 def _join_deque(children: list[Any]) -> deque[Any]:
     (maxlen,) = expect(children[:1], (int, NoneType))
     joined = deque(children[1:], maxlen)
@@ -182,7 +176,7 @@ CONTAINERS = (
     Codec("tuple", (tuple,), list, tuple, _index_step),
     Codec("dict", (dict,), _pairs, _mapping, _key_step),
     Codec("OrderedDict", (OrderedDict,), _split_ordered, _join_ordered, _ordered_step),
-    Codec("Counter", (Counter,), _pairs, _join_counter, _key_step),
+    Codec("Counter", (Counter,), _pairs, lambda children: Counter(_mapping(children)), _key_step),
     Codec("defaultdict", (defaultdict,), _split_default, _join_default, lambda d, index: _key_step(d, index - 1)),
     Codec("deque", (deque,), lambda d: [d.maxlen, *d], _join_deque, lambda _, index: f"[{index - 1}]"),
     Codec("set", (set,), list, _set_of(set), unordered=True),
@@ -229,19 +223,9 @@ def _join_stream(children: list[Any]) -> BytesIO:
 
 
 NUMBERS = (
-    # the encoder itself splits int and str, and only values that msgpack cannot represent
-    Codec(
-        "int",
-        (),
-        lambda value: [int_bytes(value)],
-        lambda c: int.from_bytes(expect(c, bytes)[0], "little", signed=True),
-    ),
-    Codec(
-        "str",
-        (),
-        lambda value: [value.encode("utf-8", "surrogatepass")],
-        lambda c: str(expect(c, bytes)[0], "utf-8", "surrogatepass"),
-    ),
+    # of no type: the encoder itself splits int and str, and only values that msgpack cannot represent
+    Codec("int", (), list, lambda c: int.from_bytes(expect(c, bytes)[0], "little", signed=True)),
+    Codec("str", (), list, lambda c: str(expect(c, bytes)[0], "utf-8", "surrogatepass")),
     Codec(
         "bytearray", (bytearray,), lambda value: [Buffer(memoryview(value))], lambda c: bytearray(expect(c, bytes)[0])
     ),

@@ -77,8 +77,6 @@ def find_proof(tail: Buffer, size: int) -> bytes | None:
     size for only one number.
     """
     count = min(len(tail) // RECORD_BYTES, MAX_LEAVES)
-    if not count:
-        return None
     records, covered = memoryview(tail)[len(tail) - count * RECORD_BYTES :], 0
     for at in range((count - 1) * RECORD_BYTES, -1, -RECORD_BYTES):
         covered += _RECORD.unpack_from(records, at)[0] + RECORD_BYTES

@@ -21,6 +21,7 @@ from typing import Any, Final, TypeAlias
 from casckpt.errors import InvalidInput, Refused
 from casckpt.format import plain
 from casckpt.format.forms import Form, check_form, decode_form
+from casckpt.format.plain_codecs import Codec
 
 TENSOR: Final = 0
 OBJECT: Final = 1
@@ -62,7 +63,7 @@ class Wrapper:
         return tuple(self.fields["shape"])
 
 
-_WRAPPER = plain.Extension("wrapper", Wrapper, lambda node: (node.form, dict(node.nodes)), lambda pair: Wrapper(*pair))
+_WRAPPER = plain.extension("wrapper", Wrapper, lambda node: (node.form, dict(node.nodes)), lambda pair: Wrapper(*pair))
 
 _LEAVES = {TENSOR: "tensor", OBJECT: "object"}
 _MAPPINGS = (dict, OrderedDict, defaultdict)
@@ -151,12 +152,12 @@ def find(node: Node, key: str) -> Node | None:
 # bytes
 
 
-def encode_tree(node: Node, extensions: Sequence[plain.Extension] = ()) -> bytes:
+def encode_tree(node: Node, extensions: Sequence[Codec] = ()) -> bytes:
     """Encode a tree. Raises InvalidInput if ``_metadata`` is not plain data, or if the tree is nested too deeply."""
     return plain.encode(node, extensions=(*extensions, _WRAPPER), where="state")
 
 
-def decode_tree(data: bytes | memoryview, extensions: Sequence[plain.Extension] = ()) -> Node:
+def decode_tree(data: bytes | memoryview, extensions: Sequence[Codec] = ()) -> Node:
     """Decode the output of `encode_tree`. Raises Refused for any other bytes.
 
     Without ``extensions``, ``_metadata`` may have a `Tagged` where a higher layer stored its own types.

@@ -12,15 +12,13 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-import torch
-
 from casckpt.contents.checkpoint import Checkpoint
 from casckpt.errors import Damaged, InvalidInput, Mismatch, MissingKey, NotFound, Refused
-from casckpt.format.sections.index import Name
 from casckpt.frontends.merging import merge
 from casckpt.plan.averages import fraction, terms_of
 from casckpt.store.opening import open as open_store
 from casckpt.store.store import Store
+from casckpt.tensors.dtypes import dtype_name
 
 log = logging.getLogger("casckpt")
 
@@ -96,7 +94,10 @@ class MovingAverage:
         store, keys = _store_in(folder), list(self.keys) or None
         chosen = [*([] if exact is None else [exact]), *new]
         metadata = {"ema": self.decay}
-        exact = merge(store, chosen, run="exact", step=0, ema=self.decay, keys=keys, metadata=metadata, dtype_of=_exact)
+        exact = merge(
+            store, chosen, run="exact", step=0, ema=self.decay, keys=keys, metadata=metadata,
+            dtype_of=lambda _, computed_in: dtype_name(computed_in),
+        )  # fmt: skip
         own = {key: tensor.dtype for key, tensor in new[-1].tensors.items()}
         return merge(store, [exact], run="rounded", step=0, keys=keys, dtype_of=lambda name, _: own[name[1]])
 
@@ -113,10 +114,6 @@ def _up_to(newest: Checkpoint, arrivals: Iterable[Checkpoint]) -> list[Checkpoin
             return new
     # what arrived after it does not count now, because the next average begins there
     raise NotFound(f"{newest.run}@{newest.step} was forgotten before it was averaged")
-
-
-def _exact(_: Name, computed_in: torch.dtype) -> str:
-    return str(computed_in).removeprefix("torch.")
 
 
 def _is_damaged(folder: Path) -> InvalidInput:

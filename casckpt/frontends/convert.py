@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -15,7 +15,7 @@ from typing import Unpack
 from casckpt.base.digest import files_digest
 from casckpt.base.text import is_url, local_path
 from casckpt.contents.checkpoint import Checkpoint
-from casckpt.errors import CasckptError, InvalidInput, NotFound
+from casckpt.errors import InvalidInput, NotFound
 from casckpt.frontends.dcp.converters import casckpt_to_dcp, dcp_to_casckpt
 from casckpt.frontends.dcp.folder import METADATA as DCP_METADATA
 from casckpt.frontends.interchange.olmo_import import METADATA as OLMO_METADATA
@@ -25,8 +25,8 @@ from casckpt.frontends.interchange.safetensors.importing import ImportSources, f
 from casckpt.frontends.interchange.torch_files import casckpt_to_torch_save, torch_save_to_casckpt
 from casckpt.frontends.stores import AnyStore
 from casckpt.saving.options import ImportArguments
+from casckpt.storage import open_files
 from casckpt.storage.failures import reporting
-from casckpt.storage.paths import open_files
 from casckpt.store.exports import Exported
 
 log = logging.getLogger(__name__)
@@ -92,12 +92,11 @@ def looked_at(path: str | os.PathLike[str]) -> Iterator[DetectedFormat]:
     if not is_url(path):
         yield look_at(local_path(path))
         return
-    url, files = os.fspath(path), open_files(path)
-    names = files.names()
-    for name, kind in ((DCP_METADATA, "dcp"), (f"{MODEL_AND_OPTIM}/{DCP_METADATA}", "olmo-trainer")):
-        if name in names:
-            yield DetectedFormat(kind, url, ImportSources((), {}))
-            return
+    url, names = os.fspath(path), open_files(path).names()
+    kind = _kind_of_folder(names.__contains__)
+    if kind in ("dcp", "olmo-trainer"):
+        yield DetectedFormat(kind, url, ImportSources((), {}))
+        return
     from casckpt.storage.remote.files import RemoteFiles  # fsspec takes a while to import
 
     with TemporaryDirectory(prefix="casckpt-") as folder:
@@ -115,7 +114,7 @@ def look_at(path: str | os.PathLike[str]) -> DetectedFormat:
     """
     given = Path(path).expanduser()
     with _reading(given):
-        kind = _kind_of_folder(given) if given.is_dir() else _kind_of_file(given)
+        kind = _kind_of_folder(lambda name: (given / name).is_file()) if given.is_dir() else _kind_of_file(given)
         if kind == "safetensors":
             return DetectedFormat(kind, given, find_sources(given))
         suffix = ".safetensors" if kind == "olmo" else ".distcp"
@@ -123,16 +122,14 @@ def look_at(path: str | os.PathLike[str]) -> DetectedFormat:
         return DetectedFormat(kind, given, ImportSources(tuple(weights), {}))
 
 
-def _kind_of_folder(folder: Path) -> str:
-    if (folder / DCP_METADATA).is_file():
+def _kind_of_folder(has: Callable[[str], bool]) -> str:
+    """Return the format of a folder. ``has``: returns whether it has a file."""
+    if has(DCP_METADATA):
         return "dcp"
-    if (folder / MODEL_AND_OPTIM / DCP_METADATA).is_file():
+    if has(f"{MODEL_AND_OPTIM}/{DCP_METADATA}"):
         return "olmo-trainer"
-    if any((folder / name / OLMO_METADATA).is_file() for name in PARTS):
-        return "olmo"
-    if (folder / OLMO_METADATA).is_file() and (folder / "rank_0.safetensors").is_file():
-        return "olmo"
-    return "safetensors"
+    is_olmo = any(has(f"{name}/{OLMO_METADATA}") for name in PARTS)
+    return "olmo" if is_olmo or (has(OLMO_METADATA) and has("rank_0.safetensors")) else "safetensors"
 
 
 def _kind_of_file(path: Path) -> str:
@@ -177,8 +174,6 @@ def _reading(path: Path | str) -> Iterator[None]:
     """Convert an OSError to a StorageError that names the file."""
     try:
         yield
-    except CasckptError:
-        raise
     except OSError as error:
-        with reporting("read", Path(error.filename or path)):
+        with reporting("read", Path(error.filename or path)):  # which leaves casckpt's own errors as they are
             raise

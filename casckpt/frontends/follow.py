@@ -145,9 +145,7 @@ class Follower:
             return self.store.watch(self.run, after=after, latest_only=True, timeout=timeout, poll=poll)
         except NotFound:  # a different store has replaced this one
             log.warning(
-                "%s does not know the current checkpoint, %s; casckpt continues with the newest one",
-                self.store,
-                after,
+                "%s does not know the current checkpoint, %s; casckpt continues with the newest one", self.store, after
             )
             return self.store.watch(self.run, after="start", latest_only=True, timeout=timeout, poll=poll)
 

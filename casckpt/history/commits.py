@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import logging
 from collections import defaultdict
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import replace
 from typing import Any, TypeAlias
 
 from casckpt.base.names import run_hash
 from casckpt.base.parallel import in_parallel
-from casckpt.errors import CasckptError, Conflict, Damaged, Gone, NotFound, Refused, Revoked
+from casckpt.errors import CasckptError, Conflict, Gone, NotFound, Refused, Revoked
 from casckpt.format import records
 from casckpt.format.keys import commit_key, parse_log, parse_txid
 from casckpt.format.names import ManifestId, TxId
@@ -41,7 +41,7 @@ from casckpt.history.folding import (
     with_logs,
 )
 from casckpt.repository.caches import Shown, shown
-from casckpt.repository.reading import Read, check_requirements, detached, key_of, read_records
+from casckpt.repository.reading import Read, check_requirements, key_of, read_record, read_records
 from casckpt.repository.repository import Repository
 from casckpt.storage.base import ListedObject
 
@@ -115,7 +115,13 @@ def _seen(repo: Repository, before: Mapping[str, Shown]) -> set[str]:
 
 def list_names(repo: Repository) -> set[tuple[TxId, int]]:
     """Return the names (txid, number) of all records. Takes one LIST, and no reads. Raises `StorageError`."""
-    return {name for entry in repo.storage.list(PREFIX, known=parse_log) if (name := parse_log(entry.key))}
+    return set(names_in(repo, PREFIX))
+
+
+def names_in(repo: Repository, prefix: str) -> Iterator[tuple[TxId, int]]:
+    """Yield the names (txid, number) of the files of transactions under ``prefix``. Raises `StorageError`."""
+    listed = repo.storage.list(prefix, known=parse_log)
+    return (name for entry in listed if (name := parse_log(entry.key)))
 
 
 def read_log(repo: Repository, txid: TxId, *, later: bool = True) -> Commit | None:
@@ -138,10 +144,7 @@ def read_log(repo: Repository, txid: TxId, *, later: bool = True) -> Commit | No
 
 
 def _record(repo: Repository, txid: TxId, key: str, kind: Any) -> Read:
-    try:
-        return _checked(repo.get_record(key, kind), txid, key)
-    except (NotFound, Damaged, Refused) as error:
-        return detached(error)
+    return _checked(read_record(repo, key, kind), txid, key)
 
 
 def refresh(repo: Repository, commit: Commit) -> Commit:
@@ -342,8 +345,7 @@ def purge_unreadable(repo: Repository, txid: TxId) -> None:
 
     Raises `Conflict` if another process appends to its log at this moment, and `StorageError`.
     """
-    logs = (parse_log(entry.key) for entry in repo.storage.list(PREFIX, known=parse_log))
-    number = max((log[1] for log in logs if log and log[0] == txid), default=0)
+    number = max((number for of, number in names_in(repo, PREFIX) if of == txid), default=0)
     repo.put_record(commit_key(txid, number + 1), Purged(txid=txid, time=repo.clock(), who=repo.who))
 
 
@@ -379,7 +381,8 @@ def _read_logs(
     repo: Repository, names: Mapping[ListedObject, tuple[TxId, int]], *, anew: bool
 ) -> dict[TxId, dict[int, Read]]:
     logs: dict[TxId, dict[int, Read]] = defaultdict(dict)
-    found = read_records(repo, PREFIX, names, _kind, anew=anew)
+    kinds = {entry.key: LaterRecord if number else FirstRecord for entry, (_, number) in names.items()}
+    found = read_records(repo, PREFIX, names, kinds.__getitem__, anew=anew)
     for entry, (txid, number) in names.items():
         if not (number and entry.size < 0 and isinstance(found[entry.key], NotFound)):
             logs[txid][number] = _checked(found[entry.key], txid, entry.key)
@@ -395,13 +398,6 @@ def _records_behind(repo: Repository, txid: TxId, number: int) -> dict[int, Read
         if isinstance(record, NotFound):
             return records
         records[number] = record
-
-
-def _kind(key: str) -> Any:
-    name = parse_log(key)
-    if name is None:
-        raise Refused(f"not a store key: {key[:200]!r}")
-    return LaterRecord if name[1] else FirstRecord
 
 
 def _checked(record: Read, txid: TxId, key: str) -> Read:

@@ -13,10 +13,10 @@ from casckpt.base.names import run_hash
 from casckpt.base.parallel import in_parallel
 from casckpt.errors import Damaged, Refused
 from casckpt.format import notes
-from casckpt.format.keys import parse_log, parse_txid
+from casckpt.format.keys import parse_txid
 from casckpt.format.names import TxId
 from casckpt.history.announcements import Announcement, announce, are_there_any, look, names_note, read_back, runs
-from casckpt.history.commits import Commit, in_order, list_commits, list_names, read_log
+from casckpt.history.commits import Commit, in_order, list_commits, list_names, names_in, read_log
 from casckpt.repository.caches import RunCache
 from casckpt.repository.repository import Repository
 
@@ -204,8 +204,7 @@ def hidden_from(repo: Repository, run: str, known: RunCache, low: int) -> set[Tx
 
 def open_names(repo: Repository, run: str) -> set[TxId]:
     """Return the transactions of a run (its hash) that have files in transactions/. Raises `StorageError`."""
-    names = (parse_log(entry.key) for entry in repo.storage.list("transactions/", known=parse_log))
-    return _of_run((name[0] for name in names if name), run)
+    return _of_run((txid for txid, _ in names_in(repo, "transactions/")), run)
 
 
 def _of_run(txids: Iterable[TxId], run: str) -> set[TxId]:

@@ -20,17 +20,17 @@ from dataclasses import dataclass
 from functools import partial
 
 from casckpt.base.parallel import in_parallel
-from casckpt.errors import CasckptError, Conflict, Damaged, NotFound, Refused, Revoked, StorageError
+from casckpt.errors import CasckptError, Conflict, NotFound, Revoked, StorageError
 from casckpt.format import records
-from casckpt.format.keys import commit_key, parse_log, parse_txid, transaction_key
+from casckpt.format.keys import commit_key, parse_txid, transaction_key
 from casckpt.format.names import TxId
 from casckpt.format.records import Began, Committed, FirstRecord, LaterRecord, Rewritten, Settings, SignOfLife
-from casckpt.history.commits import Commit, commit, just_committed, keep, list_commits
+from casckpt.history.commits import Commit, commit, just_committed, keep, list_commits, names_in
 from casckpt.history.ended import find
 from casckpt.history.following import announce_lost, at_step, greatest, is_visible, look_at_all, newest_reusable
 from casckpt.repository.caches import RunCache
 from casckpt.repository.processes import is_dead, saved_here, this_process
-from casckpt.repository.reading import check_requirements
+from casckpt.repository.reading import check_requirements, read_record
 from casckpt.repository.repository import Repository
 
 PREFIX = "transactions/"
@@ -49,11 +49,10 @@ class _Pulse:
     A fork does not copy the thread, so a child does not send signs of life for its parent.
     """
 
-    def __init__(self, repo: Repository, txid: TxId, seconds: float, joined: int | None) -> None:
+    def __init__(self, repo: Repository, txid: TxId, joined: int | None) -> None:
         self.signs = joined or 0
         self._repo = repo
         self._txid = txid
-        self._seconds = seconds
         self._process = None if joined is None else this_process()
         self._end = threading.Event()
         self._thread = threading.Thread(target=self._run, name=f"casckpt-alive-{txid}", daemon=True)
@@ -71,7 +70,7 @@ class _Pulse:
         self._end.set()
 
     def _run(self) -> None:
-        while not self._end.wait(self._seconds):
+        while not self._end.wait(SIGN_OF_LIFE_SECONDS):
             self.beat()
 
     def beat(self) -> None:
@@ -93,22 +92,14 @@ class Transaction:
     began the transaction. Otherwise None. ``seen``: see `casckpt.history.announcements.announce`.
     """
 
-    def __init__(
-        self,
-        repo: Repository,
-        began: Began,
-        *,
-        seconds: float = SIGN_OF_LIFE_SECONDS,
-        joined: int | None = None,
-        seen: int | None = None,
-    ) -> None:
+    def __init__(self, repo: Repository, began: Began, *, joined: int | None = None, seen: int | None = None) -> None:
         self.began = began
         self.settings = Settings(created_at=0)  # `_allowed` replaces them with the store's settings
         self._seen = seen
         self.joined = joined is not None
         self._repo = repo
         self._has_committed = False
-        self._pulse = _Pulse(repo, began.txid, seconds, joined)
+        self._pulse = _Pulse(repo, began.txid, joined)
         weakref.finalize(self, self._pulse.let_go)
         if self.joined:
             self._pulse.beat()  # immediately, because a gc revokes the transaction if the process that began it is dead
@@ -257,20 +248,19 @@ def begin(
     after: Iterable[TxId] = (),
     seen: int | None = None,
     slot: tuple[TxId, int] | None = None,
-    seconds: float = SIGN_OF_LIFE_SECONDS,
 ) -> Transaction:
     """Begin a transaction. Call this before you list live commits, and before any upload. See `begin_save`.
 
     ``after``: ids that must sort before the new one. ``seen``: the number of an announcement of the run. The new id
     also sorts after all transactions that were announced up to this number. ``slot``: for a rewrite, see `Began`.
-    ``seconds``: the interval between signs of life. Raises `InvalidInput`, `StorageError`, and `Unsupported`.
-    `Unsupported` is also raised if this version does not know one of the store's requirements for writers.
+    Raises `InvalidInput`, `StorageError`, and `Unsupported`. `Unsupported` is also raised if this version does not know
+    one of the store's requirements for writers.
     """
     repo.declare_mirror()
     txid = repo.new_txid(run, step, after)
     began = Began(txid=txid, run=run, step=step, time=repo.clock(), process=this_process(), slot=slot)
     repo.put_record(transaction_key(txid), began)
-    return _allowed(repo, Transaction(repo, began, seconds=seconds, seen=seen))
+    return _allowed(repo, Transaction(repo, began, seen=seen))
 
 
 def begin_save(
@@ -326,7 +316,7 @@ def _restored_announcements(repo: Repository, run: str) -> RunCache | None:
     return None
 
 
-def join(repo: Repository, began: Began, *, seconds: float = SIGN_OF_LIFE_SECONDS) -> Transaction | None:
+def join(repo: Repository, began: Began) -> Transaction | None:
     """Begin the transaction ``began``, or join it if another process has begun to copy the same checkpoint.
 
     Any number of processes may work in the same transaction. They upload the same blobs under the same names, and one
@@ -346,7 +336,7 @@ def join(repo: Repository, began: Began, *, seconds: float = SIGN_OF_LIFE_SECOND
         began, joined = found, _last_sign(repo, began.txid)
     # another process may have used the txid meanwhile, and gc may have deleted its log
     if repo.storage.size(commit_key(began.txid)) is None and find(repo, began.txid, young=True) is None:
-        return _allowed(repo, Transaction(repo, began, seconds=seconds, joined=joined))
+        return _allowed(repo, Transaction(repo, began, joined=joined))
     if joined is None:
         with suppress(StorageError):  # the transaction had ended, so this file is useless; gc would also remove it
             repo.storage.delete(key)
@@ -367,8 +357,7 @@ def _allowed(repo: Repository, transaction: Transaction) -> Transaction:
 
 
 def _last_sign(repo: Repository, txid: TxId) -> int:
-    names = (parse_log(entry.key) for entry in repo.storage.list(transaction_key(txid), known=parse_log))
-    return max((name[1] for name in names if name is not None and name[0] == txid), default=0)
+    return max((number for of, number in names_in(repo, transaction_key(txid)) if of == txid), default=0)
 
 
 def open_transactions(repo: Repository, names: Container[tuple[TxId, int]]) -> list[OpenTransaction]:
@@ -377,10 +366,9 @@ def open_transactions(repo: Repository, names: Container[tuple[TxId, int]]) -> l
     The result may include transactions that ended after ``names`` were listed. Raises `StorageError`.
     """
     signs: dict[TxId, int] = {}
-    for entry in repo.storage.list(PREFIX, known=parse_log):
-        name = parse_log(entry.key)
-        if name is not None and (name[0], 0) not in names:
-            signs[name[0]] = max(signs.get(name[0], 0), name[1])
+    for txid, number in names_in(repo, PREFIX):
+        if (txid, 0) not in names:
+            signs[txid] = max(signs.get(txid, 0), number)
     read = list(in_parallel(repo.storage.traits.requests, partial(_began, repo), sorted(signs)))
     found = (OpenTransaction(txid, began, signs[txid]) for txid, began in zip(sorted(signs), read, strict=True))
     return [one for one in found if not _has_ended(repo, one, names)]
@@ -394,11 +382,8 @@ def _has_ended(repo: Repository, one: OpenTransaction, names: Container[tuple[Tx
 
 
 def _began(repo: Repository, txid: TxId) -> Began | None:
-    try:
-        found: Began = repo.get_record(transaction_key(txid), Began)
-    except (NotFound, Damaged, Refused):
-        return None
-    return found if found.txid == txid else None
+    found = read_record(repo, transaction_key(txid), Began)
+    return found if isinstance(found, Began) and found.txid == txid else None
 
 
 def has_died(repo: Repository, transaction: OpenTransaction) -> bool:
@@ -410,11 +395,8 @@ def has_died(repo: Repository, transaction: OpenTransaction) -> bool:
         return False
     if not transaction.signs:
         return True
-    try:
-        sign: SignOfLife = repo.get_record(transaction_key(transaction.txid, transaction.signs), SignOfLife)
-    except (NotFound, Damaged, Refused):
-        return False
-    return sign.process is None or is_dead(sign.process)
+    sign = read_record(repo, transaction_key(transaction.txid, transaction.signs), SignOfLife)
+    return isinstance(sign, SignOfLife) and (sign.process is None or is_dead(sign.process))
 
 
 def revoke(repo: Repository, txid: TxId, reason: str, slots: Iterable[tuple[TxId, int]] = ()) -> bool:
@@ -468,8 +450,7 @@ def closed_files(repo: Repository, names: Container[tuple[TxId, int]]) -> tuple[
 
     Revokes rewrites that lost their slot. ``names``: durable records in commits/. Raises `StorageError`.
     """
-    every = ((entry.key, parse_log(entry.key)) for entry in repo.storage.list(PREFIX, known=parse_log))
-    files = {key: name[0] for key, name in every if name is not None}
+    files = {transaction_key(*name): name[0] for name in names_in(repo, PREFIX)}
     opened = {txid for txid in files.values() if (txid, 0) not in names}
     for txid in sorted(opened):
         one = OpenTransaction(txid, _began(repo, txid), 0)

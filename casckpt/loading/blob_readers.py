@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import dataclass, field
 from threading import Lock
 from typing import TypeVar
 
@@ -27,34 +28,26 @@ from casckpt.storage.local.reader import LocalReader
 T = TypeVar("T")
 
 
+@dataclass
 class BlobReader:
-    """One blob of a load. The first thread that reads it opens it, from this host's cache or from the store."""
+    """One blob of a load. The first thread that reads it opens it, from this host's cache or from the store.
 
-    def __init__(
-        self,
-        repo: Repository,
-        ref: BlobRef,
-        *,
-        shared: bool,
-        keep: bool,
-        cached: bool = True,
-        number: int = 0,
-        reads: HostReads | None = None,
-    ) -> None:
-        """``keep``: whether to copy the blob into this host's cache.
+    ``keep``: whether to copy the blob into this host's cache. ``is_cached``: whether the blob may be in this cache, and
+    once it is open, whether it is read from there. ``number``: the number of the blob. ``reads``: if it is set, the
+    ranks of this host share their reads. ``left``: the number of batches that remain.
+    """
 
-        ``cached``: whether the blob may already be in this cache. ``reads``: if it is set, the ranks of this host share
-        their reads. ``number``: the number of the blob.
-        """
-        self.ref = ref
-        self._number, self._reads = number, reads
-        self.left = 0  # the number of batches that remain
-        self.shared = shared
-        self._repo, self._keep = repo, keep
-        self._cached = cached
-        self._lock = Lock()
-        self._current: Reader | None = None
-        self._opened = ExitStack()
+    repo: Repository
+    ref: BlobRef
+    shared: bool
+    keep: bool
+    is_cached: bool = True
+    number: int = 0
+    reads: HostReads | None = None
+    left: int = 0
+    _lock: Lock = field(default_factory=Lock)
+    _current: Reader | None = None
+    _opened: ExitStack = field(default_factory=ExitStack)
 
     def reader(self) -> Reader:
         """Return the open reader. Open it first if necessary. Raises NotFound and StorageError."""
@@ -64,27 +57,22 @@ class BlobReader:
             return self._current
 
     def _open(self) -> Reader:
-        cached = self._from_cache() if self._cached else None
+        cached = self._from_cache() if self.is_cached else None
         if cached is not None:
             return self._opened.enter_context(cached)
-        self._cached = False
+        self.is_cached = False
         source = self._opened.enter_context(
-            self._repo.storage.open(blob_key(self.ref.uploader, self.ref.hash), shared=self.shared)
+            self.repo.storage.open(blob_key(self.ref.uploader, self.ref.hash), shared=self.shared)
         )
-        return source if self._reads is None else self._reads.reader(self._number, self.ref, source)
+        return source if self.reads is None else self.reads.reader(self.number, self.ref, source)
 
     def _from_cache(self) -> LocalReader | None:
-        repo = self._repo
+        repo = self.repo
         try:
-            here = not self._keep or repo.blob_cache.keep(repo.storage, self.ref)
+            here = not self.keep or repo.blob_cache.keep(repo.storage, self.ref)
         except BlobDamaged:  # the cells that this load reads may still be correct
             return None
         return repo.blob_cache.open(self.ref) if here else None
-
-    @property
-    def is_cached(self) -> bool:
-        """Whether the open reader reads from this host's cache."""
-        return self._cached
 
     def distrust(self, reader: Reader | None, *, failed: bool = False) -> bool:
         """Return whether there is another reader to try after ``reader`` returned wrong bytes.
@@ -94,12 +82,12 @@ class BlobReader:
         with self._lock:
             if reader is not None and reader is not self._current:
                 return True  # another thread has already replaced it
-            if self._cached:
-                self._repo.blob_cache.drop(self.ref)
-                self._cached = False
-            elif self._reads is not None and not failed:
-                self._reads.drop(self._number)
-                self._reads = None
+            if self.is_cached:
+                self.repo.blob_cache.drop(self.ref)
+                self.is_cached = False
+            elif self.reads is not None and not failed:
+                self.reads.drop(self.number)
+                self.reads = None
             else:
                 return False
             self._current = None  # the old reader remains open, because other threads may use it
@@ -151,7 +139,7 @@ class BlobReaders:
                 ref,
                 shared=shared or (most and stays()),
                 keep=fills and most,
-                cached=cached,
+                is_cached=cached,
                 number=blob,
                 reads=reads,
             )

@@ -34,7 +34,6 @@ from casckpt.format.regions import Region, normalise
 from casckpt.format.sections.blobs import BlobRef
 from casckpt.format.sections.index import Entry
 from casckpt.loading.blob_readers import BlobReaders, Lost, damaged_error
-from casckpt.loading.frames import Lot
 from casckpt.loading.planned_reads import (
     Consumer,
     FilledRange,
@@ -49,7 +48,7 @@ from casckpt.loading.planned_reads import (
     plan_lots,
     ranges_of,
 )
-from casckpt.loading.transfer import Task, Transfer
+from casckpt.loading.transfer import Lot, Task, Transfer
 from casckpt.plan.reads import Batch, plan_units
 from casckpt.plan.routes import Link
 from casckpt.repository.host_reads import HostReads

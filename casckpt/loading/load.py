@@ -16,7 +16,7 @@ import torch
 
 from casckpt.base.cycle_collector import collector_paused
 from casckpt.contents import manifests
-from casckpt.contents.checkpoint import Checkpoint, Frames
+from casckpt.contents.checkpoint import Checkpoint
 from casckpt.contents.contents import Contents
 from casckpt.contents.signatures import check_verified
 from casckpt.errors import MissingKey, NotFound
@@ -70,21 +70,6 @@ class _ResolveAnswer:
     home: StoreIdentity
 
 
-@dataclass(frozen=True)
-class Loaded:
-    """The result of a load. ``subtrees``: the containers that no rank read, equal on all ranks.
-
-    All other fields describe this rank. ``frames``: the frames that an update decoded.
-    """
-
-    commit: Commit
-    missing: tuple[str, ...]
-    mismatched: tuple[str, ...]
-    unread: tuple[str, ...]
-    subtrees: tuple[str, ...]
-    frames: Frames
-
-
 def load_together(
     repo: Repository,
     ranks: Ranks,
@@ -93,7 +78,7 @@ def load_together(
     options: LoadOptions,
     *,
     resolve: Callable[[], Commit],
-) -> Loaded:
+) -> Checkpoint:
     """Fill the tensors of ``state`` in place, and replace its other leaves. Every rank of ``ranks`` must call this.
 
     Rank 0 resolves the reference, and sends the manifest to the ranks that do not hold it. All ranks must pass the
@@ -124,7 +109,10 @@ def load_together(
         template, (asked, partly), deal = _planned(repo, ranks, answer, plan, Template.compare)  # raises every mismatch
         warning = ranks.exchange(lambda: template.fit, check) if partly else None  # some tensors are not filled
         subtrees = run_together(ranks, deal, run, finish)  # reads, decodes and verifies every cell
-    return Loaded(commit, template.missing, template.mismatched, template.unread, subtrees, template.reads.frames)
+    return Checkpoint(
+        repo, commit, template.missing, template.unread, tuple(filter(None, subtrees)), template.mismatched,
+        frames=template.reads.frames,
+    )  # fmt: skip
 
 
 def read_together(

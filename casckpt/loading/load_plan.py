@@ -327,8 +327,7 @@ class LoadPlan:
 
     def run(self, repo: Repository, job: JobReads | None = None) -> dict[str, Any]:
         """Read everything. Return the new leaves, by template key. ``job``: the reads that hosts share."""
-        planned = self._planned
-        reader, together, alone = self._plan(repo) if planned is None or planned[0].repo is not repo else planned
+        reader, together, alone = self._planned or self._plan(repo)
         with reader.sharing(), passing(job, repo, self.contents.manifest, reader.reads):
             if self._update is not None:
                 self.frames = update(self._update)

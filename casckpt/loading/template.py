@@ -29,7 +29,7 @@ _SHOWN = 10
 
 
 class Told(NamedTuple):
-    """What every rank tells rank 0 about its template: see `Template`."""
+    """What every rank tells rank 0 about its template: see `Template`. ``is_full``: whether every key is filled."""
 
     empties: Mapping[str, str]
     is_full: bool
@@ -173,11 +173,6 @@ class Template:
             lacking += [LeafValue(below, (below,), None, False, False) for below in entries.lacking]
         return tuple(unread)
 
-    @property
-    def is_full(self) -> bool:
-        """Whether every key of the template is filled."""
-        return not (self.missing or self.mismatched)
-
     @cached_property
     def fit(self) -> Fit:
         """The template tensors that the load fills."""
@@ -258,20 +253,20 @@ class Template:
     @property
     def told(self) -> Told:
         """This rank's message to rank 0."""
-        return Told(self.empties, self.is_full)
+        return Told(self.empties, not (self.missing or self.mismatched))
 
     def compare(self, told: Sequence[Told]) -> tuple[tuple[str, ...], bool]:
         """Compare, on rank 0, the messages of all ranks. Raises Mismatch.
 
         Return the keys for which each rank must report whether it read them, and whether to compare the filled tensors.
         """
-        self.check_empty([rank.empties for rank in told])
+        self._check_empty([rank.empties for rank in told])
         warns, held = self.reads.options.unread == "warn", self.per_rank
         own = [key for key in self.unread if key in held and not that_hold(self.subtrees, [key])]
         asked = tuple(dict.fromkeys((*self.subtrees, *((*self.dropped, *own) if warns else ()))))
         return asked, warns and not all(rank.is_full for rank in told)
 
-    def check_empty(self, empties: Sequence[Mapping[str, str]]) -> None:
+    def _check_empty(self, empties: Sequence[Mapping[str, str]]) -> None:
         """Raise Mismatch, on rank 0, for a mapping that is empty on all ranks, but not in the checkpoint."""
         first, *others = empties
         for key, below in first.items() if self.reads.options.strict else ():

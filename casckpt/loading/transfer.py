@@ -1,29 +1,32 @@
 """Reads into the destinations in parallel, and decodes and verifies each cell.
 
 A unit is usually one cell. It is read in place if its elements are contiguous in a destination in host memory.
-Otherwise, it is read into a buffer and copied. A frame with a base is decoded in the memory that holds the base.
+Otherwise, it is read into a buffer and copied. A frame with a base is decoded in the memory that holds the base. The
+frames of a lot are read together. If a decoded cell is wrong, its frames are reread and decoded again.
 """
 
 from __future__ import annotations
 
-from collections.abc import Generator, Iterable, Sequence
+from collections import deque
+from collections.abc import Callable, Generator, Iterable, Sequence
 from contextlib import AbstractContextManager, closing
 from dataclasses import dataclass, field
 from itertools import pairwise
-from threading import Event
+from threading import Condition, Event
 from typing import NamedTuple
 
 import numpy as np
 
 from casckpt.base.progress import Progress
-from casckpt.errors import InvalidInput, NotFound, StorageError
+from casckpt.errors import InvalidInput, NotFound, Refused, StorageError
 from casckpt.format.digest import cell_digest
+from casckpt.format.encodings.frames import decode, decoded
 from casckpt.format.extents import DIGEST_BYTES, StoredCell
 from casckpt.format.manifest import Manifest
 from casckpt.loading.blob_readers import BlobReader, BlobReaders, Lost
-from casckpt.loading.frames import Lot, decode_again
 from casckpt.loading.planned_reads import Item, PlannedRead, Runs, SmallReads
 from casckpt.plan.reads import Batch, Unit, steps
+from casckpt.plan.routes import Link
 from casckpt.repository.fetching import explain, holds_cell
 from casckpt.repository.repository import Repository
 from casckpt.storage.base import Reader, ShortObject
@@ -32,6 +35,76 @@ from casckpt.storage.local.reader import LocalReader
 from casckpt.tensors.memory import copy_bytes
 
 _VERIFIED_BYTES = 1 << 20  # read in place before they are verified, so that they are still in a core's cache
+
+
+class Lot:
+    """The frames of cells that are decoded together. They remain in memory until the last of these cells is decoded.
+
+    The first threads that need the frames read them, so no thread waits for a read that has not begun. ``frames``: the
+    reads of the frames. ``users``: the number of batches that need these frames. ``decoded``: if it is set, it receives
+    the frames that were used.
+    """
+
+    def __init__(
+        self, frames: Sequence[Batch[Item]] = (), users: int = 0, decoded: dict[Link, bytes] | None = None
+    ) -> None:
+        self._unread, self._decoded, self._has_frames = deque(frames), decoded, bool(frames)
+        self._reading, self._failed, self._users = 0, False, users
+        self._held: dict[tuple[int, int], memoryview] = {}
+        self._changed = Condition()
+
+    def fetch(self, read: Callable[[Batch[Item]], memoryview]) -> bool:
+        """Read all frames. Return False if another thread failed to read one. Raises the errors of ``read``."""
+        if not self._has_frames:
+            return True
+        while (batch := self._next()) is not None:
+            frames: Sequence[tuple[tuple[int, int], memoryview]] | None = None
+            try:
+                data = read(batch)
+                frames = [((batch.blob, at), data[at - batch.offset :][:nbytes]) for at, nbytes, _ in batch.items]
+            finally:
+                self._has_read(frames)
+        with self._changed:
+            self._changed.wait_for(lambda: not self._reading)
+            return not self._failed
+
+    def _next(self) -> Batch[Item] | None:
+        with self._changed:
+            if not self._unread or self._failed:
+                return None
+            self._reading += 1
+            return self._unread.popleft()
+
+    def _has_read(self, frames: Sequence[tuple[tuple[int, int], memoryview]] | None) -> None:
+        with self._changed:
+            self._reading -= 1
+            self._failed |= frames is None
+            self._held.update(frames or ())
+            self._changed.notify_all()
+
+    def decode(self, item: PlannedRead, root: memoryview, into: memoryview) -> None:
+        """Decode a cell. ``root``: the stored bytes of its root. It may be the same memory as ``into``.
+
+        Raises InvalidInput.
+        """
+        if item.root.frame is not None:
+            decode(root, into, None)
+        elif root is not into:
+            copy_bytes(into, root)
+        for cell in item.frames:
+            frame = self._held[cell.blob, cell.offset]
+            decode(frame, into, into)
+            if self._decoded is not None and cell.base is not None:
+                self._decoded[cell.digest, cell.base.digest] = bytes(frame)
+
+    def done(self) -> None:
+        """Record that one batch is done. After the last batch, free the memory."""
+        if not self._has_frames:
+            return
+        with self._changed:
+            self._users -= 1
+            if not self._users:
+                self._held.clear()
 
 
 class Task(NamedTuple):
@@ -137,11 +210,11 @@ class Transfer:
 
     def _filling(self, reader: Reader, offset: int, views: Sequence[memoryview]) -> Generator[int, None, None]:
         """Fill all views, and yield how many are full so far."""
-        return (
-            reader.fill(offset, views, self.turns)
-            if isinstance(reader, LocalReader)
-            else _at_once(reader, offset, views)
-        )
+        if isinstance(reader, LocalReader):
+            yield from reader.fill(offset, views, self.turns)
+        else:
+            reader.read_into(offset, views)
+            yield len(views)
 
     def _deliver_all(self, target: _Target, lot: Lot, room: memoryview) -> None:
         runs = Runs(target.view)
@@ -214,11 +287,6 @@ def _first_wrong(item: PlannedRead, data: memoryview, start: int) -> PlannedRead
     return None
 
 
-def _at_once(reader: Reader, offset: int, views: Sequence[memoryview]) -> Generator[int, None, None]:
-    reader.read_into(offset, views)
-    yield len(views)
-
-
 def _is_right(reader: Reader, unit: Unit) -> bool:
     """Reread the cell of ``unit`` into memory that nothing else writes to, and return whether it is correct."""
     return holds_cell(reader, unit.offset, memoryview(bytearray(unit.nbytes)), unit.digest)
@@ -250,3 +318,34 @@ def _targets(batch: Batch[Item], scratch: memoryview) -> list[_Target]:
     if end > start:
         targets.append(_Target(scratch[used : used + end - start], loose))
     return targets
+
+
+def decode_again(
+    repo: Repository, manifest: Manifest, cell: StoredCell, key: str, *, what: str = "a cell"
+) -> bytearray:
+    """Reread and decode a cell and all its bases. Compare each of them with its digest.
+
+    This corrects errors that exist only in a cache. Raises `Lost` for the first wrong cell, and StorageError.
+    """
+    base, below = None, cell.base
+    if below is not None:
+        base = decode_again(repo, manifest, below, key, what="a base of a cell")
+    with closing(BlobReader(repo, manifest.blob(cell.blob), shared=False, keep=False)) as slot:
+        while True:
+            reader: Reader | None = None
+            try:
+                reader = slot.reader()
+                stored = bytearray(cell.stored)
+                reader.read_into(cell.offset, [memoryview(stored)])
+                return decoded(cell, stored, None if base is None else bytearray(base))
+            except (NotFound, ShortObject, StorageError, Refused) as error:
+                if slot.distrust(reader):
+                    continue
+                if isinstance(error, StorageError):
+                    raise
+                why = explain(slot.ref, error)
+                if isinstance(error, Refused):
+                    why = f"its bytes {cell.offset} to {cell.offset + cell.stored}, {what}, are not what was written"
+                    if cell.frame is not None:
+                        why += f", or are not a frame of it ({error}; run `casckpt verify --decode` to find out)"
+                raise Lost(slot.ref, key, why) from error

@@ -33,14 +33,14 @@ from casckpt.format.encodings.parts import scratch
 from casckpt.format.extents import Extent, ExtentTable, StoredCell
 from casckpt.format.manifest import Manifest
 from casckpt.format.names import CellDigest
-from casckpt.format.regions import Region, normalise
+from casckpt.format.regions import Box, Region, normalise
 from casckpt.format.sections.blobs import BlobRef
 from casckpt.format.sections.index import Entry
 from casckpt.loading.blob_readers import BlobReaders
 from casckpt.loading.entry_reader import EntryReader, RegionRequest
 from casckpt.loading.planned_reads import Consumer, FilledRange, Range, part, place
-from casckpt.plan.reads import Batch, affordable_gap, plan_batches, plan_units
-from casckpt.plan.routes import Link, Route, Span, common, find_extent_route, find_route, links, within
+from casckpt.plan.reads import Batch, affordable_gap, plan_batches, wanted_spans
+from casckpt.plan.routes import Link, Span, common, find_extent_route, within
 from casckpt.repository.host_reads import HostReads
 from casckpt.storage.base import ShortObject
 from casckpt.tensors.gpu import wait_for_copies
@@ -220,19 +220,20 @@ class Update:
 
     def _compare(self, at: _Place, before: ExtentTable | None, table: ExtentTable) -> None:
         """Plan a step for each cell that differs or must be checked, if it can be computed."""
-        if not _are_cut_alike(at.region, before, table):
-            self._compare_cells(at, before, table)
-            return
-        lo, hi, wanted_links = at.region.lo, at.region.hi, self._links.setdefault(at.key, [])
-        there = () if before is None else before.extents_in(0, lo, hi)
-        for wanted in table.extents_in(0, lo, hi):
-            span = within(table, wanted, lo, hi)
-            wanted_links.append(span.all_links(wanted))
-            self._cells[id(at.sink)] += span.size
-            for held, both in common(there, wanted, span):
-                self._compare_span(at, held, wanted, both)
+        wanted_links = self._links.setdefault(at.key, [])
+        for number, lo, hi in wanted_spans(table, at.region, table.cell):
+            box = table.boxes[number]
+            there: Sequence[Extent] = ()
+            if before is not None and before.cell == table.cell and box in before.boxes:
+                there = before.extents_in(before.boxes.index(box), lo, hi)
+            for wanted in table.extents_in(number, lo, hi):
+                span = within(table, wanted, lo, hi)
+                wanted_links.append(span.all_links(wanted))
+                self._cells[id(at.sink)] += span.size
+                for held, both in common(there, wanted, span):
+                    self._compare_span(at, box, held, wanted, both)
 
-    def _compare_span(self, at: _Place, held: Extent, wanted: Extent, span: Span) -> None:
+    def _compare_span(self, at: _Place, box: Box, held: Extent, wanted: Extent, span: Span) -> None:
         """Compare the cells of two extents.
 
         Compare them all together if the same frames lead from one extent to the other.
@@ -240,29 +241,15 @@ class Update:
         way = find_extent_route(held, wanted, span, at.kept)
         if way is None:
             for piece in span.apart() if span.size > 1 else ():
-                self._compare_span(at, held, wanted, piece)
+                self._compare_span(at, box, held, wanted, piece)
             return
         frames = [self._moves_of(extent, span, at.kept, is_undone=True) for extent in way.undone]
         frames += [self._moves_of(extent, span, at.kept, is_undone=False) for extent in way.decoded]
         moves = zip(*frames, strict=True) if frames else repeat(())
         digests = zip(span.each_digest(held), span.each_digest(wanted), strict=True)
         for (lo, hi), (old, new), of_cell in zip(span.bounds, digests, moves, strict=False):
-            cell = StoredCell(wanted.blob, 0, (hi - lo) * span.itemsize, at.region.box, lo, hi, new)
+            cell = StoredCell(wanted.blob, 0, (hi - lo) * span.itemsize, box, lo, hi, new)
             self._plan(at, old, cell, () if old == new else of_cell)
-
-    def _compare_cells(self, at: _Place, before: ExtentTable | None, table: ExtentTable) -> None:
-        """Compare cell by cell, for tensors that are stored in several boxes or divided differently."""
-        wanted_links = self._links.setdefault(at.key, [])
-        known = {} if before is None else {unit[3:6]: unit for unit in plan_units(before, at.region, verify=True)}
-        for cell in plan_units(table, at.region, verify=True):
-            self._cells[id(at.sink)] += 1
-            old = known.get(cell[3:6])
-            if isinstance(cell, StoredCell):
-                wanted_links.append(links(cell))
-            if isinstance(old, StoredCell) and isinstance(cell, StoredCell):
-                route = find_route(old, cell, at.kept)
-                if route is not None:
-                    self._plan(at, old.digest, cell, self._moves(route, at.kept))
 
     def _plan(self, at: _Place, old: CellDigest, cell: StoredCell, moves: Sequence[Move]) -> None:
         """Plan the computation of a cell from ``old``, once for all destinations that hold ``old``."""
@@ -277,16 +264,6 @@ class Update:
         first = self._behind if is_undone else 0
         pairs = zip(span.links(extent), span.places(extent), strict=True)
         return [Move(link, (first + blob, at, size), is_undone, kept.get(link)) for link, (blob, at, size) in pairs]
-
-    def _moves(self, route: Route, kept: Mapping[Link, bytes]) -> list[Move]:
-        """Return the moves of a route."""
-
-        def move(cell: StoredCell, first: int, *, is_undone: bool) -> Move:
-            link = next(links(cell))
-            return Move(link, (first + cell.blob, cell.offset, cell.stored), is_undone, kept.get(link))
-
-        undone = [move(cell, self._behind, is_undone=True) for cell in route.undone]
-        return undone + [move(cell, 0, is_undone=False) for cell in route.decoded]
 
     def _blob(self, number: int) -> BlobRef:
         if self.held is None or number < self._behind:
@@ -334,13 +311,6 @@ class Update:
                         for move in step.moves if move.kept is None and not move.is_undone
                     })  # fmt: skip
         self.reader.progress(sum(step.cell.nbytes for step in steps))
-
-
-def _are_cut_alike(region: Region, before: ExtentTable | None, table: ExtentTable) -> bool:
-    """Return whether both tables have exactly the region's box, and are divided in the same way."""
-    if table.boxes != (region.box,):
-        return False
-    return before is None or (before.boxes, before.cell) == (table.boxes, table.cell)
 
 
 def _are_equal(one: ExtentTable, other: ExtentTable) -> bool:

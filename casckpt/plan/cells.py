@@ -40,14 +40,14 @@ Cut: TypeAlias = StoredCell | NewCell
 class Group:
     """Consecutive cells in the row-major order of ``box``, from ``lo`` to ``hi``.
 
-    ``part``: the box of the tensor whose local data is split, or None for all of the shard's data. In row-major order,
-    element ``lo`` of the group is element 0 of that data.
+    ``part``: the box of the tensor whose local data is split. In row-major order, element ``lo`` of the group is
+    element 0 of that data.
     """
 
     box: Box
     lo: int
     hi: int
-    part: Box | None
+    part: Box
     cuts: Sequence[Cut]
 
 
@@ -60,14 +60,13 @@ def plan_cells(region: Region, shape: Shape, cell: int, parent: ExtentTable | No
         return []
     if parent is not None and parent.cell != cell:
         parent = None  # the parent is from a store with a different cell size
-    if region.is_whole:
-        parts = _parts(region.box, shape, cell, parent)
-        if parts is not None:
-            return [_group(normalise(Region(part, 0, part.numel), shape), part, cell, parent) for part in parts]
-    return [_group(normalise(region, shape), None, cell, parent)]
+    if not region.is_whole:
+        return [_group(normalise(region, shape), region.box, cell, parent)]
+    parts = _parts(region.box, shape, cell, parent)
+    return [_group(normalise(Region(part, 0, part.numel), shape), part, cell, parent) for part in parts]
 
 
-def _group(region: Region, part: Box | None, cell: int, parent: ExtentTable | None) -> Group:
+def _group(region: Region, part: Box, cell: int, parent: ExtentTable | None) -> Group:
     return Group(region.box, region.lo, region.hi, part, _cuts(region, cell, parent))
 
 
@@ -82,17 +81,12 @@ def _cuts(region: Region, cell: int, parent: ExtentTable | None) -> list[Cut]:
     return cuts + [NewCell(*ends) for ends in cut(cuts[-1].hi if cuts else region.lo, region.hi, cell)]
 
 
-def _parts(box: Box, shape: Shape, cell: int, parent: ExtentTable | None) -> list[Box] | None:
-    """Return the boxes that result from the first split of a shard, or None if it is not split."""
-    inner = (
-        [other for other in _filled_boxes(parent) if other != box and other.inside(box)] if parent is not None else []
-    )
-    if inner:
-        rest = _rest(box, inner)
-        return (
-            None if rest is None else inner + [run for part in rest for run in _long_runs(part, shape, cell) or [part]]
-        )
-    return _long_runs(box, shape, cell)
+def _parts(box: Box, shape: Shape, cell: int, parent: ExtentTable | None) -> list[Box]:
+    """Return the boxes that result from the first split of a shard."""
+    filled = [] if parent is None else _filled_boxes(parent)
+    inner = [other for other in filled if other != box and other.inside(box)]
+    rest = _rest(box, inner)
+    return [box] if rest is None else inner + [run for part in rest for run in _long_runs(part, shape, cell)]
 
 
 def _filled_boxes(parent: ExtentTable) -> list[Box]:
@@ -115,14 +109,14 @@ def _rest(box: Box, inner: Sequence[Box]) -> list[Box] | None:
     return rest
 
 
-def _long_runs(box: Box, shape: Shape, cell: int) -> list[Box] | None:
-    """Return a box for each contiguous run of a box, or None if the box is contiguous or its runs are short."""
+def _long_runs(box: Box, shape: Shape, cell: int) -> list[Box]:
+    """Return a box for each contiguous run of a box, or the box itself if it is contiguous or its runs are short."""
     dim = len(shape)
     while dim > 0 and box.shape[dim - 1] == shape[dim - 1]:
         dim -= 1
     dim = max(dim - 1, 0)  # each index of the dimensions before this one is a separate run
     if prod(box.shape[:dim]) == 1 or prod(box.shape[dim:]) < _LONG_RUN * cell:
-        return None
+        return [box]
     heads = np.ndindex(*box.shape[:dim])
     return [
         Box(

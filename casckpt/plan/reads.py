@@ -77,16 +77,27 @@ def plan_units(table: ExtentTable, wanted: Region, *, verify: bool, long: bool =
         return
     by_cell = verify or any(extent.coding is not None for extent in table.extents)
     find: Callable[[int, int, int], Iterator[Unit]] = table.cells_in if by_cell else partial(_pieces, table)
+    worth = table.cell if by_cell else max(1, _SMALL_GAP // table.itemsize)
+    for number, lo, hi in wanted_spans(table, wanted, worth):
+        if table.boxes[number] == wanted.box:
+            in_order = partial(_joined if by_cell else _pieces, table, most=_LONG_BYTES) if long else find
+            yield from in_order(number, lo, hi)
+        else:
+            units = find(number, lo, hi)
+            # a unit as long as the longest gap in a span always contains a wanted element
+            yield from (unit for unit in units if unit.hi - unit.lo >= worth or intersect(unit.region, wanted))
+
+
+def wanted_spans(table: ExtentTable, wanted: Region, worth: int) -> Iterator[tuple[int, int, int]]:
+    """Yield the number of each box with elements of ``wanted``, and their ranges in its row-major order.
+
+    Gaps of fewer than ``worth`` elements are included.
+    """
     for number, box in enumerate(table.boxes):
         if box is wanted.box or box == wanted.box:
-            in_order = partial(_joined if by_cell else _pieces, table, most=_LONG_BYTES) if long else find
-            yield from in_order(number, wanted.lo, wanted.hi)
+            yield number, wanted.lo, wanted.hi
         elif box.intersect(wanted.box) is not None:
-            worth = table.cell if by_cell else max(1, _SMALL_GAP // table.itemsize)
-            for lo, hi in _spans(box, wanted, worth):
-                units = find(number, lo, hi)
-                # a unit as long as the longest gap in a span always contains a wanted element
-                yield from (unit for unit in units if unit.hi - unit.lo >= worth or intersect(unit.region, wanted))
+            yield from ((number, *span) for span in _spans(box, wanted, worth))
 
 
 def _spans(box: Box, wanted: Region, worth: int) -> list[tuple[int, int]]:

@@ -79,8 +79,8 @@ class ReusableCells:
         self._lock = Lock()
 
     def usable(self, blob: int) -> bool:
-        """Return whether the cells in this blob may be reused."""
-        return self._usable[blob]
+        """Return whether the cells in this blob may be reused. A save's own blobs have higher numbers."""
+        return blob >= len(self._usable) or self._usable[blob]
 
     def exclude(self, lost: Iterable[BlobRef]) -> None:
         """Stop reusing blobs whose bytes are missing."""

@@ -14,43 +14,11 @@ from itertools import accumulate
 from typing import NamedTuple, TypeAlias
 from zlib import crc32
 
-from casckpt.format.extents import DIGEST_BYTES, Extent, ExtentTable, StoredCell
+from casckpt.format.extents import DIGEST_BYTES, Extent, ExtentTable
 from casckpt.format.names import CellDigest
 
 Link: TypeAlias = tuple[CellDigest, CellDigest]
 """The digests of a cell and of its base. They identify a frame regardless of where it is stored."""
-
-
-class Route(NamedTuple):
-    """The cells whose frames are undone, followed by those whose frames are decoded."""
-
-    undone: Sequence[StoredCell]
-    decoded: Sequence[StoredCell]
-
-    def cost(self, kept: Container[Link] = ()) -> int:
-        """Sum the bytes to read. The ``kept`` frames are already in memory."""
-        every = (*self.undone, *self.decoded)
-        return sum(cell.stored for cell in every if cell.base is None or (cell.digest, cell.base.digest) not in kept)
-
-
-def links(cell: StoredCell) -> Iterator[Link]:
-    """Iterate over the links from a cell to the last of its bases."""
-    for version in cell.chain:
-        if version.base is not None:
-            yield version.digest, version.base.digest
-
-
-def find_route(held: StoredCell, wanted: StoredCell, kept: Container[Link] = ()) -> Route | None:
-    """Find the route that reads the fewest bytes between two cells of equal size. The ``kept`` frames are in memory.
-
-    Returns None if the chains do not meet, or if reading ``wanted`` with all of its bases is not more expensive.
-    """
-    up, down = list(held.chain), list(wanted.chain)
-    places = {cell.digest: number for number, cell in enumerate(down)}
-    meetings = [(number, places[cell.digest]) for number, cell in enumerate(up) if cell.digest in places]
-    routes = [Route(up[:behind], down[:ahead][::-1]) for behind, ahead in meetings]
-    best = min(routes, key=lambda route: route.cost(kept), default=None)
-    return best if best is not None and best.cost(kept) < sum(cell.stored for cell in down) else None
 
 
 class Span(NamedTuple):
@@ -141,7 +109,11 @@ def common(held: Iterable[Extent], wanted: Extent, span: Span) -> Iterator[tuple
 
 
 def find_extent_route(held: Extent, wanted: Extent, span: Span, kept: Container[Link] = ()) -> ExtentRoute | None:
-    """Return the result of `find_route` if it is the same for all cells of a span, and otherwise None."""
+    """Find the route that reads the fewest bytes between all cells of two extents. The ``kept`` frames are in memory.
+
+    Returns None if the cells need different routes, if their chains do not meet, or if reading the ``wanted`` cells
+    with all of their bases is not more expensive.
+    """
     up, down = list(held.chain), list(wanted.chain)
     places = {span.digests(base): number for number, base in reversed(list(enumerate(down)))}
     first = places.get(span.digests(held))

@@ -84,9 +84,5 @@ class StoreIdentity:
 
 def _shows(repo: Repository, txid: TxId) -> bool:
     """Return whether this rank can see the save ``txid`` that rank 0 has begun."""
-    # the second exists if the save was revoked
-    keys = (
-        transaction_key(txid),
-        commit_key(txid),
-    )
+    keys = transaction_key(txid), commit_key(txid)  # the second exists if the save was revoked
     return repo.exists() and (repo.storage.traits.remote or any(repo.storage.size(key) is not None for key in keys))

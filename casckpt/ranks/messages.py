@@ -1,4 +1,4 @@
-"""Messages between ranks. A message carries a value or an error, and is sent as bytes."""
+"""Messages between ranks. A message carries a value or an error."""
 
 from __future__ import annotations
 
@@ -6,15 +6,10 @@ import pickle
 from collections.abc import Sequence
 from dataclasses import dataclass
 from types import FrameType
-from typing import Any, Final
-
-import torch
+from typing import Any
 
 from casckpt.base.text import listed
 from casckpt.errors import CasckptError, InvalidInput, RankFailed
-
-FRAME: Final = 4096  # bytes of the first frame of a message; most messages do not need a second frame
-_LENGTH: Final = 8
 
 
 @dataclass
@@ -37,73 +32,6 @@ class WithObjects:
 
     value: Any
     keys: Sequence[str]
-
-
-def pack(message: Message) -> bytes:
-    """Encode a message for a rank of the same job.
-
-    Replace an error that would not survive encoding with a `RankFailed`.
-    """
-    error, rank = message.error, message.rank
-    if error is not None and not isinstance(error, CasckptError):  # many other errors pickle but do not unpickle
-        return pickle.dumps(Message(error=_failure(rank, error), rank=rank))
-    try:
-        data = pickle.dumps(message)
-        if error is not None:
-            unpack(data)
-        return data
-    except Exception as problem:  # noqa: BLE001 - it holds a lock or a socket, so send only its text
-        return pickle.dumps(Message(error=_failure(rank, error or problem), rank=rank))
-
-
-def unpack(data: bytes) -> Message:
-    """Decode the result of `pack`."""
-    message: Message = pickle.loads(data)  # noqa: S301 - from a rank of the same job, which runs the same code
-    return message
-
-
-def to_frames(data: bytes) -> list[torch.Tensor]:
-    """Split ``data`` into a frame of ``FRAME`` bytes and, if necessary, a second frame with the rest."""
-    room = FRAME - _LENGTH
-    first = bytearray(FRAME)
-    first[:_LENGTH] = len(data).to_bytes(_LENGTH, "little")
-    first[_LENGTH : _LENGTH + min(len(data), room)] = data[:room]
-    parts = [first] + ([bytearray(data[room:])] if len(data) > room else [])
-    return [torch.frombuffer(part, dtype=torch.uint8) for part in parts]
-
-
-def empty_frame() -> torch.Tensor:
-    """Return an empty frame, to receive a message into."""
-    return torch.zeros(FRAME, dtype=torch.uint8, device="cpu")
-
-
-def alive_frame(warning: str = "") -> torch.Tensor:
-    """Return a frame that carries no message. It shows that its sender is alive, and may contain a ``warning``."""
-    text = warning.encode()[: FRAME - _LENGTH - 1]
-    return torch.frombuffer(bytearray(_LENGTH) + b"\1" + text.ljust(FRAME - _LENGTH - 1, b"\0"), dtype=torch.uint8)
-
-
-def is_alive(frame: torch.Tensor) -> bool:
-    """Return whether a frame is empty or was made by `alive_frame`. A message is never empty."""
-    return not frame[:_LENGTH].any()
-
-
-def has_come(frame: torch.Tensor) -> bool:
-    """Return whether a frame has received any bytes."""
-    return bool(frame[: _LENGTH + 1].any())
-
-
-def warning_in(frame: torch.Tensor) -> str:
-    """Return the warning in a frame that `alive_frame` made."""
-    return frame[_LENGTH + 1 :].numpy().tobytes().rstrip(b"\0").decode(errors="replace")
-
-
-def from_frame(frame: torch.Tensor) -> tuple[bytes, int]:
-    """Return the bytes of a message in its first frame, and the number of bytes that follow in a second frame."""
-    data = frame.numpy().tobytes()
-    length = int.from_bytes(data[:_LENGTH], "little")
-    held = data[_LENGTH : _LENGTH + length]
-    return held, length - len(held)
 
 
 def astray(messages: Sequence[Message], mine: Message) -> InvalidInput | None:
@@ -161,7 +89,8 @@ def portable(error: Exception) -> Exception:
     return RankFailed(f"{type(error).__name__}: {error}")
 
 
-def _failure(rank: int | None, error: BaseException) -> RankFailed:
+def failure_of(rank: int | None, error: BaseException) -> RankFailed:
+    """Return an error of any kind as one that other ranks can raise."""
     notes = "".join(f"; {note}" for note in getattr(error, "__notes__", ()))
     return RankFailed(f"rank {rank} failed: {type(error).__name__}: {error}{notes}", rank=rank)
 
@@ -175,31 +104,4 @@ def seen_from(answer: Message, rank: int) -> Message:
         like = type(error)(f"rank {origin}: {error}")
         like.__dict__.update({"rank": origin} | error.__dict__)
         return Message(error=like, rank=origin)
-    return Message(error=_failure(origin, error), rank=origin)
-
-
-def broken(rank: int, error: RuntimeError) -> RankFailed:
-    """Return the error for a failed connection to ``rank``."""
-    late = timed_out(error)
-    how = "did not answer in time" if late else "died or closed its connection"
-    done = (
-        "nothing was saved or loaded"
-        if rank
-        else "the call may already have committed, so check the list of checkpoints"
-    )
-    done += ". Every rank must make the call" * late
-    return RankFailed(
-        f"rank {rank} {how}: {done}. Check the log of rank {rank}, then restart the job ({first_line(error)})",
-        rank=rank,
-        lost="late" if late else "died",
-    )
-
-
-def first_line(error: RuntimeError) -> str:
-    """Return the first line of a gloo error."""
-    return str(error).splitlines()[0][:200] if str(error) else type(error).__name__
-
-
-def timed_out(error: RuntimeError) -> bool:
-    """Return whether the error text is a timeout message from gloo or from torch's stores."""
-    return "imed out" in str(error) or "timeout" in str(error).lower()
+    return Message(error=failure_of(origin, error), rank=origin)

@@ -32,12 +32,13 @@ from weakref import ref
 
 import torch
 
+from casckpt.base import parallel
 from casckpt.base.progress import Progress
 from casckpt.errors import CasckptError, InvalidInput, RankFailed, Unsupported
 from casckpt.ranks import waiting
-from casckpt.ranks.messages import Message, astray, first_line, public_call, seen_from
+from casckpt.ranks.messages import Message, astray, public_call, seen_from
 from casckpt.ranks.waiting import Meeting
-from casckpt.ranks.wire import Transfer, Wire, greet
+from casckpt.ranks.wire import Transfer, Wire, first_line, greet
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -405,7 +406,7 @@ def _connect(parent: ProcessGroup, name: str, rank: int, size: int, within: floa
     unable = f"gloo cannot connect rank {rank} to the other ranks: "
     group, problem = _tried(lambda: _gloo(store, rank, size, timeout, on_demand and _devices()))
     meeting.come("addresses", end - monotonic(), problem and unable + problem)
-    _, problem = _tried(partial(waiting.within, seconds / 2, partial(greet, group, rank, size, timeout)))
+    _, problem = _tried(partial(parallel.within, seconds / 2, partial(greet, group, rank, size, timeout)))
     if problem:
         group = None  # no reference may be left, see `_gloo`
     meeting.come("connected", end - monotonic(), problem and unable + problem)

@@ -12,14 +12,13 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from threading import Event, Lock, Thread
 from time import monotonic, sleep
-from typing import Any, Final, TypeVar
+from typing import Any, Final
 
+from casckpt.base.parallel import within
 from casckpt.base.text import listed
 from casckpt.errors import RankFailed
 
 log = logging.getLogger(__name__)
-
-Value = TypeVar("Value")
 
 FIRST = 30.0  # seconds from the beginning of a wait to the first warning,
 NEXT = 300.0  # and from one warning to the next
@@ -64,29 +63,6 @@ def announced(missing: Callable[[], Sequence[int]], tell: Callable[[str], None],
     finally:
         with lock:
             over.set()
-
-
-def within(seconds: float, call: Callable[[], Value]) -> Value:
-    """Call ``call`` in another thread. Raises RuntimeError after ``seconds``.
-
-    A call to a store of torch or to gloo may wait forever for a stopped process.
-    """
-    values, errors = list[Value](), list[Exception]()
-
-    def run() -> None:
-        try:
-            values.append(call())
-        except Exception as error:  # noqa: BLE001 - raised by the thread that waits
-            errors.append(error.with_traceback(None))  # its frames would keep a gloo group alive
-
-    thread = Thread(target=run, name="casckpt-within", daemon=True)
-    thread.start()
-    thread.join(seconds)
-    if errors:
-        raise errors.pop()  # not from a variable, which would form a cycle with the traceback
-    if not values:
-        raise RuntimeError(f"timed out after {seconds:.0f} s")
-    return values[0]
 
 
 @dataclass(frozen=True)

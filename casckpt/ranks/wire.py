@@ -7,41 +7,31 @@ Each error names the rank that failed. All messages are between rank 0 and anoth
 from __future__ import annotations
 
 import logging
+import pickle
 from collections.abc import Container, Sequence
 from contextlib import suppress
 from datetime import timedelta
 from threading import Lock
 from time import monotonic
-from typing import Any, NoReturn, TypeAlias
+from typing import Any, Final, NoReturn, TypeAlias
 
 import torch
 
-from casckpt.errors import RankFailed
+from casckpt.base import parallel
+from casckpt.errors import CasckptError, RankFailed
 from casckpt.ranks import waiting
-from casckpt.ranks.messages import (
-    Message,
-    alive_frame,
-    broken,
-    empty_frame,
-    first_line,
-    from_frame,
-    has_come,
-    is_alive,
-    pack,
-    timed_out,
-    to_frames,
-    unpack,
-    warning_in,
-)
+from casckpt.ranks.messages import Message, failure_of
 
 log = logging.getLogger(__name__)
 
 Transfer: TypeAlias = "tuple[torch.Tensor, int]"
 """Bytes to send or receive, and the other rank."""
 
+FRAME: Final = 4096  # bytes of the first frame of a message; most messages do not need a second frame
 WORD_SECONDS = 5.0  # time to find a note from rank 0 after a connection breaks
 _MOMENT = 0.5  # seconds in which gloo receives what has already arrived
 _REST_SECONDS = 60.0  # minimum time for the rest of a message
+_LENGTH: Final = 8  # bytes at the start of the first frame, which say how long the message is
 _LOST = "lost"
 _BYTES = 1  # the tag for bytes that are not part of a message
 _SIGNS = 4  # signs of life per timeout; an exchange's first sign is sent before any rank warns
@@ -108,7 +98,7 @@ class Wire:
             if others <= self._met:
                 start()
             else:  # gloo connects, and may wait for a rank that was stopped
-                waiting.within(seconds, start)
+                parallel.within(seconds, start)
                 self._met |= others
             for work in works:
                 _wait(work, deadline)
@@ -266,3 +256,100 @@ def greet(group: Any, rank: int, size: int, timeout: timedelta) -> None:
 def _wait(work: Any, deadline: float) -> None:
     """Wait until ``deadline``, or for a moment if it has passed: this process may have been stopped in the meantime."""
     work.wait(timedelta(seconds=max(deadline - monotonic(), _MOMENT)))
+
+
+# messages as bytes
+
+
+def pack(message: Message) -> bytes:
+    """Encode a message for a rank of the same job.
+
+    Replace an error that would not survive encoding with a `RankFailed`.
+    """
+    error, rank = message.error, message.rank
+    if error is not None and not isinstance(error, CasckptError):  # many other errors pickle but do not unpickle
+        return pickle.dumps(Message(error=failure_of(rank, error), rank=rank))
+    try:
+        data = pickle.dumps(message)
+        if error is not None:
+            unpack(data)
+        return data
+    except Exception as problem:  # noqa: BLE001 - it holds a lock or a socket, so send only its text
+        return pickle.dumps(Message(error=failure_of(rank, error or problem), rank=rank))
+
+
+def unpack(data: bytes) -> Message:
+    """Decode the result of `pack`."""
+    message: Message = pickle.loads(data)  # noqa: S301 - from a rank of the same job, which runs the same code
+    return message
+
+
+def to_frames(data: bytes) -> list[torch.Tensor]:
+    """Split ``data`` into a frame of ``FRAME`` bytes and, if necessary, a second frame with the rest."""
+    room = FRAME - _LENGTH
+    first = bytearray(FRAME)
+    first[:_LENGTH] = len(data).to_bytes(_LENGTH, "little")
+    first[_LENGTH : _LENGTH + min(len(data), room)] = data[:room]
+    parts = [first] + ([bytearray(data[room:])] if len(data) > room else [])
+    return [torch.frombuffer(part, dtype=torch.uint8) for part in parts]
+
+
+def empty_frame() -> torch.Tensor:
+    """Return an empty frame, to receive a message into."""
+    return torch.zeros(FRAME, dtype=torch.uint8, device="cpu")
+
+
+def alive_frame(warning: str = "") -> torch.Tensor:
+    """Return a frame that carries no message. It shows that its sender is alive, and may contain a ``warning``."""
+    text = warning.encode()[: FRAME - _LENGTH - 1]
+    return torch.frombuffer(bytearray(_LENGTH) + b"\1" + text.ljust(FRAME - _LENGTH - 1, b"\0"), dtype=torch.uint8)
+
+
+def is_alive(frame: torch.Tensor) -> bool:
+    """Return whether a frame is empty or was made by `alive_frame`. A message is never empty."""
+    return not frame[:_LENGTH].any()
+
+
+def has_come(frame: torch.Tensor) -> bool:
+    """Return whether a frame has received any bytes."""
+    return bool(frame[: _LENGTH + 1].any())
+
+
+def warning_in(frame: torch.Tensor) -> str:
+    """Return the warning in a frame that `alive_frame` made."""
+    return frame[_LENGTH + 1 :].numpy().tobytes().rstrip(b"\0").decode(errors="replace")
+
+
+def from_frame(frame: torch.Tensor) -> tuple[bytes, int]:
+    """Return the bytes of a message in its first frame, and the number of bytes that follow in a second frame."""
+    data = frame.numpy().tobytes()
+    length = int.from_bytes(data[:_LENGTH], "little")
+    held = data[_LENGTH : _LENGTH + length]
+    return held, length - len(held)
+
+
+def broken(rank: int, error: RuntimeError) -> RankFailed:
+    """Return the error for a failed connection to ``rank``."""
+    late = timed_out(error)
+    how = "did not answer in time" if late else "died or closed its connection"
+    done = (
+        "nothing was saved or loaded"
+        if rank
+        else "the call may already have committed, so check the list of checkpoints"
+    )
+    done += ". Every rank must make the call" * late
+    return RankFailed(
+        f"rank {rank} {how}: {done}. Check the log of rank {rank}, then restart the job ({first_line(error)})",
+        rank=rank,
+        lost="late" if late else "died",
+    )
+
+
+def first_line(error: RuntimeError) -> str:
+    """Return the first line of a gloo error."""
+    return str(error).splitlines()[0][:200] if str(error) else type(error).__name__
+
+
+def timed_out(error: RuntimeError) -> bool:
+    """Return whether the error text is a timeout message from gloo or from torch's stores."""
+    return "imed out" in str(error) or "timeout" in str(error).lower()

@@ -112,28 +112,28 @@ class BlobCache:
             return True
         if self.is_off:
             return False
-        try:
-            if ref.size > self.room():
-                return False
-            self._fetch(storage, ref)
-        except Unusable as error:
-            self.give_up(error)
-            return False
-        return True
+        is_kept = False
+        with self.tried():
+            if ref.size <= self.room():
+                self._fetch(storage, ref)
+                is_kept = True
+        return is_kept
 
     def add(self, ref: BlobRef, data: memoryview) -> None:
         """Add a blob that this process has just stored, if it fits."""
-        try:
+        with self.tried():
             if not self.is_off and not self.touch(ref):
                 self._put(ref, data)
-        except Unusable as error:
-            self.give_up(error)
 
-    def give_up(self, error: Unusable) -> None:
-        """Stop adding blobs, and log this once."""
-        if not self.is_off:  # only one of several threads logs this
-            self.is_off = True
-            log.warning("this process no longer adds blobs to the cache %s: %s", self.root, error)
+    @contextmanager
+    def tried(self) -> Iterator[None]:
+        """If the cache turns out to be unusable, end the block, stop adding blobs, and log this once."""
+        try:
+            yield
+        except Unusable as error:
+            if not self.is_off:  # only one of several threads logs this
+                self.is_off = True
+                log.warning("this process no longer adds blobs to the cache %s: %s", self.root, error)
 
     def fill(self, storage: ObjectStore, refs: Sequence[BlobRef], threads: int, progress: Progress) -> int:
         """Fetch the blobs in ``refs`` that are missing. Return the number of bytes fetched.
@@ -263,7 +263,7 @@ class BlobCache:
             return
         yield from _files(self.root / FOLDER)
         if self._in_memory:
-            for folder in _folders(self.root / PARTS):
+            for folder in (self.root / PARTS).glob("*"):
                 yield from _files(folder)
 
     @property
@@ -288,12 +288,6 @@ def _files(folder: Path) -> Iterator[_Held]:
             with suppress(FileNotFoundError):
                 status = entry.stat(follow_symlinks=False)
                 yield _Held(status.st_mtime_ns, entry.path, min(status.st_size, status.st_blocks * 512))
-
-
-def _folders(folder: Path) -> list[Path]:
-    with suppress(FileNotFoundError):
-        return list(folder.iterdir())
-    return []
 
 
 class Unusable(Exception):

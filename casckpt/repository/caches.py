@@ -91,9 +91,8 @@ class RunCache:
                 self._know(txid)
             self.announced[txid] = max(self.announced.get(txid, 0), of_log)
         self.head = max(self.head, number)
-        self.records[number] = (
-            record  # last, so that the announcement is reread if a fork or an interrupt happens before this line
-        )
+        # last, so that the announcement is reread if a fork or an interrupt happens before this line
+        self.records[number] = record
 
     def add_names(self, txids: Iterable[TxId], head: int) -> None:
         """Add transactions, among them all that were announced up to ``head``."""

@@ -40,7 +40,7 @@ from casckpt.format.blob import SPAN
 from casckpt.format.sections.blobs import BlobRef
 from casckpt.format.sections.columns import Ints
 from casckpt.repository.blob_cache import PARTS, BlobCache, Unusable, usable
-from casckpt.storage.base import BLOCK, IoCounts, Reader, ShortObject
+from casckpt.storage.base import BLOCK, Reader, ShortObject
 from casckpt.storage.local.newfile import write_all
 from casckpt.storage.local.reader import LocalReader
 
@@ -50,8 +50,6 @@ _PAUSES = (0.001, 0.05)  # the first and the longest pause between two attempts 
 _GATE_PAUSE = 0.02  # the longest pause while bytes arrive, in seconds
 _STALE = 3600  # seconds without a new file after which a killed job's files are removed
 _THERE = b"\1"
-_SET_LOCK: int = getattr(fcntl, "F_OFD_SETLK", 0)  # locks of an open file, which also exclude threads. Linux only
-_GET_LOCK: int = getattr(fcntl, "F_OFD_GETLK", 0)
 
 log = logging.getLogger(__name__)
 
@@ -88,16 +86,13 @@ class HostReads:
 
         0 if this rank, which needs ``nbytes``, reads alone, which is logged once.
         """
-        try:
-            if not _SET_LOCK or self.cache.is_off:
-                return 0
-            room = self.cache.room()
-            if room < min(nbytes, LEAST_ROOM):
+        with self.cache.tried():
+            if not self.cache.is_off:
+                room = self.cache.room()
+                if room >= min(nbytes, LEAST_ROOM):
+                    return room
                 raise Unusable(f"{self.cache.root} has room for only {room} bytes")
-        except Unusable as error:
-            self.cache.give_up(error)
-            return 0
-        return room
+        return 0
 
     def expect(self, passed: Mapping[int, tuple[int, int]], ranks: int, alive: Callable[[], object]) -> None:
         """Set which blobs are ``passed`` between hosts. ``ranks``: how many ranks of this host use them.
@@ -113,21 +108,15 @@ class HostReads:
         """
         if self._is_on:
             return not self.cache.is_off
-        if not _SET_LOCK:
-            return False
         shares = self.room(sum(nbytes for _, _, nbytes in ranges)) > 0
-        try:
-            with usable(self.cache.root):
-                self.cache.make_folder()
-                if self.passed:
-                    self._own.mkdir(parents=True, exist_ok=True)
-                self._announce(_merged(ranges if shares else ()))  # other ranks must know that this one reads alone
-                self._remove_stale()
-        except Unusable as error:
-            self.cache.give_up(error)
-            return False
-        self._is_on = True
-        return shares
+        with self.cache.tried(), usable(self.cache.root):
+            self.cache.make_folder()
+            if self.passed:
+                self._own.mkdir(parents=True, exist_ok=True)
+            self._announce(_merged(ranges if shares else ()))  # other ranks must know that this one reads alone
+            self._remove_stale()
+            self._is_on = True
+        return self._is_on and shares
 
     def _announce(self, ranges: Ints, *, retry: bool = True) -> None:
         """Write the ranges that this rank needs. Another job that loads this checkpoint may remove the folder."""
@@ -168,18 +157,15 @@ class HostReads:
     def bringing(self) -> Iterator[None]:
         """Let the other ranks wait for what this rank brings, until `put` or `release` is called for it."""
         temporary = self._gate.with_suffix(".tmp")
-        try:
+        with self.cache.tried(), usable(self._folder):
             self.cache.room()  # creates the private folder
-            with usable(self._folder):
-                for folder in (self._folder, self._own):
-                    folder.mkdir(parents=True, exist_ok=True)
-                self._held_fd = os.open(temporary, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
-                try:
-                    _lock(self._held_fd, temporary, fcntl.F_WRLCK, 0, 0)
-                finally:  # the other ranks do not wait for a gate without locks
-                    temporary.replace(self._gate)
-        except Unusable as error:
-            self.cache.give_up(error)
+            for folder in (self._folder, self._own):
+                folder.mkdir(parents=True, exist_ok=True)
+            self._held_fd = os.open(temporary, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
+            try:
+                _lock(self._held_fd, temporary, fcntl.F_WRLCK, 0, 0)
+            finally:  # the other ranks do not wait for a gate without locks
+                temporary.replace(self._gate)
         try:
             yield
         finally:
@@ -190,13 +176,10 @@ class HostReads:
 
     def put(self, number: int, size: int, offset: int, data: memoryview) -> None:
         """Write bytes of a blob that this rank brings. If that fails, the ranks read them from the store."""
-        try:
-            if not self.cache.is_off:
-                with self.opened(number, size, create=True) as part:
-                    if part is not None:
-                        part.write(offset, [data])
-        except Unusable as error:
-            self.cache.give_up(error)
+        if not self.cache.is_off:
+            with self.cache.tried(), self.opened(number, size, create=True) as part:
+                if part is not None:
+                    part.write(offset, [data])
         self.release(number, offset, data.nbytes)
 
     def release(self, number: int, offset: int, nbytes: int) -> None:
@@ -228,7 +211,7 @@ class HostReads:
                     self._gates[who] = os.open(self._gate_of(who), os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC)
                 except FileNotFoundError:  # it has not begun, or the folder was removed
                     return 0 if self._own.exists() else None
-            found = fcntl.fcntl(self._gates[who], _GET_LOCK, _range(fcntl.F_WRLCK, lo, nbytes))
+            found = fcntl.fcntl(self._gates[who], fcntl.F_OFD_GETLK, _range(fcntl.F_WRLCK, lo, nbytes))
             is_free = struct.unpack_from("h", found)[0] == fcntl.F_UNLCK
             return None if is_free else os.fstat(self._gates[who]).st_mtime_ns
 
@@ -314,11 +297,9 @@ class _SharedReader(Reader):
     @override
     def read_into(self, offset: int, buffers: Sequence[memoryview]) -> None:
         views = [buffer for buffer in buffers if buffer.nbytes]
-        try:
+        with self._cache.tried():
             if not self._cache.is_off and self._read(offset, views):
                 return
-        except Unusable as error:
-            self._cache.give_up(error)
         self._source.read_into(offset, views)
 
     def _read(self, offset: int, views: Sequence[memoryview]) -> bool:
@@ -397,7 +378,7 @@ class _Part:
     def read(self, offset: int, views: Sequence[memoryview]) -> None:
         """Fill ``views`` with bytes that the file has."""
         try:
-            LocalReader(self._fd, self._states, "", self._path, IoCounts(), shared=True).read_into(offset, views)
+            LocalReader(self._fd, self._states, "", self._path, shared=True).read_into(offset, views)
         except (CasckptError, ShortObject) as error:
             raise Unusable(f"{self._path} cannot be read: {error}") from error
 
@@ -432,7 +413,7 @@ def _lock(fd: int, path: Path, kind: int, lo: int, nbytes: int) -> bool:
     """Lock or unlock a range of an open file. Return False if another open file has locked a part of it."""
     with usable(path):
         try:
-            fcntl.fcntl(fd, _SET_LOCK, _range(kind, lo, nbytes))
+            fcntl.fcntl(fd, fcntl.F_OFD_SETLK, _range(kind, lo, nbytes))  # of the open file, so also between threads
         except OSError as error:
             if error.errno not in (errno.EAGAIN, errno.EACCES):
                 raise

@@ -12,7 +12,6 @@ from typing import Any, TypeAlias
 from casckpt.base.parallel import in_parallel
 from casckpt.errors import CasckptError, Damaged, NotFound, Refused
 from casckpt.format import records
-from casckpt.format.keys import parse_numbered
 from casckpt.format.records import MAX_RECORD_BYTES, Settings
 from casckpt.repository.repository import Repository
 from casckpt.storage.base import Known, ListedObject
@@ -84,10 +83,18 @@ def fetch_record(repo: Repository, key: str) -> bytes | CasckptError:
     try:
         return repo.storage.get(key, limit=MAX_RECORD_BYTES)
     except (NotFound, Damaged, Refused) as error:
-        return detached(error)
+        return _detached(error)
 
 
-def detached(error: CasckptError) -> CasckptError:
+def read_record(repo: Repository, key: str, kind: Any) -> Read:
+    """Return the record under a key, or the error raised while reading it. Raises `StorageError`."""
+    try:
+        return repo.get_record(key, kind)
+    except (NotFound, Damaged, Refused) as error:
+        return _detached(error)
+
+
+def _detached(error: CasckptError) -> CasckptError:
     """Return the error without the frames in which it was raised, because it is returned as a value.
 
     From Python 3.13 on, these frames would lead to the caller's frame, which holds the error. Such a cycle keeps all
@@ -116,8 +123,7 @@ def check_requirements(repo: Repository) -> Settings:
     read.
     """
     repo.check_exists()
-    listed = repo.storage.list(PREFIX, known=parse_numbered)
-    numbers = {number: entry for entry in listed if (number := parse_numbered(entry.key)) is not None}
+    numbers = repo.numbered(PREFIX)
     if not numbers:
         return Settings(created_at=0)
     newest = numbers[max(numbers)]

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 import platformdirs
 
 from casckpt.base.digest import hex_digest
+from casckpt.base.lazy import cached_property
 from casckpt.base.names import check_run, check_step
 from casckpt.base.units import time_of
 from casckpt.errors import CasckptError, Conflict, Damaged, InvalidInput, NotFound, Refused, StorageError
@@ -29,7 +30,7 @@ from casckpt.repository.catalogue import Catalogue, recall, remember
 from casckpt.repository.exclusive import check_listed, require_exclusive, require_lasting
 from casckpt.repository.processes import who
 from casckpt.repository.signing_keys import PublicKey
-from casckpt.storage.base import AlreadyExists, ObjectStore
+from casckpt.storage.base import AlreadyExists, ListedObject, ObjectStore
 from casckpt.storage.local.store import mount_point
 
 if TYPE_CHECKING:
@@ -47,6 +48,12 @@ ShareReads: TypeAlias = Literal["auto", "on", "off"]
 
 
 log = logging.getLogger(__name__)
+
+_OF_PROCESS = frozenset({
+    "found_signed", "listeners", "manifests", "records", "seen_blobs", "verified_extents", "runs", "_catalogue",
+    "blob_cache", "memory",
+})  # fmt: skip
+"""The attributes of a `Repository` that an unpickled copy begins without."""
 
 
 def microseconds() -> int:
@@ -97,18 +104,13 @@ class Repository:
     _warned: bool = field(default=False, init=False, repr=False, compare=False)
     _creates_checked: bool = field(default=False, init=False, repr=False, compare=False)
     _declared: bool = field(default=False, init=False, repr=False, compare=False)
-    _blob_cache: BlobCache | None = field(default=None, init=False, repr=False, compare=False)
-    _memory: BlobCache | None = field(default=None, init=False, repr=False, compare=False)
     _catalogue: Catalogue | None = field(default=None, init=False, repr=False, compare=False)
 
     def __getstate__(self) -> dict[str, Any]:
-        empty: dict[str, Any] = {"seen_blobs": set(), "verified_extents": set(), "found_signed": set(), "listeners": []}
-        caches = ("manifests", "records", "runs", "_catalogue", "_blob_cache", "_memory")
-        return self.__dict__ | empty | dict.fromkeys(caches)
+        return {name: value for name, value in self.__dict__.items() if name not in _OF_PROCESS}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        self.__dict__.update(state | {"manifests": ManifestCache(), "records": RecordCache()})
-        self.runs = RunCaches()
+        self.__dict__.update({**vars(Repository(state["storage"])), **state})
 
     @property
     def marker(self) -> Marker:
@@ -307,9 +309,7 @@ class Repository:
         Raises `Damaged`, `Refused`, and `StorageError`.
         """
         self.check_exists()
-        listed = self.storage.list("settings/", known=keys.parse_numbered)
-        numbers = (keys.parse_numbered(entry.key) for entry in listed)
-        newest = max((number for number in numbers if number is not None), default=-1)
+        newest = max(self.numbered("settings/"), default=-1)
         if newest < 0:
             return -1, Settings(created_at=self.marker.created_at)
         try:
@@ -317,6 +317,11 @@ class Repository:
         except (Damaged, Refused) as error:
             message = f"{error}. Restore the file from a copy of the store, or delete it to use the previous settings"
             raise type(error)(message, key=error.key) from error
+
+    def numbered(self, folder: str) -> dict[int, ListedObject]:
+        """List the records in a folder of numbered records ("settings/"), by number. Raises `StorageError`."""
+        listed = self.storage.list(folder, known=keys.parse_numbered)
+        return {number: entry for entry in listed if (number := keys.parse_numbered(entry.key)) is not None}
 
     @property
     def catalogue(self) -> Catalogue:
@@ -328,7 +333,7 @@ class Repository:
             catalogue = self._catalogue = Catalogue(self._cache_folder / name / "catalogue.sqlite")
         return catalogue
 
-    @property
+    @cached_property
     def blob_cache(self) -> BlobCache:
         """The cache of whole blobs on this host. Raises `InvalidInput` for an invalid size.
 
@@ -336,21 +341,17 @@ class Repository:
         """
         if self.cache_saves and self.cache_dir is None:
             return self.memory
-        if self._blob_cache is None:
-            self._blob_cache = BlobCache(self._cache_folder, self.cache_bytes)
-        return self._blob_cache
+        return BlobCache(self._cache_folder, self.cache_bytes)
 
     @property
     def fills_cache(self) -> bool:
         """Whether loads put blobs into the cache. True if the cache folder was passed and the store is remote."""
         return self.cache_dir is not None and self.storage.traits.remote
 
-    @property
+    @cached_property
     def memory(self) -> BlobCache:
         """The cache in this host's memory, which only this user can access."""
-        if self._memory is None:
-            self._memory = in_memory(self.cache_bytes)
-        return self._memory
+        return in_memory(self.cache_bytes)
 
     @property
     def who(self) -> str:

@@ -8,7 +8,7 @@ of them separately. This works on staged copies, so it is also possible in the b
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 from casckpt.format.forms import encode_form
 from casckpt.format.records import changed
@@ -21,13 +21,6 @@ from casckpt.saving.prepare import Prepared
 from casckpt.tensors.shards import Piece, local_tensor
 from casckpt.tensors.state import decode_tree, encode_tree
 from casckpt.tensors.wrappers import part_name, parts_form
-
-
-@dataclass(frozen=True)
-class Apart:
-    """The keys of tensors that ranks hold in different forms."""
-
-    keys: frozenset[str]
 
 
 def held_apart(trees: Iterable[bytes]) -> frozenset[str]:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 from collections import OrderedDict
-from collections.abc import Container, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass, field
 from threading import Lock
@@ -17,7 +17,7 @@ from typing import NamedTuple, TypeAlias
 import numpy as np
 
 from casckpt.base.parallel import usable_cores
-from casckpt.errors import CasckptError
+from casckpt.errors import CasckptError, NotFound
 from casckpt.format import dtypes
 from casckpt.format.encodings.frames import MIN_CELL, decode_chain, decodes, encode_delta, encode_planes, undo
 from casckpt.format.extents import StoredCell
@@ -36,6 +36,8 @@ from casckpt.tensors.memory import copy_bytes
 
 CellName: TypeAlias = tuple[Name, Box, int, int]
 """The elements of a cell: the range [lo, hi) of a box in a stream."""
+Encoded: TypeAlias = tuple[bytes, StoredCell | None]
+"""A frame, and the known cell that is its base. The base is None for planes."""
 
 
 class HeldFrame(NamedTuple):
@@ -52,36 +54,6 @@ class HeldCell:
     digest: CellDigest
     plain: bytearray
     frames: tuple[HeldFrame, ...] = ()
-
-
-@dataclass
-class PreviousCells:
-    """The cells of one run that one process saved."""
-
-    _cells: dict[CellName, HeldCell] = field(default_factory=dict)
-
-    def only(self, names: Container[CellName]) -> None:
-        """Drop all cells except those in ``names``. The state no longer has the others, or divides them differently."""
-        for name in [name for name in list(self._cells) if name not in names]:
-            self.take(name)
-
-    def take(self, name: CellName) -> HeldCell | None:
-        """Remove a cell and return it. The caller may change it in place and put it back.
-
-        Removal ensures that a save in another thread, or a save after an error, never sees partly changed bytes.
-        """
-        return self._cells.pop(name, None)
-
-    def put(self, name: CellName, cell: HeldCell) -> None:
-        """Keep a cell without copying it."""
-        self._cells[name] = cell
-
-    def keep(self, name: CellName, digest: CellDigest, plain: memoryview, frames: tuple[HeldFrame, ...] = ()) -> None:
-        """Keep a copy of a cell's bytes. Reuses the memory of the held version."""
-        held = self.take(name)
-        buffer = bytearray(plain.nbytes) if held is None or len(held.plain) != plain.nbytes else held.plain
-        copy_bytes(memoryview(buffer), plain)
-        self.put(name, HeldCell(digest, buffer, frames))
 
 
 MAX_RUNS = 2
@@ -117,13 +89,28 @@ class RunMemory:
     """The data about a run that this process keeps for its next save.
 
     It is keyed by store and run, because some programs create a DCP writer or open the store for every save.
-    ``saves``: the number of saves so far. ``in_vain``: streams whose cells did not become smaller as frames.
+    ``held``: the cells that it saved. ``saves``: the number of saves so far. ``in_vain``: streams whose cells did not
+    become smaller as frames.
     """
 
     rate: PutRate
-    held: PreviousCells = field(default_factory=PreviousCells)
+    held: dict[CellName, HeldCell] = field(default_factory=dict)
     saves: int = 0
     in_vain: dict[Name, Pause] = field(default_factory=dict)
+
+    def take(self, name: CellName) -> HeldCell | None:
+        """Remove a held cell and return it. The caller may change it in place and put it back.
+
+        Removal ensures that a save in another thread, or a save after an error, never sees partly changed bytes.
+        """
+        return self.held.pop(name, None)
+
+    def keep(self, name: CellName, digest: CellDigest, plain: memoryview) -> None:
+        """Hold a copy of a cell's bytes. Reuses the memory of the held version."""
+        held = self.take(name)
+        buffer = bytearray(plain.nbytes) if held is None or len(held.plain) != plain.nbytes else held.plain
+        copy_bytes(memoryview(buffer), plain)
+        self.held[name] = HeldCell(digest, buffer)
 
     def pauses(self, name: Name) -> bool:
         """Return whether encoding of a stream is paused for this save."""
@@ -208,20 +195,14 @@ def coding(
         log.debug("cells without a base are %s", "encoded" if alone else "stored unencoded: the storage is fast")
         coder = Coder(repo, known, memory, dtypes.FLOATS if compress == "always" else _HALVES, alone, opened)
         yield coder
-    memory.held.only(coder.names)
+    for name in list(memory.held):
+        if name not in coder.names:  # the state no longer has the cell, or divides the tensor differently
+            memory.take(name)
 
 
 def _is_slow(repo: Repository, rate: PutRate) -> bool:
     """Return whether a save is probably faster if it encodes cells without a base."""
     return repo.storage.traits.uploads * rate.bytes_per_second < _SAVED * _CODER_RATE * usable_cores()
-
-
-@dataclass(frozen=True, slots=True)
-class EncodedCell:
-    """A frame, and the known cell that is its base. The base is None for planes."""
-
-    frame: bytes
-    base: StoredCell | None
 
 
 @dataclass
@@ -264,7 +245,7 @@ class Coder:
         is_wanted = source.dtype in self.deltas or (self.alone and source.dtype in dtypes.FLOATS)
         return is_wanted and cell.nbytes >= MIN_CELL and not self.memory.pauses(source.name)
 
-    def encode(self, source: LocalEntry, cell: Cell, plain: memoryview, digest: CellDigest) -> EncodedCell | None:
+    def encode(self, source: LocalEntry, cell: Cell, plain: memoryview, digest: CellDigest) -> Encoded | None:
         """Encode a new cell with the bytes ``plain``. Return None if the save should store the bytes themselves."""
         width = dtypes.coded_width(source.dtype)
         if source.dtype in self.deltas:
@@ -272,9 +253,9 @@ class Coder:
             if coded is not None:
                 return coded
             if not self.memory.pauses(source.name):  # otherwise the next save does not need it
-                self.memory.held.keep(_name(source, cell), digest, plain)
+                self.memory.keep(_name(source, cell), digest, plain)
         frame = self._tried(source, encode_planes(plain, width)) if self.alone else None
-        return EncodedCell(frame, None) if frame is not None and decodes(frame, plain) else None
+        return (frame, None) if frame is not None and decodes(frame, plain) else None
 
     def _tried(self, source: LocalEntry, frame: bytes | None) -> bytes | None:
         """Count the attempt, and return ``frame``. Pause a stream for some saves if no attempt succeeded."""
@@ -292,15 +273,15 @@ class Coder:
         """Keep the bytes of a cell that is already stored, for the next save."""
         name = _name(source, cell)
         if source.dtype in self.deltas and not is_coded:
-            self.memory.held.keep(name, digest, plain)
+            self.memory.keep(name, digest, plain)
             return
-        held = self.memory.held.take(name)
+        held = self.memory.take(name)
         if held is not None and held.digest == digest:  # otherwise the frames of this version are not in memory
-            self.memory.held.put(name, held)
+            self.memory.held[name] = held
 
     def _delta(
         self, source: LocalEntry, cell: Cell, plain: memoryview, width: int, digest: CellDigest
-    ) -> EncodedCell | None:
+    ) -> Encoded | None:
         """Encode a cell against its base. Return None if it does not have a useful base.
 
         If this returns None, the held version may be lost.
@@ -312,25 +293,25 @@ class Coder:
         if link is None:
             return None
         name, chain = _name(source, cell), list(old.chain)
-        held = self.memory.held.take(name)
+        held = self.memory.take(name)
         if held is None or held.digest != old.digest or len(held.frames) != len(chain) - 1:
             held = self._read(old)
         if held is None:
             return None
         older = held if not link else _older(held, chain[1 : link + 1])
         if older is None:
-            self.memory.held.put(name, held)
+            self.memory.held[name] = held
             return None
         base = memoryview(older.plain)
         frame = self._tried(source, encode_delta(plain, width, base))
         if frame is None:
-            self.memory.held.put(name, older)
+            self.memory.held[name] = older
             return None
         if not decodes(frame, plain, base):
             return None
         frames = (HeldFrame(frame, older.digest), *older.frames)
-        self.memory.held.put(name, HeldCell(digest, older.plain, frames))  # the buffer now holds the new version
-        return EncodedCell(frame, chain[link])
+        self.memory.held[name] = HeldCell(digest, older.plain, frames)  # the buffer now holds the new version
+        return frame, chain[link]
 
     def _link(self, source: LocalEntry, cell: Cell) -> int | None:
         """Choose a cell's base, and return it as the number of links from the parent's version.
@@ -356,23 +337,19 @@ class Coder:
         stored: list[bytearray] = []
 
         def read(link: StoredCell) -> bytearray:
-            stored.append(self._bytes_of(link))
+            stored.append(bytearray(link.stored))
+            self._reader(link.blob).read_into(link.offset, [memoryview(stored[-1])])
             return stored[-1]
 
         try:
             plain = decode_chain(cell, read)
-        except (CasckptError, ShortObject, _TooFar) as error:
+        except (CasckptError, ShortObject) as error:
             log.debug("casckpt cannot use a base: %s", error)
             return None
         *links, _ = cell.chain
         every = zip(links, reversed(stored), strict=False)
         frames = tuple(HeldFrame(bytes(data), link.base.digest) for link, data in every if link.base is not None)
         return HeldCell(cell.digest, plain, frames)
-
-    def _bytes_of(self, cell: StoredCell) -> bytearray:
-        stored = bytearray(cell.stored)
-        self._reader(cell.blob).read_into(cell.offset, [memoryview(stored)])
-        return stored
 
     def _reader(self, blob: int) -> Reader:
         with self._lock:
@@ -386,12 +363,8 @@ class Coder:
         if cached is not None:
             return cached
         if self.repo.storage.traits.remote:
-            raise _TooFar
+            raise NotFound("a base is only available over the network")
         return self.repo.storage.open(blob_key(ref.uploader, ref.hash))
-
-
-class _TooFar(Exception):
-    """Raised for a base that is only available over a network."""
 
 
 def _name(source: LocalEntry, cell: Cell) -> CellName:

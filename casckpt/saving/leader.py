@@ -32,7 +32,7 @@ from casckpt.plan.reuse import bytes_in, coded_bytes, mark_worn
 from casckpt.plan.writers import Words, WriteRanges
 from casckpt.ranks.agreement import StoreIdentity
 from casckpt.repository.repository import Repository
-from casckpt.saving.apart import Apart, held_apart
+from casckpt.saving.apart import held_apart
 from casckpt.saving.health import ParentHealth, health_of_all, summed_health
 from casckpt.saving.layout import RankLayout, WritePlan, plan_writes
 from casckpt.saving.options import SaveOptions, compress_of
@@ -200,14 +200,14 @@ class Leader:
         offer = self.reuse_offer(plan.streams).for_ranks(self.repo, {request.last for request in requests})
         return [BeginAnswer(txid, home, offer)] * self.size
 
-    def plan(self, samples: Sequence[Samples]) -> Sequence[Planned | list[int] | Apart]:
+    def plan(self, samples: Sequence[Samples]) -> Sequence[Planned | list[int] | frozenset[str]]:
         """Plan the writes of each rank. If samples differ, request more samples of some rows instead.
 
-        If ranks hold tensors in different forms, request new layouts with these tensors in parts instead.
+        If ranks hold tensors in different forms, request new layouts with the tensors of these keys in parts instead.
         """
         self._layouts = [sample.layout for sample in samples]
         if keys := held_apart(layout.tree for layout in self._layouts) - self.memory.apart:
-            return [Apart(keys)] * self.size
+            return [keys] * self.size
         self._odd = find_odd(samples, self.memory.replicas, str(self.options.check_replicas))
         for rank, row in (holder for rows in self._odd for holder in rows):
             self._asked[rank].append(row)

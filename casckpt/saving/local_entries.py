@@ -110,8 +110,8 @@ class SmallCells(NamedTuple):
 
     They take the place of a `Cell`, have the same stored dtype, and are in blob order. ``source``: the number of each
     tensor's entry. ``blocks``: keep the memory at ``address`` alive. ``known``: the parent's cells. ``placed``: the
-    cells after an upload, where ``is_whole`` means that ``blob`` is one of this save's own blobs. Results in some of
-    the `rows` are visible in all of them.
+    cells after an upload, where ``blob`` is a number in the ``refs`` of `casckpt.saving.upload.Upload`. Results in
+    some of the `rows` are visible in all of them.
     """
 
     source: Ints
@@ -127,8 +127,8 @@ class SmallCells(NamedTuple):
 
     @property
     def needs(self) -> list[int]:
-        """The numbers of the known blobs that hold the cells."""
-        numbers: list[int] = np.unique(self.placed.blob[~self.placed.is_whole]).tolist()
+        """The numbers of the blobs that hold the cells."""
+        numbers: list[int] = np.unique(self.placed.blob).tolist()
         return numbers
 
     def rows(self, which: slice) -> SmallCells:
@@ -222,6 +222,6 @@ def _cells(number: int, source: LocalEntry, cell_bytes: int, known: ReusableCell
 def _memory(region: Region, data: Data, group: Group) -> Memory:
     if not isinstance(data, torch.Tensor):
         return BufferMemory(data)
-    if group.part is None or group.part == region.box:
+    if group.part == region.box:
         return TensorMemory(data)
     return TensorMemory(narrow(data, group.part.relative_to(region.box)))

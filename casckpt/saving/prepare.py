@@ -26,7 +26,7 @@ from casckpt.saving.local_entries import LocalEntry
 from casckpt.saving.options import Frozen, Owners
 from casckpt.tensors.dtypes import dtype_name
 from casckpt.tensors.objects import encode_object
-from casckpt.tensors.shards import LocalTensor, Piece, local_tensor, may_differ, plain_block
+from casckpt.tensors.shards import Piece, local_tensor, may_differ
 from casckpt.tensors.staging import Staging
 from casckpt.tensors.state import FlatState, LeafValue, encode_tree, flatten, is_part
 
@@ -162,15 +162,10 @@ def tensor_source(
 
     ``together``: whether other ranks take part in the save, and may hold the same tensor.
     """
-    block = None if together else plain_block(value)
-    if block is not None:  # a fast path for most tensors
-        dtype, shape, is_parameter = value.dtype, tuple(value.shape), type(value) is torch.nn.Parameter
-        local = LocalTensor(key, dtype, shape, value, (), is_parameter)
-    else:
-        local = local_tensor(key, value)
+    local = local_tensor(key, value)
     return LocalEntry(
         TENSOR, key, 0, rank, dtype_name(local.dtype), check_shape(local.shape), local.data, local.shards,
-        local.replicated, None, frozen, together and may_differ(value, local), block,
+        local.replicated, None, frozen, together and may_differ(value, local), local.block,
     )  # fmt: skip
 
 

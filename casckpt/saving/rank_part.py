@@ -73,15 +73,15 @@ def write_part(
             upload.sources = each.sources
             if coder is not None:
                 coder.expect(each.sources, work)
-            places = blobs.store(repo, txid, partial(upload.place, work), partial(_reused, known), known.exclude)
-            if any(upload.written):
+            places = blobs.store(repo, txid, partial(upload.place, work), partial(_used, upload), known.exclude)
+            if any(upload.refs[len(known.blobs) :]):
                 repo.storage.settle(uploader_folder(txid))
-            shares.append(share_of(each, work, places, known=known, written=upload.written, cell_bytes=cell_bytes))
+            shares.append(share_of(each, work, places, upload))
             objects += each.objects
             attachments += each.attachments
     return RankPart(joined(shares), objects, attachments, {} if scan is None else scan.report)
 
 
-def _reused(known: ReusableCells, places: Iterable[Iterable[PlacedCell | SmallCells]]) -> Iterator[BlobRef]:
+def _used(upload: Upload, places: Iterable[Iterable[PlacedCell | SmallCells]]) -> Iterator[BlobRef]:
     numbers = {number for placed in places for place in placed for number in place.needs}
-    return (known.blobs[number] for number in sorted(numbers))
+    return (ref for number in sorted(numbers) if (ref := upload.refs[number]) is not None)

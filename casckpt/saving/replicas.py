@@ -6,10 +6,9 @@ differ, or if a layout is new. See docs/decisions/0064-replicas-are-split-and-co
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from secrets import randbelow
-from time import thread_time
 from typing import Final, TypeAlias
 
 import numpy as np
@@ -72,17 +71,14 @@ def memory_of(url: str, group: str) -> ReplicaMemory:
 
 @dataclass
 class Compared:
-    """The rows of the last plan that this rank compares with other ranks, and the cost of all comparisons so far.
+    """The rows of the last plan that this rank compares with other ranks.
 
     ``sets``: the rows that this rank shares with each set of ranks. ``turn``: the number of committed saves plus a
-    random number, so that a job that restarts often does not always read the same cells. ``seconds``: processor time.
-    ``tensors``: the number of samples.
+    random number, so that a job that restarts often does not always read the same cells.
     """
 
     sets: Sequence[tuple[int, Ints]] = ()
     turn: int = field(default_factory=lambda: randbelow(1 << 32))
-    seconds: float = 0.0
-    tensors: int = 0
 
     def plan(self, sets: Words) -> None:
         """Set the rows to compare.
@@ -106,8 +102,7 @@ class Compared:
         If ``rows`` is None, take all rows. Pickles are excluded because equal objects may have different pickles. If
         ``runs`` is 0, digest all bytes of each row, including pickles.
         """
-        begun, held = thread_time(), layout.held
-        tensors = tensors_of(prepared)
+        held, tensors = layout.held, tensors_of(prepared)
         wait_for_gpus(tensors)
         rows = np.arange(len(held)) if rows is None else rows
         words = np.zeros((len(rows), 2 * runs or 1), np.uint64)
@@ -125,17 +120,14 @@ class Compared:
             words[is_tensor, 0] = _words([digest_of(tensor) for tensor in data])
         if len(tensor_rows) < len(rows):
             words[~is_tensor, 0] = _object_digests(prepared, pickles=not runs)[rows[~is_tensor] - len(tensors)]
-        self.seconds += thread_time() - begun
-        self.tensors += len(tensor_rows)
         return words
 
     def read_again(self, prepared: Prepared, layout: RankLayout, ranges: WriteRanges) -> tuple[int, Words]:
         """Read some cells that other ranks write. Return the turn of this save, and the digests of the cells."""
-        begun, tensors, digests = thread_time(), tensors_of(prepared), []
+        tensors, digests = tensors_of(prepared), []
         for row, lo, hi in to_read_again(layout.held, ranges, self.turn):
             start = int(layout.held.lo[row])
             digests.append(digest_of(tensors[row], lo - start, hi - start))
-        self.seconds += thread_time() - begun
         return self.turn, _words(digests)
 
 
@@ -285,13 +277,15 @@ def _written(table: ExtentTable, region: tuple[int, int, int], lo: int, hi: int)
 # for front ends that choose the writer of each replica themselves
 
 
-def compared(samples: Sequence[Samples], memory: ReplicaMemory, check: str) -> dict[str, None]:
-    """Compare the samples of all ranks.
+def compare(gathered: Iterable[Samples | None], size: int, memory: ReplicaMemory, check: str) -> None:
+    """Compare the samples of all ``size`` ranks, if all of them have some, and remember the differences.
 
-    Return the result of `find_odd` followed by `judged`, and raise the same errors.
+    Raises the errors of `find_odd` and `judged`.
     """
-    odd = find_odd(samples, memory, check)
-    return judged([one.layout for one in samples], odd, [one.words for one in samples], memory)
+    samples = [of_rank for of_rank in gathered if of_rank is not None]
+    if len(samples) == size:
+        odd = find_odd(samples, memory, check)
+        memory.found |= judged([one.layout for one in samples], odd, [one.words for one in samples], memory)
 
 
 def samples_of(sources: Sequence[LocalEntry], run: str, step: int, check: str) -> Samples:

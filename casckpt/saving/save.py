@@ -18,7 +18,7 @@ from casckpt.history.commits import Commit, just_committed
 from casckpt.plan.writers import MORE_RUNS, Words, row_digests
 from casckpt.ranks.ranks import Ranks, telling
 from casckpt.repository.repository import Repository
-from casckpt.saving.apart import Apart, apart
+from casckpt.saving.apart import apart
 from casckpt.saving.layout import RankLayout, assigned, layout_of
 from casckpt.saving.leader import BeginAnswer, BeginRequest, GroupMemory, Leader, Planned, WornBlobs
 from casckpt.saving.options import SaveOptions
@@ -62,8 +62,8 @@ def save(
 def _planned(ranks: Ranks, leader: Leader, mine: _OwnState) -> Planned:
     """Compare values across ranks. Return this rank's writes, and the cells that it may reuse."""
     answer = ranks.exchange(mine.sampled, leader.plan)
-    while isinstance(answer, Apart):
-        mine.take_apart(answer.keys)
+    while isinstance(answer, frozenset):
+        mine.take_apart(answer)
         answer = ranks.exchange(mine.sampled, leader.plan)
     if isinstance(answer, list):
         return ranks.exchange(partial(mine.samples, MORE_RUNS, np.array(answer, np.int64)), leader.judge)

@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, wait
 from contextlib import contextmanager, suppress
-from typing import Any, NoReturn, TypeAlias, get_args
+from typing import Any, TypeAlias, get_args
 
 import torch
 
@@ -269,11 +269,12 @@ class Saver:
 
         If copying fails, the function raises the error, inside an exchange.
         """
+        copied = Future[Prepared]()
         try:
-            copied = snapshot(prepared, self.background.staging)
+            copied.set_result(snapshot(prepared, self.background.staging))
         except Exception as error:  # noqa: BLE001 - raised later, on all ranks
-            return _failing(error)
-        return lambda: copied
+            copied.set_exception(error)
+        return copied.result
 
     def _memory(self, ranks: Ranks) -> GroupMemory:
         return self._memories.setdefault(ranks.name, GroupMemory(memory_of(self._repo.storage.url, ranks.group)))
@@ -286,12 +287,3 @@ def _prepare(state: Any, options: SaveOptions, ranks: Ranks) -> Prepared:
             state, options.attachments, rank=ranks.rank, size=ranks.size, allow_pickle=options.allow_pickle,
             frozen=options.frozen, owners=options.owners,
         )  # fmt: skip
-
-
-def _failing(error: BaseException) -> Callable[[], Prepared]:
-    """Return a function that raises ``error``."""
-
-    def fail() -> NoReturn:
-        raise error
-
-    return fail

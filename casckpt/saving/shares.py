@@ -17,10 +17,10 @@ from casckpt.format.regions import Region, Shape, holes_and_overlaps, intersect
 from casckpt.format.sections.blobs import BlobRef
 from casckpt.format.sections.index import Name
 from casckpt.format.sections.tables import Extents, Streams, WholeCells
-from casckpt.plan.reuse import CellSource, ReusableCells
+from casckpt.plan.reuse import CellSource
 from casckpt.saving.local_entries import Cell, SmallCells
 from casckpt.saving.prepare import Prepared
-from casckpt.saving.upload import PlacedCell
+from casckpt.saving.upload import PlacedCell, Upload
 
 
 @dataclass(frozen=True)
@@ -39,20 +39,17 @@ def share_of(
     prepared: Prepared,
     work: Sequence[Sequence[Cell | SmallCells]],
     places: Sequence[Sequence[PlacedCell | SmallCells]],
-    *,
-    known: ReusableCells,
-    written: Sequence[BlobRef | None],
-    cell_bytes: int,
+    upload: Upload,
 ) -> Share:
     """Return the share of one rank, in the order of its sources."""
-    sources, numbers = prepared.sources, dict[BlobRef, int]()
+    sources, numbers, cell_bytes = prepared.sources, dict[BlobRef, int](), upload.repo.marker.cell_bytes
     single = WholeCells.none(len(sources))
     cells: dict[int, list[StoredCell]] = defaultdict(list)
     unhashed: set[Name] = set()
 
     @cache
-    def number(blob: int, new: bool) -> int:
-        ref = written[blob] if new else known.blobs[blob]
+    def number(blob: int) -> int:
+        ref = upload.refs[blob]
         if ref is None:
             raise InvalidInput("a cell was placed in a blob that was never written; this is a bug in casckpt")
         return numbers.setdefault(ref, len(numbers))
@@ -69,28 +66,22 @@ def share_of(
     for row in np.flatnonzero(~single.is_whole).tolist():
         size = dtypes.itemsize(sources[row].dtype)
         others[row] = build(sources[row].shape, size, cell_bytes // size, cells[row])
-    return Share(
-        known.parent.with_cells(prepared.streams, cell_bytes, single, others), list(numbers), frozenset(unhashed)
-    )
+    extents = upload.known.parent.with_cells(prepared.streams, cell_bytes, single, others)
+    return Share(extents, list(numbers), frozenset(unhashed))
 
 
-def _stored(cell: Cell, place: PlacedCell, number: Callable[[int, bool], int]) -> StoredCell:
+def _stored(cell: Cell, place: PlacedCell, number: Callable[[int], int]) -> StoredCell:
     """Return a cell with the numbers of the blobs in the share."""
-    blob, frame = number(place.blob, place.new), place.frame
-
-    def of_known(cell: StoredCell) -> tuple[int, int]:
-        return number(cell.blob, False), cell.offset
-
+    blob, frame, cut = number(place.blob), place.frame, cell.cut
     if frame is not None and frame.base is not None:
-        frame = Frame(frame.nbytes, frame.base.moved(of_known))
-    cut = cell.cut
+        frame = Frame(frame.nbytes, frame.base.moved(lambda base: (number(base.blob), base.offset)))
     return StoredCell(blob, place.offset, cell.nbytes, cell.box, cut.lo, cut.hi, place.digest, frame)
 
 
-def _add_small(single: WholeCells, cells: SmallCells, number: Callable[[int, bool], int]) -> None:
+def _add_small(single: WholeCells, cells: SmallCells, number: Callable[[int], int]) -> None:
     """Add cells to the columns of all streams. ``number``: returns the number of a blob in the share."""
     placed, at = cells.placed, cells.source
-    numbers = [number(*place) for place in zip(placed.blob.tolist(), placed.is_whole.tolist(), strict=True)]
+    numbers = list(map(number, placed.blob.tolist()))
     single.is_whole[at], single.blob[at], single.offset[at] = True, numbers, placed.offset
     single.nbytes[at], single.digest[at] = placed.nbytes, placed.digest
 

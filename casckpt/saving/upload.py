@@ -98,11 +98,8 @@ def rooms(cells: Iterable[Cell | SmallCells], workers: int) -> AbstractContextMa
 @contextmanager
 def copier(rooms: BufferPool | None) -> Iterator[Copier]:
     """Yield the copier of one worker."""
-    if rooms is None:
-        yield Copier(None)
-        return
-    with rooms.borrow() as room:
-        yield Copier(room.view)
+    with nullcontext() if rooms is None else rooms.borrow() as room:
+        yield Copier(None if room is None else room.view)
 
 
 log = logging.getLogger(__name__)
@@ -117,14 +114,13 @@ _WORTH_FILLING = 4  # a buffer accepts more cells while more than 1/4 of it is f
 
 @dataclass(slots=True)
 class PlacedCell:
-    """The location of one cell. ``new``: ``blob`` is the number of one of this save's own blobs, not of a known blob.
+    """The location of one cell. ``blob``: its number in `Upload.refs`.
 
     ``frame``: the encoding of the cell. Its base is a known cell. ``unhashed``: the cell was not hashed, because its
     tensor was declared frozen.
     """
 
     digest: CellDigest
-    new: bool
     blob: int
     offset: int
     frame: Frame | None = None
@@ -132,20 +128,22 @@ class PlacedCell:
 
     @property
     def needs(self) -> list[int]:
-        """The numbers of the known blobs that hold the cell or its bases."""
-        own = [] if self.new else [self.blob]
+        """The numbers of the blobs that hold the cell and its bases."""
         base = None if self.frame is None else self.frame.base
-        return own if base is None else own + [link.blob for link in base.chain]
+        return [self.blob] if base is None else [self.blob, *(link.blob for link in base.chain)]
 
     @classmethod
     def known(cls, cell: StoredCell, *, unhashed: bool = False) -> PlacedCell:
         """Return the location of a known cell."""
-        return cls(cell.digest, False, cell.blob, cell.offset, cell.frame, unhashed)
+        return cls(cell.digest, cell.blob, cell.offset, cell.frame, unhashed)
 
 
 @dataclass
 class Upload:
-    """The uploads of one rank in one transaction."""
+    """The uploads of one rank in one transaction.
+
+    ``refs``: the known blobs, followed by this upload's own blobs. None stands for a blob that is not complete.
+    """
 
     repo: Repository
     uploader: TxId
@@ -155,9 +153,12 @@ class Upload:
     coder: Coder | None = None
     scan: HealthScan | None = None
     progress: Progress = silent
-    written: list[BlobRef | None] = field(default_factory=list)
+    refs: list[BlobRef | None] = field(init=False)
     _claims: dict[CellDigest, PlacedCell] = field(default_factory=dict)
     _lock: Lock = field(default_factory=Lock)
+
+    def __post_init__(self) -> None:
+        self.refs = list(self.known.blobs)
 
     def place(self, work: Sequence[Sequence[Cell | SmallCells]]) -> list[list[PlacedCell | SmallCells]]:
         """Find or store every cell. The blobs are durable when this returns.
@@ -347,8 +348,9 @@ class Upload:
         coder = self.coder if self.coder is not None and self.coder.takes(source, cell) else None
         coded = coder.encode(source, cell, target, digest) if coder is not None and is_new else None
         if coded is not None:
-            place.frame = Frame(len(coded.frame), coded.base)
-            return place, coded.frame
+            frame, base = coded
+            place.frame = Frame(len(frame), base)
+            return place, frame
         if is_new:
             writer.add(source.dtype, cell.nbytes, digest)
         elif coder is not None:
@@ -361,7 +363,7 @@ class Upload:
         Copied cells that are new remain in the buffer, next to each other.
         """
         placed, known, usable = cells.placed, cells.known, self.known.usable_cells(cells.known)
-        placed.is_whole[:], placed.blob[:], placed.offset[:] = False, known.blob, known.offset
+        placed.blob[:], placed.offset[:] = known.blob, known.offset
         rows = np.arange(len(usable))
         if usable[0] and self._same_small(cells, rows[:1], ADDRESSES, cells.address[:1]).all():
             rows = rows[1:][~(usable[1:] & self._same_small(cells, rows[1:], ADDRESSES, cells.address[1:]))]
@@ -394,17 +396,17 @@ class Upload:
         self, cells: SmallCells, rows: Ints, starts: Ints, writer: BlobWriter, *, buffer: memoryview, number: int
     ) -> None:
         """Find cells by their digests. Move those that are new to the end of the blob."""
-        placed, places, dtype = cells.placed, list[tuple[bool, int, int]](), self.sources[_first(cells)].dtype
+        placed, places, dtype = cells.placed, list[tuple[int, int]](), self.sources[_first(cells)].dtype
         for row, lo, nbytes in zip(rows.tolist(), starts.tolist(), placed.nbytes[rows].tolist(), strict=True):
             digest, at = CellDigest(placed.digest[row].tobytes()), writer.end
             place, is_new = self._claim(self._find(None, digest), digest, number, at)
             if place.frame is not None:  # a frame of a different tensor, which columns cannot describe
-                place, is_new = PlacedCell(digest, True, number, at), True
-            places.append((place.new, place.blob, place.offset))
+                place, is_new = PlacedCell(digest, number, at), True
+            places.append((place.blob, place.offset))
             if is_new:
                 buffer[at : at + nbytes] = buffer[lo : lo + nbytes]  # a known cell may have been here
                 writer.add(dtype, nbytes, digest)
-        placed.is_whole[rows], placed.blob[rows], placed.offset[rows] = np.array(places).reshape(-1, 3).T
+        placed.blob[rows], placed.offset[rows] = np.array(places).reshape(-1, 2).T
 
     def _scan(self, cell: Cell, data: memoryview, digest: CellDigest) -> None:
         """Scan the health of a cell while its bytes are in the CPU's cache."""
@@ -425,13 +427,13 @@ class Upload:
             self._put(blob, buffer)
 
     def _finish(self, writer: BlobWriter, number: int) -> BlobRef:
-        ref = self.written[number] = BlobRef(*writer.finish(), self.uploader)
+        ref = self.refs[number] = BlobRef(*writer.finish(), self.uploader)
         return ref
 
     def _next_number(self) -> int:
         with self._lock:
-            self.written.append(None)
-            return len(self.written) - 1
+            self.refs.append(None)
+            return len(self.refs) - 1
 
     def _claim(
         self, stored: StoredCell | None, digest: CellDigest, number: int, offset: int
@@ -444,7 +446,7 @@ class Upload:
             earlier = self._claims.get(digest)
             if earlier is not None and all(map(self.known.usable, earlier.needs)):
                 return earlier, False
-            place = PlacedCell.known(stored) if stored else PlacedCell(digest, True, number, offset)
+            place = PlacedCell.known(stored) if stored else PlacedCell(digest, number, offset)
             self._claims[digest] = place
         return place, stored is None
 

@@ -13,15 +13,18 @@ from collections.abc import Callable, Mapping
 from typing import Any
 from urllib.parse import unquote
 
+from casckpt.base.text import is_url, local_path
 from casckpt.errors import InvalidInput, Unsupported
 from casckpt.storage.base import ObjectStore
+from casckpt.storage.files import Files, LocalFiles
 from casckpt.storage.local.store import LocalStore
 from casckpt.storage.memory import MemoryStore
 
-__all__ = ["LocalStore", "MemoryStore", "ObjectStore", "brief", "open_storage"]
+__all__ = ["LocalStore", "MemoryStore", "ObjectStore", "brief", "open_files", "open_storage"]
 
 Options = Mapping[str, Any]
 _SCHEME = re.compile(r"([A-Za-z][A-Za-z0-9+.-]*)://(.*)", re.DOTALL)
+_HERE = ("", "file", "memory")  # the schemes that need no server; "": a path
 _NORMALISED = re.compile(r"([A-Za-z][A-Za-z0-9+.-]+):/[^/]")  # pathlib turns "s3://bucket" into "s3:/bucket"
 
 
@@ -45,15 +48,22 @@ def open_storage(
         raise InvalidInput("storage_options must be a dict of names and values")  # the values may be secrets
     match = _SCHEME.fullmatch(text) if isinstance(url, str) else None
     scheme, rest = (match[1].lower(), match[2]) if match else ("", text)
-    opener = _OPENERS.get(scheme)
-    if opener is None:
+    if scheme not in _HERE:
         return _open_remote(scheme, rest, storage_options or {}, single_writer=single_writer)
-    storage = opener(rest)
-    if isinstance(storage, LocalStore):
-        storage = LocalStore(storage.path, page_cache=page_cache)
     if storage_options:
         raise InvalidInput(f"storage_options apply only to remote storage: remove {sorted(storage_options)}")
-    return storage
+    if scheme == "memory":
+        return MemoryStore(rest)
+    return LocalStore(_path_of_url(rest) if scheme else _path(rest), page_cache=page_cache)
+
+
+def open_files(path: str | os.PathLike[str]) -> Files:
+    """Return the files in a folder or under a URL. Raises Unsupported for a URL that fsspec does not support."""
+    if not is_url(path):
+        return LocalFiles(local_path(path))
+    from casckpt.storage.remote.files import RemoteFiles  # fsspec takes a while to import
+
+    return RemoteFiles(os.fspath(path))
 
 
 def brief(storage: ObjectStore) -> ObjectStore:
@@ -62,28 +72,28 @@ def brief(storage: ObjectStore) -> ObjectStore:
     return storage if make is None else make()
 
 
-def _open_path(rest: str) -> ObjectStore:
+def _path(rest: str) -> str:
     match = _NORMALISED.match(rest)
-    if match and (match[1] in _OPENERS or _is_known(match[1])):
+    if match and (match[1] in _HERE or _is_known(match[1])):
         raise InvalidInput(
             f"{rest!r} looks like a URL that has lost a slash, as in a pathlib.Path: pass the {match[1]}:// URL as "
             "a string, or put ./ before the name of a folder"
         )
-    return LocalStore(os.path.expanduser(rest))
+    return os.path.expanduser(rest)
 
 
-def _open_file_url(rest: str) -> ObjectStore:
+def _path_of_url(rest: str) -> str:
     path = unquote(rest.removeprefix("localhost"))
     if not path.startswith("/") or "\0" in path:
         raise InvalidInput("a file:// URL needs an absolute path: file:///folder/store")
-    return LocalStore(path)
+    return path
 
 
 def _open_remote(scheme: str, rest: str, options: Options, *, single_writer: bool) -> ObjectStore:
     from casckpt.storage.remote.urls import open_remote  # fsspec is slow to import
 
     if not _is_known(scheme):
-        known = ", ".join(f"{name}://" for name in (*filter(None, _OPENERS), "s3", "gs", "az", "http", "https"))
+        known = ", ".join(f"{name}://" for name in ("file", "memory", "s3", "gs", "az", "http", "https"))
         raise Unsupported(f"casckpt cannot open {scheme}:// URLs: use a path or one of {known}")
     return open_remote(scheme, rest, options, single_writer=single_writer)
 
@@ -92,12 +102,3 @@ def _is_known(scheme: str) -> bool:
     from casckpt.storage.remote.urls import is_known
 
     return is_known(scheme)
-
-
-# One line per kind of storage in this package; fsspec opens all others. Each function receives the part after
-# "scheme://".
-_OPENERS: dict[str, Callable[[str], ObjectStore]] = {
-    "": _open_path,
-    "file": _open_file_url,
-    "memory": MemoryStore,
-}

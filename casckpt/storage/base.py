@@ -5,9 +5,6 @@ Keys are slash-separated paths. `casckpt.format.keys` builds and validates every
 
 from __future__ import annotations
 
-import builtins
-import os
-import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
@@ -32,6 +29,10 @@ class ListedObject:
     key: str
     size: int
     version: str = field(default="", compare=False)
+
+
+FolderListing: TypeAlias = tuple[list[ListedObject], list[str]]
+"""The objects and the subfolders directly in a folder."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -156,7 +157,7 @@ class ObjectStore(Protocol):
         folder. If the listing skipped such a thing, the object would appear to be missing.
         """
 
-    def list_folder(self, folder: str) -> tuple[builtins.list[ListedObject], builtins.list[str]]:
+    def list_folder(self, folder: str) -> FolderListing:
         """List the objects and the subfolders ("objects/x") directly in ``folder`` ("objects", no trailing slash).
 
         The order is arbitrary. As with `list`, objects put or deleted during the listing may or may not be included. A
@@ -193,34 +194,6 @@ class ShortObject(Exception):
         super().__init__(key, size)
         self.key = key
         self.size = size
-
-
-_LOCK = threading.Lock()
-# otherwise a child could inherit a lock that another thread holds
-os.register_at_fork(before=_LOCK.acquire, after_in_parent=_LOCK.release, after_in_child=_LOCK.release)
-
-
-@dataclass(slots=True)
-class IoCounts:
-    """The counters of one storage instance. An unpickled copy of the instance starts at zero.
-
-    ``puts``: objects created or replaced. ``bytes_written``: object bytes that were written, including objects whose
-    creation then failed. ``fsyncs``: fsync calls on files and folders. ``reads``: calls to ``get`` and ``read_into``.
-    ``bytes_read``: bytes that these calls returned. ``requests``: calls to the storage's methods and to ``read_into``.
-    """
-
-    puts: int = 0
-    bytes_written: int = 0
-    fsyncs: int = 0
-    reads: int = 0
-    bytes_read: int = 0
-    requests: int = 0
-
-    def add(self, **more: int) -> None:
-        """Add to the named counters. Thread-safe."""
-        with _LOCK:
-            for name, number in more.items():
-                setattr(self, name, getattr(self, name) + number)
 
 
 def split_folder(folder: str) -> list[str]:

@@ -40,9 +40,8 @@ class AlignedBuffer(AbstractContextManager["AlignedBuffer"]):
         if nbytes < 1:
             raise InvalidInput(f"a buffer cannot have {nbytes} bytes: pass at least 1")
         self._map = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-        if hasattr(mmap, "MADV_HUGEPAGE"):
-            with suppress(OSError):  # without huge pages, the buffer still works but is slower
-                self._map.madvise(mmap.MADV_HUGEPAGE)
+        with suppress(OSError):  # without huge pages, the buffer still works but is slower
+            self._map.madvise(mmap.MADV_HUGEPAGE)
         self._view = memoryview(self._map)
         self._ending: weakref.finalize[..., AlignedBuffer] | None = None
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import builtins
 import os
 import threading
 from collections.abc import Iterator, Sequence
@@ -13,7 +12,7 @@ from typing_extensions import override
 from casckpt.errors import NotFound, Refused, Unsupported
 from casckpt.storage.base import (
     AlreadyExists,
-    IoCounts,
+    FolderListing,
     Known,
     ListedObject,
     ObjectStore,
@@ -35,10 +34,9 @@ os.register_at_fork(before=_LOCK.acquire, after_in_parent=_LOCK.release, after_i
 class MemoryReader(Reader, AbstractContextManager["MemoryReader"]):
     """An open object of a `MemoryStore`. Like an open file, it remains readable after the object is deleted."""
 
-    def __init__(self, key: str, data: bytes, counts: IoCounts) -> None:
+    def __init__(self, key: str, data: bytes) -> None:
         self._key = key
         self._data = memoryview(data)
-        self._counts = counts
 
     @property
     def size(self) -> int:
@@ -48,13 +46,11 @@ class MemoryReader(Reader, AbstractContextManager["MemoryReader"]):
     @override
     def read_into(self, offset: int, buffers: Sequence[memoryview]) -> None:
         wanted = sum(buffer.nbytes for buffer in buffers)
-        self._counts.add(requests=1, reads=1)
         if offset + wanted > self.size:
             raise ShortObject(self._key, self.size)
         for buffer in buffers:
             buffer[:] = self._data[offset : offset + buffer.nbytes]
             offset += buffer.nbytes
-        self._counts.add(bytes_read=wanted)
 
     def __exit__(self, *_: object) -> None:
         """Do nothing, because there is nothing to close."""
@@ -68,7 +64,6 @@ class MemoryStore(ObjectStore):
 
     def __init__(self, name: str, home: bytes = _HOME) -> None:
         self.name = name
-        self.counts = IoCounts()
         self._home = home
         with _LOCK:
             self._here = _SPACES.setdefault(name, {})
@@ -103,40 +98,34 @@ class MemoryStore(ObjectStore):
     def put(self, key: str, data: memoryview | bytes, *, settle: bool = True) -> None:
         split_key(key)
         content = bytes(plain_bytes(data))
-        self.counts.add(requests=1)
         with _LOCK:
             if key in self._objects:
                 raise AlreadyExists(key)
             self._objects[key] = content
-        self.counts.add(puts=1, bytes_written=len(content))
 
     def settle(self, folder: str) -> None:
         """Do nothing, because names are as durable as the bytes."""
         split_folder(folder)
-        self.counts.add(requests=1)
 
     @override
     def get(self, key: str, *, limit: int) -> bytes:
         data = self._find(key)
         if len(data) > limit:
             raise Refused(f"object {key} in {self.url} has {len(data)} bytes, but at most {limit} are allowed")
-        self.counts.add(reads=1, bytes_read=len(data))
         return data
 
     @override
     def open(self, key: str, *, shared: bool = False) -> MemoryReader:
-        return MemoryReader(key, self._find(key), self.counts)
+        return MemoryReader(key, self._find(key))
 
     @override
     def size(self, key: str) -> int | None:
         split_key(key)
-        self.counts.add(requests=1)
         data = self._objects.get(key)
         return None if data is None else len(data)
 
     @override
     def list(self, prefix: str, *, known: Known | None = None) -> Iterator[ListedObject]:
-        self.counts.add(requests=1)
         with _LOCK:
             entries = [
                 ListedObject(key, len(data), f"{hash(data):x}")
@@ -146,7 +135,7 @@ class MemoryStore(ObjectStore):
         return iter(entries)
 
     @override
-    def list_folder(self, folder: str) -> tuple[builtins.list[ListedObject], builtins.list[str]]:
+    def list_folder(self, folder: str) -> FolderListing:
         split_folder(folder)
         start = f"{folder}/"
         below = [(entry, entry.key[len(start) :].split("/")) for entry in self.list(start)]
@@ -156,7 +145,6 @@ class MemoryStore(ObjectStore):
     @override
     def delete(self, key: str) -> None:
         split_key(key)
-        self.counts.add(requests=1)
         with _LOCK:
             self._objects.pop(key, None)
 
@@ -164,19 +152,16 @@ class MemoryStore(ObjectStore):
     def replace(self, key: str, data: memoryview | bytes) -> None:
         split_key(key)
         content = bytes(plain_bytes(data))
-        self.counts.add(requests=1, puts=1, bytes_written=len(content))
         with _LOCK:
             self._objects[key] = content
 
     def sweep(self, folder: str, *, below: bool = False) -> int:
         """Do nothing, because puts never leave anything behind."""
         split_folder(folder)
-        self.counts.add(requests=1)
         return 0
 
     def _find(self, key: str) -> bytes:
         split_key(key)
-        self.counts.add(requests=1)
         data = self._objects.get(key)
         if data is None:
             raise NotFound(f"object {key} is not in {self.url}: it was deleted or never written")

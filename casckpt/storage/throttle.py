@@ -44,17 +44,14 @@ class Turn:
                 self._held.close()
                 self._held = None
 
-    def _wait(self) -> IO[bytes]:
+    def _wait(self) -> IO[bytes] | None:
         try:
             self._folder.mkdir(mode=0o700, parents=True, exist_ok=True)
             for number in range(self._count):
                 free = self._taken(number, fcntl.LOCK_EX | fcntl.LOCK_NB)
                 if free is not None:
                     return free
-            while True:
-                free = self._taken(os.getpid() % self._count, fcntl.LOCK_EX)
-                if free is not None:
-                    return free
+            return self._taken(os.getpid() % self._count, fcntl.LOCK_EX)
         except OSError as error:
             raise StorageError(
                 f"casckpt cannot lock files in {self._folder}: {error.strerror or error}; set work_dir= to a folder on "

@@ -106,12 +106,7 @@ def _load_tensors(repo: Repository, ranks: Ranks, state: Any, ref: str | Checkpo
 
     with ExitStack() as held:
         find = partial(resolve_held, held=held) if given.lease else resolve_to_load
-        loaded = load_together(repo, ranks, state, ref, given, resolve=partial(find, repo, ref))
-    return Checkpoint(
-        repo, loaded.commit, missing_keys=loaded.missing, unread_keys=loaded.unread,
-        mismatched_keys=loaded.mismatched, unread_subtrees=tuple(key for key in loaded.subtrees if key),
-        frames=loaded.frames,
-    )  # fmt: skip
+        return load_together(repo, ranks, state, ref, given, resolve=partial(find, repo, ref))
 
 
 def pre_download(

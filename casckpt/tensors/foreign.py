@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import warnings
 from math import prod
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
@@ -30,16 +30,8 @@ def is_megatron_tensor(value: Any) -> bool:
     return not isinstance(value, torch.Tensor | type) and all(hasattr(value, name) for name in _MEGATRON)
 
 
-class LocalParts(NamedTuple):
-    """A sharded tensor, and the parts of it that this process holds."""
-
-    shape: tuple[int, ...]
-    dtype: torch.dtype
-    shards: list[Shard]
-
-
-def parts_of(key: str, value: torch.Tensor) -> LocalParts | None:
-    """Return the parts of a ShardedTensor or a ShardedFlatTensor, or None for any other tensor.
+def parts_of(key: str, value: torch.Tensor) -> list[Shard] | None:
+    """Return the parts of a ShardedTensor or a ShardedFlatTensor that this process holds, or None for other tensors.
 
     Raises InvalidInput if the tensor's sharding is not known yet, or if its offsets and sizes do not match its data.
     """
@@ -49,14 +41,13 @@ def parts_of(key: str, value: torch.Tensor) -> LocalParts | None:
         if callable(getattr(value, "local_shards", None)):
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore")  # ShardedTensor is deprecated
-                return LocalParts(tuple(value.size()), value.dtype, _boxes_of(value))
+                return _boxes_of(value)
         if not hasattr(type(value), "unsharded_flattened_offsets"):
             return None
         flat: Any = value
         if not flat.metadata_set:
             raise InvalidInput("its sharding is not known yet: call its mark_as_sharded() first")
-        shard = Shard(flat.sharded_data, flat.unsharded_shape, flat=list(flat.unsharded_flattened_offsets))
-        return LocalParts(shard.global_shape, shard.data.dtype, [shard])
+        return [Shard(flat.sharded_data, flat.unsharded_shape, flat=list(flat.unsharded_flattened_offsets))]
     except InvalidInput as error:
         raise InvalidInput(f"{key!r}: {error}", key=key) from error
 

@@ -61,8 +61,9 @@ class TensorMemory:
         self._bytes = tensor_bytes(self.data)
 
     @cached_property
-    def _array(self) -> npt.NDArray[Any] | None:
-        return host_array(self.data)
+    def _whole(self) -> Destination:
+        shape = tuple(self.data.shape)
+        return Destination(Region(full_box(shape), 0, self.data.numel()), self.data, self.data.dtype)
 
     @property
     def on_gpu(self) -> bool:
@@ -80,27 +81,8 @@ class TensorMemory:
         """
         if self._bytes is not None:
             copy_bytes(buffer, self._bytes[lo * self.itemsize : hi * self.itemsize])
-        elif self._array is not None:
-            array, target = self._array, np.frombuffer(buffer, dtype=self._array.dtype)
-            for box, start in flat_boxes(Region(full_box(array.shape), lo, hi)):
-                piece = target[start - lo : start - lo + box.numel].reshape(box.shape)
-                np.copyto(piece, array[box.within(full_box(array.shape))])
         else:
-            self._copy_by_torch(lo, hi, buffer)
-
-    def _copy_by_torch(self, lo: int, hi: int, buffer: memoryview) -> None:
-        data = self.data if self.data.is_conj() or self.data.is_neg() else as_bits(self.data)
-        raw = torch.frombuffer(buffer, dtype=torch.uint8)
-        aligned = raw if _is_aligned(raw, data.dtype) else torch.empty_like(raw)
-        target = aligned.view(data.dtype)
-        if data.is_contiguous():
-            target.copy_(data.view(-1)[lo:hi])
-        else:
-            for box, start in flat_boxes(Region(full_box(tuple(data.shape)), lo, hi)):
-                piece = target[start - lo : start - lo + box.numel].view(box.shape)
-                piece.copy_(narrow(data, box))
-        if aligned is not raw:
-            raw.copy_(aligned)
+            self._whole.copy_out(Region(self._whole.region.box, lo, hi), buffer)
 
 
 Memory: TypeAlias = BufferMemory | TensorMemory
@@ -173,15 +155,6 @@ def as_bits(data: torch.Tensor) -> torch.Tensor:
     return data.view(BITS.get(data.element_size(), data.dtype))
 
 
-def host_array(data: torch.Tensor) -> npt.NDArray[Any] | None:
-    """View the elements in place, like `as_bits`. Return None if they are conjugated, negated or not in host memory.
-
-    numpy copies the array in the calling thread. torch would use additional threads on top of casckpt's own threads.
-    """
-    as_is = data.device.type == "cpu" and not data.is_conj() and not data.is_neg()
-    return as_bits(data.detach()).numpy() if as_is else None
-
-
 def note_writes(tensors: Iterable[torch.Tensor]) -> None:
     """Tell autograd about writes that bypass torch, so that it does not use values that it saved earlier.
 
@@ -203,7 +176,7 @@ def narrow(data: torch.Tensor, box: Box) -> torch.Tensor:
 
 
 class Destination(LightStruct, frozen=True, eq=False, gc=True, dict=True):
-    """The target of a load: the local data of one region of a tensor.
+    """The local data of one region of a tensor: the target of a load, or the source of a copy.
 
     ``data``: a tensor with the shape of the region's box, or a flat one if the region is only a part of the box. A load
     converts elements from the ``stored`` dtype to that of the tensor. ``part_of``: the DTensor whose local data it is.
@@ -284,9 +257,12 @@ class _Tensors:
         raw = torch.frombuffer(buffer, dtype=torch.uint8)
         elements = (raw if _is_aligned(raw, self._stored) else raw.clone()).view(self._stored)
         with torch.inference_mode():  # inference tensors are writable only in this mode
-            whole = self._together(region)
-            for target, source in _pairs(region, elements, self._targets) if whole is None else [(whole, elements)]:
+            for target, source in self._copies(region, elements):
                 target.copy_(source)
+
+    def _copies(self, region: Region, elements: torch.Tensor) -> Iterable[tuple[torch.Tensor, torch.Tensor]]:
+        whole = self._together(region)
+        return _pairs(region, elements, self._targets) if whole is None else [(whole, elements)]
 
     def _together(self, region: Region) -> torch.Tensor | None:
         """View the elements of ``region`` if they are contiguous, so that a single copy is enough."""
@@ -298,14 +274,17 @@ class _Tensors:
     def copy_out(self, region: Region, buffer: memoryview) -> None:
         raw = torch.frombuffer(buffer, dtype=torch.uint8)
         aligned = raw if _is_aligned(raw, self._stored) else torch.empty_like(raw)
-        for source, target in _pairs(region, aligned.view(self._stored), self._targets):
+        for source, target in self._copies(region, aligned.view(self._stored)):
             target.copy_(source)
         if aligned is not raw:
             raw.copy_(aligned)
 
 
 class _Arrays:
-    """A target in host memory for bitwise copies with numpy. See `host_array`."""
+    """A target in host memory for bitwise copies with numpy.
+
+    numpy copies in the calling thread. torch would use additional threads on top of casckpt's own threads.
+    """
 
     def __init__(self, region: Region, data: torch.Tensor, stored: torch.dtype) -> None:
         self._targets = [(box, piece.numpy()) for box, piece in boxes_with_data(region, data)]

@@ -13,8 +13,8 @@ import torch
 
 from casckpt.errors import InvalidInput, Refused
 from casckpt.format import plain
-from casckpt.format.plain import Extension
-from casckpt.format.plain_codecs import Unfit
+from casckpt.format.plain import extension
+from casckpt.format.plain_codecs import Codec, Unfit
 from casckpt.tensors.shards import inner_names
 from casckpt.tensors.untrusted import MISREAD
 
@@ -47,7 +47,7 @@ def _device(payload: Any) -> torch.device:
         raise Refused(f"this version of torch ({torch.__version__}) does not have the device {kind[:40]!r}") from error
 
 
-def _refusing(kind: type, what: str, hint: str) -> Extension:
+def _refusing(kind: type, what: str, hint: str) -> Codec:
     """Return an extension that rejects a type with a hint."""
 
     def to_plain(value: Any) -> NoReturn:
@@ -56,15 +56,15 @@ def _refusing(kind: type, what: str, hint: str) -> Extension:
     def from_plain(payload: Any) -> NoReturn:
         raise Refused(f"{what} is never stored as plain data")
 
-    return Extension(f"torch.{kind.__name__}", kind, to_plain, from_plain)
+    return extension(f"torch.{kind.__name__}", kind, to_plain, from_plain)
 
 
 _HOLDERS = "only dicts, lists and tuples may contain tensors: move it into one of these"
 
-TORCH_EXTENSIONS: tuple[Extension, ...] = (
-    Extension("torch.dtype", torch.dtype, lambda dtype: str(dtype).removeprefix("torch."), _dtype),
-    Extension("torch.Size", torch.Size, lambda size: tuple(int(n) for n in size), _size),
-    Extension("torch.device", torch.device, lambda device: (device.type, device.index), _device),
+TORCH_EXTENSIONS: tuple[Codec, ...] = (
+    extension("torch.dtype", torch.dtype, lambda dtype: str(dtype).removeprefix("torch."), _dtype),
+    extension("torch.Size", torch.Size, lambda size: tuple(int(n) for n in size), _size),
+    extension("torch.device", torch.device, lambda device: (device.type, device.index), _device),
     _refusing(torch.Generator, "a torch.Generator", "store its get_state()"),
     _refusing(torch.Tensor, "a tensor", _HOLDERS),
     _refusing(torch.nn.Parameter, "a parameter", _HOLDERS),

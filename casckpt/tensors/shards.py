@@ -14,7 +14,7 @@ from casckpt.format.light import LightStruct
 from casckpt.format.regions import Region, Shape, whole
 from casckpt.tensors.dtensors import CHUNK_LIST, described_shards, is_dtensor, local_boxes
 from casckpt.tensors.dtypes import dtype_name
-from casckpt.tensors.foreign import LocalParts, is_megatron_tensor, megatron_shard, parts_of
+from casckpt.tensors.foreign import is_megatron_tensor, megatron_shard, parts_of
 from casckpt.tensors.kinds import PLAIN
 from casckpt.tensors.memory import Block, block_of, has_memory, narrow
 from casckpt.tensors.values import Shard
@@ -41,6 +41,7 @@ class LocalTensor(LightStruct, frozen=True):
 
     ``data``: the whole tensor, or None if this process holds only ``shards`` of it, of which there may be none.
     ``replicated``: whether it is expected to be equal on all ranks that hold it. If so, these ranks share the writing.
+    ``block``: see `plain_block`.
     """
 
     key: str
@@ -49,6 +50,7 @@ class LocalTensor(LightStruct, frozen=True):
     data: torch.Tensor | None
     shards: Sequence[Piece] = ()
     replicated: bool = False
+    block: Block | None = None
 
     @property
     def pieces(self) -> Sequence[Piece]:
@@ -69,13 +71,14 @@ def plain_block(leaf: Any) -> Block | None:
 
 def local_tensor(key: str, leaf: Any) -> LocalTensor:
     """Return a leaf's pieces. Raises an InvalidInput that names the key for a tensor without bytes of its own."""
-    if plain_block(leaf) is None:
+    block = plain_block(leaf)
+    if block is None:
         is_whole = type(leaf) in PLAIN and not hasattr(leaf, CHUNK_LIST)
         if not is_whole and (local := _sharded(key, leaf)) is not None:
             return local
         check_storable(key, leaf)
     is_parameter = type(leaf) is not torch.Tensor and isinstance(leaf, torch.nn.Parameter)
-    return LocalTensor(key, leaf.dtype, tuple(leaf.shape), leaf, (), is_parameter)
+    return LocalTensor(key, leaf.dtype, tuple(leaf.shape), leaf, (), is_parameter, block)
 
 
 def _sharded(key: str, leaf: Any) -> LocalTensor | None:
@@ -85,10 +88,10 @@ def _sharded(key: str, leaf: Any) -> LocalTensor | None:
     described = described_shards(key, leaf)
     if described is None and is_dtensor(leaf):
         return _from_dtensor(key, leaf)
-    parts = parts_of(key, leaf) if described is None else LocalParts(tuple(leaf.shape), leaf.dtype, described)
+    parts = parts_of(key, leaf) if described is None else described
     if parts is None:
         return None
-    return _from_shards(key, parts.shards) if parts.shards else LocalTensor(key, parts.dtype, parts.shape, None)
+    return _from_shards(key, parts) if parts else LocalTensor(key, leaf.dtype, tuple(leaf.shape), None)
 
 
 def may_differ(leaf: Any, local: LocalTensor) -> bool:
@@ -109,8 +112,7 @@ def may_differ(leaf: Any, local: LocalTensor) -> bool:
 
 def _shards(key: str, leaf: Any) -> list[Shard]:
     if isinstance(leaf, torch.Tensor):
-        parts = None if is_dtensor(leaf) else parts_of(key, leaf)
-        return [] if parts is None else parts.shards
+        return [] if is_dtensor(leaf) else parts_of(key, leaf) or []
     if is_megatron_tensor(leaf):  # Megatron's replicas are equal by definition
         return [megatron_shard(leaf, replicated=True)]
     return [leaf] if isinstance(leaf, Shard) else list(leaf)

@@ -10,8 +10,8 @@ from __future__ import annotations
 import random
 import re
 from collections import Counter, OrderedDict, defaultdict
-from collections.abc import Callable, Container, Iterable, Iterator, Mapping, MutableMapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, MutableMapping
+from dataclasses import dataclass, field, replace
 from functools import partial
 from types import NoneType
 from typing import Any, TypeAlias
@@ -62,7 +62,7 @@ class FlatState:
     tree: Node
     unkept: dict[type, Path] = field(default_factory=dict)
     """The classes of mappings that the tree does not preserve, each with an example path."""
-    whole: Sequence[str] = ()
+    whole: list[str] = field(default_factory=list)
     """The keys of the mappings that are leaves because ``is_whole`` chose them."""
     wrappers: dict[str, Wrapper] = field(default_factory=dict)
     """The nodes of wrappers, by flat key."""
@@ -86,8 +86,7 @@ def flatten(
     """
     _check_state(state)
     flattener = _Flattener(is_whole, apart, objects=objects)
-    node = flattener.node(state, (), "", False)
-    return FlatState(flattener.leaves, node, flattener.unkept, flattener.whole, flattener.wrappers)
+    return replace(flattener.flat, tree=flattener.node(state, (), "", False))
 
 
 def is_object(value: Any) -> bool:
@@ -263,15 +262,12 @@ def _children(value: Any) -> list[tuple[Element, Any]]:
 
 
 class _Flattener:
-    """A single call to `flatten`."""
+    """A single call to `flatten`. ``flat``: its result, without the tree."""
 
     def __init__(self, is_whole: IsWhole, apart: Callable[[str], bool], *, objects: bool) -> None:
         self.is_whole, self.apart, self.objects = is_whole, apart, objects
-        self.wrappers: dict[str, Wrapper] = {}
-        self.leaves: dict[str, LeafValue] = {}
+        self.flat = FlatState({}, {})
         self.open: set[int] = set()
-        self.unkept: dict[type, Path] = {}
-        self.whole: list[str] = []
 
     def node(self, value: Any, path: Path, key: str, per_rank: bool) -> Node:
         """Return the node for a value, and add its leaves."""
@@ -282,7 +278,7 @@ class _Flattener:
         kind = None if is_tensor else _kind(value, path)
         check_key(key)
         if kind and path and isinstance(value, _MAPPINGS) and self.is_whole(key, value) and not _holds_tensor(value):
-            self.whole.append(key)
+            self.flat.whole.append(key)
             kind = None
         if kind is None:
             leaf = LeafValue(key, path, value, is_tensor, per_rank)
@@ -293,11 +289,11 @@ class _Flattener:
         if id(value) in self.open or len(path) >= plain.MAX_DEPTH:
             raise _endless(f"state{show(path[:8])}", key)
         if path and type(value) not in (kind, dict):
-            self.unkept.setdefault(type(value), path)
+            self.flat.unkept.setdefault(type(value), path)
         self.open.add(id(value))
         children: dict[Element, Node] = {}
         start = f"{key}." if path else ""
-        leaves = self.leaves
+        leaves = self.flat.leaves
         for element, child in _children(value):
             below, name = (*path, element), f"{start}{element}"
             if type(child) in PLAIN and child.layout is _STRIDED:  # a fast path for most leaves
@@ -317,7 +313,7 @@ class _Flattener:
         if found is None:
             self._add(leaf)
             return TENSOR
-        node = self.wrappers[leaf.key] = self._opened(found, leaf.path, leaf)
+        node = self.flat.wrappers[leaf.key] = self._opened(found, leaf.path, leaf)
         return node
 
     def _opened(self, wrapper: Opened, path: Path, outer: LeafValue) -> Wrapper:
@@ -334,7 +330,7 @@ class _Flattener:
     def _add(self, leaf: LeafValue) -> None:
         if not leaf.key:
             raise InvalidInput("the key of a leaf in the state is an empty string; give it a name", key="")
-        other = self.leaves.setdefault(leaf.key, leaf)
+        other = self.flat.leaves.setdefault(leaf.key, leaf)
         if other is not leaf:
             raise InvalidInput(
                 f"state{show(other.path)} and state{show(leaf.path)} have the same flat key {leaf.key!r}; rename one "

@@ -4,21 +4,25 @@ Only one save puts objects into a folder: the save whose transaction id names th
 the folder, and it never deletes an object that a live commit names. Suppose that a commit was read before a folder was
 listed, and that it names exactly the objects in that folder. The folder then cannot change while this commit is live.
 Such a commit is the **guard** of the folder. The catalogue stores the guard of each folder and the sums of the guarded
-objects.
+objects. `BlobUse` is an index of the blobs that live commits name.
 """
 
 from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
-from dataclasses import astuple, dataclass, field
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+import numpy as np
 
 from casckpt.base.lazy import cached_property
 from casckpt.base.parallel import in_parallel
 from casckpt.contents import manifests
 from casckpt.format import notes
 from casckpt.format.keys import blob_key, manifest_key, parse_object
-from casckpt.format.names import TxId
+from casckpt.format.names import BlobHash, TxId
+from casckpt.format.sections.columns import Ints
 from casckpt.history.commits import Commit, CommitList
 from casckpt.repository.repository import Repository
 from casckpt.storage.base import ListedObject
@@ -28,22 +32,13 @@ _NOTE = "folders"
 _TRIED = 3  # users of a folder to compare, newest first; older users rarely name the whole folder
 
 
-@dataclass(frozen=True, slots=True)
-class Sums:
+class Sums(NamedTuple):
     """The counts and sizes of objects."""
 
     blobs: int = 0
     blob_bytes: int = 0
     manifests: int = 0
     manifest_bytes: int = 0
-
-    def __add__(self, other: Sums) -> Sums:
-        return Sums(
-            self.blobs + other.blobs,
-            self.blob_bytes + other.blob_bytes,
-            self.manifests + other.manifests,
-            self.manifest_bytes + other.manifest_bytes,
-        )
 
 
 @dataclass(frozen=True)
@@ -63,7 +58,7 @@ class Inventory:
     def total(self, but: Container[str] = ()) -> Sums:
         """Return the sums of all objects except those whose keys are in ``but``."""
         loose = ((key, size) for key, size in self.sizes.items() if key not in but)
-        return sum(self.guarded.values(), sums_of(loose))
+        return Sums(*map(sum, zip(sums_of(loose), *self.guarded.values(), strict=True)))
 
     def has_manifest(self, key: str) -> bool:
         """Return whether this manifest exists. In a guarded folder, any manifest counts."""
@@ -88,8 +83,7 @@ def list_objects(repo: Repository) -> dict[str, int]:
     return {entry.key: entry.size for entry in listed if parse_object(entry.key) is not None}
 
 
-@dataclass(frozen=True)
-class _Guarded:
+class _Guarded(NamedTuple):
     guard: TxId
     sums: Sums
 
@@ -114,15 +108,13 @@ def list_unguarded(repo: Repository, commits: CommitList, *, as_purged: Containe
         guard = guards.of(uploaders[folder], contents)
         if guard is None:
             foreign += [key for key in contents if parse_object(key) is None]
-            sizes |= contents
+            sizes |= {key: size for key, size in contents.items() if parse_object(key) is not None}
             unguarded.append(uploaders[folder])
         else:
             held[uploaders[folder]] = _Guarded(guard, sums_of(contents.items()))
     if kept | held != before:
-        rows = {uploader: (folder.guard, *astuple(folder.sums)) for uploader, folder in (kept | held).items()}
+        rows = {uploader: (folder.guard, *folder.sums) for uploader, folder in (kept | held).items()}
         repo.catalogue.set_note(_NOTE, notes.encode(rows))
-    for key in foreign:
-        sizes.pop(key, None)
     return Inventory(sizes, {name: folder.sums for name, folder in held.items()}, tuple(sorted(foreign)), unguarded)
 
 
@@ -170,3 +162,49 @@ class _Guards:
 def _load_guards(repo: Repository) -> dict[TxId, _Guarded]:
     rows = notes.decode(repo.catalogue.note(_NOTE), notes.FOLDERS) or {}
     return {uploader: _Guarded(guard, Sums(*sums)) for uploader, (guard, *sums) in rows.items()}
+
+
+class BlobUse:
+    """The blobs that live checkpoints name. Each blob has a number and a count of the checkpoints that name it.
+
+    ``refs``: (uploader, hash, bytes) of each blob. ``names``: "uploader/hash" of each blob. ``readable``: the
+    checkpoints whose manifest can be read; the index leaves out all others. ``blobs``: the blob numbers of each
+    checkpoint, by the transaction of its places.
+    """
+
+    def __init__(self, repo: Repository, live: Iterable[Commit]) -> None:
+        """Read the manifests that the catalogue lacks. Raises `StorageError`."""
+        self.readable = manifests.learn(repo, live)
+        numbers: dict[tuple[TxId, BlobHash, int], int] = {}
+        self.blobs: dict[TxId, Ints] = {}
+        for commit in self.readable:
+            own = [numbers.setdefault(blob, len(numbers)) for blob in manifests.blobs_of(repo, commit)]
+            self.blobs[commit.places.txid] = np.unique(np.array(own, np.int64))
+        self.refs = list(numbers)
+        self.names = [f"{uploader}/{blob}" for uploader, blob, _ in numbers]
+        self.named = {(uploader, blob) for uploader, blob, _ in numbers}
+        self.sizes = np.array([size for _, _, size in numbers], np.int64)
+        self._users = self.used(self.readable)[1]
+
+    def used(self, commits: Iterable[Commit]) -> tuple[Ints, Ints]:
+        """Return the numbers of the blobs that ``commits`` name, and how many of them name each blob."""
+        numbers = [self.blobs[one.places.txid] for one in commits if one.places.txid in self.blobs]
+        return np.unique(np.concatenate([np.empty(0, np.int64), *numbers]), return_counts=True)
+
+    def alone(self, commits: Iterable[Commit]) -> Sums:
+        """Sum the sizes of the blobs that only ``commits`` use."""
+        numbers, counts = self.used(commits)
+        sizes = self.sizes[numbers[counts == self._users[numbers]]]
+        return Sums(blobs=len(sizes), blob_bytes=int(sizes.sum()))
+
+    def new(self, commits: Iterable[Commit]) -> Iterator[tuple[Commit, Ints]]:
+        """Yield each commit with the numbers of the blobs that no earlier commit in ``commits`` names."""
+        seen = np.zeros(len(self.refs), bool)
+        for commit in commits:
+            own = self.blobs[commit.places.txid]
+            yield commit, own[~seen[own]]
+            seen[own] = True
+
+    def bytes_new(self) -> dict[TxId, int]:
+        """Return, in ``readable`` order, the size of the blobs that no earlier checkpoint names."""
+        return {commit.places.txid: int(self.sizes[new].sum()) for commit, new in self.new(self.readable)}

@@ -170,19 +170,25 @@ class Recoding:
             for part in parts:
                 self._check(*part)
             if not self.compress:
-                return self._put(parts, borrowed.view)
+                return self._put([(cell, None) for cell, _ in parts], borrowed.view)
             with buffers.borrow() as other:
                 return self._put_smaller(parts, other.view)
 
-    def _put(self, parts: Sequence[_Part], buffer: memoryview) -> dict[CellDigest, CellPlace]:
-        """Upload a blob of cells whose bytes are already at their offsets in ``buffer``."""
-        writer, offsets = BlobWriter(buffer), dict[CellDigest, int]()
-        for cell, _ in parts:
-            offsets[cell.digest] = writer.place(cell.nbytes)
-            writer.add(cell.dtype, cell.nbytes, cell.digest)
+    def _put(self, cells: Iterable[tuple[_Cell, bytes | None]], buffer: memoryview) -> dict[CellDigest, CellPlace]:
+        """Upload a blob of cells, each with its frame, or with None if its bytes are already in ``buffer``."""
+        writer, places = BlobWriter(buffer), dict[CellDigest, tuple[int, Frame | None]]()
+        for cell, frame in cells:
+            if frame is None:
+                places[cell.digest] = writer.place(cell.nbytes), None
+                writer.add(cell.dtype, cell.nbytes, cell.digest)
+            else:
+                places[cell.digest] = writer.end, Frame(len(frame), None)
+                buffer[writer.end : writer.end + len(frame)] = frame
+                writer.add_frame(len(frame))
             self.progress(cell.nbytes)
-        ref = self._finish(writer, buffer)
-        return {digest: CellPlace(ref, offset) for digest, offset in offsets.items()}
+        ref = BlobRef(*writer.finish(), self.uploader)
+        blobs.put(self.target, self.uploader, ref.hash, buffer[: ref.size])
+        return {digest: CellPlace(ref, offset, frame) for digest, (offset, frame) in places.items()}
 
     def _put_smaller(self, parts: Sequence[_Part], buffer: memoryview) -> dict[CellDigest, CellPlace]:
         """Store cells as frames if that saves bytes, and all other cells without encoding."""
@@ -192,24 +198,8 @@ class Recoding:
         moved_to = list(_parts((cell for cell, _ in rest), buffer))
         for (_, data), (_, into) in zip(rest, moved_to, strict=True):
             into[:] = data
-        places = self._put(moved_to, buffer) if rest else {}
-        return places | self._put_frames(frames, buffer) if frames else places
-
-    def _put_frames(self, frames: Sequence[tuple[_Cell, bytes]], buffer: memoryview) -> dict[CellDigest, CellPlace]:
-        writer, offsets = BlobWriter(buffer), dict[CellDigest, tuple[int, int]]()
-        for cell, frame in frames:
-            offsets[cell.digest] = writer.end, len(frame)
-            buffer[writer.end : writer.end + len(frame)] = frame
-            writer.add_frame(len(frame))
-            self.progress(cell.nbytes)
-        ref = self._finish(writer, buffer)
-        return {digest: CellPlace(ref, at, Frame(nbytes, None)) for digest, (at, nbytes) in offsets.items()}
-
-    def _finish(self, writer: BlobWriter, buffer: memoryview) -> BlobRef:
-        """Upload the finished blob, and return its reference."""
-        ref = BlobRef(*writer.finish(), self.uploader)
-        blobs.put(self.target, self.uploader, ref.hash, buffer[: ref.size])
-        return ref
+        places = self._put([(cell, None) for cell, _ in rest], buffer) if rest else {}
+        return places | self._put(frames, buffer) if frames else places
 
     def _read(self, run: Sequence[_Part]) -> None:
         """Read consecutive cells, and the bytes between them, in one request."""

@@ -6,12 +6,13 @@ from collections.abc import Container, Iterable, Sequence
 from dataclasses import dataclass
 from datetime import datetime
 
+from casckpt.base.text import few
 from casckpt.base.units import time_of
 from casckpt.errors import Conflict, Damaged, NotFound
-from casckpt.format.keys import commit_key, parse_log, parse_object, parse_txid
+from casckpt.format.keys import commit_key, parse_object, parse_txid
 from casckpt.format.names import TxId
 from casckpt.format.records import Process
-from casckpt.history.commits import Commit, list_commits, list_names, purge_unreadable
+from casckpt.history.commits import Commit, list_commits, list_names, names_in, purge_unreadable
 from casckpt.history.transactions import PREFIX as TRANSACTIONS
 from casckpt.history.transactions import OpenTransaction, end, has_died, open_transactions, revoke
 from casckpt.repository.processes import is_dead, this_process
@@ -38,8 +39,7 @@ def lost_records(repo: Repository, keys: Iterable[str], ended: Container[TxId] =
     doubtful = {txid for txid in doubtful if txid not in ended}
     if not doubtful:
         return []
-    listed = (parse_log(entry.key) for entry in repo.storage.list(TRANSACTIONS, known=parse_log))
-    saving = {name[0] for name in listed if name is not None}
+    saving = {txid for txid, _ in names_in(repo, TRANSACTIONS)}
     doubtful -= saving | {txid for txid, _ in list_names(repo)}  # a save that ends meanwhile is in one of them
     return sorted(doubtful - list_commits(repo).recorded) if doubtful else []
 
@@ -51,10 +51,9 @@ def check_recorded(repo: Repository, keys: Iterable[str], ended: Container[TxId]
     """
     lost = lost_records(repo, keys, ended)
     if lost:
-        shown = ", ".join(commit_key(txid) for txid in lost[:_NAMED_AT_MOST])
-        more = f" and {len(lost) - _NAMED_AT_MOST} more" if lost[_NAMED_AT_MOST:] else ""
+        shown = few(list(map(commit_key, lost)), _NAMED_AT_MOST)
         raise Damaged(
-            f"gc deletes nothing, because records are missing from {repo.storage.url}: {shown}{more}. "
+            f"gc deletes nothing, because records are missing from {repo.storage.url}: {shown}. "
             f"Manifests under objects/ have no record in commits/ or transactions/. {ADVICE}",
             key=commit_key(lost[0]),
         )

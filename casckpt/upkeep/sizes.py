@@ -33,10 +33,9 @@ from casckpt.plan.cells import branch_of
 from casckpt.plan.difference import difference
 from casckpt.plan.retention import Policy
 from casckpt.repository.repository import Repository
-from casckpt.upkeep.blob_use import BlobUse
 from casckpt.upkeep.copies.mirrored import ask
 from casckpt.upkeep.gc.purge import GcPlan, check_metrics, plan_of
-from casckpt.upkeep.inventory import BLOB, Inventory, list_unguarded
+from casckpt.upkeep.inventory import BLOB, BlobUse, Inventory, list_unguarded
 
 _NO_TIME = ("tagged", "unmirrored")
 _NAMED = 3  # state branches named in a reason

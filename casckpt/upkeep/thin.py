@@ -33,8 +33,8 @@ from casckpt.plan.retention import Policy, Thinning, patterns_of, reasons_to_kee
 from casckpt.plan.reuse import coded_bytes
 from casckpt.repository.reading import check_requirements
 from casckpt.repository.repository import Repository
-from casckpt.upkeep.blob_use import BlobUse
 from casckpt.upkeep.gc.purge import check_metrics, kept_of, min_age_of
+from casckpt.upkeep.inventory import BlobUse
 from casckpt.upkeep.rewrite import rewrite, rewritten
 from casckpt.upkeep.saves import check_own
 
@@ -187,11 +187,11 @@ def _sizes(manifest: Manifest, entries: Iterable[Entry]) -> _Sizes:
     return {(ref.uploader, ref.hash): ref.size for ref in refs}
 
 
-def preview(repo: Repository, plan: ThinPlan) -> ThinResult:
-    """Return the result that `execute` would have. Writes nothing. Raises `StorageError`."""
+def thin(repo: Repository, plan: ThinPlan, *, dry_run: bool = False) -> ThinResult:
+    """Carry out ``plan`` or, with ``dry_run``, only return the expected result. Raises the errors of `execute`."""
     chosen = [one.commit for one in plan.thin]
     freed, shared = _space(repo, plan)
-    return ThinResult(
+    result = ThinResult(
         thinned=tuple(chosen),
         entries=sum(len(one.entries) for one in plan.thin),
         nbytes=sum(one.nbytes for one in plan.thin),
@@ -200,6 +200,7 @@ def preview(repo: Repository, plan: ThinPlan) -> ThinResult:
         until=_until(repo, chosen),
         dry_run=True,
     )
+    return result if dry_run else replace(result, thinned=execute(repo, plan), dry_run=False)
 
 
 def _space(repo: Repository, plan: ThinPlan) -> tuple[int, int]:
@@ -229,12 +230,6 @@ def execute(repo: Repository, plan: ThinPlan) -> tuple[Commit, ...]:
     if plan.tagged:
         _move_tags(repo, [*plan.done, *made])
     return tuple(made)
-
-
-def thin(repo: Repository, plan: ThinPlan, *, dry_run: bool = False) -> ThinResult:
-    """Carry out ``plan`` or, with ``dry_run``, only return the expected result. Raises the errors of `execute`."""
-    result = preview(repo, plan)
-    return result if dry_run else replace(result, thinned=execute(repo, plan), dry_run=False)
 
 
 def thin_chosen(

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from casckpt.errors import InvalidInput, Refused
 from casckpt.format import plain
-from casckpt.format.plain import Extension
+from casckpt.format.plain import extension
 from casckpt.format.tree import OBJECT as P
 from casckpt.format.tree import TENSOR as T
 from casckpt.format.tree import (
@@ -48,7 +48,7 @@ def default(factory: Any, /, **children: Any) -> defaultdict[Any, Any]:
     return defaultdict(factory, children)
 
 
-KNOWN = [Extension("known", bytearray, bytes, bytearray)]
+KNOWN = [extension("known", bytearray, bytes, bytearray)]
 ELEMENTS = st.text(st.characters(exclude_categories=["Cs"]), max_size=3) | st.integers(-(2**63), 2**63 - 1)
 PLAIN = st.none() | st.integers(0, 3) | st.dictionaries(st.text("ab"), st.integers(0, 3), max_size=2)
 NODES: st.SearchStrategy[Node] = st.recursive(
@@ -282,7 +282,7 @@ def test_metadata_can_contain_extension_types() -> None:
     class Strange:
         pass
 
-    extensions = [Extension("strange", Strange, lambda one: None, lambda payload: Strange())]
+    extensions = [extension("strange", Strange, lambda one: None, lambda payload: Strange())]
     data = encode_tree(ordered({"x": Strange()}, a=T), extensions)
     found = rebuild(decode_tree(data, extensions), named, everything)
     assert type(vars(found)["_metadata"]["x"]) is Strange

@@ -88,7 +88,7 @@ def test_a_damaged_blob_can_be_repaired_as_advised(
     assert equal(loaded, weights)
 
 
-@follows("loading/frames.py:decode_again", "run `casckpt verify --decode` to find out")
+@follows("loading/transfer.py:decode_again", "run `casckpt verify --decode` to find out")
 def test_verify_names_a_damaged_frame_as_advised(
     store: casckpt.Store, store_path: Path, messages: Messages, run: Run
 ) -> None:
@@ -266,7 +266,7 @@ def test_keys_that_a_checkpoint_lacks_can_be_left_unchanged_or_renamed(
     assert equal(nested["net"], weights)
 
 
-@follows("loading/template.py:Template.check_empty", "Put None in its place")
+@follows("loading/template.py:Template._check_empty", "Put None in its place")
 def test_an_empty_mapping_can_be_filled_or_left_unchanged_as_advised(
     store: casckpt.Store, weights: Weights, messages: Messages
 ) -> None:

@@ -386,7 +386,7 @@ def test_a_damaged_record_can_be_replaced_or_its_checkpoint_forgotten_as_advised
     run("verify", store_path)
 
 
-@follows("cli/failures.py:Reported._hint", "Rerun the command with --debug to see where the error occurred.")
+@follows("cli/failures.py:Reporter._hint", "Rerun the command with --debug to see where the error occurred.")
 def test_the_debug_option_shows_where_a_bug_occurred(
     saved: Store, store_path: Path, messages: Messages, run: Run, monkeypatch: pytest.MonkeyPatch
 ) -> None:

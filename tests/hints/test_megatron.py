@@ -173,7 +173,7 @@ def test_content_metadata_can_be_loaded_from_a_checkpoint_or_a_state(where: str,
 
 
 @follows("frontends/megatron/loading.py:check_unexpected", "strict='log_unexpected' omits them")
-@follows("frontends/megatron/loading.py:check_missing", "strict='raise_unexpected' leaves them unread")
+@follows("frontends/megatron/loading.py:RankLoad.missing", "strict='raise_unexpected' leaves them unread")
 def test_keys_on_only_one_side_can_be_left_unchanged_as_advised(where: str, messages: Messages) -> None:
     save({"w": tensor(), "v": tensor("v")}, where)
     wanted = {"w": tensor(value=0), "x": tensor("x", value=0)}

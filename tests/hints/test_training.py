@@ -228,7 +228,7 @@ def test_no_hint_loads_raw_weights_as_an_average(store: Store) -> None:
     assert identical(fresh, ema)
 
 
-@follows("frontends/training_state/save_load.py:load_model_and_optim_state", 'pass unread="ignore"')
+@follows("frontends/training_state/contents.py:load_model_and_optim_state", 'pass unread="ignore"')
 def test_the_suggested_option_hides_the_keys_that_a_load_skips(trained: Store, messages: Messages) -> None:
     trained.save({**trained.read("a@1"), "more": {"x": 1, "y": 2}}, run="leaving-more", step=1)
     fresh = Two()

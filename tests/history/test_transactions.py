@@ -15,6 +15,7 @@ from casckpt.errors import Conflict, Revoked, StorageError
 from casckpt.format.keys import commit_key, transaction_key
 from casckpt.format.names import ManifestId
 from casckpt.format.records import RevokedRecord
+from casckpt.history import transactions
 from casckpt.history.commits import commit, forget, list_commits, list_names, purge
 from casckpt.history.transactions import (
     Transaction,
@@ -29,12 +30,10 @@ from casckpt.repository.repository import Repository
 from tests.support.faulty import FaultyStore, call_first, fail_after, fail_before
 from tests.support.repositories import commit_bare, committed, meanwhile
 
-NEVER = 1e6  # seconds between signs of life, for tests that do not need any
-
 
 @pytest.fixture
 def transaction(repo: Repository) -> Iterator[Transaction]:
-    one = begin(repo, "a", 1, seconds=NEVER)
+    one = begin(repo, "a", 1)
     yield one
     one.abort("the test ended")
 
@@ -123,7 +122,7 @@ def test_the_transaction_file_is_removed_after_the_record(repo: Repository, tran
 
 
 def test_an_abort_revokes_the_transaction(repo: Repository) -> None:
-    one = begin(repo, "a", 1, seconds=NEVER)
+    one = begin(repo, "a", 1)
     assert one.abort("out of memory")
     first = list_commits(repo).commits[one.txid].first
     assert isinstance(first, RevokedRecord)
@@ -132,14 +131,14 @@ def test_an_abort_revokes_the_transaction(repo: Repository) -> None:
 
 
 def test_an_abort_after_a_revocation_by_gc_succeeds(repo: Repository) -> None:
-    one = begin(repo, "a", 1, seconds=NEVER)
+    one = begin(repo, "a", 1)
     assert revoke(repo, one.txid, "no sign of life")
     assert one.abort("error")
     assert files(repo) == []
 
 
 def test_an_abort_in_a_deleted_store_leaves_nothing_behind(repo: Repository) -> None:
-    one = begin(repo, "a", 1, seconds=NEVER)
+    one = begin(repo, "a", 1)
     for entry in list(repo.storage.list("")):
         repo.storage.delete(entry.key)
     assert not one.abort("the store is gone")
@@ -147,7 +146,7 @@ def test_an_abort_in_a_deleted_store_leaves_nothing_behind(repo: Repository) -> 
 
 
 def test_an_abort_of_a_committed_transaction_reports_the_commit(repo: Repository) -> None:
-    one = begin(repo, "a", 1, seconds=NEVER)
+    one = begin(repo, "a", 1)
     commit(repo, committed(repo, "a", 1, txid=one.txid))
     assert not one.abort("the answer got lost")
     assert list_commits(repo).commits[one.txid].visible
@@ -157,7 +156,7 @@ def test_an_abort_of_a_committed_transaction_reports_the_commit(repo: Repository
 def test_an_abort_never_hides_an_earlier_error(
     repo: Repository, faults: FaultyStore, caplog: pytest.LogCaptureFixture
 ) -> None:
-    one = begin(repo, "a", 1, seconds=NEVER)
+    one = begin(repo, "a", 1)
     faults.inject(fail_before("put"))
     with caplog.at_level(logging.WARNING):
         assert not one.abort("x")
@@ -166,22 +165,25 @@ def test_an_abort_never_hides_an_earlier_error(
     assert threads() == []
 
 
-def test_a_failed_begin_does_not_leave_a_thread_behind(repo: Repository, faults: FaultyStore) -> None:
+def test_a_failed_begin_does_not_leave_a_thread_behind(
+    repo: Repository, faults: FaultyStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(transactions, "SIGN_OF_LIFE_SECONDS", 0)
     faults.inject(fail_before("put"))
     with pytest.raises(StorageError):
-        begin(repo, "a", 1, seconds=0)
+        begin(repo, "a", 1)
     assert (files(repo), threads()) == ([], [])
 
 
 def test_beginning_a_transaction_succeeds_even_if_the_response_is_lost(repo: Repository, faults: FaultyStore) -> None:
     faults.inject(fail_after("put"))
-    one = begin(repo, "a", 1, seconds=NEVER)
+    one = begin(repo, "a", 1)
     assert files(repo) == [transaction_key(one.txid)]
     one.abort("x")
 
 
 def test_a_commit_ends_the_transaction(repo: Repository) -> None:
-    one = begin(repo, "a", 1, seconds=NEVER)
+    one = begin(repo, "a", 1)
     made = one.commit(committed(repo, "a", 1, txid=one.txid))
     assert list_commits(repo).visible() == [made]
     assert (files(repo), threads()) == ([], [])
@@ -190,7 +192,7 @@ def test_a_commit_ends_the_transaction(repo: Repository) -> None:
 
 
 def test_a_commit_of_the_same_checkpoint_by_a_different_process_counts(repo: Repository) -> None:
-    one = begin(repo, "a", 1, seconds=NEVER)
+    one = begin(repo, "a", 1)
     first = committed(repo, "a", 1, txid=one.txid)
     commit(repo, first)
     assert one.commit(committed(repo, "a", 1, txid=one.txid, manifest=first.manifest)).committed == first
@@ -201,7 +203,7 @@ def test_a_commit_of_the_same_checkpoint_by_a_different_process_counts(repo: Rep
 
 def test_a_commit_whose_response_was_lost_is_found_or_revoked(repo: Repository, faults: FaultyStore) -> None:
     for fault, last in ((fail_after, "committed"), (fail_before, "revoked")):
-        one = begin(repo, "a", 1, seconds=NEVER)
+        one = begin(repo, "a", 1)
         faults.inject(fault("put", key="commits/*"), fail_before("get", key="commits/*"))
         try:
             assert one.commit(committed(repo, "a", 1, txid=one.txid)).last == last
@@ -213,7 +215,7 @@ def test_a_commit_whose_response_was_lost_is_found_or_revoked(repo: Repository, 
 
 
 def test_transaction_files_remain_if_the_process_lacks_delete_permission(repo: Repository, faults: FaultyStore) -> None:
-    one = begin(repo, "a", 1, seconds=NEVER)
+    one = begin(repo, "a", 1)
     commit(repo, committed(repo, "a", 1, txid=one.txid))
     faults.inject(fail_before("delete", times=99))
     one.close()
@@ -225,17 +227,20 @@ def test_transaction_files_remain_if_the_process_lacks_delete_permission(repo: R
 def test_closing_a_transaction_leaves_its_files_in_place_if_the_storage_fails(
     repo: Repository, faults: FaultyStore
 ) -> None:
-    one = begin(repo, "a", 1, seconds=NEVER)
+    one = begin(repo, "a", 1)
     commit(repo, committed(repo, "a", 1, txid=one.txid))
     faults.inject(fail_before("size"))
     one.close()  # the save is complete, so this does not raise
     assert (files(repo), threads()) == ([transaction_key(one.txid)], [])
 
 
-def test_heartbeats_are_numbered_and_removed(repo: Repository, faults: FaultyStore) -> None:
+def test_heartbeats_are_numbered_and_removed(
+    repo: Repository, faults: FaultyStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(transactions, "SIGN_OF_LIFE_SECONDS", 0.001)
     third = threading.Event()
     faults.inject(call_first("put", lambda _: third.set(), key="transactions/*.3"))
-    one = begin(repo, "a", 1, seconds=0.001)
+    one = begin(repo, "a", 1)
     assert third.wait(60)
     (found,) = open_transactions(repo, set())
     assert found.signs >= 2
@@ -245,8 +250,9 @@ def test_heartbeats_are_numbered_and_removed(repo: Repository, faults: FaultySto
 
 
 def test_a_failed_heartbeat_is_logged_and_the_next_one_is_sent(
-    repo: Repository, faults: FaultyStore, caplog: pytest.LogCaptureFixture
+    repo: Repository, faults: FaultyStore, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(transactions, "SIGN_OF_LIFE_SECONDS", 0.001)
     third = threading.Event()
     faults.inject(
         fail_before("put", key="transactions/*.1"),
@@ -254,7 +260,7 @@ def test_a_failed_heartbeat_is_logged_and_the_next_one_is_sent(
         call_first("put", lambda _: third.set(), key="transactions/*.4"),
     )
     with caplog.at_level(logging.WARNING):
-        one = begin(repo, "a", 1, seconds=0.001)
+        one = begin(repo, "a", 1)
         assert third.wait(60)
         keys = files(repo)
         one.abort("x")
@@ -265,7 +271,7 @@ def test_a_failed_heartbeat_is_logged_and_the_next_one_is_sent(
 
 
 def test_a_transaction_without_references_does_not_send_heartbeats(repo: Repository) -> None:
-    begin(repo, "a", 1, seconds=NEVER)
+    begin(repo, "a", 1)
     gc.collect()
     for thread in threading.enumerate():
         if thread.name.startswith("casckpt-alive"):
@@ -275,7 +281,7 @@ def test_a_transaction_without_references_does_not_send_heartbeats(repo: Reposit
 
 
 def test_a_forked_child_does_not_send_heartbeats(repo: Repository) -> None:
-    one = begin(repo, "a", 1, seconds=NEVER)
+    one = begin(repo, "a", 1)
     context = multiprocessing.get_context("fork")
     ours, theirs = context.Pipe()
 
@@ -297,7 +303,7 @@ def test_a_forked_child_does_not_send_heartbeats(repo: Repository) -> None:
 
 
 def test_a_transaction_without_a_record_counts_as_open(repo: Repository) -> None:
-    made = [begin(repo, "a", step, seconds=NEVER) for step in range(3)]
+    made = [begin(repo, "a", step) for step in range(3)]
     revoke(repo, made[1].txid, "x")
     found = open_transactions(repo, list_names(repo))
     assert [one.txid for one in found] == [made[0].txid, made[2].txid]

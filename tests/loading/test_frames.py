@@ -21,9 +21,9 @@ from casckpt.format.extents import MAX_LINKS, StoredCell
 from casckpt.format.keys import blob_key
 from casckpt.frontends.dcp import StorageReader
 from casckpt.history.commits import list_commits
-from casckpt.loading import frames as coded
 from casckpt.loading import planned_reads as items
 from casckpt.loading import transfer
+from casckpt.loading import transfer as coded
 from casckpt.repository.blob_cache import FOLDER
 from casckpt.repository.repository import Repository
 from casckpt.store.store import Store

@@ -15,7 +15,6 @@ from hypothesis import strategies as st
 import casckpt
 from casckpt.contents.checkpoint import Checkpoint
 from casckpt.errors import CasckptError, Damaged, Gone, InvalidInput, Mismatch, NotFound, StorageError
-from casckpt.plan.routes import find_route
 from casckpt.store.store import Store
 from tests.support.coded import Stored
 from tests.support.far import far
@@ -24,6 +23,7 @@ from tests.support.graphs import is_noticed
 from tests.support.halves import half_of
 from tests.support.progress_calls import ProgressCalls
 from tests.support.reads import blob_bytes
+from tests.support.routes import find_route
 from tests.support.saves import CELL, reopened, same_state, small, small_folder
 from tests.support.tensors import same
 from tests.support.together import emptied

@@ -33,7 +33,7 @@ def _check_tiling(region: Region, shape: Shape, cell: int, groups: Sequence[Grou
     mine = elements(region, shape)
     held: list[int] = []
     for group in groups:
-        data = mine if group.part is None else elements(Region(group.part, 0, group.part.numel), shape)
+        data = mine if group.part == region.box else elements(Region(group.part, 0, group.part.numel), shape)
         position = group.lo
         for cut in group.cuts:
             assert cut.lo == position

@@ -19,15 +19,13 @@ from casckpt.plan.routes import (
     MAX_DELTAS,
     ExtentRoute,
     Link,
-    Route,
     Span,
     choose_base,
     common,
     find_extent_route,
-    find_route,
-    links,
     within,
 )
+from tests.support.routes import Route, find_route, links
 
 BOX = full_box((1000,))
 NBYTES = 1000

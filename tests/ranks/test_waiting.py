@@ -22,9 +22,9 @@ import casckpt
 from casckpt.errors import InvalidInput, RankFailed
 from casckpt.ranks import ranks as module
 from casckpt.ranks import waiting, wire
-from casckpt.ranks.messages import alive_frame, empty_frame, has_come, is_alive, warning_in
 from casckpt.ranks.ranks import Ranks, everyone, open_ranks
 from casckpt.ranks.waiting import Meeting, announced, late
+from casckpt.ranks.wire import alive_frame, empty_frame, has_come, is_alive, warning_in
 from tests.support.ranks import die, outcome_of, tell, wait_for
 
 if TYPE_CHECKING:
@@ -112,11 +112,11 @@ def working(rank: int, size: int) -> Any:
             return rank
 
         if rank == 0:
-            wire.has_come = seen  # type: ignore[attr-defined]  # to see when it polls
+            wire.has_come = seen
         try:
             found = ranks.exchange(call, lambda values: everyone(sum(values), size))
         finally:
-            wire.has_come = has_come  # type: ignore[attr-defined]
+            wire.has_come = has_come
         return found, len(set(before)) < 2
 
 

@@ -6,6 +6,7 @@ import logging
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -21,7 +22,9 @@ from casckpt.format.sections.index import REPLICAS_NOTE
 from casckpt.frontends import megatron
 from casckpt.frontends.dcp import StorageWriter
 from casckpt.frontends.trainer import Checkpointer
+from casckpt.saving import replicas
 from casckpt.saving.replicas import relative_difference
+from casckpt.tensors.memory import sampled
 from tests.support.ranks import outcome_of
 from tests.support.saves import CELL, small_folder
 from tests.support.together import line, numbers, spread, visible, watched
@@ -256,11 +259,12 @@ def counted(rank: int, size: int, path: Path) -> tuple[int, int]:
     store = casckpt.open(path)
     state: dict[str, Any] = {f"w{i}": nn.Parameter(torch.ones(20)) for i in range(10)} | {f"only {rank}": torch.ones(5)}
     state |= {f"step{i}": torch.tensor(3.0) for i in range(10)}
-    sampled = []
+    counts = []
     for step in range(2):
-        store.save(state, run="a", step=step)
-        sampled.append(sum(memory.compared.tensors for memory in store._saver.get()._memories.values()))
-    return sampled[0], sampled[1] - sampled[0]
+        with patch.object(replicas, "sampled", wraps=sampled) as calls:
+            store.save(state, run="a", step=step)
+        counts.append(sum(len(call.args[0]) for call in calls.call_args_list))
+    return counts[0], counts[1]
 
 
 def test_only_replicas_are_sampled_again(ranks: Pool, path: Path) -> None:

@@ -17,6 +17,7 @@ from casckpt.saving import upload
 from casckpt.storage.local.store import LocalStore
 from casckpt.store.store import Store
 from casckpt.tensors.memory import Destination, TensorMemory, copy_addresses, copy_bytes
+from tests.support.counting import count_io
 
 CELL, CELLS = 4096, 100
 W, B = CELL * CELLS, 40  # bytes of the two tensors
@@ -27,6 +28,7 @@ class Meter:
 
     def __init__(self, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         self.storage = LocalStore(folder)
+        self.counts = count_io(self.storage)
         self.store = Store(Repository(self.storage))
         self.store.create(cell_bytes=CELL, blob_bytes=1 << 20)
         self.hashed = self.copied = 0
@@ -60,10 +62,10 @@ class Meter:
 
     def of(self, call: Callable[[], Any]) -> dict[str, int]:
         """Return the cost of one call."""
-        before = asdict(self.storage.counts)
+        before = asdict(self.counts)
         self.hashed = self.copied = 0
         call()
-        counts = {name: value - before[name] for name, value in asdict(self.storage.counts).items()}
+        counts = {name: value - before[name] for name, value in asdict(self.counts).items()}
         return counts | {"hashed": self.hashed, "copied": self.copied}
 
 

@@ -16,11 +16,12 @@ from casckpt.format.blob import decode_header
 from casckpt.format.keys import parse_object
 from casckpt.repository.repository import Repository
 from casckpt.saving import encoder as kept
-from casckpt.storage.base import IoCounts, ObjectStore
+from casckpt.storage.base import ObjectStore
 from casckpt.storage.forking import PerProcess
 from casckpt.store.opening import open as open_store
 from casckpt.store.store import Store
 from tests.support import exact
+from tests.support.counting import IoCounts, count_io
 from tests.support.repositories import memory
 from tests.support.tensors import same
 
@@ -77,7 +78,7 @@ def same_state(one: Any, other: Any) -> bool:
 def counted(store: Store) -> Iterator[IoCounts]:
     """Count the storage calls inside the block. The result is complete at the end of the block."""
     storage: Any = store.repository.storage
-    counts = getattr(storage, "inner", storage).counts
+    counts = count_io(getattr(storage, "inner", storage))
     before = {field.name: getattr(counts, field.name) for field in fields(IoCounts)}
     delta = IoCounts()
     yield delta

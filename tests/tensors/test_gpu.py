@@ -42,7 +42,6 @@ def device(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> s
     for held in (TensorMemory, Destination):
         monkeypatch.setattr(held, "on_gpu", True)
     monkeypatch.setattr(memory, "tensor_bytes", lambda data: None)
-    monkeypatch.setattr(memory, "host_array", lambda data: None)
     monkeypatch.setattr(memory, "_Arrays", memory._Tensors)
     monkeypatch.setattr(staging, "pin", lambda buffer: None)
     monkeypatch.setattr(staging, "on_gpu", lambda tensors: True)

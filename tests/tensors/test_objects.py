@@ -89,7 +89,7 @@ def test_the_error_for_invalid_bytes_names_the_key() -> None:
 
 
 def test_data_of_a_later_version_is_rejected() -> None:
-    data = plain.encode(Thing(1), extensions=[plain.Extension("later", Thing, lambda thing: 1, Thing)])
+    data = plain.encode(Thing(1), extensions=[plain.extension("later", Thing, lambda thing: 1, Thing)])
     with pytest.raises(Refused, match="does not know plain data of kind 'later'"):
         decode_object("a", data, False, False)
 
@@ -127,6 +127,10 @@ VALUES = [
 def test_a_value_decodes_exactly(value: Any) -> None:
     data = plain.encode({"x": [value]}, extensions=TORCH_EXTENSIONS)
     assert same(plain.decode(data, extensions=TORCH_EXTENSIONS), {"x": [value]})
+
+
+def test_no_torch_type_uses_a_tag_of_plain_data_itself() -> None:
+    assert all(codec.tag.startswith("torch.") for codec in TORCH_EXTENSIONS)
 
 
 def test_every_torch_dtype_decodes_to_itself() -> None:

@@ -55,14 +55,14 @@ class Misaligned(Own):
             def read_into(self, offset: int, buffers: object) -> None:
                 super().read_into(offset - offset % 2, buffers)  # type: ignore[arg-type]  # as it came
 
-        return Even(key, self._find(key), self.counts)
+        return Even(key, self._find(key))
 
 
 class Cutting(Own):
     """Every object ends after 100 bytes."""
 
     def open(self, key: str, *, shared: bool = False) -> MemoryReader:
-        return MemoryReader(key, self._find(key)[:100], self.counts)
+        return MemoryReader(key, self._find(key)[:100])
 
 
 class Lagging(Own):

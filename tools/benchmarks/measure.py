@@ -5,13 +5,18 @@ from __future__ import annotations
 import ctypes
 import gc
 import os
+import sys
 import time
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import psutil
+
+if TYPE_CHECKING:
+    from tests.support.counting import IoCounts
 
 _RESET_PEAK = "5"
 
@@ -36,6 +41,14 @@ class Measured:
     stored: int = 0
     load_average: float = 0.0
     extra: dict[str, float] = field(default_factory=dict)
+
+
+def io_counts(storage: Any) -> IoCounts:
+    """Return the counters of the calls to one storage. They begin with the first call of this function."""
+    sys.path.append(str(Path(__file__).resolve().parents[2]))
+    from tests.support.counting import count_io
+
+    return count_io(storage)
 
 
 def together(parts: list[Measured]) -> Measured:

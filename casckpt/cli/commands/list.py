@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from casckpt.base.names import is_txid
-from casckpt.cli.describe import plain
+from casckpt.cli.describe import plain, summary
 from casckpt.cli.session import Session, store_command
 from casckpt.cli.text import (
     SHORT_ID,
@@ -143,8 +143,6 @@ def _number(row: dict[str, Any], name: str) -> float | None:
 
 def checkpoint_rows(listing: Listing, run: str | None = None, *, everything: bool = False) -> list[dict[str, Any]]:
     """Return the checkpoints as plain data. A damaged record affects only its own row."""
-    from casckpt.cli.describe import summary
-
     for name in (*listing.damaged_records, *listing.damaged_tags):
         log.warning("the record of %s cannot be read; run `casckpt verify` for details", name)
     rows = []

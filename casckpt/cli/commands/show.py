@@ -29,7 +29,7 @@ from casckpt.cli.text import (
     unusual,
 )
 from casckpt.cli.types import REF
-from casckpt.errors import MissingKey
+from casckpt.errors import MissingKey, NotFound
 
 if TYPE_CHECKING:
     from casckpt.contents.checkpoint import Checkpoint
@@ -182,9 +182,6 @@ def health_cells(health: dict[str, Any] | None) -> tuple[str, str]:
     return ("", "") if health is None else (f"{health['largest']:.4g}", ", ".join(unusual(health)))
 
 
-if TYPE_CHECKING:
-    from casckpt.store.store import Store
-
 _VALUE_COLUMNS = (
     Column("TENSOR"),
     Column("LARGEST OLD", "right", fixed=True),
@@ -213,8 +210,6 @@ def diff(session: Session, old: str, new: str | None, *, values: bool) -> None:
 
 def _parent(store: Store, ref: str) -> str:
     """Return the id of the parent of ``ref``. Raises NotFound."""
-    from casckpt.errors import NotFound
-
     parent = store.get(ref).commit.committed.parent
     if parent is None:
         raise NotFound(

@@ -33,12 +33,7 @@ A larger buffer exists only as long as it is used.
 """
 
 
-class _Kept(local):
-    def __init__(self) -> None:
-        self.arrays: dict[str, Bytes] = {}
-
-
-_KEPT = _Kept()
+_KEPT = local()  # its attributes are the arrays of this thread, by name
 
 
 def scratch(name: str, nbytes: int) -> Bytes:
@@ -46,11 +41,12 @@ def scratch(name: str, nbytes: int) -> Bytes:
 
     The next call with this ``name`` in this thread may return the same memory.
     """
-    array = _KEPT.arrays.get(name)
+    arrays: dict[str, Bytes] = vars(_KEPT)
+    array = arrays.get(name)
     if array is None or array.size < nbytes:
         array = np.empty(nbytes, np.uint8)
         if nbytes <= KEPT:
-            _KEPT.arrays[name] = array
+            arrays[name] = array
     return array[:nbytes]
 
 

@@ -82,7 +82,7 @@ def decode_coded(
     for number in reversed(range(len(rows))):  # bases come before the rows that need them
         one, frames = extents[number], lengths[number]
         nbytes = (one.hi - one.lo) * itemsize if frames is None else int(frames.sum())
-        _check(one, nbytes, blob_sizes)
+        _check(one.blob, one.offset, nbytes, blob_sizes)
         if frames is not None:
             base = extents[bases[number]] if number in bases else None
             extents[number] = msgspec.structs.replace(one, coding=Coding(frames.tobytes(), base))
@@ -133,10 +133,10 @@ def _lengths(
     return [None if one is None else every[one[0] : one[1]] for one in ends]
 
 
-def _check(extent: Extent, nbytes: int, blob_sizes: Sequence[int]) -> None:
-    if extent.blob >= len(blob_sizes):
+def _check(blob: int, offset: int, nbytes: int, blob_sizes: Sequence[int]) -> None:
+    if blob >= len(blob_sizes):
         raise Refused("an extent names a blob that the manifest does not have")
-    if extent.offset < DATA_OFFSET or extent.offset + nbytes > blob_sizes[extent.blob]:
+    if offset < DATA_OFFSET or offset + nbytes > blob_sizes[blob]:
         raise Refused("an extent lies outside its blob, or in the header of the blob")
 
 
@@ -408,8 +408,7 @@ def _decoded_rows(rows: Buffer) -> Iterator[tuple[int, int, int]]:
         raise Refused(f"rows have the form {stored[0]}, which this version does not know; upgrade casckpt")
     if stored and (len(stored) - 1) % ROW.size:
         raise Refused("the last row of a tensor is cut short")
-    found: Iterator[tuple[int, int, int]] = ROW.iter_unpack(stored[1:])
-    return found
+    return ROW.iter_unpack(stored[1:])
 
 
 def _extents(
@@ -422,7 +421,7 @@ def _extents(
     cell: int,
 ) -> Iterator[Extent]:
     """Split spans of cells where rows end."""
-    known, at = len(blob_sizes), 0
+    at = 0
     for box, start, stop in spans:
         lo, number, last = start, start // cell, -(-stop // cell)
         while number < last:
@@ -431,10 +430,7 @@ def _extents(
             if not cells or number > last:
                 raise Refused("a row is empty or has cells from two spans, or a tensor's rows do not cover its cells")
             hi = min(number * cell, stop)
-            if blob >= known:
-                raise Refused("an extent names a blob that the manifest does not have")
-            if offset < DATA_OFFSET or offset + (hi - lo) * itemsize > blob_sizes[blob]:
-                raise Refused("an extent lies outside its blob, or in the header of the blob")
+            _check(blob, offset, (hi - lo) * itemsize, blob_sizes)
             end = at + cells * DIGEST_BYTES
             yield Extent(box, lo, hi, blob, offset, digests[at:end])
             lo, at = hi, end

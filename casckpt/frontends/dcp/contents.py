@@ -68,11 +68,11 @@ class DcpContents:
     def metadata(self) -> dcp.Metadata:
         """Return the metadata for DCP. Each tensor is one chunk, because casckpt can read any part of it."""
         schema = self.schema
-        described: dict[str, dcp.TensorStorageMetadata | dcp.BytesStorageMetadata] = {}
+        entries: dict[str, dcp.TensorStorageMetadata | dcp.BytesStorageMetadata] = {}
         for key in schema.paths if self.note.keys is None else self.note.keys:
-            described[key] = dcp.BytesStorageMetadata() if key in schema.values else self._tensor_metadata(key)
+            entries[key] = dcp.BytesStorageMetadata() if key in schema.values else self._tensor_metadata(key)
         planner_data = self.note.planner_data if self.note.keys is not None else schema.paths
-        metadata = dcp.Metadata(described, planner_data=planner_data, storage_data={"checkpoint": self.checkpoint.id})
+        metadata = dcp.Metadata(entries, planner_data=planner_data, storage_data={"checkpoint": self.checkpoint.id})
         commit = self.checkpoint.commit
         stamp(metadata, commit.run, commit.step, commit.txid)
         return metadata
@@ -81,10 +81,10 @@ class DcpContents:
         chunked = self.note.chunks.get(key)
         if chunked is None:
             entry = self._entry(key)
-            return _described(entry.dtype, entry.shape, [((0,) * len(entry.shape), entry.shape)])
+            return described(entry.dtype, entry.shape, [((0,) * len(entry.shape), entry.shape)])
         shape, parts = chunked
         dtype = self._entry(parts[0].key).dtype if parts else "float32"
-        return _described(dtype, shape, [(part.offset, part.shape) for part in parts])
+        return described(dtype, shape, [(part.offset, part.shape) for part in parts])
 
     def _entry(self, key: str) -> Entry:
         entry = self.contents.tensors.get(key)
@@ -173,7 +173,8 @@ def _check_restricted(key: str, data: bytes) -> None:
         ) from error
 
 
-def _described(dtype: str, shape: Shape, chunks: Sequence[tuple[Shape, Shape]]) -> dcp.TensorStorageMetadata:
+def described(dtype: str, shape: Shape, chunks: Sequence[tuple[Shape, Shape]]) -> dcp.TensorStorageMetadata:
+    """Describe a tensor for DCP. ``chunks``: the offset and shape of each."""
     parts = [dcp.ChunkStorageMetadata(torch.Size(offset), torch.Size(sizes)) for offset, sizes in chunks]
     return dcp.TensorStorageMetadata(dcp.TensorProperties(dtype=torch_dtype(dtype)), torch.Size(shape), parts)
 

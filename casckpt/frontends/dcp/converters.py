@@ -21,7 +21,7 @@ from casckpt.base.progress import Progress, Shown
 from casckpt.contents.checkpoint import Checkpoint
 from casckpt.errors import InvalidInput
 from casckpt.format.regions import Box, Shape
-from casckpt.frontends.dcp.contents import DcpContents
+from casckpt.frontends.dcp.contents import DcpContents, described
 from casckpt.frontends.dcp.folder import MEGATRON, METADATA, Folder, is_megatron
 from casckpt.frontends.dcp.session import WriterSession
 from casckpt.frontends.interchange.new_files import (
@@ -38,8 +38,8 @@ from casckpt.frontends.stores import AnyStore, as_store
 from casckpt.loading.options import LoadOptions
 from casckpt.loading.regions import EntrySlice, RegionReader
 from casckpt.saving.options import SaveOptions, UnpicklingArguments
+from casckpt.storage import open_files
 from casckpt.storage.files import Files
-from casckpt.storage.paths import open_files
 from casckpt.tensors.dtypes import torch_dtype
 from casckpt.tensors.memory import tensor_over
 
@@ -135,12 +135,9 @@ def casckpt_to_dcp(
         new_folder(place, force=force, stale=_is_ours, last=(METADATA,)) as folder,
     ):
         write_attached(opened_store, checkpoint, {name: name for name in attached}, folder)
-        config = (
-            opened_store.read_attachment(checkpoint, MEGATRON)
-            if MEGATRON in opened_store.attachments(checkpoint)
-            else b""
-        )
-        metadata = _Writer(folder, opened, reader, boxed=is_megatron(config)).write()
+        has_config = MEGATRON in opened_store.attachments(checkpoint)
+        boxed = has_config and is_megatron(opened_store.read_attachment(checkpoint, MEGATRON))
+        metadata = _Writer(folder, opened, reader, boxed=boxed).write()
         write_durably(folder / METADATA, pickle.dumps(metadata))
     return checkpoint
 
@@ -186,12 +183,9 @@ class _Writer:
 
     def _describe(self, metadata: dcp.Metadata, chunks: Sequence[EntrySlice]) -> None:
         for key, of_key in grouped(chunks, lambda chunk: chunk.entry.key).items():
-            boxes = [chunk.region.box for chunk in of_key]
-            parts = [dcp.ChunkStorageMetadata(torch.Size(box.offset), torch.Size(box.shape)) for box in boxes]
-            described = metadata.state_dict_metadata[key]
-            if isinstance(described, dcp.TensorStorageMetadata):
-                properties = dcp.TensorProperties(dtype=described.properties.dtype)
-                metadata.state_dict_metadata[key] = dcp.TensorStorageMetadata(properties, described.size, parts)
+            entry, boxes = of_key[0].entry, [chunk.region.box for chunk in of_key]
+            parts = [(box.offset, box.shape) for box in boxes]
+            metadata.state_dict_metadata[key] = described(entry.dtype, entry.shape, parts)
         metadata.storage_data = self._places
 
 

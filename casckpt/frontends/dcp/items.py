@@ -81,7 +81,7 @@ def _add_value(values: Values, item: WriteItem, planner: Resolver, allow_pickle:
         if _add_plain(values, key, value):
             return
     stream = planner.resolve_data(item)
-    if isinstance(stream, BoxedStream) and _add_unboxed(values, key, stream.value, allow_pickle):
+    if isinstance(stream, BoxedStream) and _add_plain(values, key, stream.value, allow_pickle):
         return
     if isinstance(stream, ValueStream):
         _add_prepared(values, key, prepare({key: stream.value}, None, rank=0, allow_pickle=allow_pickle), stream.value)
@@ -92,16 +92,6 @@ def _add_value(values: Values, item: WriteItem, planner: Resolver, allow_pickle:
     if is_archive(data) and _add_archive(values, key, data, planner):
         return
     _add_opaque(values, key, data)
-
-
-def _add_unboxed(values: Values, key: str, value: Any, allow_pickle: bool) -> bool:
-    """Add a value that an export will wrap in a list again. Return False if the value would not load unchanged."""
-    if _add_plain(values, key, value):
-        return True
-    if allow_pickle and _comes_back(value):
-        _add_prepared(values, key, prepare({key: value}, None, rank=0, allow_pickle=True), value)
-        return True
-    return False
 
 
 def _add_archive(values: Values, key: str, data: bytes, planner: Resolver) -> bool:
@@ -133,12 +123,12 @@ def _as_loaded(key: str, value: Any) -> Any:
     return inflate(flat.tree, leaf, lambda _: True)[key]
 
 
-def _add_plain(values: Values, key: str, value: Any) -> bool:
+def _add_plain(values: Values, key: str, value: Any, allow_pickle: bool = False) -> bool:
     """Add a value as the native API stores it. Return False if the value would not load unchanged."""
     if not _comes_back(value):
         return False
     try:
-        prepared = prepare({key: value}, None, rank=0, allow_pickle=False)
+        prepared = prepare({key: value}, None, rank=0, allow_pickle=allow_pickle)
     except InvalidInput:
         return False
     _add_prepared(values, key, prepared, value)

@@ -42,7 +42,7 @@ from casckpt.saving.leader import GroupMemory, Leader, late_offer
 from casckpt.saving.options import SaveOptions
 from casckpt.saving.prepare import Prepared, frozen_by, prepare, tensor_source
 from casckpt.saving.rank_part import RankPart, write_part
-from casckpt.saving.replicas import Samples, compared, memory_of, samples_of
+from casckpt.saving.replicas import Samples, compare, memory_of, samples_of
 from casckpt.saving.reuse_offer import ReuseOffer, reusable_cells
 from casckpt.tensors.dtypes import dtype_name
 from casckpt.tensors.state import check_key, decode_tree, encode_tree
@@ -179,10 +179,8 @@ class WriterSession:
                 f"check_replicas is {self.options.check_replicas!r} on some ranks only; pass the same value on all "
                 "ranks"
             )
-        samples = [stored.samples for stored in written if stored.samples is not None]
-        if len(samples) == leader.size:
-            memory = leader.memory.replicas
-            memory.found |= compared(samples, memory, str(self.options.check_replicas))
+        samples = (stored.samples for stored in written)
+        compare(samples, leader.size, leader.memory.replicas, str(self.options.check_replicas))
         encoded = _note(metadata, tree, written).encoded(allow_pickle=self.options.allow_pickle)
         record, _ = leader.conclude([stored.part for stored in written], streams, encode_tree(tree), encoded)
         return record.manifest

@@ -41,6 +41,12 @@ def new_file(path: Path, *, force: bool) -> Iterator[Path]:
             sync_folder(path.parent)
 
 
+def replace_file(path: Path, data: bytes) -> None:
+    """Write a file, or replace it as a whole. Raises StorageError."""
+    with new_file(path, force=True) as temporary:
+        temporary.write_bytes(data)
+
+
 @contextmanager
 def new_folder(path: Path, *, force: bool, stale: Callable[[str], bool], last: Sequence[str]) -> Iterator[Path]:
     """Yield a temporary folder. At the end, move its files into the folder ``path``.

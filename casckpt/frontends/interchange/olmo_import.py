@@ -9,23 +9,23 @@ import os
 import pickle
 import re
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
 from math import prod
-from typing import Any, Final, Unpack
+from typing import Any, Final, TypeAlias, Unpack
 
 import torch
 
 from casckpt.base.names import check_keywords
 from casckpt.contents.checkpoint import Checkpoint
 from casckpt.errors import InvalidInput, NotFound, Refused
+from casckpt.format.regions import Shape
 from casckpt.frontends.interchange.safetensors.files import read_header
 from casckpt.frontends.interchange.safetensors.importing import Maps
 from casckpt.frontends.stores import AnyStore, as_store
 from casckpt.saving.options import SaveOptions, UnpicklingArguments
+from casckpt.storage import open_files
 from casckpt.storage.files import LocalFiles
-from casckpt.storage.paths import open_files
 from casckpt.tensors.objects import refused_name
-from casckpt.tensors.untrusted import BoundedUnpickler, check_expansion, misread
+from casckpt.tensors.untrusted import MISREAD, BoundedUnpickler, check_expansion, misread
 from casckpt.tensors.values import Shard
 
 METADATA: Final = "metadata.json"
@@ -34,17 +34,11 @@ MODEL_AND_OPTIM: Final = "model_and_optim"
 _STATE = re.compile(r"state\.(.+)\.__(.+)", re.DOTALL)
 _GROUP = re.compile(r"param_group[0-9]{1,9}")
 _TRAIN = re.compile(r"train/rank([0-9]{1,9})\.pt")
-_MISFORMED = (ArithmeticError, AttributeError, LookupError, RuntimeError, TypeError, ValueError)
-"""The errors that malformed JSON raises. RecursionError and torch's errors are RuntimeErrors."""
 log = logging.getLogger(__name__)
 
 
-@dataclass(frozen=True)
-class _Tensor:
-    """One tensor in ``metadata.json``: its parts by file, each as flat ranges or a box."""
-
-    shape: tuple[int, ...]
-    parts: Mapping[str, Mapping[str, Any]]
+_Parts: TypeAlias = Mapping[str, Mapping[str, Any]]
+"""The parts of a tensor by file, each as flat ranges or a box."""
 
 
 def import_olmo(
@@ -74,9 +68,9 @@ def import_olmo(
 def _tensors(files: LocalFiles, maps: Maps) -> dict[str, list[Shard]]:
     """Return the tensors of a folder that has a ``metadata.json`` file, as shards."""
     described = _described(files)
-    names = sorted({name for tensor in described.values() for name in tensor.parts})
+    names = sorted({name for _, parts in described.values() for name in parts})
     held = {name: _mapped(files, name, maps) for name in names}
-    return {key: list(_shards(key, tensor, held)) for key, tensor in described.items()}
+    return {key: list(_shards(key, *tensor, held)) for key, tensor in described.items()}
 
 
 def _mapped(files: LocalFiles, name: str, maps: Maps) -> dict[str, torch.Tensor]:
@@ -85,38 +79,39 @@ def _mapped(files: LocalFiles, name: str, maps: Maps) -> dict[str, torch.Tensor]
     return dict(maps.mapped(path, read_header(path)))
 
 
-def _described(files: LocalFiles) -> dict[str, _Tensor]:
+def _described(files: LocalFiles) -> dict[str, tuple[Shape, _Parts]]:
     try:
         tensors = json.loads(files.read(METADATA))["tensors"]
-        return {str(key): _Tensor(tuple(map(int, about["shape"])), _parts(about)) for key, about in tensors.items()}
-    except _MISFORMED as error:
+        return {str(key): (tuple(map(int, about["shape"])), _parts(about)) for key, about in tensors.items()}
+    except MISREAD as error:
         raise Refused(f"{files.url}/{METADATA} was not written by OLMo-core's checkpointer: {error!r}") from error
 
 
-def _parts(about: Mapping[str, Any]) -> Mapping[str, Mapping[str, Any]]:
+def _parts(about: Mapping[str, Any]) -> _Parts:
     if "shard_spec_per_file" in about:
         return dict(about["shard_spec_per_file"])
     old = about["flattened_offsets_per_file"]  # the name in older versions
     return {name: {"flattened_offsets": [at] if at and isinstance(at[0], int) else at} for name, at in old.items()}
 
 
-def _shards(key: str, tensor: _Tensor, held: Mapping[str, Mapping[str, torch.Tensor]]) -> Iterator[Shard]:
+def _shards(key: str, shape: Shape, parts: _Parts, held: Mapping[str, Mapping[str, torch.Tensor]]) -> Iterator[Shard]:
     seen: set[str] = set()
-    for name, spec in sorted(tensor.parts.items()):
+    for name, spec in sorted(parts.items()):
         if repr(spec) in seen:
             continue  # a replica; every rank wrote one
         seen.add(repr(spec))
-        data = held[name].get(key)
-        try:
-            shards = [] if data is None else [_shard(data, tensor.shape, spec)]
-            is_absent = data is None and _numel(spec) > 0  # an empty part of the optimizer state may be absent
-        except _MISFORMED as error:
-            raise Refused(f"{METADATA} is malformed for {key!r} in {name}: {error!r}", key=key) from error
-        if is_absent:
-            raise NotFound(
-                f"{name} lacks {key!r}, although {METADATA} lists it; get a complete copy of the folder", key=key
-            )
-        yield from shards
+        yield from _of_file(key, name, held[name].get(key), shape, spec)
+
+
+def _of_file(key: str, name: str, data: torch.Tensor | None, shape: Shape, spec: Mapping[str, Any]) -> list[Shard]:
+    try:
+        if data is not None:
+            return [_shard(data, shape, spec)]
+        if not _numel(spec):  # an empty part of the optimizer state may be absent
+            return []
+    except MISREAD as error:
+        raise Refused(f"{METADATA} is malformed for {key!r} in {name}: {error!r}", key=key) from error
+    raise NotFound(f"{name} lacks {key!r}, although {METADATA} lists it; get a complete copy of the folder", key=key)
 
 
 def _numel(spec: Mapping[str, Any]) -> int:
@@ -124,7 +119,7 @@ def _numel(spec: Mapping[str, Any]) -> int:
     return prod(spec["local_shape"]) if flat is None else sum(hi - lo for lo, hi in flat)
 
 
-def _shard(data: torch.Tensor, shape: tuple[int, ...], spec: Mapping[str, Any]) -> Shard:
+def _shard(data: torch.Tensor, shape: Shape, spec: Mapping[str, Any]) -> Shard:
     if spec.get("flattened_offsets") is not None:
         return Shard(data, shape, flat=[tuple(pair) for pair in spec["flattened_offsets"]])
     box = tuple(spec["local_shape"])

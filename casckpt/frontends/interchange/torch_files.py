@@ -110,14 +110,13 @@ def mapped_weights(path: Path) -> tuple[dict[str, torch.Tensor], Callable[[], No
 
     Raises InvalidInput for any other content, and Refused for a damaged file.
     """
+    invalid = InvalidInput(f"{path} is damaged, or holds more than a model's weights; import the file itself")
     try:
         state = _read(path, allow_pickle=False)
     except InvalidInput as error:
-        raise InvalidInput(
-            f"{path} is damaged, or holds more than a model's weights; import the file itself"
-        ) from error
+        raise invalid from error
     if not isinstance(state, dict) or not all(isinstance(key, str) and _is_dense(state[key]) for key in state):
-        raise InvalidInput(f"{path} is damaged, or holds more than a model's weights; import the file itself")
+        raise invalid
     return state, _unmapper(path)
 
 

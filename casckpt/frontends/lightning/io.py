@@ -177,16 +177,8 @@ class CasCheckpointIO(CheckpointIO):
 
     def _later(self, call: Callable[[], Any], *, after: Future[Any]) -> None:
         """Make a call in the thread of a save, once ``after`` is done."""
-        done = ReportedFuture[Any]()
-
-        def run(_: Future[Any]) -> None:
-            try:
-                done.set_result(call())
-            except BaseException as error:  # noqa: BLE001 - the future raises it
-                done.set_exception(error)
-
-        self._waiting.append(done)
-        after.add_done_callback(run)
+        self._waiting.append(ReportedFuture())
+        self._waiting[-1].follow(after, call)
 
     def _settle(self) -> None:
         waiting, self._waiting = self._waiting, []

@@ -7,7 +7,7 @@ from dataclasses import asdict, dataclass, fields
 from typing import Any
 
 from casckpt.errors import NotFound
-from casckpt.frontends.interchange.new_files import new_file
+from casckpt.frontends.interchange.new_files import replace_file
 from casckpt.frontends.megatron.errors import CheckpointExists, checkpointing_errors
 from casckpt.frontends.megatron.place import CheckpointDir, StoreRef, folder_of, place_of
 
@@ -78,8 +78,7 @@ def save_config(config: CheckpointingConfig, checkpoint_dir: CheckpointDir) -> N
     """
     folder = folder_of(checkpoint_dir)
     if folder is not None:
-        with new_file(folder / CONFIG_NAME, force=True) as path:
-            path.write_bytes(encoded(config))
+        replace_file(folder / CONFIG_NAME, encoded(config))
         return
     with checkpointing_errors():
         place = place_of(checkpoint_dir)

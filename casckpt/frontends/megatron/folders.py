@@ -14,7 +14,7 @@ from typing import TypeAlias
 
 from casckpt.contents.checkpoint import Checkpoint
 from casckpt.errors import CasckptError, NotFound
-from casckpt.frontends.interchange.new_files import new_file
+from casckpt.frontends.interchange.new_files import replace_file
 from casckpt.frontends.megatron.common import COMMON_NAME
 from casckpt.frontends.megatron.config import CONFIG_NAME, OURS, encoded, maybe_load_config
 from casckpt.frontends.megatron.errors import CheckpointingException, CheckpointNotFound, checkpointing_errors
@@ -43,7 +43,7 @@ def write_folder(checkpoint_dir: CheckpointDir, folder: Folder, *, allow_pickle:
         common = stored.file or write_archive(load_common_state_dict(checkpoint_dir, allow_pickle=allow_pickle))
         target = Path(folder)
         point(target, StoreRef(stored.store, stored.where), common)
-        _write(target / CONFIG_NAME, encoded(maybe_load_config(checkpoint_dir) or OURS))
+        replace_file(target / CONFIG_NAME, encoded(maybe_load_config(checkpoint_dir) or OURS))
 
 
 def point(folder: Path, place: StoreRef, common: bytes | None) -> None:
@@ -53,8 +53,8 @@ def point(folder: Path, place: StoreRef, common: bytes | None) -> None:
     """
     run, step = place.run_and_step()
     if common is not None:
-        _write(folder / COMMON_NAME, common)
-    _write(folder / POINTER_NAME, json.dumps({"store": place.store.url, "run": run, "step": step}).encode())
+        replace_file(folder / COMMON_NAME, common)
+    replace_file(folder / POINTER_NAME, json.dumps({"store": place.store.url, "run": run, "step": step}).encode())
     (folder / _TORCH_DIST).unlink(missing_ok=True)  # of an earlier checkpoint, which Megatron would otherwise load
 
 
@@ -91,11 +91,6 @@ def check_common(stored: MegatronCheckpoint, folder: Folder) -> None:
             f"finish, or the file was changed; write_folder({f'{stored.store.url}#{stored.where}'!r}, "
             f"{os.fspath(folder)!r}) restores the saved file"
         )
-
-
-def _write(path: Path, data: bytes) -> None:
-    with new_file(path, force=True) as temporary:
-        temporary.write_bytes(data)
 
 
 FOLDER = "megatron_folder"

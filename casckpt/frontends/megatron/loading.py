@@ -33,7 +33,7 @@ from casckpt.frontends.megatron.kinds import (
     is_sharded_object,
     is_sharded_tensor,
 )
-from casckpt.frontends.megatron.mapping import ReshapedCopies, apply_factory_merges, boxes_of, copies
+from casckpt.frontends.megatron.mapping import Copies, apply_factory_merges, boxes_of, copies
 from casckpt.frontends.megatron.nesting import (
     Nested,
     dict_list_map_inplace,
@@ -142,21 +142,6 @@ def check_unexpected(strict: StrictHandling, where: str, unexpected: Collection[
         log.warning("%s lacks the requested %s", where, _listed(unexpected))
 
 
-def check_missing(strict: StrictHandling, where: str, missing: Collection[str]) -> None:
-    """Raise CheckpointingException for keys that no rank requests, if ``strict`` requires it."""
-    if missing and strict is StrictHandling.RAISE_ALL:
-        raise CheckpointingException(
-            f"{where} holds {_listed(missing)}, which no rank requests; strict='raise_unexpected' leaves them unread",
-            keys=tuple(sorted(missing)),
-        )
-
-
-def log_missing(strict: StrictHandling, where: str, missing: Collection[str]) -> None:
-    """Log missing keys if ``strict`` requires it. Every rank logs them, because each rank has its own log."""
-    if missing and strict is StrictHandling.LOG_ALL:
-        log.warning("%s holds %s, which no rank requested", where, _listed(missing))
-
-
 def _listed(keys: Collection[str]) -> str:
     return listed(sorted(keys), _SHOWN)
 
@@ -203,7 +188,8 @@ def load(  # noqa: PLR0917 - the positions of Megatron-core's
             return planned
 
         missing = ranks.exchange(plan, decide)
-        log_missing(loading.strict, stored.where, missing)
+        if missing and loading.strict is StrictHandling.LOG_ALL:  # on every rank, because each has its own log
+            log.warning("%s holds %s, which no rank requested", stored.where, _listed(missing))
         loading.read(**options)
         loaded = loading.merged()
     return (loaded, missing, loading.unexpected) if loading.strict.returns else loaded
@@ -220,7 +206,7 @@ class RankLoad:
         self._request = ReadRequest()
         self._results: dict[int, Any] = {}
         self._padding: list[torch.Tensor] = []
-        self._copies: list[ReshapedCopies] = []
+        self._copies: Copies = []
 
     def plan(self, strict: str | StrictHandling) -> tuple[list[Claim], set[str]]:
         """Sort the state dict, plan the reads, and return (claims, flat keys), without changing anything.
@@ -283,8 +269,9 @@ class RankLoad:
             return [megatron_shard(value, data)]
         part = part_shape(shape, stored)
         if part is not None:
-            self._copies.append(copies(value, data, stored, part))
-            return self._copies[-1].shards
+            shards, pairs = copies(value, data, stored, part)
+            self._copies += pairs
+            return shards
         if not value.allow_shape_mismatch or len(value.global_shape) != len(stored):
             raise ShardedMismatch(
                 f"{value.key!r} has global shape {list(value.global_shape)} here, but {list(stored)} in "
@@ -308,12 +295,20 @@ class RankLoad:
             yield Shard(narrow(piece, here), stored, common.offset)
 
     def missing(self, used: frozenset[str]) -> set[str]:
-        """Return the keys of the checkpoint that no rank requested. ``used``: the keys that the ranks requested."""
+        """Return the keys of the checkpoint that no rank requested. ``used``: the keys that the ranks requested.
+
+        Raises CheckpointingException if there are such keys and ``strict`` requires it.
+        """
         if not self.strict.looks_for_missing:
             return set()
-        have = {*self.stored.tensors, *self.stored.object_names}
-        check_missing(self.strict, self.stored.where, have - used)
-        return have - used
+        missing = {*self.stored.tensors, *self.stored.object_names} - used
+        if missing and self.strict is StrictHandling.RAISE_ALL:
+            raise CheckpointingException(
+                f"{self.stored.where} holds {_listed(missing)}, which no rank requests; strict='raise_unexpected' "
+                "leaves them unread",
+                keys=tuple(sorted(missing)),
+            )
+        return missing
 
     def put_into(self, common: dict[Any, Any]) -> None:
         """Insert non-persistent values, and the values to load, at their positions in the common part.
@@ -328,8 +323,8 @@ class RankLoad:
         self._request.run(self.stored, **options)
         for data in self._padding:
             data.zero_()
-        for reshaped in self._copies:
-            reshaped.run()
+        for target, source in self._copies:
+            target.copy_(source)
 
     def merged(self) -> Any:
         """Return the whole state dict: the values that were read, and those that `put_into` added."""

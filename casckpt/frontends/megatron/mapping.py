@@ -32,65 +32,21 @@ from casckpt.tensors.memory import has_memory, narrow
 from casckpt.tensors.values import Shard
 
 
-def narrowed(part: Any, dim: int, start: int, length: int) -> list[Any]:
-    """See `ShardedTensor.narrow`."""
-    _check(part, dim, start, length)
-    extent, axis = part.local_shape[dim], dim + part.prepend_axis_num
-    result = replace(
-        part,
-        data=None,
-        local_shape=_with(part.local_shape, dim, length),
-        global_shape=_with(part.global_shape, axis, part.global_shape[axis] // extent * length),
-        global_offset=_with(part.global_offset, axis, part.global_offset[axis] // extent * length),
-        flattened_range=None,
-    )
-    if part.flattened_range is None:
-        return [replace(result, data=None if part.data is None else part.data.narrow(dim, start, length))]
-    row, flat = prod(part.local_shape[1:]), part.flat_elements()
-    lo, hi = max(flat.start, start * row), min(flat.stop, (start + length) * row)
-    if lo >= hi:
-        return []
-    data = None if part.data is None else part.data[lo - flat.start : hi - flat.start]
-    return [replace(result, data=data, flattened_range=slice(lo - start * row, hi - start * row))]
-
-
-def _check(part: Any, dim: int, start: int, length: int) -> None:
-    """Raise CheckpointingException if the part cannot be narrowed this way."""
-    if not 0 <= dim < len(part.local_shape):
-        raise _refused(part, f"it has {len(part.local_shape)} axes, but dim is {dim}")
-    extent, axis = part.local_shape[dim], dim + part.prepend_axis_num
-    if min(start, length) < 0 or start + length > extent:
-        raise _refused(part, f"{length} elements starting at {start} exceed the extent {extent} of axis {dim}")
-    if not extent or part.global_shape[axis] % extent or part.global_offset[axis] % extent:
-        raise _refused(part, f"the parts are not equal along axis {dim}")
-    if part.flattened_range is not None and dim != 0:
-        raise _refused(part, f"flat data can be narrowed along the first axis only, not along axis {dim}")
-
-
-def _refused(part: Any, why: str) -> CheckpointingException:
-    return CheckpointingException(f"{part.key!r} cannot be narrowed: {why}", key=part.key)
-
-
 def _with(shape: Shape, axis: int, extent: int) -> Shape:
     return (*shape[:axis], extent, *shape[axis + 1 :])
 
 
-@dataclass(frozen=True)
-class ReshapedCopies:
-    """Shards to read into new memory, and pairs of (target, source) views to copy into a sharded tensor afterwards."""
-
-    shards: list[Shard]
-    copies: list[tuple[torch.Tensor, torch.Tensor]]
-
-    def run(self) -> None:
-        """Copy each source into its target."""
-        for target, source in self.copies:
-            target.copy_(source)
+Copies: TypeAlias = list[tuple[torch.Tensor, torch.Tensor]]
+"""Pairs of (target, source)."""
 
 
-def copies(value: Any, data: torch.Tensor, stored: Shape, part: Shape) -> ReshapedCopies:
-    """Plan how to fill the ``data`` of a Megatron-style tensor from the stored parts that it overlaps."""
-    result = ReshapedCopies([], [])
+def copies(value: Any, data: torch.Tensor, stored: Shape, part: Shape) -> tuple[list[Shard], Copies]:
+    """Plan how to fill the ``data`` of a Megatron-style tensor from the stored parts that it overlaps.
+
+    Return the shards to read into new memory, and the views to copy afterwards.
+    """
+    shards: list[Shard] = []
+    pairs: Copies = []
     pieces = list(boxes_of(value, data))
     for at in _parts(megatron_region(value).box, part):
         buffer = torch.empty(stored[-1], dtype=data.dtype, device="cpu")
@@ -98,10 +54,10 @@ def copies(value: Any, data: torch.Tensor, stored: Shape, part: Shape) -> Reshap
         overlaps = [(piece, target, common) for piece, target in pieces if (common := piece.intersect(here))]
         for piece, target, common in overlaps:
             source = narrow(buffer.view(part), common.relative_to(here))
-            result.copies.append((narrow(target, common.relative_to(piece)), source))
+            pairs.append((narrow(target, common.relative_to(piece)), source))
         if overlaps:
-            result.shards.append(Shard(buffer.view((1,) * len(at) + stored[-1:]), stored, (*at, 0)))
-    return result
+            shards.append(Shard(buffer.view((1,) * len(at) + stored[-1:]), stored, (*at, 0)))
+    return shards, pairs
 
 
 def _parts(box: Box, part: Shape) -> Iterator[Shape]:
@@ -281,7 +237,38 @@ class ShardedTensor(ShardedBase):
         Returns one part, or none if the ``flattened_range`` has none of these elements. Raises CheckpointingException
         for elements outside the part, for uneven parts, and for flat data along any axis other than the first.
         """
-        return narrowed(self, dim, start, length)
+        problem = self._problem_of_narrowing(dim, start, length)
+        if problem:
+            raise refused(self.key, f"it cannot be narrowed: {problem}")
+        extent, axis = self.local_shape[dim], dim + self.prepend_axis_num
+        result = replace(
+            self,
+            data=None,
+            local_shape=_with(self.local_shape, dim, length),
+            global_shape=_with(self.global_shape, axis, self.global_shape[axis] // extent * length),
+            global_offset=_with(self.global_offset, axis, self.global_offset[axis] // extent * length),
+            flattened_range=None,
+        )
+        if self.flattened_range is None:
+            return [replace(result, data=None if self.data is None else self.data.narrow(dim, start, length))]
+        row, flat = prod(self.local_shape[1:]), self.flat_elements()
+        lo, hi = max(flat.start, start * row), min(flat.stop, (start + length) * row)
+        if lo >= hi:
+            return []
+        data = None if self.data is None else self.data[lo - flat.start : hi - flat.start]
+        return [replace(result, data=data, flattened_range=slice(lo - start * row, hi - start * row))]
+
+    def _problem_of_narrowing(self, dim: int, start: int, length: int) -> str | None:
+        if not 0 <= dim < len(self.local_shape):
+            return f"it has {len(self.local_shape)} axes, but dim is {dim}"
+        extent, axis = self.local_shape[dim], dim + self.prepend_axis_num
+        if min(start, length) < 0 or start + length > extent:
+            return f"{length} elements starting at {start} exceed the extent {extent} of axis {dim}"
+        if not extent or self.global_shape[axis] % extent or self.global_offset[axis] % extent:
+            return f"the parts are not equal along axis {dim}"
+        if self.flattened_range is not None and dim != 0:
+            return f"flat data can be narrowed along the first axis only, not along axis {dim}"
+        return None
 
     def init_data(self, device: str | torch.device, init_fn: Callable[..., torch.Tensor] = torch.empty) -> None:
         """Set ``data`` to ``init_fn(shape, dtype=..., device=...)`` if it is None."""

@@ -36,7 +36,7 @@ from casckpt.frontends.megatron.stored import CONTENT_METADATA, is_object_key
 from casckpt.ranks.ranks import Ranks, exchange_keeping, open_ranks
 from casckpt.saving.options import CheckReplicas, SaveArguments, usable_check
 from casckpt.saving.prepare import tensor_source
-from casckpt.saving.replicas import Samples, compared, memory_of, samples_of
+from casckpt.saving.replicas import Samples, compare, memory_of, samples_of
 from casckpt.tensors.foreign import flat_range, megatron_shard
 from casckpt.tensors.state import check_nesting
 from casckpt.tensors.values import OfObjects, Shard
@@ -234,10 +234,8 @@ class Saving:
                 raise CheckpointingException(f"async_sharded_save is {ways}: pass the same value on all ranks")
             if validate:
                 check_claims(claims)
-            samples = [sample for _, _, sample in gathered if sample is not None]
-            if len(samples) == ranks.size:
-                memory = memory_of(place.store.url, ranks.group)
-                memory.found |= compared(samples, memory, "sample")
+            samples = (of_rank for _, _, of_rank in gathered)
+            compare(samples, ranks.size, memory_of(place.store.url, ranks.group), "sample")
             self._make_room({claim.key for of_rank in claims for claim in of_rank})
             replaces, common = is_only_config(place), _packed(self._compared) if validate else None
             return [(selected, common, replaces) for selected in self.select(claims)]

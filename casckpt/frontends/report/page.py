@@ -18,7 +18,7 @@ from casckpt.base.text import lineage_text
 from casckpt.base.units import format_size, time_of
 from casckpt.contents.checkpoint import Checkpoint
 from casckpt.errors import CasckptError
-from casckpt.frontends.interchange.new_files import new_file
+from casckpt.frontends.interchange.new_files import replace_file
 from casckpt.frontends.report import charts
 from casckpt.plan.retention import Policy
 from casckpt.store.store import Store
@@ -40,8 +40,7 @@ def write_report(store: Store, path: str | os.PathLike[str]) -> int:
     Raises NotFound if the store does not exist, Unsupported if matplotlib is missing, and StorageError.
     """
     text = page(store).encode()
-    with new_file(Path(path), force=True) as made:
-        made.write_bytes(text)
+    replace_file(Path(path), text)
     return len(text)
 
 

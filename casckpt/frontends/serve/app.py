@@ -179,25 +179,24 @@ def app_of(hub: Hub, *, tokens: frozenset[str] | None, checks_host: bool = True)
 
 
 async def _page(hub: Hub, request: Request) -> Response:
-    repos = await _ask(request, hub.repos)
-    tags = await _ask(request, hub.tags) if repos else {}
+    repos = await _desk(request).ask(hub.repos)
+    tags = await _desk(request).ask(hub.tags) if repos else {}
     return HTMLResponse(page_of(hub.store.url, str(request.base_url).rstrip("/"), repos, tags), headers=_PAGE)
 
 
 async def _report(request: Request) -> Response:
     """Return the report that `casckpt report -o` writes."""
-    desk: Desk = request.app.state.desk
-    return HTMLResponse(await desk.charts(), headers=_CHARTS)
+    return HTMLResponse(await _desk(request).charts(), headers=_CHARTS)
 
 
 async def _get(hub: Hub, request: Request) -> Response | RangeResponse:
     parts = _parts(request)
     if parts[:2] == ["api", "models"]:
-        return JSONResponse(await _ask(request, _api_call(hub, request, parts[2:])), headers=_SAFE)
+        return JSONResponse(await _desk(request).ask(_api_call(hub, request, parts[2:])), headers=_SAFE)
     repo, verb, rest = _cut(parts, _RESOLVE)
     if not verb or len(rest) < 2:
         raise no_repository("/".join(parts))
-    folder, file = await _ask(request, partial(hub.file, repo, rest[0], "/".join(rest[1:])))
+    folder, file = await _desk(request).ask(partial(hub.file, repo, rest[0], "/".join(rest[1:])))
     commit = commit_of(folder.checkpoint.id)
     if rest[0] != commit:
         return _redirected(commit, rest[1:])
@@ -242,7 +241,7 @@ async def _post(hub: Hub, request: Request) -> Response:
         raise _read_only()
     form = parse_qs((await _body(request)).decode("utf-8", "replace"))
     expand = form.get("expand", [""])[-1].lower() == "true"
-    found = await _ask(request, partial(hub.paths, repo, rest[0], form.get("paths", []), expand=expand))
+    found = await _desk(request).ask(partial(hub.paths, repo, rest[0], form.get("paths", []), expand=expand))
     return JSONResponse(found, headers=_SAFE)
 
 
@@ -283,13 +282,10 @@ def _file(request: Request, folder: ServedFolder, file: File) -> Response | Rang
         span = parse_range(request.headers.get("range"), size) if is_current else None
     except Unsatisfiable as error:
         raise Refusal(416, "", str(error), Content_Range=f"bytes */{size}") from None
-    desk: Desk = request.app.state.desk
-    if span is None:
-        return RangeResponse(desk, folder, file, FileSpan(0, size), headers)
-    headers |= {
-        "Content-Length": str(span.stop - span.start), "Content-Range": f"bytes {span.start}-{span.stop - 1}/{size}",
-    }  # fmt: skip
-    return RangeResponse(desk, folder, file, span, headers)
+    if span is not None:
+        headers["Content-Range"] = f"bytes {span.start}-{span.stop - 1}/{size}"
+        headers["Content-Length"] = str(span.stop - span.start)
+    return RangeResponse(_desk(request), folder, file, span or FileSpan(0, size), headers)
 
 
 def _names(condition: str, etag: str) -> bool:
@@ -326,9 +322,9 @@ def _is_set(request: Request, name: str) -> bool:
     return request.query_params.get(name, "").lower() in ("true", "1")
 
 
-async def _ask(request: Request, call: Callable[[], Any]) -> Any:
+def _desk(request: Request) -> Desk:
     desk: Desk = request.app.state.desk
-    return await desk.ask(call)
+    return desk
 
 
 async def _refused(_: Request, error: Exception) -> Response:

@@ -69,23 +69,13 @@ def _number(digits: str) -> int:
     return int(digits) if len(digits) <= _DIGITS else 10**_DIGITS
 
 
-class RequestedRange(NamedTuple):
-    """The contents of a range: ``head``, followed by the bytes of ``sources`` without the first ``skip`` bytes.
+class File:
+    """One file of a checkpoint. ``etag``: 40 hex digits, equal for files whose bytes and cell boundaries are equal."""
 
-    The range may end within the last element.
-    """
-
-    head: memoryview
-    sources: list[EntrySlice]
-    skip: int
-
-
-class FileMap:
-    """Maps the bytes of a file to elements."""
-
-    def __init__(self, file: FileLayout) -> None:
-        self._head = memoryview(file.head)
-        self._sources = [source for tensor in file.tensors for source in tensor.sources if source.nbytes]
+    def __init__(self, layout: FileLayout, etag: str) -> None:
+        self.name, self.etag = layout.name, etag
+        self._head = memoryview(layout.head)
+        self._sources = [source for tensor in layout.tensors for source in tensor.sources if source.nbytes]
         self._begins = list(accumulate((source.nbytes for source in self._sources), initial=0))
 
     @property
@@ -93,11 +83,14 @@ class FileMap:
         """The size of the file."""
         return len(self._head) + self._begins[-1]
 
-    def wanted(self, span: FileSpan) -> RequestedRange:
-        """Return the smallest range of whole elements that contains the bytes ``span``."""
+    def wanted(self, span: FileSpan) -> tuple[memoryview, list[EntrySlice], int]:
+        """Return the content of ``span``: its bytes of the head, slices of entries, and how many bytes to skip in them.
+
+        The slices are of whole elements, so they may also end after ``span``.
+        """
         start, stop = (max(at - len(self._head), 0) for at in span)
         sources, skip = self._elements(start, stop)
-        return RequestedRange(self._head[span.start : span.stop], sources, skip)
+        return self._head[span.start : span.stop], sources, skip
 
     def _elements(self, start: int, stop: int) -> tuple[list[EntrySlice], int]:
         """Return the elements with bytes [start, stop) of the data, and how many bytes to skip in the first."""
@@ -120,20 +113,6 @@ _ETAG_BYTES = 20
 _ETAG_OF = b"casckpt serve, ETag 1\n"
 
 log = logging.getLogger("casckpt.frontends.serve")
-
-
-@dataclass(frozen=True)
-class File:
-    """One file. ``etag``: 40 hex digits, equal for files whose bytes and cell boundaries are equal."""
-
-    name: str
-    etag: str
-    map: FileMap
-
-    @property
-    def nbytes(self) -> int:
-        """The size of the file."""
-        return self.map.nbytes
 
 
 @dataclass(frozen=True)
@@ -197,7 +176,7 @@ class ServedFolders:
         names, _ = plan.attachments()
         manifest, attached = plan.contents.manifest, (_attached(plan.contents, *name) for name in names.items())
         files |= {file.name: file for file in attached if file.name not in files and file.name != VIEW_FILE}
-        made = {name: File(name, etag_of(manifest, file), FileMap(file)) for name, file in sorted(files.items())}
+        made = {name: File(file, etag_of(manifest, file)) for name, file in sorted(files.items())}
         return ServedFolder(checkpoint, manifest, made, plan.view.tensors)
 
     def _plan(self, checkpoint: Checkpoint) -> FolderPlan:

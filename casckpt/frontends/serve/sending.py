@@ -22,7 +22,7 @@ from casckpt.contents.checkpoint import Checkpoint
 from casckpt.errors import CasckptError, Damaged, Gone, NotFound
 from casckpt.format.extents import ExtentTable
 from casckpt.frontends.serve.answers import refusal_of
-from casckpt.frontends.serve.folders import File, FileSpan, RequestedRange, ServedFolder, ServedFolders
+from casckpt.frontends.serve.folders import File, FileSpan, ServedFolder, ServedFolders
 from casckpt.loading.entry_reader import EntryReader
 from casckpt.loading.regions import EntrySlice, plan_windows, requests, views
 from casckpt.repository.repository import Repository
@@ -149,22 +149,21 @@ class RangeReader:
     """Reads one range of a file. ``head``: the bytes that are already in memory. Only `read` is thread-safe."""
 
     def __init__(self, repo: Repository, folder: ServedFolder, file: File, span: FileSpan) -> None:
-        wanted = file.map.wanted(span)
-        self.head = wanted.head
+        self.head, sources, skip = file.wanted(span)
         self._folder = folder
         self._tables: dict[int, ExtentTable] = {}
         # one thread is enough: other threads serve other clients, and a window takes only one or two network requests
         self._reader = EntryReader(repo, folder.manifest, verify=True, threads=1, shared=True)
-        self._windows = self._plan(span, wanted)
+        self._windows = self._plan(span, sources, skip)
 
     def next(self) -> Window | None:
         """Return the next window in order; None at the end."""
         return next(self._windows, None)
 
-    def _plan(self, span: FileSpan, wanted: RequestedRange) -> Iterator[Window]:
-        start, skip = span.start + len(wanted.head), wanted.skip
+    def _plan(self, span: FileSpan, wanted: list[EntrySlice], skip: int) -> Iterator[Window]:
+        start = span.start + len(self.head)
         cell_bytes = self._folder.manifest.body.cell_bytes
-        for sources in plan_windows(wanted.sources, WINDOW_BYTES, cell_bytes, FIRST_BYTES):
+        for sources in plan_windows(wanted, WINDOW_BYTES, cell_bytes, FIRST_BYTES):
             stop = min(start + sum(source.nbytes for source in sources) - skip, span.stop)
             yield Window(start, stop, sources, skip)
             start, skip = stop, 0

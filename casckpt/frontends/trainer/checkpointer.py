@@ -20,7 +20,7 @@ from casckpt.errors import CasckptError, Conflict, Damaged, InvalidInput, Refuse
 from casckpt.frontends.stores import AnyStore, advising, as_store
 from casckpt.frontends.trainer.ownership import RunOwnership, differing_keys, unsaved_labels
 from casckpt.frontends.trainer.resumed import Resumed, check_given, excuses, of_all_ranks, outcome_of
-from casckpt.frontends.trainer.run_checkpoints import RunCheckpoints, newest, newest_together
+from casckpt.frontends.trainer.run_checkpoints import newest, newest_together
 from casckpt.frontends.trainer.saves import (
     CheckpointEvent,
     Events,
@@ -33,7 +33,6 @@ from casckpt.frontends.trainer.saves import (
 )
 from casckpt.frontends.trainer.settings import DueArguments, Kind, StepArguments, TrainerArguments, TrainerSettings
 from casckpt.frontends.training_state.contents import (
-    OPTIM,
     TRAIN,
     AnyTrainState,
     GroupOptions,
@@ -48,7 +47,7 @@ from casckpt.frontends.training_state.hub_config import with_hub_files
 from casckpt.frontends.training_state.parts import AnyOptimizer, as_optimizers
 from casckpt.frontends.training_state.proof import Proof
 from casckpt.frontends.training_state.proof import prove as prove_state
-from casckpt.frontends.training_state.stored import MODEL
+from casckpt.frontends.training_state.stored import MODEL, OPTIM
 from casckpt.frontends.training_state.train_state import restore_rng, rng_state
 from casckpt.ranks.ranks import Ranks, everyone, open_ranks, this_rank
 from casckpt.store.opening import throttled
@@ -92,7 +91,7 @@ class CheckpointerConfig(TrainerSettings):
         return Checkpointer(store, process_group=process_group, **(settings | dict(overrides)))
 
 
-class Checkpointer(RunCheckpoints):
+class Checkpointer:
     """Manages the checkpoints of one run: it saves, loads and forgets them. Every rank makes the same calls.
 
     When `save_if_due` saves:
@@ -138,9 +137,8 @@ class Checkpointer(RunCheckpoints):
     ) -> None:
         check_keywords("Checkpointer", settings, TrainerArguments)
         self.config = CheckpointerConfig(run=run, **settings)
-        super().__init__(
-            throttled(as_store(store, self.config.create), self.config.throttle, self.config.work_dir), run
-        )
+        opened = as_store(store, self.config.create)
+        self.store, self.run = throttled(opened, self.config.throttle, self.config.work_dir), run
         self.summary: SaveSummary | None = None
         self.process_group = process_group
         self._rotation = self.config.rotation
@@ -156,7 +154,7 @@ class Checkpointer(RunCheckpoints):
         self._begun: int | None = None
         self._reached: int | None = None
         self._warned_of_space = self._warned_of_others = self._warned_of_repeat = self._keeps = False
-        self.ownership = RunOwnership(self, self._rotation)
+        self.ownership = RunOwnership(self.store, run, self._rotation)
         self._checked: bool | None = None  # False: checked, but before the optimizer had state
         self.resumed: Resumed | None = None
         """The result of the last `resume`; None if it found no checkpoint."""
@@ -239,23 +237,17 @@ class Checkpointer(RunCheckpoints):
             saving = self.store.save_async(state, run=self.run, step=step, **self._save_arguments(model, **options))
         blocked = time.monotonic() - begun
 
-        def finish(saving: Future[Checkpoint]) -> None:
-            try:
-                with self._reporting(ranks, step):
-                    saved = saving.result()
-                durable, copied = time.monotonic() - begun, getattr(saving, "bytes_copied", 0)
-                summary = SaveSummary(
-                    checkpoint=saved, blocked=blocked, durable=durable, waits=waits, bytes_copied=copied
-                )
-                self._after(summary, ranks, options.get("metrics"))
-            except BaseException as error:  # noqa: BLE001 - the future raises it; without this, it would never finish
-                done.set_exception(error)
-            else:
-                done.set_result(saved)
+        def finish() -> Checkpoint:
+            with self._reporting(ranks, step):
+                saved = saving.result()
+            durable, copied = time.monotonic() - begun, getattr(saving, "bytes_copied", 0)
+            summary = SaveSummary(checkpoint=saved, blocked=blocked, durable=durable, waits=waits, bytes_copied=copied)
+            self._after(summary, ranks, options.get("metrics"))
+            return saved
 
         self._pending = _Pending(done, step, self.saved_step, self._files)
         self._files, self.saved_step = {}, step
-        saving.add_done_callback(finish)
+        done.follow(saving, finish)
         if is_foreground:
             self.wait()
         return done
@@ -286,10 +278,8 @@ class Checkpointer(RunCheckpoints):
         def decide(found: Sequence[bool]) -> Sequence[bool]:
             try:
                 if loaded is not None and (checkpoint := newest(self.store, self.run, loaded)) is not None:
-                    self.ownership.note_load(Checkpoint(self.store.repository, checkpoint))
-                self.ownership.decide(
-                    step, was_loaded=any(found), overwrites=self._overwrites({"overwrite": overwrite})
-                )
+                    self.ownership.note_load(checkpoint)
+                self.ownership.decide(step, was_loaded=any(found), overwrites=self._overwrites(overwrite))
             except (StorageError, Damaged, Refused) as error:  # it is decided before the next save
                 log.info("casckpt cannot look at run %s of %s: %s", self.run, self.store.url, error)
             return everyone(self.ownership.is_decided, ranks.size)
@@ -538,6 +528,30 @@ class Checkpointer(RunCheckpoints):
         """Return whether the last `load` or `resume` loaded the checkpoint of ``step`` of this run."""
         return self._loaded is not None and (self._loaded[0].run, self._loaded[0].step) == (self.run, step)
 
+    # the run
+
+    def find_checkpoints(self, ephemeral: bool | None = None) -> Iterator[Checkpoint]:
+        """Yield the checkpoints of one listing in step order.
+
+        ``ephemeral``: select only ephemeral (True) or only permanent (False) checkpoints.
+        """
+        found = self.store.checkpoints(self.run) if self.store.repository.is_there() else []
+        chosen = (one for one in found if ephemeral is None or one.ephemeral == ephemeral)
+        yield from sorted(chosen, key=lambda one: one.step)
+
+    def latest_checkpoint(self) -> Checkpoint:
+        """Return the checkpoint whose save began last. Raises NotFound, which is a FileNotFoundError."""
+        return self.store.get(f"{self.run}@latest")
+
+    def contains_checkpoint(self) -> bool:
+        """Return whether the run has at least one checkpoint."""
+        return newest(self.store, self.run) is not None
+
+    @staticmethod
+    def checkpoint_dirname(step: int) -> str:
+        """Return a folder name for frameworks that need one."""
+        return f"step{step}"
+
     # inside
 
     def _check(
@@ -607,7 +621,7 @@ class Checkpointer(RunCheckpoints):
             **cast("SaveArguments", settings),
             **given,
             "metrics": usable_metrics(self.run, given.get("metrics"), first=self._rotation.metrics),
-            "overwrite": self._overwrites(given),
+            "overwrite": self._overwrites(given.get("overwrite")),
             "attachments": with_hub_files(model, given.get("attachments"), self._files),
             "lineage": self.lineage,
             "process_group": self.process_group,
@@ -678,8 +692,7 @@ class Checkpointer(RunCheckpoints):
             "the last save_if_due", after + 1, reached, self.run, reached,
         )  # fmt: skip
 
-    def _overwrites(self, options: StepArguments) -> bool:
-        overwrite = options.get("overwrite")
+    def _overwrites(self, overwrite: bool | None) -> bool:
         return self.config.overwrite if overwrite is None else overwrite
 
     def _begin(self, step: int, options: StepArguments) -> tuple[Ranks, bool, tuple[float, float], Checkpoint | None]:
@@ -702,7 +715,7 @@ class Checkpointer(RunCheckpoints):
             return self._failures.too_many
 
         def decide(found: Sequence[bool]) -> Sequence[tuple[bool, Commit | None]]:
-            saved = None if self._overwrites(options) else self.ownership.find(step)
+            saved = None if self._overwrites(options.get("overwrite")) else self.ownership.find(step)
             return everyone((any(found), None if saved is None else saved.commit), ranks.size)
 
         self.start(step, overwrite=options.get("overwrite"))

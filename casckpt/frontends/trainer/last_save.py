@@ -9,8 +9,9 @@ from __future__ import annotations
 import logging
 import signal
 from collections.abc import Sequence
+from contextlib import ExitStack
 from types import FrameType, TracebackType
-from typing import Any, Self, Unpack
+from typing import Self, Unpack
 
 from casckpt.errors import CasckptError, InvalidInput
 from casckpt.frontends.trainer.checkpointer import Checkpointer
@@ -41,27 +42,24 @@ class SaveOnSignal:
         if type(every) is not int or every < 1:
             raise InvalidInput(f"every={every!r} is not valid; pass a number of steps, 1 or more")
         self._checkpointer, self._signals, self._every, self._status = checkpointer, tuple(signals), every, exit_status
-        self._before: dict[signal.Signals, Any] = {}
+        self._handlers = ExitStack()
         self._received = 0
 
     def __enter__(self) -> Self:
-        for number in self._signals:
-            try:
-                self._before[number] = signal.signal(number, self._note)
-            except (ValueError, OSError) as error:
-                self._restore()
-                raise InvalidInput(
-                    f"{number!r} cannot be handled: {error}; enter SaveOnSignal in the main thread"
-                ) from error
+        with ExitStack() as before:
+            for number in self._signals:
+                try:
+                    handler = signal.signal(number, self._note)
+                except (ValueError, OSError) as error:
+                    raise InvalidInput(
+                        f"{number!r} cannot be handled: {error}; enter SaveOnSignal in the main thread"
+                    ) from error
+                before.callback(signal.signal, number, signal.SIG_DFL if handler is None else handler)
+            self._handlers = before.pop_all()
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
-        self._restore()
-
-    def _restore(self) -> None:
-        while self._before:
-            one, handler = self._before.popitem()
-            signal.signal(one, handler if handler is not None else signal.SIG_DFL)
+        self._handlers.close()
 
     def _note(self, number: int, frame: FrameType | None) -> None:
         self._received = self._received or number

@@ -12,8 +12,8 @@ from contextlib import suppress
 from typing import Any, Unpack
 
 from casckpt.contents.checkpoint import Checkpoint
-from casckpt.errors import CasckptError, Conflict, Mismatch, MissingKey, NotFound
-from casckpt.frontends.trainer.run_checkpoints import RunCheckpoints, newest
+from casckpt.errors import CasckptError, Conflict, Mismatch, MissingKey
+from casckpt.frontends.trainer.run_checkpoints import newest
 from casckpt.frontends.trainer.settings import StepArguments
 from casckpt.frontends.training_state.contents import TRAIN
 from casckpt.frontends.training_state.proof import prove
@@ -27,17 +27,17 @@ log = logging.getLogger(__name__)
 class RunOwnership:
     """What a `Checkpointer` has saved and loaded of its run. Only the one on rank 0 is complete.
 
-    ``of``: the `Checkpointer`. ``rotation``: its retention rules. ``to_resume``: the call that resumes, for messages.
+    ``rotation``: its retention rules. ``to_resume``: the call that resumes, for messages.
     ``removable``: the ids of the checkpoints that retention may remove: those that this object saved, or that were
     visible when it loaded one. ``replaces_unhealthy``: whether it skipped unhealthy checkpoints in its last `resume`,
     and so may replace them.
     """
 
-    def __init__(self, of: RunCheckpoints, rotation: Rotation) -> None:
+    def __init__(self, store: Store, run: str, rotation: Rotation) -> None:
         self.to_resume = "resume()"
         self.is_decided = self._continues = self.replaces_unhealthy = False
         self.removable = set[str]()
-        self._of, self._rotation = of, rotation
+        self._store, self._run, self._rotation = store, run, rotation
         self._saved = set[str]()
         self._loaded: str | None = None
         self._rest = ""  # "..": what it went back from goes on after the step that it reaches
@@ -62,33 +62,29 @@ class RunOwnership:
 
     def note_load(self, loaded: Checkpoint) -> None:
         """Note that this object has loaded a checkpoint. Warn if its run has later steps."""
-        run = self._of.run
-        last = newest(self._of.store, run)
+        run = self._run
+        last = newest(self._store, run)
         is_last = last is None or last.id == loaded.id
-        visible = [] if is_last and self._rotation.changes_nothing else self._visible()
+        visible = [] if is_last and self._rotation.changes_nothing else self._store.checkpoints(self._run)
         if loaded.run == run:
             self._loaded, self._continues = loaded.id, True
             self.removable.update(one.id for one in visible)
-        if (
-            last is not None
-            and not is_last
-            and (later := [one.step for one in visible if one.step > loaded.step and not self.may_replace(one)])
-        ):
+        later = [one.step for one in visible if one.step > loaded.step and not self.may_replace(one)]
+        if last is not None and not is_last and later:
             self._rest = ".."
             log.warning(
                 "%s@%d was loaded, but run %s already has later steps (%d, up to %d). %s@latest stays step %d until "
                 "this program saves, and a save of a step that exists raises Conflict. To go on from here, use a "
                 "different run, or forget the later steps first: `casckpt forget %s %s@%d..%d`", loaded.run,
-                loaded.step, run, len(later), max(later), run, last.step, self._of.store.url, run, min(later),
+                loaded.step, run, len(later), max(later), run, last.step, self._store.url, run, min(later),
                 max(later),
             )  # fmt: skip
 
     def was_loaded_here(self) -> bool:
         """Return whether this process has read tensors of the run, in any way."""
         with suppress(CasckptError):  # no store
-            return any(
-                run == self._of.run and store == self._of.store.marker.store_id for store, run in tuple(loaded_here)
-            )
+            stores = [store for store, run in tuple(loaded_here) if run == self._run]
+            return bool(stores) and self._store.marker.store_id in stores
         return False
 
     def decide(self, step: int, *, was_loaded: bool, overwrites: bool) -> None:
@@ -97,15 +93,13 @@ class RunOwnership:
         Raises Conflict if the run has this step or a later one that none of these programs has loaded. ``overwrites``:
         whether the user allows that.
         """
-        if self.is_decided:
-            return
-        found = [] if self._continues or newest(self._of.store, self._of.run) is None else self._visible()
+        found = [] if self._continues or newest(self._store, self._run) is None else self._store.checkpoints(self._run)
         foreign = [one for one in found if one.id not in saved_here]
         is_later = all(step > one.step for one in found)
         if not (was_loaded or is_later or overwrites):
             last = max(found, key=lambda one: one.step)
             raise Conflict(
-                f"run {self._of.run!r} of {self._of.store.url} already has {_counted(found)}, up to "
+                f"run {self._run!r} of {self._store.url} already has {_counted(found)}, up to "
                 f"{_about(last)}, and this training has loaded none. To continue the run, call {self.to_resume} first. "
                 "Otherwise, use a different run",
                 checkpoints=tuple(one.id for one in found),
@@ -113,11 +107,11 @@ class RunOwnership:
         if foreign and not was_loaded:
             log.warning(
                 "run %s of %s already has %s, the newest is %s. This training has not loaded it, and saves step %d to "
-                "the same run. If it does not continue that training, use a different run%s", self._of.run,
-                self._of.store.url, _counted(found), _about(found[-1]), step, self._spared(),
+                "the same run. If it does not continue that training, use a different run%s", self._run,
+                self._store.url, _counted(found), _about(found[-1]), step, self._spared(),
             )  # fmt: skip
         elif found and self._spared():
-            log.info("run %s has %s from before%s", self._of.run, _counted(found), self._spared())
+            log.info("run %s has %s from before%s", self._run, _counted(found), self._spared())
         self.is_decided = True
 
     def find(self, step: int) -> Checkpoint | None:
@@ -126,22 +120,16 @@ class RunOwnership:
         Raises Conflict for any other checkpoint.
         """
         try:
-            found = self._of.store.get(f"{self._of.run}@{step}")
+            found = self._store.get(f"{self._run}@{step}")
         except CasckptError:  # not found; the save raises any other error
             return None
         if found.id != self._loaded and found.id not in self._saved and not self.may_replace(found):
             raise Conflict(
                 f"{_about(found)} already exists, and this training has not loaded it. Use a different run, or forget "
-                f"it first: `casckpt forget {self._of.store.url} {self._of.run}@{step}{self._rest}`",
+                f"it first: `casckpt forget {self._store.url} {self._run}@{step}{self._rest}`",
                 checkpoints=(found.id,),
             )
         return found
-
-    def _visible(self) -> Sequence[Checkpoint]:
-        try:
-            return self._of.store.checkpoints(self._of.run)
-        except NotFound:
-            return ()
 
     def _spared(self) -> str:
         return "" if self._rotation.changes_nothing else ". Retention leaves them alone until a program resumes the run"

@@ -12,10 +12,10 @@ from casckpt.base.groups import grouped
 from casckpt.base.text import listed
 from casckpt.contents.checkpoint import Checkpoint
 from casckpt.errors import InvalidInput
-from casckpt.frontends.training_state.contents import OPTIM, TRAIN, LoadRequest, Missing
+from casckpt.frontends.training_state.contents import TRAIN, LoadRequest, Missing
 from casckpt.frontends.training_state.proof import NOT_THERE, Proof
 from casckpt.frontends.training_state.settings import RECIPE, Replaced, replacing, schedules_in, settings_of, shown
-from casckpt.frontends.training_state.stored import GROUPS
+from casckpt.frontends.training_state.stored import GROUPS, OPTIM
 from casckpt.frontends.training_state.train_state import RNG, TrainState, as_parts, fill, noted
 from casckpt.ranks.ranks import everyone
 

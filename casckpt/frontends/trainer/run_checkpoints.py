@@ -5,7 +5,7 @@ from __future__ import annotations
 import difflib
 import logging
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
 
@@ -21,26 +21,26 @@ from casckpt.store.types import Commit
 log = logging.getLogger(__name__)
 
 
-def newest(store: Store, run: str, step: int | None = None) -> Commit | None:
-    """Return the newest commit of a run, or the commit of ``step``; None if it does not exist.
+def newest(store: Store, run: str, step: int | None = None) -> Checkpoint | None:
+    """Return the newest checkpoint of a run, or the one of ``step``; None if it does not exist.
 
     Raises NotFound if there is no store although there must be one; see ``create`` of `casckpt.open`.
     """
     try:
-        return store.get(_ref(run, step)).commit
+        return store.get(_ref(run, step))
     except NotFound as error:
         if store.repository.is_there():  # a missing store is normal when a job first starts
             log.info("%s", error)  # logged because a typo would start a new training run
         return None
 
 
-def newest_healthy(store: Store, run: str) -> Commit | None:
-    """Return the newest commit of a run that is not unhealthy; None if the run is empty.
+def newest_healthy(store: Store, run: str) -> Checkpoint | None:
+    """Return the newest checkpoint of a run that is not unhealthy; None if the run is empty.
 
     Raises NotFound if all are unhealthy, and in the cases of `newest`.
     """
     found = store.checkpoints(run) if store.repository.is_there() else []
-    healthy = [one.commit for one in found if one.healthy is not False]
+    healthy = [one for one in found if one.healthy is not False]
     if found and not healthy:
         raise NotFound(f"all checkpoints of {run} were saved with healthy=False; to load one of them, name its step")
     return healthy[-1] if healthy else None
@@ -70,7 +70,7 @@ def newest_together(
         found = newest_healthy(store, run) if healthy else newest(store, run, step)
         if found is None and step is None:
             warn_of_similar(store, run)
-        return everyone(found, ranks.size)
+        return everyone(None if found is None else found.commit, ranks.size)
 
     commit = ranks.exchange(name, find)
     return None if commit is None else Checkpoint(store.repository, commit)
@@ -84,12 +84,7 @@ def warn_of_similar(store: Store, run: str) -> None:
     else:
         what, similar = "store at", _similar_folders(folder) if isinstance(folder, Path) else []
     if similar:
-        log.warning(
-            "there is no %s %s, so nothing is resumed; did you mean %s?",
-            what,
-            store.url,
-            " or ".join(similar),
-        )
+        log.warning("there is no %s %s, so nothing is resumed; did you mean %s?", what, store.url, " or ".join(similar))
     elif not is_there:
         log.info("there is no store at %s yet, so nothing is resumed; the first save creates it", store.url)
 
@@ -114,32 +109,3 @@ def _digits(name: str) -> str:
 
 def _ref(run: str, step: int | None) -> str:
     return f"{run}@{'latest' if step is None else step}"
-
-
-class RunCheckpoints:
-    """The checkpoints of a run, as one process finds them. The subclass `Checkpointer` saves and loads them."""
-
-    def __init__(self, store: Store, run: str) -> None:
-        self.store, self.run = store, run
-
-    def find_checkpoints(self, ephemeral: bool | None = None) -> Iterator[Checkpoint]:
-        """Yield the checkpoints of one listing in step order.
-
-        ``ephemeral``: select only ephemeral (True) or only permanent (False) checkpoints.
-        """
-        found = self.store.checkpoints(self.run) if self.store.repository.is_there() else []
-        chosen = (one for one in found if ephemeral is None or one.ephemeral == ephemeral)
-        yield from sorted(chosen, key=lambda one: one.step)
-
-    def latest_checkpoint(self) -> Checkpoint:
-        """Return the checkpoint whose save began last. Raises NotFound, which is a FileNotFoundError."""
-        return self.store.get(f"{self.run}@latest")
-
-    def contains_checkpoint(self) -> bool:
-        """Return whether the run has at least one checkpoint."""
-        return newest(self.store, self.run) is not None
-
-    @staticmethod
-    def checkpoint_dirname(step: int) -> str:
-        """Return a folder name for frameworks that need one."""
-        return f"step{step}"

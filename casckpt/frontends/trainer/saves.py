@@ -6,10 +6,9 @@ import json
 import logging
 import time
 from collections.abc import Callable, Mapping
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass, field
-from threading import Lock
 from typing import Any, Literal, TypeAlias
 
 from casckpt.base.text import listed
@@ -132,22 +131,17 @@ class Janitor:
     """
 
     def __init__(self, store: Store) -> None:
-        self._store = store
+        self._store, self._asked = store, dict[str, Future[None]]()
         self._queue: ThreadPoolExecutor | None = None
-        self._lock = Lock()
-        self._waiting: set[str] = set()
 
     def ask(self, run: str) -> None:
         """Start a gc of ``run``, either now or after the current gc."""
-        with self._lock:
-            if run not in self._waiting:
-                self._waiting.add(run)
-                self._queue = self._queue or ThreadPoolExecutor(1, thread_name_prefix="casckpt-gc")
-                self._queue.submit(self._gc, run)
+        last = self._asked.get(run)
+        if last is None or last.running() or last.done():  # otherwise, it has yet to begin
+            self._queue = self._queue or ThreadPoolExecutor(1, thread_name_prefix="casckpt-gc")
+            self._asked[run] = self._queue.submit(self._gc, run)
 
     def _gc(self, run: str) -> None:
-        with self._lock:
-            self._waiting.remove(run)
         try:
             for one in self._store.gc(run=run, wait=0).refused:
                 log.warning("gc left a file of run %s: %s (owner: %s)", one.run, one.why, one.owner)

@@ -16,9 +16,9 @@ parameter to bfloat16.
 
 from __future__ import annotations
 
+from casckpt.frontends.training_state.contents import load_model_and_optim_state, save_model_and_optim_state
 from casckpt.frontends.training_state.hub_config import hub_files
 from casckpt.frontends.training_state.optimizer import flatten_optimizer_state, unflatten_optimizer_state
-from casckpt.frontends.training_state.save_load import load_model_and_optim_state, save_model_and_optim_state
 from casckpt.frontends.training_state.unshard import unshard_model_state, unshard_optim_state
 
 __all__ = [

@@ -1,4 +1,4 @@
-"""The contents of a training checkpoint: the model, the optimizer, and the train state of each rank.
+"""Saves and loads the contents of a training checkpoint: a model, its optimizer, and the train state of each rank.
 
 Each rank has its own key, such as ``train.3``, because train states may differ in content and nesting.
 """
@@ -12,32 +12,36 @@ from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import cache, partial
-from typing import Any, Literal, Protocol, TypeAlias, get_args, runtime_checkable
+from types import SimpleNamespace
+from typing import Any, Literal, Protocol, TypeAlias, Unpack, get_args, runtime_checkable
 
 from torch import nn
 from torch.optim import Optimizer
 
+from casckpt.base.names import check_keywords
 from casckpt.contents.checkpoint import Checkpoint
 from casckpt.errors import InvalidInput, NotFound
+from casckpt.frontends.stores import AnyStore, as_store
+from casckpt.frontends.training_state.hub_config import with_hub_files
 from casckpt.frontends.training_state.loading import Keeps, TrainingStateLoad, normal_tensors, renamed_beside
+from casckpt.frontends.training_state.model import model_to_save
 from casckpt.frontends.training_state.objects import Objects, is_optimizer, load_objects
-from casckpt.frontends.training_state.optimizer import tensors_below
+from casckpt.frontends.training_state.optimizer import states_to_save, tensors_below
 from casckpt.frontends.training_state.parts import AnyModel, AnyOptimizer, as_model, as_optimizers
-from casckpt.frontends.training_state.save_load import state_of
 from casckpt.frontends.training_state.settings import check_schedules
-from casckpt.frontends.training_state.stored import StoredTraining
+from casckpt.frontends.training_state.stored import MODEL, OPTIM, StoredTraining
 from casckpt.frontends.training_state.together import Groups, Made, find, is_sharded, made_by_name, make_state
 from casckpt.frontends.training_state.train_state import check_parts, plain_state
 from casckpt.loading.options import LoadOptions
-from casckpt.loading.unread import EVERYTHING, is_generator, that_hold, warn_moved, warn_unread
-from casckpt.ranks.ranks import Ranks, on_each
+from casckpt.loading.unread import EVERYTHING, is_generator, is_within, that_hold, warn_moved, warn_unread
+from casckpt.ranks.ranks import Ranks, on_each, open_ranks
 from casckpt.store.objects import is_of_optimizer
 from casckpt.store.store import Store
-from casckpt.store.types import LoadArguments, MatchArguments
+from casckpt.store.types import LoadArguments, MatchArguments, SaveArguments
 
 log = logging.getLogger("casckpt")
 
-TRAIN, OPTIM = "train", "optim"
+TRAIN = "train"
 _NO_OPTIMIZER = "%s has no optimizer that can be loaded (it has %s): the given optimizer is left unchanged"
 _MEANT = 'pass unread="ignore" (or load_optim_state=False, load_trainer_state=False)'
 
@@ -58,7 +62,7 @@ class TrainModule(SavedModule, Protocol):
     of the checkpoint. Both methods may accept ``optim``, which says whether to include the optimizer's state.
     """
 
-    def state_dict_to_load(self, metadata: StoredKeys) -> dict[str, Any]:
+    def state_dict_to_load(self, metadata: Any) -> dict[str, Any]:
         """Return the state to fill."""
 
     def load_state_dict(self, state: Mapping[str, Any]) -> Any:
@@ -82,11 +86,53 @@ Missing: TypeAlias = Literal["raise", "warn"]
 """What a resume does about state that it cannot restore."""
 
 
-@dataclass(frozen=True)
-class StoredKeys:
-    """The stored tensors of a checkpoint by key, in ``state_dict_metadata``."""
+def save_model_and_optim_state(
+    store: AnyStore,
+    model: AnyModel,
+    optim: AnyOptimizer | None = None,
+    *,
+    run: str,
+    step: int,
+    **options: Unpack[SaveArguments],
+) -> Checkpoint:
+    """Save ``model`` and ``optim`` as one checkpoint, without changing them.
 
-    state_dict_metadata: Mapping[str, Any]
+    If ``optim`` is None, save the model alone. Either may be a list: the parts of the model on this rank, or several
+    optimizers that share the parameters. Every rank of ``process_group`` (None: all ranks) makes the call, with its
+    own shards of one model, or with its own part of the model's parameters. Tensors are not gathered, and the
+    state_dict_type of `torch.distributed.fsdp` does not matter. If the values of a buffer differ across ranks, the
+    value of the lowest rank is stored, and the log mentions this once. If the values of a parameter differ, an error
+    is raised; see ``check_replicas`` of `Store.save`. The config of a Transformers model is attached unless
+    ``attachments`` has one, so that Transformers can load the export.
+
+    Before its first step, an optimizer has no state, and the save does not create any. ``options``: the options of
+    `Store.save` (``metadata``, ``overwrite``, ``ephemeral``, ``attachments``, ``dedup``, ``allow_pickle``,
+    ``threads``, ...).
+
+    Raises InvalidInput for an optimizer of a different model, for extra state that is not plain data, and for FSDP
+    without use_orig_params. Raises Conflict, StorageError and RankFailed in the same cases as `Store.save`. All errors
+    are raised on every rank. After an error, no part of the save is visible.
+    """
+    check_keywords("save_model_and_optim_state", options, SaveArguments)
+    ranks = open_ranks(options.get("process_group"), no_dist=options.get("no_dist", False))
+    opened = cache(partial(as_store, store))
+
+    def make() -> Made:
+        opened()  # opened here so that all ranks raise its error
+        return state_of(model, optim)
+
+    state = make_state(ranks, make)
+    options["attachments"] = with_hub_files(model, options.get("attachments"))
+    return opened().save(state, run=run, step=step, **options)
+
+
+def state_of(model: AnyModel, optim: AnyOptimizer | None) -> Made:
+    """Return the state that this rank saves, with live tensors under plain names. Raises InvalidInput."""
+    whole, optims = as_model(model), as_optimizers(optim)
+    state: dict[str, Any] = {MODEL: model_to_save(whole)}
+    if optims:
+        state[OPTIM] = states_to_save(whole, optims)
+    return made_by_name(state)
 
 
 def state_to_save(
@@ -115,8 +161,8 @@ def _of_one_rank(state: Any) -> Any:
             if is_sharded(tensor):
                 raise InvalidInput(
                     f"{key!r} is sharded across ranks, but a train state belongs to one rank. Pass it next to the "
-                    "model, "
-                    'as in save(step, {"model": model, "ema": ema}, optim, train_state), and load it in the same way',
+                    'model, as in save(step, {"model": model, "ema": ema}, optim, train_state), and load it in the '
+                    "same way",
                     key=key,
                 )
     return state
@@ -150,6 +196,61 @@ def _with(model: Mapping[str, Any], optim: AnyOptimizer | None) -> dict[str, Any
             key=key,
         )
     return whole
+
+
+@normal_tensors()
+def load_model_and_optim_state(
+    store: AnyStore,
+    ref: str | Checkpoint,
+    model: AnyModel,
+    optim: AnyOptimizer | None = None,
+    **options: Unpack[LoadArguments],
+) -> Checkpoint:
+    """Load into the tensors of ``model`` and ``optim``, without running an optimizer step.
+
+    If the optimizer lacks state for a parameter, the load creates it with the saved dtype on the parameter's device.
+    Parameters are matched by name. The number and order of groups do not matter. If several saved groups correspond to
+    one group of ``optim`` and differ in an option, the current value of the option is kept. ``optim=None``: do not
+    read a saved optimizer. Every rank of ``process_group`` makes the call. ``no_dist``: this process loads alone.
+
+    ``strict``: the model and the optimizer must have the same names as the checkpoint, and the checkpoint must have an
+    optimizer if you pass one. If ``strict`` is False, the load skips names that only one side has. The ``missing_keys``
+    of the result are the keys that the checkpoint lacks. A parameter that is tied to a loaded one is not missing.
+    ``ignore_mismatched``: fnmatch patterns of the model's names, such as ``head.*``. If the checkpoint lacks a matching
+    name or has a different shape for it, the tensor and its optimizer state are left unchanged (``mismatched_keys``).
+    ``rename``: maps a key of the model, ``model.<name>``, to a key of the checkpoint, as in `Store.load`. Saved
+    optimizer state is renamed along with its parameter. The model's names may also be at the top level of the
+    checkpoint. If the checkpoint lacks a name, the load also tries the name that the parameter had before PEFT added
+    adapters. ``cast``: convert to the model's dtypes. State that was saved in the dtype of its parameter is converted
+    with it. All other state, including ``step``, keeps the saved dtype. ``unread``: with "warn" (the default), the log
+    lists the skipped names of the model and of the checkpoint, except for an optimizer that you do not load. A load
+    that would fill nothing, or that misses more than a tenth of the model's names, raises MissingKey and suggests a
+    ``rename``. "ignore" disables both. ``options``: also accepts ``verify`` and other options of `Store.load`.
+
+    Some modules save keys that load_state_dict does not read. For such a module, the load raises a Mismatch that names
+    the keys. If ``ignore_mismatched`` matches all names of the module, it is left unchanged instead. The quantized
+    weights of bitsandbytes are loaded together with their statistics, or raise Mismatch if they were quantized in a
+    different way.
+
+    Raises Conflict if the ranks name different checkpoints, and NotFound, MissingKey, Mismatch and InvalidInput, all
+    before anything changes. During the read, raises Damaged or StorageError, after which the contents of ``model`` and
+    ``optim`` are undefined. All errors are raised on every rank.
+    """
+    check_keywords("load_model_and_optim_state", options, LoadArguments)
+    given = LoadOptions(**options)
+    ranks = open_ranks(given.process_group, no_dist=given.no_dist)
+    stored, groups = find(
+        ranks, store, ref, optimizers=lambda: [OPTIM] if as_optimizers(optim) else [], required=given.strict,
+        allow_pickle=given.allow_pickle,
+    )  # fmt: skip
+    loaded = TrainingStateLoad(stored, groups, given).load(
+        ranks, lambda: as_model(model), {OPTIM: as_optimizers(optim)},
+        lambda state, given: stored.store._load(state, stored.checkpoint, given),
+    )  # fmt: skip
+    if ranks.rank == 0 and given.unread == "warn":
+        left = [key for key in loaded.unread_subtrees if optim is not None or not is_within(key, OPTIM)]
+        warn_unread(loaded.run, loaded.step, left, 'pass unread="ignore"')
+    return loaded
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -202,13 +303,13 @@ class Restoring:
                 allow_pickle=self._given.allow_pickle, lenient=wanted.missing == "warn",
             )  # fmt: skip
         train = self._train = self._train_template(stored)
-        self._given = replace(self._given, meant=self._meant(has_train=bool(train)))
+        self._given = replace(self._given, meant=self._meant())
         if isinstance(model, TrainModule):
-            loaded = self._load_module(stored, model, train)
+            loaded = self._load_module(stored, model)
         elif isinstance(model, Mapping):
-            loaded = self._load_objects(stored, _with(model, optim), train)
+            loaded = self._load_objects(stored, _with(model, optim))
         else:
-            loaded = self._load_named(stored, groups, model, optims(), train)
+            loaded = self._load_named(stored, groups, model, optims())
         lacks_optimizer = any(key.endswith(".param_groups") for key in loaded.missing_keys)
         if self._ranks.rank == 0 and lacks_optimizer and wanted.missing is None:
             log.warning(_NO_OPTIMIZER, stored.where, stored.at_the_top())
@@ -223,7 +324,7 @@ class Restoring:
         leave_resized = self._wanted.missing == "warn" and not self._given.strict
         return {"keep_options": self._wanted.options == "keep", "leave_resized": leave_resized}
 
-    def _meant(self, *, has_train: bool) -> list[str]:
+    def _meant(self) -> list[str]:
         """Return the keys whose unread parts are not logged here.
 
         For a resume, these are all keys, because it logs them itself.
@@ -231,7 +332,7 @@ class Restoring:
         if self._wanted.missing is not None:
             return [EVERYTHING]
         meant = [OPTIM] if self._wanted.optim is False else []
-        return [*meant, TRAIN] if has_train or self._wanted.train is False else meant
+        return [*meant, TRAIN] if self._train or self._wanted.train is False else meant
 
     def _check_there(self, stored: StoredTraining, has_optimizer: bool) -> None:
         """Raise NotFound, Mismatch or MissingKey if a part that this rank must load is missing or does not fit."""
@@ -242,8 +343,7 @@ class Restoring:
             if is_wanted and not there:
                 raise NotFound(
                     f"{stored.where} has no {what} that can be loaded; it has {stored.at_the_top()}. To continue "
-                    "without it, "
-                    f'pass {name}=None (in a resume: missing="warn"), or choose a different checkpoint'
+                    f'without it, pass {name}=None (in a resume: missing="warn"), or choose a different checkpoint'
                 )
         read, wanted = partial(stored.value, allow_pickle=self._given.allow_pickle), self._wanted
         for at in [f"{TRAIN}.{rank}" for rank in self._train.get(TRAIN, ())]:
@@ -258,19 +358,17 @@ class Restoring:
         return {TRAIN: {mine if mine in ranks else min(ranks): None}} if ranks else {}
 
     @normal_tensors()
-    def _load_named(
-        self, stored: StoredTraining, groups: Groups, model: Any, optims: list[Optimizer], train: dict[str, Any]
-    ) -> Checkpoint:
+    def _load_named(self, stored: StoredTraining, groups: Groups, model: Any, optims: list[Optimizer]) -> Checkpoint:
         def make() -> nn.Module:
             self._check_there(stored, stored.has_optimizer())
             return as_model(model)
 
         loading = TrainingStateLoad(stored, groups, self._given, **self._keeps)
         return loading.load(
-            self._ranks, make, {OPTIM: optims}, lambda state, given: self._fill(stored, state | train, given)
+            self._ranks, make, {OPTIM: optims}, lambda state, given: self._fill(stored, state | self._train, given)
         )
 
-    def _load_objects(self, stored: StoredTraining, whole: dict[str, Any], train: dict[str, Any]) -> Checkpoint:
+    def _load_objects(self, stored: StoredTraining, whole: dict[str, Any]) -> Checkpoint:
         wanted, optims = self._wanted, [key for key, value in whole.items() if is_optimizer(value)]
         has_any, absent = any(map(stored.has_optimizer, optims)), list[str]()
         on_each(self._ranks, lambda: self._check_there(stored, has_any))
@@ -282,21 +380,21 @@ class Restoring:
                 absent.append(f"{key}.param_groups")
 
         loaded = load_objects(
-            self._store, self._ranks, whole | train, stored.checkpoint, given=renamed_beside(self._given, TRAIN),
+            self._store, self._ranks, whole | self._train, stored.checkpoint, given=renamed_beside(self._given, TRAIN),
             load=lambda template, _, given: self._fill(stored, template, given), **self._keeps,
         )  # fmt: skip
         return replace(loaded, missing_keys=(*loaded.missing_keys, *absent))
 
-    def _load_module(self, stored: StoredTraining, model: TrainModule, train: dict[str, Any]) -> Checkpoint:
+    def _load_module(self, stored: StoredTraining, model: TrainModule) -> Checkpoint:
         optim = self._wanted.optim
         if optim is None:
             optim = self._wanted.missing == "raise" or bool(stored.keys_below(OPTIM))
 
         def make() -> dict[str, Any]:
             self._check_there(stored, bool(stored.keys_below(OPTIM)))
-            return dict(_template_of(model, StoredKeys(stored.contents.tensors), optim=optim))
+            return dict(_template_of(model, SimpleNamespace(state_dict_metadata=stored.contents.tensors), optim=optim))
 
-        state = on_each(self._ranks, make) | train
+        state = on_each(self._ranks, make) | self._train
         loaded = self._fill(stored, state, renamed_beside(self._given, TRAIN))
         on_each(self._ranks, lambda: model.load_state_dict({k: v for k, v in state.items() if k != TRAIN}))
         return loaded
@@ -310,7 +408,7 @@ class Restoring:
         return self._store._load(state, stored.checkpoint, given)
 
 
-def _template_of(model: TrainModule, metadata: StoredKeys, *, optim: bool) -> Mapping[str, Any]:
+def _template_of(model: TrainModule, metadata: SimpleNamespace, *, optim: bool) -> Mapping[str, Any]:
     """Return the state to fill. The method of a train module may lack either parameter."""
     method: Callable[..., Mapping[str, Any]] = model.state_dict_to_load
     parameters = inspect.signature(method).parameters

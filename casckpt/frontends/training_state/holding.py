@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
@@ -21,9 +21,6 @@ from casckpt.tensors.objects import Archived
 from casckpt.tensors.shards import inner_names
 from casckpt.tensors.values import Shard
 from casckpt.tensors.wrappers import blank, opened
-
-if TYPE_CHECKING:
-    from torch.distributed.tensor import DTensor
 
 
 @dataclass(frozen=True)
@@ -112,10 +109,12 @@ class Holding:
             return part.shard(there if fits and there is not None else _new_like(part.data, entry))
         if there is not None and tuple(there.shape) == entry.shape and _fits(there, entry, taken):
             return there
-        if is_dtensor(parameter) and not _is_plain(there, entry, parameter, added=added):
-            return _new_dtensor(parameter, entry)
-        alike = not is_dtensor(parameter) and tuple(parameter.shape) == entry.shape and parameter.device == device
-        return _new_like(parameter, entry) if alike else new_empty(entry, device)
+        alike, is_own = tuple(parameter.shape) == entry.shape, parameter.device == device
+        if is_dtensor(parameter):
+            is_own = not _is_plain(there, entry, parameter, added=added)
+            if is_own and not alike:  # replicated
+                return parameter.new_empty(entry.shape, dtype=torch_dtype(entry.dtype), requires_grad=False)
+        return _new_like(parameter, entry) if is_own and alike else new_empty(entry, device)
 
     def wrapper(
         self, key: str, node: Wrapper, entries: Mapping[str, Entry], there: torch.Tensor | None, *, is_plain: bool
@@ -198,13 +197,3 @@ def _is_plain(there: torch.Tensor | None, entry: Entry, parameter: torch.Tensor,
     if there is not None:
         return not is_dtensor(there)
     return (added or entry.shape == ()) and entry.shape != tuple(parameter.shape)
-
-
-def _new_dtensor(parameter: DTensor, entry: Entry) -> torch.Tensor:
-    """Return a DTensor on the parameter's device.
-
-    It is sharded like the parameter if the shapes are equal, else replicated.
-    """
-    if tuple(parameter.shape) == entry.shape:
-        return _new_like(parameter, entry)
-    return parameter.new_empty(entry.shape, dtype=torch_dtype(entry.dtype), requires_grad=False)

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from copy import copy, deepcopy
 from functools import cache
 from pathlib import Path
@@ -20,20 +20,14 @@ from torch import nn
 
 from casckpt.base.names import HUB_FILE, is_attachment_name
 from casckpt.errors import Unsupported
-from casckpt.frontends.training_state.hub_names import (
-    adapter_parts,
-    globs,
-    has_base,
-    is_transformers,
-    rules_of,
-    saved_parts,
-)
+from casckpt.frontends.training_state.hub_names import adapter_parts, globs, is_transformers, rules_of, saved_parts
 from casckpt.frontends.training_state.model import model_state
-from casckpt.frontends.training_state.names import unwrapped_model
+from casckpt.frontends.training_state.names import class_names, unwrapped_model
 from casckpt.frontends.training_state.stored import MODEL
 from casckpt.loading.fit import shape_of
 
 log = logging.getLogger(__name__)
+_warn_once = cache(log.warning)
 
 ADAPTER_STEM, DIFFUSERS_STEM = "adapter_model", "diffusion_pytorch_model"
 _MAX_BYTES = 1 << 20  # of the names
@@ -58,21 +52,16 @@ def hub_files(model: Any, processor: Any = None) -> dict[str, bytes]:
         model = model.get(MODEL)
     inner = unwrapped_model(model[0] if isinstance(model, list | tuple) and len(model) == 1 else model)
     try:
-        if has_base(inner, _PEFT) or getattr(inner, "_hf_peft_config_loaded", False):
+        if _PEFT in class_names(inner) or getattr(inner, "_hf_peft_config_loaded", False):
             files |= _adapter_files(inner)
         elif is_transformers(inner):
             files |= _config_files(inner) | hub_names(**_names_of(inner, _transformers_names))
-        elif has_base(inner, _DIFFUSERS):
+        elif _DIFFUSERS in class_names(inner):
             config = json.loads(inner.to_json_string())
             files |= {"config.json": _dumped(config)} | hub_names({DIFFUSERS_STEM: {}})
     except Exception as error:  # noqa: BLE001 - the libraries cannot write them either; the save must not fail
-        _warn_once(type(inner).__name__, str(error))
+        _warn_once("the config of the %s was not saved, so an export lacks it: %s", type(inner).__name__, str(error))
     return files
-
-
-@cache
-def _warn_once(kind: str, error: str) -> None:
-    log.warning("the config of the %s was not saved, so an export lacks it: %s", kind, error)
 
 
 def with_hub_files(model: Any, attachments: Any, files: Mapping[str, bytes] = MappingProxyType({})) -> Any:
@@ -183,16 +172,21 @@ def _names_of(model: Any, make: Any) -> dict[str, Any]:
 
 
 def _shapes(model: Any) -> dict[str, tuple[int, ...]]:
-    shapes = {name: shape_of(value) for name, value in model_state(model).items()}
-    return {name: shape for name, shape in shapes.items() if shape is not None}
+    return {name: shape for name, value in model_state(model).items() if (shape := shape_of(value)) is not None}
 
 
 def _written(write: Any) -> dict[str, bytes]:
     """Return the files that ``write`` writes into a temporary folder."""
     with TemporaryDirectory(prefix="casckpt-") as folder:
         write(folder)
-        paths = [path for path in sorted(Path(folder).rglob("*")) if path.is_file()]
-        return {path.relative_to(folder).as_posix(): path.read_bytes() for path in paths}
+        return {name: path.read_bytes() for name, path in files_below(Path(folder))}
+
+
+def files_below(folder: Path) -> Iterator[tuple[str, Path]]:
+    """Yield the files of a folder and its subfolders, in order, with their relative paths."""
+    for path in sorted(folder.rglob("*")):
+        if path.is_file():
+            yield path.relative_to(folder).as_posix(), path
 
 
 def hub_names(views: Mapping[str, Any], **more: Any) -> dict[str, bytes]:

@@ -8,7 +8,7 @@ each expert as a view of the fused parameter, so the view shows the position of 
 from __future__ import annotations
 
 import re
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, TypeAlias
 
@@ -19,6 +19,7 @@ from torch.overrides import TorchFunctionMode
 from casckpt.base.text import in_one_line
 from casckpt.errors import Unsupported
 from casckpt.format.regions import Box, Shape
+from casckpt.frontends.training_state.names import class_names
 from casckpt.loading.fit import shape_of
 from casckpt.loading.options import compiled, expanded, first_match, matches, renamer
 from casckpt.tensors.memory import boxes_with_data
@@ -34,17 +35,9 @@ _NUMBER = re.compile(r"\d+")
 _MOST_GROUPS = 3  # a pattern with more groups could match a name in too many ways
 
 
-def has_base(model: Any, name: str) -> bool:
-    """Return whether a class with this name is a base of the class of ``model``. ``name`` includes the module.
-
-    The classes are compared by name, because importing them takes seconds.
-    """
-    return any(f"{base.__module__}.{base.__qualname__}" == name for base in type(model).__mro__)
-
-
 def is_transformers(model: Any) -> bool:
     """Return whether ``model`` is a Transformers model without adapters."""
-    is_pretrained = has_base(model, "transformers.modeling_utils.PreTrainedModel")
+    is_pretrained = "transformers.modeling_utils.PreTrainedModel" in class_names(model)
     return is_pretrained and not getattr(model, "_hf_peft_config_loaded", False)
 
 
@@ -223,9 +216,7 @@ def _patterns(parts: Parts) -> dict[str, Mapping[str, Index]]:
     alike = defaultdict[tuple[Any, ...], list[str]](list)
     for name, of in parts.items():
         alike[_NUMBER.sub("#", name), tuple((_NUMBER.sub("#", saved), index) for saved, index in of.items())] += [name]
-    counts = defaultdict[str, int](int)
-    for shape, _ in alike:
-        counts[shape] += 1
+    counts = Counter(shape for shape, _ in alike)
     patterns: dict[str, Mapping[str, Index]] = {}
     for (shape, _), names in alike.items():
         if all(parts[name] == {name: ()} for name in names):

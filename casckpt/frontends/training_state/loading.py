@@ -8,7 +8,6 @@ import re
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from functools import partial
 from os.path import commonprefix
 from typing import Any, TypedDict, Unpack
 
@@ -281,11 +280,7 @@ class TrainingStateLoad:
         if not optims or groups is None:
             self._absent += (f"{at}.param_groups",) if optims else ()
             return []
-        about = (self._stored, groups, self._module, self._saved_name)
-        make = partial(
-            _OptimizerPlan, at=place, start=self._saved_start, new=new, strict=self._strict, cast=self._given.cast
-        )
-        plans = [make(optim, *about, keep_options=self._keeps.get("keep_options", False)) for optim in optims]
+        plans = [_OptimizerPlan(self, optim, groups, at=place, new=new) for optim in optims]
         self._optimizers[at] = plans
         self._absent += tuple(f"{at}.state.{name}" for plan in plans for name in plan.match.missing)
         filled = {name: value for plan in plans for name, value in plan.template.items()}
@@ -436,33 +431,23 @@ class _OptimizerPlan:
     """The changes that a load will make to an optimizer. The plan is complete before the first read."""
 
     def __init__(
-        self,
-        optim: Optimizer,
-        stored: StoredTraining,
-        saved: StoredGroups,
-        model: nn.Module,
-        saved_name: Callable[[str], str],
-        *,
-        at: str,
-        start: str,
-        new: Collection[str],
-        strict: bool,
-        cast: bool,
-        keep_options: bool,
+        self, load: TrainingStateLoad, optim: Optimizer, saved: StoredGroups, *, at: str, new: Collection[str]
     ) -> None:
-        """Plan a load. ``at``: the optimizer's key. ``start``: the prefix of all of the model's keys.
+        """Plan a load of the optimizer whose key in the checkpoint is ``at``.
 
         ``new``: the names of parameters that are left unchanged, together with their state.
         """
         self._given, optim = optim, local_optimizer(optim)
-        self._at = at
-        self._optim, self._kind, self._stored, self._cast = optim, StateKind.of(optim), stored, cast
-        self._kept, self._start = None if self._kind is None else self._kind.keeps(), start
+        self._at, self._start, self._cast = at, load._saved_start, load._given.cast
+        model, stored = load._module, load._stored
+        self._optim, self._kind, self._stored = optim, StateKind.of(optim), stored
+        self._kept = None if self._kind is None else self._kind.keeps()
         here = named_groups(model, optim)
         self.match: Match = match(
-            here, saved, lambda name: _NOWHERE if name in new else saved_name(name), keep_options=keep_options
-        )
-        if strict:
+            here, saved, lambda name: _NOWHERE if name in new else load._saved_name(name),
+            keep_options=load._keeps.get("keep_options", False),
+        )  # fmt: skip
+        if load._strict:
             lacking = tuple(name for name in self.match.missing if name not in new)
             check(replace(self.match, missing=lacking), getattr(optim, "defaults", {}), saved, stored.where)
         members = [one.parameter for group in here for one in group]
@@ -533,10 +518,8 @@ class _OptimizerPlan:
 
     def install(self, loaded: Mapping[Any, Any]) -> None:
         """Load the filled state into the optimizer. Parameters that the checkpoint lacks keep their current state."""
-        state: dict[Any, Any] = {}
-        for parameter in self._without:
-            if parameter in self._optim.state:
-                state[parameter] = self._optim.state[parameter]
+        there = self._optim.state
+        state: dict[Any, Any] = {parameter: there[parameter] for parameter in self._without if parameter in there}
         for name in self.template:
             owner = self._parameters.get(str(name))
             value = unwrapped(loaded[name], None if owner is None else owner.device)

@@ -25,13 +25,14 @@ They are given by name, because some imports take seconds.
 """
 
 
+def class_names(value: Any) -> list[str]:
+    """Return the names of the class of ``value`` and of its bases, with their modules."""
+    return [f"{base.__module__}.{base.__qualname__}" for base in type(value).__mro__]
+
+
 def wrapped_child(module: nn.Module) -> str | None:
     """Return the name of the wrapped child of a wrapper; None for any other module."""
-    for base in type(module).__mro__:
-        child = WRAPPERS.get(f"{base.__module__}.{base.__qualname__}")
-        if child is not None:
-            return child
-    return None
+    return next((WRAPPERS[name] for name in class_names(module) if name in WRAPPERS), None)
 
 
 def unwrapped_model(model: Any) -> Any:

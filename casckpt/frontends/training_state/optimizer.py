@@ -6,7 +6,6 @@ The module also lists the names of the state that torch's own optimizers keep fo
 from __future__ import annotations
 
 import sys
-from collections import defaultdict
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -258,9 +257,8 @@ def _unconverted(saved: Any, loaded: Any) -> Any:
     """Return the state that the optimizer loaded, with the saved tensors in place of converted or copied ones."""
     if isinstance(saved, torch.Tensor) and isinstance(loaded, torch.Tensor):
         return saved if saved.shape == loaded.shape else loaded
-    if isinstance(saved, Mapping) and isinstance(loaded, defaultdict | dict):
-        for key in loaded:
-            loaded[key] = _unconverted(saved[key], loaded[key]) if key in saved else loaded[key]
+    if isinstance(saved, Mapping) and isinstance(loaded, dict):
+        loaded.update({key: _unconverted(saved[key], value) for key, value in loaded.items() if key in saved})
         return loaded
     if type(saved) is type(loaded) and isinstance(saved, list | tuple) and len(saved) == len(loaded):
         return type(saved)([_unconverted(one, other) for one, other in zip(saved, loaded, strict=True)])

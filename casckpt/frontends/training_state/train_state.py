@@ -218,19 +218,16 @@ def restore_rng(state: Mapping[str, Any]) -> None:
             f"the state of the random number generators lacks {missing[0]!r}; pass the result of rng_state", keys=(RNG,)
         )
     if state["rank"] != this_rank():
-        _seed(int(hex_digest(state["torch"].numpy().tobytes() + b"%d" % this_rank())[:16], 16))
+        seed = int(hex_digest(state["torch"].numpy().tobytes() + b"%d" % this_rank())[:16], 16)
+        random.seed(seed)
+        np.random.seed(seed % (1 << 32))  # noqa: NPY002 - see rng_state
+        torch.manual_seed(seed)
         return
     random.setstate(state["python"])
     np.random.set_state(state["numpy"])  # noqa: NPY002 - see rng_state
     torch.set_rng_state(state["torch"])
     if "cuda" in state and torch.cuda.is_available():
         torch.cuda.set_rng_state(state["cuda"])
-
-
-def _seed(seed: int) -> None:
-    random.seed(seed)
-    np.random.seed(seed % (1 << 32))  # noqa: NPY002 - see rng_state
-    torch.manual_seed(seed)
 
 
 class TrainState(UserDict[str, Any]):

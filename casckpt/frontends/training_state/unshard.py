@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from fnmatch import fnmatchcase
-from functools import partial
 from typing import Any, Unpack
 
 import torch
@@ -44,27 +43,20 @@ def unshard_model_state(
     Raises MissingKey if nothing matches, and NotFound, Damaged and StorageError in the same cases as `Store.read`, on
     every rank. Raises InvalidInput (a ValueError) if ``no_dist`` and ``rank0_only`` are combined on any rank except 0.
     """
-    read = partial(_model_of, keys=keys, device=device, options=options)
-    return _unshard(store, ref, lambda ranks, stored, _: read(ranks, stored), rank0_only=rank0_only, no_dist=no_dist)
 
+    def read(ranks: Ranks, stored: StoredTraining, _: StoredGroups | None) -> dict[str, Any]:
+        state = read_together(
+            stored.store.repository, ranks, stored.checkpoint, keys=lambda: _patterns(stored, keys),
+            device=lambda: usable_device(device), options=LoadOptions(**options),
+        )  # fmt: skip
+        values = ((key, value) for key, value in _named_values(state, "") if key.startswith("model."))
+        found = OrderedDict[str, Any]((key.removeprefix("model."), value) for key, value in values)
+        metadata = getattr(state.get("model"), "_metadata", None)
+        if metadata is not None:
+            vars(found)["_metadata"] = metadata
+        return found
 
-def _model_of(
-    ranks: Ranks, stored: StoredTraining, keys: Sequence[str] | None, device: str | torch.device, options: ReadArguments
-) -> dict[str, Any]:
-    state = read_together(
-        stored.store.repository,
-        ranks,
-        stored.checkpoint,
-        keys=lambda: _patterns(stored, keys),
-        device=lambda: usable_device(device),
-        options=LoadOptions(**options),
-    )
-    values = ((key, value) for key, value in _named_values(state, "") if key.startswith("model."))
-    found = OrderedDict[str, Any]((key.removeprefix("model."), value) for key, value in values)
-    metadata = getattr(state.get("model"), "_metadata", None)
-    if metadata is not None:
-        vars(found)["_metadata"] = metadata
-    return found
+    return _unshard(store, ref, read, rank0_only=rank0_only, no_dist=no_dist)
 
 
 def _patterns(stored: StoredTraining, keys: Sequence[str] | None) -> list[str]:

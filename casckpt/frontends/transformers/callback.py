@@ -15,7 +15,7 @@ from __future__ import annotations
 import logging
 import os
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any, Unpack
@@ -35,7 +35,7 @@ from casckpt.frontends.trainer import Checkpointer, CheckpointerConfig
 from casckpt.frontends.trainer.run_checkpoints import warn_of_similar
 from casckpt.frontends.trainer.settings import TrainerArguments
 from casckpt.frontends.training_state import unshard_optim_state
-from casckpt.frontends.training_state.hub_config import ADAPTER_STEM, hub_names
+from casckpt.frontends.training_state.hub_config import ADAPTER_STEM, files_below, hub_names
 from casckpt.frontends.training_state.optimizer import state_to_save
 from casckpt.frontends.training_state.proof import Proof, prove
 from casckpt.frontends.training_state.stored import StoredTraining
@@ -302,13 +302,6 @@ def _read(store: Store, stored: StoredTraining, name: str, names: list[str]) -> 
     whole = {"model": tensors} if prefix == "model" else {HOME: {"tensors": {name: tensors}}}
     store.load(whole, stored.checkpoint, no_dist=True, unread="ignore")
     return tensors
-
-
-def files_below(folder: Path) -> Iterator[tuple[str, Path]]:
-    """Yield the files of a folder and its subfolders, in order, with their relative paths."""
-    for path in sorted(folder.rglob("*")):
-        if path.is_file():
-            yield path.relative_to(folder).as_posix(), path
 
 
 def _is_of(name: str, rank: int) -> bool:

@@ -37,17 +37,10 @@ from casckpt.frontends.stores import AnyStore, advising, as_store
 from casckpt.frontends.trainer import Checkpointer, CheckpointerConfig, SaveOnSignal
 from casckpt.frontends.trainer.run_checkpoints import newest, warn_of_similar
 from casckpt.frontends.trainer.settings import TrainerArguments
-from casckpt.frontends.training_state.hub_config import hub_files
+from casckpt.frontends.training_state.hub_config import files_below, hub_files
 from casckpt.frontends.training_state.proof import Proof
 from casckpt.frontends.training_state.train_state import RNG, TrainState, restore_rng
-from casckpt.frontends.transformers.callback import (
-    STATE,
-    CasCheckpointCallback,
-    config_of,
-    files_below,
-    logged_metrics,
-    path_within,
-)
+from casckpt.frontends.transformers.callback import STATE, CasCheckpointCallback, config_of, logged_metrics, path_within
 from casckpt.ranks.agreement import check_same
 from casckpt.ranks.ranks import everyone, on_each, open_ranks
 from casckpt.store.types import Commit
@@ -326,9 +319,9 @@ class CasTrainerMixin(Trainer):
         return str(folder)
 
     def _newest(self) -> Checkpoint | None:
-        commit = newest(self._store, self._run)
-        if commit is not None:
-            return Checkpoint(self._store.repository, commit)
+        found = newest(self._store, self._run)
+        if found is not None:
+            return found
         warn_of_similar(self._store, self._run)
         output = Path(self.args.output_dir)
         last: Any = get_last_checkpoint

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import re
 import time
-from collections.abc import Collection, Iterable, KeysView, Mapping
+from collections.abc import Callable, Collection, Iterable, KeysView, Mapping
 from dataclasses import replace
 from math import comb
 from typing import Any, Final, NamedTuple
@@ -114,14 +114,6 @@ def _refused(where: str, why: str) -> InvalidInput:
 
 VIEW_FILE: Final = "casckpt.view.json"
 MAX_BYTES: Final = 1 << 20
-_FIELDS: Final[Mapping[str, Any]] = {
-    "keys": list,
-    "strip_prefix": str,
-    "rename": dict,
-    "model": bool,
-    "split": dict,
-    "concat": dict,
-}
 
 
 def read_rules(text: bytes, where: str, *, travels: bool = False) -> Rules:
@@ -193,26 +185,18 @@ def _bounded(where: str, content: Mapping[str, Any]) -> BoundedMatch:
 
 
 def _check(where: str, name: str, value: Any) -> None:
-    kind = _FIELDS.get(name)
-    if kind is None:
+    if name not in _FIELDS:
         raise InvalidInput(f"{where} has the unknown field {name!r:.80}; the known fields are {_names()}")
-    if type(value) is not kind or not all(map(_is_text, value if kind is list else ())):
+    if not _FIELDS[name](value):
         raise InvalidInput(
             f"{where}: {name} is {value!r:.80}, which is not valid; docs/serving.md lists the valid values"
         )
-    if kind is dict:
+    if isinstance(value, dict):
         compiled(value, f"{where}: ")
-    if name == "rename" and not all(map(_is_text, value.values())):
-        raise InvalidInput(f"{where}: rename must map regular expressions to names, all of them strings")
-    if name == "split" and not all(map(_are_parts, value.values())):
-        raise InvalidInput(
-            f"{where}: split must map a regular expression to names, or to an object with names and shares or indices"
-        )
-    if name == "concat" and not all(map(_are_names, value.values())):
-        raise InvalidInput(
-            f"{where}: concat must map a regular expression to a list: the name of the combined tensor, then the names "
-            "of the tensors to append to the one that matches"
-        )
+
+
+def _is_map(value: object, is_valid: Callable[[object], bool]) -> bool:
+    return isinstance(value, dict) and all(map(is_valid, value.values()))
 
 
 def _are_parts(value: object) -> bool:
@@ -243,6 +227,17 @@ def _is_text(value: object) -> bool:
 
 def _is_count(value: object) -> bool:
     return type(value) is int and value > 0
+
+
+_FIELDS: Final[Mapping[str, Callable[[Any], bool]]] = {
+    "keys": lambda value: isinstance(value, list) and all(map(_is_text, value)),
+    "strip_prefix": _is_text,
+    "rename": lambda value: _is_map(value, _is_text),
+    "model": lambda value: isinstance(value, bool),
+    "split": lambda value: _is_map(value, _are_parts),
+    "concat": lambda value: _is_map(value, _are_names),
+}
+"""For each field, whether a value is valid."""
 
 
 def _names() -> str:

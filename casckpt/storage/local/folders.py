@@ -11,7 +11,7 @@ from pathlib import Path
 
 from casckpt.base.lazy import cached_property
 from casckpt.errors import InvalidInput, Refused
-from casckpt.storage.base import IoCounts, split_folder
+from casckpt.storage.base import split_folder
 from casckpt.storage.local import syscalls
 
 _FOLDER = os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC
@@ -24,9 +24,8 @@ _PUT_BACK = "restore the original from a copy of the store, or move this out of 
 class Folders:
     """The folders below ``root``. The path of ``root`` itself may contain symlinks."""
 
-    def __init__(self, root: Path, counts: IoCounts) -> None:
+    def __init__(self, root: Path) -> None:
         self.root = root
-        self._counts = counts
         self._anchored: set[str] = set()  # folders whose names this instance has made durable
         self._made: list[Path] = []  # the root and its parent folders, if this instance created them
 
@@ -126,7 +125,6 @@ class Folders:
         return mode & 0o077 if mode & stat.S_ISGID and mode & stat.S_IWGRP else 0
 
     def _sync(self, fd: int) -> None:
-        self._counts.add(fsyncs=1)
         try:
             syscalls.sync(fd)
         except OSError as error:

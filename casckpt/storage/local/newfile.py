@@ -20,7 +20,7 @@ from enum import IntEnum
 from functools import partial
 
 from casckpt.errors import Unsupported
-from casckpt.storage.base import BLOCK, IoCounts
+from casckpt.storage.base import BLOCK
 from casckpt.storage.buffers import address
 from casckpt.storage.local import syscalls
 
@@ -56,11 +56,10 @@ class FileMaker:
     ``direct``: bypass the page cache for large files where possible. ``bits``: see `syscalls.share`.
     """
 
-    def __init__(self, counts: IoCounts, *, direct: bool = True) -> None:
+    def __init__(self, *, direct: bool = True) -> None:
         self.way = Naming.UNNAMED
         self.direct = direct
         self.bits = 0
-        self._counts = counts
 
     def create(self, folder: int, name: str, data: memoryview) -> None:
         """Create a durable file in the open ``folder``. Its name becomes durable once the folder is synced.
@@ -131,7 +130,6 @@ class FileMaker:
             if data.nbytes >= LARGE:
                 syscalls.allocate(fd, data.nbytes)
             write_all(fd, data, 0)
-        self._counts.add(bytes_written=data.nbytes, fsyncs=1)
         try:
             syscalls.sync(fd)
         except OSError as error:

@@ -21,7 +21,7 @@ from pathlib import Path
 
 from typing_extensions import override
 
-from casckpt.storage.base import BLOCK, IoCounts, Reader, ShortObject
+from casckpt.storage.base import BLOCK, Reader, ShortObject
 from casckpt.storage.buffers import AlignedBuffer, address
 from casckpt.storage.failures import reporting
 from casckpt.storage.local.syscalls import Lacking, cached_pages
@@ -31,10 +31,9 @@ _LARGE = 512 << 10  # bytes; a smaller read is not worth a second system call
 _WORTH_A_CALL = 256 << 10  # bytes
 _BOUNCE = 2 << 20
 _FIRST = 64 << 10  # bytes; after a smaller first read, the kernel uses pieces so large that allocating them may be slow
-_DIRECT = getattr(os, "O_DIRECT", 0)
 _MOST = 0.75  # reads use the cache if at least this fraction of the file is cached
 _LIBC = ctypes.CDLL(None, use_errno=True)
-_MAP_FIXED = 16  # of Linux and macOS, which the mmap module does not define
+_MAP_FIXED = 16  # which the mmap module does not define
 _thread = threading.local()
 
 
@@ -44,14 +43,11 @@ class LocalReader(Reader, AbstractContextManager["LocalReader"]):
     ``shared``: other processes also read the file, so reads always go through the page cache.
     """
 
-    def __init__(
-        self, fd: int, size: int, key: str, path: Path, counts: IoCounts, *, shared: bool = False
-    ) -> None:  # fmt: skip
+    def __init__(self, fd: int, size: int, key: str, path: Path, *, shared: bool = False) -> None:
         self._fd = fd
         self._size = size
         self._key = key
         self._path = path
-        self._counts = counts
         # descriptor for direct I/O; -1 if direct I/O is impossible or not worthwhile, None if not yet known
         self._direct: int | None = -1 if shared else None
         self._cached: bool | None = None
@@ -103,16 +99,14 @@ class LocalReader(Reader, AbstractContextManager["LocalReader"]):
         leave the turn held.
         """
         total = sum(buffer.nbytes for buffer in buffers)
-        self._counts.add(requests=1, reads=1)
         with reporting("read", self._path):
             if total >= _LARGE and self._direct_fd(offset, total) >= 0:
                 yield from self._fill_directly(offset, buffers, turns)
             else:
                 yield from self._fill_from_cache(offset, buffers, turns)
-        self._counts.add(bytes_read=total)
 
     def read_all(self) -> bytes:
-        """Read the whole file, without counting a request."""
+        """Read the whole file through the page cache."""
         data = bytearray(self._size)
         with reporting("read", self._path):
             if data:
@@ -129,9 +123,9 @@ class LocalReader(Reader, AbstractContextManager["LocalReader"]):
             if self._direct is None:
                 self._direct = -1
                 cached = is_cached(self._fd, offset, nbytes) if self._cached is None else self._cached
-                if _DIRECT and not cached:
-                    with suppress(OSError):  # the file system or the platform does not support it
-                        self._direct = os.open(f"/proc/self/fd/{self._fd}", os.O_RDONLY | os.O_CLOEXEC | _DIRECT)
+                if not cached:
+                    with suppress(OSError):  # the file system does not support it
+                        self._direct = os.open(f"/proc/self/fd/{self._fd}", os.O_RDONLY | os.O_CLOEXEC | os.O_DIRECT)
             return self._direct
 
     def _fill_directly(
@@ -219,8 +213,6 @@ def _is_resident(fd: int, start: int, size: int) -> bool:
     """Implement `is_cached` with mincore on a memory map of the file. This takes ten times as long."""
     import numpy as np
 
-    if not hasattr(_LIBC, "mincore"):
-        return True
     try:
         with mmap.mmap(fd, size, flags=mmap.MAP_SHARED, prot=mmap.PROT_READ, offset=start) as mapped:
             pages = np.empty(-(-size // mmap.PAGESIZE), dtype=np.uint8)

@@ -6,7 +6,6 @@ or the machine dies, the object is therefore either complete or absent.
 
 from __future__ import annotations
 
-import builtins
 import errno
 import os
 import platform
@@ -24,7 +23,7 @@ from casckpt.errors import NotFound, Refused, StorageError
 from casckpt.storage.base import (
     AlreadyExists,
     Finding,
-    IoCounts,
+    FolderListing,
     Known,
     ListedObject,
     ObjectStore,
@@ -107,10 +106,9 @@ class LocalStore(ObjectStore):
 
     def __init__(self, path: str | os.PathLike[str], *, page_cache: bool | None = None) -> None:
         self.path = Path(path).absolute()
-        self.counts = IoCounts()
         self._page_cache = page_cache
-        self._files = FileMaker(self.counts, direct=not page_cache)
-        self._folders = Folders(self.path, self.counts)
+        self._files = FileMaker(direct=not page_cache)
+        self._folders = Folders(self.path)
 
     def __reduce__(self) -> tuple[partial[LocalStore], tuple[str]]:
         return partial(LocalStore, page_cache=self._page_cache), (str(self.path),)
@@ -139,7 +137,6 @@ class LocalStore(ObjectStore):
         """
         folder, name = split_key(key)
         view = plain_bytes(data)
-        self.counts.add(requests=1)
 
         def create(fd: int) -> None:
             taken = _exists(fd, name)  # only avoids a useless write; claiming the exclusive name decides
@@ -154,24 +151,20 @@ class LocalStore(ObjectStore):
                 raise AlreadyExists(key)
 
         self._in_folder(folder, key, create)
-        self.counts.add(puts=1)
 
     @override
     def replace(self, key: str, data: memoryview | bytes) -> None:
         folder, name = split_key(key)
         view = plain_bytes(data)
-        self.counts.add(requests=1)
 
         def create(fd: int) -> None:
             self._files.replace(fd, name, view)
             self._folders.settle(fd, folder)
 
         self._in_folder(folder, key, create)
-        self.counts.add(puts=1)
 
     def settle(self, folder: str) -> None:
         """See `casckpt.storage.base.ObjectStore`. A missing folder has no names to settle."""
-        self.counts.add(requests=1)
         with (
             reporting("make durable", self.path / folder),
             suppress(FileNotFoundError),
@@ -181,22 +174,17 @@ class LocalStore(ObjectStore):
 
     @override
     def get(self, key: str, *, limit: int) -> bytes:
-        self.counts.add(requests=1, reads=1)
         with self._open(key) as reader:
             if reader.size > limit:
                 raise Refused(f"{self.path / key} has {reader.size} bytes, but at most {limit} are allowed")
-            data = reader.read_all()
-        self.counts.add(bytes_read=len(data))
-        return data
+            return reader.read_all()
 
     @override
     def open(self, key: str, *, shared: bool = False) -> LocalReader:
-        self.counts.add(requests=1)
         return self._open(key, shared=shared)
 
     @override
     def size(self, key: str) -> int | None:
-        self.counts.add(requests=1)
         folder, name = split_key(key)
         path = self.path / key
         with reporting("look at", path):
@@ -211,7 +199,6 @@ class LocalStore(ObjectStore):
 
     def list(self, prefix: str, *, known: Known | None = None) -> Iterator[ListedObject]:
         """See `casckpt.storage.base.ObjectStore`. Each folder is read in one go when the listing reaches it."""
-        self.counts.add(requests=1)
         start = prefix.rpartition("/")[0]
         pending = [start]
         while pending:
@@ -227,21 +214,18 @@ class LocalStore(ObjectStore):
             yield from files
 
     @override
-    def list_folder(self, folder: str) -> tuple[builtins.list[ListedObject], builtins.list[str]]:
-        self.counts.add(requests=1)
+    def list_folder(self, folder: str) -> FolderListing:
         split_folder(folder)
         return _scan(self._folders, folder)
 
     @override
     def delete(self, key: str) -> None:
-        self.counts.add(requests=1)
         folder, name = split_key(key)
         with reporting("delete", self.path / key), suppress(FileNotFoundError), self._folders.open(folder) as above:
             os.unlink(name, dir_fd=above)
 
     @override
     def sweep(self, folder: str, *, below: bool = False) -> int:
-        self.counts.add(requests=1)
         deeper = _scan(self._folders, folder)[1] if below else []
         freed = sum(self.sweep(inner, below=True) for inner in deeper)
         with reporting("sweep", self.path / folder):
@@ -268,7 +252,7 @@ class LocalStore(ObjectStore):
                     fd = _open_file(above, name, path)
             except FileNotFoundError:
                 raise NotFound(f"object {key} is not in {self.url}: it was deleted or never written") from None
-        return LocalReader(fd, os.fstat(fd).st_size, key, path, self.counts, shared=shared)
+        return LocalReader(fd, os.fstat(fd).st_size, key, path, shared=shared)
 
     def _in_folder(self, folder: str, key: str, act: Callable[[int], None]) -> None:
         """Call ``act`` with the open folder. Retry if another process removes the folder in the meantime."""
@@ -306,7 +290,7 @@ def _outsiders(root: Path) -> Iterator[Finding]:
         yield Finding("permissions", False if rights & stat.S_IWGRP else None, found, advice)
 
 
-def _scan(folders: Folders, folder: str) -> tuple[list[ListedObject], list[str]]:
+def _scan(folders: Folders, folder: str) -> FolderListing:
     """List the objects in a folder and the keys of its subfolders. Both are empty if the folder does not exist."""
     files: list[ListedObject] = []
     deeper: list[str] = []

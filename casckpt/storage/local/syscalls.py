@@ -17,8 +17,6 @@ from contextlib import contextmanager, suppress
 FILE_MODE = 0o444  # objects never change; the process's umask applies
 _RENAME_NOREPLACE = 1
 _CACHESTAT = 451  # on every architecture
-_O_TMPFILE = getattr(os, "O_TMPFILE", 0)
-_O_DIRECT = getattr(os, "O_DIRECT", 0)
 _LIBC = ctypes.CDLL(None, use_errno=True)
 
 
@@ -41,11 +39,9 @@ def open_unnamed(folder: int) -> int:
 
     Raises FileNotFoundError if the folder no longer exists.
     """
-    if not _O_TMPFILE:
-        raise Lacking
     with _lacking(errno.EISDIR):  # from kernels without O_TMPFILE
         try:
-            return os.open(".", _O_TMPFILE | os.O_WRONLY | os.O_CLOEXEC, FILE_MODE, dir_fd=folder)
+            return os.open(".", os.O_TMPFILE | os.O_WRONLY | os.O_CLOEXEC, FILE_MODE, dir_fd=folder)
         except PermissionError as error:
             if os.fstat(folder).st_nlink == 0:  # ext4 raises EPERM for a removed folder
                 raise FileNotFoundError(errno.ENOENT, "the folder was removed") from error
@@ -104,11 +100,9 @@ def rename_new(folder: int, old: str, new: str) -> None:
 
 def set_direct(fd: int, on: bool) -> bool:
     """Turn direct I/O on or off for an open file, and return whether that succeeded."""
-    if not _O_DIRECT:
-        return not on
     flags = fcntl.fcntl(fd, fcntl.F_GETFL)
     try:
-        fcntl.fcntl(fd, fcntl.F_SETFL, flags | _O_DIRECT if on else flags & ~_O_DIRECT)
+        fcntl.fcntl(fd, fcntl.F_SETFL, flags | os.O_DIRECT if on else flags & ~os.O_DIRECT)
     except OSError:  # the file system does not support it
         return False
     return True
@@ -120,11 +114,7 @@ def allocate(fd: int, size: int) -> None:
     This does not use os.posix_fallocate because glibc writes a byte to each block if the file system cannot reserve
     space. Raises OSError if there is not enough space.
     """
-    try:
-        call = _LIBC.fallocate
-    except AttributeError:
-        return
-    if call(fd, 0, ctypes.c_int64(0), ctypes.c_int64(size)):
+    if _LIBC.fallocate(fd, 0, ctypes.c_int64(0), ctypes.c_int64(size)):
         code = ctypes.get_errno()
         if code in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
             raise OSError(code, os.strerror(code))
@@ -137,8 +127,6 @@ def sync(fd: int) -> None:
 
 def cached_pages(fd: int, start: int, nbytes: int) -> int:
     """Return how many pages of a file's byte range are in the page cache (cachestat, Linux 6.5)."""
-    if not hasattr(_LIBC, "syscall"):
-        raise Lacking
     span, counts = (ctypes.c_uint64 * 2)(start, nbytes), (ctypes.c_uint64 * 5)()  # counts: cached, dirty, and so on
     if _LIBC.syscall(ctypes.c_long(_CACHESTAT), ctypes.c_uint(fd), span, counts, ctypes.c_uint(0)):
         raise Lacking  # an older kernel, missing permission, or a sandbox

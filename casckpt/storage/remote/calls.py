@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import re
-import threading
-from collections.abc import AsyncIterator, Callable, Mapping
-from concurrent.futures import Future
+from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import replace
 from html import unescape
@@ -15,8 +13,9 @@ from urllib.parse import urljoin
 
 from typing_extensions import override
 
+from casckpt.base.parallel import Late, within
 from casckpt.errors import Refused
-from casckpt.storage.remote.patience import Loop, Patience, PatientRequest, begin_request, moved
+from casckpt.storage.remote.patience import Loop, Patience, begin_request, moved
 
 WEB: Final = frozenset({"http", "https"})
 _ON_AIOHTTP: Final = WEB | {"gs", "gcs"}  # Azure's client has its own timeouts
@@ -82,7 +81,10 @@ class Calls:
         if self._loop is not None:
             return self._loop.run(getattr(self.fs, f"_{method}")(*arguments, **options), nbytes)
         with begin_request(self._patience, nbytes) as request:
-            return _in_thread(lambda: getattr(self.fs, method)(*arguments, **options), request)
+            try:
+                return within(max(request.left, 0.0), lambda: getattr(self.fs, method)(*arguments, **options))
+            except Late as error:
+                raise TimeoutError(request.why) from error
 
     def read(self, path: str, size: int) -> bytes:
         """Read a whole file of this size."""
@@ -187,25 +189,3 @@ class WebCalls(Calls):
 def _is_below(page: str, link: str) -> bool:
     name = link[len(page) :].removesuffix("/")
     return link.startswith(page) and name not in ("", ".", "..") and not set("/?#") & set(name)
-
-
-def _in_thread(call: Callable[[], Any], request: PatientRequest) -> Any:
-    """Make the call in a thread.
-
-    After a timeout, the call continues, because it cannot be stopped; its result is ignored.
-    """
-    future: Future[Any] = Future()
-
-    def work() -> None:
-        try:
-            future.set_result(call())
-        except BaseException as error:  # noqa: BLE001 - the future raises it
-            future.set_exception(error)
-
-    threading.Thread(target=work, name="casckpt-fsspec", daemon=True).start()
-    try:
-        return future.result(max(request.left, 0.0))
-    except TimeoutError as error:
-        if future.done():
-            raise
-        raise TimeoutError(request.why) from error

@@ -7,7 +7,6 @@ keys, retries, converts errors, and gives each process its own client.
 
 from __future__ import annotations
 
-import builtins
 import logging
 import math
 import time
@@ -24,7 +23,7 @@ from casckpt.errors import CasckptError, StorageError
 from casckpt.storage.base import (
     AlreadyExists,
     Finding,
-    IoCounts,
+    FolderListing,
     Known,
     ListedObject,
     ObjectStore,
@@ -67,7 +66,6 @@ class RemoteStore(ObjectStore):
     """
 
     def __init__(self, connect: Connect, *, single_writer: bool = False, backoff: Backoff = Backoff()) -> None:  # noqa: B008 - frozen
-        self.counts = IoCounts()
         self._connect = connect
         self._single_writer = single_writer
         self._backoff = backoff
@@ -120,15 +118,14 @@ class RemoteStore(ObjectStore):
                 client.put(key, view, put_id)
 
         try:
-            self._ask("write", key, create)
+            self.again("write", key, create)
         except AlreadyExists:
             if self._put_id(key) != put_id:
                 raise
-        self.counts.add(puts=1, bytes_written=view.nbytes)
 
     def _put_id(self, key: str) -> str | None:
         try:
-            return self.again("look at", key, lambda: self._clients.get().put_id(key))
+            return self.again("look at", key, lambda client: client.put_id(key))
         except CasckptError:  # AlreadyExists is then raised, and the caller reads the object back
             return None
 
@@ -136,8 +133,7 @@ class RemoteStore(ObjectStore):
     def replace(self, key: str, data: memoryview | bytes) -> None:
         split_key(key)
         view = plain_bytes(data)
-        self._ask("write", key, lambda client: client.put(key, view, uuid.uuid4().hex))
-        self.counts.add(puts=1, bytes_written=view.nbytes)
+        self.again("write", key, lambda client: client.put(key, view, uuid.uuid4().hex))
 
     def settle(self, folder: str) -> None:
         """Do nothing, because an acknowledged object already has its name."""
@@ -146,10 +142,7 @@ class RemoteStore(ObjectStore):
     @override
     def get(self, key: str, *, limit: int) -> bytes:
         split_key(key)
-        self.counts.add(reads=1)
-        data = self._ask("read", key, lambda client: client.get(key, limit))
-        self.counts.add(bytes_read=len(data))
-        return data
+        return self.again("read", key, lambda client: client.get(key, limit))
 
     def open(self, key: str, *, shared: bool = False) -> RemoteReader:
         """See `casckpt.storage.base.ObjectStore`. Does not send a request; the first read reports a missing object."""
@@ -159,7 +152,7 @@ class RemoteStore(ObjectStore):
     @override
     def size(self, key: str) -> int | None:
         split_key(key)
-        return self._ask("look at", key, lambda client: client.size(key))
+        return self.again("look at", key, lambda client: client.size(key))
 
     def list(self, prefix: str, *, known: Known | None = None) -> Iterator[ListedObject]:
         """See `casckpt.storage.base.ObjectStore`. Pages are requested on demand.
@@ -170,7 +163,7 @@ class RemoteStore(ObjectStore):
             yield from page.objects
 
     @override
-    def list_folder(self, folder: str) -> tuple[builtins.list[ListedObject], builtins.list[str]]:
+    def list_folder(self, folder: str) -> FolderListing:
         split_folder(folder)
         pages = [*self._pages(f"{folder}/", deep=False)]
         return [entry for page in pages for entry in page.objects], [key for page in pages for key in page.folders]
@@ -182,7 +175,7 @@ class RemoteStore(ObjectStore):
             return client.page(prefix, after, deep=deep)
 
         while True:
-            page = self._ask("list", prefix, ask)
+            page = self.again("list", prefix, ask)
             yield page
             after = page.after
             if after is None:
@@ -191,7 +184,7 @@ class RemoteStore(ObjectStore):
     @override
     def delete(self, key: str) -> None:
         split_key(key)
-        self._ask("delete", key, lambda client: client.delete(key))
+        self.again("delete", key, lambda client: client.delete(key))
 
     def sweep(self, folder: str, *, below: bool = False) -> int:
         """Do nothing, because a failed put does not leave an object, and casckpt does not use multipart uploads.
@@ -209,13 +202,7 @@ class RemoteStore(ObjectStore):
         except client.failures as error:
             raise StorageError(f"cannot read the settings of {self.url}: {client.explain(error).why}") from error
 
-    def _ask(self, verb: str, key: str, call: Callable[[Client], T]) -> T:
-        """Make and count one request: for one of the methods above, or for one page of a listing."""
-        self.counts.add(requests=1)
-        client = self._clients.get()
-        return self.again(verb, key, lambda: call(client))
-
-    def again(self, verb: str, key: str, call: Callable[[], T]) -> T:
+    def again(self, verb: str, key: str, call: Callable[[Client], T]) -> T:
         """Call ``call``, retrying as long as that may help. Raises the error of the last failure."""
         client, pauses, attempts, renewed = self._clients.get(), self._backoff.pauses(), 0, False
         patience = replace(client.patience, call=min(client.patience.call, self._at_most))
@@ -224,7 +211,7 @@ class RemoteStore(ObjectStore):
             attempts, began = attempts + 1, time.monotonic()
             try:
                 with whole.running():
-                    answer = call()
+                    answer = call(client)
                 self._given_up = -math.inf
                 return answer
             except (CasckptError, AlreadyExists, ShortObject):  # some of these are also OSErrors
@@ -258,17 +245,14 @@ class RemoteReader(Reader, AbstractContextManager["RemoteReader"]):
     @property
     def size(self) -> int:
         """The size in bytes. This costs a request unless the object has already been read."""
-        self._store.counts.add(requests=1)
-        return self._store.again("look at", self._key, self._ranged.size)
+        return self._store.again("look at", self._key, lambda _: self._ranged.size())
 
     @override
     def read_into(self, offset: int, buffers: Sequence[memoryview]) -> None:
         filled = [buffer for buffer in buffers if buffer.nbytes]
         if not filled:
             return
-        self._store.counts.add(requests=1, reads=1)
-        self._store.again("read", self._key, lambda: self._ranged.read(offset, filled))
-        self._store.counts.add(bytes_read=sum(buffer.nbytes for buffer in filled))
+        self._store.again("read", self._key, lambda _: self._ranged.read(offset, filled))
 
     def __exit__(self, *_: object) -> None:
         """Do nothing, because nothing is held open."""

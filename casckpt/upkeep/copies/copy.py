@@ -19,7 +19,7 @@ from casckpt.contents import manifests
 from casckpt.contents.refs import resolve_many, unread_within
 from casckpt.errors import Conflict, Damaged, Gone, InvalidInput, Refused, StorageError
 from casckpt.format.keys import commit_key
-from casckpt.format.names import BlobHash, TxId
+from casckpt.format.names import TxId
 from casckpt.format.sections.blobs import BlobRef
 from casckpt.history.commits import Commit, CommitList, list_commits, restore
 from casckpt.history.tags import Tag, TagList, get_tag, list_tags, set_tag
@@ -178,7 +178,7 @@ def _unread(
 
 def _in_place(repo: Repository, chosen: Sequence[Commit], listed: CommitList, blob_bytes: int) -> CopyPlan:
     """Plan in-place repacking, newest checkpoint first, so that older checkpoints share its new blobs."""
-    named = (ref for commit in manifests.learn(repo, listed.placed()) for ref in manifests.blob_list(repo, commit))
+    named = _named(repo, listed.placed())
     kept = {(ref.uploader, ref.hash) for ref in named if not ref.worn and 2 * ref.size >= blob_bytes}
     moving: dict[TxId, frozenset[int]] = {}
 
@@ -237,20 +237,16 @@ def _bytes_of(source: Repository, target: Repository, missing: Sequence[Commit],
 
     Skips unreadable manifests.
     """
-    wanted: dict[BlobHash, BlobRef] = {}
-    total = 0
-    for name, ref in _named(source, missing):
-        total += ref.size
-        wanted[name] = ref
+    named = list(_named(source, missing))
+    wanted = {ref.hash: ref for ref in named}
     known = manifests.locate(target, there.placed(), wanted) if there.commits else {}
-    return total, sum(ref.size for name, ref in wanted.items() if name not in known)
+    return sum(ref.size for ref in named), sum(ref.size for name, ref in wanted.items() if name not in known)
 
 
-def _named(source: Repository, commits: Iterable[Commit]) -> Iterator[tuple[BlobHash, BlobRef]]:
-    """Yield the blobs that each of ``commits`` names, with their hashes. Skips manifests that cannot be read."""
-    for commit in manifests.learn(source, commits):
-        for uploader, name, size in manifests.blobs_of(source, commit):
-            yield name, BlobRef(name, size, uploader)
+def _named(repo: Repository, commits: Iterable[Commit]) -> Iterator[BlobRef]:
+    """Yield the blobs that each of ``commits`` names. Skips manifests that cannot be read."""
+    for commit in manifests.learn(repo, commits):
+        yield from manifests.blob_list(repo, commit)
 
 
 def preview(source: Repository, target: Repository, plan: CopyPlan, *, with_tags: bool | None = False) -> CopyResult:
@@ -285,7 +281,7 @@ def execute(
     progress.expect(plan.total)
     blob_bytes = plan.blob_bytes
     each = Work(_jobs(source, target, jobs), _checked_part(part), progress=progress)
-    places = BlobLocations(target, {name for name, _ in _named(source, plan.missing)})
+    places = BlobLocations(target, {ref.hash for ref in _named(source, plan.missing)})
     work = replace(each, blob_bytes=blob_bytes, compress=plan.compress, places=places, for_mirror=plan.for_mirror)
     if (blob_bytes is not None or plan.compress) and part != (0, 1):
         raise InvalidInput("processes cannot share a copy that repacks cells: use a single process")

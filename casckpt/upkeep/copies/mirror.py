@@ -155,14 +155,10 @@ class Mirror:
             except (Damaged, Refused) as error:
                 log.error("%s is not mirrored: %s", commit, error)
                 failed = error
-        self._thin(listed, thinned)
-        return failed
-
-    def _thin(self, listed: CommitList, thinned: bool) -> None:
-        """If the settings require it, thin the mirror as the store was thinned. Raises `StorageError`."""
         thin = [commit for commit in listed.visible() if commit.dropped is not None] if thinned else []
         if thin:
             thin_alike(self.target, thin)
+        return failed
 
     def _copy(self, commit: Commit) -> None:
         """Copy a commit, and forget the copy if the commit is forgotten. Then, the mirror's own retention applies."""

@@ -32,7 +32,7 @@ from casckpt.format import manifest as format_manifest
 from casckpt.format.keys import blob_key, commit_key, copied_txid, manifest_key, parse_txid, uploader_folder
 from casckpt.format.manifest import Encoded, Manifest, placed
 from casckpt.format.names import BlobHash, ManifestId, TxId
-from casckpt.format.records import MAX_RECORD_BYTES, Began, Restored, Rewritten, changed
+from casckpt.format.records import Began, Restored, Rewritten, changed
 from casckpt.format.sections.blobs import BlobRef, encode_blobs
 from casckpt.format.sections.head import MAX_MANIFEST_BYTES
 from casckpt.format.sections.index import TENSOR
@@ -43,6 +43,7 @@ from casckpt.history.transactions import Transaction, join
 from casckpt.plan.reuse import bytes_in, coded_bytes
 from casckpt.repository.fetching import BlobDamaged, fetch
 from casckpt.repository.processes import this_process
+from casckpt.repository.reading import fetch_record
 from casckpt.repository.repository import Repository
 from casckpt.storage.base import AlreadyExists
 from casckpt.storage.buffers import BufferPool
@@ -490,10 +491,9 @@ def copy_signatures(source: Repository, target: Repository, ids: Container[Manif
     for key in here:
         if key in there:
             continue
-        try:
-            data = source.storage.get(key, limit=MAX_RECORD_BYTES)
-        except (NotFound, Damaged, Refused) as error:
-            log.warning("%s of %s was not copied: %s", key, source.storage.url, error)
+        data = fetch_record(source, key)
+        if isinstance(data, CasckptError):
+            log.warning("%s of %s was not copied: %s", key, source.storage.url, data)
             continue
         with suppress(AlreadyExists):
             target.storage.put(key, data)

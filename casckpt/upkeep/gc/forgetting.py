@@ -79,14 +79,6 @@ class CommitFailure:
 
 
 @dataclass(frozen=True)
-class RestorePlan:
-    """The commits to restore, and the listing that has their state."""
-
-    chosen: tuple[Commit, ...]
-    listed: CommitList
-
-
-@dataclass(frozen=True)
 class RestoreResult:
     """The result of a restore or, with ``dry_run``, the expected result.
 
@@ -107,8 +99,10 @@ class RestoreResult:
         raise type(error)(f"{error}{more}", **error.__dict__) from error
 
 
-def plan_restore(repo: Repository, refs: Iterable[str | Commit], *, whole: bool = False) -> RestorePlan:
-    """Return the forgotten checkpoints and ranges in ``refs`` from one listing, without duplicates.
+def plan_restore(
+    repo: Repository, refs: Iterable[str | Commit], *, whole: bool = False
+) -> tuple[list[Commit], CommitList]:
+    """Return the forgotten checkpoints and ranges in ``refs``, without duplicates, and the listing that has them.
 
     Writes nothing. ``whole``: instead choose the commits from before the checkpoints were thinned. Raises `Conflict`
     if a checkpoint cannot be restored, or if two have the same run and step. Also raises the errors of
@@ -125,11 +119,11 @@ def plan_restore(repo: Repository, refs: Iterable[str | Commit], *, whole: bool 
         if other is not commit:
             message = f"{commit} and {other} have the same run and step. Nothing was restored; pass only one of them"
             raise Conflict(message, checkpoints=(commit.id, other.id))
-    return RestorePlan(tuple(chosen.values()), listed)
+    return list(chosen.values()), listed
 
 
-def restore(repo: Repository, plan: RestorePlan) -> RestoreResult:
-    """Restore the commits of ``plan``, and return the result of each.
+def restore(repo: Repository, chosen: Sequence[Commit], listed: CommitList) -> RestoreResult:
+    """Restore the commits that `plan_restore` returned, and return the result of each.
 
     A commit that another process has changed is not restored. Raises `Unsupported` if this version does not know one of
     the store's requirements for writers.
@@ -140,25 +134,25 @@ def restore(repo: Repository, plan: RestorePlan) -> RestoreResult:
 
     def attempt(commit: Commit) -> None:
         try:
-            restored[commit.txid] = commits.restore(repo, commit, listed=plan.listed)
+            restored[commit.txid] = commits.restore(repo, commit, listed=listed)
         except CasckptError as error:
             failed.append(CommitFailure(commit, error))
             if isinstance(error, StorageError):  # the other commits would fail in the same way
                 raise
 
     try:
-        announce(repo, [(commit.txid, commit.number + 1) for commit in plan.chosen if commit.is_forgotten])
-        for _ in in_parallel(repo.storage.traits.requests, attempt, plan.chosen):
+        announce(repo, [(commit.txid, commit.number + 1) for commit in chosen if commit.is_forgotten])
+        for _ in in_parallel(repo.storage.traits.requests, attempt, chosen):
             pass
     except StorageError:
         if not failed:  # only the announcement failed
             raise
     except BaseException:  # most likely an interrupt
-        log.warning("restored %d of %d: %s", len(restored), len(plan.chosen), ", ".join(map(str, restored.values())))
+        log.warning("restored %d of %d: %s", len(restored), len(chosen), ", ".join(map(str, restored.values())))
         raise
     tried = {failure.commit.txid for failure in failed} | restored.keys()
-    left = tuple(commit for commit in plan.chosen if commit.txid not in tried)
-    done = tuple(restored[commit.txid] for commit in plan.chosen if commit.txid in restored)
+    left = tuple(commit for commit in chosen if commit.txid not in tried)
+    done = tuple(restored[commit.txid] for commit in chosen if commit.txid in restored)
     return RestoreResult(done, tuple(failed), left)
 
 
@@ -169,10 +163,10 @@ def restore_chosen(
 
     ``check``: raise an error if a checkpoint cannot be restored.
     """
-    plan = plan_restore(repo, refs, whole=whole)
+    chosen, listed = plan_restore(repo, refs, whole=whole)
     if dry_run:
-        return RestoreResult(plan.chosen, dry_run=True)
-    result = restore(repo, plan)
+        return RestoreResult(tuple(chosen), dry_run=True)
+    result = restore(repo, chosen, listed)
     if check:
         result.raise_failure()
     return result

@@ -29,11 +29,12 @@ from typing import TypeAlias, TypedDict, Unpack
 
 from casckpt.base.parallel import in_parallel
 from casckpt.base.progress import Progress, silent
+from casckpt.base.text import few
 from casckpt.contents import blobs
 from casckpt.contents.signatures import remove_signatures
 from casckpt.errors import CasckptError, Conflict, StorageError, Unsupported
 from casckpt.format import notes
-from casckpt.format.keys import parse_numbered, parse_object, ran_key, uploader_folder
+from casckpt.format.keys import parse_object, ran_key, uploader_folder
 from casckpt.format.names import TxId
 from casckpt.format.notes import PausedGc
 from casckpt.format.records import Ran
@@ -46,7 +47,6 @@ from casckpt.repository.exclusive import remove_leftovers
 from casckpt.repository.reading import check_requirements
 from casckpt.repository.repository import Repository
 from casckpt.storage.failures import noting
-from casckpt.upkeep.blob_use import BlobUse
 from casckpt.upkeep.gc.candidates import Candidates, Unreadable, candidates, commits_without_doubt, spare_roots
 from casckpt.upkeep.gc.purge import (
     Deferred,
@@ -63,7 +63,7 @@ from casckpt.upkeep.gc.purge import (
     without_unmirrored,
 )
 from casckpt.upkeep.gc.recovery import settle
-from casckpt.upkeep.inventory import BLOB, Inventory, list_unguarded, sums_of
+from casckpt.upkeep.inventory import BLOB, BlobUse, Inventory, list_unguarded, sums_of
 from casckpt.upkeep.saves import check_recorded
 from casckpt.upkeep.thin import ThinResult, thin_by
 
@@ -86,10 +86,6 @@ class Limits:
     slept: float = 0.0
     pause: float = FIRST_PAUSE
     done: RetireProgress = field(default_factory=RetireProgress)
-
-    def is_over(self) -> bool:
-        """Return whether the waiting time is over."""
-        return self.slept >= self.wait
 
     def rest(self) -> None:
         """Sleep until the next check. The wait counts its sleeps instead of reading a clock, so it always ends."""
@@ -126,7 +122,7 @@ def wait_until_closed(
                     if end(repo, looked[txid], why):
                         patience.done.revoked.append(txid)
                     still.pop()
-        if not still or patience.is_over():
+        if not still or patience.slept >= patience.wait:
             break
         tell(still)
         patience.rest()
@@ -399,15 +395,9 @@ def _noting(done: Callable[[], GcResult]) -> Iterator[None]:
         vars(error)["done"] = result
         changes = {"forgotten": result.forgotten, "purged": result.purged, "restored": result.restored}
         if any(changes.values()) and not result.dry_run:
-            error.add_note(
-                "before this error, gc had " + "; ".join(f"{how} {_named(some)}" for how, some in changes.items())
-            )
+            named = (f"{how} {few(some, _NAMED_AT_MOST) or 'nothing'}" for how, some in changes.items())
+            error.add_note(f"before this error, gc had {'; '.join(named)}")
         raise
-
-
-def _named(some: Sequence[Commit]) -> str:
-    more = f" and {len(some) - _NAMED_AT_MOST} more" if some[_NAMED_AT_MOST:] else ""
-    return ", ".join(map(str, some[:_NAMED_AT_MOST])) + more if some else "nothing"
 
 
 @dataclass
@@ -545,7 +535,7 @@ def note_gc(repo: Repository, *, waiting: int, refused: int, opened: int) -> Non
     """Record that a gc has finished, and delete older notes. See `Ran`. A failure is no failure of the gc."""
     record = Ran(time=repo.clock(), who=repo.who, waiting=waiting, refused=refused, opened=opened)
     with suppress(CasckptError):
-        older = _numbers(repo)
+        older = repo.numbered("ran/")
         repo.put_record(ran_key(max(older, default=-1) + 1), record)
         for number in older:
             repo.storage.delete(ran_key(number))
@@ -557,13 +547,8 @@ def last_gc(repo: Repository) -> Ran | None:
     Raises `NotFound` if there is no store, `Damaged`, `Refused`, and `StorageError`.
     """
     repo.check_exists()
-    numbers = _numbers(repo)
+    numbers = repo.numbered("ran/")
     return repo.get_record(ran_key(max(numbers)), Ran) if numbers else None
-
-
-def _numbers(repo: Repository) -> list[int]:
-    found = (parse_numbered(entry.key) for entry in repo.storage.list("ran/", known=parse_numbered))
-    return [number for number in found if number is not None]
 
 
 def _check_storage(repo: Repository) -> None:

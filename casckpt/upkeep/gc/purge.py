@@ -24,6 +24,7 @@ from typing import TypeAlias
 from casckpt.base.groups import grouped
 from casckpt.base.names import run_hash
 from casckpt.base.parallel import in_parallel
+from casckpt.base.text import few
 from casckpt.base.units import time_of
 from casckpt.contents import manifests
 from casckpt.errors import Conflict, Damaged, Gone, Refused, StorageError
@@ -287,11 +288,8 @@ def check_metrics(repo: Repository, policy: Policy, run: str | None) -> None:
     visible = map(kept_of, list_commits(repo).visible())
     for metric, runs in runs_without(visible, policy, run=run).items():
         if runs:
-            more = f" and {len(runs) - _NAMED_AT_MOST} more" if runs[_NAMED_AT_MOST:] else ""
-            named = ", ".join(runs[:_NAMED_AT_MOST]) + more
-            log.warning(
-                "keep-best: no checkpoint of run %s has a number for %r, so gc keeps all of them", named, metric
-            )
+            message = "keep-best: no checkpoint of run %s has a number for %r, so gc keeps all of them"
+            log.warning(message, few(runs, _NAMED_AT_MOST), metric)
 
 
 def _forgotten_though_tagged(

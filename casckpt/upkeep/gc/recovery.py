@@ -21,10 +21,10 @@ from casckpt.base.groups import grouped, in_batches
 from casckpt.base.parallel import in_parallel
 from casckpt.contents.signatures import list_signatures
 from casckpt.errors import Conflict, StorageError
-from casckpt.format.keys import announcement_key, commit_key, parse_log, parse_txid, transaction_key
+from casckpt.format.keys import announcement_key, commit_key, parse_txid, transaction_key
 from casckpt.format.names import TxId
 from casckpt.history.announcements import announce, fill, look, read_back, remove_over, runs
-from casckpt.history.commits import Commit, CommitList, bring_back, keep, list_commits
+from casckpt.history.commits import Commit, CommitList, bring_back, keep, list_commits, names_in
 from casckpt.history.ended import MIN_AGE, PREFIX, is_older, line_of, write_list
 from casckpt.history.transactions import PREFIX as TRANSACTIONS
 from casckpt.history.transactions import revoke
@@ -110,8 +110,8 @@ def drop_logs(repo: Repository, listed: CommitList, erased: Collection[TxId] = (
 def _due(repo: Repository, listed: CommitList, ended: Iterable[Commit], erased: Collection[TxId]) -> Iterator[Commit]:
     """Yield those of the ``ended`` commits whose logs may be deleted. Looks for what may still need them."""
     newest = {parse_txid(txid).run_hash: txid for txid in sorted(listed.commits)}
-    files = (parse_log(entry.key) for entry in repo.storage.list(TRANSACTIONS, known=parse_log))
-    opened = {(of.run_hash, of.step) for name in files if name is not None for of in [parse_txid(name[0])]}
+    files = (parse_txid(txid) for txid, _ in names_in(repo, TRANSACTIONS))
+    opened = {(name.run_hash, name.step) for name in files}
     uploaders = {TxId(folder.rpartition("/")[2]) for folder in repo.storage.list_folder("objects")[1]}
     signed = set(list_signatures(repo).values())
     since = repo.clock() - MIN_AGE

@@ -54,7 +54,7 @@ def sharded(rank: int, size: int, where: str, options: dict[str, Any], compress:
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import fully_shard
 
-    from casckpt.frontends.training_state.save_load import save_model_and_optim_state
+    from casckpt.frontends.training_state.contents import save_model_and_optim_state
 
     store = casckpt.open(where, storage_options=options)
     store.create()

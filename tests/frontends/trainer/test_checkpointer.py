@@ -376,6 +376,7 @@ def test_saves_name_the_checkpoint_that_was_last_loaded() -> None:
     other = Checkpointer(store, run="other")
     other.load("sft@3", model, optimizer)
     assert other.save(1, model).lineage["resumed_from"]["step"] == 3
-    other.run = "new"
-    assert other.resume(model) is None  # a run without checkpoints begins anew
-    assert other.save(1, model).lineage == {}
+    new = Checkpointer(store, run="new")
+    new.load("sft@3", model, optimizer)
+    assert new.resume(model) is None  # a run without checkpoints begins anew
+    assert new.save(1, model).lineage == {}

@@ -23,8 +23,8 @@ import casckpt
 from casckpt.errors import Mismatch, Unsupported
 from casckpt.frontends.convert import import_safetensors
 from casckpt.frontends.training_state import load_model_and_optim_state, unshard_model_state
+from casckpt.frontends.training_state.contents import save_model_and_optim_state
 from casckpt.frontends.training_state.hub_names import globs, rules_of, saved_parts
-from casckpt.frontends.training_state.save_load import save_model_and_optim_state
 from tests.support.hub import mixtral
 from tests.support.training import identical
 

@@ -106,16 +106,10 @@ def test_an_unnamed_file_in_a_removed_folder_is_an_error(tmp_path: Path) -> None
     os.close(folder)
 
 
-def test_other_c_libraries_and_systems_are_supported(folder: int, file: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_other_c_libraries_are_supported(folder: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(syscalls, "_LIBC", SimpleNamespace())
-    monkeypatch.setattr(syscalls, "_O_TMPFILE", 0)
-    monkeypatch.setattr(syscalls, "_O_DIRECT", 0)
-    with pytest.raises(syscalls.Lacking):
-        syscalls.open_unnamed(folder)
     with pytest.raises(syscalls.Lacking):
         syscalls.rename_new(folder, "a", "b")
-    syscalls.allocate(file, 100)
-    assert (syscalls.set_direct(file, True), syscalls.set_direct(file, False)) == (False, True)
 
 
 def test_a_refusal_of_direct_input_and_output_is_recognized(file: int, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -319,16 +319,6 @@ def test_a_reader_never_mixes_two_objects(storage: RemoteStore) -> None:
             reader.read_into(5, [buffer])
 
 
-def test_the_storage_counts_calls_and_bytes(storage: RemoteStore) -> None:
-    storage.put("a", bytes(10))
-    storage.get("a", limit=10)
-    with storage.open("a") as reader:
-        reader.read_into(2, [memoryview(bytearray(3))])
-    counts = storage.counts
-    assert (counts.puts, counts.bytes_written, counts.reads, counts.bytes_read) == (1, 10, 2, 13)
-    assert counts.requests == 3
-
-
 def test_a_call_from_the_event_loop_of_the_client_raises_an_error(storage: RemoteStore) -> None:
     storage.size("a")
     loop = storage._clients.get()._fs.loop  # type: ignore[attr-defined]  # of S3

@@ -110,7 +110,7 @@ def test_a_retry_is_skipped_if_its_pause_exceeds_the_remaining_time(tmp_path: Pa
     class Odd(Exception):
         """An error of a cloud client."""
 
-    def fail() -> None:
+    def fail(_: Client) -> None:
         raise Odd
 
     naps: list[float] = []
@@ -121,7 +121,7 @@ def test_a_retry_is_skipped_if_its_pause_exceeds_the_remaining_time(tmp_path: Pa
     with pytest.raises(StorageError, match=r"after an earlier timeout, this call had only 15 s"):
         storage.again("read", "a", fail)
     assert naps[5:] == [3, 6]
-    assert storage.again("read", "a", lambda: 1) == 1
+    assert storage.again("read", "a", lambda _: 1) == 1
     with pytest.raises(StorageError, match="180 s"):
         storage.again("read", "a", fail)
 

@@ -63,7 +63,7 @@ def test_restoring_many_checkpoints_needs_one_listing(tmp_path: Path) -> None:
     repo = repository(tmp_path, storage)
     gone = forgotten(repo, 1, 2, 3, 4)
     storage.calls.clear()
-    result = restore(repo, plan_restore(repo, ["a@..3", gone[3].id, "a@2"]))
+    result = restore(repo, *plan_restore(repo, ["a@..3", gone[3].id, "a@2"]))
     assert [commit.last for commit in result.restored] == ["restored"] * 4
     assert storage.keys("list") == ["commits/", "settings/"]
     assert storage.count("put", "runs/*") == 1
@@ -90,7 +90,7 @@ def test_if_a_commit_changes_during_a_restore_the_others_are_still_restored(tmp_
     gone = forgotten(repo, 1, 2, 3)
     plan = plan_restore(repo, ["a@.."])
     purge(repo, gone[1])
-    result = restore(repo, plan)
+    result = restore(repo, *plan)
     assert [commit.step for commit in result.restored] == [1, 3] == visible(repo)
     assert [(one.commit.step, type(one.error)) for one in result.failed] == [(2, Conflict)]
     with pytest.raises(Conflict, match=r"2 of 3 were restored"):
@@ -103,7 +103,7 @@ def test_a_storage_error_reports_restored_and_remaining_checkpoints(tmp_path: Pa
     gone = forgotten(repo, 1, 2, 3)
     plan = plan_restore(repo, ["a@.."])
     storage.inject(fail_before("put", key=f"commits/{gone[1].txid}*"))
-    result = restore(repo, plan)
+    result = restore(repo, *plan)
     assert [commit.step for commit in result.restored] == [1] == visible(repo)
     assert [one.commit.step for one in result.failed] == [2]
     assert [commit.step for commit in result.left] == [3]
@@ -122,5 +122,5 @@ def test_an_interrupted_restore_reports_restored_checkpoints(tmp_path: Path, cap
     plan = plan_restore(repo, ["a@.."])
     storage.inject(call_first("put", interrupt, key=f"commits/{gone[1].txid}*"))
     with pytest.raises(KeyboardInterrupt):
-        restore(repo, plan)
+        restore(repo, *plan)
     assert "restored 1 of 2: a@1" in caplog.text

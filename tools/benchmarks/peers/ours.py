@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
+from benchmarks.measure import io_counts
 from benchmarks.peers.base import (
     ASYNC,
     DCP_LOAD,
@@ -116,8 +117,8 @@ class Casckpt(Peer):
 
     def _load(self, state: dict[str, Any], folder: Path) -> Mapping[str, float]:
         store = self._store(folder) if self.setting.get("kept") else self._open(folder)
-        storage: Any = store.repository.storage  # a folder, which counts bytes
-        before, verify = storage.counts.bytes_read, self.verifies(self.setting)
+        counts = io_counts(store.repository.storage)
+        before, verify = counts.bytes_read, self.verifies(self.setting)
         if self.setting.get("through_dcp"):
             from torch.distributed.checkpoint.state_dict_loader import load
 
@@ -126,7 +127,7 @@ class Casckpt(Peer):
             load(state, storage_reader=StorageReader(store, "latest", verify=verify))
         else:
             store.load(state, "latest", verify=verify)
-        return {"bytes_asked": float(storage.counts.bytes_read - before)}
+        return {"bytes_asked": float(counts.bytes_read - before)}
 
     def _options(self, folder: Path) -> dict[str, Any]:
         step = self._steps[folder] = self._steps.get(folder, -1) + 1

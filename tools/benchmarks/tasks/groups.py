@@ -126,9 +126,9 @@ def simulated(here: Here, ranks: int) -> Measured:
     """
     from torch.distributed import HashStore  # type: ignore[attr-defined] # public, though not in its __all__
 
-    from casckpt.ranks.messages import Message, pack, to_frames
+    from casckpt.ranks.messages import Message
     from casckpt.ranks.ranks import GroupRanks
-    from casckpt.ranks.wire import Wire
+    from casckpt.ranks.wire import Wire, pack, to_frames
 
     def decide(messages: list[bytes]) -> list[int]:
         return [sum(map(len, messages))] * ranks

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from benchmarks import values
-from benchmarks.measure import Measured, Meter
+from benchmarks.measure import Measured, Meter, io_counts
 from benchmarks.tasks.states import make
 from benchmarks.worker import WrongBytes
 
@@ -69,11 +69,12 @@ def load(here: Here, shared: bool) -> Measured:
     job_reads.HOSTS = 64 if shared else 1
     store, target, wanted = here.kept["store"], here.kept["target"], here.states[_STATE]
     values.poison(target)
-    before = store.repository.storage.counts.bytes_read
+    counts = io_counts(store.repository.storage)
+    before = counts.bytes_read
     meter = Meter(here.barrier)
     store.load({"model": target}, f"default@{_STEP}")
     measured = meter.stop()
-    measured.asked = store.repository.storage.counts.bytes_read - before
+    measured.asked = counts.bytes_read - before
     if any(not values.as_bytes(wanted[name]).equal(values.as_bytes(target[name])) for name in wanted):
         raise WrongBytes("casckpt: what was loaded is not what was saved")
     return measured

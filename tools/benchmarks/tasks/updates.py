@@ -12,7 +12,7 @@ from statistics import median
 from typing import TYPE_CHECKING, Any
 
 from benchmarks import files, values
-from benchmarks.measure import Clock, Measured
+from benchmarks.measure import Clock, Measured, io_counts
 from benchmarks.tasks.deltas import trace_of
 from benchmarks.tasks.runs import open_store, shifted
 from benchmarks.tasks.storing import Skipped
@@ -143,7 +143,7 @@ class _Follower:
 def _counts(store: Store) -> tuple[int, int]:
     """Count the bytes read from blobs, and other bytes. A folder does not distinguish them."""
     storage: Any = store.repository.storage
-    counts = storage.inner.counts if hasattr(storage, "read") else storage.counts
+    counts = io_counts(storage.inner if hasattr(storage, "read") else storage)
     blobs = getattr(storage, "read", counts.bytes_read)
     return blobs, counts.bytes_read - blobs
 

@@ -93,10 +93,7 @@ def encode_header(tensors: Iterable[TensorHeader], metadata: Mapping[str, str]) 
 
 def library_head(tensors: Iterable[TensorHeader], metadata: Mapping[str, str]) -> bytes:
     """Return the bytes before the data of the file that the safetensors library writes; see `encode_header`."""
-    given = list(tensors)
-    for tensor in given:
-        file_type(tensor.key, tensor.dtype, tensor.shape)
-    return encode_header(sorted(given, key=lambda tensor: (-rank_of(tensor.dtype), tensor.key)), metadata)
+    return encode_header(sorted(tensors, key=order), metadata)
 
 
 def file_type(key: str, dtype: str, shape: Shape) -> tuple[str, list[int]]:
@@ -111,12 +108,13 @@ def file_type(key: str, dtype: str, shape: Shape) -> tuple[str, list[int]]:
     return name, [*shape[:-1], 2 * shape[-1]] if name == "F4" else list(shape)
 
 
-def rank_of(dtype: str) -> int:
-    """Return the priority that the safetensors library assigns to a dtype, given torch's name for it.
+def order(tensor: TensorHeader) -> tuple[int, str]:
+    """Return the key by which the safetensors library sorts a file's tensors, so that all of them are aligned.
 
-    The library orders a file's tensors by priority, highest first, and then by name, so that all tensors are aligned.
+    Raises InvalidInput, naming the tensor, if such a file cannot hold it.
     """
-    return _ORDER.index(NAMES[dtype])
+    dtype, _ = file_type(tensor.key, tensor.dtype, tensor.shape)
+    return -_ORDER.index(dtype), tensor.key
 
 
 def read_header(path: Path) -> Header:

@@ -76,17 +76,6 @@ def _offset(given: Any, dimensions: int) -> Shape:
     return offset
 
 
-def check_alone(path: Path, header: Header) -> None:
-    """Raise InvalidInput for the import of a single file if several ranks saved the state."""
-    offsets = offsets_of(path, header)
-    part = offsets is not None and any(any(offset) for offset in offsets.values())
-    if part or _OF_RANK.fullmatch(path.name) or _is_of_others(path):
-        raise InvalidInput(
-            f"{path.name} holds one rank's parts of tensors, but several ranks may have saved the model; pass "
-            f"the folder {path.parent} with the files of all ranks"
-        )
-
-
 def _is_of_others(path: Path) -> bool:
     if not _OTHERS.fullmatch(path.name):
         return False
@@ -105,12 +94,8 @@ def check_numbers(files: Iterable[Path]) -> None:
         )
 
 
-def put_together(folder: Path, parts: Mapping[str, Sequence[Part]]) -> dict[str, list[Shard]]:
-    """Build each tensor from its parts, as shards. Raises InvalidInput, naming the key, if the parts do not match."""
-    return {key: _tensor(folder, key, of_tensor) for key, of_tensor in parts.items()}
-
-
 def _tensor(folder: Path, key: str, parts: Sequence[Part]) -> list[Shard]:
+    """Build a tensor from its parts, as shards. Raises InvalidInput, naming the key, if the parts do not match."""
     if len({(data.dtype, len(offset)) for offset, data in parts}) > 1:
         raise InvalidInput(f"{key!r:.200} has different dtypes in the files of {folder}", key=key)
     ends = [[start + extent for start, extent in zip(offset, data.shape, strict=True)] for offset, data in parts]
@@ -237,7 +222,8 @@ def import_safetensors(
 
 def _whole(model: ModelFiles, maps: Maps) -> dict[str, Any]:
     """Return a model's tensors, and log a warning if its files may be incomplete."""
-    tensors = maps.state | put_together(model.weights[0].parent, maps.parts)
+    folder = model.weights[0].parent
+    tensors = maps.state | {key: _tensor(folder, key, parts) for key, parts in maps.parts.items()}
     if maps.parts and not model.keys:
         log.warning(
             "assembled from %d ranks' files, but the number of ranks is unknown: check that the folder is complete",
@@ -313,9 +299,16 @@ def find_sources(path: str | os.PathLike[str]) -> ImportSources:
     return ImportSources(weights, attachments, tuple(skipped), tuple(models))
 
 
-def _alone(file: Path) -> ModelFiles:
-    check_alone(file, read_header(file))
-    return ModelFiles((file,))
+def _alone(path: Path) -> ModelFiles:
+    """Return the model in a single file. Raises InvalidInput if several ranks saved it."""
+    offsets = offsets_of(path, read_header(path))
+    part = offsets is not None and any(any(offset) for offset in offsets.values())
+    if part or _OF_RANK.fullmatch(path.name) or _is_of_others(path):
+        raise InvalidInput(
+            f"{path.name} holds one rank's parts of tensors, but several ranks may have saved the model; pass "
+            f"the folder {path.parent} with the files of all ranks"
+        )
+    return ModelFiles((path,))
 
 
 def _models_in(folder: Path) -> list[ModelFiles]:

@@ -14,8 +14,7 @@ from casckpt.frontends.interchange.safetensors.files import (
     TensorHeader,
     encode_header,
     encode_index,
-    file_type,
-    rank_of,
+    order,
 )
 from casckpt.frontends.views.recut import ViewTensor
 
@@ -52,8 +51,6 @@ def lay_out(
     tensor, if such a file cannot hold it.
     """
     given = sorted(tensors, key=lambda tensor: tensor.name)
-    for tensor in given:
-        file_type(tensor.name, tensor.entry.dtype, tensor.entry.shape)
     shards = [given] if most is None else plan_shards(given, most)
     names = _file_names(len(shards), stem)
     files = [_file(name, shard, metadata) for name, shard in zip(names, shards, strict=True)]
@@ -73,9 +70,12 @@ def exported_metadata(imported: Mapping[str, str], *, is_model: bool) -> dict[st
 
 
 def _file(name: str, tensors: Sequence[ViewTensor], metadata: Mapping[str, str]) -> FileLayout:
-    ordered = sorted(tensors, key=lambda tensor: (-rank_of(tensor.entry.dtype), tensor.name))
-    headers = (TensorHeader(name, entry.dtype, entry.shape, entry.nbytes) for name, entry, _ in ordered)
-    return FileLayout(name, encode_header(headers, metadata), tuple(ordered))
+    ordered = sorted(tensors, key=lambda tensor: order(_header(tensor)))
+    return FileLayout(name, encode_header(map(_header, ordered), metadata), tuple(ordered))
+
+
+def _header(tensor: ViewTensor) -> TensorHeader:
+    return TensorHeader(tensor.name, tensor.entry.dtype, tensor.entry.shape, tensor.entry.nbytes)
 
 
 def plan_shards(streams: Sequence[ViewTensor], most: int) -> list[list[ViewTensor]]:
