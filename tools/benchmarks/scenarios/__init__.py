@@ -22,6 +22,7 @@ from benchmarks.scenarios.planning import plan
 from benchmarks.scenarios.resharding import reshard
 from benchmarks.scenarios.restart import restart
 from benchmarks.scenarios.saving import frozen, in_background, resave, save
+from benchmarks.scenarios.serving import serve
 from benchmarks.scenarios.small import experts, small
 from benchmarks.scenarios.updates import update
 
@@ -51,5 +52,6 @@ SCENARIOS: dict[str, Callable[[Options], ScenarioResult]] = {
     "coded": coded,
     "coding": coding,
     "update": update,
+    "serve": serve,
     "merge": merge,
 }

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from benchmarks.harness import Case
@@ -163,7 +163,17 @@ def steps(
     cases = bench.cases(SAVE, run, nbytes=size, only=lambda peer, _: peer.name == OURS)
     for case in cases:
         case.row.what = "frozen= declared" if setting else ""
+        if setting:
+            case.run = _if_offered(bench, case.run)
     return cases
+
+
+def _if_offered(bench: Bench, run: Callable[[int], Measured]) -> Callable[[int], Measured]:
+    def guarded(number: int) -> Measured:
+        bench.team().call("storing:offers_frozen")
+        return run(number)
+
+    return guarded
 
 
 def raw_writes(bench: Bench, size: int, who: str = "raw direct write") -> list[Case]:

@@ -39,3 +39,8 @@ def change(here: Here, name: str, prefix: str = "") -> int:
     state = here.states[name]
     values.change(state, prefix=prefix)
     return sum(tensor.nbytes for key, tensor in state.items() if key.startswith(prefix))
+
+
+def tensors(here: Here, name: str) -> int:
+    """Return the number of tensors in a state."""
+    return len(here.states[name])

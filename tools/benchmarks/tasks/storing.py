@@ -32,6 +32,14 @@ def absent(here: Here, peer: str) -> str | None:
     return peer_class(peer).absent()
 
 
+def offers_frozen(here: Here) -> None:
+    """Raise `Skipped` if this version of casckpt does not support frozen keys."""
+    import casckpt
+
+    if "``frozen``" not in str(casckpt.Store.save.__doc__):
+        raise Skipped("casckpt does not support it yet")
+
+
 def save(here: Here, peer: str, setting: Setting, state: str, folder: str) -> Measured:
     """Save a state durably."""
     path, content, adapter = _ready(folder), here.states[state], here.peer(peer, setting)
