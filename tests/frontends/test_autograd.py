@@ -16,8 +16,8 @@ from casckpt.frontends.dcp import StorageReader
 from casckpt.frontends.megatron import ShardedTensor
 from casckpt.frontends.trainer import Checkpointer
 from tests.support import dcp
-from tests.support.graphs import is_noticed
 from tests.support.ranks import outcome_of
+from tests.support.tensors import is_noticed
 from tests.support.together import line
 from tests.support.torch_versions import needs_torch
 from tests.support.training import made, trained

@@ -32,7 +32,7 @@ from tests.support.coded import Stored, chain, code
 from tests.support.far import far
 from tests.support.faulty import FaultyStore, call_first, corrupt, fail_before
 from tests.support.gcs import collect
-from tests.support.halves import half_of
+from tests.support.ids import half_of
 from tests.support.progress_calls import ProgressCalls
 from tests.support.repositories import again, meanwhile, memory, objects_of
 from tests.support.rewrites import move

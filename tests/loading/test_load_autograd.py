@@ -14,8 +14,8 @@ from torch.distributed.tensor import Shard as ByRows
 from casckpt.errors import Mismatch
 from casckpt.store.store import Store
 from casckpt.tensors.values import Shard
-from tests.support.graphs import is_noticed
 from tests.support.saves import cells, small
+from tests.support.tensors import is_noticed
 from tests.support.together import line
 
 if TYPE_CHECKING:

@@ -13,9 +13,9 @@ from casckpt.history.commits import list_commits, restore
 from casckpt.repository.repository import Repository
 from casckpt.store.store import Store
 from casckpt.upkeep.thin import execute, plan_thin
+from tests.loading.conftest import elsewhere, state, zeros
 from tests.support.faulty import FaultyStore, call_first
 from tests.support.gcs import collect
-from tests.support.loads import elsewhere, state, zeros
 from tests.support.repositories import meanwhile
 from tests.support.rewrites import move
 from tests.support.saves import BLOB, CELL, same_state, small_folder

@@ -55,7 +55,6 @@ from tests.store.test_share_reads import (
 )
 from tests.support import gpt
 from tests.support.bucket_reads import ReadBucket, ReadRange, bucket, nbytes, union
-from tests.support.cut import cut
 from tests.support.dcp import load as by_torch
 from tests.support.faulty import fail_before
 from tests.support.gpt import Topology, differences
@@ -64,7 +63,7 @@ from tests.support.ranks import outcome_of, tell, wait_for
 from tests.support.rewrites import move
 from tests.support.saves import cells, small
 from tests.support.tally import tally
-from tests.support.together import impatient
+from tests.support.together import cut, impatient
 from tests.support.training import identical
 
 if TYPE_CHECKING:

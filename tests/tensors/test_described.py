@@ -22,11 +22,11 @@ from casckpt.errors import InvalidInput
 from casckpt.format.regions import full_box
 from casckpt.tensors.dtensors import local_boxes
 from casckpt.tensors.shards import local_tensor
-from tests.support.cut import cut
 from tests.support.layouts import KINDS, WRAPS, Layout, draw, slices
 from tests.support.plain_reader import Checkpoint
 from tests.support.plain_reader import Store as PlainStore
 from tests.support.saves import small
+from tests.support.together import cut
 from tests.support.torch_versions import needs_torch
 from tests.tensors.test_dtensors import arange, pretending
 

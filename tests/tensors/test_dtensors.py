@@ -23,8 +23,8 @@ from casckpt.errors import InvalidInput
 from casckpt.format.regions import Box
 from casckpt.tensors.dtensors import boxes_of, local_boxes
 from casckpt.tensors.memory import narrow
-from tests.support.cut import cut
 from tests.support.ids import named
+from tests.support.together import cut
 from tests.support.torch_versions import needs_torch
 
 if TYPE_CHECKING:

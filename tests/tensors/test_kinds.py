@@ -24,10 +24,9 @@ from casckpt.errors import Mismatch, Refused
 from casckpt.format.forms import decode_form, encode_form
 from casckpt.frontends.training_state import load_model_and_optim_state, save_model_and_optim_state
 from casckpt.tensors.wrappers import Wrapped, opened, rebuilt
-from tests.support.fuzz_wrappers import check_rebuilt
 from tests.support.ranks import die
 from tests.support.saves import small
-from tests.support.wrappers import bits
+from tests.support.wrappers import bits, check_rebuilt
 
 if TYPE_CHECKING:
     from tests.support.ranks import Pool

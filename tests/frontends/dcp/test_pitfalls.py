@@ -33,8 +33,7 @@ from casckpt.errors import Conflict, InvalidInput, Mismatch
 from casckpt.frontends.dcp import StorageReader, StorageWriter
 from casckpt.frontends.dcp.session import WriterSession
 from casckpt.saving.options import SaveOptions
-from tests.support.chunks import Chunks, half
-from tests.support.dcp import causes, failed, failure, forget_plans, load, save
+from tests.support.dcp import Chunks, causes, failed, failure, forget_plans, half, load, save
 from tests.support.faulty import fail_before
 from tests.support.ranks import outcome_of
 from tests.support.together import line, numbers, watched

@@ -20,10 +20,9 @@ from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_modul
 import casckpt
 from casckpt.errors import InvalidInput
 from casckpt.frontends.dcp import StorageReader, StorageWriter
-from tests.support.cut import cut
 from tests.support.dcp import failed, forget_plans, load, save
 from tests.support.parallel import sharded
-from tests.support.together import line, numbers
+from tests.support.together import cut, line, numbers
 from tests.support.torch_versions import has_torch, needs_torch
 
 try:

@@ -19,8 +19,8 @@ from casckpt.frontends.convert import (
     import_olmo_trainer,
     look_at,
 )
+from tests.support.dcp import Colour, stock
 from tests.support.together import numbers
-from tests.support.torch_folders import Colour, stock
 from tests.support.training import identical
 
 Store = casckpt.Store

@@ -33,9 +33,9 @@ from casckpt.frontends.dcp import (
 )
 from casckpt.frontends.interchange import resident, torch_files
 from casckpt.loading import regions
+from tests.support.dcp import Colour, example, stock, stringed
 from tests.support.progress_calls import ProgressCalls
 from tests.support.together import numbers
-from tests.support.torch_folders import Colour, example, stock, stringed
 from tests.support.training import identical
 
 Store = casckpt.Store

@@ -25,8 +25,8 @@ from casckpt.frontends.megatron import (
     load_sharded_objects,
     save,
 )
+from tests.support.gpt import COMMON
 from tests.support.megatron_core import core
-from tests.support.megatron_state import COMMON
 from tests.support.ranks import outcome_of
 
 if TYPE_CHECKING:

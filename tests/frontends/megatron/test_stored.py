@@ -24,7 +24,7 @@ from casckpt.frontends.megatron import (
     load_tensors_metadata,
     save,
 )
-from tests.support.megatron_state import COMMON
+from tests.support.gpt import COMMON
 from tests.support.torch_versions import needs_torch
 
 if TYPE_CHECKING:
