@@ -17,18 +17,7 @@ import pytest
 import torch
 
 from casckpt.base import names
-from casckpt.format import (
-    blob,
-    dtypes,
-    manifest,
-    metrics,
-    plain,
-    plain_codecs,
-    plain_numpy,
-    records,
-    regions,
-    tree,
-)
+from casckpt.format import blob, dtypes, manifest, metrics, plain, plain_codecs, plain_numpy, records, regions, tree
 from casckpt.format.sections import blobs as blob_section
 from casckpt.format.sections import head, index, pieces, tables
 from casckpt.format.sections import health as health_section

@@ -27,14 +27,7 @@ from tests.support.gcs import collect
 from tests.support.repositories import memory, repository
 from tests.support.rewrites import move
 from tests.support.saves import CELL, content, flip, small_folder
-from tests.support.together import (
-    emptied,
-    line,
-    numbers,
-    same_parts,
-    spread,
-    watched,
-)
+from tests.support.together import emptied, line, numbers, same_parts, spread, watched
 
 if TYPE_CHECKING:
     from tests.support.ranks import Pool

@@ -18,14 +18,7 @@ import casckpt
 from casckpt.errors import CasckptError, RankFailed
 from tests.support.ranks import outcome_of
 from tests.support.saves import BLOB, CELL, blob_keys, content, same_state
-from tests.support.together import (
-    emptied,
-    line,
-    numbers,
-    same_parts,
-    spread,
-    watched,
-)
+from tests.support.together import emptied, line, numbers, same_parts, spread, watched
 
 if TYPE_CHECKING:
     from tests.support.ranks import Pool

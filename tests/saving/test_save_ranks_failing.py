@@ -21,17 +21,7 @@ from casckpt.history import transactions
 from casckpt.history.commits import list_names
 from tests.support.faulty import Call, call_first, fail_before
 from tests.support.ranks import outcome_of, tell, wait_for
-from tests.support.together import (
-    emptied,
-    impatient,
-    killing,
-    line,
-    numbers,
-    same_parts,
-    spread,
-    visible,
-    watched,
-)
+from tests.support.together import emptied, impatient, killing, line, numbers, same_parts, spread, visible, watched
 
 if TYPE_CHECKING:
     from tests.support.ranks import Pool

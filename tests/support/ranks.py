@@ -34,12 +34,7 @@ from typing import Any, Self
 
 import torch
 import torch.distributed as dist
-from torch.distributed import (  # type: ignore[attr-defined] # public, though not in its __all__
-    FileStore,
-    PrefixStore,
-    Store,
-    TCPStore,
-)
+from torch.distributed import FileStore, PrefixStore, Store, TCPStore  # type: ignore[attr-defined] # public, though not in its __all__
 from torch.distributed.tensor import DTensor, debug
 from torch.testing._internal.distributed import fake_pg  # noqa: F401 - makes the backend "fake", which never talks
 

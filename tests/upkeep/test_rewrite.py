@@ -22,14 +22,7 @@ from casckpt.upkeep.rewrite import rewrite
 from casckpt.upkeep.saves import revoke_save
 from tests.support.announced import announcements
 from tests.support.faulty import FaultyStore, call_first, fail_after, fail_before
-from tests.support.repositories import (
-    commit_bare,
-    half_rewrite,
-    meanwhile,
-    repository,
-    rewrite_bare,
-    rewritten_bare,
-)
+from tests.support.repositories import commit_bare, half_rewrite, meanwhile, repository, rewrite_bare, rewritten_bare
 
 
 def now(repo: Repository, commit: Commit) -> Commit:

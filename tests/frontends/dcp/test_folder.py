@@ -21,10 +21,7 @@ from torch.distributed.checkpoint.planner import SavePlan
 
 import casckpt
 from casckpt.errors import Damaged, InvalidInput, NotFound, Refused
-from casckpt.frontends.dcp import (
-    casckpt_to_dcp,
-    dcp_to_casckpt,
-)
+from casckpt.frontends.dcp import casckpt_to_dcp, dcp_to_casckpt
 from casckpt.frontends.dcp.folder import unflatten
 from tests.support.dcp import load, save
 

@@ -19,13 +19,7 @@ import torch.distributed as dist
 
 import casckpt
 from casckpt.frontends import megatron
-from casckpt.frontends.megatron import (
-    CheckpointingException,
-    ShardedTensor,
-    load,
-    load_plain_tensors,
-    save,
-)
+from casckpt.frontends.megatron import CheckpointingException, ShardedTensor, load, load_plain_tensors, save
 from casckpt.frontends.megatron.claims import claims_of
 from casckpt.frontends.megatron.saving import Ending, Saving, wait_for_end
 from casckpt.saving import rank_part

@@ -9,10 +9,7 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from casckpt.frontends.training_state import (
-    load_model_and_optim_state,
-    save_model_and_optim_state,
-)
+from casckpt.frontends.training_state import load_model_and_optim_state, save_model_and_optim_state
 from tests.support.parallel import build, local, step
 
 if TYPE_CHECKING:

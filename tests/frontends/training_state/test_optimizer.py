@@ -24,10 +24,7 @@ from torch.testing._internal.two_tensor import TwoTensor
 import casckpt
 from casckpt.errors import InvalidInput, Mismatch
 from casckpt.frontends.trainer import Checkpointer, TrainState
-from casckpt.frontends.training_state import (
-    load_model_and_optim_state,
-    save_model_and_optim_state,
-)
+from casckpt.frontends.training_state import load_model_and_optim_state, save_model_and_optim_state
 from casckpt.frontends.training_state.optimizer import StateKind
 from casckpt.tensors.kinds import dequantized
 from tests.support.ranks import outcome_of

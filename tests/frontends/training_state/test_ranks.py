@@ -18,23 +18,8 @@ from torch.testing._internal.two_tensor import TwoTensor
 
 import casckpt
 from casckpt.errors import InvalidInput
-from casckpt.frontends.training_state import (
-    load_model_and_optim_state,
-    save_model_and_optim_state,
-    unshard_optim_state,
-)
-from tests.support.parallel import (
-    CPU,
-    TOPOLOGIES,
-    Everything,
-    Factory,
-    Stack,
-    adamw,
-    build,
-    everything,
-    local,
-    step,
-)
+from casckpt.frontends.training_state import load_model_and_optim_state, save_model_and_optim_state, unshard_optim_state
+from tests.support.parallel import CPU, TOPOLOGIES, Everything, Factory, Stack, adamw, build, everything, local, step
 from tests.support.ranks import outcome_of
 from tests.support.training import identical
 

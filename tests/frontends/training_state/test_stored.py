@@ -10,10 +10,7 @@ from torch import optim
 
 import casckpt
 from casckpt.format.sections.index import Entry
-from casckpt.frontends.training_state import (
-    load_model_and_optim_state,
-    unshard_optim_state,
-)
+from casckpt.frontends.training_state import load_model_and_optim_state, unshard_optim_state
 from casckpt.frontends.training_state.holding import Holding
 from casckpt.frontends.training_state.stored import is_step, steps_on_cpu
 from tests.support.training import Network, identical

@@ -22,16 +22,7 @@ from casckpt.frontends.transformers import CasTrainerMixin
 from casckpt.storage.local.folders import Folders
 from casckpt.store.store import Store
 from tests.frontends.transformers.test_callback import Losses
-from tests.frontends.transformers.test_mixin import (
-    BEST,
-    Crash,
-    MyTrainer,
-    Stops,
-    crash,
-    examples,
-    model,
-    trainer,
-)
+from tests.frontends.transformers.test_mixin import BEST, Crash, MyTrainer, Stops, crash, examples, model, trainer
 from tests.support.faulty import FaultyStore, fail_before
 from tests.support.ranks import die
 from tests.support.repositories import memory

@@ -31,15 +31,7 @@ from casckpt.upkeep.gc.forgetting import rotate
 from casckpt.upkeep.gc.gc import GcResult, execute, plan_gc
 from casckpt.upkeep.gc.purge import min_age_of
 from tests.support.faulty import Call, Fault, FaultyStore, call_first, fail_before
-from tests.support.gcs import (
-    LAST,
-    begin_elsewhere,
-    keys,
-    run_gc,
-    snapshot,
-    steps,
-    ticking,
-)
+from tests.support.gcs import LAST, begin_elsewhere, keys, run_gc, snapshot, steps, ticking
 from tests.support.local import only
 from tests.support.progress_calls import ProgressCalls
 from tests.support.repositories import Ticks, meanwhile, memory, put_blob, repository, save

@@ -20,13 +20,7 @@ from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 import casckpt
 from casckpt.errors import InvalidInput, NotFound, Unsupported
-from casckpt.frontends.convert import (
-    export_safetensors,
-    find_sources,
-    import_any,
-    import_safetensors,
-    look_at,
-)
+from casckpt.frontends.convert import export_safetensors, find_sources, import_any, import_safetensors, look_at
 from casckpt.frontends.interchange import resident
 from casckpt.frontends.interchange.safetensors import importing as safetensors_import
 from tests.support.dcp import load, save, zeros
