@@ -11,18 +11,13 @@ import torch
 
 import casckpt
 from casckpt.errors import Conflict, InvalidInput, MissingKey, RankFailed
-from casckpt.ranks.ranks import Ranks, everyone, open_ranks
-from tests.support.ranks import outcome_of
+from casckpt.ranks.ranks import everyone, open_ranks
+from tests.support.ranks import outcome_of, total
 
 if TYPE_CHECKING:
     from pathlib import Path
 
     from tests.support.ranks import Pool
-
-
-def total(ranks: Ranks) -> int:
-    """Run an exchange that succeeds."""
-    return ranks.exchange(lambda: ranks.rank, lambda values: everyone(sum(values), ranks.size))
 
 
 class OfTwoArguments(Exception):

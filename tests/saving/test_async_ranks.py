@@ -29,13 +29,6 @@ if TYPE_CHECKING:
     from tests.support.ranks import Pool
 
 
-@pytest.fixture
-def path(tmp_path: Path) -> Path:
-    """A store with small cells and blobs."""
-    small_folder(tmp_path / "store")
-    return tmp_path / "store"
-
-
 def unheard(rank: int, size: int, path: Path) -> Any:
     """Rank 0 learns of the failure, but rank 1 does not."""
     store, faults = watched(path)

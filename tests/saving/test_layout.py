@@ -14,18 +14,10 @@ from casckpt.saving.layout import assigned, layout_of, plan_writes
 from casckpt.saving.prepare import prepare
 from tests.saving.test_replicas import Experts
 from tests.support.ranks import outcome_of
-from tests.support.saves import small_folder
 from tests.support.together import visible
 
 if TYPE_CHECKING:
     from tests.support.ranks import Pool
-
-
-@pytest.fixture
-def path(tmp_path: Path) -> Path:
-    """A store with small cells and blobs."""
-    small_folder(tmp_path / "store")
-    return tmp_path / "store"
 
 
 # refused layouts

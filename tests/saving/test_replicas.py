@@ -26,19 +26,12 @@ from casckpt.saving import replicas
 from casckpt.saving.replicas import relative_difference
 from casckpt.tensors.memory import sampled
 from tests.support.ranks import outcome_of
-from tests.support.saves import CELL, small_folder
+from tests.support.saves import CELL
 from tests.support.together import line, numbers, spread, visible, watched
 
 if TYPE_CHECKING:
     from casckpt.store.store import Store
     from tests.support.ranks import Pool
-
-
-@pytest.fixture
-def path(tmp_path: Path) -> Path:
-    """A store with small cells and blobs."""
-    small_folder(tmp_path / "store")
-    return tmp_path / "store"
 
 
 class Heard(logging.Handler):

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import errno
-import logging
 import os
 import signal
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext, suppress
+from collections.abc import Callable
+from contextlib import nullcontext, suppress
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from pathlib import Path
@@ -58,6 +57,7 @@ from tests.support.bucket_reads import ReadBucket, ReadRange, bucket, nbytes, un
 from tests.support.dcp import load as by_torch
 from tests.support.faulty import fail_before
 from tests.support.gpt import Topology, differences
+from tests.support.logs import logged
 from tests.support.megatron_core import core, own_state, theirs
 from tests.support.ranks import outcome_of, tell, wait_for
 from tests.support.rewrites import move
@@ -412,20 +412,6 @@ def test_megatron_loads_of_several_hosts_read_each_byte_once(ranks: Pool, empty:
 
 
 # harm
-
-
-@contextmanager
-def logged() -> Iterator[list[str]]:
-    """Collect the warnings of casckpt in this process."""
-    found: list[str] = []
-    handler = logging.Handler(logging.WARNING)
-    handler.emit = lambda record: found.append(record.getMessage())  # type: ignore[method-assign]  # of this handler
-    log = logging.getLogger("casckpt")
-    log.addHandler(handler)
-    try:
-        yield found
-    finally:
-        log.removeHandler(handler)
 
 
 Harm = Callable[[], Any]

@@ -15,15 +15,11 @@ import casckpt
 from casckpt.history import commits
 from casckpt.history.tags import write_generation
 from casckpt.history.transactions import begin
-from tests.cli.conftest import AsJson, Run
+from tests.cli.conftest import AsJson, Run, named
 from tests.support.commands import STATS
 from tests.support.rewrites import move
 
 BRIEF = {"id", "run", "step"}
-
-
-def named(rows: list[dict[str, Any]]) -> list[str]:
-    return [f"{row['run']}@{row['step']}" for row in rows]
 
 
 # reads

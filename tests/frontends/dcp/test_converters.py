@@ -21,7 +21,7 @@ from casckpt.frontends.dcp import (
     dcp_to_casckpt,
     items,
 )
-from tests.support.dcp import example, load, save, stringed, zeros
+from tests.support.dcp import example, load, save, stock, stringed, zeros
 from tests.support.meshes import build, differing, state_of, whole
 from tests.support.progress_calls import ProgressCalls
 from tests.support.together import numbers
@@ -37,11 +37,6 @@ Store = casckpt.Store
 
 class Colour(enum.Enum):
     RED = 1
-
-
-def stock(path: Path, state: Any) -> Path:
-    save(state, FileSystemWriter(path))
-    return path
 
 
 def four_ranks(rank: int, size: int, path: Path) -> Any:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import os
 import shutil
 from pathlib import Path
@@ -16,6 +15,7 @@ import casckpt
 from casckpt.errors import NotFound
 from casckpt.frontends import megatron
 from casckpt.frontends.megatron import folders
+from tests.support.logs import logged
 from tests.support.megatron_core import core
 
 if TYPE_CHECKING:
@@ -24,21 +24,14 @@ if TYPE_CHECKING:
 
 def saved(rank: int, size: int, path: Path, *steps: int, forget_removed: bool = False) -> list[str]:
     """Return the log of the save."""
-    said: list[str] = []
-    handler = logging.Handler()
-    handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]  # a handler for this test
-    log = logging.getLogger("casckpt.frontends.megatron.folders")
     core()
     strategy = megatron.CasSaveShardedStrategy(
         path / "store", run="a", forget_removed=forget_removed, metadata={"mine": 1}
     )
-    log.addHandler(handler)
-    try:
+    with logged("casckpt.frontends.megatron.folders") as said:
         for step in steps:
             part = megatron.ShardedTensor.from_rank_offsets("w", torch.full((2,), step), (0, rank, size))
             strategy.save({"w": part}, path / f"runs/iter_{step}")
-    finally:
-        log.removeHandler(handler)
     return said
 
 

@@ -147,15 +147,6 @@ def trained() -> tuple[nn.Module, torch.optim.Optimizer]:
     return model, optim
 
 
-def numbered(key: str, *shape: int, **more: Any) -> ShardedTensor:
-    data = torch.arange(float(torch.Size(shape).numel())).view(shape)
-    return ShardedTensor.from_rank_offsets(key, data, **more)
-
-
-def obj(key: str, at: int = 0, of: int = 1, data: Any = None) -> ShardedObject:
-    return ShardedObject(key, data, (of,), (at,))
-
-
 def test_parts_of_a_checkpoint_can_be_loaded(where: str) -> None:
     assert megatron.diff(load_common_state_dict(where), COMMON) == ([], [], [])
     plain = load_plain_tensors(where)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -13,6 +12,7 @@ from torch import nn
 import casckpt
 from casckpt.frontends.trainer import Checkpointer, TrainState
 from casckpt.loading.unread import is_generator, warn_moved
+from tests.support.logs import logged
 from tests.support.saves import small_folder
 
 if TYPE_CHECKING:
@@ -34,17 +34,13 @@ def save(store: casckpt.Store, run: str, rank: int) -> None:
 
 def load(store: casckpt.Store, run: str) -> list[str]:
     """Load both, and return the log."""
-    said: list[str] = []
-    handler = logging.Handler(logging.WARNING)
-    handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
-    logging.getLogger("casckpt").addHandler(handler)
-    for _ in range(2):
-        Checkpointer(store, run=run).resume(nn.Linear(1, 1), None, TrainState(loader={"at": 9}))
-        state: dict[str, Any] = {"loader": None, "rng": 0, "seen": 0, "m": {"w": torch.zeros(2)}}
-        store.load(state, f"{run}/keys@1")
-    store.load({"m": {"w": torch.zeros(2)}}, f"{run}/keys@1", unread="ignore")
-    store.load({"m": {"w": torch.zeros(2)}}, f"{run}/keys@1")
-    logging.getLogger("casckpt").removeHandler(handler)
+    with logged() as said:
+        for _ in range(2):
+            Checkpointer(store, run=run).resume(nn.Linear(1, 1), None, TrainState(loader={"at": 9}))
+            state: dict[str, Any] = {"loader": None, "rng": 0, "seen": 0, "m": {"w": torch.zeros(2)}}
+            store.load(state, f"{run}/keys@1")
+        store.load({"m": {"w": torch.zeros(2)}}, f"{run}/keys@1", unread="ignore")
+        store.load({"m": {"w": torch.zeros(2)}}, f"{run}/keys@1")
     return [line for line in said if "loader" in line or "rng" in line]
 
 

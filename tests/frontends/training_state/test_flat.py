@@ -7,7 +7,7 @@ import warnings
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING
 
 import pytest
 import torch
@@ -40,7 +40,7 @@ from tests.support.parallel import (
     tp,
 )
 from tests.support.ranks import outcome_of
-from tests.support.training import Network, identical
+from tests.support.training import Network, Refusing, identical
 
 if TYPE_CHECKING:
     from tests.support.ranks import Pool
@@ -168,13 +168,6 @@ def test_nested_fsdp_wrappers_are_supported(store_path: Path, ranks: Pool) -> No
 
 
 # no steps
-
-
-class Refusing(optim.AdamW):
-    """An optimizer that refuses to take a step."""
-
-    def step(self, closure: Any = None) -> NoReturn:
-        raise AssertionError("a step was taken")
 
 
 def before_the_first_step(rank: int, size: int, path: Path, topology: str) -> None:

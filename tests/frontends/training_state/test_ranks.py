@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Iterable
 from functools import partial
 from pathlib import Path
@@ -19,6 +18,7 @@ from torch.testing._internal.two_tensor import TwoTensor
 import casckpt
 from casckpt.errors import InvalidInput
 from casckpt.frontends.training_state import load_model_and_optim_state, save_model_and_optim_state, unshard_optim_state
+from tests.support.logs import logged
 from tests.support.parallel import CPU, TOPOLOGIES, Everything, Factory, Stack, adamw, build, everything, local, step
 from tests.support.ranks import outcome_of
 from tests.support.training import identical
@@ -232,15 +232,11 @@ def test_state_that_may_belong_to_shards_is_rejected_if_it_differs_across_ranks(
 
 
 def leaves_something_unread(rank: int, size: int, path: Path) -> list[str]:
-    said: list[str] = []
-    handler = logging.Handler()
-    handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign] # allowed in a test
-    logging.getLogger("casckpt").addHandler(handler)
     torch.manual_seed(0)
     model = nn.Linear(3, 3)
     casckpt.open(path).save({"model": model.state_dict(), "ema": {"w": torch.ones(2)}}, run="unread", step=1)
-    load_model_and_optim_state(path, "unread@1", model)
-    logging.getLogger("casckpt").removeHandler(handler)
+    with logged() as said:
+        load_model_and_optim_state(path, "unread@1", model)
     return [text for text in said if "'ema' of unread@1" in text]
 
 

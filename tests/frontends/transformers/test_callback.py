@@ -33,7 +33,7 @@ from tests.support.ranks import comes_last, outcome_of
 from tests.support.saves import steps
 from tests.support.together import line
 from tests.support.torchrun import as_accelerate_hears
-from tests.support.training import identical
+from tests.support.training import WithProjector, identical
 
 if TYPE_CHECKING:
     from tests.support.ranks import Pool
@@ -425,15 +425,6 @@ def test_a_job_without_checkpoints_starts_from_the_beginning(tmp_path: Path, cap
     for ref in ("sft@7", "tag:best"):
         with pytest.raises(NotFound):
             restore_checkpoint(store, ref, tmp_path / "out")
-
-
-class WithProjector(torch.optim.SGD):
-    """An optimizer whose first step creates state that is not plain data."""
-
-    def step(self, closure: Any = None) -> Any:
-        super().step(closure)
-        for parameter in self.param_groups[0]["params"]:
-            self.state[parameter]["projector"] = object()
 
 
 def test_training_with_an_unsupported_optimizer_stops_at_the_start(tmp_path: Path, store: Store) -> None:
