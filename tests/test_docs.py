@@ -22,10 +22,10 @@ from casckpt.format.sections import blobs as blob_section
 from casckpt.format.sections import head, index, pieces, tables
 from casckpt.format.sections import health as health_section
 from tests.support.pages import Block, Reader, blocks
+from tests.support.ranks import Pool
 from tests.support.torch_versions import has_torch
 
 if TYPE_CHECKING:
-    from tests.support.ranks import Pool
     from tests.support.servers import Server
 
 ROOT = Path(__file__).resolve().parent.parent

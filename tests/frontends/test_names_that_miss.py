@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import product
 from pathlib import Path
 from random import Random
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
 import torch
@@ -24,11 +24,9 @@ from casckpt.errors import CasckptError, InvalidInput, Mismatch, MissingKey
 from casckpt.frontends.trainer import Checkpointer
 from casckpt.frontends.training_state import load_model_and_optim_state, save_model_and_optim_state
 from tests.support.logs import logged
+from tests.support.ranks import Pool
 from tests.support.renames import rename_in
 from tests.support.saves import new_run, small, small_folder
-
-if TYPE_CHECKING:
-    from tests.support.ranks import Pool
 
 Load = Callable[..., Any]
 

@@ -8,7 +8,7 @@ import warnings
 from collections import UserDict
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
 import torch
@@ -25,11 +25,8 @@ from tests.hints.conftest import Run, changed_blob
 from tests.support.forks import forked
 from tests.support.hints import Advice, Messages, follows
 from tests.support.logs import logged
-from tests.support.ranks import outcome_of
+from tests.support.ranks import Pool, outcome_of
 from tests.support.saves import trained
-
-if TYPE_CHECKING:
-    from tests.support.ranks import Pool
 
 Weights = dict[str, torch.Tensor]
 

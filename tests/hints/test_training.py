@@ -6,7 +6,7 @@ import math
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
 import torch
@@ -25,11 +25,8 @@ from tests.hints.conftest import Run
 from tests.support.hints import Advice, Messages, follows
 from tests.support.logs import logged
 from tests.support.parallel import Stack, joined, tp
-from tests.support.ranks import outcome_of
+from tests.support.ranks import Pool, outcome_of
 from tests.support.training import identical
-
-if TYPE_CHECKING:
-    from tests.support.ranks import Pool
 
 Store = casckpt.Store
 Optim = Callable[..., optim.Optimizer]

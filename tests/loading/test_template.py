@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
 import torch
@@ -13,13 +13,11 @@ from torch import nn
 import casckpt
 from casckpt.errors import InvalidInput, Mismatch, MissingKey
 from tests.support.logs import warnings_in
+from tests.support.ranks import Pool
 from tests.support.renames import rename_in
 from tests.support.saves import new_run, same_state, small, small_folder
 from tests.support.tensors import same
 from tests.support.training import Network, identical, train
-
-if TYPE_CHECKING:
-    from tests.support.ranks import Pool
 
 
 def trained() -> tuple[Network, torch.optim.Optimizer]:

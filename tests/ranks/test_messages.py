@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -12,12 +13,7 @@ import torch
 import casckpt
 from casckpt.errors import Conflict, InvalidInput, MissingKey, RankFailed
 from casckpt.ranks.ranks import everyone, open_ranks
-from tests.support.ranks import outcome_of, total
-
-if TYPE_CHECKING:
-    from pathlib import Path
-
-    from tests.support.ranks import Pool
+from tests.support.ranks import Pool, outcome_of, total
 
 
 class OfTwoArguments(Exception):

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
 from time import monotonic
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
 import torch
@@ -18,10 +18,7 @@ from casckpt.errors import RankFailed
 from casckpt.ranks import ranks as module
 from casckpt.ranks import waiting, wire
 from casckpt.ranks.ranks import open_ranks
-from tests.support.ranks import outcome_of, tell, total, wait_for
-
-if TYPE_CHECKING:
-    from tests.support.ranks import Pool
+from tests.support.ranks import Pool, outcome_of, tell, total, wait_for
 
 pytestmark = pytest.mark.kill
 

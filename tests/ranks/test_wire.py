@@ -6,7 +6,7 @@ import threading
 import time
 from collections.abc import Sequence
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
 import torch.distributed as dist
@@ -16,11 +16,7 @@ from casckpt.errors import RankFailed
 from casckpt.ranks import ranks as module
 from casckpt.ranks import wire
 from casckpt.ranks.ranks import GroupRanks, Solo, everyone, open_ranks
-from tests.support.ranks import die, outcome_of, tell, total, wait_for
-
-if TYPE_CHECKING:
-    from tests.support.ranks import Outcome, Pool
-
+from tests.support.ranks import Outcome, Pool, die, outcome_of, tell, total, wait_for
 
 SHORT = 5.0  # seconds until the others give up on a stalled rank
 

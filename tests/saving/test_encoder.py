@@ -6,7 +6,7 @@ import logging
 from collections.abc import Callable
 from contextlib import nullcontext
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 from unittest.mock import patch
 
 import pytest
@@ -30,13 +30,10 @@ from casckpt.saving.encoder import HeldCell, HeldFrame, forget_run
 from casckpt.store.store import Store
 from tests.support.far import far
 from tests.support.held import held_bytes
+from tests.support.ranks import Pool
 from tests.support.saves import CELL, another_process, reopened, same_state, small, small_folder
 from tests.support.tensors import bytes_of
 from tests.support.together import line, spread
-
-if TYPE_CHECKING:
-    from tests.support.ranks import Pool
-
 
 NUMEL = 40 * CELL // 2  # elements of 2 bytes
 

@@ -10,7 +10,7 @@ from contextlib import nullcontext, suppress
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 from unittest.mock import patch
 
 import pytest
@@ -59,15 +59,12 @@ from tests.support.faulty import fail_before
 from tests.support.gpt import Topology, differences
 from tests.support.logs import logged
 from tests.support.megatron_core import core, own_state, theirs
-from tests.support.ranks import outcome_of, tell, wait_for
+from tests.support.ranks import Pool, outcome_of, tell, wait_for
 from tests.support.rewrites import move
 from tests.support.saves import cells, small
 from tests.support.tally import tally
 from tests.support.together import cut, impatient
 from tests.support.training import identical
-
-if TYPE_CHECKING:
-    from tests.support.ranks import Pool
 
 SHORT = 4.0  # seconds until the others give up on a stopped rank
 

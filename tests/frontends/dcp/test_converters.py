@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import enum
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
 import torch
@@ -24,13 +24,10 @@ from casckpt.frontends.dcp import (
 from tests.support.dcp import example, load, save, stock, stringed, zeros
 from tests.support.meshes import build, differing, state_of, whole
 from tests.support.progress_calls import ProgressCalls
+from tests.support.ranks import Pool
 from tests.support.together import numbers
 from tests.support.torch_versions import needs_torch
 from tests.support.training import identical
-
-if TYPE_CHECKING:
-    from tests.support.ranks import Pool
-
 
 Store = casckpt.Store
 

@@ -6,7 +6,7 @@ import gc
 import multiprocessing
 import os
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
 import torch
@@ -22,6 +22,7 @@ from casckpt.errors import InvalidInput
 from casckpt.frontends.dcp import StorageReader, StorageWriter
 from tests.support.dcp import failed, forget_plans, load, save
 from tests.support.parallel import sharded
+from tests.support.ranks import Pool
 from tests.support.together import cut, line, numbers
 from tests.support.torch_versions import has_torch, needs_torch
 
@@ -35,8 +36,6 @@ try:
 except ImportError:
     DefaultStager = StagingOptions = None  # type: ignore[assignment,misc] # of an older torch
 
-if TYPE_CHECKING:
-    from tests.support.ranks import Pool
 
 STEPS = 10
 MEASURED = (2, 7, 8)  # the last step is also measured; counting all tensors takes half a second

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import shutil
 from pathlib import Path
-from typing import TYPE_CHECKING
 from unittest.mock import patch
 
 import pytest
@@ -17,9 +16,7 @@ from casckpt.frontends import megatron
 from casckpt.frontends.megatron import folders
 from tests.support.logs import logged
 from tests.support.megatron_core import core
-
-if TYPE_CHECKING:
-    from tests.support.ranks import Pool
+from tests.support.ranks import Pool
 
 
 def saved(rank: int, size: int, path: Path, *steps: int, forget_removed: bool = False) -> list[str]:

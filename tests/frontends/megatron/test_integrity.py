@@ -6,7 +6,7 @@ import re
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
 import torch
@@ -15,11 +15,8 @@ import casckpt
 from casckpt.frontends import megatron
 from casckpt.frontends.megatron import CheckpointingException, ShardedObject, ShardedTensor, validate_sharding_integrity
 from tests.support.logs import logged
-from tests.support.ranks import outcome_of
+from tests.support.ranks import Pool, outcome_of
 from tests.support.saves import files
-
-if TYPE_CHECKING:
-    from tests.support.ranks import Pool
 
 State = dict[str, Any]
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
 import torch
@@ -29,10 +29,7 @@ from tests.frontends.megatron.conftest import numbered, obj
 from tests.support.gpt import COMMON
 from tests.support.logs import logged
 from tests.support.megatron_core import core
-from tests.support.ranks import outcome_of
-
-if TYPE_CHECKING:
-    from tests.support.ranks import Pool
+from tests.support.ranks import Pool, outcome_of
 
 
 def tensor(key: str, *shape: int, **more: Any) -> ShardedTensor:

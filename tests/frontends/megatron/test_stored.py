@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
 import torch
@@ -25,10 +25,8 @@ from casckpt.frontends.megatron import (
     save,
 )
 from tests.support.gpt import COMMON
+from tests.support.ranks import Pool
 from tests.support.torch_versions import needs_torch
-
-if TYPE_CHECKING:
-    from tests.support.ranks import Pool
 
 alone = pytest.mark.filterwarnings("ignore:torch.distributed is")  # DCP warns in a single process
 WEIGHT = torch.arange(24.0).view(4, 6)

@@ -9,7 +9,7 @@ import sys
 from argparse import Namespace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
 import torch
@@ -21,10 +21,7 @@ from tests.support import gpt
 from tests.support.gpt import Topology, differences
 from tests.support.logs import logged
 from tests.support.megatron_core import core, module, own_state, theirs
-from tests.support.ranks import outcome_of
-
-if TYPE_CHECKING:
-    from tests.support.ranks import Pool
+from tests.support.ranks import Pool, outcome_of
 
 SAVED = Topology(tp=2)  # only two ranks, because importing Megatron-core takes seconds on each
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
 import torch
@@ -13,10 +13,8 @@ import casckpt
 from casckpt.frontends.trainer import Checkpointer, TrainState
 from casckpt.loading.unread import is_generator, warn_moved
 from tests.support.logs import logged
+from tests.support.ranks import Pool
 from tests.support.saves import small_folder
-
-if TYPE_CHECKING:
-    from tests.support.ranks import Pool
 
 
 def save(store: casckpt.Store, run: str, rank: int) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import torch
@@ -14,11 +14,8 @@ from casckpt.frontends.trainer import Checkpointer, TrainState
 from casckpt.store.opening import open as open_store
 from tests.support.logs import logged
 from tests.support.parallel import local, sharded
-from tests.support.ranks import outcome_of
+from tests.support.ranks import Pool, outcome_of
 from tests.support.saves import small_folder
-
-if TYPE_CHECKING:
-    from tests.support.ranks import Pool
 
 
 def model() -> nn.Linear:

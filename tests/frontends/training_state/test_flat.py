@@ -7,7 +7,6 @@ import warnings
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import pytest
 import torch
@@ -39,12 +38,8 @@ from tests.support.parallel import (
     step,
     tp,
 )
-from tests.support.ranks import outcome_of
+from tests.support.ranks import Pool, outcome_of
 from tests.support.training import Network, Refusing, identical
-
-if TYPE_CHECKING:
-    from tests.support.ranks import Pool
-
 
 # FSDP
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
 import torch
@@ -20,11 +20,8 @@ from casckpt.errors import InvalidInput
 from casckpt.frontends.training_state import load_model_and_optim_state, save_model_and_optim_state, unshard_optim_state
 from tests.support.logs import logged
 from tests.support.parallel import CPU, TOPOLOGIES, Everything, Factory, Stack, adamw, build, everything, local, step
-from tests.support.ranks import outcome_of
+from tests.support.ranks import Pool, outcome_of
 from tests.support.training import identical
-
-if TYPE_CHECKING:
-    from tests.support.ranks import Pool
 
 
 def trained_on_4(rank: int, size: int, path: Path) -> Everything:
