@@ -21,6 +21,7 @@ Repositories without tensors
     repositories: repositories, commits and manifests; begin here
     checkpoints: real blobs and extents, made of numpy arrays
     geometry: random shapes, regions and partitions
+    routes: ways between versions of a cell, as a reference
     gcs, copies, rewrites, coded: gc, copies, rewrites, and frames of such checkpoints
     announced: announcements, read without a follower
     hosts: hosts that change runs at random
@@ -29,6 +30,7 @@ Repositories without tensors
 Storage
     faulty: storage that fails, or does something else first, at a chosen call; begin here
     far: storage in memory that says that it is remote
+    counting: the calls and bytes of one storage
     local: folders on file systems with missing or failing features
     elsewhere: the storage that ``--storage`` chooses
     servers: S3 servers on this machine
