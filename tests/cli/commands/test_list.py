@@ -235,6 +235,7 @@ def test_the_transactions_command_lists_and_revokes_transactions(
     saved: Path, store: casckpt.Store, as_json: AsJson, run: Run
 ) -> None:
     assert as_json("transactions", saved) == []
+    assert run("transactions", saved).stdout == "no save is in progress\n"
     transaction = begin(store.repository, "a", 4)
     (row,) = as_json("transactions", saved)
     assert (row["txid"], row["run"], row["step"], row["pid"]) == (transaction.txid, "a", 4, os.getpid())
