@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING
 import pytest
 from hypothesis import settings
 
-from tests.support import elsewhere, garbage, kinds, workers
-from tests.support.afresh import share_fork_server
+from tests.support import elsewhere, kinds, workers
+from tests.support.afresh import collect_less, share_fork_server
 
 if TYPE_CHECKING:
     import casckpt
@@ -85,7 +85,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 def pytest_collection_finish() -> None:
-    garbage.collect_less()
+    collect_less()
     gc.enable()
 
 

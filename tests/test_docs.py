@@ -17,26 +17,15 @@ import pytest
 import torch
 
 from casckpt.base import names
-from casckpt.format import (
-    blob,
-    dtypes,
-    manifest,
-    metrics,
-    plain,
-    plain_codecs,
-    plain_numpy,
-    records,
-    regions,
-    tree,
-)
+from casckpt.format import blob, dtypes, manifest, metrics, plain, plain_codecs, plain_numpy, records, regions, tree
 from casckpt.format.sections import blobs as blob_section
 from casckpt.format.sections import head, index, pieces, tables
 from casckpt.format.sections import health as health_section
 from tests.support.pages import Block, Reader, blocks
+from tests.support.ranks import Pool
 from tests.support.torch_versions import has_torch
 
 if TYPE_CHECKING:
-    from tests.support.ranks import Pool
     from tests.support.servers import Server
 
 ROOT = Path(__file__).resolve().parent.parent

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import re
+import runpy
 import textwrap
 from pathlib import Path
 
@@ -13,7 +14,7 @@ import pytest
 import _draw
 import _mutants
 from _places import NoPlace, Planted, around, scopes
-from planted import PLANTED
+from planted import BUGS, PLANTED
 from tests.test_packaging import ROOT
 
 
@@ -25,7 +26,6 @@ def test_the_code_that_each_planted_bug_changes_exists_and_the_change_compiles()
         around_it = [(first, last) for _, first, last in scopes(text) if first <= start and end <= last]
         first, last = around_it[-1] if around_it else (0, len(text))
         ast.parse(textwrap.dedent(text[first:start] + planted.after + text[end:last]), planted.name)
-    assert {name for one in PLANTED for name in one.tests.split() if not (ROOT / name).is_file()} == set()
 
 
 def test_the_location_of_a_planted_bug_is_found_in_any_module(tmp_path: Path) -> None:
@@ -53,8 +53,18 @@ def test_an_ambiguous_or_missing_location_of_a_planted_bug_is_rejected(
         Planted("a bug", function, text, "", "").place(tmp_path)
 
 
+def test_each_planted_bug_has_an_existing_test() -> None:
+    tests = {
+        name for path in (ROOT / "tests").rglob("*.py") for name in re.findall(r"def (test_\w+)\(", path.read_text())
+    }
+    for one in PLANTED:
+        file, *_, test = one.tests.split("::")
+        assert (ROOT / file).is_file(), file
+        assert test in tests, f"run: tools/mutants --table {one.name!r}"  # perhaps inherited from another file
+
+
 def test_names_of_planted_bugs_are_unique() -> None:
-    assert len({one.name for one in PLANTED}) == len(PLANTED)
+    assert (ROOT / "tools/planted.py").read_text().count(": (\n") == len(PLANTED)
 
 
 @pytest.mark.sweep
@@ -73,37 +83,21 @@ def test_a_randomly_drawn_bug_is_one_change_that_compiles(monkeypatch: pytest.Mo
         list(_draw.draw(["casckpt/frontends/dcp/ids.py"], 1, seed=1))
 
 
-# tools/killers.json
-
-KILLERS = _mutants.known_killers()
-
-
-def test_the_test_that_kills_each_planted_bug_is_known() -> None:
-    assert list(KILLERS) == [one.name for one in PLANTED], "run: tools/mutants --table, with a word of what is new"
-
-
-def test_each_planted_bug_is_killed_by_an_existing_test_of_the_default_run() -> None:
-    paths = list((ROOT / "tests").rglob("*.py"))
-    tests = {name for path in paths for name in re.findall(r"def (test_\w+)\(", path.read_text())}
-    for quick, default, full in KILLERS.values():
-        file, *_, test = default.split("::")
-        assert default == full
-        assert quick in {"", default}
-        assert (ROOT / file).is_file(), default
-        assert test in tests, default
-
-
-def test_each_planted_bug_has_its_own_line_in_alphabetical_order(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("bug", [PLANTED[0], PLANTED[-1]], ids=["first", "last"])
+def test_a_new_test_that_kills_a_planted_bug_is_listed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, bug: Planted
 ) -> None:
-    monkeypatch.setattr(_mutants, "KILLERS", tmp_path / "killers.json")
-    _mutants.write_killers({"no longer planted": ["", "", ""], **dict(reversed(KILLERS.items()))})
-    assert (tmp_path / "killers.json").read_text() == (ROOT / "tools/killers.json").read_text()
+    monkeypatch.setattr(_mutants, "LIST", tmp_path / "planted.py")
+    known = (ROOT / "tools/planted.py").read_text()
+    (tmp_path / "planted.py").write_text(known)
+    _mutants.list_killer(bug, "tests/test_a.py::test_b")
+    listed: dict[str, tuple[str, ...]] = runpy.run_path(str(tmp_path / "planted.py"))["BUGS"]
+    assert {name: tests for name, (*_, tests) in listed.items() if tests != BUGS[name][-1]} == {
+        bug.name: "tests/test_a.py::test_b"
+    }
 
 
 def test_the_site_lists_the_planted_bugs() -> None:
     table = page_tables.planted_bugs().splitlines()
     assert len(table) == 2 + len(PLANTED)
-    name, (quick, default, _) = next((name, one) for name, one in KILLERS.items() if not one[0])
-    assert quick == ""
-    assert f"| {name} | none | `{default.removeprefix('tests/')}` |" in table
+    assert f"| {PLANTED[0].name} | `{PLANTED[0].tests.removeprefix('tests/')}` |" in table

@@ -93,9 +93,9 @@ make_wheel    casckpt.deep.wheels, that is wheels.py
 ```
 """,
     "CHANGELOG.md": "`make_wheel` in casckpt/deep/wheels.py\n",
-    "tools/planted.py": """PLANTED = (
-    ("a name", "Wheel.turn_by", "self.spokes + more", "self.spokes", "tests/deep/test_wheels.py"),
-)
+    "tools/planted.py": """BUGS = {
+    "a name": ("Wheel.turn_by", "self.spokes + more", "self.spokes", "tests/deep/test_wheels.py"),
+}
 """,
     "tools/_places.py": "",
 }

@@ -110,7 +110,7 @@ def draw(paths: Sequence[str], count: int, seed: int) -> Iterator[Planted]:
     """Draw ``count`` bugs, evenly over paths and kinds. Each gets the tests for the existing bugs in its file."""
     chance, tests = random.Random(seed), defaultdict[str, dict[str, None]](dict)  # noqa: S311 - nothing is secret
     for one in PLANTED:
-        tests[one.place()[0]] |= dict.fromkeys(one.tests.split())
+        tests[one.place()[0]][one.tests.partition("::")[0]] = None
     kinds = [defaultdict[str, list[tuple[Source, Edit]]](list) for _ in paths]
     for path, by_kind in zip(map(Path, paths), kinds, strict=True):
         for source in [Source(file) for file in sorted(path.rglob("*.py")) or [path] if str(file) in tests]:

@@ -15,8 +15,10 @@ from datetime import UTC, datetime
 from pathlib import Path
 from types import MappingProxyType
 
+from planted import PLANTED
+
 ROOT = Path(__file__).resolve().parent.parent
-PAGE, KILLERS = ROOT / "docs" / "reliability.md", ROOT / "tools" / "killers.json"
+PAGE = ROOT / "docs" / "reliability.md"
 BEGIN, END = "<!-- evidence -->\n", "<!-- end -->"
 ROWS = {
     "checked states of the protocol models": "states of models",
@@ -101,15 +103,10 @@ def _soak_in(folder: Path) -> str:
     return f"soak in {'a folder' if (folder / 'store').is_dir() else 'a bucket'}"
 
 
-def planted() -> str:
-    """Return the number of bugs that the default run detects, from tools/killers.json."""
-    return str(sum(default != "" for _, default, _ in json.loads(KILLERS.read_text()).values()))
-
-
 def figures(counted: Mapping[str, int], soaks: Sequence[Path] = ()) -> dict[str, str]:
     """Return the current figures by name."""
     sums = {counts: sum(n for what, n in counted.items() if what.startswith(counts)) for counts in ROWS.values()}
-    found = {counts: f"{count:,}" for counts, count in sums.items() if count} | {"planted": planted()}
+    found = {counts: f"{count:,}" for counts, count in sums.items() if count} | {"planted": str(len(PLANTED))}
     for folder in soaks:
         found |= soaked(folder)
     return found
@@ -126,7 +123,7 @@ def with_table(
     old, _, after = rest.partition(END)
     held = {line.split(" | ")[0].removeprefix("| "): line for line in old.splitlines()[2:]}
     for what, counts in ROWS.items():
-        by = {"planted": "tools/mutants --table", "soak": "tools/soak"}.get(counts.split(" ")[0], command)
+        by = {"planted": "tools/mutants", "soak": "tools/soak"}.get(counts.split(" ")[0], command)
         had = held.get(what, "").split(" | ")[1:2]
         stands = counts == "planted" and had == [new.get(counts)]  # it was not recounted
         if counts in new and not stands:

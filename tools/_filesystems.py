@@ -6,7 +6,6 @@ import argparse
 import json
 import os
 import platform
-import re
 import subprocess
 import sys
 import tempfile
@@ -14,7 +13,7 @@ from collections.abc import Callable
 from datetime import UTC, datetime
 from pathlib import Path
 
-from _result_table import ResultTable
+from _result_table import Counts, ResultTable, counts_of
 from casckpt.storage.local import syscalls
 from casckpt.storage.local.store import LocalStore
 
@@ -103,16 +102,14 @@ def kernel() -> str:
     return ".".join(platform.release().split(".")[:2])
 
 
-def tests(folder: Path) -> list[int]:
-    """Run the tests with all their files in this folder. Return how many passed, were skipped, and failed."""
+def tests(folder: Path) -> Counts:
+    """Run the tests with all their files in this folder."""
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *TESTS]
     there = {"TMPDIR": str(folder), "PYTEST_DEBUG_TEMPROOT": str(folder)}
     environment = os.environ | there | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
     done = subprocess.run(command, cwd=ROOT, env=environment, check=False, capture_output=True, text=True)
     print(done.stdout[-3000:], done.stderr[-3000:], file=sys.stderr)
-    counts = {what: int(count) for count, what in re.findall(r"(\d+) (passed|skipped|failed|error)", done.stdout)}
-    failed = counts.get("failed", 0) + counts.get("error", 0) or int(done.returncode not in (0, 1))
-    return [counts.get("passed", 0), counts.get("skipped", 0), failed]
+    return counts_of(done.stdout, done.returncode)
 
 
 def row(kind: str) -> list[str]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import re
 import shutil
@@ -11,7 +10,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -22,8 +21,7 @@ from _places import Planted
 from planted import PLANTED
 
 ROOT = Path(__file__).resolve().parent.parent
-KILLERS = ROOT / "tools" / "killers.json"
-RUNS = {"--quick": "`--quick`", "": "default", "--full": "`--full`"}  # each includes the tests of the previous ones
+LIST = ROOT / "tools" / "planted.py"
 SECONDS = 600
 
 
@@ -37,14 +35,14 @@ def copy_of_the_project(folder: Path) -> Path:
     return folder
 
 
-def outcome(folder: Path, planted: Planted, run: str) -> str:
+def outcome(folder: Path, planted: Planted, run: str, tests: Sequence[str]) -> str:
     """Return the first test that fails with the bug but passes without it, or "" if there is none."""
     name, start, end = planted.place()
     file = folder / name
     before = file.read_text()
     file.write_text(before[:start] + planted.after + before[end:])
     try:
-        found = first_failure(folder, run, planted.tests.split())
+        found = first_failure(folder, run, tests)
     finally:
         file.write_text(before)
     if found and first_failure(folder, run, [found]):
@@ -65,44 +63,34 @@ def first_failure(folder: Path, run: str, tests: Sequence[str]) -> str:
     return found[1] if found else ""
 
 
-def killers(folder: Path, planted: Planted, runs: Sequence[str]) -> dict[str, str]:
-    """Return a failing test for each of ``runs``, or "". A longer run does not repeat the tests of a shorter one."""
-    found = ""
-    by_run = {}
-    for run in runs:
-        found = found or outcome(folder, planted, run)
-        by_run[run] = found
-    return by_run
+def list_killer(planted: Planted, test: str) -> None:
+    """Write the test that kills a bug into the list."""
+    before, name, after = LIST.read_text().partition(f'    "{planted.name}": (\n')
+    LIST.write_text(before + name + after.replace(f'"{planted.tests}"', f'"{test}"', 1))
 
 
-def all_killers(chosen: Sequence[Planted], runs: Sequence[str], jobs: int) -> Iterator[tuple[Planted, dict[str, str]]]:
-    """Try all bugs, ``jobs`` at a time, each in its own copy of the project."""
+def plant_all(chosen: Sequence[Planted], run: str, jobs: int, *, anew: bool) -> Iterator[str]:
+    """Try all bugs, ``jobs`` at a time, each in its own copy of the project. Yield the names of those that survive.
+
+    ``anew``: run all tests in the file of a bug's test, and list the first one that fails.
+    """
     with tempfile.TemporaryDirectory(prefix="casckpt-mutants-") as name, ThreadPoolExecutor(jobs) as pool:
         copies = [copy_of_the_project(Path(name, str(number))) for number in range(jobs)]
 
-        def plant(planted: Planted) -> tuple[Planted, dict[str, str], float]:
+        def plant(planted: Planted) -> tuple[Planted, str, float]:
             began, folder = time.monotonic(), copies.pop()
+            tests = [planted.tests.partition("::")[0]] if anew else planted.tests.split()
             try:
-                return planted, killers(folder, planted, runs), time.monotonic() - began
+                return planted, outcome(folder, planted, run, tests), time.monotonic() - began
             finally:
                 copies.append(folder)
 
-        for planted, found, seconds in pool.map(plant, chosen):
-            print(f"{seconds:5.0f} s  {planted.name}", flush=True)
-            for run, test in found.items():
-                print(f"         {RUNS[run]}: {test or 'SURVIVED'}", flush=True)
-            yield planted, found
-
-
-def known_killers() -> dict[str, list[str]]:
-    """Map the name of each bug to the first test that fails, or "", in each of the three runs."""
-    return dict(json.loads(KILLERS.read_text()))
-
-
-def write_killers(known: Mapping[str, list[str]]) -> None:
-    """Write the tests that kill bugs, one line per planted bug, in bug order."""
-    lines = [f"  {json.dumps(one.name)}: {json.dumps(known[one.name])}" for one in PLANTED if one.name in known]
-    KILLERS.write_text("{\n" + ",\n".join(lines) + "\n}\n")
+        for planted, test, seconds in pool.map(plant, chosen):
+            print(f"{seconds:5.0f} s  {planted.name}\n         {test or 'SURVIVED'}", flush=True)
+            if not test:
+                yield planted.name
+            elif anew:
+                list_killer(planted, test)
 
 
 def arguments() -> argparse.Namespace:
@@ -116,7 +104,8 @@ def arguments() -> argparse.Namespace:
     which.add_argument(
         "--full", action="store_const", dest="run", const="--full", help="use the tests of tools/test --full"
     )
-    which.add_argument("--table", action="store_true", help="use all three sets of tests, and write tools/killers.json")
+    anew = "run all tests in the file of a bug's test, and write the first that fails to tools/planted.py"
+    parser.add_argument("--table", action="store_true", help=anew)
     parser.add_argument("--jobs", type=int, default=1, help="how many bugs to try at a time")
     drawn = "plant N new bugs, drawn evenly over the given files and folders; run the tests of the bugs there"
     parser.add_argument("--draw", type=int, metavar="N", help=drawn)
@@ -132,14 +121,9 @@ def main() -> None:
     asked = arguments()
     named = [one for one in PLANTED if not asked.words or any(word in one.name for word in asked.words)]
     chosen = list(draw(asked.words, asked.draw, asked.seed)) if asked.draw else named
-    runs = tuple(RUNS) if asked.table else (asked.run or "",)
-    survived = 0
-    for one, tests in all_killers(chosen, runs, asked.jobs):
-        survived += not tests[runs[-1]]
-        if asked.table:
-            write_killers(known_killers() | {one.name: list(tests.values())})
-    print(f"{len(chosen)} planted, {survived} survived")
-    sys.exit(survived > 0)
+    survived = list(plant_all(chosen, asked.run or "", asked.jobs, anew=asked.table))
+    print(f"{len(chosen)} planted, {len(survived)} survived")
+    sys.exit(bool(survived))
 
 
 if __name__ == "__main__":

@@ -18,7 +18,7 @@ class NoPlace(Exception):
 class Planted:
     """``before`` occurs once in ``function``. Replacing it with ``after`` is the bug.
 
-    ``tests``: the files that detect it.
+    ``tests``: what detects it: a test, or files of tests.
 
     ``function``: the innermost scope that contains the text, as "function", "Class.method" or "Class", or "".
     """
@@ -93,7 +93,7 @@ def lost() -> list[str]:
         try:
             one.place()
         except NoPlace as error:
-            found.append(f"tools/planted.py or drawn.py: {error}")
+            found.append(f"tools/planted.py: {error}")
     return found
 
 

@@ -19,7 +19,7 @@ from typing import Any, BinaryIO, TypeAlias, cast
 
 ROOT = Path(__file__).resolve().parent.parent
 PACKAGE = "casckpt"
-PLANTED = ("tools/planted.py", "tools/drawn.py")
+PLANTED = "tools/planted.py"
 HISTORY = ("CHANGELOG.md",)
 """Pages in which names remain as they were when the page was written."""
 
@@ -154,7 +154,7 @@ class Project:
 
     def planted_nowhere(self) -> list[str]:
         """Return the planted bugs whose text no longer occurs exactly once."""
-        if not (self.root / PLANTED[0]).exists():
+        if not (self.root / PLANTED).exists():
             return []
         command = [sys.executable, "tools/_places.py"]
         return subprocess.run(command, cwd=self.root, capture_output=True, text=True, check=True).stdout.splitlines()

@@ -43,7 +43,7 @@ class Renaming:
         places = []
         for name in self.project.with_word(self.old, self.project.python):
             source = self.project.source(name)
-            for offset in source.words(self.old) if name not in PLANTED else ():
+            for offset in source.words(self.old) if name != PLANTED else ():
                 text = source.prose_around(offset)
                 if not text or (
                     not text.startswith("#") and "f" in text.partition(text.strip("rRbBfFuU")[0])[0].lower()
@@ -100,7 +100,7 @@ class Renaming:
         strings = Counter[str]()
         unique, known = self.unique(), self.ours | self.foreign | self.unknown
         for name in self.project.with_word(self.old, self.project.files):
-            if name in PLANTED:
+            if name == PLANTED:
                 doubtful += self._planted(name)
                 continue
             source = self.project.source(name)
@@ -174,10 +174,10 @@ class Renaming:
         for node in nodes:
             parts = node.args if isinstance(node, ast.Call) else node.elts
             texts = [one for one in parts if isinstance(one, ast.Constant) and isinstance(one.value, str)]
-            if len(texts) >= 4 and any(re.search(rf"\b{self.old}\b", str(one.value)) for one in texts[1:]):
-                files = {file for one in texts[2:] for file in self._holds(str(one.value))}
-                self._function(name, texts[1], files)
-                for one in texts[2:]:
+            if len(texts) >= 4 and any(re.search(rf"\b{self.old}\b", str(one.value)) for one in texts):
+                files = {file for one in texts[-3:] for file in self._holds(str(one.value))}
+                self._function(name, texts[-4], files)
+                for one in texts[-3:]:
                     yield from self._quoted(name, one, files)
 
     def _function(self, name: str, node: ast.Constant, files: set[str]) -> None:

@@ -1,4 +1,4 @@
-"""Tables of docs/reliability.md that a tool fills row by row: tools/test-matrix, tools/test-filesystems."""
+"""Tables of docs/reliability.md that test runs fill row by row: tools/test-matrix, tools/test-filesystems."""
 
 from __future__ import annotations
 
@@ -6,8 +6,24 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 PAGE = Path(__file__).resolve().parent.parent / "docs" / "reliability.md"
+
+
+class Counts(NamedTuple):
+    """How many tests had each result. ``failed`` is 1 if pytest itself failed."""
+
+    passed: int
+    skipped: int
+    failed: int
+
+
+def counts_of(printed: str, status: int) -> Counts:
+    """Return the counts that pytest printed. ``status``: its exit status."""
+    found = {what: int(count) for count, what in re.findall(r"(\d+) (passed|skipped|failed|error)", printed)}
+    failed = found.get("failed", 0) + found.get("error", 0) or int(status not in (0, 1))
+    return Counts(found.get("passed", 0), found.get("skipped", 0), failed)
 
 
 @dataclass(frozen=True)

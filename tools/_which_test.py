@@ -12,7 +12,6 @@ from collections.abc import Iterator
 
 from coverage import CoverageData
 
-import _mutants
 from _places import ROOT, scopes
 from planted import PLANTED
 
@@ -33,11 +32,10 @@ def functions(name: str) -> dict[tuple[str, str], tuple[int, int]]:
 
 
 def planted_in(file: str, function: str) -> Iterator[str]:
-    """Return the tests that kill bugs planted in a function, from the table or the list of files."""
-    table = _mutants.known_killers()
+    """Return the tests that kill bugs planted in a function."""
     for one in PLANTED:
         if (one.function == function or one.function.startswith(f"{function}.")) and one.place()[0] == file:
-            yield f"{' '.join(dict.fromkeys(filter(None, table.get(one.name, [])))) or one.tests}  ({one.name})"
+            yield f"{one.tests}  ({one.name})"
 
 
 def naming(function: str) -> Iterator[str]:

@@ -16,8 +16,9 @@ The workers' buffers limit memory use, whatever the size of the state. The next 
 
 Hence a cell is hashed once if it is unchanged (`_compare_all`, `_same_small`) or was not compared (`_write`), and twice
 if it was compared in place and had changed. Of a frozen tensor, at most 16 cells are hashed (`_trust`). Stored cells
-below 64 KiB are hashed again as parts of a leaf (`casckpt.format.blob_writer`), and samples of values that several
-ranks hold beforehand (`casckpt.saving.replicas`).
+below 64 KiB are hashed again as parts of a leaf (`casckpt.format.blob_writer`). Values that several ranks hold are also
+hashed beforehand: samples, or all with ``check_replicas="raise"``. Each rank later hashes a few cells that other ranks
+write (`casckpt.saving.replicas`).
 """
 
 from __future__ import annotations

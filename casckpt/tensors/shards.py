@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Sequence
 from math import prod
 from typing import TYPE_CHECKING, Any
@@ -91,7 +92,11 @@ def _sharded(key: str, leaf: Any) -> LocalTensor | None:
     parts = parts_of(key, leaf) if described is None else described
     if parts is None:
         return None
-    return _from_shards(key, parts) if parts else LocalTensor(key, leaf.dtype, tuple(leaf.shape), None)
+    if parts:
+        return _from_shards(key, parts)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # ShardedTensor is deprecated
+        return LocalTensor(key, leaf.dtype, tuple(leaf.size()), None)
 
 
 def may_differ(leaf: Any, local: LocalTensor) -> bool:

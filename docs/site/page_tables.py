@@ -9,6 +9,8 @@ import re
 from importlib import import_module
 from pathlib import Path
 
+from planted import PLANTED
+
 ROOT = Path(__file__).resolve().parent.parent.parent
 PACKAGE = ROOT / "casckpt"
 
@@ -36,12 +38,9 @@ def settings(module: str, kind: str) -> str:
 
 
 def planted_bugs() -> str:
-    """Which test kills which planted bug, in the plain run and in the default one; from tools/killers.json."""
-    rows = ["| planted bug | `--quick` | default |", "| --- | --- | --- |"]
-    for name, (quick, default, _) in json.loads((ROOT / "tools" / "killers.json").read_text()).items():
-        cells = [f"`{one.removeprefix('tests/')}`" if one else "none" for one in (quick, default)]
-        rows.append(f"| {name} | {cells[0]} | {'the same' if quick == default else cells[1]} |")
-    return "\n".join(rows)
+    """Which test kills which planted bug, from tools/planted.py."""
+    rows = [f"| {one.name} | `{one.tests.removeprefix('tests/')}` |" for one in PLANTED]
+    return "\n".join(["| planted bug | test |", "| --- | --- |", *rows])
 
 
 def hub_folders() -> str:

@@ -58,3 +58,7 @@ def safe(request: pytest.FixtureRequest) -> Server:
     """A server that gives all guarantees that casckpt needs."""
     server: Server = request.getfixturevalue(request.param)
     return server
+
+
+def named(rows: list[dict[str, Any]]) -> list[str]:
+    return [f"{row['run']}@{row['step']}" for row in rows]

@@ -9,7 +9,7 @@ from click.testing import CliRunner
 
 from casckpt.cli.main import cli
 from tests.cli.conftest import AsJson, Run
-from tests.support.bucket_commands import arguments, checks
+from tests.support.commands import arguments, checks
 from tests.support.servers import SECRET, Server
 
 

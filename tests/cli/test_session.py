@@ -1,19 +1,13 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 
 import casckpt
 from casckpt.cli.text import printable
-from tests.cli.conftest import AsJson, Run
-
-
-def named(rows: list[dict[str, Any]]) -> list[str]:
-    return [f"{row['run']}@{row['step']}" for row in rows]
-
+from tests.cli.conftest import AsJson, Run, named
 
 # reads
 

@@ -9,7 +9,7 @@ from click.testing import CliRunner
 import casckpt
 from casckpt.cli.main import cli
 from casckpt.cli.types import SETTING
-from tests.cli.conftest import AsJson, Run
+from tests.cli.conftest import AsJson, Run, named
 
 
 def test_the_error_for_a_storage_option_names_it(run: Run, saved: Path) -> None:
@@ -31,10 +31,6 @@ def test_the_error_for_a_storage_option_names_it(run: Run, saved: Path) -> None:
 )
 def test_storage_option_values_are_json_or_strings(text: str, value: Any) -> None:
     assert SETTING.convert(text, None, None) == ("a", value)
-
-
-def named(rows: list[dict[str, Any]]) -> list[str]:
-    return [f"{row['run']}@{row['step']}" for row in rows]
 
 
 def test_gc_thins_by_a_rule(saved: Path, store: casckpt.Store, as_json: AsJson, run: Run) -> None:

@@ -7,11 +7,15 @@ from pathlib import Path
 from uuid import uuid4
 
 import pytest
+import torch
 
+import casckpt
 from casckpt.contents import blobs
 from casckpt.errors import StorageError
 from casckpt.format.keys import blob_key, damaged_key
 from casckpt.format.names import TxId
+from casckpt.format.sections.blobs import BlobRef
+from casckpt.repository.blob_cache import BlobCache
 from casckpt.repository.repository import Repository
 from casckpt.storage.base import Traits
 from casckpt.storage.memory import MemoryStore
@@ -178,3 +182,14 @@ def test_known_blobs_on_remote_storage_are_spot_checked(tmp_path: Path) -> None:
     far.delete(blob_key(txid, gone.hash))
     assert blobs.check(other, [*refs, gone]) == [gone]
     assert blobs.check(other, [gone]) == [gone], "what was missing is looked for again"
+
+
+def test_a_save_marks_the_cached_blobs_that_it_reuses_as_used(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    used: list[BlobRef] = []
+    monkeypatch.setattr(BlobCache, "touch", lambda self, ref: used.append(ref))
+    store = casckpt.open(tmp_path / "store", cache_saves=True)
+    state = {"w": torch.arange(1000)}
+    store.save(state, step=1)
+    (written,) = used
+    store.save(state, step=2)
+    assert used == [written, written]

@@ -3,18 +3,13 @@ from __future__ import annotations
 import datetime as dt
 import zoneinfo
 from io import BytesIO
-from typing import Any
 
 import pytest
 
 from casckpt.errors import InvalidInput
 from casckpt.format import plain
-from tests.format.test_plain import Parts
+from tests.format.test_plain import Parts, back
 from tests.support.plain_examples import with_metadata
-
-
-def back(value: Any, **options: Any) -> Any:
-    return plain.decode(plain.encode(value, **options))
 
 
 def test_time_zones_and_utc_decode_exactly() -> None:

@@ -10,12 +10,9 @@ from hypothesis.extra import numpy as hnp
 
 from casckpt.errors import Refused
 from casckpt.format import plain
+from tests.format.test_plain import back
 from tests.support.exact import same
 from tests.support.ids import named
-
-
-def back(value: Any, **options: Any) -> Any:
-    return plain.decode(plain.encode(value, **options))
 
 
 def test_arrays_in_fortran_order_decode_with_their_values() -> None:

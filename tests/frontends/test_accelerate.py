@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
 import torch
@@ -18,13 +18,10 @@ pytest.importorskip("accelerate", reason="needs casckpt[transformers]")
 import casckpt
 from casckpt.errors import InvalidInput, Unsupported
 from tests.support.parallel import everything
-from tests.support.ranks import comes_last, outcome_of
+from tests.support.ranks import Pool, comes_last, outcome_of
 from tests.support.saves import small_folder, steps
 from tests.support.torchrun import as_accelerate_hears
 from tests.support.training import identical
-
-if TYPE_CHECKING:
-    from tests.support.ranks import Pool
 
 
 def as_on_gpus(accelerator: Any, layer: str = "Linear") -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
 import torch
@@ -16,14 +16,11 @@ from casckpt.frontends.dcp import StorageReader
 from casckpt.frontends.megatron import ShardedTensor
 from casckpt.frontends.trainer import Checkpointer
 from tests.support import dcp
-from tests.support.graphs import is_noticed
-from tests.support.ranks import outcome_of
+from tests.support.ranks import Pool, outcome_of
+from tests.support.tensors import is_noticed
 from tests.support.together import line
 from tests.support.torch_versions import needs_torch
 from tests.support.training import made, trained
-
-if TYPE_CHECKING:
-    from tests.support.ranks import Pool
 
 REF = "default@1"
 

@@ -20,13 +20,13 @@ import casckpt
 from casckpt.frontends.dcp import StorageReader, StorageWriter, dcp_to_casckpt
 from tests.support.dcp import failed, load, save
 from tests.support.layouts import slices
+from tests.support.ranks import Pool
 from tests.support.together import line
 from tests.support.torch_versions import needs_torch
 
 if TYPE_CHECKING:
     from torch.distributed.checkpoint.metadata import TensorProperties
 
-    from tests.support.ranks import Pool
 
 ROWS = {2: [5, 2], 4: [3, 0, 2, 2]}
 ORDER = {2: [1, 0], 4: [2, 0, 3, 1]}  # row order differs from rank order

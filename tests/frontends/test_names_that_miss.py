@@ -5,12 +5,12 @@ This holds for each front end, with the names of real models.
 
 from __future__ import annotations
 
-import itertools
 import logging
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from itertools import product
 from pathlib import Path
 from random import Random
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
 import torch
@@ -23,19 +23,12 @@ import casckpt
 from casckpt.errors import CasckptError, InvalidInput, Mismatch, MissingKey
 from casckpt.frontends.trainer import Checkpointer
 from casckpt.frontends.training_state import load_model_and_optim_state, save_model_and_optim_state
+from tests.support.logs import logged
+from tests.support.ranks import Pool
 from tests.support.renames import rename_in
-from tests.support.saves import small, small_folder
+from tests.support.saves import new_run, small, small_folder
 
-if TYPE_CHECKING:
-    from tests.support.ranks import Pool
-
-_RUNS = itertools.count()
 Load = Callable[..., Any]
-
-
-def new_run() -> str:
-    """Return a new run, because casckpt logs each message once per run."""
-    return f"run{next(_RUNS)}"
 
 
 def model_of(names: Iterable[str], value: float = 0.0) -> nn.Module:
@@ -333,12 +326,9 @@ def test_a_load_that_does_not_fill_everything_reports_this(
     state = {f"{prefixes[0]}{name}": torch.full((2,), float(names.index(name) + 1)) for name in saved}
     store, run, model = small(), new_run(), model_of(f"{prefixes[1]}{name}" for name in wanted)
     store.save(state if bare and load is not by_store else {"model": state}, run=run, step=1)
-    said: list[str] = []
-    handler = logging.Handler(logging.WARNING)
-    handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
-    logging.getLogger("casckpt").addHandler(handler)
     try:
-        load(store, f"{run}@1", model, strict=False)
+        with logged() as said:
+            load(store, f"{run}@1", model, strict=False)
     except MissingKey as error:
         assert filled(model) == 0
         before = int(str(error).partition("would fill ")[2].split()[0])
@@ -351,8 +341,6 @@ def test_a_load_that_does_not_fill_everything_reports_this(
     except InvalidInput:
         assert filled(model) == 0  # each name occurs twice
         return
-    finally:
-        logging.getLogger("casckpt").removeHandler(handler)
     count = filled(model)
     assert count > 0
     if count < len(wanted):
@@ -368,12 +356,10 @@ STAGES = [[], ["layers.0.w", "layers.1.w"], ["layers.2.w", "norm.w"]]
 def load_stages(rank: int, size: int, path: Path) -> list[str]:
     """Load pipeline stages. The first has no parameters."""
     store, found = casckpt.open(path), []
-    said: list[str] = []
-    handler = logging.Handler(logging.WARNING)
-    handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
-    logging.getLogger("casckpt").addHandler(handler)
-    for ref in ("whole@1", "bare@1", "most@1", "prefixed@1", "tie@1"):
-        for load in (by_function, by_checkpointer):
+    with logged() as said:
+        for ref, load in product(
+            ("whole@1", "bare@1", "most@1", "prefixed@1", "tie@1"), (by_function, by_checkpointer)
+        ):
             model = model_of(STAGES[rank])
             try:
                 load(store, ref, model, strict=False)
@@ -385,11 +371,8 @@ def load_stages(rank: int, size: int, path: Path) -> list[str]:
 
 def load_stage_by_store(rank: int, size: int, path: Path) -> list[str]:
     """Run a load that fills the whole first stage and part of the second."""
-    said: list[str] = []
-    handler = logging.Handler(logging.WARNING)
-    handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
-    logging.getLogger("casckpt").addHandler(handler)
-    by_store(casckpt.open(path), "most@1", model_of(STAGES[rank + 1]), strict=False)
+    with logged() as said:
+        by_store(casckpt.open(path), "most@1", model_of(STAGES[rank + 1]), strict=False)
     return said
 
 

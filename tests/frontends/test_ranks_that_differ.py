@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
 import torch
@@ -19,10 +19,7 @@ from casckpt.errors import CasckptError
 from casckpt.frontends import megatron
 from casckpt.frontends.megatron import ShardedTensor
 from casckpt.frontends.trainer import Checkpointer, TrainState
-from tests.support.ranks import outcome_of
-
-if TYPE_CHECKING:
-    from tests.support.ranks import Pool
+from tests.support.ranks import Pool, outcome_of
 
 Call = Callable[[casckpt.Store, bool], Any]
 """The call that a rank makes. The flag says whether the rank is the odd one."""

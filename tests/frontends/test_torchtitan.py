@@ -6,7 +6,7 @@ import warnings
 from collections.abc import Mapping
 from contextlib import nullcontext
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 from unittest.mock import patch
 
 import pytest
@@ -19,13 +19,10 @@ pytest.importorskip("torchtitan", reason="needs casckpt[torchtitan]")
 
 import casckpt
 from casckpt.errors import InvalidInput, Mismatch, NotFound, Unsigned, Unsupported
-from tests.support.ranks import comes_last, outcome_of
+from tests.support.ranks import Pool, comes_last, outcome_of
 from tests.support.saves import small_folder
 from tests.support.signing import pair
 from tests.support.training import identical
-
-if TYPE_CHECKING:
-    from tests.support.ranks import Pool
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # torchtitan warns about the missing GPU
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
 import torch
@@ -16,12 +16,10 @@ from casckpt.errors import InvalidInput, Mismatch, MissingKey
 from casckpt.frontends.convert import import_safetensors
 from casckpt.frontends.trainer import Checkpointer
 from casckpt.store.store import Store
+from tests.support.ranks import Pool
 from tests.support.renames import rename_in
 from tests.support.saves import small, small_folder
 from tests.support.training import identical
-
-if TYPE_CHECKING:
-    from tests.support.ranks import Pool
 
 transformers = pytest.importorskip("transformers", reason="the extra is not installed")
 

@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 import enum
-import logging
 import shutil
 import warnings
 from collections import UserDict
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
 import torch
@@ -27,26 +24,11 @@ from casckpt.ranks import waiting
 from tests.hints.conftest import Run, changed_blob
 from tests.support.forks import forked
 from tests.support.hints import Advice, Messages, follows
-from tests.support.ranks import outcome_of
+from tests.support.logs import logged
+from tests.support.ranks import Pool, outcome_of
 from tests.support.saves import trained
 
-if TYPE_CHECKING:
-    from tests.support.ranks import Pool
-
 Weights = dict[str, torch.Tensor]
-
-
-@contextmanager
-def heard() -> Iterator[list[str]]:
-    """Return the warnings that casckpt logs."""
-    texts: list[str] = []
-    handler = logging.Handler(logging.WARNING)
-    handler.emit = lambda record: texts.append(record.getMessage())  # type: ignore[method-assign]
-    logging.getLogger("casckpt").addHandler(handler)
-    try:
-        yield texts
-    finally:
-        logging.getLogger("casckpt").removeHandler(handler)
 
 
 def zeros(weights: Weights) -> Weights:
@@ -196,7 +178,7 @@ def test_the_suggested_option_hides_unread_keys(store: casckpt.Store, messages: 
     with messages.log() as advice:
         store.load({"optim": {"lr": 0.0}}, "leaving-keys@1")
     state = {"optim": {"lr": 0.0}}
-    with heard() as texts:
+    with logged() as texts:
         store.load(state, "leaving-keys@1", **advice.argument("unread"))
     assert (state, texts) == ({"optim": {"lr": 0.1}}, [])
 
@@ -400,7 +382,7 @@ def test_a_launched_process_can_join_a_process_group_or_work_alone_as_advised(
     with messages.log() as advice:
         saved.save({"x": 1}, run="b", step=1)
     of_ranks._warn_of_others.cache_clear()
-    with heard() as said:
+    with logged() as said:
         saved.save({"x": 1}, run="b", step=2, **advice.argument("no_dist"))
     of_ranks._warn_of_others.cache_clear()
     advice.says("torch.distributed.init_process_group")  # as in the workers of the pool
@@ -462,14 +444,14 @@ def near(rank: int, size: int, path: str) -> tuple[str, str]:
     store, weight = casckpt.open(path), torch.ones(64)
     weight += rank * 1e-5
     advice = Advice(str(outcome_of(lambda: store.save({"x": weight}, run="a", step=1, check_replicas="raise"))))
-    with heard() as texts:
+    with logged() as texts:
         store.save({"x": weight}, run="a", step=1, **advice.argument("check_replicas"))
     advice.says("Synchronize it before the save")
     dist.broadcast(weight, 0)
     store.save({"x": weight}, run="a", step=2, check_replicas="raise")
     again = torch.ones(64) + rank * 1e-5
     dist.broadcast(again, 0)
-    with heard() as quiet:
+    with logged() as quiet:
         store.save({"y": again, "z": casckpt.PerRank(rank)}, run="b", step=1)
     assert quiet == []
     return advice.message, "".join(texts)

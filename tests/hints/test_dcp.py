@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import enum
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
 import torch
@@ -23,9 +23,7 @@ from tests.frontends.dcp.test_schema import PickledExtra
 from tests.hints.conftest import Run
 from tests.support.dcp import causes, failed, failure, load, save
 from tests.support.hints import Advice, Messages, follows
-
-if TYPE_CHECKING:
-    from tests.support.ranks import Pool
+from tests.support.ranks import Pool
 
 Store = casckpt.Store
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is")

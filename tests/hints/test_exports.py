@@ -27,11 +27,11 @@ from casckpt.frontends.interchange.torch_files import casckpt_to_torch_save, tor
 from casckpt.frontends.training_state import load_model_and_optim_state, save_model_and_optim_state
 from casckpt.frontends.views.view_file import read_rules
 from tests.hints.conftest import Run
+from tests.support.dcp import stock
 from tests.support.fuzz import KINDS
 from tests.support.hints import Messages, follows
 from tests.support.hub import check_loads, llama
 from tests.support.serving import serving
-from tests.support.torch_folders import stock
 from tests.support.training import identical
 
 Store = casckpt.Store

@@ -8,7 +8,7 @@ from collections import deque
 from importlib.util import find_spec, module_from_spec, spec_from_file_location
 from pathlib import Path
 from types import ModuleType
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
 import torch
@@ -23,11 +23,8 @@ from casckpt.tensors.kinds import KINDS
 from casckpt.tensors.wrappers import rebuilt
 from tests.store.test_foreign import flat
 from tests.support.hints import Advice, Messages, follows
-from tests.support.ranks import outcome_of
+from tests.support.ranks import Pool, outcome_of
 from tests.support.wrappers import Mode, Options, Scaled, scaled
-
-if TYPE_CHECKING:
-    from tests.support.ranks import Pool
 
 Store = casckpt.Store
 

@@ -6,7 +6,7 @@ import math
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
 import torch
@@ -22,14 +22,11 @@ from casckpt.frontends.trainer import Checkpointer, CheckpointerConfig, TrainSta
 from casckpt.frontends.training_state import model as of_models
 from tests.frontends.training_state.test_model import Reading, Scaled
 from tests.hints.conftest import Run
-from tests.hints.test_checkpoint import heard
 from tests.support.hints import Advice, Messages, follows
+from tests.support.logs import logged
 from tests.support.parallel import Stack, joined, tp
-from tests.support.ranks import outcome_of
+from tests.support.ranks import Pool, outcome_of
 from tests.support.training import identical
-
-if TYPE_CHECKING:
-    from tests.support.ranks import Pool
 
 Store = casckpt.Store
 Optim = Callable[..., optim.Optimizer]
@@ -234,7 +231,7 @@ def test_the_suggested_option_hides_the_keys_that_a_load_skips(trained: Store, m
     fresh = Two()
     with messages.log() as advice:
         load_model_and_optim_state(trained, "leaving-more@1", fresh, SGD(fresh.parameters()))
-    with heard() as texts:
+    with logged() as texts:
         load_model_and_optim_state(
             trained, "leaving-more@1", fresh, SGD(fresh.parameters()), **advice.argument("unread")
         )
@@ -520,7 +517,7 @@ def test_the_suggested_option_hides_the_parts_that_a_resume_skips(
     given = advice.argument(way)
     if way == "load_optim_state":
         given |= advice.argument("load_trainer_state")
-    with heard() as texts:
+    with logged() as texts:
         made.load(f"{name}@1", Two(), **given)
     assert texts == []
 
@@ -615,7 +612,7 @@ def test_a_part_that_a_resume_lacks_can_be_passed_or_skipped_explicitly(
     fresh = Two()
     with messages.log() as advice:
         made.resume(fresh)
-    with heard() as texts:
+    with logged() as texts:
         made.resume(fresh, **advice.argument("unread"))
         made.resume(fresh, SGD(fresh.parameters()))
     assert texts == []
@@ -634,7 +631,7 @@ def test_the_suggested_option_preserves_a_new_learning_rate(store: Store, model:
     assert lower.param_groups[0]["lr"] > 1e-9
     lower = SGD(model.parameters(), lr=1e-9)
     StepLR(lower, 100)
-    with heard() as texts:
+    with logged() as texts:
         made.resume(model, lower, **advice.argument("options"))
     assert (lower.param_groups[0]["lr"], texts) == (1e-9, [])
 

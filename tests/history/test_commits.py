@@ -13,17 +13,7 @@ import pytest
 from casckpt.errors import CasckptError, Conflict, Revoked, StorageError
 from casckpt.format.keys import commit_key
 from casckpt.format.records import Purged, Restored
-from casckpt.history.commits import (
-    LaterKind,
-    append,
-    commit,
-    forget,
-    keep,
-    list_commits,
-    list_names,
-    purge,
-    restore,
-)
+from casckpt.history.commits import LaterKind, append, commit, forget, keep, list_commits, list_names, purge, restore
 from casckpt.history.following import newest_reusable
 from casckpt.history.transactions import revoke
 from casckpt.repository.repository import Repository

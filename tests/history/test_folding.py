@@ -32,17 +32,9 @@ from casckpt.history.transactions import revoke
 from casckpt.repository.repository import Repository
 from casckpt.storage.base import Known, ListedObject
 from tests.support.faulty import FaultyStore
-from tests.support.repositories import START, Ticks, commit_bare, manifest_id, memory, repository, rewrite_bare
+from tests.support.repositories import START, Ticks, commit_bare, manifest_id, memory, now, repository, rewrite_bare
 
 THIN = Dropped(entries=1, bytes=4, rule="--drop optim.*")
-
-
-def now(repo: Repository, commit: Commit) -> Commit:
-    """Read the log, and check that a listing and a refresh see the same state."""
-    found = list_commits(repo).commits[commit.txid]
-    assert read_log(repo, commit.txid) == found
-    assert refresh(repo, commit) == found
-    return found
 
 
 def names(places: tuple[Places, ...]) -> list[TxId]:

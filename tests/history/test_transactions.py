@@ -17,14 +17,7 @@ from casckpt.format.names import ManifestId
 from casckpt.format.records import RevokedRecord
 from casckpt.history import transactions
 from casckpt.history.commits import commit, forget, list_commits, list_names, purge
-from casckpt.history.transactions import (
-    Transaction,
-    begin,
-    begin_save,
-    closed_files,
-    open_transactions,
-    revoke,
-)
+from casckpt.history.transactions import Transaction, begin, begin_save, closed_files, open_transactions, revoke
 from casckpt.repository.processes import this_process
 from casckpt.repository.repository import Repository
 from tests.support.faulty import FaultyStore, call_first, fail_after, fail_before

@@ -10,9 +10,9 @@ from casckpt.errors import Damaged, Gone
 from casckpt.history.commits import forget, list_commits
 from casckpt.loading.blob_readers import BlobReader
 from casckpt.store.store import Store
+from tests.loading.conftest import elsewhere, state, zeros
 from tests.support.faulty import FaultyStore, call_first
 from tests.support.gcs import collect
-from tests.support.loads import elsewhere, state, zeros
 from tests.support.repositories import meanwhile
 from tests.support.rewrites import move
 from tests.support.saves import blob_keys, flip, same_state

@@ -6,7 +6,7 @@ import json
 import random
 import struct
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
 import safetensors.torch
@@ -21,13 +21,11 @@ from casckpt.errors import Conflict, Damaged, InvalidInput, MissingKey, NotFound
 from casckpt.frontends.interchange.safetensors.importing import import_safetensors
 from casckpt.loading import regions
 from casckpt.loading.comparison import Comparison, Differs
+from tests.support.ranks import Pool
 from tests.support.saves import blob_keys, counted, flip, small, small_folder
 from tests.support.tensors import NAMES, bytes_of, raw
 from tests.support.together import line, numbers, spread
 from tests.support.worlds import World, reference
-
-if TYPE_CHECKING:
-    from tests.support.ranks import Pool
 
 
 def state() -> dict[str, Any]:
@@ -190,9 +188,6 @@ def test_diff_rejects_ranks_with_different_references(ranks: Pool, tmp_path: Pat
     ranks.run(2, save_rows, tmp_path / "store")
     ranks.run(2, compare_others, tmp_path / "store")
 
-
-if TYPE_CHECKING:
-    from tests.support.ranks import Pool
 
 SHAPES = {"big": (700, 512), "odd": (67, 33, 5), "tiny": (3,), "none": (0, 4), "one": ()}
 

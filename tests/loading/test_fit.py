@@ -7,16 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from casckpt.errors import InvalidInput, Mismatch, MissingKey
-from casckpt.loading.fit import (
-    Fit,
-    check_fit,
-    chosen,
-    merged,
-    missed_pairs,
-    name_without_adapters,
-    plain,
-    rename_for,
-)
+from casckpt.loading.fit import Fit, check_fit, chosen, merged, missed_pairs, name_without_adapters, plain, rename_for
 from casckpt.loading.options import renamer
 from tests.support.renames import rename_in
 

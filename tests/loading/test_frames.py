@@ -32,20 +32,16 @@ from tests.support.coded import Stored, chain, code
 from tests.support.far import far
 from tests.support.faulty import FaultyStore, call_first, corrupt, fail_before
 from tests.support.gcs import collect
-from tests.support.halves import half_of
+from tests.support.ids import half_of
 from tests.support.progress_calls import ProgressCalls
-from tests.support.repositories import again, meanwhile, memory, objects_of
+from tests.support.repositories import again, meanwhile, objects_of
 from tests.support.rewrites import move
-from tests.support.saves import CELL, content, counted, flip, overwrite, same_state, small, small_folder
+from tests.support.saves import CELL, content, counted, flip, overwrite, reopened, same_state, small, small_folder
 from tests.support.servers import Server
 from tests.support.tensors import NAMES, same
 from tests.support.versions import STEPS, changed, saved, smooth, states, versions
 
 SLICED = ("bool", "uint8", "bfloat16", "float32", "float64", "complex64", "complex128")
-
-
-def reopened(store: Store) -> Store:
-    return Store(Repository(store.repository.storage))
 
 
 def links(store: Store, ref: str, key: str) -> list[StoredCell]:
@@ -240,11 +236,6 @@ def test_only_a_load_with_verification_computes_hashes(monkeypatch: pytest.Monke
 def threads(request: pytest.FixtureRequest) -> int:
     found: int = request.param
     return found
-
-
-@pytest.fixture
-def faults() -> FaultyStore:
-    return FaultyStore(memory(near=False))
 
 
 @pytest.fixture

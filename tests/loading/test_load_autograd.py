@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
 import torch
@@ -14,12 +14,10 @@ from torch.distributed.tensor import Shard as ByRows
 from casckpt.errors import Mismatch
 from casckpt.store.store import Store
 from casckpt.tensors.values import Shard
-from tests.support.graphs import is_noticed
+from tests.support.ranks import Pool
 from tests.support.saves import cells, small
+from tests.support.tensors import is_noticed
 from tests.support.together import line
-
-if TYPE_CHECKING:
-    from tests.support.ranks import Pool
 
 REF = "default@1"
 SHAPE = (64, 32)

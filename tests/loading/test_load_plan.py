@@ -5,7 +5,7 @@ from collections import Counter
 from dataclasses import MISSING, fields
 from pathlib import Path
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
 import torch
@@ -20,6 +20,7 @@ from casckpt.saving import prepare
 from casckpt.saving.options import SaveArguments, SaveOptions
 from casckpt.store.store import Store
 from tests.support.hints import Advice
+from tests.support.ranks import Pool
 from tests.support.saves import small
 
 
@@ -38,9 +39,6 @@ def test_every_option_has_a_default_and_is_documented(call: str, names: Any, opt
     defaults = {one.name for one in fields(options) if one.default is not MISSING}
     assert names.__annotations__.keys() <= defaults
 
-
-if TYPE_CHECKING:
-    from tests.support.ranks import Pool
 
 SEEN: dict[Any, Any] = {
     "a": 1,

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
 import torch
@@ -20,11 +20,9 @@ from casckpt.storage.local.store import LocalStore
 from casckpt.store.store import Store
 from casckpt.tensors.values import PerRank
 from tests.support.faulty import FaultyStore, call_first
+from tests.support.ranks import Pool
 from tests.support.saves import counted, flip, reopened, same_state, small
 from tests.support.together import watched
-
-if TYPE_CHECKING:
-    from tests.support.ranks import Pool
 
 TENSORS = 3000  # small, so that groups of pieces are a small part of each section
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import pytest
 
@@ -13,15 +12,13 @@ from casckpt.history.commits import list_commits, restore
 from casckpt.repository.repository import Repository
 from casckpt.store.store import Store
 from casckpt.upkeep.thin import execute, plan_thin
+from tests.loading.conftest import elsewhere, state, zeros
 from tests.support.faulty import FaultyStore, call_first
 from tests.support.gcs import collect
-from tests.support.loads import elsewhere, state, zeros
+from tests.support.ranks import Pool
 from tests.support.repositories import meanwhile
 from tests.support.rewrites import move
 from tests.support.saves import BLOB, CELL, same_state, small_folder
-
-if TYPE_CHECKING:
-    from tests.support.ranks import Pool
 
 
 def rewritten(repo: Repository) -> None:

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import copy
-import itertools
-import logging
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
 import torch
@@ -14,21 +12,12 @@ from torch import nn
 
 import casckpt
 from casckpt.errors import InvalidInput, Mismatch, MissingKey
+from tests.support.logs import warnings_in
+from tests.support.ranks import Pool
 from tests.support.renames import rename_in
-from tests.support.saves import same_state, small, small_folder
+from tests.support.saves import new_run, same_state, small, small_folder
 from tests.support.tensors import same
 from tests.support.training import Network, identical, train
-
-if TYPE_CHECKING:
-    from tests.support.ranks import Pool
-
-
-_RUNS = itertools.count()
-
-
-def new_run() -> str:
-    """Return a new run, because a warning about a run appears only once."""
-    return f"run{next(_RUNS)}"
 
 
 def trained() -> tuple[Network, torch.optim.Optimizer]:
@@ -40,10 +29,6 @@ def trained() -> tuple[Network, torch.optim.Optimizer]:
 
 def state_of(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
     return {"model": model.state_dict(), "optim": optimizer.state_dict()}
-
-
-def told(caplog: pytest.LogCaptureFixture) -> list[str]:
-    return [record.getMessage() for record in caplog.records if record.levelno >= logging.WARNING]
 
 
 # the state of a fresh optimizer
@@ -59,7 +44,7 @@ def test_the_state_dict_of_a_fresh_optimizer_is_filled(caplog: pytest.LogCapture
     loaded = store.load(template, f"{run}@1")
     fresh.load_state_dict(template["optim"])
     assert identical(fresh.state_dict(), optimizer.state_dict())
-    assert (loaded.unread_keys, loaded.unread_subtrees, told(caplog)) == ((), (), [])
+    assert (loaded.unread_keys, loaded.unread_subtrees, warnings_in(caplog)) == ((), (), [])
     train(model, optimizer, range(3, 6))
     train(again, fresh, range(3, 6))
     assert identical(state_of(again, fresh), state_of(model, optimizer))
@@ -160,7 +145,7 @@ def test_a_load_that_would_fill_nothing_raises_an_error_unless_allowed(caplog: p
         store.load(state, f"{run}@1", strict=False)
     loaded = store.load(state, f"{run}@1", strict=False, unread="ignore")
     assert (loaded.missing_keys, loaded.unread_keys, loaded.unread_subtrees) == (("module.w",), ("w",), ())
-    assert told(caplog) == []
+    assert warnings_in(caplog) == []
     assert not state["module.w"].any()
     store.load(state, f"{run}@1", rename=rename_in(str(caught.value)))
     assert state["module.w"].eq(1).all()

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
-import logging
 from typing import Any
 
 import pytest
@@ -13,7 +11,8 @@ from casckpt.errors import InvalidInput
 from casckpt.loading.unread import EVERYTHING, also_unread, on_all, warn_unread
 from casckpt.tensors.values import PerRank
 from tests.loading.test_template import trained
-from tests.support.saves import small
+from tests.support.logs import warnings_in
+from tests.support.saves import new_run, small
 from tests.support.training import Network
 
 REF = "default@1"
@@ -32,18 +31,6 @@ def test_a_load_searches_for_unread_per_rank_values_only_once(monkeypatch: pytes
     assert len(looked) <= 100  # once before and once after the load, instead of once for each value
 
 
-_RUNS = itertools.count()
-
-
-def new_run() -> str:
-    """Return a new run, because a warning about a run appears only once."""
-    return f"run{next(_RUNS)}"
-
-
-def told(caplog: pytest.LogCaptureFixture) -> list[str]:
-    return [record.getMessage() for record in caplog.records if record.levelno >= logging.WARNING]
-
-
 def test_unread_subtrees_are_logged_once(caplog: pytest.LogCaptureFixture) -> None:
     model, optimizer = trained()
     store, run = small(), new_run()
@@ -53,12 +40,12 @@ def test_unread_subtrees_are_logged_once(caplog: pytest.LogCaptureFixture) -> No
         loaded = store.load({"model": Network(2).state_dict()}, f"{run}@1")
         assert loaded.unread_subtrees == ("optim", "train")
         assert "epoch" in loaded.unread_keys
-    assert len(told(caplog)) == 1
-    assert f"did not read 'optim', 'train' of {run}@1" in told(caplog)[0]
-    assert 'unread="ignore"' in told(caplog)[0]
+    assert len(warnings_in(caplog)) == 1
+    assert f"did not read 'optim', 'train' of {run}@1" in warnings_in(caplog)[0]
+    assert 'unread="ignore"' in warnings_in(caplog)[0]
     part = {"model": Network(2).state_dict(), "train": {0: {"epoch": 0}}}
     assert store.load(part, f"{run}@1", unread="ignore").unread_subtrees == ("optim", "train.0.rng")
-    assert len(told(caplog)) == 1
+    assert len(warnings_in(caplog)) == 1
 
 
 def test_leaves_that_a_container_drops_are_logged_as_unread(caplog: pytest.LogCaptureFixture) -> None:
@@ -69,18 +56,18 @@ def test_leaves_that_a_container_drops_are_logged_as_unread(caplog: pytest.LogCa
     loaded = store.load(state, f"{run}@1")
     assert set(loaded.unread_keys) == {"counts.b", "deep.k.q", "ints.2", "epoch", "lr"}
     assert loaded.unread_subtrees == ()
-    assert "did not read 'counts.b', 'deep.k.q', 'ints.2' of" in " ".join(told(caplog))
+    assert "did not read 'counts.b', 'deep.k.q', 'ints.2' of" in " ".join(warnings_in(caplog))
     store.load({**state, "epoch": 0}, f"{run}@1")
-    assert "'ints.2', 'lr' of" in told(caplog)[-1]
+    assert "'ints.2', 'lr' of" in warnings_in(caplog)[-1]
     store.load({**state, "epoch": 0, "lr": 0, "counts": {"b": 0}}, f"{run}@1", unread="ignore")
-    assert len(told(caplog)) == 2
+    assert len(warnings_in(caplog)) == 2
 
 
 def test_nothing_is_logged_if_only_an_epoch_is_unread(caplog: pytest.LogCaptureFixture) -> None:
     store, run = small(), new_run()
     store.save({"model": {"a": torch.ones(2), "none": {}}, "epoch": 1}, run=run, step=1)
     loaded = store.load({"model": {"a": torch.zeros(2)}}, f"{run}@1")
-    assert (loaded.unread_keys, loaded.unread_subtrees, told(caplog)) == (("epoch",), (), [])
+    assert (loaded.unread_keys, loaded.unread_subtrees, warnings_in(caplog)) == (("epoch",), (), [])
 
 
 def test_unread_accepts_only_warn_or_ignore() -> None:
@@ -99,4 +86,4 @@ def test_a_key_read_by_any_rank_is_not_unread() -> None:
 
 def test_many_unread_subtrees_are_logged_in_one_line(caplog: pytest.LogCaptureFixture) -> None:
     warn_unread(new_run(), 1, [f"t{number}" for number in range(9)], "say so")
-    assert told(caplog)[0].endswith("'t4' and 4 more of " + told(caplog)[0].split(" of ")[-1])
+    assert warnings_in(caplog)[0].endswith("'t4' and 4 more of " + warnings_in(caplog)[0].split(" of ")[-1])

@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 from itertools import pairwise
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
 import torch
@@ -19,18 +19,15 @@ from casckpt.store.store import Store
 from tests.support.coded import Stored
 from tests.support.far import far
 from tests.support.faulty import FaultyStore, corrupt, fail_before
-from tests.support.graphs import is_noticed
-from tests.support.halves import half_of
+from tests.support.ids import half_of
 from tests.support.progress_calls import ProgressCalls
+from tests.support.ranks import Pool
 from tests.support.reads import blob_bytes
 from tests.support.routes import find_route
 from tests.support.saves import CELL, reopened, same_state, small, small_folder
-from tests.support.tensors import same
+from tests.support.tensors import is_noticed, same
 from tests.support.together import emptied
 from tests.support.versions import STEPS, changed, saved, smooth, states, versions
-
-if TYPE_CHECKING:
-    from tests.support.ranks import Pool
 
 
 def ref(step: int) -> str:

@@ -6,7 +6,7 @@ import pickle
 from collections.abc import Sequence
 from itertools import pairwise
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
 import torch
@@ -18,12 +18,10 @@ from casckpt.store.store import Store
 from tests.loading.test_update import ref
 from tests.support.coded import Stored
 from tests.support.faulty import FaultyStore
+from tests.support.ranks import Pool
 from tests.support.reads import blob_bytes
 from tests.support.saves import CELL, same_state, small, small_folder, trained
 from tests.support.together import emptied
-
-if TYPE_CHECKING:
-    from tests.support.ranks import Pool
 
 STEPS = 40
 ROWS = 48  # elements per cell: 512, of which a step changes about 5

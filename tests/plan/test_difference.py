@@ -7,7 +7,7 @@ import hashlib
 from casckpt.format.manifest import Manifest
 from casckpt.format.regions import Region, Shape, full_box
 from casckpt.plan.difference import Change, difference
-from tests.support.manifests import CELL, flat_cells, manifest
+from tests.support.geometry import CELL, flat_cells, manifest
 
 
 def _digests(text: str) -> list[bytes]:

@@ -18,8 +18,18 @@ from casckpt.format.sections.index import Name
 from casckpt.format.sections.tables import Extents, WholeCells
 from casckpt.plan.cells import plan_cells
 from casckpt.plan.reuse import CellSource, ReusableCells, bytes_in, coded_bytes, used_bytes
-from tests.support.geometry import Case, cases, cells_of, full_shapes, partitions, stored_cell, table_of
-from tests.support.manifests import CELL, flat_cells, manifest
+from tests.support.geometry import (
+    CELL,
+    Case,
+    cases,
+    cells_of,
+    flat_cells,
+    full_shapes,
+    manifest,
+    partitions,
+    stored_cell,
+    table_of,
+)
 
 UPLOADER = TxId(f"20260102T030405000000Z-{'0' * 16}-{'0' * 16}-0")
 

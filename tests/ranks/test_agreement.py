@@ -6,7 +6,7 @@ import re
 import shutil
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
 import torch
@@ -17,10 +17,7 @@ from casckpt.history.transactions import begin
 from casckpt.ranks.agreement import StoreIdentity, check_same
 from casckpt.repository.repository import Repository
 from casckpt.storage.local.store import LocalStore
-from tests.support.ranks import outcome_of
-
-if TYPE_CHECKING:
-    from tests.support.ranks import Pool
+from tests.support.ranks import Pool, outcome_of
 
 
 def stored(path: Path) -> casckpt.Store:

@@ -4,25 +4,16 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
 import casckpt
 from casckpt.errors import Conflict, InvalidInput, MissingKey, RankFailed
-from casckpt.ranks.ranks import Ranks, everyone, open_ranks
-from tests.support.ranks import outcome_of
-
-if TYPE_CHECKING:
-    from pathlib import Path
-
-    from tests.support.ranks import Pool
-
-
-def total(ranks: Ranks) -> int:
-    """Run an exchange that succeeds."""
-    return ranks.exchange(lambda: ranks.rank, lambda values: everyone(sum(values), ranks.size))
+from casckpt.ranks.ranks import everyone, open_ranks
+from tests.support.ranks import Pool, outcome_of, total
 
 
 class OfTwoArguments(Exception):

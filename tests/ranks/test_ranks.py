@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
 from time import monotonic
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
 import torch
@@ -18,18 +18,9 @@ import torch.distributed as dist
 from casckpt.errors import CasckptError, InvalidInput, MissingKey, RankFailed
 from casckpt.ranks import ranks as module
 from casckpt.ranks import waiting
-from casckpt.ranks.ranks import GroupRanks, Ranks, Solo, everyone, exchange_keeping, open_ranks
+from casckpt.ranks.ranks import GroupRanks, Solo, everyone, exchange_keeping, open_ranks
 from tests.support.forks import forked
-from tests.support.ranks import outcome_of, tell, wait_for
-
-if TYPE_CHECKING:
-    from tests.support.ranks import Pool
-
-
-def total(ranks: Ranks) -> int:
-    """Run an exchange that succeeds."""
-    return ranks.exchange(lambda: ranks.rank, lambda values: everyone(sum(values), ranks.size))
-
+from tests.support.ranks import Pool, outcome_of, tell, total, wait_for
 
 # values
 

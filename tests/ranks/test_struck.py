@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
 from time import monotonic
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
 import torch
@@ -17,11 +17,8 @@ import torch
 from casckpt.errors import RankFailed
 from casckpt.ranks import ranks as module
 from casckpt.ranks import waiting, wire
-from casckpt.ranks.ranks import Ranks, everyone, open_ranks
-from tests.support.ranks import outcome_of, tell, wait_for
-
-if TYPE_CHECKING:
-    from tests.support.ranks import Pool
+from casckpt.ranks.ranks import open_ranks
+from tests.support.ranks import Pool, outcome_of, tell, total, wait_for
 
 pytestmark = pytest.mark.kill
 
@@ -94,11 +91,6 @@ class _Gloo:
             return self._real(store, rank, size, options)
         self._point()
         return _Watched(self._real(store, rank, size, options), self._point, "send", "recv", "wait")
-
-
-def total(ranks: Ranks) -> int:
-    """Run an exchange that succeeds."""
-    return ranks.exchange(lambda: ranks.rank, lambda values: everyone(sum(values), ranks.size))
 
 
 def struck(rank: int, size: int, strike: Strike, *, on_demand: bool = True) -> Any:

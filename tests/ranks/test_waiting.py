@@ -8,8 +8,9 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from functools import partial
+from pathlib import Path
 from threading import Event
-from typing import TYPE_CHECKING, Any
+from typing import Any
 from weakref import proxy
 
 import pytest
@@ -22,15 +23,10 @@ import casckpt
 from casckpt.errors import InvalidInput, RankFailed
 from casckpt.ranks import ranks as module
 from casckpt.ranks import waiting, wire
-from casckpt.ranks.ranks import Ranks, everyone, open_ranks
+from casckpt.ranks.ranks import everyone, open_ranks
 from casckpt.ranks.waiting import Meeting, announced, late
 from casckpt.ranks.wire import alive_frame, empty_frame, has_come, is_alive, warning_in
-from tests.support.ranks import die, outcome_of, tell, wait_for
-
-if TYPE_CHECKING:
-    from pathlib import Path
-
-    from tests.support.ranks import Pool
+from tests.support.ranks import Pool, die, outcome_of, tell, total, wait_for
 
 
 class _Telling(logging.Handler):
@@ -57,10 +53,6 @@ def impatient(rank: int, name: str = "") -> Iterator[list[str]]:
     finally:
         waiting.FIRST, waiting.NEXT, wire.AFTER_RANK_0 = before
         logger.removeHandler(handler)
-
-
-def total(ranks: Ranks) -> int:
-    return ranks.exchange(lambda: ranks.rank, lambda values: everyone(sum(values), ranks.size))
 
 
 # warnings

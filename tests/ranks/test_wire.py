@@ -6,7 +6,7 @@ import threading
 import time
 from collections.abc import Sequence
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
 import torch.distributed as dist
@@ -15,27 +15,13 @@ from torch.distributed import FileStore  # type: ignore[attr-defined] # public, 
 from casckpt.errors import RankFailed
 from casckpt.ranks import ranks as module
 from casckpt.ranks import wire
-from casckpt.ranks.ranks import GroupRanks, Ranks, Solo, everyone, open_ranks
-from tests.support.ranks import die, outcome_of, tell, wait_for
-
-if TYPE_CHECKING:
-    from tests.support.ranks import Outcome, Pool
-
+from casckpt.ranks.ranks import GroupRanks, Solo, everyone, open_ranks
+from tests.support.ranks import Outcome, Pool, die, outcome_of, tell, total, wait_for
 
 SHORT = 5.0  # seconds until the others give up on a stalled rank
 
 
-def total(ranks: Ranks) -> int:
-    """Run an exchange that succeeds."""
-    return ranks.exchange(lambda: ranks.rank, lambda values: everyone(sum(values), ranks.size))
-
-
 # values
-
-
-def alone(rank: int, size: int) -> list[type]:
-    single = dist.new_group([rank], use_local_synchronization=True)
-    return [type(open_ranks()), type(open_ranks(no_dist=True)), type(open_ranks(single))]
 
 
 # groups

@@ -12,16 +12,7 @@ from casckpt.errors import Conflict, Damaged, NotFound, Refused
 from casckpt.format import records
 from casckpt.format.keys import commit_key
 from casckpt.format.records import Forgotten, Restored
-from casckpt.history.commits import (
-    forget,
-    keep,
-    list_commits,
-    list_names,
-    purge,
-    purge_unreadable,
-    refresh,
-    restore,
-)
+from casckpt.history.commits import forget, keep, list_commits, list_names, purge, purge_unreadable, refresh, restore
 from casckpt.history.following import newest_reusable
 from casckpt.repository.repository import Repository
 from casckpt.storage.memory import MemoryStore

@@ -10,14 +10,7 @@ from cryptography.hazmat.primitives.asymmetric.rsa import generate_private_key
 from cryptography.hazmat.primitives.serialization import Encoding, NoEncryption, PrivateFormat, PublicFormat
 
 from casckpt.errors import InvalidInput, NotFound, Unsupported
-from casckpt.repository.signing_keys import (
-    is_right,
-    key_name,
-    private_key,
-    private_key_of,
-    public_key_of,
-    public_keys,
-)
+from casckpt.repository.signing_keys import is_right, key_name, private_key, private_key_of, public_key_of, public_keys
 from tests.support.signing import pair
 
 

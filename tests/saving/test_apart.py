@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from importlib import import_module
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 from unittest import mock
 
 import pytest
@@ -18,11 +18,8 @@ import casckpt
 from casckpt.errors import Mismatch
 from casckpt.frontends.training_state import load_model_and_optim_state
 from casckpt.tensors.kinds import KINDS
-from tests.support.ranks import die, outcome_of
+from tests.support.ranks import Pool, die, outcome_of
 from tests.support.wrappers import BLOCK, Scaled, bits, make, part_of, rebuild, scaled
-
-if TYPE_CHECKING:
-    from tests.support.ranks import Pool
 
 SHAPE = (8, 16)
 

@@ -7,7 +7,7 @@ import os
 import signal
 import threading
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 from unittest.mock import patch
 
 import pytest
@@ -21,19 +21,9 @@ from casckpt.storage.buffers import AlignedBuffer
 from casckpt.tensors import staging
 from tests.saving.test_replicas import Heard
 from tests.support.faulty import Call, FaultyStore, call_first, fail_before
-from tests.support.ranks import outcome_of, tell, wait_for
+from tests.support.ranks import Pool, outcome_of, tell, wait_for
 from tests.support.saves import cells, small_folder
 from tests.support.together import impatient, killing, line, numbers, spread, watched
-
-if TYPE_CHECKING:
-    from tests.support.ranks import Pool
-
-
-@pytest.fixture
-def path(tmp_path: Path) -> Path:
-    """A store with small cells and blobs."""
-    small_folder(tmp_path / "store")
-    return tmp_path / "store"
 
 
 def unheard(rank: int, size: int, path: Path) -> Any:

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 from unittest.mock import patch
 
 import pytest
@@ -29,13 +30,10 @@ from casckpt.saving.encoder import HeldCell, HeldFrame, forget_run
 from casckpt.store.store import Store
 from tests.support.far import far
 from tests.support.held import held_bytes
+from tests.support.ranks import Pool
 from tests.support.saves import CELL, another_process, reopened, same_state, small, small_folder
 from tests.support.tensors import bytes_of
 from tests.support.together import line, spread
-
-if TYPE_CHECKING:
-    from tests.support.ranks import Pool
-
 
 NUMEL = 40 * CELL // 2  # elements of 2 bytes
 
@@ -184,19 +182,23 @@ def test_a_frame_that_decodes_to_different_bytes_is_not_stored(
     check(store, states)
 
 
-@pytest.mark.parametrize("lost", [0, -1])
-def test_a_missing_cell_is_not_used_as_a_base(store: Store, lost: int) -> None:
-    """``lost``: the blob of the newest version's frames, or of the first frame."""
+@pytest.mark.parametrize(
+    ("lost", "in_memory"),
+    [(0, False), (-1, False), (0, True), (1, True), (-1, True)],
+    ids=["newest", "first", "newest, in memory", "second, in memory", "first, in memory"],
+)
+def test_a_missing_cell_is_not_used_as_a_base(store: Store, lost: int, in_memory: bool) -> None:
+    """``lost``: a blob in the chain from the newest version's frame to the first. ``in_memory``: here are its bytes."""
     states = versions(4)
     for step in range(3):
         store.save(states[step], step=step, compress="auto")
     manifest = manifests.get(store.repository, store.get("default@2").commit)
     entry = next(entry for entry in manifest.entries if entry.key == "w")
-    cells = [cell for cell in manifest.extents(entry).stored_cells() if cell.base is not None]
-    ref = manifest.blob(list(cells[0].chain)[lost].blob)
+    cell = next(cell for cell in manifest.extents(entry).stored_cells() if cell.base is not None)
+    ref = manifest.blob(list(cell.chain)[lost].blob)
     store.repository.storage.delete(blob_key(ref.uploader, ref.hash))
-    with another_process():
-        reopened(store).save(states[3], step=3, compress="auto")
+    with nullcontext() if in_memory else another_process():
+        (store if in_memory else reopened(store)).save(states[3], step=3, compress="auto")
     assert same_state(reopened(store).read("default@3"), states[3])
     assert 0 in links(store, "default@3")
 
@@ -268,21 +270,6 @@ def test_frozen_tensors_are_used_as_bases_only_if_their_bytes_match(store: Store
     with another_process():
         store.save(states[2], step=2, compress="auto")
     assert same_state(reopened(store).read("default@2"), states[2])
-
-
-@pytest.mark.parametrize("lost", [0, 1, -1])
-def test_a_missing_cell_is_not_used_as_a_base_even_if_its_bytes_are_in_memory(store: Store, lost: int) -> None:
-    states = versions(4)
-    for step in range(3):
-        store.save(states[step], step=step, compress="auto")
-    manifest = manifests.get(store.repository, store.get("default@2").commit)
-    entry = next(entry for entry in manifest.entries if entry.key == "w")
-    cell = next(cell for cell in manifest.extents(entry).stored_cells() if cell.base is not None)
-    ref = manifest.blob(list(cell.chain)[lost].blob)
-    store.repository.storage.delete(blob_key(ref.uploader, ref.hash))
-    store.save(states[3], step=3, compress="auto")
-    assert same_state(reopened(store).read("default@3"), states[3])
-    assert 0 in links(store, "default@3")
 
 
 def test_blobs_of_frames_are_never_worn(store: Store) -> None:

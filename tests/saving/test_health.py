@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import logging
 import random
+from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
 import torch
@@ -20,15 +21,10 @@ from casckpt.format.records import Health
 from casckpt.repository.caches import ManifestCache
 from casckpt.repository.repository import Repository
 from casckpt.store.store import Store
+from tests.support.ranks import Pool
 from tests.support.saves import CELL, cells, flip, small, trained
 from tests.support.together import line, numbers, spread
 from tests.support.worlds import World, reference
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    from tests.support.ranks import Pool
-
 
 NAN, INF = float("nan"), float("inf")
 

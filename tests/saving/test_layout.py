@@ -2,7 +2,7 @@ from __future__ import annotations
 
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
 import torch
@@ -13,20 +13,8 @@ from casckpt.frontends.trainer import Checkpointer
 from casckpt.saving.layout import assigned, layout_of, plan_writes
 from casckpt.saving.prepare import prepare
 from tests.saving.test_replicas import Experts
-from tests.support.ranks import outcome_of
-from tests.support.saves import small_folder
+from tests.support.ranks import Pool, outcome_of
 from tests.support.together import visible
-
-if TYPE_CHECKING:
-    from tests.support.ranks import Pool
-
-
-@pytest.fixture
-def path(tmp_path: Path) -> Path:
-    """A store with small cells and blobs."""
-    small_folder(tmp_path / "store")
-    return tmp_path / "store"
-
 
 # refused layouts
 

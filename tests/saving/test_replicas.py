@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 from unittest.mock import patch
 
 import pytest
@@ -24,21 +24,11 @@ from casckpt.frontends.dcp import StorageWriter
 from casckpt.frontends.trainer import Checkpointer
 from casckpt.saving import replicas
 from casckpt.saving.replicas import relative_difference
+from casckpt.store.store import Store
 from casckpt.tensors.memory import sampled
-from tests.support.ranks import outcome_of
-from tests.support.saves import CELL, small_folder
+from tests.support.ranks import Pool, outcome_of
+from tests.support.saves import CELL
 from tests.support.together import line, numbers, spread, visible, watched
-
-if TYPE_CHECKING:
-    from casckpt.store.store import Store
-    from tests.support.ranks import Pool
-
-
-@pytest.fixture
-def path(tmp_path: Path) -> Path:
-    """A store with small cells and blobs."""
-    small_folder(tmp_path / "store")
-    return tmp_path / "store"
 
 
 class Heard(logging.Handler):

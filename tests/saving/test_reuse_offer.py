@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 from unittest.mock import patch
 
 import pytest
@@ -24,20 +24,11 @@ from casckpt.store.store import Store
 from tests.support.copies import copy
 from tests.support.far import FarStore
 from tests.support.gcs import collect
+from tests.support.ranks import Pool
 from tests.support.repositories import memory, repository
 from tests.support.rewrites import move
 from tests.support.saves import CELL, content, flip, small_folder
-from tests.support.together import (
-    emptied,
-    line,
-    numbers,
-    same_parts,
-    spread,
-    watched,
-)
-
-if TYPE_CHECKING:
-    from tests.support.ranks import Pool
+from tests.support.together import emptied, line, numbers, same_parts, spread, watched
 
 
 def save_rows(rank: int, size: int, path: Path, step: int, count: int) -> Any:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
 import torch
@@ -16,12 +16,9 @@ import casckpt
 from casckpt.errors import InvalidInput
 from casckpt.frontends.trainer import Checkpointer
 from tests.support.faulty import call_first
-from tests.support.ranks import comes_last, outcome_of
+from tests.support.ranks import Pool, comes_last, outcome_of
 from tests.support.saves import small_folder
 from tests.support.together import line, numbers, spread, watched
-
-if TYPE_CHECKING:
-    from tests.support.ranks import Pool
 
 STEPS = 5
 BAD = {0: "in the state", 2: "in the state", 3: "in the storage"}

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from itertools import pairwise
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
 import torch
@@ -16,19 +16,9 @@ from torch.distributed.tensor import Shard
 
 import casckpt
 from casckpt.errors import CasckptError, RankFailed
-from tests.support.ranks import outcome_of
+from tests.support.ranks import Pool, outcome_of
 from tests.support.saves import BLOB, CELL, blob_keys, content, same_state
-from tests.support.together import (
-    emptied,
-    line,
-    numbers,
-    same_parts,
-    spread,
-    watched,
-)
-
-if TYPE_CHECKING:
-    from tests.support.ranks import Pool
+from tests.support.together import emptied, line, numbers, same_parts, spread, watched
 
 
 def stored_bytes(path: Path) -> int:

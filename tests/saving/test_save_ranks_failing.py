@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
 import torch
@@ -20,21 +20,8 @@ from casckpt.format.keys import parse_object
 from casckpt.history import transactions
 from casckpt.history.commits import list_names
 from tests.support.faulty import Call, call_first, fail_before
-from tests.support.ranks import outcome_of, tell, wait_for
-from tests.support.together import (
-    emptied,
-    impatient,
-    killing,
-    line,
-    numbers,
-    same_parts,
-    spread,
-    visible,
-    watched,
-)
-
-if TYPE_CHECKING:
-    from tests.support.ranks import Pool
+from tests.support.ranks import Pool, outcome_of, tell, wait_for
+from tests.support.together import emptied, impatient, killing, line, numbers, same_parts, spread, visible, watched
 
 pytestmark = pytest.mark.kill
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import signal
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
 import torch
@@ -17,11 +17,8 @@ from casckpt.storage.local.store import LocalStore
 from casckpt.storage.throttle import ThrottledStore, Turn
 from casckpt.store.store import Store
 from tests.support.faulty import Call, FaultyStore, look_on
-from tests.support.ranks import die, tell, wait_for
+from tests.support.ranks import Pool, die, tell, wait_for
 from tests.support.saves import cells
-
-if TYPE_CHECKING:
-    from tests.support.ranks import Pool
 
 
 def model() -> nn.Linear:

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
 import torch
@@ -31,13 +31,10 @@ from tests.support import servers
 from tests.support.buckets import impatient, state
 from tests.support.faulty import Call, FaultyStore, call_first
 from tests.support.proxy import Proxy, Trouble
-from tests.support.ranks import outcome_of, tell, wait_for
+from tests.support.ranks import Pool, outcome_of, tell, wait_for
 from tests.support.repositories import manifest_id
 from tests.support.saves import CELL, cells, same_state, steps
 from tests.support.servers import Server
-
-if TYPE_CHECKING:
-    from tests.support.ranks import Pool
 
 RACERS, SAVERS, SAVES = 4, 3, 2
 NEW = 150  # cells per save: its first blobs wait long for the commit, so the test would notice if gc deleted them

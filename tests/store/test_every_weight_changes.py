@@ -27,13 +27,12 @@ from casckpt.format.regions import Box
 from casckpt.plan.routes import choose_base
 from casckpt.store.store import Store
 from tests.support.looping import killed_after
-from tests.support.ranks import die
+from tests.support.ranks import Pool, die
 from tests.support.tensors import bytes_of
 from tests.support.together import emptied, line, spread
 from tests.support.torch_versions import needs_torch
 
 if TYPE_CHECKING:
-    from tests.support.ranks import Pool
     from tests.support.servers import Server
 
 VERSIONS, FULL_VERSIONS, KEPT = 7, 64, 5

@@ -18,13 +18,12 @@ from casckpt.errors import CasckptError, Conflict, Revoked, StorageError
 from casckpt.format.keys import parse_log, uploader_folder
 from casckpt.format.names import TxId
 from casckpt.history import commits, transactions
-from casckpt.repository.repository import Repository
 from casckpt.storage.base import ObjectStore
 from casckpt.storage.local.store import LocalStore
 from casckpt.store.store import Store
 from tests.support.faulty import Call, Fault, FaultyStore, call_first, fail_after, fail_before
 from tests.support.repositories import memory
-from tests.support.saves import CELL, cells, same_state, small, steps
+from tests.support.saves import CELL, cells, reopened, same_state, small, steps
 
 KINDS = {"before": fail_before, "after": fail_after}
 
@@ -56,10 +55,6 @@ def calls_of_a_save() -> list[tuple[str, int]]:
         seen[call.method] = seen.get(call.method, 0) + 1
         found.append((call.method, seen[call.method]))
     return found
-
-
-def reopened(store: Store) -> Store:
-    return Store(Repository(store.repository.storage))
 
 
 def check_after(store: Store, failed: bool) -> None:

@@ -6,7 +6,7 @@ A save stores the tensors' contents, and a load fills the tensors in place.
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
 import torch
@@ -17,10 +17,8 @@ from torch.distributed._shard.sharded_tensor.shard import Shard as TorchShard
 
 import casckpt
 from casckpt.errors import InvalidInput
+from tests.support.ranks import Pool
 from tests.support.saves import small_folder
-
-if TYPE_CHECKING:
-    from tests.support.ranks import Pool
 
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning")
 WHOLE = torch.arange(48, dtype=torch.int32).reshape(8, 6)

@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import errno
-import logging
 import os
 import signal
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext, suppress
+from collections.abc import Callable
+from contextlib import nullcontext, suppress
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 from unittest.mock import patch
 
 import pytest
@@ -55,20 +54,17 @@ from tests.store.test_share_reads import (
 )
 from tests.support import gpt
 from tests.support.bucket_reads import ReadBucket, ReadRange, bucket, nbytes, union
-from tests.support.cut import cut
 from tests.support.dcp import load as by_torch
 from tests.support.faulty import fail_before
 from tests.support.gpt import Topology, differences
+from tests.support.logs import logged
 from tests.support.megatron_core import core, own_state, theirs
-from tests.support.ranks import outcome_of, tell, wait_for
+from tests.support.ranks import Pool, outcome_of, tell, wait_for
 from tests.support.rewrites import move
 from tests.support.saves import cells, small
 from tests.support.tally import tally
-from tests.support.together import impatient
+from tests.support.together import cut, impatient
 from tests.support.training import identical
-
-if TYPE_CHECKING:
-    from tests.support.ranks import Pool
 
 SHORT = 4.0  # seconds until the others give up on a stopped rank
 
@@ -413,20 +409,6 @@ def test_megatron_loads_of_several_hosts_read_each_byte_once(ranks: Pool, empty:
 
 
 # harm
-
-
-@contextmanager
-def logged() -> Iterator[list[str]]:
-    """Collect the warnings of casckpt in this process."""
-    found: list[str] = []
-    handler = logging.Handler(logging.WARNING)
-    handler.emit = lambda record: found.append(record.getMessage())  # type: ignore[method-assign]  # of this handler
-    log = logging.getLogger("casckpt")
-    log.addHandler(handler)
-    try:
-        yield found
-    finally:
-        log.removeHandler(handler)
 
 
 Harm = Callable[[], Any]

@@ -9,7 +9,7 @@ import threading
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
 import torch
@@ -19,11 +19,9 @@ from casckpt.errors import Conflict, Gone, InvalidInput, MissingKey, NotFound, S
 from casckpt.history.tags import list_tags
 from casckpt.store.store import Store
 from tests.support.faulty import FaultyStore, call_first, fail_before
+from tests.support.ranks import Pool
 from tests.support.repositories import meanwhile, memory
 from tests.support.saves import cells, same_state, small, small_folder, steps
-
-if TYPE_CHECKING:
-    from tests.support.ranks import Pool
 
 
 @pytest.fixture

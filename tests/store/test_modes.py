@@ -6,7 +6,7 @@ import ast
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
 import torch
@@ -15,10 +15,8 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 import casckpt
 from casckpt.errors import InvalidInput
 from casckpt.ranks.ranks import open_ranks
+from tests.support.ranks import Pool
 from tests.support.saves import same_state, small
-
-if TYPE_CHECKING:
-    from tests.support.ranks import Pool
 
 FACTORIES = {"empty", "zeros", "ones", "full", "tensor", "arange", "rand", "randn", "empty_strided", "scalar_tensor"}
 PACKAGE = Path(casckpt.__file__).parent

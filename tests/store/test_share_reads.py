@@ -30,15 +30,13 @@ from casckpt.storage.remote.urls import RemoteLocation
 from casckpt.store.store import Store
 from tests.support.bucket_reads import ReadRange, bucket, nbytes, union
 from tests.support.coded import code
-from tests.support.cut import cut
 from tests.support.dcp import load as by_torch
 from tests.support.proxy import Proxy
-from tests.support.ranks import die, outcome_of, tell, wait_for
+from tests.support.ranks import Pool, die, outcome_of, tell, wait_for
 from tests.support.saves import CELL, cells, small
-from tests.support.together import impatient
+from tests.support.together import cut, impatient
 
 if TYPE_CHECKING:
-    from tests.support.ranks import Pool
     from tests.support.servers import Server
 
 LAYOUTS: dict[str, list[Placement]] = {"replicas": [Replicate()], "rows": [Shard(0)], "columns": [Shard(1)]}

@@ -7,7 +7,7 @@ import pickle
 import subprocess
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
 import torch
@@ -28,12 +28,10 @@ from casckpt.store.store import Store
 from tests.support.dcp import load
 from tests.support.faulty import FaultyStore, fail_before
 from tests.support.forging import gone_to, passed_off
+from tests.support.ranks import Pool
 from tests.support.repositories import memory
 from tests.support.saves import CELL, cells, same_state, small, small_folder
 from tests.support.signing import Pair, pair
-
-if TYPE_CHECKING:
-    from tests.support.ranks import Pool
 
 PACKAGE = Path(casckpt.__file__).parent
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
 import torch.distributed as dist
@@ -17,12 +17,9 @@ from casckpt.storage.remote.urls import RemoteLocation
 from casckpt.store.store import Store
 from tests.support.buckets import state
 from tests.support.proxy import Proxy
-from tests.support.ranks import outcome_of
+from tests.support.ranks import Pool, outcome_of
 from tests.support.saves import CELL, cells, same_state, steps
 from tests.support.servers import Server
-
-if TYPE_CHECKING:
-    from tests.support.ranks import Pool
 
 IMPATIENT = {"request_timeout": 1, "call_timeout": 1.2}
 BEGIN, UPLOAD, COMMIT = 2, 5, 9

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
 import torch
@@ -14,10 +14,8 @@ from torch.distributed.fsdp import fully_shard
 import casckpt
 from casckpt.saving.options import SaveOptions
 from casckpt.store.store import Store
+from tests.support.ranks import Pool
 from tests.support.simulated import Simulated
-
-if TYPE_CHECKING:
-    from tests.support.ranks import Pool
 
 DROP, FEATURES, STEPS = "optim.*", 700, 20
 WEIGHTS = 1 << 20  # per rank: 2 MB of bfloat16

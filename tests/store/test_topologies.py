@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
 import torch
@@ -13,13 +13,11 @@ import casckpt
 from casckpt.contents import manifests
 from casckpt.store.store import Store
 from tests.support.parallel import TOPOLOGIES, Stack
+from tests.support.ranks import Pool
 from tests.support.saves import small_folder
 from tests.support.tensors import same
 from tests.support.together import emptied, parts
 from tests.support.worlds import World, reference
-
-if TYPE_CHECKING:
-    from tests.support.ranks import Pool
 
 CHAINS = 16  # each with two worlds that save and one that loads
 FULL_CHAINS = 320

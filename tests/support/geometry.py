@@ -1,20 +1,24 @@
-"""Random shapes, regions and partitions, and their elements according to numpy."""
+"""Random shapes, regions and partitions, their elements according to numpy, and manifests of such tensors."""
 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from itertools import pairwise
+from itertools import count, pairwise
 from math import prod
 
 import numpy as np
 from hypothesis import strategies as st
 
 from casckpt.format.extents import MAX_LINKS, ExtentTable, Frame, StoredCell, build
-from casckpt.format.names import CellDigest
+from casckpt.format.manifest import Manifest, decode, encode
+from casckpt.format.names import BlobHash, CellDigest, TxId
 from casckpt.format.regions import Box, Region, Shape, full_box, normalise, whole
+from casckpt.format.sections.blobs import BlobRef
+from casckpt.format.sections.index import TENSOR
 from casckpt.plan.cells import Group, plan_cells
+from tests.support.repositories import draft
 
 shapes = st.lists(st.integers(0, 5), max_size=4).map(tuple)
 full_shapes = st.lists(st.integers(1, 6), max_size=4).map(tuple)
@@ -179,3 +183,34 @@ def _placed_cells(draw: st.DrawFn, region: Region, itemsize: int, ends: list[int
         ends[blob] += made.stored + draw(st.sampled_from([0, 0, 0, 64]))
     assert made is not None
     return made
+
+
+UPLOADER = TxId("20260102T030405000000Z-00000000000000ab-00000000000000cd-7")
+CELL = 4096  # bytes
+_BLOBS = count(1)
+
+
+def flat_cells(shape: Shape, ends: Sequence[int]) -> list[Region]:
+    """Return the cells of a whole tensor that end at ``ends``."""
+    starts = [0, *ends[:-1]]
+    return [Region(full_box(shape), lo, hi) for lo, hi in zip(starts, ends, strict=True)]
+
+
+def manifest(
+    tensors: Mapping[str, tuple[str, int, Shape, Sequence[tuple[Region, bytes]]]], *, worn: bool = False
+) -> Manifest:
+    """Create a manifest from the dtype, element size, shape and cells (with digests) of each key.
+
+    All cells are in one new blob.
+    """
+    streams, end = {}, CELL
+    for key, (dtype, itemsize, shape, cells) in tensors.items():
+        places = []
+        for region, digest in cells:
+            nbytes = region.numel * itemsize
+            places.append(stored_cell(region, 0, end, nbytes, CellDigest(digest)))
+            end += nbytes
+        streams[TENSOR, key, 0, None] = (dtype, build(shape, itemsize, CELL // itemsize, places))
+    refs = [BlobRef(BlobHash(f"{next(_BLOBS):064x}"), end, UPLOADER, worn)]
+    made = encode(draft(refs, cell_bytes=CELL, streams=streams))
+    return decode(made.data, made.id)

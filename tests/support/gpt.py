@@ -5,6 +5,7 @@ All values come from the same global tensors, so the expected state of a rank af
 
 from __future__ import annotations
 
+import argparse
 import zlib
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
@@ -223,3 +224,12 @@ def saved(rank: int, size: int, where: str, topology: Topology, **options: Any) 
     """Save as one rank. Return the number of bytes that all ranks wrote."""
     megatron.save(state(topology.at(rank)), where, **options)
     return casckpt.open(where.partition("#")[0]).get(where.partition("#")[2]).stats.bytes_written
+
+
+COMMON = {
+    "args": argparse.Namespace(lr=0.1, betas=(0.9, 0.99)),
+    "groups": [{"lr": 1.0}],
+    "seed": torch.tensor([5]),
+    "empty": {"dict": {}, "list": []},
+    "content_metadata": {"version": 2},
+}

@@ -28,8 +28,8 @@ import tests.support.parallel
 import tests.support.ranks
 import tests.support.together
 import tests.support.worlds
-from tests.support import garbage
+from tests.support.afresh import collect_less
 
 __all__ = ["casckpt", "hypothesis", "pytest", "s3fs", "sqlite_utils", "tests", "torch"]
 
-garbage.collect_less()  # otherwise, the first collection in each rank would copy all of these objects
+collect_less()  # otherwise, the first collection in each rank would copy all of these objects

@@ -34,15 +34,11 @@ from typing import Any, Self
 
 import torch
 import torch.distributed as dist
-from torch.distributed import (  # type: ignore[attr-defined] # public, though not in its __all__
-    FileStore,
-    PrefixStore,
-    Store,
-    TCPStore,
-)
+from torch.distributed import FileStore, PrefixStore, Store, TCPStore  # type: ignore[attr-defined] # public, though not in its __all__
 from torch.distributed.tensor import DTensor, debug
 from torch.testing._internal.distributed import fake_pg  # noqa: F401 - makes the backend "fake", which never talks
 
+from casckpt.ranks.ranks import Ranks, everyone
 from tests.support.afresh import afresh
 from tests.support.torch_versions import skip_if_torch_lacks
 
@@ -313,3 +309,8 @@ def _tcp_store(own: Store, rank: int, size: int) -> Store:
         own.set("port", str(served.port))
         return served
     return TCPStore("127.0.0.1", int(own.get("port")), size, is_master=False)
+
+
+def total(ranks: Ranks) -> int:
+    """Run an exchange that succeeds."""
+    return ranks.exchange(lambda: ranks.rank, lambda values: everyone(sum(values), ranks.size))

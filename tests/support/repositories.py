@@ -23,7 +23,7 @@ from casckpt.format.sections.blobs import BlobRef
 from casckpt.format.sections.head import MAX_MANIFEST_BYTES
 from casckpt.format.sections.tables import Extents
 from casckpt.history import commits
-from casckpt.history.commits import Commit
+from casckpt.history.commits import Commit, list_commits, read_log, refresh
 from casckpt.history.folding import OF_PLACES
 from casckpt.history.transactions import begin
 from casckpt.repository.repository import Clock, Entropy, Repository
@@ -216,3 +216,11 @@ def put_blob(repo: Repository, uploader: TxId, text: str) -> BlobRef:
     """Write a blob with these bytes, which do not have to be a safetensors file."""
     blobs.put(repo, uploader, blob_hash(text), text.encode())
     return BlobRef(blob_hash(text), len(text.encode()), uploader)
+
+
+def now(repo: Repository, commit: Commit) -> Commit:
+    """Read the log, and check that a listing and a refresh see the same state."""
+    found = list_commits(repo).commits[commit.txid]
+    assert read_log(repo, commit.txid) == found
+    assert refresh(repo, commit) == found
+    return found

@@ -1,4 +1,4 @@
-"""Safetensors files and folders that tests import and export."""
+"""Safetensors files and folders that tests import and export, or read as `casckpt serve` sends them."""
 
 from __future__ import annotations
 
@@ -10,8 +10,12 @@ import safetensors
 import safetensors.torch
 import torch
 
+import casckpt
+from casckpt.contents.checkpoint import Checkpoint
 from casckpt.format.dtypes import itemsize
 from casckpt.format.sections.index import Entry
+from casckpt.frontends.serve.folders import FileSpan, ServedFolders
+from casckpt.frontends.serve.sending import WINDOW_BYTES, RangeReader
 from casckpt.frontends.views.recut import ViewTensor
 
 Tensors = dict[str, torch.Tensor]
@@ -80,3 +84,15 @@ def streams(kinds: list[tuple[str, int]]) -> list[ViewTensor]:
         ViewTensor(f"k{number}", Entry("tensor", f"k{number}", 0, None, dtype, itemsize(dtype), (count,), number))
         for number, (dtype, count) in enumerate(kinds)
     ]
+
+
+def served(store: casckpt.Store, ref: str | Checkpoint = "latest") -> dict[str, bytes]:
+    """Return the bytes of each file, by path."""
+    folder = ServedFolders(store, None, None).of(store.get(ref))
+    found: dict[str, bytes] = {}
+    for name, file in folder.files.items():
+        reader = RangeReader(store.repository, folder, file, FileSpan(0, file.nbytes))
+        found[name] = bytes(reader.head)
+        while window := reader.next():
+            found[name] += reader.read(window, memoryview(bytearray(WINDOW_BYTES)))
+    return found

@@ -25,6 +25,8 @@ from tests.support.counting import IoCounts, count_io
 from tests.support.repositories import memory
 from tests.support.tensors import same
 
+_RUNS = itertools.count()
+
 CELL, BLOB = 4096, 64 << 10  # bytes
 _NUMBERS = itertools.count()
 
@@ -144,3 +146,8 @@ def another_process() -> Iterator[None]:
 def reopened(store: Store) -> Store:
     """Return the same store as a new process would see it."""
     return Store(Repository(store.repository.storage))
+
+
+def new_run() -> str:
+    """Return a new run, because casckpt logs each message once per run."""
+    return f"run{next(_RUNS)}"

@@ -1,4 +1,4 @@
-"""Tensors of every dtype and layout, and their bytes, computed in a slow and independent way."""
+"""Tensors of every dtype and layout, their bytes, computed in a slow and independent way, and what autograd notices."""
 
 from __future__ import annotations
 
@@ -102,3 +102,15 @@ def wrong(problem: str) -> Any:
 
 
 WRONG = ["meta", "sparse", "sparse_csr", "quantized", "nested", "nested jagged"]
+
+
+def is_noticed(tensor: torch.Tensor, load: Callable[[], Any]) -> bool:
+    """Report whether autograd rejects a backward pass through values that were computed before ``load``."""
+    weight = torch.ones_like(tensor, requires_grad=True)
+    result = (weight * tensor).sum()
+    load()
+    try:
+        result.backward()  # type: ignore[no-untyped-call]  # torch's own
+    except RuntimeError as error:
+        return "modified by an inplace operation" in str(error)
+    return False

@@ -1,23 +1,23 @@
-"""Helpers for jobs on several ranks: tensors that every rank can create, storage that counts, and ways to die."""
+"""Helpers for jobs on several ranks: tensors that every rank can create and cut, storage that counts, ways to die."""
 
 from __future__ import annotations
 
 import zlib
 from collections.abc import Sequence
+from inspect import signature
 from math import prod
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.tensor import DTensor, Placement, Replicate
+from torch.distributed.tensor import DTensor, Placement, Replicate, distribute_tensor
 
 import casckpt
 from casckpt.ranks import wire
 from casckpt.repository.repository import Repository
 from casckpt.storage.local.store import LocalStore
 from casckpt.store.store import Store
-from tests.support.cut import cut
 from tests.support.faulty import Call, Fault, FaultyStore
 from tests.support.ranks import die
 from tests.support.saves import steps
@@ -108,3 +108,15 @@ def impatient() -> None:
 def visible(path: Path) -> list[tuple[str, int]]:
     """Return the run and step of all visible checkpoints of the store in a folder."""
     return steps(casckpt.open(path))
+
+
+TALKS = "src_data_rank" not in signature(distribute_tensor).parameters
+"""Whether torch is older than 2.7: it can split a tensor only to send the parts to other ranks, and lacks strides."""
+
+
+def cut(full: torch.Tensor, mesh: DeviceMesh, placements: Sequence[Placement]) -> DTensor:
+    """Return this rank's shard, as torch splits it."""
+    if TALKS:
+        whole = DTensor.from_local(full, mesh, [Replicate()] * mesh.ndim, run_check=False)
+        return whole.redistribute(mesh, placements)
+    return distribute_tensor(full, mesh, placements, src_data_rank=None)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterable, Mapping
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import nn, optim
@@ -114,3 +114,19 @@ def contents(model: nn.Module, optimizer: optim.Optimizer) -> Any:
     state = optimizer.state_dict()
     groups = [dict(sorted(group.items())) for group in state["param_groups"]]
     return copy.deepcopy([dict(model.state_dict()), state["state"], groups])
+
+
+class WithProjector(torch.optim.SGD):
+    """An optimizer whose first step creates state that is not plain data."""
+
+    def step(self, closure: Any = None) -> Any:
+        super().step(closure)
+        for parameter in self.param_groups[0]["params"]:
+            self.state[parameter]["projector"] = object()
+
+
+class Refusing(optim.AdamW):
+    """An optimizer that refuses to take a step."""
+
+    def step(self, closure: Any = None) -> NoReturn:
+        raise AssertionError("a step was taken")

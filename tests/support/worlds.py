@@ -20,8 +20,8 @@ from torch.distributed.tensor.placement_types import _StridedShard
 
 import casckpt
 from casckpt.format.regions import Box, full_box
-from tests.support.cut import cut
 from tests.support.tensors import raw
+from tests.support.together import cut
 
 Shape: TypeAlias = tuple[int, ...]
 Leaf: TypeAlias = Any

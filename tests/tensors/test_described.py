@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 from random import Random
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import pytest
@@ -22,16 +22,14 @@ from casckpt.errors import InvalidInput
 from casckpt.format.regions import full_box
 from casckpt.tensors.dtensors import local_boxes
 from casckpt.tensors.shards import local_tensor
-from tests.support.cut import cut
 from tests.support.layouts import KINDS, WRAPS, Layout, draw, slices
 from tests.support.plain_reader import Checkpoint
 from tests.support.plain_reader import Store as PlainStore
+from tests.support.ranks import Pool
 from tests.support.saves import small
+from tests.support.together import cut
 from tests.support.torch_versions import needs_torch
 from tests.tensors.test_dtensors import arange, pretending
-
-if TYPE_CHECKING:
-    from tests.support.ranks import Pool
 
 
 def layouts(seed: int, count: int, ranks: int) -> dict[str, Layout]:

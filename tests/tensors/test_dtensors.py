@@ -8,7 +8,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from math import prod
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
 import torch
@@ -23,12 +23,10 @@ from casckpt.errors import InvalidInput
 from casckpt.format.regions import Box
 from casckpt.tensors.dtensors import boxes_of, local_boxes
 from casckpt.tensors.memory import narrow
-from tests.support.cut import cut
 from tests.support.ids import named
+from tests.support.ranks import Pool
+from tests.support.together import cut
 from tests.support.torch_versions import needs_torch
-
-if TYPE_CHECKING:
-    from tests.support.ranks import Pool
 
 Shape = tuple[int, ...]
 MESHES: list[Shape] = [(1,), (2,), (3,), (5,), (8,), (2, 2), (2, 3), (4, 2), (1, 3), (2, 2, 2), (3, 1, 2)]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
 import torch
@@ -13,9 +13,7 @@ import casckpt
 from casckpt.errors import InvalidInput
 from casckpt.format.regions import Box, Region
 from casckpt.tensors.foreign import is_megatron_tensor, megatron_region, megatron_shard
-
-if TYPE_CHECKING:
-    from tests.support.ranks import Pool
+from tests.support.ranks import Pool
 
 
 @dataclass

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from importlib import import_module
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 from unittest import mock
 
 import pytest
@@ -24,13 +24,9 @@ from casckpt.errors import Mismatch, Refused
 from casckpt.format.forms import decode_form, encode_form
 from casckpt.frontends.training_state import load_model_and_optim_state, save_model_and_optim_state
 from casckpt.tensors.wrappers import Wrapped, opened, rebuilt
-from tests.support.fuzz_wrappers import check_rebuilt
-from tests.support.ranks import die
+from tests.support.ranks import Pool, die
 from tests.support.saves import small
-from tests.support.wrappers import bits
-
-if TYPE_CHECKING:
-    from tests.support.ranks import Pool
+from tests.support.wrappers import bits, check_rebuilt
 
 pytest.importorskip("torchao", reason="needs torchao")
 pytestmark = pytest.mark.filterwarnings("ignore")

@@ -19,8 +19,7 @@ from casckpt.loading.wrapped import dequantizes, fill_dequantized
 from casckpt.tensors.kinds import KINDS
 from casckpt.tensors.shards import local_tensor
 from casckpt.tensors.wrappers import Wrapped, opened, restored
-from tests.support.fuzz_wrappers import TENSORS, changed, check_rebuilt
-from tests.support.wrappers import Scaled, rebuild, scaled
+from tests.support.wrappers import TENSORS, Scaled, changed, check_rebuilt, rebuild, scaled
 
 MAKE: dict[str, Callable[[], Any]] = {
     "coo": lambda: torch.eye(4).to_sparse(),

@@ -12,7 +12,7 @@ from casckpt.errors import CasckptError, Conflict, Refused, StorageError
 from casckpt.format.keys import commit_key, transaction_key
 from casckpt.format.names import TxId
 from casckpt.format.records import Began, Rewritten
-from casckpt.history.commits import Commit, forget, list_commits, list_names, read_log, refresh, restore
+from casckpt.history.commits import Commit, forget, list_commits, list_names, restore
 from casckpt.history.leases import take
 from casckpt.history.tags import named_by, set_tag, tags
 from casckpt.history.transactions import closed_files, open_transactions
@@ -26,18 +26,11 @@ from tests.support.repositories import (
     commit_bare,
     half_rewrite,
     meanwhile,
+    now,
     repository,
     rewrite_bare,
     rewritten_bare,
 )
-
-
-def now(repo: Repository, commit: Commit) -> Commit:
-    """Read the log, and check that a listing and a refresh see the same state."""
-    found = list_commits(repo).commits[commit.txid]
-    assert read_log(repo, commit.txid) == found
-    assert refresh(repo, commit) == found
-    return found
 
 
 def visible(repo: Repository) -> list[TxId]:

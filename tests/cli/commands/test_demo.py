@@ -1,13 +1,8 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
 
-from tests.cli.conftest import AsJson, Run
-
-
-def named(rows: list[dict[str, Any]]) -> list[str]:
-    return [f"{row['run']}@{row['step']}" for row in rows]
+from tests.cli.conftest import AsJson, Run, named
 
 
 def test_the_demo_runs_and_prints_its_steps(tmp_path: Path, as_json: AsJson, run: Run) -> None:

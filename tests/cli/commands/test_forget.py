@@ -1,7 +1,6 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -10,13 +9,8 @@ from casckpt.errors import Conflict
 from casckpt.history import commits
 from casckpt.history.commits import Commit
 from casckpt.repository.repository import Repository
-from tests.cli.conftest import AsJson, Run
+from tests.cli.conftest import AsJson, Run, named
 from tests.support.rewrites import move
-
-
-def named(rows: list[dict[str, Any]]) -> list[str]:
-    return [f"{row['run']}@{row['step']}" for row in rows]
-
 
 # reads
 

@@ -3,7 +3,6 @@ from __future__ import annotations
 import os
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -12,11 +11,7 @@ from casckpt.errors import StorageError
 from casckpt.history.commits import forget
 from casckpt.history.transactions import begin
 from casckpt.storage.local.store import LocalStore
-from tests.cli.conftest import AsJson, Run
-
-
-def named(rows: list[dict[str, Any]]) -> list[str]:
-    return [f"{row['run']}@{row['step']}" for row in rows]
+from tests.cli.conftest import AsJson, Run, named
 
 
 def test_gc_restores_forgotten_checkpoints_that_are_tagged(

@@ -15,15 +15,11 @@ import casckpt
 from casckpt.history import commits
 from casckpt.history.tags import write_generation
 from casckpt.history.transactions import begin
-from tests.cli.conftest import AsJson, Run
+from tests.cli.conftest import AsJson, Run, named
 from tests.support.commands import STATS
 from tests.support.rewrites import move
 
 BRIEF = {"id", "run", "step"}
-
-
-def named(rows: list[dict[str, Any]]) -> list[str]:
-    return [f"{row['run']}@{row['step']}" for row in rows]
 
 
 # reads
@@ -239,6 +235,7 @@ def test_the_transactions_command_lists_and_revokes_transactions(
     saved: Path, store: casckpt.Store, as_json: AsJson, run: Run
 ) -> None:
     assert as_json("transactions", saved) == []
+    assert run("transactions", saved).stdout == "no save is in progress\n"
     transaction = begin(store.repository, "a", 4)
     (row,) = as_json("transactions", saved)
     assert (row["txid"], row["run"], row["step"], row["pid"]) == (transaction.txid, "a", 4, os.getpid())

@@ -2,18 +2,12 @@ from __future__ import annotations
 
 import enum
 from pathlib import Path
-from typing import Any
 
 import torch
 
 import casckpt
-from tests.cli.conftest import AsJson, Run
+from tests.cli.conftest import AsJson, Run, named
 from tests.support.commands import STATS
-
-
-def named(rows: list[dict[str, Any]]) -> list[str]:
-    return [f"{row['run']}@{row['step']}" for row in rows]
-
 
 # reads
 

@@ -3,14 +3,9 @@ from __future__ import annotations
 import os
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
-from typing import Any
 
 import casckpt
-from tests.cli.conftest import AsJson, Run
-
-
-def named(rows: list[dict[str, Any]]) -> list[str]:
-    return [f"{row['run']}@{row['step']}" for row in rows]
+from tests.cli.conftest import AsJson, Run, named
 
 
 def test_tags_are_set_listed_moved_and_deleted(saved: Path, as_json: AsJson) -> None:

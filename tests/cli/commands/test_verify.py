@@ -8,8 +8,7 @@ import torch
 import casckpt
 from casckpt.cli.commands.verify import needed
 from tests.cli.conftest import AsJson, Run
-from tests.support.bucket_commands import arguments, checks
-from tests.support.commands import damage
+from tests.support.commands import arguments, checks, damage
 from tests.support.servers import Server
 
 

@@ -9,13 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from casckpt.errors import Refused
-from casckpt.format.encodings.frames import (
-    MIN_CELL,
-    WORTH,
-    Form,
-    decode,
-    encode_planes,
-)
+from casckpt.format.encodings.frames import MIN_CELL, WORTH, Form, decode, encode_planes
 from casckpt.format.encodings.parts import KEPT, Bytes, scratch
 from tests.format.encodings.test_frames import WRONG, cells, decoded, frame_of
 from tests.support import plain_reader

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import enum
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
 import torch
@@ -21,28 +21,19 @@ from casckpt.frontends.dcp import (
     dcp_to_casckpt,
     items,
 )
-from tests.support.dcp import load, save, zeros
+from tests.support.dcp import example, load, save, stock, stringed, zeros
 from tests.support.meshes import build, differing, state_of, whole
 from tests.support.progress_calls import ProgressCalls
+from tests.support.ranks import Pool
 from tests.support.together import numbers
-from tests.support.torch_folders import example, stringed
 from tests.support.torch_versions import needs_torch
 from tests.support.training import identical
-
-if TYPE_CHECKING:
-    from tests.support.ranks import Pool
-
 
 Store = casckpt.Store
 
 
 class Colour(enum.Enum):
     RED = 1
-
-
-def stock(path: Path, state: Any) -> Path:
-    save(state, FileSystemWriter(path))
-    return path
 
 
 def four_ranks(rank: int, size: int, path: Path) -> Any:
@@ -144,7 +135,7 @@ def test_an_export_is_complete_or_absent(store: Store, tmp_path: Path) -> None:
 
 @needs_torch("2.9", "use_collectives")
 def test_per_rank_values_are_not_exported_as_whole_tensors(store: Store, tmp_path: Path) -> None:
-    from tests.support.chunks import half
+    from tests.support.dcp import half
 
     save({"a": half()}, StorageWriter(store, run="x", step=1), use_collectives=False)
     with pytest.raises(InvalidInput, match="cannot export the complete state"):

@@ -21,19 +21,11 @@ from torch.distributed.checkpoint.planner import SavePlan
 
 import casckpt
 from casckpt.errors import Damaged, InvalidInput, NotFound, Refused
-from casckpt.frontends.dcp import (
-    casckpt_to_dcp,
-    dcp_to_casckpt,
-)
+from casckpt.frontends.dcp import casckpt_to_dcp, dcp_to_casckpt
 from casckpt.frontends.dcp.folder import unflatten
-from tests.support.dcp import load, save
+from tests.support.dcp import load, save, stock
 
 Store = casckpt.Store
-
-
-def stock(path: Path, state: Any) -> Path:
-    save(state, FileSystemWriter(path))
-    return path
 
 
 class Evil:

@@ -18,9 +18,7 @@ from torch.distributed.checkpoint.planner import SavePlan
 
 import casckpt
 from casckpt.errors import CasckptError, Refused
-from casckpt.frontends.dcp import (
-    dcp_to_casckpt,
-)
+from casckpt.frontends.dcp import dcp_to_casckpt
 from tests.support.dcp import save
 
 

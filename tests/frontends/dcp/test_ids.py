@@ -5,7 +5,7 @@ from __future__ import annotations
 import pickle
 import threading
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
 import torch
@@ -19,11 +19,10 @@ from casckpt.errors import InvalidInput, StorageError
 from casckpt.frontends.dcp import StorageReader, StorageWriter
 from tests.support.dcp import causes, failed, failure, load, save
 from tests.support.faulty import fail_before
+from tests.support.ranks import Pool
 from tests.support.together import line, numbers, watched
 from tests.support.torch_versions import needs_torch
 
-if TYPE_CHECKING:
-    from tests.support.ranks import Pool
 try:
     from torch.distributed.checkpoint.filesystem import CURRENT_DCP_VERSION
 except ImportError:  # an older torch, whose metadata lacks the version
@@ -151,10 +150,6 @@ def test_the_id_set_by_a_thread_overrides_later_ids_set_by_other_threads(store: 
     assert places(store) == [("r", 1)]
     save({"x": 2}, writer)  # the writer's own target has been used
     assert places(store) == [("r", 1), ("r", 2)]
-
-
-if TYPE_CHECKING:
-    from tests.support.ranks import Pool
 
 
 # 2: if an error does not survive pickling, the ranks wait for each other

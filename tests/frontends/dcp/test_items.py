@@ -22,12 +22,7 @@ from torch.distributed.checkpoint.planner import SavePlan, WriteItem, WriteItemT
 import casckpt
 from casckpt.contents import manifests
 from casckpt.errors import InvalidInput
-from casckpt.frontends.dcp import (
-    StorageReader,
-    StorageWriter,
-    casckpt_to_dcp,
-    dcp_to_casckpt,
-)
+from casckpt.frontends.dcp import StorageReader, StorageWriter, casckpt_to_dcp, dcp_to_casckpt
 from tests.support.dcp import PLAIN, causes, failure, load, save, zeros
 from tests.support.exact import same
 from tests.support.together import numbers

@@ -7,7 +7,7 @@ import pickle
 import threading
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
 import torch
@@ -33,16 +33,11 @@ from casckpt.errors import Conflict, InvalidInput, Mismatch
 from casckpt.frontends.dcp import StorageReader, StorageWriter
 from casckpt.frontends.dcp.session import WriterSession
 from casckpt.saving.options import SaveOptions
-from tests.support.chunks import Chunks, half
-from tests.support.dcp import causes, failed, failure, forget_plans, load, save
+from tests.support.dcp import Chunks, causes, failed, failure, forget_plans, half, load, save
 from tests.support.faulty import fail_before
-from tests.support.ranks import outcome_of
+from tests.support.ranks import Pool, outcome_of
 from tests.support.together import line, numbers, watched
 from tests.support.torch_versions import has_torch, needs_torch
-
-if TYPE_CHECKING:
-    from tests.support.ranks import Pool
-
 
 Store = casckpt.Store
 

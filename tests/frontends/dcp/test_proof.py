@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
 import torch
@@ -20,12 +20,9 @@ from casckpt.frontends.dcp import StorageReader, StorageWriter
 from casckpt.frontends.training_state.proof import Proof
 from casckpt.store.store import Store
 from tests.support.dcp import load, save
-from tests.support.ranks import outcome_of
+from tests.support.ranks import Pool, outcome_of
 from tests.support.saves import small, small_folder
 from tests.support.torch_versions import needs_torch
-
-if TYPE_CHECKING:
-    from tests.support.ranks import Pool
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is")
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import warnings
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
 import torch
@@ -21,16 +21,12 @@ from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 import casckpt
 from casckpt.frontends.dcp import StorageReader, StorageWriter
-from tests.support.cut import cut
 from tests.support.dcp import failed, load, save
 from tests.support.faulty import fail_before
 from tests.support.meshes import build, differing, state_of, whole
-from tests.support.ranks import comes_last, die
-from tests.support.together import line, numbers, spread, watched
+from tests.support.ranks import Pool, comes_last, die
+from tests.support.together import cut, line, numbers, spread, watched
 from tests.support.torch_versions import needs_torch
-
-if TYPE_CHECKING:
-    from tests.support.ranks import Pool
 
 KINDS = ("ddp", "fsdp2", "hsdp", "tp-fsdp2")
 

@@ -6,7 +6,7 @@ import gc
 import multiprocessing
 import os
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
 import torch
@@ -20,10 +20,10 @@ from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_modul
 import casckpt
 from casckpt.errors import InvalidInput
 from casckpt.frontends.dcp import StorageReader, StorageWriter
-from tests.support.cut import cut
 from tests.support.dcp import failed, forget_plans, load, save
 from tests.support.parallel import sharded
-from tests.support.together import line, numbers
+from tests.support.ranks import Pool
+from tests.support.together import cut, line, numbers
 from tests.support.torch_versions import has_torch, needs_torch
 
 try:
@@ -36,8 +36,6 @@ try:
 except ImportError:
     DefaultStager = StagingOptions = None  # type: ignore[assignment,misc] # of an older torch
 
-if TYPE_CHECKING:
-    from tests.support.ranks import Pool
 
 STEPS = 10
 MEASURED = (2, 7, 8)  # the last step is also measured; counting all tensors takes half a second

@@ -19,8 +19,7 @@ import pytest
 import casckpt
 from casckpt.frontends.convert import import_any, look_at
 from tests.support.hub_folders import FOLDERS, HubFolder
-from tests.support.safetensors_files import contents, same
-from tests.support.served_files import served
+from tests.support.safetensors_files import contents, same, served
 from tests.support.torch_versions import has_torch
 
 TABLE = Path(__file__).parents[2] / "data" / "hub_folders.json"

@@ -13,14 +13,9 @@ from safetensors.torch import save_file
 
 import casckpt
 from casckpt.errors import NotFound, Refused
-from casckpt.frontends.convert import (
-    import_any,
-    import_olmo,
-    import_olmo_trainer,
-    look_at,
-)
+from casckpt.frontends.convert import import_any, import_olmo, import_olmo_trainer, look_at
+from tests.support.dcp import Colour, stock
 from tests.support.together import numbers
-from tests.support.torch_folders import Colour, stock
 from tests.support.training import identical
 
 Store = casckpt.Store

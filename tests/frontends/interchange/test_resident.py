@@ -7,9 +7,7 @@ from pathlib import Path
 import pytest
 
 import casckpt
-from casckpt.frontends.convert import (
-    import_safetensors,
-)
+from casckpt.frontends.convert import import_safetensors
 from casckpt.frontends.interchange import resident
 from tests.support.progress_calls import ProgressCalls
 from tests.support.safetensors_files import file_of, same, tensors

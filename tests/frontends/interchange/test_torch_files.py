@@ -19,23 +19,13 @@ from safetensors.torch import save_file
 
 import casckpt
 from casckpt.errors import Conflict, InvalidInput, NotFound, Refused, StorageError, Unsupported
-from casckpt.frontends.convert import (
-    export_safetensors,
-    import_any,
-    look_at,
-    looked_at,
-)
-from casckpt.frontends.dcp import (
-    casckpt_to_dcp,
-    casckpt_to_torch_save,
-    dcp_to_casckpt,
-    torch_save_to_casckpt,
-)
+from casckpt.frontends.convert import export_safetensors, import_any, look_at, looked_at
+from casckpt.frontends.dcp import casckpt_to_dcp, casckpt_to_torch_save, dcp_to_casckpt, torch_save_to_casckpt
 from casckpt.frontends.interchange import resident, torch_files
 from casckpt.loading import regions
+from tests.support.dcp import Colour, example, stock, stringed
 from tests.support.progress_calls import ProgressCalls
 from tests.support.together import numbers
-from tests.support.torch_folders import Colour, example, stock, stringed
 from tests.support.training import identical
 
 Store = casckpt.Store

@@ -29,7 +29,7 @@ from casckpt.store.store import Store
 from tests.support.faulty import Call, call_first, fail_before
 from tests.support.lightning_training import Losses, Model, Slow, data, trainer
 from tests.support.saves import small_folder, steps
-from tests.support.training import identical
+from tests.support.training import WithProjector, identical
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # Lightning and its imports warn about devices, loggers and workers
 
@@ -274,18 +274,9 @@ class Odd(Model):
         self.save_hyperparameters()
 
 
-class Projecting(torch.optim.SGD):
-    """An optimizer whose first step creates state that is not plain data."""
-
-    def step(self, closure: Any = None) -> Any:
-        super().step(closure)
-        for parameter in self.param_groups[0]["params"]:
-            self.state[parameter]["projector"] = object()
-
-
 class Projected(Model):
     def configure_optimizers(self) -> Any:
-        return Projecting(self.parameters(), lr=0.1)
+        return WithProjector(self.parameters(), lr=0.1)
 
 
 @pytest.mark.parametrize(

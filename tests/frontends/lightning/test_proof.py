@@ -7,7 +7,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
 import torch
@@ -21,11 +21,8 @@ from casckpt.frontends.training_state.proof import Proof
 from casckpt.store.store import Store
 from tests.frontends.lightning.test_strategy import Averaging, fitted
 from tests.support.lightning_training import Losses, Model, data, trainer
-from tests.support.ranks import outcome_of
+from tests.support.ranks import Pool, outcome_of
 from tests.support.saves import small, small_folder
-
-if TYPE_CHECKING:
-    from tests.support.ranks import Pool
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # Lightning and its imports warn about devices, loggers and workers
 

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
 import torch
@@ -22,13 +22,10 @@ from torch.optim.swa_utils import AveragedModel
 import casckpt
 from casckpt.errors import InvalidInput, Mismatch
 from casckpt.frontends.lightning import CasCheckpointCheck, CasCheckpointIO, CasModelParallelStrategy
-from tests.support.ranks import JobFailed, comes_last, outcome_of
+from tests.support.ranks import JobFailed, Pool, comes_last, outcome_of
 from tests.support.saves import small_folder, steps
 from tests.support.torch_versions import needs_torch
 from tests.support.torchrun import as_torchrun_says
-
-if TYPE_CHECKING:
-    from tests.support.ranks import Pool
 
 
 class Model(LightningModule):

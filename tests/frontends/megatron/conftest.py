@@ -9,12 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from casckpt.frontends.megatron import (
-    LocalNonpersistentObject,
-    ShardedObject,
-    ShardedTensor,
-    save,
-)
+from casckpt.frontends.megatron import LocalNonpersistentObject, ShardedObject, ShardedTensor, save
 
 
 def numbered(key: str, *shape: int, **more: Any) -> ShardedTensor:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from argparse import Namespace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
 import torch
@@ -14,9 +14,7 @@ import casckpt
 from casckpt.errors import NotFound
 from casckpt.frontends import megatron
 from tests.support.megatron_core import core
-
-if TYPE_CHECKING:
-    from tests.support.ranks import Pool
+from tests.support.ranks import Pool
 
 
 def tensor(key: str, number: float) -> megatron.ShardedTensor:

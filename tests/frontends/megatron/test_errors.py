@@ -9,12 +9,7 @@ import pytest
 import torch
 
 from casckpt.errors import Conflict, NotFound
-from casckpt.frontends.megatron import (
-    CheckpointingException,
-    ShardedTensor,
-    load,
-    save,
-)
+from casckpt.frontends.megatron import CheckpointingException, ShardedTensor, load, save
 
 
 def state() -> dict[str, Any]:

@@ -8,7 +8,7 @@ import shutil
 from collections.abc import Callable
 from concurrent.futures import Future
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 from unittest.mock import patch
 
 import pytest
@@ -19,10 +19,7 @@ from casckpt.errors import CasckptError, StorageError
 from casckpt.frontends import megatron
 from casckpt.store.store import Store
 from tests.support.megatron_core import core
-from tests.support.ranks import comes_last, die, outcome_of
-
-if TYPE_CHECKING:
-    from tests.support.ranks import Pool
+from tests.support.ranks import Pool, comes_last, die, outcome_of
 
 
 class Phase(enum.Enum):

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import logging
 import os
 import shutil
 from pathlib import Path
-from typing import TYPE_CHECKING
 from unittest.mock import patch
 
 import pytest
@@ -16,29 +14,21 @@ import casckpt
 from casckpt.errors import NotFound
 from casckpt.frontends import megatron
 from casckpt.frontends.megatron import folders
+from tests.support.logs import logged
 from tests.support.megatron_core import core
-
-if TYPE_CHECKING:
-    from tests.support.ranks import Pool
+from tests.support.ranks import Pool
 
 
 def saved(rank: int, size: int, path: Path, *steps: int, forget_removed: bool = False) -> list[str]:
     """Return the log of the save."""
-    said: list[str] = []
-    handler = logging.Handler()
-    handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]  # a handler for this test
-    log = logging.getLogger("casckpt.frontends.megatron.folders")
     core()
     strategy = megatron.CasSaveShardedStrategy(
         path / "store", run="a", forget_removed=forget_removed, metadata={"mine": 1}
     )
-    log.addHandler(handler)
-    try:
+    with logged("casckpt.frontends.megatron.folders") as said:
         for step in steps:
             part = megatron.ShardedTensor.from_rank_offsets("w", torch.full((2,), step), (0, rank, size))
             strategy.save({"w": part}, path / f"runs/iter_{step}")
-    finally:
-        log.removeHandler(handler)
     return said
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
 import torch
@@ -12,9 +12,7 @@ import casckpt
 from casckpt.frontends import megatron
 from tests.support import gpt
 from tests.support.gpt import Topology, differences, saved
-
-if TYPE_CHECKING:
-    from tests.support.ranks import Pool
+from tests.support.ranks import Pool
 
 SAVED = Topology(tp=2, pp=2, cut=0.3)
 LOADED = [Topology(tp=4), Topology(pp=4), Topology(tp=2, dp=2), Topology(tp=2, pp=2), Topology(dp=4, cut=0.1)]

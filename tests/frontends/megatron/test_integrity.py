@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import logging
 import re
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
 import torch
@@ -15,11 +14,9 @@ import torch
 import casckpt
 from casckpt.frontends import megatron
 from casckpt.frontends.megatron import CheckpointingException, ShardedObject, ShardedTensor, validate_sharding_integrity
-from tests.support.ranks import outcome_of
+from tests.support.logs import logged
+from tests.support.ranks import Pool, outcome_of
 from tests.support.saves import files
-
-if TYPE_CHECKING:
-    from tests.support.ranks import Pool
 
 State = dict[str, Any]
 
@@ -162,15 +159,10 @@ def test_the_error_names_the_first_gap_and_counts_the_others(of: int, told: str)
 
 
 def differing(rank: int, size: int, path: Path) -> list[str]:
-    caught: list[str] = []
-    handler = logging.Handler()
-    handler.emit = lambda record: caught.append(record.getMessage())  # type: ignore[method-assign]  # a test may
-    logger = logging.getLogger("casckpt.frontends.megatron.saving")
-    logger.addHandler(handler)
-    megatron.save({"w": part(rank), "lr": rank, "same": [1]}, f"{path}#a@1")
-    preprocess = {"preprocess_common_before_consistancy_check": lambda common: {"same": common["same"]}}
-    megatron.save({"w": part(rank), "lr": rank, "same": [1]}, f"{path}#a@2", **preprocess)  # type: ignore[arg-type]  # any of its arguments
-    logger.removeHandler(handler)
+    preprocess: Any = {"preprocess_common_before_consistancy_check": lambda common: {"same": common["same"]}}
+    with logged("casckpt.frontends.megatron.saving") as caught:
+        megatron.save({"w": part(rank), "lr": rank, "same": [1]}, f"{path}#a@1")
+        megatron.save({"w": part(rank), "lr": rank, "same": [1]}, f"{path}#a@2", **preprocess)
     return caught
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
 import torch
@@ -25,12 +25,11 @@ from casckpt.frontends.megatron import (
     load_sharded_objects,
     save,
 )
+from tests.frontends.megatron.conftest import numbered, obj
+from tests.support.gpt import COMMON
+from tests.support.logs import logged
 from tests.support.megatron_core import core
-from tests.support.megatron_state import COMMON
-from tests.support.ranks import outcome_of
-
-if TYPE_CHECKING:
-    from tests.support.ranks import Pool
+from tests.support.ranks import Pool, outcome_of
 
 
 def tensor(key: str, *shape: int, **more: Any) -> ShardedTensor:
@@ -39,15 +38,6 @@ def tensor(key: str, *shape: int, **more: Any) -> ShardedTensor:
 
 def untouched(part: ShardedTensor) -> bool:
     return torch.equal(torch.as_tensor(part.data), torch.full(part.local_shape, -1.0))
-
-
-def numbered(key: str, *shape: int, **more: Any) -> ShardedTensor:
-    data = torch.arange(float(torch.Size(shape).numel())).view(shape)
-    return ShardedTensor.from_rank_offsets(key, data, **more)
-
-
-def obj(key: str, at: int = 0, of: int = 1, data: Any = None) -> ShardedObject:
-    return ShardedObject(key, data, (of,), (at,))
 
 
 def test_tensors_are_filled_in_place_and_plain_values_are_ignored(where: str) -> None:
@@ -281,15 +271,8 @@ def test_a_factory_with_an_unexpected_part_is_omitted_entirely(tmp_path: Path) -
 
 def said_by_each(rank: int, size: int, where: str, strict: str) -> list[str]:
     """Each rank's log, for keys that only the other rank requests or that no rank requests."""
-    said: list[str] = []
-    handler = logging.Handler()
-    handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]  # a handler for this test
-    log = logging.getLogger("casckpt.frontends.megatron.loading")
-    log.addHandler(handler)
-    try:
+    with logged("casckpt.frontends.megatron.loading") as said:
         load({"b": tensor("b", 4, replica_id=rank)}, where, strict=strict)
-    finally:
-        log.removeHandler(handler)
     return said
 
 

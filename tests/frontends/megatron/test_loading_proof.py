@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
 import torch
@@ -18,10 +18,7 @@ from tests.frontends.megatron.test_core_model import saved as core_saved
 from tests.support import gpt
 from tests.support.gpt import Topology, saved
 from tests.support.megatron_core import core
-from tests.support.ranks import outcome_of
-
-if TYPE_CHECKING:
-    from tests.support.ranks import Pool
+from tests.support.ranks import Pool, outcome_of
 
 SAVED = Topology(tp=2, pp=2, cut=0.3)
 PADDED = {"embedding.weight", "optimizer.state.exp_avg.embedding.weight", "optimizer.state.exp_avg_sq.embedding.weight"}

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, get_type_hints
+from typing import Any, get_type_hints
 
 import numpy as np
 import pytest
@@ -35,6 +35,7 @@ from casckpt.frontends.megatron import (
     optim_state_to_sharding_state,
     save,
 )
+from tests.support.ranks import Pool
 
 
 def flat(data: int, shape: tuple[int, ...], at: slice, *offsets: tuple[int, int, int], **more: Any) -> ShardedTensor:
@@ -303,10 +304,6 @@ def test_the_type_names_for_annotations_exist() -> None:
     assert megatron.ReplicaId == int | tuple[int, ...]
     hints = get_type_hints(ShardedTensorFactory)
     assert (hints["build_fn"], hints["merge_fn"]) == (megatron.FactoryBuildFn, megatron.FactoryMergeFn)
-
-
-if TYPE_CHECKING:
-    from tests.support.ranks import Pool
 
 
 def halves(key: str, data: torch.Tensor, replica_id: Any, flattened_range: slice | None) -> Any:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
 import torch
@@ -25,10 +25,7 @@ from casckpt.frontends.megatron import (
     remove_sharded_tensors,
     save,
 )
-from tests.support.ranks import outcome_of
-
-if TYPE_CHECKING:
-    from tests.support.ranks import Pool
+from tests.support.ranks import Pool, outcome_of
 
 
 def tensor(key: str, data: torch.Tensor, **more: Any) -> ShardedTensor:

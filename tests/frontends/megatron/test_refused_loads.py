@@ -6,18 +6,15 @@ import re
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
 import torch
 
 from casckpt.frontends import megatron
 from casckpt.frontends.megatron import ShardedObject, ShardedTensor, StrictHandling
-from tests.support.ranks import outcome_of
+from tests.support.ranks import Pool, outcome_of
 from tests.support.saves import files
-
-if TYPE_CHECKING:
-    from tests.support.ranks import Pool
 
 State = dict[str, Any]
 

@@ -12,7 +12,7 @@ import casckpt
 from casckpt.errors import Mismatch
 from casckpt.frontends.megatron import ShardedTensor, load
 from casckpt.tensors.foreign import part_shape
-from tests.support.grids import CUTS, FRAGMENTS, PREPENDED, SHAPE, WHOLE, parts
+from tests.frontends.megatron.test_resharding import CUTS, FRAGMENTS, PREPENDED, SHAPE, WHOLE, parts
 
 counter = iter(range(10**9))
 

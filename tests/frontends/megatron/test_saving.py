@@ -10,7 +10,7 @@ import sys
 import threading
 import warnings
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 from unittest.mock import patch
 
 import pytest
@@ -19,13 +19,7 @@ import torch.distributed as dist
 
 import casckpt
 from casckpt.frontends import megatron
-from casckpt.frontends.megatron import (
-    CheckpointingException,
-    ShardedTensor,
-    load,
-    load_plain_tensors,
-    save,
-)
+from casckpt.frontends.megatron import CheckpointingException, ShardedTensor, load, load_plain_tensors, save
 from casckpt.frontends.megatron.claims import claims_of
 from casckpt.frontends.megatron.saving import Ending, Saving, wait_for_end
 from casckpt.saving import rank_part
@@ -33,10 +27,7 @@ from casckpt.saving import save as saving
 from tests.support import gpt
 from tests.support.gpt import Topology, differences
 from tests.support.megatron_core import core, own_state, since, theirs, without_cuda
-from tests.support.ranks import outcome_of
-
-if TYPE_CHECKING:
-    from tests.support.ranks import Pool
+from tests.support.ranks import Pool, outcome_of
 
 MIB = 1 << 18  # in elements of float32
 
@@ -130,13 +121,6 @@ def test_only_rank_0_saves_the_common_part(tmp_path: Path, ranks: Pool) -> None:
     ranks.run(2, with_a_common_part_of_each_rank, f"{tmp_path}#a@1")
     assert torch.equal(casckpt.open(tmp_path).read("a@1")["common"], torch.zeros(3))
 
-
-if TYPE_CHECKING:
-    from tests.support.ranks import Pool
-
-
-if TYPE_CHECKING:
-    from tests.support.ranks import Pool
 
 REPLICAS = Topology(dp=2)
 OURS = ["casckpt.json", "common.pt", "metadata.json"]

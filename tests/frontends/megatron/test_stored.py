@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
 import torch
@@ -24,11 +24,9 @@ from casckpt.frontends.megatron import (
     load_tensors_metadata,
     save,
 )
-from tests.support.megatron_state import COMMON
+from tests.support.gpt import COMMON
+from tests.support.ranks import Pool
 from tests.support.torch_versions import needs_torch
-
-if TYPE_CHECKING:
-    from tests.support.ranks import Pool
 
 alone = pytest.mark.filterwarnings("ignore:torch.distributed is")  # DCP warns in a single process
 WEIGHT = torch.arange(24.0).view(4, 6)
@@ -145,15 +143,6 @@ def trained() -> tuple[nn.Module, torch.optim.Optimizer]:
     model(torch.rand(1, 6)).sum().backward()
     optim.step()
     return model, optim
-
-
-def numbered(key: str, *shape: int, **more: Any) -> ShardedTensor:
-    data = torch.arange(float(torch.Size(shape).numel())).view(shape)
-    return ShardedTensor.from_rank_offsets(key, data, **more)
-
-
-def obj(key: str, at: int = 0, of: int = 1, data: Any = None) -> ShardedObject:
-    return ShardedObject(key, data, (of,), (at,))
 
 
 def test_parts_of_a_checkpoint_can_be_loaded(where: str) -> None:

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import json
-import logging
 import os
 import subprocess
 import sys
 from argparse import Namespace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
 import torch
@@ -20,11 +19,9 @@ import casckpt
 from casckpt.frontends import megatron
 from tests.support import gpt
 from tests.support.gpt import Topology, differences
+from tests.support.logs import logged
 from tests.support.megatron_core import core, module, own_state, theirs
-from tests.support.ranks import outcome_of
-
-if TYPE_CHECKING:
-    from tests.support.ranks import Pool
+from tests.support.ranks import Pool, outcome_of
 
 SAVED = Topology(tp=2)  # only two ranks, because importing Megatron-core takes seconds on each
 
@@ -322,24 +319,17 @@ def test_strategies_reject_unsupported_arguments(tmp_path: Path, ranks: Pool) ->
 
 def first_saves(rank: int, size: int, path: Path) -> list[str]:
     """Return the log about enums in the arguments of two saves."""
-    said: list[str] = []
-    handler = logging.Handler()
-    handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]  # a handler for this test
     core()
-    log = logging.getLogger("casckpt.frontends.megatron.strategies")
     backend = module("megatron.core.transformer.enums").AttnBackend.flash
     part = megatron.ShardedTensor.from_rank_offsets("w", torch.ones(2), (0, rank, size))
     strategy = megatron.CasSaveShardedStrategy(path / "store", run="a")
-    log.addHandler(handler)
-    try:
+    with logged("casckpt.frontends.megatron.strategies") as said:
         for step in (1, 2):
             if rank == 0:
                 (path / f"iter_{step}").mkdir()
             dist.barrier()
             state = {"args": Namespace(lr=1, backend=backend, kinds=[backend]), "w": part}
             core().save(state, str(path / f"iter_{step}"), strategy)
-    finally:
-        log.removeHandler(handler)
     found = core().load({"w": part}, str(path / "iter_2"), megatron.CasLoadShardedStrategy())
     assert found["args"].backend is backend
     return said

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pickle
 import shutil
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
 import torch
@@ -18,10 +18,8 @@ from casckpt.frontends.dcp.folder import FlatBox
 from tests.support import gpt
 from tests.support.gpt import Topology, differences
 from tests.support.megatron_core import core
+from tests.support.ranks import Pool
 from tests.support.torch_dist_folder import FLAT_FOLDER, FOLDER, flat_state, state
-
-if TYPE_CHECKING:
-    from tests.support.ranks import Pool
 
 
 @pytest.fixture(scope="module")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 from unittest.mock import patch
 
 import pytest
@@ -18,10 +18,8 @@ from casckpt.frontends import megatron
 from tests.support import gpt
 from tests.support.gpt import Topology, differences
 from tests.support.megatron_core import core, module, own_state, strategies_of_the_loop, theirs
+from tests.support.ranks import Pool
 from tests.support.signing import pair
-
-if TYPE_CHECKING:
-    from tests.support.ranks import Pool
 
 REPLICAS = Topology(dp=2)
 

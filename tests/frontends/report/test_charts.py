@@ -5,7 +5,6 @@ from __future__ import annotations
 import re
 
 import pytest
-import torch
 
 pytest.importorskip("matplotlib", reason="needs casckpt[report]")
 from casckpt.frontends.report import page
@@ -13,10 +12,6 @@ from casckpt.frontends.report.charts import run_growth, thinned
 from casckpt.store.store import Store
 
 pytestmark = pytest.mark.process  # matplotlib lists the system's fonts
-
-
-def layers(step: int) -> dict[str, object]:
-    return {"model": {"layers": {str(n): torch.full((512,), float(step * (n > 1))) for n in range(4)}}}
 
 
 def test_sizes_that_are_close_together_have_distinct_axis_labels() -> None:

@@ -69,10 +69,6 @@ def checked(text: str) -> str:
     return " ".join(found.words)
 
 
-def layers(step: int) -> dict[str, object]:
-    return {"model": {"layers": {str(n): torch.full((512,), float(step * (n > 1))) for n in range(4)}}}
-
-
 def test_the_page_shows_growth_runs_layers_and_checkpoints(store: Store) -> None:
     words = checked(page(store))
     for word in ("sft@40", "other@1", "best", "model.layers.3", "separately", "changed: model 4.0 KiB", "No damage"):

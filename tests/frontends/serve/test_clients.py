@@ -28,12 +28,12 @@ from casckpt.saving.options import Compress
 from tests.support import servers
 from tests.support.hub import gpt2, trained
 from tests.support.pages import Reader
+from tests.support.ranks import Pool
 from tests.support.serving import Served, serving, serving_process
 from tests.support.training import identical
 from tests.test_docs import DOCS, ROOT
 
 if TYPE_CHECKING:
-    from tests.support.ranks import Pool
     from tests.support.servers import Server
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # warnings of the clients

@@ -5,7 +5,7 @@ from __future__ import annotations
 import enum
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
 import torch
@@ -16,12 +16,9 @@ from casckpt.frontends.accelerate import AcceleratorCheckpointer
 from casckpt.frontends.trainer import Checkpointer, TrainState
 from casckpt.store.opening import open as open_store
 from casckpt.store.store import Store
-from tests.support.ranks import outcome_of
+from tests.support.ranks import Pool, outcome_of
 from tests.support.saves import files, small, small_folder, steps
 from tests.support.training import made, train, trained
-
-if TYPE_CHECKING:
-    from tests.support.ranks import Pool
 
 
 class Phase(enum.Enum):

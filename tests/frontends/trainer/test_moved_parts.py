@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import logging
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
 import torch
@@ -13,10 +12,9 @@ from torch import nn
 import casckpt
 from casckpt.frontends.trainer import Checkpointer, TrainState
 from casckpt.loading.unread import is_generator, warn_moved
+from tests.support.logs import logged
+from tests.support.ranks import Pool
 from tests.support.saves import small_folder
-
-if TYPE_CHECKING:
-    from tests.support.ranks import Pool
 
 
 def save(store: casckpt.Store, run: str, rank: int) -> None:
@@ -34,17 +32,13 @@ def save(store: casckpt.Store, run: str, rank: int) -> None:
 
 def load(store: casckpt.Store, run: str) -> list[str]:
     """Load both, and return the log."""
-    said: list[str] = []
-    handler = logging.Handler(logging.WARNING)
-    handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
-    logging.getLogger("casckpt").addHandler(handler)
-    for _ in range(2):
-        Checkpointer(store, run=run).resume(nn.Linear(1, 1), None, TrainState(loader={"at": 9}))
-        state: dict[str, Any] = {"loader": None, "rng": 0, "seen": 0, "m": {"w": torch.zeros(2)}}
-        store.load(state, f"{run}/keys@1")
-    store.load({"m": {"w": torch.zeros(2)}}, f"{run}/keys@1", unread="ignore")
-    store.load({"m": {"w": torch.zeros(2)}}, f"{run}/keys@1")
-    logging.getLogger("casckpt").removeHandler(handler)
+    with logged() as said:
+        for _ in range(2):
+            Checkpointer(store, run=run).resume(nn.Linear(1, 1), None, TrainState(loader={"at": 9}))
+            state: dict[str, Any] = {"loader": None, "rng": 0, "seen": 0, "m": {"w": torch.zeros(2)}}
+            store.load(state, f"{run}/keys@1")
+        store.load({"m": {"w": torch.zeros(2)}}, f"{run}/keys@1", unread="ignore")
+        store.load({"m": {"w": torch.zeros(2)}}, f"{run}/keys@1")
     return [line for line in said if "loader" in line or "rng" in line]
 
 

@@ -10,7 +10,7 @@ import signal
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
 import torch
@@ -22,11 +22,9 @@ from casckpt.plan.retention import Policy
 from casckpt.repository.processes import loaded_here, saved_here
 from casckpt.store.store import Store
 from tests.support.faulty import FaultyStore, fail_before
+from tests.support.ranks import Pool
 from tests.support.repositories import memory
 from tests.support.saves import small, small_folder, steps
-
-if TYPE_CHECKING:
-    from tests.support.ranks import Pool
 
 
 def new_program() -> None:
@@ -330,10 +328,6 @@ def test_all_ranks_get_one_answer_and_the_load_of_any_rank_counts(
         ("already has 3 checkpoints" in found[0][0]) == ("already has 3 checkpoints" in found[1][0]) == (loader is None)
     )
     assert visible(small_folder(store_path)) == [*([50] if loader else []), 80, 90, 100, 110]
-
-
-if TYPE_CHECKING:
-    from tests.support.ranks import Pool
 
 
 class Learner:

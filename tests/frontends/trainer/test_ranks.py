@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from functools import partial
 from itertools import count
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
 import torch
@@ -22,12 +22,9 @@ from casckpt.storage.base import Known, ListedObject
 from casckpt.storage.local.store import LocalStore
 from casckpt.store.store import Store
 from tests.support.faulty import Call, FaultyStore, call_first, fail_before
-from tests.support.ranks import die, outcome_of
+from tests.support.ranks import Pool, die, outcome_of
 from tests.support.repositories import Ticks, meanwhile
 from tests.support.saves import cells, small_folder, steps
-
-if TYPE_CHECKING:
-    from tests.support.ranks import Pool
 
 
 def model() -> nn.Linear:

@@ -7,13 +7,10 @@ import random
 import time
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from tests.support.looping import Diary, Plan, expected_samples, train_on
+from tests.support.ranks import Pool
 from tests.support.saves import small_folder
-
-if TYPE_CHECKING:
-    from tests.support.ranks import Pool
 
 STEPS, MORE, EVERY, SIZE = 8, 4, 4, 4
 KILLS = 1  # 20 with --full

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from copy import deepcopy
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
 import torch
@@ -18,11 +18,9 @@ from casckpt.errors import InvalidInput, Mismatch, MissingKey, NotFound
 from casckpt.frontends.trainer import Checkpointer, TrainState
 from casckpt.frontends.training_state import load_model_and_optim_state, unshard_model_state, unshard_optim_state
 from casckpt.store.store import Store
+from tests.support.ranks import Pool
 from tests.support.saves import small, small_folder
 from tests.support.training import identical, made, trained
-
-if TYPE_CHECKING:
-    from tests.support.ranks import Pool
 
 _RUNS = itertools.count()
 Save = Callable[[Store, str], Any]

@@ -8,9 +8,7 @@ import pytest
 from torch import optim
 
 import casckpt
-from casckpt.frontends.training_state import (
-    save_model_and_optim_state,
-)
+from casckpt.frontends.training_state import save_model_and_optim_state
 from tests.support.training import Network, train
 
 

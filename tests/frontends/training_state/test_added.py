@@ -11,11 +11,7 @@ from torch import nn, optim
 import casckpt
 from casckpt.errors import InvalidInput
 from casckpt.frontends.trainer import Checkpointer
-from casckpt.frontends.training_state import (
-    load_model_and_optim_state,
-    save_model_and_optim_state,
-    unshard_optim_state,
-)
+from casckpt.frontends.training_state import load_model_and_optim_state, save_model_and_optim_state, unshard_optim_state
 from tests.support.parallel import Factory
 from tests.support.training import everything, identical
 

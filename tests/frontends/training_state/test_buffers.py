@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
 import torch
@@ -15,12 +15,8 @@ import casckpt
 from casckpt.errors import InvalidInput
 from casckpt.frontends.trainer import Checkpointer
 from casckpt.ranks.ranks import open_ranks
-from tests.support.ranks import outcome_of
+from tests.support.ranks import Pool, outcome_of
 from tests.support.training import Network
-
-if TYPE_CHECKING:
-    from tests.support.ranks import Pool
-
 
 SAVES = 20
 

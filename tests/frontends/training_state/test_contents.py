@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import logging
 import random
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import torch
@@ -13,12 +12,10 @@ from torch import nn
 
 from casckpt.frontends.trainer import Checkpointer, TrainState
 from casckpt.store.opening import open as open_store
+from tests.support.logs import logged
 from tests.support.parallel import local, sharded
-from tests.support.ranks import outcome_of
+from tests.support.ranks import Pool, outcome_of
 from tests.support.saves import small_folder
-
-if TYPE_CHECKING:
-    from tests.support.ranks import Pool
 
 
 def model() -> nn.Linear:
@@ -151,15 +148,10 @@ def test_sharded_optimizers_are_dropped_from_older_checkpoints(store_path: Path,
 
 
 def load_without_an_optimizer(rank: int, size: int, path: Path) -> list[str]:
-    said: list[str] = []
-    handler = logging.Handler()
-    handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign] # allowed in a test
-    logging.getLogger("casckpt").addHandler(handler)
     checkpointer, whole = Checkpointer(open_store(path), run="sft"), model()
     checkpointer.save(1, whole)
-    said.clear()
-    checkpointer.load("sft@1", whole, torch.optim.AdamW(whole.parameters()))
-    logging.getLogger("casckpt").removeHandler(handler)
+    with logged() as said:
+        checkpointer.load("sft@1", whole, torch.optim.AdamW(whole.parameters()))
     return [text for text in said if "has no optimizer" in text]
 
 

@@ -7,7 +7,6 @@ import warnings
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NoReturn
 
 import pytest
 import torch
@@ -39,12 +38,8 @@ from tests.support.parallel import (
     step,
     tp,
 )
-from tests.support.ranks import outcome_of
-from tests.support.training import Network, identical
-
-if TYPE_CHECKING:
-    from tests.support.ranks import Pool
-
+from tests.support.ranks import Pool, outcome_of
+from tests.support.training import Network, Refusing, identical
 
 # FSDP
 
@@ -168,13 +163,6 @@ def test_nested_fsdp_wrappers_are_supported(store_path: Path, ranks: Pool) -> No
 
 
 # no steps
-
-
-class Refusing(optim.AdamW):
-    """An optimizer that refuses to take a step."""
-
-    def step(self, closure: Any = None) -> NoReturn:
-        raise AssertionError("a step was taken")
 
 
 def before_the_first_step(rank: int, size: int, path: Path, topology: str) -> None:

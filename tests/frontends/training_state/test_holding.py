@@ -3,24 +3,18 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from casckpt.frontends.training_state import (
-    load_model_and_optim_state,
-    save_model_and_optim_state,
-)
-from tests.support.parallel import build, local, step
-
-if TYPE_CHECKING:
-    from tests.support.ranks import Pool
-
 from casckpt.format.sections.index import Entry
+from casckpt.frontends.training_state import load_model_and_optim_state, save_model_and_optim_state
 from casckpt.frontends.training_state.flat import FlatPart
 from casckpt.frontends.training_state.holding import Holding
+from tests.support.parallel import build, local, step
+from tests.support.ranks import Pool
 
 
 def test_state_of_a_flat_part_covers_the_same_elements() -> None:

@@ -10,7 +10,7 @@ import sys
 import textwrap
 import warnings
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
 import torch
@@ -25,10 +25,8 @@ from casckpt.frontends.trainer import CheckpointerConfig
 from casckpt.frontends.training_state import hub_files, save_model_and_optim_state
 from casckpt.store.store import Store
 from tests.support.hub import check_loads, export, gpt2, llama, mixtral
+from tests.support.ranks import Pool
 from tests.support.training import identical
-
-if TYPE_CHECKING:
-    from tests.support.ranks import Pool
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # of Transformers and PEFT
 

@@ -8,7 +8,7 @@ import re
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
 import torch
@@ -26,10 +26,8 @@ from casckpt.frontends.training_state import load_model_and_optim_state, unshard
 from casckpt.frontends.training_state.contents import save_model_and_optim_state
 from casckpt.frontends.training_state.hub_names import globs, rules_of, saved_parts
 from tests.support.hub import mixtral
+from tests.support.ranks import Pool
 from tests.support.training import identical
-
-if TYPE_CHECKING:
-    from tests.support.ranks import Pool
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # of Transformers
 

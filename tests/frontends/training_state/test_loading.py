@@ -6,7 +6,7 @@ from __future__ import annotations
 from functools import partial
 from itertools import product
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
 import torch
@@ -17,10 +17,8 @@ from casckpt.errors import Mismatch
 from casckpt.frontends.trainer import Checkpointer
 from casckpt.frontends.training_state import load_model_and_optim_state, save_model_and_optim_state
 from tests.support.parallel import TOPOLOGIES, Factory, Stack, local
+from tests.support.ranks import Pool
 from tests.support.training import identical
-
-if TYPE_CHECKING:
-    from tests.support.ranks import Pool
 
 LOW, HIGH = torch.bfloat16, torch.float32
 NUMBERS = {"step", "mu_product", "eta", "mu"}

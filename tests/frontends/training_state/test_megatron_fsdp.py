@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from importlib.util import find_spec
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
 import torch
@@ -32,11 +32,8 @@ from casckpt.frontends.training_state import (
 from tests.support.dcp import load, save
 from tests.support.megatron_fsdp import STRATEGIES, gathered, megatron_fsdp, without_cuda
 from tests.support.parallel import Stack, adamw, everything, fsdp2, step
-from tests.support.ranks import outcome_of
+from tests.support.ranks import Pool, outcome_of
 from tests.support.training import identical
-
-if TYPE_CHECKING:
-    from tests.support.ranks import Pool
 
 # an import would find Megatron-core, see `without_cuda`
 pytestmark = pytest.mark.skipif(find_spec("megatron_fsdp") is None, reason="needs megatron-fsdp")

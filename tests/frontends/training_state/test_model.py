@@ -12,11 +12,7 @@ from torch import nn
 
 import casckpt
 from casckpt.errors import InvalidInput, Mismatch, MissingKey
-from casckpt.frontends.training_state import (
-    load_model_and_optim_state,
-    save_model_and_optim_state,
-    unshard_model_state,
-)
+from casckpt.frontends.training_state import load_model_and_optim_state, save_model_and_optim_state, unshard_model_state
 from casckpt.frontends.training_state.model import model_state, passed_by
 from tests.support.training import everything, identical
 

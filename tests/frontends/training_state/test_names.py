@@ -14,11 +14,7 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoi
 
 import casckpt
 from casckpt.errors import InvalidInput
-from casckpt.frontends.training_state import (
-    load_model_and_optim_state,
-    save_model_and_optim_state,
-    unshard_model_state,
-)
+from casckpt.frontends.training_state import load_model_and_optim_state, save_model_and_optim_state, unshard_model_state
 from casckpt.frontends.training_state.names import WRAPPERS, parameter_names, plain_name, wrapped_child
 from tests.support.training import bytes_of, identical
 

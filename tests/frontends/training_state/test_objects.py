@@ -9,7 +9,7 @@ import logging
 import random
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import pytest
@@ -28,12 +28,9 @@ from casckpt.frontends.trainer import Checkpointer, TrainState
 from casckpt.frontends.training_state import load_model_and_optim_state, save_model_and_optim_state
 from casckpt.loading.options import renamer
 from casckpt.store.store import Store
-from tests.support.ranks import outcome_of
+from tests.support.ranks import Pool, outcome_of
 from tests.support.saves import small
 from tests.support.training import identical, made, trained
-
-if TYPE_CHECKING:
-    from tests.support.ranks import Pool
 
 
 def manifest(store: Store, ref: str) -> Manifest:

@@ -12,7 +12,7 @@ from enum import Enum
 from functools import partial
 from itertools import product
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
 import torch
@@ -24,18 +24,12 @@ from torch.testing._internal.two_tensor import TwoTensor
 import casckpt
 from casckpt.errors import InvalidInput, Mismatch
 from casckpt.frontends.trainer import Checkpointer, TrainState
-from casckpt.frontends.training_state import (
-    load_model_and_optim_state,
-    save_model_and_optim_state,
-)
+from casckpt.frontends.training_state import load_model_and_optim_state, save_model_and_optim_state
 from casckpt.frontends.training_state.optimizer import StateKind
 from casckpt.tensors.kinds import dequantized
-from tests.support.ranks import outcome_of
+from tests.support.ranks import Pool, outcome_of
 from tests.support.saves import small
 from tests.support.training import Network, everything, identical
-
-if TYPE_CHECKING:
-    from tests.support.ranks import Pool
 
 PAGE = Path(__file__).parents[3] / "docs" / "train_state.md"
 

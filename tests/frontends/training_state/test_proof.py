@@ -7,7 +7,7 @@ import random
 import re
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import pytest
@@ -20,12 +20,9 @@ from torch.distributed.tensor import distribute_tensor
 from casckpt.errors import Mismatch
 from casckpt.frontends.trainer import Checkpointer, TrainState
 from casckpt.store.store import Store
-from tests.support.ranks import outcome_of
+from tests.support.ranks import Pool, outcome_of
 from tests.support.saves import small, small_folder
 from tests.test_packaging import ROOT
-
-if TYPE_CHECKING:
-    from tests.support.ranks import Pool
 
 
 class Model(nn.Module):

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Iterable
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
 import torch
@@ -18,28 +17,11 @@ from torch.testing._internal.two_tensor import TwoTensor
 
 import casckpt
 from casckpt.errors import InvalidInput
-from casckpt.frontends.training_state import (
-    load_model_and_optim_state,
-    save_model_and_optim_state,
-    unshard_optim_state,
-)
-from tests.support.parallel import (
-    CPU,
-    TOPOLOGIES,
-    Everything,
-    Factory,
-    Stack,
-    adamw,
-    build,
-    everything,
-    local,
-    step,
-)
-from tests.support.ranks import outcome_of
+from casckpt.frontends.training_state import load_model_and_optim_state, save_model_and_optim_state, unshard_optim_state
+from tests.support.logs import logged
+from tests.support.parallel import CPU, TOPOLOGIES, Everything, Factory, Stack, adamw, build, everything, local, step
+from tests.support.ranks import Pool, outcome_of
 from tests.support.training import identical
-
-if TYPE_CHECKING:
-    from tests.support.ranks import Pool
 
 
 def trained_on_4(rank: int, size: int, path: Path) -> Everything:
@@ -247,15 +229,11 @@ def test_state_that_may_belong_to_shards_is_rejected_if_it_differs_across_ranks(
 
 
 def leaves_something_unread(rank: int, size: int, path: Path) -> list[str]:
-    said: list[str] = []
-    handler = logging.Handler()
-    handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign] # allowed in a test
-    logging.getLogger("casckpt").addHandler(handler)
     torch.manual_seed(0)
     model = nn.Linear(3, 3)
     casckpt.open(path).save({"model": model.state_dict(), "ema": {"w": torch.ones(2)}}, run="unread", step=1)
-    load_model_and_optim_state(path, "unread@1", model)
-    logging.getLogger("casckpt").removeHandler(handler)
+    with logged() as said:
+        load_model_and_optim_state(path, "unread@1", model)
     return [text for text in said if "'ema' of unread@1" in text]
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
 import torch
@@ -16,10 +16,8 @@ from casckpt.errors import InvalidInput, Mismatch, MissingKey
 from casckpt.frontends.trainer import Checkpointer
 from casckpt.frontends.training_state import load_model_and_optim_state, save_model_and_optim_state
 from casckpt.tensors.dtensors import local_of
+from tests.support.ranks import Pool
 from tests.support.training import everything, identical
-
-if TYPE_CHECKING:
-    from tests.support.ranks import Pool
 
 RENAME = {r"model\.trunk\.(.*)": r"model.body.\1"}
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import inspect
 from functools import partial
-from typing import Any, NoReturn
+from typing import Any
 
 import pytest
 import torch
@@ -21,7 +21,7 @@ from casckpt.frontends.training_state import (
     unshard_optim_state,
 )
 from tests.support.torch_versions import needs_torch
-from tests.support.training import Factory, Network, Params, Words, everything, identical, train
+from tests.support.training import Factory, Network, Params, Refusing, Words, everything, identical, train
 
 OPTIMIZERS: dict[str, Factory] = {
     "ASGD": partial(optim.ASGD, lr=0.1, t0=1),
@@ -159,13 +159,6 @@ def test_nan_payloads_and_other_bit_patterns_are_preserved(store: casckpt.Store)
 
 
 # no side effects, no steps
-
-
-class Refusing(optim.AdamW):
-    """An optimizer that refuses to take a step."""
-
-    def step(self, closure: Any = None) -> NoReturn:
-        raise AssertionError("a step was taken")
 
 
 def test_a_save_before_the_first_step_neither_stores_nor_creates_state(store: casckpt.Store) -> None:

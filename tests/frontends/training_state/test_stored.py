@@ -10,18 +10,11 @@ from torch import optim
 
 import casckpt
 from casckpt.format.sections.index import Entry
-from casckpt.frontends.training_state import (
-    load_model_and_optim_state,
-    unshard_optim_state,
-)
+from casckpt.frontends.training_state import load_model_and_optim_state, unshard_optim_state
 from casckpt.frontends.training_state.holding import Holding
 from casckpt.frontends.training_state.stored import is_step, steps_on_cpu
+from tests.frontends.training_state.conftest import two_groups
 from tests.support.training import Network, identical
-
-
-def two_groups(model: Network) -> optim.Optimizer:
-    groups: list[dict[str, Any]] = [{"params": model.head.parameters()}, {"params": model.norm.parameters()}]
-    return optim.AdamW(groups, lr=0.1)
 
 
 def test_optimizer_state_that_a_different_front_end_nested_is_found(

@@ -5,7 +5,6 @@ from __future__ import annotations
 import random
 from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import casckpt
 from casckpt.frontends.training_state import (
@@ -15,9 +14,7 @@ from casckpt.frontends.training_state import (
     unshard_optim_state,
 )
 from tests.support.parallel import TOPOLOGIES, Everything, build, everything, step
-
-if TYPE_CHECKING:
-    from tests.support.ranks import Pool
+from tests.support.ranks import Pool
 
 SIZES = sorted({size for size, _ in TOPOLOGIES.values()})
 WITH_FULL = {

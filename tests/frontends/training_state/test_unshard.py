@@ -24,11 +24,6 @@ from tests.support.training import Network, everything, identical, train
 # without a model
 
 
-def two_groups(model: Network) -> optim.Optimizer:
-    groups: list[dict[str, Any]] = [{"params": model.head.parameters()}, {"params": model.norm.parameters()}]
-    return optim.AdamW(groups, lr=0.1)
-
-
 def test_unshard_returns_the_whole_state_of_a_model(
     store: casckpt.Store, saved: tuple[Network, optim.Optimizer]
 ) -> None:

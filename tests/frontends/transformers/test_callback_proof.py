@@ -8,7 +8,7 @@ import logging
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
 import torch
@@ -22,12 +22,9 @@ from casckpt.frontends.transformers import CasCheckpointCallback
 from casckpt.store.store import Store
 from tests.frontends.transformers.test_callback import Losses, restored_folder, tiny, trainer
 from tests.frontends.transformers.test_mixin_proof import Sick
-from tests.support.ranks import outcome_of
+from tests.support.ranks import Pool, outcome_of
 from tests.support.saves import small, small_folder
 from tests.support.torchrun import as_accelerate_hears
-
-if TYPE_CHECKING:
-    from tests.support.ranks import Pool
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # Transformers and Accelerate, about devices and tokenizers
 

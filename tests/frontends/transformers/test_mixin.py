@@ -14,7 +14,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from importlib import import_module
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 from unittest.mock import patch
 
 import pytest
@@ -31,14 +31,11 @@ from casckpt.store.store import Store
 from tests.frontends.test_accelerate import as_on_gpus
 from tests.frontends.transformers.test_callback import MODEL, Losses
 from tests.support.hub import check_loads, export
-from tests.support.ranks import die
+from tests.support.ranks import Pool, die
 from tests.support.saves import steps
 from tests.support.torch_versions import needs_torch
 from tests.support.torchrun import as_accelerate_hears
 from tests.support.training import identical
-
-if TYPE_CHECKING:
-    from tests.support.ranks import Pool
 
 pytestmark = [
     pytest.mark.sweep,

@@ -7,7 +7,7 @@ from __future__ import annotations
 import errno
 import math
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
 import torch
@@ -22,25 +22,13 @@ from casckpt.frontends.transformers import CasTrainerMixin
 from casckpt.storage.local.folders import Folders
 from casckpt.store.store import Store
 from tests.frontends.transformers.test_callback import Losses
-from tests.frontends.transformers.test_mixin import (
-    BEST,
-    Crash,
-    MyTrainer,
-    Stops,
-    crash,
-    examples,
-    model,
-    trainer,
-)
+from tests.frontends.transformers.test_mixin import BEST, Crash, MyTrainer, Stops, crash, examples, model, trainer
 from tests.support.faulty import FaultyStore, fail_before
-from tests.support.ranks import die
+from tests.support.ranks import Pool, die
 from tests.support.repositories import memory
 from tests.support.saves import small, steps
 from tests.support.torchrun import as_accelerate_hears
 from tests.support.training import identical
-
-if TYPE_CHECKING:
-    from tests.support.ranks import Pool
 
 pytestmark = [
     pytest.mark.sweep,

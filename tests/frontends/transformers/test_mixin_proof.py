@@ -6,7 +6,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
 import torch
@@ -20,11 +20,9 @@ from casckpt.frontends.transformers import mixin
 from casckpt.store.store import Store
 from tests.frontends.transformers.test_callback import Losses
 from tests.frontends.transformers.test_mixin import trainer
+from tests.support.ranks import Pool
 from tests.support.saves import small, small_folder
 from tests.support.torchrun import as_accelerate_hears
-
-if TYPE_CHECKING:
-    from tests.support.ranks import Pool
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # Transformers and Accelerate, about devices and tokenizers
 

@@ -9,7 +9,7 @@ import torch
 
 from casckpt.errors import InvalidInput, MissingKey
 from casckpt.store.store import Store
-from tests.support.views import LLAMA, OPTIMIZER, W, flat, names, view
+from tests.frontends.views.test_view import LLAMA, OPTIMIZER, W, flat, names, view
 
 LAYOUTS: dict[str, Any] = {
     "the model alone": LLAMA,

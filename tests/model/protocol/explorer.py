@@ -363,3 +363,15 @@ def _trace(came_from: Mapping[State, tuple[State | None, str]], state: State) ->
         cursor, label = came_from[cursor]
         path.append(label)
     return tuple(path[-2::-1])
+
+
+def clock(until: int) -> Program:
+    """Advance the time at any instant."""
+
+    def tick(store: Store) -> Iterable[Outcome]:
+        now = store.get("clock")
+        if now < until:
+            yield Outcome(f"strikes {now + 1}", store.with_(("clock",), now + 1))
+
+    yield Op(tick)
+    return goto(clock, until)

@@ -32,6 +32,7 @@ from tests.model.protocol.explorer import (
     Program,
     Store,
     choose,
+    clock,
     create,
     delete,
     goto,
@@ -80,18 +81,6 @@ class Rules(NamedTuple):
     def clock(self, store: Store) -> int:
         """Return the time by the clock of a gc or a cleaner."""
         return int(store.get("clock")) + (self.mutant == "clock_ahead")
-
-
-def clock(until: int) -> Program:
-    """Advance the time at any instant."""
-
-    def tick(store: Store) -> Iterable[Outcome]:
-        now = store.get("clock")
-        if now < until:
-            yield Outcome(f"strikes {now + 1}", store.with_(("clock",), now + 1))
-
-    yield Op(tick)
-    return goto(clock, until)
 
 
 # -- holders

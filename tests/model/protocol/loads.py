@@ -11,7 +11,7 @@ increases at any instant. `leases` models their keys.
 
 from __future__ import annotations
 
-from collections.abc import Generator, Iterable
+from collections.abc import Generator
 from typing import Any, NamedTuple
 
 from tests.model.protocol.explorer import (
@@ -19,11 +19,11 @@ from tests.model.protocol.explorer import (
     Invariant,
     Model,
     Op,
-    Outcome,
     Process,
     Program,
     Store,
     choose,
+    clock,
     create,
     delete,
     goto,
@@ -157,16 +157,6 @@ def ends(number: int) -> Program:
 
 
 # -- others
-
-
-def clock(until: int) -> Program:
-    def tick(store: Store) -> Iterable[Outcome]:
-        now = store.get("clock")
-        if now < until:
-            yield Outcome(f"strikes {now + 1}", store.with_(("clock",), now + 1))
-
-    yield Op(tick)
-    return goto(clock, until)
 
 
 def thinner(name: str) -> Program:

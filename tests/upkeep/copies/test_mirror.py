@@ -28,12 +28,11 @@ from casckpt.storage.local.store import LocalStore
 from casckpt.store.store import Store
 from casckpt.upkeep.copies.mirror import Mirror
 from casckpt.upkeep.gc.gc import execute, plan_gc
-from tests.support.cut import cut
 from tests.support.far import far
 from tests.support.faulty import FaultyStore, fail_before
 from tests.support.ranks import Pool, tell, wait_for
 from tests.support.saves import blob_keys, cells, flip, same_state, small_folder, steps
-from tests.support.together import emptied, line
+from tests.support.together import cut, emptied, line
 
 
 @pytest.fixture

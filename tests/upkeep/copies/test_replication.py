@@ -655,22 +655,22 @@ def test_only_live_commits_provide_blob_locations_for_a_copy(repo: Repository) -
     assert found(places, repo) is None
 
 
-@pytest.mark.parametrize("purged", [0, 1])
-def test_a_copy_prefers_blob_locations_in_live_commits(repo: Repository, purged: int) -> None:
+@pytest.mark.parametrize("worse", [0, 1])
+@pytest.mark.parametrize(
+    "harm",
+    [
+        pytest.param(lambda repo, commit: purge(repo, forget(repo, commit)), id="purged"),
+        pytest.param(lambda repo, commit: blobs.mark_damaged(repo, commit.txid, A, "for a test"), id="damaged"),
+    ],
+)
+def test_a_copy_prefers_undamaged_blob_locations_in_live_commits(
+    repo: Repository, harm: Callable[[Repository, Commit], object], worse: int
+) -> None:
     both = [save(repo, step=step, texts=["a"]) for step in (0, 1)]
     places = BlobLocations(repo, {A})
     assert found(places, repo) in {one.txid for one in both}
-    purge(repo, forget(repo, both[purged]))
-    assert found(places, repo) == both[1 - purged].txid
-
-
-@pytest.mark.parametrize("marked", [0, 1])
-def test_a_copy_prefers_undamaged_blob_locations(repo: Repository, marked: int) -> None:
-    both = [save(repo, step=step, texts=["a"]) for step in (0, 1)]
-    places = BlobLocations(repo, {A})
-    assert found(places, repo)
-    blobs.mark_damaged(repo, both[marked].txid, A, "for a test")
-    assert found(places, repo) == both[1 - marked].txid
+    harm(repo, both[worse])
+    assert found(places, repo) == both[1 - worse].txid
 
 
 def test_a_blob_of_a_different_size_is_a_different_blob(repo: Repository) -> None:

@@ -28,7 +28,7 @@ from casckpt.upkeep.thin import execute, plan_thin
 from tests.support import repositories as support
 from tests.support.gcs import LAST, collect
 from tests.support.repositories import Ticks, memory, put_blob, repository, save
-from tests.support.stage import Stage
+from tests.upkeep.gc.stage import Stage
 
 ROUNDS = 10
 GC_WAIT = 0.5  # seconds of the simulated clock: two or three polls

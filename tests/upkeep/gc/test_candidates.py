@@ -20,16 +20,7 @@ from casckpt.upkeep.gc import gc
 from casckpt.upkeep.gc.candidates import Unreadable
 from casckpt.upkeep.gc.gc import plan_gc, preview
 from tests.support.faulty import FaultyStore, call_first, fail_before
-from tests.support.gcs import (
-    LAST,
-    RemoteStore,
-    begin_elsewhere,
-    keys,
-    run_gc,
-    snapshot,
-    steps,
-    ticking,
-)
+from tests.support.gcs import LAST, RemoteStore, begin_elsewhere, keys, run_gc, snapshot, steps, ticking
 from tests.support.repositories import memory, put_blob, repository, rewrite_bare, save
 
 # damage

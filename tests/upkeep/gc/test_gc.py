@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -30,19 +31,27 @@ from casckpt.upkeep.gc.forgetting import rotate
 from casckpt.upkeep.gc.gc import GcResult, execute, plan_gc
 from casckpt.upkeep.gc.purge import min_age_of
 from tests.support.faulty import Call, Fault, FaultyStore, call_first, fail_before
-from tests.support.gcs import (
-    LAST,
-    begin_elsewhere,
-    keys,
-    run_gc,
-    snapshot,
-    steps,
-    ticking,
-)
+from tests.support.gcs import LAST, begin_elsewhere, keys, run_gc, snapshot, steps, ticking
 from tests.support.local import only
 from tests.support.progress_calls import ProgressCalls
 from tests.support.repositories import Ticks, meanwhile, memory, put_blob, repository, save
-from tests.support.users import acting_as
+
+
+@contextmanager
+def acting_as(user: int, group: int, *, umask: int) -> Iterator[None]:
+    """Inside the context, this process has the rights of a user of one group, and its umask."""
+    groups, before = os.getgroups(), os.umask(umask)
+    os.setgroups([])
+    os.setegid(group)
+    os.seteuid(user)
+    try:
+        yield
+    finally:
+        os.seteuid(0)
+        os.setegid(0)
+        os.setgroups(groups)
+        os.umask(before)
+
 
 # deleted and kept
 

@@ -15,17 +15,7 @@ from casckpt.repository.processes import this_process
 from casckpt.repository.repository import Repository
 from casckpt.upkeep.gc.gc import RESUME_NOTE, load_resume_state
 from casckpt.upkeep.gc.purge import Deferred
-from tests.support.gcs import (
-    LAST,
-    bare_commit,
-    begin_elsewhere,
-    commit_of,
-    keys,
-    run_gc,
-    sign,
-    steps,
-    ticking,
-)
+from tests.support.gcs import LAST, bare_commit, begin_elsewhere, commit_of, keys, run_gc, sign, steps, ticking
 from tests.support.repositories import blob_hash, commit_draft, draft, memory, put_blob, repository, save
 
 

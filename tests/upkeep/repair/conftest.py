@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from casckpt.contents import blobs
 from casckpt.repository.repository import Repository
 from tests.support.repositories import repository
 
@@ -14,3 +15,11 @@ from tests.support.repositories import repository
 def other(tmp_path: Path) -> Repository:
     """A second store."""
     return repository(tmp_path / "other", seed=2)
+
+
+def marks(repo: Repository) -> set[str]:
+    return {blob for _, blob in blobs.damaged_marks(repo)}
+
+
+def hash_in(key: str) -> str:
+    return Path(key).name.partition(".")[0]

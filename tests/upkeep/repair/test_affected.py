@@ -3,27 +3,17 @@
 from __future__ import annotations
 
 import json
-from pathlib import Path
 
 import numpy as np
 import pytest
 
 from casckpt.cli.describe import plain
-from casckpt.contents import blobs
 from casckpt.format.blob import DATA_OFFSET
 from casckpt.history.commits import Commit
 from casckpt.repository.repository import Repository
 from casckpt.upkeep.repair.verify import verify
 from tests.support.checkpoints import CELL, array, flip, only_blob, read_arrays, save_arrays
-
-
-def marks(repo: Repository) -> set[str]:
-    return {blob for _, blob in blobs.damaged_marks(repo)}
-
-
-def hash_in(key: str) -> str:
-    return Path(key).name.partition(".")[0]
-
+from tests.upkeep.repair.conftest import hash_in, marks
 
 LEAF = 64 << 10
 

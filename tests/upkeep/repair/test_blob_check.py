@@ -2,25 +2,15 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import pytest
 
-from casckpt.contents import blobs
 from casckpt.format.blob import DATA_OFFSET
 from casckpt.repository.repository import Repository
 from casckpt.upkeep.repair.blob_check import PIECE
 from casckpt.upkeep.repair.verify import Mode, verify
 from tests.support.checkpoints import CELL, array, flip, only_blob, save_arrays
 from tests.support.faulty import FaultyStore
-
-
-def marks(repo: Repository) -> set[str]:
-    return {blob for _, blob in blobs.damaged_marks(repo)}
-
-
-def hash_in(key: str) -> str:
-    return Path(key).name.partition(".")[0]
+from tests.upkeep.repair.conftest import hash_in, marks
 
 
 @pytest.mark.parametrize("position", [-1, -72, PIECE - 1, PIECE, DATA_OFFSET])

@@ -25,14 +25,7 @@ from tests.support.faulty import FaultyStore, call_first, corrupt, fail_before
 from tests.support.gcs import collect
 from tests.support.progress_calls import ProgressCalls
 from tests.support.repositories import commit_draft, draft, repository
-
-
-def marks(repo: Repository) -> set[str]:
-    return {blob for _, blob in blobs.damaged_marks(repo)}
-
-
-def hash_in(key: str) -> str:
-    return Path(key).name.partition(".")[0]
+from tests.upkeep.repair.conftest import hash_in, marks
 
 
 def test_verify_reads_each_byte_once(repo: Repository) -> None:

@@ -14,10 +14,7 @@ import torch
 
 import casckpt
 from casckpt.errors import Conflict, Damaged, InvalidInput, MissingKey, StorageError
-from casckpt.frontends.convert import (
-    export_safetensors,
-    import_safetensors,
-)
+from casckpt.frontends.convert import export_safetensors, import_safetensors
 from casckpt.loading import regions
 from tests.support.progress_calls import ProgressCalls
 from tests.support.safetensors_files import Tensors, same, tensors

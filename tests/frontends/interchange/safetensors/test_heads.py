@@ -19,8 +19,7 @@ from casckpt.frontends.follow import Follower
 from casckpt.frontends.interchange.safetensors import heads
 from casckpt.frontends.interchange.safetensors.heads import stem_of
 from casckpt.frontends.interchange.safetensors.layout import index_name
-from tests.support.safetensors_files import contents, file_of, same
-from tests.support.served_files import served
+from tests.support.safetensors_files import contents, file_of, same, served
 
 STATE = {"b": torch.arange(6.0).view(2, 3), "a": torch.ones(4).half(), "none": torch.zeros(0, 2)}
 SHARDS = ("model-00001-of-000002.safetensors", "model-00002-of-000002.safetensors")

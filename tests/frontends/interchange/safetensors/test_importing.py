@@ -8,7 +8,7 @@ import os
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
 import safetensors
@@ -20,16 +20,11 @@ from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 import casckpt
 from casckpt.errors import InvalidInput, NotFound, Unsupported
-from casckpt.frontends.convert import (
-    export_safetensors,
-    find_sources,
-    import_any,
-    import_safetensors,
-    look_at,
-)
+from casckpt.frontends.convert import export_safetensors, find_sources, import_any, import_safetensors, look_at
 from casckpt.frontends.interchange import resident
 from casckpt.frontends.interchange.safetensors import importing as safetensors_import
 from tests.support.dcp import load, save, zeros
+from tests.support.ranks import Pool
 from tests.support.safetensors_files import contents, file_of, hugging_face, same
 from tests.support.together import numbers
 from tests.support.torch_versions import needs_torch
@@ -406,9 +401,6 @@ def test_an_import_of_a_pipe_fails_immediately(tmp_path: Path) -> None:
     finally:
         os.close(writer)
 
-
-if TYPE_CHECKING:
-    from tests.support.ranks import Pool
 
 of_torch = needs_torch("2.9", "save_distributed of HuggingFaceStorageWriter")
 FIRST, SECOND = (f"shard-0000{n}-model-00001-of-00001.safetensors" for n in (1, 2))

@@ -13,9 +13,7 @@ from hypothesis import strategies as st
 
 from casckpt.contents.contents import Contents
 from casckpt.errors import InvalidInput
-from casckpt.frontends.convert import (
-    export_safetensors,
-)
+from casckpt.frontends.convert import export_safetensors
 from casckpt.frontends.interchange.safetensors.layout import FileLayout, index_name, lay_out, plan_shards
 from casckpt.frontends.views.recut import ViewTensor
 from casckpt.frontends.views.view import Rules, view_of
