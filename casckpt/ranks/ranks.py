@@ -102,6 +102,7 @@ class Solo:
     size = 1
     name = group = "alone"
     timeout = inf
+    is_usable = True
 
     def __init__(self) -> None:
         self.exchanges = 0
@@ -235,6 +236,11 @@ class GroupRanks:
     def timeout(self) -> float:
         """How long rank 0 waits for another rank, in seconds."""
         return self._wire.timeout
+
+    @property
+    def is_usable(self) -> bool:
+        """Whether the ranks can exchange messages. All ranks that raised the same exchange's error agree on this."""
+        return self._dead is None and not self.dropped
 
     def connect(self, parent: ProcessGroup, within: float = inf) -> None:
         """Connect to the other ranks. ``within``: how long to wait for them in seconds, at most the timeout.
