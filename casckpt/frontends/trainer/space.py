@@ -23,6 +23,12 @@ _ADVICE = (
 )
 
 
+def space_of(store: Store, run: str, *, gc: bool, min_free: str | int | None) -> RunSpace:
+    """Return the space of a run whose checkpoints a framework removes by its own rules. Raises InvalidInput."""
+    settings = TrainerSettings(run=run, gc=gc, min_free=min_free)
+    return RunSpace(store, settings, RunOwnership(store, run, settings.rotation), Events(None), Janitor(store))
+
+
 class RunSpace:
     """Looks after the room for the saves of one run; see `casckpt.saving.options.Space`. Used on rank 0 only.
 
