@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import replace
 from functools import cache, partial
 
@@ -53,18 +53,20 @@ def save(
                 # every rank finds or stores each of its cells, durably
                 write = partial(mine.write, begun, offer, telling(ranks, progress))
                 record, worn = ranks.exchange(write, leader.finish)  # merges the shares, puts the manifest, commits
-            mine.remember(record, worn)
-            return just_committed(record)
         except Revoked:
             if not reuse:
                 raise
             log_retry(options)
             reuse = False
         except Exception as error:
-            if space is None or not ranks.is_usable:
+            failure = ranks.failure or error  # the same on all ranks, even if some have an error of their own
+            if space is None or not (isinstance(failure, StorageError) and failure.full):
                 raise
-            _make_room(ranks, space, error)
+            _make_room(ranks, space, failure)
             space = None
+        else:
+            mine.remember(record, worn)
+            return just_committed(record)
 
 
 def _planned(ranks: Ranks, leader: Leader, mine: _OwnState) -> Planned:
@@ -78,20 +80,11 @@ def _planned(ranks: Ranks, leader: Leader, mine: _OwnState) -> Planned:
     return answer
 
 
-def _make_room(ranks: Ranks, space: Space, error: Exception) -> None:
-    """Free space if the save failed only because of a full disk, on any rank. Otherwise, raise ``error``.
-
-    Every rank must make this call with its own error, because a rank cannot know the errors of the others.
-    """
-
-    def decide(full: Sequence[bool]) -> Sequence[str | None]:
-        return everyone(space.free() if all(full) else None, len(full))
-
-    advice = ranks.exchange(lambda: isinstance(error, StorageError) and error.full, decide)
-    if advice is None:
-        raise error
+def _make_room(ranks: Ranks, space: Space, failure: StorageError) -> None:
+    """Free space on rank 0. Raise ``failure``, with advice, if a second try would be in vain. Every rank calls this."""
+    advice = ranks.exchange(bool, lambda found: everyone(space.free(), len(found)))
     if advice:
-        raise type(error)(f"{error}. {advice}", **vars(error)) from error
+        raise StorageError(f"{failure}. {advice}", **vars(failure)) from failure
 
 
 def log_retry(options: SaveOptions) -> None:

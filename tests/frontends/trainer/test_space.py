@@ -210,6 +210,30 @@ def test_if_one_rank_meets_a_full_disk_all_try_again_or_raise_the_same_error(
     assert [step for _, step in steps(open_store(store_path))] == ([2] if outcome == "saved" else [])
 
 
+def meets_two_errors(rank: int, size: int, path: Path, full: int) -> tuple[str, int, int]:
+    """Let ranks 1 and 2 fail in the same exchange, but only ``full`` because of a full disk."""
+    storage = FaultyStore(LocalStore(path))
+    with Checkpointer(Store(Repository(storage)), run="sft", max_checkpoints=1, gc=True) as checkpointer:
+        if rank:
+            error = StorageError("the disk is full", full=True) if rank == full else StorageError("broken")
+            storage.inject(fail_before("put", key="objects/*.safetensors", error=error))
+        found = outcome_of(lambda: checkpointer.save(1, {f"own{rank}": cells(8, seed=rank)}))
+        puts = storage.count("put", "objects/*.safetensors")
+        later = checkpointer.save(2, {f"own{rank}": cells(8, seed=9 + rank)})
+        return (str(found) if isinstance(found, Exception) else "saved"), puts, later.step
+
+
+@pytest.mark.parametrize(("full", "told"), [(1, ["saved"] * 3), (2, ["rank 1: broken", "broken", "the disk is full"])])
+def test_ranks_agree_if_another_one_has_an_error_of_its_own(
+    full: int, told: list[str], store_path: Path, ranks: Pool
+) -> None:
+    """The first failure decides, which is the same on all ranks."""
+    texts, puts, later = zip(*ranks.run(3, meets_two_errors, store_path, full), strict=True)
+    assert list(texts) == told
+    assert puts == ((2, 2, 2) if told[0] == "saved" else (1, 1, 1))
+    assert later == (2, 2, 2)
+
+
 _REAL = """
 import contextlib, os, pathlib, random, subprocess, sys, threading, time
 disk, cache = pathlib.Path("disk"), pathlib.Path("cache")
