@@ -145,13 +145,11 @@ def _mirror(result: dict[str, Any]) -> str:
     return state if result["mirror_found"] else f"{state}, mirror not found"
 
 
-def _plan(result: dict[str, Any]) -> list[tuple[str, str]]:
-    """Format the forecast, if there is one."""
-    if "full_at" not in result:
-        return []
-    free = "unknown" if result["bytes_free"] is None else size(result["bytes_free"])
-    full_at = "not at this rate" if result["full_at"] is None else moment(result["full_at"])
-    return [("grows by", f"{size(result['bytes_per_day'])} per day"), ("disk", f"{free} free, full: {full_at}")]
+def _plan(result: dict[str, Any]) -> str:
+    """Format the forecast."""
+    free = "free space unknown" if result["bytes_free"] is None else f"{size(result['bytes_free'])} free"
+    full = "" if result["full_at"] is None else f", full at {moment(result['full_at'])}"
+    return f"grows by {size(result['bytes_per_day'])} per day, {free}{full}"
 
 
 def stats_text(result: dict[str, Any]) -> None:
@@ -167,7 +165,7 @@ def stats_text(result: dict[str, Any]) -> None:
         ("stored", f"{size(stored)} in {count(result['blobs'], 'blob')}, {size(result['bytes_manifests'])} manifests"),
         ("a gc frees", freed(result["bytes_freed_now"], result["bytes_freed_later"])),
         *mirror,
-        *_plan(result),
+        *([("plan", _plan(result))] if "full_at" in result else []),
         *(("damaged", advice) for advice in damaged if result["damaged_blobs"]),
     ])  # fmt: skip
     for name, (_, columns, cells) in _BY.items():

@@ -112,16 +112,15 @@ class RunSpace:
     def _expected(self, nbytes: int) -> tuple[int, str]:
         """Return how many more bytes the coming saves take up, at least, and why. 0 if this is unknown."""
         kept = self._checkpoints()
-        written, more = self._written(kept), self._coming(kept)
         if not kept:
             return nbytes, "its first save may write up to that"
-        why = f"a save writes about {format_size(max(written, default=0))}, and the rules keep {more} more"
-        return max(written, default=0) * more, why
+        written, more = max(self._written(kept), default=0), self._coming(kept)
+        return written * more, f"a save writes about {format_size(written)}, and the rules keep {more} more"
 
     def _coming(self, kept: Sequence[Checkpoint]) -> int:
         """Return how many further saves take up more space, at least: until the rules remove as many as are saved."""
         settings, rules = self._settings, self._settings.rotation
-        if not kept or rules.thin is not None:
+        if rules.thin is not None:
             return 1
         counted = [one for one in kept if not (one.ephemeral or one.step in rules.fixed)]
         most = max(rules.max_checkpoints or 0, (rules.keep and rules.keep.keep_last) or 0)

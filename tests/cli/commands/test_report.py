@@ -34,7 +34,7 @@ def test_stats_show_when_the_disk_is_full(saved: Path, as_json: AsJson, run: Run
     assert as_json("stats", saved, "--plan", "--run", "b")["bytes_per_day"] <= found["bytes_per_day"]
     text = run("stats", saved, "--plan").stdout
     assert "grows by" in text
-    assert " free, full: " in text
+    assert " per day, " in text
 
 
 def test_stats_count_checkpoints_and_bytes(saved: Path, as_json: AsJson) -> None:
