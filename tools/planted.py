@@ -3712,7 +3712,6 @@ BUGS: dict[str, tuple[str, str, str, str]] = {
             self._remove_files()
             if isinstance""",
         "tests/upkeep/test_rewrite.py::test_a_rewriter_that_cannot_find_out_leaves_its_transaction_open",
->>>>>>> main
     ),
     "a rewrite does not read its log again after it began": (
         "rewrite",

@@ -54,10 +54,10 @@ class CasCheckpointManager(BaseCheckpointManager):  # type: ignore[misc]  # torc
         checkpoint in the store to start from if the run has none (replaces ``initial_load_path``). ``rename``: maps
         regular expressions for the model's keys, ``model.<name>``, to their keys in ``initial_load_ref``; see
         `casckpt.Store.load`. ``async_save``: save in the background. ``fixed_steps``: steps that are always saved and
-        kept. ``throttle``, ``pre_download``, ``health``, ``check_replicas``: see `Checkpointer`. ``cast``,
-        ``options``: see its `load`. ``prove``: after a load, compare the live state with the checkpoint, as its
-        `resume` does; the manager's ``proof`` has the result. ``mirror``, ``sign_with``, ``require_signature`` ("" and
-        () for none): see `casckpt.open`.
+        kept. ``gc``, ``min_free``, ``throttle``, ``pre_download``, ``health``, ``check_replicas``: see `Checkpointer`.
+        ``cast``, ``options``: see its `load`. ``prove``: after a load, compare the live state with the checkpoint, as
+        its `resume` does; the manager's ``proof`` has the result. ``mirror``, ``sign_with``, ``require_signature`` (""
+        and () for none): see `casckpt.open`.
         """
 
         store: str = ""
@@ -66,6 +66,8 @@ class CasCheckpointManager(BaseCheckpointManager):  # type: ignore[misc]  # torc
         rename: dict[str, str] = field(default_factory=dict)
         async_save: bool = True
         fixed_steps: tuple[int, ...] = ()
+        gc: bool = False
+        min_free: str | None = None
         throttle: int | None = None
         pre_download: bool = False
         health: bool = False

@@ -102,6 +102,7 @@ class Solo:
     size = 1
     name = group = "alone"
     timeout = inf
+    failure: BaseException | None = None
 
     def __init__(self) -> None:
         self.exchanges = 0
@@ -215,7 +216,8 @@ class GroupRanks:
     """The ranks of a process group, connected by a separate gloo group.
 
     ``rank``: this process's rank, from 0. ``exchanges``: the number of exchanges so far. ``name``: a unique name.
-    ``group``: the name of the process group, which does not depend on the purpose.
+    ``group``: the name of the process group, which does not depend on the purpose. ``failure``: why the last exchange
+    failed, or None: the error of the same rank on all ranks, even on a rank that raised an error of its own.
     """
 
     def __init__(self, parent: ProcessGroup, purpose: str, generation: int) -> None:
@@ -227,6 +229,7 @@ class GroupRanks:
         self.dropped = True  # until it is connected
         self.rank, self.size = torch.distributed.get_rank(parent), torch.distributed.get_world_size(parent)
         self.exchanges = 0
+        self.failure: BaseException | None = None
         self._dead: RankFailed | None = None
         self._beside: GroupRanks | None = None
         self._lock = Lock()
@@ -295,6 +298,7 @@ class GroupRanks:
         where the error occurred raises that error, and the other ranks raise an equal error that names that rank.
         Raises RankFailed for a rank that died or did not answer in time.
         """
+        self.failure = None
         if self._dead is not None:
             raise RankFailed(str(self._dead), rank=self._dead.rank)
         with self._lock:
@@ -305,6 +309,7 @@ class GroupRanks:
             mine.call = public_call(sys._getframe())
             answer = self._lead(mine, decide) if self.rank == 0 else self._follow(mine)
             self._wire.end()
+            self.failure = answer.error
         error = mine.error or answer.error
         if error is not None:
             raise error

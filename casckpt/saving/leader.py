@@ -6,6 +6,7 @@ import logging
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
+from functools import partial
 from math import prod
 from typing import Any, Final, TypeAlias
 
@@ -24,7 +25,7 @@ from casckpt.format.names import BlobHash, TxId
 from casckpt.format.records import Committed, Health
 from casckpt.format.sections.health import Rows
 from casckpt.format.sections.index import REPLICAS_NOTE, TENSOR, lineage_of
-from casckpt.format.sections.tables import Streams
+from casckpt.format.sections.tables import Streams, bytes_of
 from casckpt.history.commits import Commit, forget, read_log
 from casckpt.history.following import newest_reusable
 from casckpt.history.transactions import Transaction, begin_save
@@ -170,9 +171,11 @@ class Leader:
     def reuse_offer(self, streams: Streams) -> ReuseOffer:
         """Return the cells that a save of ``streams`` may reuse.
 
-        The offer is empty if this attempt uploads everything.
+        The offer is empty if this attempt uploads everything. Raises StorageError if the disk must keep more room.
         """
         parent, options = self._parent if self.reuse else None, self.options
+        if options.space is not None:
+            options.space.check(partial(bytes_of, streams))
         offer = ReuseOffer()
         if options.health:
             self._parent_health = ParentHealth.of_commit(self.repo, parent)

@@ -6,7 +6,7 @@ import logging
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
-from typing import TYPE_CHECKING, Any, Literal, Self, SupportsFloat, TypeAlias, TypedDict, get_args
+from typing import TYPE_CHECKING, Any, Literal, Protocol, Self, SupportsFloat, TypeAlias, TypedDict, get_args
 
 from casckpt.base.names import MAX_METRIC_NAME, MAX_METRICS, check_run, check_step
 from casckpt.base.parallel import usable_threads
@@ -33,6 +33,16 @@ Frozen: TypeAlias = Callable[[str], bool] | Sequence[str] | None
 Owners: TypeAlias = Callable[[str], int | None] | None
 """A function that maps a flat key to the only rank that maintains the leaf, or to None if all ranks hold the same
 value."""
+
+
+class Space(Protocol):
+    """Looks after the room on the store's disk. A save calls it on rank 0, while the other ranks wait."""
+
+    def check(self, nbytes: Callable[[], int]) -> None:
+        """Raise StorageError, as on a full disk, if there is too little room. ``nbytes``: returns the state's size."""
+
+    def free(self) -> str:
+        """Free space after a save met a full disk. Return "", or what would help if a second try would be in vain."""
 
 
 class StateArguments(TypedDict, total=False):
@@ -64,6 +74,7 @@ class SaveArguments(WriterArguments, total=False):
     """The keyword arguments of `Store.save`, except run and step."""
 
     owners: Owners
+    space: Space | None
     process_group: ProcessGroup | None
     no_dist: bool
 
@@ -184,6 +195,8 @@ class SaveOptions(StateOptions):
     progress: Shown | None = None
     #: [where the state came from](guide.md#lineage), for listings; a `Checkpointer` sets it
     lineage: Mapping[str, Any] | None = None
+    #: frees space on a full disk, after which the save is tried once more; a `Checkpointer` sets it
+    space: Space | None = None
     #: the ranks that save together; by default, all ranks
     process_group: ProcessGroup | None = None
     #: lets this process save alone

@@ -27,7 +27,7 @@ from casckpt.saving.options import Frozen, Owners
 from casckpt.tensors.dtypes import dtype_name
 from casckpt.tensors.objects import encode_object
 from casckpt.tensors.shards import Piece, local_tensor, may_differ
-from casckpt.tensors.staging import Staging
+from casckpt.tensors.staging import Staging, distinct
 from casckpt.tensors.state import FlatState, LeafValue, encode_tree, flatten, is_part
 
 _INLINE_BYTES = 4096
@@ -217,6 +217,12 @@ def snapshot(prepared: Prepared, staging: Staging) -> Prepared:
 def tensors_of(prepared: Prepared) -> list[torch.Tensor]:
     """Return the data of all pieces, in order."""
     return [data for source in prepared.sources for data in source.tensors]
+
+
+def bytes_shared(prepared: Prepared) -> int:
+    """Return the size of the tensors that another tensor of this rank already holds, such as tied weights."""
+    tensors = tensors_of(prepared)
+    return sum(one.nbytes for one in tensors) - sum(one.nbytes for one in distinct(tensors).values())
 
 
 def _attachments(given: Mapping[str, bytes | bytearray | memoryview]) -> tuple[list[Attachment], list[LocalEntry]]:

@@ -11,17 +11,18 @@ import numpy as np
 
 from casckpt.base.lazy import cached_property
 from casckpt.base.progress import Progress
-from casckpt.errors import Revoked
+from casckpt.errors import Revoked, StorageError
 from casckpt.format.records import DEFAULT_CELL_BYTES, Committed
 from casckpt.format.sections.columns import Ints
+from casckpt.format.sections.tables import Streams
 from casckpt.history.commits import Commit, just_committed
 from casckpt.plan.writers import MORE_RUNS, Words, row_digests
-from casckpt.ranks.ranks import Ranks, telling
+from casckpt.ranks.ranks import Ranks, everyone, telling
 from casckpt.repository.repository import Repository
 from casckpt.saving.apart import apart
 from casckpt.saving.layout import RankLayout, assigned, layout_of
 from casckpt.saving.leader import BeginAnswer, BeginRequest, GroupMemory, Leader, Planned, WornBlobs
-from casckpt.saving.options import SaveOptions
+from casckpt.saving.options import SaveOptions, Space
 from casckpt.saving.prepare import Prepared
 from casckpt.saving.rank_part import RankPart, write_part
 from casckpt.saving.replicas import Samples, runs_of, seed_of
@@ -37,9 +38,11 @@ def save(
     """Store and commit a state. Every rank of ``ranks`` must make this call. Return the same commit on every rank.
 
     Calls ``prepare`` once, inside an exchange, so that an error reaches all ranks. If gc revokes the save, this
-    retries it once, without reuse. Raises Conflict if the step exists.
+    retries it once, without reuse. If the disk is full, it retries it once after ``space`` of the options has freed
+    some. Raises Conflict if the step exists.
     """
     progress, once, reuse = Progress(options.progress), cache(prepare), True
+    space = options.space
     while True:
         mine = _OwnState(repo, ranks, memory, once, options)
         leader = Leader(repo, ranks.size, memory, options, reuse=reuse, last=mine.last)  # used on rank 0 only
@@ -50,13 +53,20 @@ def save(
                 # every rank finds or stores each of its cells, durably
                 write = partial(mine.write, begun, offer, telling(ranks, progress))
                 record, worn = ranks.exchange(write, leader.finish)  # merges the shares, puts the manifest, commits
-            mine.remember(record, worn)
-            return just_committed(record)
         except Revoked:
             if not reuse:
                 raise
             log_retry(options)
             reuse = False
+        except Exception as error:
+            failure = ranks.failure or error  # the same on all ranks, even if some have an error of their own
+            if space is None or not (isinstance(failure, StorageError) and failure.full):
+                raise
+            _make_room(ranks, space, failure)
+            space = None
+        else:
+            mine.remember(record, worn)
+            return just_committed(record)
 
 
 def _planned(ranks: Ranks, leader: Leader, mine: _OwnState) -> Planned:
@@ -70,6 +80,13 @@ def _planned(ranks: Ranks, leader: Leader, mine: _OwnState) -> Planned:
     return answer
 
 
+def _make_room(ranks: Ranks, space: Space, failure: StorageError) -> None:
+    """Free space on rank 0. Raise ``failure``, with advice, if a second try would be in vain. Every rank calls this."""
+    advice = ranks.exchange(bool, lambda found: everyone(space.free(), len(found)))
+    if advice:
+        raise StorageError(f"{failure}. {advice}", **vars(failure)) from failure
+
+
 def log_retry(options: SaveOptions) -> None:
     """Log that a save was revoked, and that a second attempt begins."""
     log.warning(
@@ -79,13 +96,15 @@ def log_retry(options: SaveOptions) -> None:
     )
 
 
-def compare(repo: Repository, ranks: Ranks, memory: GroupMemory, prepared: Prepared, options: SaveOptions) -> None:
+def compare(repo: Repository, ranks: Ranks, memory: GroupMemory, prepared: Prepared, options: SaveOptions) -> Streams:
     """Compare values across ``ranks``, as `save` does before it writes. Every rank must make this call.
 
-    ``memory``: must not belong to a save. Raises InvalidInput if the states of the ranks contradict each other.
+    Return, on rank 0, the streams of all ranks. ``memory``: must not belong to a save. Raises InvalidInput if the
+    states of the ranks contradict each other.
     """
     leader = Leader(repo, ranks.size, memory, options, reuse=False)
     _planned(ranks, leader, _OwnState(repo, ranks, memory, lambda: prepared, options))
+    return {} if memory.plan is None else memory.plan.streams
 
 
 class _OwnState:

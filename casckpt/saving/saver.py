@@ -18,12 +18,13 @@ from casckpt.base.exit_status import ReportedFuture, unreported
 from casckpt.base.units import format_size
 from casckpt.contents.checkpoint import Checkpoint
 from casckpt.errors import CasckptError, Conflict, InvalidInput, StorageError
+from casckpt.format.sections.tables import bytes_of
 from casckpt.ranks.ranks import Ranks, everyone, exchange_keeping, on_each, open_ranks
 from casckpt.repository.blob_cache import in_memory
 from casckpt.repository.repository import Repository
 from casckpt.saving.leader import GroupMemory
 from casckpt.saving.options import SaveOptions, WhenBusy
-from casckpt.saving.prepare import Prepared, prepare, snapshot, tensors_of
+from casckpt.saving.prepare import Prepared, bytes_shared, prepare, snapshot, tensors_of
 from casckpt.saving.replicas import memory_of
 from casckpt.saving.save import compare, save
 from casckpt.saving.staging_budget import Shortage, StagingBudget, shortages
@@ -182,13 +183,18 @@ class Saver:
                 log.info("the save of %s@%d ran in the foreground for %.1f s", checked.run, checked.step, seconds)
             return future
 
-    def check(self, state: State, options: SaveOptions) -> None:
-        """Do everything that a save does before its first write. Every rank must make this call."""
+    def check(self, state: State, options: SaveOptions) -> int:
+        """Do everything that a save does before its first write. Every rank must make this call.
+
+        Return, on rank 0, the size of the state in bytes. Tensors that share memory there count once.
+        """
         ranks = open_ranks(options.process_group, no_dist=options.no_dist)
         checked, prepared, _ = self._checked(state, ranks, options, "wait")
+        streams = prepared.streams
         if ranks.size > 1:
             memory = GroupMemory(memory_of(self._repo.storage.url, ranks.group))
-            compare(self._repo, ranks, memory, prepared, checked)
+            streams = compare(self._repo, ranks, memory, prepared, checked)
+        return max(0, bytes_of(streams) - bytes_shared(prepared))
 
     def _refuse_busy(self, options: SaveOptions) -> None:
         def decide(busy: Sequence[bool]) -> Sequence[None]:

@@ -135,6 +135,7 @@ class Store:
         - ``allow_pickle``: pickle leaves that are neither tensors nor plain data.
         - ``threads``: the number of threads that hash and write (default: 2 to 8, depending on the number of cores).
         - ``progress``: called with the number of finished bytes and the total.
+        - ``space``: on a full disk, its ``free()`` is called on rank 0, and the save is tried once more.
         - ``process_group``: its ranks save together (default: all ranks, if torch.distributed is initialized).
           ``no_dist``: this process saves alone.
 
@@ -169,13 +170,15 @@ class Store:
         check_keywords("Store.save_async", options, SaveArguments)
         return self._saver.get().save_async(state, SaveOptions(run=run, step=step, **options), when_busy)
 
-    def check(self, state: State, *, run: str = "default", **options: Unpack[SaveArguments]) -> None:
+    def check(self, state: State, *, run: str = "default", **options: Unpack[SaveArguments]) -> int:
         """Raise, on every rank, the InvalidInput that `save` would raise. Writes nothing. Every rank must call this.
+
+        Return, on rank 0, the size of the state in bytes: that of a save that can reuse nothing.
 
         Also checks, as far as possible, whether a store can be at the path. Raises NotFound if there is no such bucket.
         """
         check_keywords("Store.check", options, SaveArguments)
-        self._saver.get().check(state, SaveOptions(run=run, step=0, **options))
+        return self._saver.get().check(state, SaveOptions(run=run, step=0, **options))
 
     def warm_up(self, state: State, *, process_group: ProcessGroup | None = None, no_dist: bool = False) -> None:
         """Prepare for `save_async` of a similar state: allocate the memory for its copy, and connect the ranks.

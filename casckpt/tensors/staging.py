@@ -38,7 +38,7 @@ class Staging:
 
     def lacks(self, tensors: Sequence[torch.Tensor]) -> int:
         """Return the size of the new memory that a copy of ``tensors`` needs, or 0 if the present memory is enough."""
-        need = sum(_room(data) for data in _distinct(tensors).values())
+        need = sum(_room(data) for data in distinct(tensors).values())
         return 0 if self._is_enough(need, on_gpu(tensors)) else need
 
     def release(self) -> None:
@@ -51,19 +51,19 @@ class Staging:
     def reserve(self, tensors: Sequence[torch.Tensor]) -> None:
         """Reserve memory for a copy of ``tensors``, and touch its pages. Raises CasckptError if this is impossible."""
         before = self.nbytes
-        self._grow(sum(_room(data) for data in _distinct(tensors).values()), on_gpu(tensors))
+        self._grow(sum(_room(data) for data in distinct(tensors).values()), on_gpu(tensors))
         if self.nbytes != before:
             self._arena.zero_()
 
     def copy(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         """Return contiguous, complete copies with the same bits. A tensor that is passed twice is copied only once."""
-        distinct = _distinct(tensors)
-        self._grow(sum(_room(data) for data in distinct.values()), on_gpu(tensors))
+        needed = distinct(tensors)
+        self._grow(sum(_room(data) for data in needed.values()), on_gpu(tensors))
         copies: dict[_Same, torch.Tensor] = {}
         streams: dict[torch.device, torch.cuda.Stream] = {}
         start = 0
         try:
-            for same, data in distinct.items():
+            for same, data in needed.items():
                 copies[same] = self._view(data, start)
                 _copy(copies[same], data, streams)
                 start += _room(data)
@@ -113,7 +113,8 @@ def _copy(target: torch.Tensor, data: torch.Tensor, streams: dict[torch.device, 
     data.record_stream(streams[data.device])
 
 
-def _distinct(tensors: Sequence[torch.Tensor]) -> dict[_Same, torch.Tensor]:
+def distinct(tensors: Sequence[torch.Tensor]) -> dict[_Same, torch.Tensor]:
+    """Return the tensors, but only one of those that share the same bits in the same layout."""
     return {_same(data): data for data in tensors}
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections import Counter, defaultdict
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields
-from datetime import datetime
+from datetime import datetime, timedelta
 from functools import partial
 from itertools import chain
 
@@ -22,7 +22,7 @@ from casckpt.base.parallel import in_parallel
 from casckpt.base.units import format_size, time_of
 from casckpt.contents import blobs, manifests
 from casckpt.errors import CasckptError
-from casckpt.format.keys import parse_object
+from casckpt.format.keys import parse_object, parse_txid
 from casckpt.format.manifest import Manifest
 from casckpt.format.names import BlobHash, TxId
 from casckpt.format.notes import BLOB_PARTS, BlobParts, decode, encode
@@ -39,6 +39,9 @@ from casckpt.upkeep.inventory import BLOB, BlobUse, Inventory, list_unguarded
 
 _NO_TIME = ("tagged", "unmirrored")
 _NAMED = 3  # state branches named in a reason
+_DAY = 86400 * 1_000_000  # microseconds
+_MOST_DAYS = 36500
+_SILENT = 3  # intervals without a save, after which a run counts as ended
 
 
 @dataclass(frozen=True, slots=True)
@@ -211,6 +214,19 @@ class Added:
     changed: Mapping[str, int] | None
 
 
+@dataclass(frozen=True, slots=True)
+class Forecast:
+    """When the disk is full if training goes on as it did.
+
+    ``bytes_per_day``: how much the checkpoints that remain have added per day, in runs that still save. ``bytes_free``:
+    None if the storage does not know, as in a bucket. ``full_at``: None if nothing grows, or in more than 100 years.
+    """
+
+    bytes_per_day: int
+    bytes_free: int | None
+    full_at: datetime | None
+
+
 class Sizes:
     """What holds the bytes of a store, as of one listing. Each method computes one part of the answer.
 
@@ -305,6 +321,30 @@ class Sizes:
             freed = self._use.alone([*self._gone, *forgets]).blob_bytes - gone
             found.append(RuleUsage(rule, len(forgets), freed))
         return found
+
+    def forecast(self, run: str | None = None) -> Forecast:
+        """Return when the disk is full, from the growth of all runs, or only of ``run``."""
+        now, room = self._repo.clock(), self._repo.storage.room()
+        runs = grouped(self._commits.current(), lambda commit: commit.run)
+        per_day = sum(self._per_day(of_run, now) for name, of_run in runs.items() if run in (None, name))
+        free = None if room is None else room.bytes
+        days = free / per_day if per_day and free is not None else _MOST_DAYS
+        full_at = time_of(now + int(days * _DAY)) if days < _MOST_DAYS else None
+        return Forecast(int(per_day), free, full_at)
+
+    def _per_day(self, of_run: Sequence[Commit], now: int) -> float:
+        """Return the daily growth of a run, oldest commit first. 0 if it has not saved for long, or only once.
+
+        Removed checkpoints count as saves that added nothing, as long as their records exist. So does the first save,
+        which could reuse nothing.
+        """
+        code = parse_txid(of_run[-1].txid).run_hash
+        saves = [name.time for txid in self._commits.recorded if (name := parse_txid(txid)).run_hash == code]
+        first, last = min(saves), max(saves)
+        span, silence = (last - first) / timedelta(days=1), (time_of(now) - last) / timedelta(days=1)
+        if not span or silence > max(1, _SILENT * span / (len(saves) - 1)):
+            return 0
+        return sum(one.committed.bytes_written for one in of_run if one.committed.parent is not None) / span
 
     def growth(self, runs: Collection[str], looked_at: int = 48) -> list[Added]:
         """Return how many bytes each visible checkpoint added, oldest first.

@@ -14,12 +14,17 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 import casckpt
+from casckpt.base.units import time_of
 from casckpt.contents import blobs, manifests
 from casckpt.errors import NotFound
 from casckpt.history.commits import list_commits
+from casckpt.plan.retention import Rotation
+from casckpt.repository.repository import Repository
 from casckpt.store.store import Store
-from casckpt.upkeep.sizes import Added, Freed
+from casckpt.upkeep.sizes import Added, Forecast, Freed
+from tests.support.repositories import Ticks, memory
 from tests.support.saves import cells, counted, small, small_folder, trained
+from tests.support.small_disk import SmallDisk
 
 # runs
 
@@ -365,3 +370,54 @@ def test_an_unreadable_manifest_does_not_hide_other_checkpoints(store: Store, st
     found = growth(casckpt.open(store_path), "a")
     assert [one.commit.step for one in found] == [1, 2, 3]
     assert found[1].changed is None
+
+
+# when the disk is full
+
+DAY, START_AT = 86400.0, 1_700_000_000_000_000
+MIB = 1 << 20
+
+
+def growing(every: float, saves: int, *, keep: int | None = None) -> tuple[Store, SmallDisk, Ticks]:
+    """Return a store with so many saves of a new MiB, ``every`` seconds, of which the last ``keep`` remain."""
+    clock, disk = Ticks(START_AT, step=0), SmallDisk(memory(near=False), 1000 * MIB)
+    store = Store(Repository(disk, clock=clock))
+    for step in range(saves):
+        store.save({"w": cells(256)}, run="sft", step=step)
+        if keep is not None:
+            store.rotate("sft", Rotation(max_checkpoints=keep))
+            store.gc(wait=0)
+        clock.advance(every)
+    return store, disk, clock
+
+
+def test_the_disk_is_full_once_the_growth_so_far_has_used_what_is_free() -> None:
+    store, disk, clock = growing(DAY / 4, 9)
+    found = store.sizes().forecast()
+    assert found.bytes_per_day == pytest.approx(4 * MIB, rel=0.01)
+    assert found.bytes_free == disk.room().bytes
+    assert found.full_at is not None
+    days = (found.full_at - time_of(clock())) / timedelta(days=1)
+    assert days == pytest.approx(found.bytes_free / found.bytes_per_day, rel=0.01)
+    assert store.sizes().forecast("other").full_at is None
+    assert store.sizes().forecast("sft") == found
+
+
+def test_what_rules_remove_does_not_count_as_growth() -> None:
+    store, _, _ = growing(DAY / 40, 40, keep=2)
+    assert store.sizes().forecast().bytes_per_day < 3 * MIB  # and not 40 MiB
+
+
+def test_runs_that_ended_do_not_grow() -> None:
+    store, _, clock = growing(DAY / 4, 3)
+    clock.advance(9 * DAY)
+    assert store.sizes().forecast() == Forecast(0, store.sizes().forecast().bytes_free, None)
+
+
+def test_a_run_with_one_save_and_a_storage_without_room_have_no_forecast() -> None:
+    assert growing(DAY, 1)[0].sizes().forecast().full_at is None
+    store = small()
+    for step in (1, 2):
+        store.save({"w": cells(2)}, step=step)
+    found = store.sizes().forecast()
+    assert (found.bytes_free, found.full_at) == (None, None)

@@ -90,14 +90,16 @@ def _write(session: Session, output: Path) -> None:
 
 @store_command("stats")
 @click.option("--by", multiple=True, type=click.Choice(list(_BY)), help="What to group the bytes by. May be repeated.")
-@click.option("--run", type=RUN, help="With --by or a rule: include only this run.")
+@click.option("--plan", is_flag=True, help="Show how fast the store grows, and when the disk is full.")
+@click.option("--run", type=RUN, help="With --by, --plan or a rule: include only this run.")
 @keep_options
-def stats(session: Session, *, by: tuple[str, ...], run: str | None, **rules: Any) -> None:
+def stats(session: Session, *, by: tuple[str, ...], plan: bool, run: str | None, **rules: Any) -> None:
     """Show the size of the store.
 
     Also shows the size that the checkpoints would have without sharing. --by key groups the bytes by the first element
     of the keys. BASES are bytes that visible checkpoints need only as bases for their deltas. With --keep rules, stats
-    shows the bytes that each rule would free on its own. It does not forget any checkpoints.
+    shows the bytes that each rule would free on its own. It does not forget any checkpoints. --plan shows by how much
+    the checkpoints that remain grow per day, at the interval of the saves so far.
     """
     sizes = session.store.sizes()
     result = plain(sizes.stats())
@@ -109,6 +111,9 @@ def stats(session: Session, *, by: tuple[str, ...], run: str | None, **rules: An
         found["runs"] = [one for one in runs if run in (None, one["run"])]
         result |= {f"by_{one}": found[_BY[one][0]] for one in by}
         result |= {"rules": found["rules"], "unreadable": found["unreadable"]}
+    if plan:
+        doubt(session.store, run)
+        result |= plain(sizes.forecast(run))
     session.give(result, stats_text)
 
 
@@ -140,6 +145,13 @@ def _mirror(result: dict[str, Any]) -> str:
     return state if result["mirror_found"] else f"{state}, mirror not found"
 
 
+def _plan(result: dict[str, Any]) -> str:
+    """Format the forecast."""
+    free = "free space unknown" if result["bytes_free"] is None else f"{size(result['bytes_free'])} free"
+    full = "" if result["full_at"] is None else f", full at {moment(result['full_at'])}"
+    return f"grows by {size(result['bytes_per_day'])} per day, {free}{full}"
+
+
 def stats_text(result: dict[str, Any]) -> None:
     """Print the figures."""
     stored, logical = result["bytes_stored"], result["bytes_logical"]
@@ -153,6 +165,7 @@ def stats_text(result: dict[str, Any]) -> None:
         ("stored", f"{size(stored)} in {count(result['blobs'], 'blob')}, {size(result['bytes_manifests'])} manifests"),
         ("a gc frees", freed(result["bytes_freed_now"], result["bytes_freed_later"])),
         *mirror,
+        *([("plan", _plan(result))] if "full_at" in result else []),
         *(("damaged", advice) for advice in damaged if result["damaged_blobs"]),
     ])  # fmt: skip
     for name, (_, columns, cells) in _BY.items():

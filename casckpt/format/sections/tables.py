@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
+from math import prod
 from struct import Struct
 from typing import NamedTuple, TypeAlias
 
@@ -240,6 +241,11 @@ class WholeCells(NamedTuple):
 
 Streams: TypeAlias = Mapping[Name, tuple[str, Shape]]
 """The dtype and shape of each entry, in the order of the manifest."""
+
+
+def bytes_of(streams: Streams) -> int:
+    """Return the size of all entries in memory."""
+    return sum(dtypes.itemsize(dtype) * prod(shape) for dtype, shape in streams.values())
 
 
 class Extents(Mapping[Name, tuple[str, ExtentTable]]):

@@ -19,6 +19,7 @@ from casckpt.errors import CasckptError, InvalidInput
 from casckpt.frontends.interchange.new_files import new_file
 from casckpt.frontends.lightning.files import AnyPath, Pointer, RunFiles
 from casckpt.frontends.stores import AnyStore, as_store, check_foreign
+from casckpt.frontends.trainer.space import space_of
 from casckpt.frontends.training_state.proof import Proof, prove
 from casckpt.frontends.training_state.settings import RECIPE, replaced_in, shown
 from casckpt.ranks.ranks import on_each, open_ranks
@@ -40,7 +41,8 @@ class CasCheckpointIO(CheckpointIO):
     respected. Errors are logged, and raised at the end of a fit. Before and after a fit, a Trainer saves in the
     foreground. A Fabric has no end, so the error of its last save is reported when the program ends. Do not wrap this
     plug-in in Lightning's own AsyncCheckpointIO.
-    ``gc``: run a gc after a removal. ``allow_pickle``: for hyperparameters and callback states that are not plain data.
+    ``gc``: run a gc after a removal, and when a save meets a full disk. ``min_free``: as for `Checkpointer`.
+    ``allow_pickle``: for hyperparameters and callback states that are not plain data.
     ``compress``, ``health``: as for `Store.save`.
     """
 
@@ -51,6 +53,7 @@ class CasCheckpointIO(CheckpointIO):
         run: str,
         async_save: bool = False,
         gc: bool = False,
+        min_free: str | int | None = None,
         allow_pickle: bool = False,
         threads: int | None = None,
         compress: Compress | None = None,
@@ -62,6 +65,7 @@ class CasCheckpointIO(CheckpointIO):
         self._reads: ReadArguments = {"allow_pickle": allow_pickle, "threads": threads}
         self._saves: SaveArguments = {
             "no_dist": True, "allow_pickle": allow_pickle, "threads": threads, "compress": compress, "health": health,
+            "space": space_of(self.store, run, gc=gc, min_free=min_free),
         }  # fmt: skip
         self._torch_io = TorchCheckpointIO()
         self._loaded: Checkpoint | None = None

@@ -38,9 +38,9 @@ class CasModelParallelStrategy(ModelParallelStrategy):
     ``ema``, and loads it if the checkpoint has it. If a value cannot be saved, InvalidInput is raised before the first
     batch; for the optimizer's state, before the second batch. ``health``, ``check_replicas``, ``owners``: as for
     `Store.save`. ``cast``: as for `Checkpointer.load`. ``group_options``: the ``options`` of `Checkpointer.load`.
-    ``on_event``: as for `Checkpointer`. ``prove``: when a resumed training starts, after the ``on_train_start`` of
-    callbacks and of the model, compare the live state with the checkpoint, as `Checkpointer.resume` does; ``proof``
-    has the result. ``options``: the options of ModelParallelStrategy.
+    ``on_event``, ``min_free``: as for `Checkpointer`. ``prove``: when a resumed training starts, after the
+    ``on_train_start`` of callbacks and of the model, compare the live state with the checkpoint, as
+    `Checkpointer.resume` does; ``proof`` has the result. ``options``: the options of ModelParallelStrategy.
     """
 
     def __init__(
@@ -49,6 +49,7 @@ class CasModelParallelStrategy(ModelParallelStrategy):
         *,
         run: str,
         gc: bool = False,
+        min_free: str | int | None = None,
         allow_pickle: bool = False,
         health: bool = False,
         cast: bool = False,
@@ -67,7 +68,7 @@ class CasModelParallelStrategy(ModelParallelStrategy):
         self.proof: Proof | None = None
         self._settings: TrainerArguments = {
             "allow_pickle": allow_pickle, "health": health, "check_replicas": check_replicas, "owners": owners,
-            "on_event": on_event,
+            "on_event": on_event, "min_free": min_free,
         }  # fmt: skip
         self._checks = self._checkpointer(run)
 

@@ -28,10 +28,12 @@ from casckpt.frontends.trainer.saves import (
     Janitor,
     SaveSummary,
     allowed,
+    free_figure,
     of_checkpoint,
     will_repeat,
 )
 from casckpt.frontends.trainer.settings import DueArguments, Kind, StepArguments, TrainerArguments, TrainerSettings
+from casckpt.frontends.trainer.space import RunSpace
 from casckpt.frontends.training_state.contents import (
     TRAIN,
     AnyTrainState,
@@ -108,7 +110,9 @@ class Checkpointer:
     - ``keep``, ``max_checkpoints``, ``fixed_steps``: which permanent checkpoints (see `Rotation`). Without ``keep`` and
       ``max_checkpoints``, all are kept, including ephemeral ones.
     - ``thin``: what to drop from older checkpoints, such as ``{"drop": ["optim.*"], "keep_last": 2}``.
-    - ``gc``: after a save, rank 0 runs a gc of the run in a thread.
+    - ``gc``: after a save, rank 0 runs a gc of the run in a thread. If a save meets a full disk, it does so at once,
+      and the save is tried once more.
+    - ``min_free``: how much of the disk each save must leave free ("20GB"); if it would not, it meets a full disk.
     - ``overwrite``: replace a step that exists.
 
     How it saves and loads:
@@ -156,6 +160,7 @@ class Checkpointer:
         self._warned_of_space = self._warned_of_others = self._warned_of_repeat = self._keeps = False
         self.ownership = RunOwnership(self.store, run, self._rotation)
         self._checked: bool | None = None  # False: checked, but before the optimizer had state
+        self._space = RunSpace(self.store, self.config, self.ownership, self._events, self._janitor)
         self.resumed: Resumed | None = None
         """The result of the last `resume`; None if it found no checkpoint."""
 
@@ -562,10 +567,12 @@ class Checkpointer:
         try:
             state = state_to_save(open_ranks(self.process_group), model, optim, train_state)
             arguments = self._save_arguments(model)
-            arguments["check_replicas"] = compared
-            self.store.check(state, run=self.run, **arguments)
+            arguments["check_replicas"], arguments["space"] = compared, None
+            nbytes = self.store.check(state, run=self.run, **arguments)
         finally:
             restore_rng(generators)  # the state_dict of a data loader may draw from them
+        if open_ranks(self.process_group).rank == 0:
+            self._space.foresee(nbytes)
 
     @staticmethod
     def _given(model: TrainModel, optim: AnyOptimizer | None, train_state: Any) -> list[str]:
@@ -604,7 +611,10 @@ class Checkpointer:
             yield
         except BaseException as error:
             if ranks.rank == 0:
-                event = CheckpointEvent(kind="failed", run=self.run, step=step, error=error, reason=in_one_line(error))
+                event = CheckpointEvent(
+                    kind="failed", run=self.run, step=step, error=error, reason=in_one_line(error),
+                    figures=free_figure(self._space.bytes_free),
+                )  # fmt: skip
                 self._events.emit(event)
             raise
 
@@ -624,6 +634,7 @@ class Checkpointer:
             "overwrite": self._overwrites(given.get("overwrite")),
             "attachments": with_hub_files(model, given.get("attachments"), self._files),
             "lineage": self.lineage,
+            "space": self._space,
             "process_group": self.process_group,
             "threads": self.config.save_threads,
         }
@@ -636,15 +647,11 @@ class Checkpointer:
         self.ownership.note_save(summary.checkpoint)
         if ranks.rank != 0:
             return
+        summary = replace(summary, bytes_free=self._space.bytes_free)
         saved, figures = summary.checkpoint, summary.figures  # now, while the manifest is still in memory
         self._warn_of_others(saved)
-        gone, thinned, removable = list[Checkpoint](), list[Checkpoint](), self.ownership.removable
-        try:
-            rotation = allowed(self._rotation, saved, metrics)
-            gone = self.store.rotate(self.run, rotation, removable)
-            thinned = self.store.thin_now(self.run, rotation.thin, removable)
-        except CasckptError as error:
-            log.warning("retention after the save of %s@%d failed: %s", saved.run, saved.step, error)
+        rotation, when = allowed(self._rotation, saved, metrics), f"after the save of {saved.run}@{saved.step}"
+        gone, thinned = self._space.rotate(rotation, self.ownership.removable, when)
         purged = tuple(checkpoint.step for checkpoint in gone if checkpoint.commit.last == "purged")
         self.summary = replace(summary, forgotten=tuple(checkpoint.step for checkpoint in gone), purged=purged)
         log.info("%s", self.summary)
@@ -706,7 +713,7 @@ class Checkpointer:
         """
         begun = time.monotonic()
         error = self._settle(to_save=True)
-        self._checked, settled = True, time.monotonic()
+        was_checked, self._checked, settled = self._checked, True, time.monotonic()
         ranks = open_ranks(self.process_group)
 
         def look() -> bool:
@@ -720,6 +727,8 @@ class Checkpointer:
 
         self.start(step, overwrite=options.get("overwrite"))
         is_foreground, commit = ranks.exchange(look, decide)
+        if was_checked is None and ranks.rank == 0:
+            self._space.foresee(0)  # the save itself shows whether the state fits
         if is_foreground and ranks.rank == 0:
             log.warning(
                 "%d consecutive saves of %s failed: the training waits for the next one", self._failures.count, self.run

@@ -29,14 +29,15 @@ class RunOwnership:
 
     ``rotation``: its retention rules. ``to_resume``: the call that resumes, for messages.
     ``removable``: the ids of the checkpoints that retention may remove: those that this object saved, or that were
-    visible when it loaded one. ``replaces_unhealthy``: whether it skipped unhealthy checkpoints in its last `resume`,
+    visible when it loaded one. ``went_back_to``: the id of the checkpoint that it loaded, if the run had a newer one
+    and it has not saved since. ``replaces_unhealthy``: whether it skipped unhealthy checkpoints in its last `resume`,
     and so may replace them.
     """
 
     def __init__(self, store: Store, run: str, rotation: Rotation) -> None:
         self.to_resume = "resume()"
         self.is_decided = self._continues = self.replaces_unhealthy = False
-        self.removable = set[str]()
+        self.removable, self.went_back_to = set[str](), set[str]()
         self._store, self._run, self._rotation = store, run, rotation
         self._saved = set[str]()
         self._loaded: str | None = None
@@ -49,6 +50,7 @@ class RunOwnership:
     def note_save(self, saved: Checkpoint) -> None:
         """Note that this object has saved a checkpoint."""
         self._continues = True
+        self.went_back_to.clear()
         self._saved.add(saved.id)
         self.removable.add(saved.id)
 
@@ -69,6 +71,7 @@ class RunOwnership:
         if loaded.run == run:
             self._loaded, self._continues = loaded.id, True
             self.removable.update(one.id for one in visible)
+            self.went_back_to = set() if is_last else {loaded.id}
         later = [one.step for one in visible if one.step > loaded.step and not self.may_replace(one)]
         if last is not None and not is_last and later:
             self._rest = ".."

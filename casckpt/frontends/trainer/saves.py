@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal, TypeAlias
 
 from casckpt.base.text import listed
+from casckpt.base.units import format_size
 from casckpt.contents.checkpoint import Checkpoint
 from casckpt.errors import CasckptError, Conflict, InvalidInput, Revoked
 from casckpt.plan.retention import Rotation
@@ -79,7 +80,7 @@ class SaveSummary:
     ``bytes_copied``: the size of rank 0's copy of its state.
     ``durable``: the seconds until the commit. ``bytes_new``: the bytes that all ranks wrote. ``bytes_reused``: the
     bytes that the store already held. ``forgotten``: the steps that retention forgot after the save. ``purged``: those
-    of them that cannot be restored.
+    of them that cannot be restored. ``bytes_free``: those of the store's disk after the save; None if unknown.
     """
 
     checkpoint: Checkpoint
@@ -89,6 +90,7 @@ class SaveSummary:
     bytes_copied: int = 0
     forgotten: tuple[int, ...] = ()
     purged: tuple[int, ...] = ()
+    bytes_free: int | None = None
 
     @property
     def bytes_new(self) -> int:
@@ -102,7 +104,10 @@ class SaveSummary:
 
     @property
     def figures(self) -> dict[str, float]:
-        """The figures of the save's `CheckpointEvent`, without ``bytes_hashed`` if the manifest cannot be read."""
+        """The figures of the save's `CheckpointEvent`, without ``bytes_hashed`` if the manifest cannot be read.
+
+        ``bytes_free`` is also left out if it is unknown.
+        """
         stats, hashed = self.checkpoint.stats, dict[str, float]()
         with suppress(CasckptError):  # the save has succeeded
             hashed["bytes_hashed"] = self.checkpoint.bytes_hashed
@@ -110,6 +115,7 @@ class SaveSummary:
             "blocked_seconds": self.blocked, "waited_seconds": sum(self.waits), "ranks_seconds": self.waits[1],
             "durable_seconds": self.durable, "bytes_total": stats.bytes_total, "bytes_copied": self.bytes_copied,
             **hashed, "bytes_written": stats.bytes_written, "bytes_reused": stats.bytes_reused,
+            **free_figure(self.bytes_free),
         }  # fmt: skip
 
     def __str__(self) -> str:
@@ -117,11 +123,17 @@ class SaveSummary:
         kind = " (ephemeral)" if ckpt.ephemeral else ""
         hidden = [step for step in self.forgotten if step not in self.purged]
         parts = [(verb, steps) for verb, steps in (("forgot", hidden), ("purged", self.purged)) if steps]
+        free = "" if self.bytes_free is None else f", {format_size(self.bytes_free)} free"
         gone = "".join(f"; {verb} {', '.join(f'{ckpt.run}@{step}' for step in steps)}" for verb, steps in parts)
         return (
             f"saved {ckpt.run}@{ckpt.step}{kind}: blocked {self.blocked:.2f} s, durable after {self.durable:.2f} s, "
-            f"{self.bytes_new / _MIB:.1f} MiB new, {self.bytes_reused / _MIB:.1f} MiB reused{gone}"
+            f"{self.bytes_new / _MIB:.1f} MiB new, {self.bytes_reused / _MIB:.1f} MiB reused{free}{gone}"
         )
+
+
+def free_figure(bytes_free: int | None) -> dict[str, float]:
+    """Return the figure of an event for the free bytes of the store's disk, if they are known."""
+    return {} if bytes_free is None else {"bytes_free": bytes_free}
 
 
 class Janitor:
@@ -131,22 +143,26 @@ class Janitor:
     """
 
     def __init__(self, store: Store) -> None:
-        self._store, self._asked = store, dict[str, Future[None]]()
+        self._store, self._asked = store, dict[str, Future[int]]()
         self._queue: ThreadPoolExecutor | None = None
 
-    def ask(self, run: str) -> None:
-        """Start a gc of ``run``, either now or after the current gc."""
+    def ask(self, run: str) -> Future[int]:
+        """Start a gc of ``run``, either now or after the current gc. Return the future number of freed bytes."""
         last = self._asked.get(run)
         if last is None or last.running() or last.done():  # otherwise, it has yet to begin
             self._queue = self._queue or ThreadPoolExecutor(1, thread_name_prefix="casckpt-gc")
             self._asked[run] = self._queue.submit(self._gc, run)
+        return self._asked[run]
 
-    def _gc(self, run: str) -> None:
+    def _gc(self, run: str) -> int:
         try:
-            for one in self._store.gc(run=run, wait=0).refused:
-                log.warning("gc left a file of run %s: %s (owner: %s)", one.run, one.why, one.owner)
+            result = self._store.gc(run=run, wait=0)
         except CasckptError as error:
             log.warning("gc of %s in %s failed; the next gc continues it: %s", run, self._store.url, error)
+            return 0 if error.done is None else int(error.done.deleted_bytes)
+        for one in result.refused:
+            log.warning("gc left a file of run %s: %s (owner: %s)", one.run, one.why, one.owner)
+        return result.deleted_bytes
 
     def close(self) -> None:
         """Wait until all gcs have finished."""
@@ -167,10 +183,11 @@ class CheckpointEvent:
     """What happened to the checkpoint of ``run`` and ``step``.
 
     ``kind``: "saved": durable and visible. "failed": the save raised ``error``. "skipped": a due save was left out.
-    "resumed": loaded by `Checkpointer.resume` or `Checkpointer.load`. "forgotten": by retention, after a save.
+    "resumed": loaded by `Checkpointer.resume` or `Checkpointer.load`. "forgotten": by retention, after a save or to
+    make room for one.
     ``checkpoint``: None for a failed or skipped save. ``reason``: why it failed or was skipped. ``figures``: numbers by
     name. Names that end in ``_seconds`` are times, and those that begin with ``bytes_`` are sizes over all ranks
-    (``bytes_copied``: on rank 0).
+    (``bytes_copied``: on rank 0; ``bytes_free``: of the store's disk).
     """
 
     kind: EventKind

@@ -8,6 +8,7 @@ from dataclasses import dataclass, fields
 from typing import Any, Literal, TypeAlias, TypedDict
 
 from casckpt.base.names import check_run, check_step
+from casckpt.base.units import parse_size
 from casckpt.errors import InvalidInput
 from casckpt.frontends.trainer.saves import OnEvent
 from casckpt.plan.retention import Policy, Rotation, thinning_of
@@ -35,6 +36,7 @@ class TrainerArguments(StateArguments, total=False):
     max_steps_at_risk: int | None
     max_failures: int | None
     gc: bool
+    min_free: str | int | None
     overwrite: bool
     owners: Owners
     on_event: OnEvent | None
@@ -92,8 +94,10 @@ class TrainerSettings(StateOptions):
     max_steps_at_risk: Count = None
     #: the number of consecutive saves that may fail, over at least 15 minutes, before the next failure is raised
     max_failures: Count = 3
-    #: runs gc after each save to delete forgotten checkpoints
+    #: runs gc after each save, and when a save meets a full disk, to delete forgotten checkpoints
     gc: bool = False
+    #: how much of the disk a save must leave free, such as `"20GB"`; see [a full disk](disk_usage.md#a-full-disk)
+    min_free: str | int | None = None
     #: replaces existing steps, and allows a training that did not resume to [save them
     #: again](resume.md#who-may-continue-a-run)
     overwrite: bool = False
@@ -124,6 +128,8 @@ class TrainerSettings(StateOptions):
         object.__setattr__(self, "fixed_steps", steps)
         if self.last_step is not None:
             object.__setattr__(self, "last_step", check_step(self.last_step))
+        if self.min_free is not None:
+            parse_size(str(self.min_free))
         policy_of(self.keep)
         self.check_choices()
         thinning_of(self.thin)

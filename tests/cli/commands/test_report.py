@@ -27,6 +27,16 @@ def test_stats_show_what_uses_the_space(saved: Path, store: casckpt.Store, as_js
     assert {one["run"] for one in as_json("stats", saved, "--by", "run", "--run", "b")["by_run"]} == {"b"}
 
 
+def test_stats_show_when_the_disk_is_full(saved: Path, as_json: AsJson, run: Run) -> None:
+    found = as_json("stats", saved, "--plan")
+    assert {*found} - {*as_json("stats", saved)} == {"bytes_per_day", "bytes_free", "full_at"}
+    assert found["bytes_free"] > 0
+    assert as_json("stats", saved, "--plan", "--run", "b")["bytes_per_day"] <= found["bytes_per_day"]
+    text = run("stats", saved, "--plan").stdout
+    assert "grows by" in text
+    assert " per day, " in text
+
+
 def test_stats_count_checkpoints_and_bytes(saved: Path, as_json: AsJson) -> None:
     found = as_json("stats", saved)
     blobs = list(saved.glob("objects/*/*.safetensors"))
