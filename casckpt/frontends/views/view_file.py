@@ -187,9 +187,10 @@ def _bounded(where: str, content: Mapping[str, Any]) -> BoundedMatch:
 def _check(where: str, name: str, value: Any) -> None:
     if name not in _FIELDS:
         raise InvalidInput(f"{where} has the unknown field {name!r:.80}; the known fields are {_names()}")
-    if not _FIELDS[name](value):
+    is_valid, rule = _FIELDS[name]
+    if not is_valid(value):
         raise InvalidInput(
-            f"{where}: {name} is {value!r:.80}, which is not valid; docs/serving.md lists the valid values"
+            f"{where}: {name} is {value!r:.80}, but it must {rule}; docs/serving.md lists the valid values"
         )
     if isinstance(value, dict):
         compiled(value, f"{where}: ")
@@ -229,15 +230,21 @@ def _is_count(value: object) -> bool:
     return type(value) is int and value > 0
 
 
-_FIELDS: Final[Mapping[str, Callable[[Any], bool]]] = {
-    "keys": lambda value: isinstance(value, list) and all(map(_is_text, value)),
-    "strip_prefix": _is_text,
-    "rename": lambda value: _is_map(value, _is_text),
-    "model": lambda value: isinstance(value, bool),
-    "split": lambda value: _is_map(value, _are_parts),
-    "concat": lambda value: _is_map(value, _are_names),
+_FIELDS: Final[Mapping[str, tuple[Callable[[Any], bool], str]]] = {
+    "keys": (lambda value: isinstance(value, list) and all(map(_is_text, value)), "be a list of strings"),
+    "strip_prefix": (_is_text, "be a string"),
+    "rename": (lambda value: _is_map(value, _is_text), "map regular expressions to names, all of them strings"),
+    "model": (lambda value: isinstance(value, bool), "be true or false"),
+    "split": (
+        lambda value: _is_map(value, _are_parts),
+        "map a regular expression to names, or to an object with names and shares or indices",
+    ),
+    "concat": (
+        lambda value: _is_map(value, _are_names),
+        "map a regular expression to a list: the name of the combined tensor, and the names of those to append to it",
+    ),
 }
-"""For each field, whether a value is valid."""
+"""For each field, whether a value is valid, and what it must be."""
 
 
 def _names() -> str:

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from casckpt.errors import InvalidInput
-from casckpt.frontends.views.view_file import BoundedMatch, read_hub_names, ways
+from casckpt.frontends.views.view_file import BoundedMatch, _check, read_hub_names, ways
 
 
 @pytest.mark.parametrize(
@@ -126,3 +126,9 @@ def test_a_valid_names_file_is_read() -> None:
     assert (found.views[0].rules.strip_prefix, found.views[0].rules.model) == ("model", True)
     assert (found.notes, found.tied) == (("x",), (("a", "b"),))
     assert read_hub_names(b"{}", "the file") == ((), (), ())
+
+
+@pytest.mark.parametrize("field", ["rename", "split", "concat"])
+def test_the_error_for_an_invalid_field_says_what_the_field_must_be(field: str) -> None:
+    with pytest.raises(InvalidInput, match=f"{field} is .*, but it must map .*regular expression"):
+        _check("views.json", field, {"w": 1})
