@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from queue import Empty, SimpleQueue
 from typing import Any
 
-from casckpt.storage.base import Known, ListedObject, ObjectStore, Reader, Room, Traits
+from casckpt.storage.base import Known, ListedObject, ObjectStore, Reader, Traits
 
 Choose = Callable[[list[str]], str]
 PATIENCE = 60.0  # seconds without progress after which a stage is considered broken
@@ -182,12 +182,12 @@ class SteppedStore:
     def sweep(self, folder: str, *, below: bool = False) -> int:
         return self._inner.sweep(folder, below=below)
 
-    def prepare(self) -> None:
-        self._inner.prepare()
+    def prepare(self) -> int:
+        return self._inner.prepare()
 
     def put_prepared(self, key: str, data: bytes) -> bool:
         self._stop("put", key)
         return self._inner.put_prepared(key, data)
 
-    def room(self) -> Room | None:
-        return self._inner.room()
+    def bytes_free(self) -> int | None:
+        return self._inner.bytes_free()
