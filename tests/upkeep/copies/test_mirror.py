@@ -128,6 +128,27 @@ def test_a_full_mirror_catches_up_once_it_has_room_and_nothing_is_lost_until_the
     assert away.gc(wait=0, min_age=0).deleted_bytes == 0
 
 
+def test_a_full_mirror_can_be_freed_while_the_training_runs(store: Store, link: FaultyStore, away: Path) -> None:
+    """gc does not wait for the copy that found no room. The copy has removed what it wrote, and is repeated."""
+    save(store, 1, 2)
+    store.wait_for_mirror()
+    full = StorageError("the disk is full", full=True)
+    link.inject(fail_before("put", key="objects/*.manifest", times=1 << 30, error=full))
+    store.save({"w": cells(32)}, run="sft", step=3)
+    with pytest.raises(StorageError, match="the disk is full"):
+        store.wait_for_mirror()
+    link.inject(fail_before("put", key="transactions/*", times=1 << 30, error=full))  # the copy is not repeated yet
+    for thread in threading.enumerate():
+        if thread.name == "casckpt-clean-up":
+            thread.join()
+    assert list(away.glob("objects/*-3/*")) == []
+    found = casckpt.open(away).gc(keep_last=1, min_age=0, wait=0)
+    assert (len(found.purged), found.deleted_manifests, found.waiting) == (1, 1, ())
+    link.heal()
+    store.wait_for_mirror()
+    assert steps(casckpt.open(away)) == [("sft", 2), ("sft", 3)]
+
+
 def _cli(*args: object) -> str:
     done = subprocess.run(
         [sys.executable, "-m", "casckpt", *map(str, args)], capture_output=True, text=True, check=True
