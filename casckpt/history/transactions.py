@@ -231,9 +231,9 @@ class Transaction:
     def _remove_uploads(self, reason: str | BaseException, *, revoked: bool) -> None:
         """Start to remove the objects of this save.
 
-        Another process may need the objects of a copy, in which any number of them work, or of a rewrite.
+        Another process may need the objects of a rewrite, or those of a copy that it may still commit.
         """
-        is_own = not self.joined and self.began.manifest is None and self.began.slot is None
+        is_own = self.began.slot is None and (first or not (self.joined or self.began.manifest))
         is_interrupt = isinstance(reason, BaseException) and not isinstance(reason, Exception)
         if is_own and not is_interrupt and not self._repo.storage.traits.remote:
             run_beside(partial(self._clean_up, revoked))

@@ -16,7 +16,7 @@ from torch.utils.data import DataLoader, TensorDataset
 pytest.importorskip("accelerate", reason="needs casckpt[transformers]")
 
 import casckpt
-from casckpt.errors import InvalidInput, Unsupported
+from casckpt.errors import InvalidInput, StorageError, Unsupported
 from tests.support.parallel import everything
 from tests.support.ranks import Pool, comes_last, outcome_of
 from tests.support.saves import small_folder, steps
@@ -239,6 +239,19 @@ def test_close_warns_about_unsaved_steps(store: casckpt.Store, caplog: pytest.Lo
     assert checkpointer.save_if_due(1) is None
     checkpointer.close()
     assert "steps 1 to 1 of a are not in any checkpoint" in caplog.text
+
+
+def test_the_checkpointer_leaves_the_room_that_others_need(store: casckpt.Store) -> None:
+    from accelerate import Accelerator
+
+    from casckpt.frontends.accelerate import AcceleratorCheckpointer
+
+    accelerator = Accelerator(cpu=True)
+    accelerator.prepare(nn.Linear(2, 1))
+    with pytest.raises(StorageError, match="leaves min_free='999TB'"):
+        AcceleratorCheckpointer(accelerator, store, run="a", min_free="999TB").save(1)
+    with pytest.raises(InvalidInput, match="'20 apples' is not a size"):
+        AcceleratorCheckpointer(accelerator, store, run="a", min_free="20 apples")
 
 
 def loaded(rank: int, size: int, path: Path) -> Any:

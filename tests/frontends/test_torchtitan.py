@@ -195,6 +195,7 @@ def refuses(rank: int, size: int, path: Path) -> None:
         ({"initial_load_path": "/somewhere"}, Unsupported),
         ({"exclude_from_loading": ["dataloder"]}, InvalidInput),
         ({"create_seed_checkpoint": True}, Unsupported),
+        ({"min_free": "20 apples"}, InvalidInput),
     ):
         with pytest.raises(kind):
             Loop(rank, size, path, **settings)
@@ -209,6 +210,16 @@ def refuses(rank: int, size: int, path: Path) -> None:
     with patch.object(loop.manager.checkpointer, "close") as close:
         loop.manager.close()
     close.assert_called_once()
+
+
+def lacks_room(rank: int, size: int, path: Path) -> str:
+    loop = Loop(rank, size, path, min_free="999TB")
+    return str(outcome_of(lambda: (loop.train(2), loop.manager.maybe_wait_for_saving())))
+
+
+def test_the_manager_leaves_the_room_that_others_need(store_path: Path, ranks: Pool) -> None:
+    (said,) = ranks.run(1, lacks_room, store_path)
+    assert "leaves min_free='999TB'" in said
 
 
 def signs_and_demands(rank: int, size: int, path: Path, private: str, public: str) -> None:

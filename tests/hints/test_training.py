@@ -26,6 +26,9 @@ from tests.support.hints import Advice, Messages, follows
 from tests.support.logs import logged
 from tests.support.parallel import Stack, joined, tp
 from tests.support.ranks import Pool, outcome_of
+from tests.support.repositories import memory
+from tests.support.saves import CELL, cells, small
+from tests.support.small_disk import SmallDisk
 from tests.support.training import identical
 
 Store = casckpt.Store
@@ -485,6 +488,38 @@ def test_gc_frees_the_space_of_rotated_checkpoints(
     else:
         run(*advice.command("gc"))
         assert len(list(store_path.rglob("*.safetensors"))) < blobs
+
+
+@follows("frontends/trainer/space.py:", "A Checkpointer with gc=True and a rule such as max_checkpoints=2 frees what")
+def test_a_checkpointer_with_gc_and_a_rule_survives_a_full_disk_as_advised(messages: Messages) -> None:
+    store = small(SmallDisk(memory(near=False), 45 * CELL))
+    plain = checkpointer(store)
+    plain.save(1, {"w": cells(16)})
+    plain.save(2, {"w": cells(16)})
+    with messages.error(StorageError) as advice:
+        plain.save(3, {"w": cells(16)})
+    with checkpointer(store, **advice.argument("gc"), max_checkpoints=1) as made:
+        assert advice.argument("max_checkpoints") == {"max_checkpoints": 2}  # two do not leave room for a third
+        made.resume({"w": cells(16)})
+        made.save(3, {"w": cells(16)})
+    assert [one.step for one in store.checkpoints("sft")] == [3]
+
+
+@follows("frontends/trainer/space.py:RunSpace.check", "leaves min_free=…. Free some space, or lower min_free")
+@pytest.mark.parametrize("way", ["Free some space", "lower min_free"])
+def test_a_save_that_leaves_too_little_room_succeeds_as_advised(messages: Messages, way: str) -> None:
+    disk = SmallDisk(memory(near=False), 60 * CELL, foreign=30 * CELL)
+    store = small(disk)
+    made = checkpointer(store, min_free=20 * CELL)
+    with messages.error(StorageError) as advice:
+        made.save(1, {"w": cells(16)})
+    advice.says(way)
+    if way == "Free some space":
+        disk.foreign = 0
+    else:
+        made = checkpointer(store, min_free=10 * CELL)
+    made.save(1, {"w": cells(16)})
+    assert [one.step for one in store.checkpoints("sft")] == [1]
 
 
 @follows("frontends/trainer/checkpointer.py:Checkpointer._warn_of_unsaved", "pass last_step=%d to the Checkpointer, or")

@@ -98,6 +98,7 @@ class RunSpace:
             free = self.bytes_free
             if self._has_warned or free is None:
                 return
+            free = max(0, free - parse_size(str(self._settings.min_free or 0)))
             need, why = self._expected(nbytes)
             if need > free and need > (free := free + self._freed_by_gc()):
                 self._has_warned = True

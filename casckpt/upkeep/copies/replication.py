@@ -27,7 +27,7 @@ from casckpt.base.text import listed
 from casckpt.base.units import time_of
 from casckpt.contents import blobs, manifests
 from casckpt.contents.signatures import list_signatures
-from casckpt.errors import CasckptError, Conflict, Damaged, Gone, NotFound, Refused, Revoked
+from casckpt.errors import CasckptError, Conflict, Damaged, Gone, NotFound, Refused, Revoked, StorageError
 from casckpt.format import manifest as format_manifest
 from casckpt.format.keys import blob_key, commit_key, copied_txid, manifest_key, parse_txid, uploader_folder
 from casckpt.format.manifest import Encoded, Manifest, placed
@@ -117,8 +117,8 @@ def replicate(source: Repository, target: Repository, commit: Commit, work: Work
 
     Raises `Damaged` or `Refused`, which names the blob and the keys, if the source is damaged. Raises `Gone` if the
     checkpoint was purged there in the meantime, and `Conflict` if a different checkpoint in ``target`` has its run and
-    step. Raises `StorageError`; the next call continues where this one stopped. After an error, the copy is not
-    visible.
+    step. Raises `StorageError`; the next call continues where this one stopped, unless a mirror is full. After an
+    error, the copy is not visible.
     """
     while True:
         try:
@@ -214,8 +214,11 @@ def _share(target: Repository, transaction: Transaction, copy: _Copy) -> Commit:
             raise
         transaction.abort(f"{type(error).__name__}: {error}")
         raise
-    except BaseException:
-        transaction.leave()
+    except BaseException as error:
+        if work.for_mirror and isinstance(error, StorageError) and error.full:
+            transaction.abort(error)  # gc would wait for it, because this process lives on, and could not free anything
+        else:
+            transaction.leave()
         raise
     return made
 

@@ -28,7 +28,9 @@ from casckpt.frontends.training_state import unshard_model_state
 from casckpt.store.store import Store
 from tests.support.faulty import Call, call_first, fail_before
 from tests.support.lightning_training import Losses, Model, Slow, data, trainer
-from tests.support.saves import small_folder, steps
+from tests.support.repositories import memory
+from tests.support.saves import CELL, cells, small, small_folder, steps
+from tests.support.small_disk import SmallDisk
 from tests.support.training import WithProjector, identical
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # Lightning and its imports warn about devices, loggers and workers
@@ -143,6 +145,45 @@ def test_the_error_of_a_failed_background_save_is_raised(tmp_path: Path, caplog:
     assert not (tmp_path / "2.ckpt").exists()
     assert steps(slow.store) == [("sft", 1)]
     assert io.load_checkpoint(tmp_path / "1.ckpt")["global_step"] == 1
+
+
+@pytest.mark.parametrize("async_save", [False, True])
+def test_a_save_that_meets_a_full_disk_frees_what_removals_left_and_is_tried_again(
+    tmp_path: Path, async_save: bool
+) -> None:
+    disk = SmallDisk(memory(near=False), 45 * CELL)  # for two checkpoints
+    store = small(disk)
+
+    def save(io: CasCheckpointIO, step: int) -> None:
+        drawn = checkpoint(step) | {"state_dict": {"w": cells(16)}}
+        io.save_checkpoint(drawn, tmp_path / f"{step}.ckpt")
+        io.teardown()
+
+    plain = CasCheckpointIO(store, run="sft", async_save=async_save)
+    save(plain, 1)
+    save(plain, 2)
+    plain.remove_checkpoint(tmp_path / "1.ckpt")
+    with pytest.raises(StorageError, match=r"the disk is full\. A Checkpointer with gc=True"):
+        save(plain, 3)
+    assert not (tmp_path / "3.ckpt").exists()
+    io = CasCheckpointIO(store, run="sft", async_save=async_save, gc=True)
+    save(io, 3)
+    assert steps(store) == [("sft", 2), ("sft", 3)]
+    refused = disk.refused
+    with pytest.raises(StorageError, match="the disk is full"):
+        save(io, 4)
+    assert disk.refused == refused + 1  # gc frees nothing, so a second try would be in vain
+    assert steps(store) == [("sft", 2), ("sft", 3)]  # Lightning decides what goes
+
+
+def test_a_save_leaves_the_room_that_others_need(tmp_path: Path) -> None:
+    store = small_folder(tmp_path / "store")
+    with pytest.raises(StorageError, match="leaves min_free='999TB'") as raised:
+        CasCheckpointIO(store, run="sft", min_free="999TB").save_checkpoint(checkpoint(1), tmp_path / "1.ckpt")
+    assert raised.value.full
+    CasCheckpointIO(store, run="sft", min_free=1).save_checkpoint(checkpoint(1), tmp_path / "1.ckpt")
+    with pytest.raises(InvalidInput, match="'20 apples' is not a size"):
+        CasCheckpointIO(store, run="sft", min_free="20 apples")
 
 
 def test_the_last_failed_save_of_a_fabric_is_reported_at_exit_unless_somebody_hears_of_it(tmp_path: Path) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import nullcontext
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -277,12 +278,26 @@ def test_an_invalid_state_raises_an_error_on_all_ranks_at_the_start(tmp_path: Pa
     assert steps(small_folder(tmp_path / "store")) == []
 
 
-def test_the_strategy_saves_the_files_that_lightning_names_in_any_order(tmp_path: Path) -> None:
-    store = small_folder(tmp_path / "store")
-    store.save({"x": 1}, run="sft", step=5)
-    strategy = CasModelParallelStrategy(store, run="sft")
+def with_a_model(strategy: CasModelParallelStrategy) -> CasModelParallelStrategy:
     module: Any = nn.Linear(2, 2)
     module.trainer = SimpleNamespace(callbacks=[])
     strategy._lightning_module = module
+    return strategy
+
+
+def test_the_strategy_leaves_the_room_that_others_need(tmp_path: Path) -> None:
+    store = small_folder(tmp_path / "store")
+    for least, found in (("999TB", "leaves min_free='999TB'"), (1, "None")):
+        strategy = with_a_model(CasModelParallelStrategy(store, run="sft", min_free=least))
+        saving = partial(strategy.save_checkpoint, {"global_step": 3, "epoch": 1}, tmp_path / "x.ckpt")
+        assert found in str(outcome_of(saving))
+    with pytest.raises(InvalidInput, match="'20 apples' is not a size"):
+        CasModelParallelStrategy(store, run="sft", min_free="20 apples")
+
+
+def test_the_strategy_saves_the_files_that_lightning_names_in_any_order(tmp_path: Path) -> None:
+    store = small_folder(tmp_path / "store")
+    store.save({"x": 1}, run="sft", step=5)
+    strategy = with_a_model(CasModelParallelStrategy(store, run="sft"))
     strategy.save_checkpoint({"state_dict": {}, "global_step": 3, "epoch": 1}, tmp_path / "x.ckpt")
     assert sorted(step for _, step in steps(store)) == [3, 5]

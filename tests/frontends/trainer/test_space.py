@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from torch import nn
 
@@ -388,6 +388,8 @@ PASTS = st.builds(
 
 @settings(max_examples=25)
 @given(past=PASTS, room=st.integers(1, 60))
+@example(past=Past(fixed=0, changes=6, most=None, before=3, after=1), room=10)  # for one save, but not for two
+@example(past=Past(fixed=0, changes=6, most=3, before=2, after=4), room=17)  # for four, of which three stay
 def test_no_run_that_fits_is_warned(past: Past, room: int) -> None:
     """A training of ``after`` more saves that all succeed was not warned, and neither was one whose state fits."""
     disk, store = disk_for(99)
@@ -436,6 +438,34 @@ def test_a_resumed_run_is_warned_if_its_rules_keep_more_than_fits(caplog: pytest
     with Checkpointer(store, **(rules | {"max_checkpoints": 2})) as third:
         third.resume({"w": cells(16)})
     assert warnings_of(caplog) == []
+
+
+def test_what_a_gc_frees_counts_as_room(caplog: pytest.LogCaptureFixture) -> None:
+    disk, store = disk_for(99)
+    with Checkpointer(store, run="sft") as first, Checkpointer(store, run="old") as old:
+        for step in (1, 2):
+            saved(first, step)
+            saved(old, step)
+    disk.bytes = disk.used + STATE // 2
+    rules: dict[str, Any] = {"run": "sft", "max_checkpoints": 2, "gc": True}
+    Checkpointer(store, **rules).resume({"w": cells(16)})
+    assert len(warnings_of(caplog)) == 1
+    caplog.clear()
+    store.forget_now(*store.checkpoints("old"))
+    Checkpointer(store, **rules).resume({"w": cells(16)})
+    assert warnings_of(caplog) == []
+
+
+@pytest.mark.parametrize("least", [None, "100KiB"])
+def test_one_warning_says_what_is_missing_even_if_the_state_grows(
+    least: str | None, caplog: pytest.LogCaptureFixture
+) -> None:
+    _, store = disk_for(1 if least is None else 2)  # 80 and 160 KiB
+    checkpointer = Checkpointer(store, run="sft", min_free=least)
+    for factor in (1.5, 2):
+        checkpointer.check({"w": cells(16 * factor)})
+    (text,) = warnings_of(caplog)
+    assert f"has room for {'80.0' if least is None else '60.0'} KiB, but run sft needs 96.0 KiB" in text
 
 
 # what is told

@@ -24,7 +24,7 @@ pytest.importorskip("accelerate", reason="needs casckpt[transformers]")
 
 import casckpt
 from casckpt.base.names import MAX_METRICS
-from casckpt.errors import Conflict, InvalidInput, Mismatch, NotFound, Unsupported
+from casckpt.errors import Conflict, InvalidInput, Mismatch, NotFound, StorageError, Unsupported
 from casckpt.frontends.training_state import load_model_and_optim_state, save_model_and_optim_state
 from casckpt.frontends.transformers import CasCheckpointCallback, restore_checkpoint
 from casckpt.store.store import Store
@@ -250,6 +250,13 @@ def test_optimizer_state_added_by_the_user_is_restored(tmp_path: Path, store: St
 def test_the_transformers_callback_rejects_save_intervals(store: Store) -> None:
     with pytest.raises(InvalidInput, match=r"save_interval has no effect here: .* save_steps of the Trainer"):
         CasCheckpointCallback(store, run="sft", save_interval=100, max_checkpoints=3)
+
+
+def test_the_callback_leaves_the_room_that_others_need(tmp_path: Path, store: Store) -> None:
+    with pytest.raises(StorageError, match="leaves min_free='999TB'"):
+        trainer(tmp_path, tiny(), CasCheckpointCallback(store, run="sft", min_free="999TB"), most=1).train()
+    with pytest.raises(InvalidInput, match="'20 apples' is not a size"):
+        CasCheckpointCallback(store, run="sft", min_free="20 apples")
 
 
 def test_a_restarted_training_run_overwrites_existing_steps_only_if_told(tmp_path: Path, store: Store) -> None:

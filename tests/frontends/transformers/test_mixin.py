@@ -345,6 +345,12 @@ def test_the_error_of_the_last_save_is_raised(tmp_path: Path, store: Store) -> N
         training.train()
 
 
+def test_the_mixin_leaves_the_room_that_others_need(tmp_path: Path, store: Store) -> None:
+    training = trainer(store, tmp_path / "out", max_steps=2, settings={"min_free": "999TB"})
+    with pytest.raises(casckpt.errors.StorageError, match="leaves min_free='999TB'"):
+        training.train()
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [
@@ -354,6 +360,7 @@ def test_the_error_of_the_last_save_is_raised(tmp_path: Path, store: Store) -> N
         ({"settings": {"keep": 2}, "save_total_limit": 2}, "keep and max_checkpoints cannot be combined"),
         ({"settings": {"keep": 2}} | BEST, "pass save_total_limit alone"),
         ({"settings": {"ephemeral_cooldown": 2}}, "ephemeral_cooldown has no effect"),
+        ({"settings": {"min_free": "20 apples"}}, "'20 apples' is not a size"),
     ],
 )
 def test_arguments_that_cannot_work_are_rejected(

@@ -49,6 +49,19 @@ def test_a_folder_whose_mount_is_unknown_does_not_count_as_stale(tmp_path: Path)
     assert LocalStore(tmp_path).traits.stale == ""
 
 
+@pytest.mark.parametrize(
+    ("kind", "warned"),
+    [("btrfs", True), ("zfs", True), ("bcachefs", True), ("ext4", False), ("xfs", False), ("tmpfs", False)],
+)
+def test_file_systems_that_need_space_to_overwrite_are_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str, warned: bool
+) -> None:
+    (table := tmp_path / "mounts").write_text(f"a / btrfs rw 0 0\nb {tmp_path} {kind} rw 0 0\n")
+    monkeypatch.setattr("casckpt.storage.local.store._MOUNTS", table)
+    found = [one for one in LocalStore(tmp_path / "store").examine() if one.name == "full"]
+    assert [(one.ok, kind in one.found, "quota" in one.advice) for one in found] == [(None, True, True)] * warned
+
+
 def test_gc_rejects_stale_listings(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(
         "casckpt.storage.local.store.stale_listings", lambda path: f"{path} is on NFS; mount it with noac"

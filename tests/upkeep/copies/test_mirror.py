@@ -31,7 +31,9 @@ from casckpt.upkeep.gc.gc import execute, plan_gc
 from tests.support.far import far
 from tests.support.faulty import FaultyStore, fail_before
 from tests.support.ranks import Pool, tell, wait_for
-from tests.support.saves import blob_keys, cells, flip, same_state, small_folder, steps
+from tests.support.repositories import memory
+from tests.support.saves import CELL, blob_keys, cells, flip, same_state, small_folder, steps
+from tests.support.small_disk import SmallDisk
 from tests.support.together import cut, emptied, line
 
 
@@ -98,6 +100,53 @@ def test_while_the_mirror_is_unreachable_saves_work_and_gc_forgets_nothing(
     assert reasons(casckpt.open(store_path), keep_last=1) == []
     assert steps(store) == [("sft", 3)]
     assert steps(casckpt.open(away)) == [("sft", 2), ("sft", 3)]  # checkpoints forgotten here are forgotten there
+
+
+def test_a_full_mirror_catches_up_once_it_has_room_and_nothing_is_lost_until_then(store_path: Path) -> None:
+    small_folder(store_path)
+    disk = SmallDisk(memory(near=False), 20 * CELL)  # half a checkpoint
+    store, away = casckpt.open(store_path, mirror=Store(Repository(disk))), Store(Repository(disk))
+    with Checkpointer(store, run="sft", max_checkpoints=1, gc=True) as checkpointer:
+        for step in (1, 2, 3):
+            checkpointer.save(step, {"w": cells(32, seed=step)})
+            with pytest.raises(StorageError, match="the disk is full") as raised:
+                store.wait_for_mirror()
+            assert raised.value.full
+    assert steps(store) == [("sft", 1), ("sft", 2), ("sft", 3)]
+    assert store.mirror_lag().checkpoints == 3
+    assert reasons(store, keep_last=1) == [(1, "unmirrored"), (2, "unmirrored")]
+    disk.bytes = 999 * CELL
+    store.wait_for_mirror()
+    assert steps(away) == [("sft", 1), ("sft", 2), ("sft", 3)]
+    with Checkpointer(store, run="sft", max_checkpoints=1, gc=True) as checkpointer:
+        checkpointer.resume({"w": cells(32)})
+        checkpointer.save(4, {"w": cells(32)})
+    assert steps(store) == [("sft", 4)]
+    store.wait_for_mirror()
+    assert steps(away) == [("sft", 1), ("sft", 2), ("sft", 3), ("sft", 4)]
+    assert not away.verify().is_damaged
+    assert away.gc(wait=0, min_age=0).deleted_bytes == 0
+
+
+def test_a_full_mirror_can_be_freed_while_the_training_runs(store: Store, link: FaultyStore, away: Path) -> None:
+    """gc does not wait for the copy that found no room. The copy has removed what it wrote, and is repeated."""
+    save(store, 1, 2)
+    store.wait_for_mirror()
+    full = StorageError("the disk is full", full=True)
+    link.inject(fail_before("put", key="objects/*.manifest", times=1 << 30, error=full))
+    store.save({"w": cells(32)}, run="sft", step=3)
+    with pytest.raises(StorageError, match="the disk is full"):
+        store.wait_for_mirror()
+    link.inject(fail_before("put", key="transactions/*", times=1 << 30, error=full))  # the copy is not repeated yet
+    for thread in threading.enumerate():
+        if thread.name == "casckpt-clean-up":
+            thread.join()
+    assert list(away.glob("objects/*-3/*")) == []
+    found = casckpt.open(away).gc(keep_last=1, min_age=0, wait=0)
+    assert (len(found.purged), found.deleted_manifests, found.waiting) == (1, 1, ())
+    link.heal()
+    store.wait_for_mirror()
+    assert steps(casckpt.open(away)) == [("sft", 2), ("sft", 3)]
 
 
 def _cli(*args: object) -> str:
