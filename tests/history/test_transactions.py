@@ -34,6 +34,7 @@ from tests.support.repositories import (
     put_blob,
     repository,
     save,
+    wait_for_clean_up,
 )
 
 
@@ -386,14 +387,6 @@ def joining(repo: Repository) -> Transaction:
 def rewriting(repo: Repository) -> Transaction:
     base = save(repo, "a", 1)
     return upload(repo, begin(repo, "a", 1, slot=(base.txid, base.number + 1)))
-
-
-def wait_for_clean_up() -> None:
-    for thread in threading.enumerate():
-        if thread.name == "casckpt-clean-up":
-            assert thread.daemon  # the program may end before
-            thread.join(60)
-            assert not thread.is_alive()
 
 
 def test_a_failed_save_removes_its_objects_after_its_record_was_read_back(
