@@ -138,9 +138,9 @@ class ObjectStore(Protocol):
     def put(self, key: str, data: memoryview | bytes, *, settle: bool = True) -> None:
         """Create the object. Raises `AlreadyExists`, `casckpt.errors.StorageError`, `casckpt.errors.Unsupported`."""
 
-    def prepare(self) -> None:
-        """Set room aside for `put_prepared`, as far as there is some. Never fails."""
-        return
+    def prepare(self) -> int:
+        """Set room aside for `put_prepared`, as far as there is some. Return for how many objects. Never fails."""
+        return 0
 
     def put_prepared(self, key: str, data: bytes) -> bool:
         """Do what `put` could not do because the storage is full, with room that was set aside.

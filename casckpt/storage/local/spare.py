@@ -1,8 +1,7 @@
 """Prepared files, with which a full disk can still store the small records that free its space.
 
 The folder .spare of a store holds `COUNT` files of `SIZE` bytes. If there is no room for a new file, a record is
-written over the bytes of a prepared one, which then moves to the record's name. This takes no inode and no block,
-unless the folder of the record has to grow. File systems that never overwrite blocks, such as btrfs and ZFS, do need
+written over the bytes of a prepared one, which then gets the record's name. This takes no inode and no block, unless the folder of the record has to grow. File systems that never overwrite blocks, such as btrfs and ZFS, do need
 a block. For these cases, and for larger objects, files are given up, whose space another program may take first.
 
 A process takes a file by giving it a name of its own. Only one process can do that, even where locks do not work.
@@ -34,10 +33,10 @@ class Spares:
     def __init__(self, folders: Folders) -> None:
         self._folders = folders
 
-    def prepare(self) -> None:
+    def prepare(self) -> int:
         """Create the files that are missing, as far as there is room, and remove the names of killed processes.
 
-        If a process is still using such a name, it takes the next file.
+        If a process is still using such a name, it takes the next file. Return how many files there are.
         """
         with suppress(OSError, Refused), self._folders.open_spare(create=True) as folder:
             for name in filter(is_temporary, os.listdir(folder)):
@@ -46,6 +45,9 @@ class Spares:
             for name in map("{:02}".format, range(COUNT)):
                 if not _is_ready(folder, name):
                     self._make(folder, name)
+        with suppress(OSError, Refused), self._folders.open_spare() as folder:
+            return len(os.listdir(folder))
+        return 0
 
     def _make(self, folder: int, name: str) -> None:
         """Write a whole file before others can take it. It needs no sync: what a power failure takes is made again."""
@@ -108,20 +110,21 @@ def _use(spare: int, prepared: str, folder: int, name: str, data: memoryview) ->
     try:
         fd = os.open(own, _WRITE, dir_fd=spare)
         try:
-            if os.fstat(fd).st_nlink != 1:
-                os.unlink(own, dir_fd=spare)
-                return False
+            is_usable = os.fstat(fd).st_nlink == 1
             os.stat(own, dir_fd=spare)  # if `prepare` has removed it, the name that was counted is that of a record
-            write_all(fd, data, 0)  # over the old bytes: shortened first, it would need a new block
-            os.ftruncate(fd, data.nbytes)
-            syscalls.sync(fd)
-            syscalls.move_new(spare, own, folder, name)
-            with suppress(PermissionError):  # another user made it
-                os.fchmod(fd, os.fstat(fd).st_mode & syscalls.FILE_MODE)
+            if is_usable:
+                write_all(fd, data, 0)  # over the old bytes: shortened first, it would need a new block
+                os.ftruncate(fd, data.nbytes)
+                syscalls.sync(fd)
+                syscalls.link_named(spare, own, name, into=folder)
+                with suppress(PermissionError):  # another user made it
+                    os.fchmod(fd, os.fstat(fd).st_mode & syscalls.FILE_MODE)
         finally:
             os.close(fd)
     except BaseException:
         with suppress(OSError):
             os.rename(own, prepared, src_dir_fd=spare, dst_dir_fd=spare)
         raise
-    return True
+    with suppress(FileNotFoundError):
+        os.unlink(own, dir_fd=spare)
+    return is_usable

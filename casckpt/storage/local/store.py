@@ -149,8 +149,8 @@ class LocalStore(ObjectStore):
         self._create(key, data, self._files.create, settle=settle)
 
     @override
-    def prepare(self) -> None:
-        self._spares.prepare()
+    def prepare(self) -> int:
+        return self._spares.prepare()
 
     @override
     def put_prepared(self, key: str, data: bytes) -> bool:

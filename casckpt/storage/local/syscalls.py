@@ -80,36 +80,22 @@ def link_unnamed(fd: int, folder: int, name: str) -> None:
             raise Lacking from error  # /proc is not mounted
 
 
-def link_named(folder: int, old: str, new: str) -> None:
-    """Give a file a second name. Raises FileExistsError."""
+def link_named(folder: int, old: str, new: str, *, into: int | None = None) -> None:
+    """Give a file a second name. ``into``: the folder of the new name. Raises FileExistsError."""
     with _lacking(errno.EPERM, errno.EXDEV):  # EPERM: from vfat
-        os.link(old, new, src_dir_fd=folder, dst_dir_fd=folder, follow_symlinks=False)
+        os.link(old, new, src_dir_fd=folder, dst_dir_fd=folder if into is None else into, follow_symlinks=False)
 
 
-def rename_new(folder: int, old: str, new: str, *, into: int | None = None) -> None:
-    """Rename a file without replacing another. ``into``: the folder of the new name. Raises FileExistsError."""
+def rename_new(folder: int, old: str, new: str) -> None:
+    """Rename a file without replacing another. Raises FileExistsError."""
     try:
         call = _LIBC.renameat2
     except AttributeError as error:
         raise Lacking from error
     with _lacking():
-        if call(folder, os.fsencode(old), folder if into is None else into, os.fsencode(new), _RENAME_NOREPLACE):
+        if call(folder, os.fsencode(old), folder, os.fsencode(new), _RENAME_NOREPLACE):
             code = ctypes.get_errno()
             raise OSError(code, os.strerror(code), new)
-
-
-def move_new(above: int, old: str, folder: int, new: str) -> None:
-    """Move a file into another folder without replacing another. Raises FileExistsError.
-
-    Without renames that never replace a file, a killed process may leave both names.
-    """
-    try:
-        rename_new(above, old, new, into=folder)
-    except Lacking:
-        with _lacking(errno.EPERM, errno.EXDEV):
-            os.link(old, new, src_dir_fd=above, dst_dir_fd=folder, follow_symlinks=False)
-        with suppress(OSError):
-            os.unlink(old, dir_fd=above)
 
 
 def set_direct(fd: int, on: bool) -> bool:

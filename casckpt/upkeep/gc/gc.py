@@ -30,7 +30,6 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import TypeAlias, TypedDict, TypeVar, Unpack
 
-from casckpt.base.groups import in_batches
 from casckpt.base.parallel import in_parallel
 from casckpt.base.progress import Progress, silent
 from casckpt.base.text import few
@@ -179,8 +178,7 @@ log = logging.getLogger(__name__)
 WAIT, REVOKE_AFTER = 60.0, 3600.0  # seconds
 ATTEMPTS = 5
 _NAMED_AT_MOST = 20
-_FEW_BYTES, _FEW_INODES, _AT_ONCE = 1 << 20, 64, 16
-"""With less room than this, gc works in parts of `_AT_ONCE` checkpoints."""
+_RECORDS_EACH = 4  # prepared files for one checkpoint: forgotten, purged, and two that other processes may take
 _RECORDS = (
     "", "commits", "transactions", "settings", "tags", "leases", "damaged", "signatures", "probes", "runs", "ran",
 )  # fmt: skip
@@ -380,35 +378,31 @@ def with_room(repo: Repository, act: Callable[[], T]) -> T:
 
 
 def _retire_and_delete(gc: _Collection, plan: GcPlan) -> None:
-    """Perform step 1 and all others. If there is no room for records, first delete what needs none.
+    """Perform step 1 and all others. If there is no room for records, repeat them for a part of the plan at a time.
 
-    A part is purged before the next one is forgotten, so that the prepared files cannot run out before gc frees
-    anything. On a full disk, a part is a single checkpoint, because its records may need what earlier parts have freed.
+    A part has as many checkpoints as there are prepared files for, and is purged before the next one is forgotten.
     """
     repo, done = gc.repo, gc.patience.done
-    logs = sorted({commit.txid for commit in (*plan.forget, *plan.purge)})
-    if not _is_nearly_full(repo):
+    logs, is_full = sorted({commit.txid for commit in (*plan.forget, *plan.purge)}), False
+    count = _part_size(repo) if repo.storage.room() else len(logs)
+    while logs and not (is_full and gc.still):  # otherwise, the objects of purged checkpoints would have to wait, too
+        part = _part(plan, done, logs[:count])
         try:
-            for some in in_batches(logs, lambda _: 1, _AT_ONCE if repo.storage.room() else len(logs)):
-                retire(repo, _part(plan, done, some), done)
-            return gc.delete()
+            retire(repo, without_unmirrored(repo, part) if is_full else part, done)
+            logs = logs[count:]
         except StorageError as error:
-            if not error.full:
+            if is_full or not error.full:
                 raise
-    gc.delete()
-    while logs and not gc.still:  # otherwise, the objects of purged checkpoints would have to wait, too
-        count = 1 if _is_nearly_full(repo) else _AT_ONCE
-        retire(repo, without_unmirrored(repo, _part(plan, done, logs[:count])), done)
+            is_full = True
+        if is_full:
+            gc.delete()
+            count = _part_size(repo)
+    if not is_full:
         gc.delete()
-        logs = logs[count:]
-    return None
 
 
-def _is_nearly_full(repo: Repository) -> bool:
-    room = repo.storage.room()
-    if room is None:
-        return False
-    return room.bytes < _FEW_BYTES or (room.inodes is not None and room.inodes < _FEW_INODES)
+def _part_size(repo: Repository) -> int:
+    return max(1, repo.storage.prepare() // _RECORDS_EACH)
 
 
 def _part(plan: GcPlan, done: RetireProgress, logs: Container[TxId]) -> GcPlan:

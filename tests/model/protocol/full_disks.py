@@ -7,7 +7,7 @@ if no other process can. A copy can be joined: any process may commit what other
 commits, waits for the transaction, lists commits again, and deletes what no commit names.
 
 *Prepared files*: a name leads to an inode, and an inode has content. A process takes a prepared file by renaming it,
-writes over it in two halves, and then names it, with a rename or, where that may replace a file, with link and unlink.
+writes over it in two halves, and then names it with link and unlink.
 Whoever prepares removes the names that processes use at this moment, and makes missing files.
 """
 
@@ -47,15 +47,11 @@ COMMITTED, REVOKED = "committed", "revoked"
 
 
 class Rules(NamedTuple):
-    """The rules of a model. ``full``: no record can be put before objects are deleted. ``copy``: it can be joined.
-
-    ``links``: the file system has no renames that never replace a file.
-    """
+    """The rules of a model. ``full``: no record can be put before objects are deleted. ``copy``: it can be joined."""
 
     mutant: str = ""
     full: bool = False
     copy: bool = False
-    links: bool = False
 
 
 # -- removal
@@ -151,15 +147,13 @@ def _names_of(store: Store, inode: str) -> list[str]:
     return [name for (name,), found in store.under("names").items() if found == inode]
 
 
-def rename(old: str, new: str, *, replaces: bool = True) -> Op:
-    """Rename a file. The result is its inode, None if there is no such name, or False if the new one is taken."""
+def rename(old: str, new: str) -> Op:
+    """Rename a file. The result is its inode, or None if there is no such name."""
 
     def run(store: Store) -> Iterable[Outcome]:
         inode = store.get("names", old)
         if inode is None:
             yield Outcome(f"does not find {old}", store, None)
-        elif not replaces and store.get("names", new) is not None:
-            yield Outcome(f"finds {new} taken", store, False)
         else:
             yield Outcome(f"renames {old} to {new}", store.without(("names", old)).with_(("names", new), inode), inode)
 
@@ -197,13 +191,10 @@ def taken(rules: Rules, me: str, own: str, inode: str) -> Program:
 
 
 def named(rules: Rules, me: str, own: str, inode: str) -> Program:
-    if rules.links:
-        now = yield look("looks at its name", lambda store: store.get("names", own))
-        made = now == inode and (yield create(("names", f"record {me}"), inode))
-        if made:
-            yield delete(("names", own))
-    else:
-        made = yield rename(own, f"record {me}", replaces=False)
+    now = yield look("looks at its name", lambda store: store.get("names", own))
+    made = now == inode and (yield create(("names", f"record {me}"), inode))
+    if made:
+        yield delete(("names", own))
     if rules.mutant == "names_first" and made:
         yield write(inode, f"half of {me}")
         yield write(inode, me)

@@ -17,8 +17,7 @@ REMOVALS: Setups = {
 }
 PREPARED: Setups = {
     "two processes": {},
-    "with links": {"links": True},
-    "killed after a link": {"links": True, "linked": True},
+    "killed after a link": {"linked": True},
 }
 DIES = {
     "deletes_after_try": "full",

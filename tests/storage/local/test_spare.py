@@ -82,10 +82,7 @@ def test_a_store_has_64_files_of_4_kib_that_no_listing_shows(tmp_path: Path) -> 
     assert b"\0" * 100 not in prepared(store)[0].read_bytes()
 
 
-@pytest.mark.parametrize("renames", [True, False])
-def test_a_record_is_stored_on_a_full_disk(full: LocalStore, renames: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    if not renames:
-        monkeypatch.setattr(syscalls, "rename_new", lacking)
+def test_a_record_is_stored_on_a_full_disk(full: LocalStore) -> None:
     with pytest.raises(StorageError) as caught:
         full.put(KEY, RECORD)
     assert caught.value.full
@@ -148,7 +145,7 @@ def test_files_are_given_up_if_the_folder_of_the_record_has_to_grow(
     store: LocalStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(spare, "KEPT", 0)
-    monkeypatch.setattr(syscalls, "move_new", failing(syscalls.move_new, errno.ENOSPC, times=9))
+    monkeypatch.setattr(syscalls, "link_named", failing(syscalls.link_named, errno.ENOSPC, times=9))
     assert put(store, KEY, RECORD)
     assert store.get(KEY, limit=99) == RECORD
     assert prepared(store) == []
@@ -157,7 +154,7 @@ def test_files_are_given_up_if_the_folder_of_the_record_has_to_grow(
 def test_a_file_system_without_exclusive_names_stores_nothing(
     full: LocalStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(syscalls, "move_new", lacking)
+    monkeypatch.setattr(syscalls, "link_named", lacking)
     assert not put(full, KEY, RECORD)
     assert len(prepared(full)) == spare.COUNT
 
@@ -271,10 +268,9 @@ STEPS = ("rename", "open", "pwrite", "ftruncate", "fsync", "fchmod", "replace", 
 
 
 @pytest.mark.kill
-@pytest.mark.parametrize("renames", [True, False])
 @pytest.mark.parametrize("action", ["prepare", "put"])
 def test_a_process_killed_at_any_call_leaves_no_half_record_and_its_files_are_replaced(
-    store: LocalStore, action: str, renames: bool, tmp_path: Path
+    store: LocalStore, action: str, tmp_path: Path
 ) -> None:
     outcomes, at = set(), 0
     while True:
@@ -284,7 +280,7 @@ def test_a_process_killed_at_any_call_leaves_no_half_record_and_its_files_are_re
         if action == "prepare":
             prepared(copy)[0].write_bytes(b"short")
             (copy.path / ".spare" / ".01.0.tmp").write_bytes(b"left")
-        ended = _killed(copy, action, at, renames=renames)
+        ended = _killed(copy, action, at)
         there = (copy.path / KEY).exists()
         if there:
             assert (copy.path / KEY).read_bytes() == RECORD
@@ -303,7 +299,7 @@ def test_a_process_killed_at_any_call_leaves_no_half_record_and_its_files_are_re
     assert outcomes == ({False, True} if action == "put" else {False})
 
 
-def _killed(store: LocalStore, action: str, at: int, *, renames: bool) -> bool:
+def _killed(store: LocalStore, action: str, at: int) -> bool:
     """Run an action in a process that is killed before system call number ``at``. Return whether it ended first."""
     child = os.fork()
     if not child:
@@ -321,7 +317,6 @@ def _killed(store: LocalStore, action: str, at: int, *, renames: bool) -> bool:
 
         for name in STEPS:
             setattr(os, name, counted(getattr(os, name)))
-        syscalls.rename_new = counted(syscalls.rename_new) if renames else lacking
         store.prepare() if action == "prepare" else put(store, KEY, RECORD)
         os._exit(0)
     return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0

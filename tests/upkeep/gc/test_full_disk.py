@@ -53,9 +53,10 @@ class FullDisk(FaultyStore):
         self.inner.put(key, data)
         return True
 
-    def prepare(self) -> None:
+    def prepare(self) -> int:
         made = min(64 - self.spares, self.free)
         self.spares, self.free = self.spares + made, self.free - made
+        return self.spares
 
     def delete(self, key: str) -> None:
         self.free += self.inner.size(key) is not None
