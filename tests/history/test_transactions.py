@@ -509,9 +509,7 @@ def test_without_room_to_revoke_it_a_save_deletes_first_and_is_then_revoked(
     assert not one.abort(FAILED)
     wait_for_clean_up()
     assert {key.split("/")[1] for key in keys(repo)} == {other.txid}
-    first = list_commits(repo).commits[one.txid].first
-    assert isinstance(first, RevokedRecord)
-    assert first.reason == "StorageError: the upload failed"
+    assert isinstance(list_commits(repo).commits[one.txid].first, RevokedRecord)
     assert files(repo) == [transaction_key(other.txid)]
     other.leave()
 

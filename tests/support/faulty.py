@@ -179,8 +179,8 @@ class FaultyStore:
         with self.faults("sweep", folder):
             return self.inner.sweep(folder, below=below)
 
-    def prepare(self) -> None:
-        self.inner.prepare()
+    def prepare(self) -> int:
+        return self.inner.prepare()
 
     def put_prepared(self, key: str, data: bytes) -> bool:
         with self.faults("put_prepared", key):

@@ -182,8 +182,8 @@ class SteppedStore:
     def sweep(self, folder: str, *, below: bool = False) -> int:
         return self._inner.sweep(folder, below=below)
 
-    def prepare(self) -> None:
-        self._inner.prepare()
+    def prepare(self) -> int:
+        return self._inner.prepare()
 
     def put_prepared(self, key: str, data: bytes) -> bool:
         self._stop("put", key)
