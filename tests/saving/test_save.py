@@ -163,7 +163,12 @@ def clean_up(outcome: str, let_go: threading.Event) -> Fault:
     """Return what happens to the first object that a failed save deletes."""
     if outcome == "fails":
         return fail_before("delete", key="objects/*")
-    return look_on("delete", lambda _: [let_go.wait(20)] if outcome == "blocks" else None, key="objects/*")
+
+    def look(_: Call) -> None:
+        if outcome == "blocks":
+            let_go.wait(20)
+
+    return look_on("delete", look, key="objects/*")
 
 
 @pytest.mark.parametrize("outcome", ["succeeds", "fails", "blocks"])
