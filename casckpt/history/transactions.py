@@ -221,37 +221,35 @@ class Transaction:
         except CasckptError as error:
             log.warning("casckpt could not revoke transaction %s; a later gc revokes it: %s", self.txid, error)
             if isinstance(error, StorageError) and error.full and not self._has_tried:
-                self._remove_uploads(reason, partial(revoke, self._repo, self.txid, text))
+                self._remove_uploads(reason, revoked=False)
             return False
         self._remove_files()
         if is_revoked := isinstance(found, records.RevokedRecord):
-            self._remove_uploads(reason, partial(self._repo.settle, commit_key(self.txid)), first=True)
+            self._remove_uploads(reason, revoked=True)
         return is_revoked
 
-    def _remove_uploads(
-        self, reason: str | BaseException, revoke: Callable[[], object], *, first: bool = False
-    ) -> None:
-        """Start to remove the objects of this save. ``revoke``: makes its `revoked` record durable, ``first`` or last.
+    def _remove_uploads(self, reason: str | BaseException, *, revoked: bool) -> None:
+        """Start to remove the objects of this save.
 
         Another process may need the objects of a copy, in which any number of them work, or of a rewrite.
         """
         is_own = not self.joined and self.began.manifest is None and self.began.slot is None
         is_interrupt = isinstance(reason, BaseException) and not isinstance(reason, Exception)
         if is_own and not is_interrupt and not self._repo.storage.traits.remote:
-            run_beside(partial(self._clean_up, revoke, first=first))
+            run_beside(partial(self._clean_up, revoked))
 
-    def _clean_up(self, revoke: Callable[[], object], *, first: bool) -> None:
+    def _clean_up(self, revoked: bool) -> None:
         storage, folder, end = self._repo.storage, uploader_folder(self.txid), time.monotonic() + CLEAN_UP_SECONDS
         try:
-            if first:
-                revoke()
+            if revoked:
+                self._repo.settle(commit_key(self.txid))  # durable before anything is deleted
             for entry in storage.list_folder(folder)[0]:
                 if time.monotonic() > end:
                     return
                 storage.delete(entry.key)
             storage.sweep(folder)
-            if not first:
-                revoke()
+            if not revoked:
+                revoke(self._repo, self.txid, "the disk was full")
                 self._remove_files()
             storage.prepare()
         except CasckptError as error:

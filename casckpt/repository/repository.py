@@ -221,7 +221,7 @@ class Repository:
         self._check_lost()  # its listing also detects a missing bucket, which some servers would create on a put
         probed = self._check_creates(new=True)
         require_lasting(self.storage)
-        made = self._put_once(keys.MARKER, data)
+        made = self._put_once(keys.MARKER, data, self.storage.put)
         self._know(marker if made else self._read_marker())
         if made:
             remember(self._cache_folder, self.storage)
@@ -419,16 +419,13 @@ class Repository:
         data = records.encode(record)
         if len(data) > records.MAX_RECORD_BYTES:
             raise InvalidInput(f"the record for {key} is larger than {records.MAX_RECORD_BYTES} bytes", key=key)
-        if not self._put_once(key, data, may_prepare=records.frees(record)):
+        if not self._put_once(key, data, self.put_small if records.frees(record) else self.storage.put):
             raise Conflict(f"{key} already exists: another process created it first", key=key)
 
-    def _put_once(self, key: str, data: bytes, *, may_prepare: bool = False) -> bool:
-        """Put ``data`` and return whether ``key`` now has it. Returns False if ``key`` has different data.
-
-        ``may_prepare``: use the room that the storage has set aside if it is full.
-        """
+    def _put_once(self, key: str, data: bytes, put: Callable[[str, bytes], None]) -> bool:
+        """Put ``data`` and return whether ``key`` now has it. Returns False if ``key`` has different data."""
         try:
-            self.put_small(key, data) if may_prepare else self.storage.put(key, data)
+            put(key, data)
         except AlreadyExists:
             return self._read_back(key) == data
         except StorageError:

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
-from typing import NamedTuple, Protocol, TypeAlias, runtime_checkable
+from typing import Protocol, TypeAlias, runtime_checkable
 
 from casckpt.errors import Refused
 
@@ -74,13 +74,6 @@ class Finding:
     ok: bool | None
     found: str
     advice: str = ""
-
-
-class Room(NamedTuple):
-    """How many bytes and inodes this user may still use. ``inodes``: None if the file system has no fixed number."""
-
-    bytes: int
-    inodes: int | None
 
 
 @runtime_checkable
@@ -196,8 +189,8 @@ class ObjectStore(Protocol):
         who may write to a new one. The storage's root folder ("") is removed only if this instance created it.
         """
 
-    def room(self) -> Room | None:
-        """Return the free room, or None if it is unknown, as in a bucket. A user's quota may allow less."""
+    def bytes_free(self) -> int | None:
+        """Return how many bytes are free, or None if this is unknown, as in a bucket. A user's quota may allow less."""
         return None
 
 

@@ -324,10 +324,9 @@ class Sizes:
 
     def forecast(self, run: str | None = None) -> Forecast:
         """Return when the disk is full, from the growth of all runs, or only of ``run``."""
-        now, room = self._repo.clock(), self._repo.storage.room()
+        now, free = self._repo.clock(), self._repo.storage.bytes_free()
         runs = grouped(self._commits.current(), lambda commit: commit.run)
         per_day = sum(self._per_day(of_run, now) for name, of_run in runs.items() if run in (None, name))
-        free = None if room is None else room.bytes
         days = free / per_day if per_day and free is not None else _MOST_DAYS
         full_at = time_of(now + int(days * _DAY)) if days < _MOST_DAYS else None
         return Forecast(int(per_day), free, full_at)

@@ -18,7 +18,7 @@ from fnmatch import fnmatchcase
 from typing import Any
 
 from casckpt.errors import StorageError
-from casckpt.storage.base import Known, ListedObject, ObjectStore, Reader, Room, ShortObject, Traits
+from casckpt.storage.base import Known, ListedObject, ObjectStore, Reader, ShortObject, Traits
 from tests.support.tally import tally
 
 METHODS = ("put", "settle", "get", "open", "read_into", "size", "list", "delete", "replace", "sweep", "put_prepared")
@@ -186,8 +186,8 @@ class FaultyStore:
         with self.faults("put_prepared", key):
             return self.inner.put_prepared(key, data)
 
-    def room(self) -> Room | None:
-        return self.inner.room()
+    def bytes_free(self) -> int | None:
+        return self.inner.bytes_free()
 
     @contextmanager
     def faults(self, method: str, key: str) -> Iterator[set[Kind]]:

@@ -6,7 +6,7 @@ import threading
 from typing import Any
 
 from casckpt.errors import StorageError
-from casckpt.storage.base import ObjectStore, Room
+from casckpt.storage.base import ObjectStore
 
 
 class SmallDisk:
@@ -29,13 +29,13 @@ class SmallDisk:
         """The bytes of all objects, needed or not."""
         return sum(one.size for one in self.inner.list("objects/"))
 
-    def room(self) -> Room:
-        return Room(max(0, self.bytes - self.used - self.foreign), None)
+    def bytes_free(self) -> int:
+        return max(0, self.bytes - self.used - self.foreign)
 
     def put(self, key: str, data: memoryview | bytes, *, settle: bool = True) -> None:
         with self._lock:
             size = memoryview(data).nbytes
-            if key.startswith("objects/") and size > self.room().bytes:
+            if key.startswith("objects/") and size > self.bytes_free():
                 self.refused += 1
                 raise StorageError(f"cannot write {key}: the disk is full", full=True)
             self.inner.put(key, data, settle=settle)

@@ -45,8 +45,7 @@ class RunSpace:
     @property
     def bytes_free(self) -> int | None:
         """The free bytes of the store's disk, or None if the storage does not know, as in a bucket."""
-        room = self._store.repository.storage.room()
-        return None if room is None else room.bytes
+        return self._store.repository.storage.bytes_free()
 
     def check(self, nbytes: Callable[[], int]) -> None:
         """Raise StorageError, as on a full disk, if the next save would go below ``min_free``."""

@@ -1,8 +1,9 @@
 """Prepared files, with which a full disk can still store the small records that free its space.
 
 The folder .spare of a store holds `COUNT` files of `SIZE` bytes. If there is no room for a new file, a record is
-written over the bytes of a prepared one, which then gets the record's name. This takes no inode and no block, unless the folder of the record has to grow. File systems that never overwrite blocks, such as btrfs and ZFS, do need
-a block. For these cases, and for larger objects, files are given up, whose space another program may take first.
+written over the bytes of a prepared one, which then gets the record's name. This takes no inode and no block, unless
+the folder of the record has to grow. File systems that never overwrite blocks, such as btrfs and ZFS, do need a block.
+For these cases, and for larger objects, files are given up, whose space another program may take first.
 
 A process takes a file by giving it a name of its own. Only one process can do that, even where locks do not work.
 It never writes to a file that has a second name: that name belongs to a record (a process was killed between link and

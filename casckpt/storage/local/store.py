@@ -30,7 +30,6 @@ from casckpt.storage.base import (
     Known,
     ListedObject,
     ObjectStore,
-    Room,
     Traits,
     split_folder,
     split_key,
@@ -267,12 +266,11 @@ class LocalStore(ObjectStore):
         return freed
 
     @override
-    def room(self) -> Room | None:
+    def bytes_free(self) -> int | None:
         with suppress(OSError):
-            there = next(path for path in (self.path, *self.path.parents) if path.exists())
-            status = os.statvfs(there)
+            status = os.statvfs(next(path for path in (self.path, *self.path.parents) if path.exists()))
             if status.f_blocks:  # otherwise the file system does not report its size
-                return Room(status.f_bavail * status.f_frsize, status.f_favail if status.f_files else None)
+                return status.f_bavail * status.f_frsize
         return None
 
     def examine(self, sample: str | None = None) -> Iterator[Finding]:

@@ -384,7 +384,7 @@ def _retire_and_delete(gc: _Collection, plan: GcPlan) -> None:
     """
     repo, done = gc.repo, gc.patience.done
     logs, is_full = sorted({commit.txid for commit in (*plan.forget, *plan.purge)}), False
-    count = _part_size(repo) if repo.storage.room() else len(logs)
+    count = len(logs) if repo.storage.bytes_free() is None else _part_size(repo)
     while logs and not (is_full and gc.still):  # otherwise, the objects of purged checkpoints would have to wait, too
         part = _part(plan, done, logs[:count])
         try:

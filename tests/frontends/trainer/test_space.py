@@ -170,7 +170,7 @@ def test_nothing_is_lost_and_the_next_save_with_room_succeeds(plan: list[tuple[b
             how = "save_async" if in_background else "save"
             error = outcome_of(partial(saved, checkpointer, step, how))
             kept = [*kept, step][-2:] if error is None else kept
-            assert error is None or (error.full and disk.room().bytes < STATE + OVERHEAD)
+            assert error is None or (error.full and disk.bytes_free() < STATE + OVERHEAD)
             assert [step for _, step in steps(store)][-2:] == kept
             disk.foreign = 0
             saved(checkpointer, step + 100 * (step + 1))
@@ -312,7 +312,7 @@ def test_a_save_that_would_go_below_min_free_frees_first(how: str) -> None:
         saved(checkpointer, 4, how)
         gc_ended(checkpointer)
         assert disk.refused == 0
-        assert disk.room().bytes >= least
+        assert disk.bytes_free() >= least
         assert [step for _, step in steps(store)] == [4]
         disk.foreign = disk.bytes // 2
         with pytest.raises(StorageError, match=r"KiB more are needed for a save of up to .* min_free=") as raised:
@@ -450,7 +450,7 @@ def test_each_event_and_log_line_of_a_save_has_the_free_bytes(caplog: pytest.Log
     ):
         saved(checkpointer, 1)
         assert checkpointer.summary is not None
-        assert checkpointer.summary.bytes_free == disk.room().bytes == seen[0].figures["bytes_free"]
+        assert checkpointer.summary.bytes_free == disk.bytes_free() == seen[0].figures["bytes_free"]
         with pytest.raises(StorageError):
             saved(checkpointer, 2)
     assert [event.kind for event in seen] == ["saved", "failed"]

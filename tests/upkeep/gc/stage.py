@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from queue import Empty, SimpleQueue
 from typing import Any
 
-from casckpt.storage.base import Known, ListedObject, ObjectStore, Reader, Room, Traits
+from casckpt.storage.base import Known, ListedObject, ObjectStore, Reader, Traits
 
 Choose = Callable[[list[str]], str]
 PATIENCE = 60.0  # seconds without progress after which a stage is considered broken
@@ -189,5 +189,5 @@ class SteppedStore:
         self._stop("put", key)
         return self._inner.put_prepared(key, data)
 
-    def room(self) -> Room | None:
-        return self._inner.room()
+    def bytes_free(self) -> int | None:
+        return self._inner.bytes_free()
