@@ -3944,6 +3944,78 @@ BUGS: dict[str, tuple[str, str, str, str]] = {
         "        if twin(",
         "tests/upkeep/copies/test_mirror.py::test_a_checkpoint_that_was_copied_back_is_copied_to_the_mirror_under_its_new_transaction",
     ),
+    "a save that may have committed deletes its objects first": (
+        "Transaction.abort",
+        " and not self._has_tried",
+        "",
+        "tests/history/test_transactions.py::test_after_a_try_to_commit_objects_go_only_if_the_answer_becomes_known",
+    ),
+    "a failed save does not read which record ended it": (
+        "Transaction.abort",
+        "if is_revoked := isinstance(found, records.RevokedRecord):",
+        "if is_revoked := True:",
+        "tests/history/test_transactions.py::test_after_a_try_to_commit_objects_go_only_if_the_answer_becomes_known",
+    ),
+    "a copy that fails removes what others uploaded for it": (
+        "Transaction._remove_uploads",
+        "self.began.manifest is None and ",
+        "",
+        "tests/history/test_transactions.py::test_what_others_may_need_and_what_is_interrupted_is_left_to_gc",
+    ),
+    "a save that is interrupted removes its objects": (
+        "Transaction._remove_uploads",
+        "and not is_interrupt ",
+        "",
+        "tests/saving/test_save.py::test_a_save_that_is_interrupted_leaves_its_objects_to_gc",
+    ),
+    "a failed save removes its objects in a bucket": (
+        "Transaction._remove_uploads",
+        " and not self._repo.storage.traits.remote",
+        "",
+        "tests/history/test_transactions.py::test_in_a_bucket_a_failed_save_removes_nothing",
+    ),
+    "the error of a save waits until its objects are removed": (
+        "run_beside",
+        'threading.Thread(target=act, name="casckpt-clean-up", daemon=True).start()',
+        "act()",
+        "tests/saving/test_save.py::test_the_error_of_a_save_is_raised_at_once_whether_its_clean_up_succeeds_or_not",
+    ),
+    "a failed save removes its objects for as long as it takes": (
+        "Transaction._clean_up",
+        "time.monotonic() > end",
+        "False",
+        "tests/history/test_transactions.py::test_a_clean_up_gives_up_after_ten_seconds",
+    ),
+    "a record is written into a file that another record has": (
+        "_use",
+        "os.fstat(fd).st_nlink == 1",
+        "True",
+        "tests/storage/local/test_spare.py::test_a_file_with_a_second_name_is_never_written",
+    ),
+    "a sync that found no room is tried again": (
+        "FileMaker._twice",
+        "if is_full(error):",
+        "if False:",
+        "tests/storage/local/test_store.py::TestFullDisk::test_a_sync_that_finds_no_room_is_not_tried_again",
+    ),
+    "gc does not prepare files again": (
+        "_Collection.delete",
+        "self.repo.storage.prepare()",
+        "pass",
+        "tests/upkeep/gc/test_full_disk.py::test_gc_prepares_files_again_with_what_it_has_freed_last",
+    ),
+    "gc ends at the first record without room": (
+        "_retire_and_delete",
+        "if is_full or not error.full:",
+        "if True:",
+        "tests/upkeep/gc/test_full_disk.py::test_gc_continues_if_the_prepared_files_do_not_suffice_for_a_part",
+    ),
+    "a forget on a full disk deletes nothing first": (
+        "with_room",
+        "execute(repo, GcPlan((), ()), wait=0)",
+        "pass",
+        "tests/upkeep/gc/test_full_disk.py::test_forget_and_rotation_free_what_needs_no_record_and_try_again",
+    ),
 }
 """The function, its text, the text that replaces it, and the test: see `Planted`."""
 

@@ -7,21 +7,35 @@ import logging
 import multiprocessing
 import socket
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
 from casckpt.errors import Conflict, Revoked, StorageError
 from casckpt.format.keys import commit_key, transaction_key
 from casckpt.format.names import ManifestId
-from casckpt.format.records import RevokedRecord
+from casckpt.format.records import Began, RevokedRecord, changed
 from casckpt.history import transactions
 from casckpt.history.commits import commit, forget, list_commits, list_names, purge
-from casckpt.history.transactions import Transaction, begin, begin_save, closed_files, open_transactions, revoke
+from casckpt.history.transactions import Transaction, begin, begin_save, closed_files, join, open_transactions, revoke
 from casckpt.repository.processes import this_process
 from casckpt.repository.repository import Repository
-from tests.support.faulty import FaultyStore, call_first, fail_after, fail_before
-from tests.support.repositories import commit_bare, committed, meanwhile
+from tests.support.far import FarStore
+from tests.support.faulty import Call, Fault, FaultyStore, call_first, fail_after, fail_before
+from tests.support.gcs import keys, run_gc
+from tests.support.repositories import (
+    commit_bare,
+    committed,
+    manifest_id,
+    meanwhile,
+    memory,
+    put_blob,
+    repository,
+    save,
+    wait_for_clean_up,
+)
 
 
 @pytest.fixture
@@ -329,3 +343,263 @@ def test_the_reason_of_a_revocation_is_truncated_if_it_is_long(repo: Repository)
     assert revoke(repo, txid, "x" * 10_000_000)
     assert repo.storage.size(commit_key(txid)) is not None
     assert list_names(repo) == {(txid, 0)}
+
+
+# -- what a failed save removes
+
+FULL = StorageError("full", full=True)
+FAILED = StorageError("the upload failed")
+
+
+def no_room() -> list[Fault]:
+    """Refuse records as a full disk without prepared files does."""
+    return [fail_before(method, key="commits/*", error=FULL, times=99) for method in ("put", "put_prepared")]
+
+
+def upload(repo: Repository, transaction: Transaction, texts: str = "abcd") -> Transaction:
+    for text in texts:
+        put_blob(repo, transaction.txid, text)
+    return transaction
+
+
+def saving(repo: Repository) -> Transaction:
+    return upload(repo, begin(repo, "a", 1))
+
+
+def copying(repo: Repository) -> Transaction:
+    """Begin a copy, which other processes may join."""
+    txid = repo.new_txid("a", 1)
+    began = Began(
+        txid=txid, run="a", step=1, time=repo.clock(), process=this_process(), manifest=manifest_id("m"), places=txid
+    )
+    made = join(repo, began)
+    assert made is not None
+    return upload(repo, made)
+
+
+def joining(repo: Repository) -> Transaction:
+    made = join(repo, changed(copying(repo).began, time=repo.clock()))  # as another process does
+    assert made is not None
+    assert made.joined
+    return made
+
+
+def rewriting(repo: Repository) -> Transaction:
+    base = save(repo, "a", 1)
+    return upload(repo, begin(repo, "a", 1, slot=(base.txid, base.number + 1)))
+
+
+def test_a_failed_save_removes_its_objects_after_its_record_was_read_back(
+    repo: Repository, faults: FaultyStore
+) -> None:
+    save(repo, "a", 0, texts=["live"])
+    live, one = keys(repo), saving(repo)
+    since = len(faults.calls)
+    assert one.abort(FAILED)
+    wait_for_clean_up()
+    assert keys(repo) == live
+    calls = [f"{call.method} {call.key.partition('/')[0]}" for call in faults.calls[since:]]
+    before = calls[: calls.index("delete objects")]
+    assert {"put commits", "get commits", "settle commits"} <= set(before)
+
+
+def test_a_save_that_a_gc_revoked_also_removes_its_objects(repo: Repository) -> None:
+    one = saving(repo)
+    assert revoke(repo, one.txid, "no sign of life")
+    assert one.abort(FAILED)
+    wait_for_clean_up()
+    assert keys(repo) == set()
+
+
+STAYS: dict[str, tuple[Callable[[Repository], Transaction], BaseException | str]] = {
+    "a copy": (copying, FAILED),
+    "a copy that was joined": (joining, FAILED),
+    "a rewrite": (rewriting, "the rewrite failed"),
+    "an interrupt": (saving, KeyboardInterrupt()),
+    "an exit": (saving, SystemExit(143)),
+}
+
+
+@pytest.mark.parametrize("room", [True, False])
+@pytest.mark.parametrize("what", STAYS)
+def test_what_others_may_need_and_what_is_interrupted_is_left_to_gc(
+    repo: Repository, faults: FaultyStore, what: str, room: bool
+) -> None:
+    make, reason = STAYS[what]
+    one = make(repo)
+    before = keys(repo)
+    assert before
+    faults.inject(*([] if room else no_room()))
+    assert one.abort(reason) == room
+    wait_for_clean_up()
+    assert keys(repo) == before
+    assert faults.count("delete", "objects/*") == 0
+    faults.heal()
+    assert run_gc(repo, revoke_after=0).deleted_blobs == 4
+
+
+@pytest.mark.parametrize("room", [True, False])
+def test_in_a_bucket_a_failed_save_removes_nothing(tmp_path: Path, room: bool) -> None:
+    storage = FarStore(memory())
+    repo = repository(tmp_path, storage)
+    one = saving(repo)
+    storage.inject(*([] if room else no_room()))
+    assert one.abort(FAILED) == room
+    wait_for_clean_up()
+    assert len(keys(repo)) == 4
+
+
+UNKNOWN: dict[str, Callable[[], list[Fault]]] = {
+    "the record cannot be read": lambda: [fail_before("get", key="commits/*", times=99)],
+    "the record is not durable": lambda: [fail_before("settle", key="commits*", times=99)],
+    "the storage fails": lambda: [fail_before("put", key="commits/*", times=99)],
+    "the storage fails to prepare": lambda: [*no_room()[:1], fail_before("put_prepared", times=99)],
+}
+
+
+@pytest.mark.parametrize("why", UNKNOWN)
+def test_nothing_is_deleted_unless_the_save_is_known_to_be_revoked(
+    repo: Repository, faults: FaultyStore, why: str
+) -> None:
+    one = saving(repo)
+    faults.inject(*UNKNOWN[why]())
+    one.abort(FAILED)
+    wait_for_clean_up()
+    assert len(keys(repo)) == 4
+    assert faults.count("delete", "objects/*") == 0
+
+
+@pytest.mark.parametrize("stored", [True, False])
+@pytest.mark.parametrize("known", [True, False])
+def test_after_a_try_to_commit_objects_go_only_if_the_answer_becomes_known(
+    repo: Repository, faults: FaultyStore, stored: bool, known: bool
+) -> None:
+    one = saving(repo)
+    tried = (fail_after if stored else fail_before)("put", key="commits/*", error=FULL)
+    lost = fail_before("get", key="commits/*", times=1 if known else 99)
+    faults.inject(tried, lost, *([] if known else [fail_before("put", at=2, times=99, key="commits/*", error=FULL)]))
+    wanted = committed(repo, "a", 1, txid=one.txid)
+    if stored and known:
+        assert one.commit(wanted).visible
+    else:
+        with pytest.raises(StorageError):
+            one.commit(wanted)
+        one.abort(FAILED)  # as the save does
+    wait_for_clean_up()
+    faults.heal()
+    assert (len(keys(repo)) == 0) == (known and not stored)
+    assert bool(list_commits(repo).visible()) == stored
+
+
+def freed(faults: FaultyStore, objects: int) -> Callable[[Call], None]:
+    """Raise FULL until so many objects are deleted."""
+
+    def check(_: Call) -> None:
+        if faults.count("delete", "objects/*") < objects:
+            raise FULL
+
+    return check
+
+
+def test_without_room_to_revoke_it_a_save_deletes_first_and_is_then_revoked(
+    repo: Repository, faults: FaultyStore
+) -> None:
+    one, other = saving(repo), upload(repo, begin(repo, "a", 2))
+    faults.inject(call_first("put", freed(faults, 4), key="commits/*", times=99))
+    assert not one.abort(FAILED)
+    wait_for_clean_up()
+    assert {key.split("/")[1] for key in keys(repo)} == {other.txid}
+    assert isinstance(list_commits(repo).commits[one.txid].first, RevokedRecord)
+    assert files(repo) == [transaction_key(other.txid)]
+    other.leave()
+
+
+STEPS = [("list", 1), ("delete", 1), ("delete", 2), ("delete", 4), ("sweep", 1), ("put", 2)]
+
+
+@pytest.mark.parametrize("gives_up", [False, True])
+@pytest.mark.parametrize("step", STEPS)
+def test_a_gc_at_any_call_of_a_save_that_deletes_first_loses_nothing_that_is_live(
+    repo: Repository, faults: FaultyStore, step: tuple[str, int], gives_up: bool, tmp_path: Path
+) -> None:
+    method, at = step
+    save(repo, "a", 0, texts=["live"])
+    live, one = keys(repo), saving(repo)
+    seen = []
+
+    def collect() -> None:
+        other = repository(tmp_path / "other", faults.inner, seed=2)
+        run_gc(other, revoke_after=0 if gives_up else 10**6, wait=0)
+        seen.append(live <= keys(repo))
+
+    key = "commits/*" if method == "put" else "objects/*"
+    faults.inject(call_first("put", freed(faults, 4), key="commits/*", times=99))
+    faults.inject(call_first(method, meanwhile(collect), key=key, at=at))
+    one.abort(FAILED)
+    wait_for_clean_up()
+    assert seen == [True]
+    assert keys(repo) == live
+    run_gc(repo, revoke_after=0)
+    assert (keys(repo), files(repo)) == (live, [])
+    assert not list_commits(repo).commits[one.txid].live
+
+
+@pytest.mark.parametrize("room", [True, False])
+def test_a_clean_up_gives_up_after_ten_seconds(
+    repo: Repository, faults: FaultyStore, room: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    now = [1000.0]
+
+    def take(_: Call) -> None:
+        now[0] += 6
+
+    monkeypatch.setattr(transactions, "time", SimpleNamespace(monotonic=lambda: now[0]))
+    one = saving(repo)
+    faults.inject(call_first("delete", take, key="objects/*", times=99), *([] if room else no_room()))
+    one.abort(FAILED)
+    wait_for_clean_up()
+    assert len(keys(repo)) == 2
+    assert faults.count("sweep") == 0
+    faults.heal()
+    run_gc(repo, revoke_after=0)
+    assert keys(repo) == set()
+
+
+def test_an_error_in_the_clean_up_is_only_logged(
+    repo: Repository, faults: FaultyStore, caplog: pytest.LogCaptureFixture
+) -> None:
+    one = saving(repo)
+    faults.inject(fail_before("delete", at=2, key="objects/*"))
+    with caplog.at_level(logging.INFO):
+        assert one.abort(FAILED)
+        wait_for_clean_up()
+    assert f"the uploads of transaction {one.txid} remain" in caplog.text
+    assert [record for record in caplog.records if record.levelno >= logging.WARNING] == []
+    assert len(keys(repo)) == 3
+
+
+@pytest.mark.parametrize("room", [True, False])
+def test_nobody_waits_for_a_clean_up(repo: Repository, faults: FaultyStore, room: bool) -> None:
+    let_go, waited = threading.Event(), list[bool]()
+
+    def block(_: Call) -> None:
+        waited.append(let_go.wait(20))
+
+    one = saving(repo)
+    faults.inject(call_first("delete", block, key="objects/*"), *([] if room else no_room()))
+    assert one.abort(FAILED) == room
+    assert len(keys(repo)) == 4
+    let_go.set()
+    wait_for_clean_up()
+    assert waited == [True]
+    assert keys(repo) == set()
+
+
+def test_a_clean_up_prepares_files_again(
+    repo: Repository, faults: FaultyStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    left = list[int]()
+    monkeypatch.setattr(faults, "prepare", lambda: left.append(len(keys(repo))))
+    saving(repo).abort(FAILED)
+    wait_for_clean_up()
+    assert left == [0]

@@ -15,17 +15,17 @@ import torch
 
 from casckpt.base.names import MAX_STEP
 from casckpt.contents.checkpoint import Checkpoint
-from casckpt.errors import Conflict, InvalidInput, NotFound
+from casckpt.errors import Conflict, InvalidInput, NotFound, StorageError
 from casckpt.history.commits import list_commits
 from casckpt.repository.repository import Repository
 from casckpt.saving.upload import Upload
 from casckpt.storage.local.store import LocalStore
 from casckpt.store.opening import open as open_store
 from casckpt.store.store import Store
-from tests.support.faulty import FaultyStore, fail_before
+from tests.support.faulty import Call, Fault, FaultyStore, call_first, fail_before, look_on
 from tests.support.ids import named
-from tests.support.repositories import memory
-from tests.support.saves import cells, reopened, same_state, small, steps
+from tests.support.repositories import memory, wait_for_clean_up
+from tests.support.saves import CELL, cells, reopened, same_state, small, steps
 
 STATE = {"w": torch.arange(6.0), "x": [1]}
 
@@ -157,6 +157,49 @@ def test_a_save_leaves_no_transaction_behind() -> None:
     with pytest.raises(Conflict):
         store.save(STATE, step=1)
     assert sorted(entry.key.split("/")[0] for entry in store.repository.storage.list("")) == keys
+
+
+def clean_up(outcome: str, let_go: threading.Event) -> Fault:
+    """Return what happens to the first object that a failed save deletes."""
+    if outcome == "fails":
+        return fail_before("delete", key="objects/*")
+
+    def look(_: Call) -> None:
+        if outcome == "blocks":
+            let_go.wait(20)
+
+    return look_on("delete", look, key="objects/*")
+
+
+@pytest.mark.parametrize("outcome", ["succeeds", "fails", "blocks"])
+def test_the_error_of_a_save_is_raised_at_once_whether_its_clean_up_succeeds_or_not(outcome: str) -> None:
+    faulty, let_go, failed = FaultyStore(memory()), threading.Event(), StorageError("the disk failed")
+    store = small(faulty)
+    kept = store.save(STATE, step=1)
+    faulty.inject(fail_before("put", key="objects/*.manifest", error=failed), clean_up(outcome, let_go))
+    with pytest.raises(StorageError) as caught:
+        store.save({"w": cells(40)}, step=2)
+    assert caught.value is failed
+    assert (faulty.count("delete", "objects/*") > 1) <= (outcome != "blocks")
+    let_go.set()
+    wait_for_clean_up()
+    assert store.checkpoints() == [kept]
+    assert (store.stats().bytes_freed_now == 0) == (outcome != "fails")
+    assert store.save({"w": cells(40)}, step=2).stats.bytes_written > 40 * CELL
+
+
+@pytest.mark.parametrize("interrupt", [KeyboardInterrupt, SystemExit])
+def test_a_save_that_is_interrupted_leaves_its_objects_to_gc(interrupt: type[BaseException]) -> None:
+    def hit(_: Call) -> None:
+        raise interrupt
+
+    store = small(faulty := FaultyStore(memory()))
+    faulty.inject(call_first("put", hit, key="objects/*.manifest"))
+    with pytest.raises(interrupt):
+        store.save({"w": cells(40)}, step=2)
+    wait_for_clean_up()
+    assert faulty.count("delete", "objects/*") == 0
+    assert store.gc(min_age=0).deleted_blobs > 1
 
 
 def test_the_first_save_creates_the_store(tmp_path: Path) -> None:

@@ -6,7 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from tests.support import killed_thins
+from casckpt.storage.local.spare import COUNT as PREPARED
+from casckpt.storage.local.spare import SIZE
+from tests.support import killed_thins, killed_when_full
 from tests.support.killed_saves import WAYS, check_all, check_clean, open_folder, state
 from tests.support.saves import same_state, steps
 from tests.support.scripts import run_script
@@ -15,7 +17,7 @@ from tests.support.shared import made_once
 pytestmark = pytest.mark.kill
 
 ROOT = Path(__file__).parents[2]
-SAVES, THINS = "tests.support.killed_saves", "tests.support.killed_thins"
+SAVES, THINS, FREED = (f"tests.support.{name}" for name in ("killed_saves", "killed_thins", "killed_when_full"))
 PATIENCE = 4 * 3600.0  # seconds, for a sweep of all points
 POINTS = 4  # in each way
 
@@ -92,6 +94,38 @@ def test_killing_a_thinning_or_its_gc_at_many_instants_does_not_lose_data(thinne
         assert same_state(store.read("latest"), last)
         assert store.save(last, step=9).stats.bytes_written == 0
     assert states == {False, True}
+
+
+def is_prepared(point: Path) -> bool:
+    found = [path.stat() for path in (point / "store" / ".spare").iterdir()]
+    return [(one.st_size, one.st_nlink) for one in found] == [(SIZE, 1)] * PREPARED
+
+
+@pytest.mark.parametrize("scene", killed_when_full.SCENES)
+def test_killing_what_frees_a_full_disk_at_many_instants_does_not_lose_data(
+    scene: str, tmp_path: Path, full: bool, seed: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    done(FREED, scene, tmp_path, str(100 if full else 2), str(seed))
+    ids = {one.step: one.id for one in open_folder(tmp_path / "base").checkpoints()}
+    for point in (path for path in tmp_path.iterdir() if path.name.startswith(killed_thins.WAYS)):
+        with monkeypatch.context() as patch:
+            if scene != "unprepared save":  # otherwise, the file that filled the disk is gone, as gc needs room, too
+                killed_when_full.limit(point, patch)
+            store = open_folder(point)
+            here = {one.step: one.id for one in store.checkpoints()}
+            assert here.items() <= ids.items(), point.name
+            assert here == ids or scene == "gc", point.name
+            assert not store.verify().is_damaged, point.name
+            for one in store.checkpoints():
+                want = killed_when_full.state(one.step)
+                read = store.read(one, keys=["model.*"] if one.dropped else None)
+                assert same_state(read, {"model": want["model"]} if one.dropped else want), point.name
+            assert not store.gc(keep_last=1, min_age=0, wait=0).waiting, point.name
+            check_clean(store)
+            assert [one.step for one in store.checkpoints()] == [killed_thins.COUNT - 1], point.name
+            assert is_prepared(point), point.name
+        last = killed_when_full.state(killed_thins.COUNT)
+        assert same_state(store.read(store.save(last, step=killed_thins.COUNT)), last), point.name
 
 
 @pytest.mark.parametrize("saves", [8, pytest.param(60, marks=pytest.mark.soak)])

@@ -10,9 +10,10 @@ import os
 import random
 import shutil
 import sys
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 
@@ -23,6 +24,12 @@ from tests.support.saves import cells
 WAYS = ("calls", "syscalls")
 COUNT = 3
 DROP = "optim.*"
+
+
+class Act(Protocol):
+    """What is killed, at step ``at`` unless that is 0. ``counted``: a file that receives the number of steps."""
+
+    def __call__(self, folder: Path, way: str, at: int, counted: Path | None = None) -> None: ...
 
 
 def state(step: int) -> dict[str, Any]:
@@ -44,9 +51,9 @@ def _thin(folder: Path, way: str, at: int, counted: Path | None = None) -> None:
         counted.write_text(str(count()))
 
 
-def _total(folder: Path, way: str) -> int:
+def _total(folder: Path, act: Act, way: str) -> int:
     shutil.copytree(folder / "base", folder / "count")
-    if forked(partial(_thin, folder / "count", way, 0, folder / "steps")):
+    if forked(partial(act, folder / "count", way, 0, folder / "steps")):
         raise SystemExit("what was to be counted failed")
     shutil.rmtree(folder / "count")
     return int((folder / "steps").read_text())
@@ -58,17 +65,17 @@ def _fill(folder: Path) -> None:
         store.save(state(step), step=step)
 
 
-def sweep(folder: Path, points: int, seed: int) -> None:
+def sweep(folder: Path, points: int, seed: int, *, fill: Callable[[Path], None] = _fill, act: Act = _thin) -> None:
     """Kill at ``points`` steps in each way, or at all of them if there are fewer."""
     draw = random.Random(seed)
-    if forked(partial(_fill, folder / "base")):
+    if forked(partial(fill, folder / "base")):
         raise SystemExit("the saves failed")
     for way in WAYS:
-        every = range(1, _total(folder, way) + 1)
+        every = range(1, _total(folder, act, way) + 1)
         for at in draw.sample(every, min(points, len(every))):
             point = folder / f"{way}-{at}"
             shutil.copytree(folder / "base", point)
-            status = forked(partial(_thin, point, way, at))
+            status = forked(partial(act, point, way, at))
             if os.WIFEXITED(status) and os.WEXITSTATUS(status):
                 raise SystemExit(f"{point.name} failed by itself")
 

@@ -224,3 +224,12 @@ def now(repo: Repository, commit: Commit) -> Commit:
     assert read_log(repo, commit.txid) == found
     assert refresh(repo, commit) == found
     return found
+
+
+def wait_for_clean_up() -> None:
+    """Wait until failed saves of this process have removed their objects."""
+    for thread in threading.enumerate():
+        if thread.name == "casckpt-clean-up":
+            assert thread.daemon  # the program may end before
+            thread.join(60)
+            assert not thread.is_alive()

@@ -24,7 +24,7 @@ import torch
 
 import casckpt.storage.remote.s3.client  # otherwise, each fork would import it # noqa: F401
 from casckpt.contents import manifests
-from casckpt.errors import CasckptError
+from casckpt.errors import CasckptError, Revoked, StorageError
 from casckpt.format.keys import blob_key
 from casckpt.frontends.follow import Follower
 from casckpt.repository.repository import Repository
@@ -35,6 +35,7 @@ from casckpt.storage.remote.urls import RemoteLocation
 from casckpt.store.store import Store
 from tests.support.faulty import Call, FaultyStore, call_first
 from tests.support.killed_saves import KillingStore, Strike, forked, open_folder, run_and_exit, side_by_side
+from tests.support.repositories import wait_for_clean_up
 from tests.support.saves import cells, trained
 from tests.support.servers import KEY, SECRET
 
@@ -134,6 +135,26 @@ def _save(scene: Scene) -> None:
     scene.store.save(state(NEW), step=NEW, threads=2, compress="auto")
 
 
+class NoManifests(KillingStore):
+    """Also refuses manifests."""
+
+    def put(self, key: str, data: memoryview | bytes, *, settle: bool = True) -> None:
+        if key.endswith(".manifest"):
+            raise StorageError(f"{key} is refused")
+        super().put(key, data, settle=settle)
+
+
+def _fail(scene: Scene) -> None:
+    """Save, but fail, and remove what was uploaded."""
+    store = open_folder(scene.folder, NoManifests(scene.point.storage(), scene.strike))
+    try:
+        store.save(state(NEW), step=NEW, threads=2, compress="auto")
+    except (Revoked, StorageError):
+        wait_for_clean_up()
+    else:
+        raise SystemExit("the save did not fail")
+
+
 def _gc(scene: Scene) -> None:
     scene.store.gc(min_age=0, wait=0)
 
@@ -182,11 +203,11 @@ def merged() -> dict[str, Any]:
 
 RUNS: dict[str, Callable[[Scene], None]] = {
     "save": _save, "gc": _gc, "verify": _verify, "copy": _copy, "mirror": _mirror, "repair": _repair, "thin": _thin,
-    "follow": _follow, "merge": _merge,
+    "follow": _follow, "merge": _merge, "fail": _fail,
 }  # fmt: skip
 MEET = ("save before a gc", "gc before a save")
 """Two concurrent operations. The first is stopped at any of its calls, the second at its decisive call."""
-KILLED = ("gc", "verify", "copy", "mirror", "repair", "merge")
+KILLED = ("gc", "verify", "copy", "mirror", "repair", "merge", "fail")
 """The operations for which no separate sweep covers kills."""
 
 

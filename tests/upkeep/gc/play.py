@@ -8,7 +8,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from casckpt.contents import manifests
-from casckpt.errors import Conflict, Gone, NotFound, Revoked
+from casckpt.errors import Conflict, Gone, NotFound, Revoked, StorageError
 from casckpt.format.keys import blob_key, manifest_key
 from casckpt.format.manifest import Encoded, placed
 from casckpt.format.names import TxId
@@ -22,13 +22,14 @@ from casckpt.history.leases import renew, take
 from casckpt.history.transactions import Transaction
 from casckpt.plan.retention import Policy
 from casckpt.repository.repository import Repository
+from casckpt.storage.base import AlreadyExists
 from casckpt.upkeep.gc import gc
 from casckpt.upkeep.rewrite import rewrite, rewritten
 from casckpt.upkeep.thin import execute, plan_thin
 from tests.support import repositories as support
 from tests.support.gcs import LAST, collect
 from tests.support.repositories import Ticks, memory, put_blob, repository, save
-from tests.upkeep.gc.stage import Stage
+from tests.upkeep.gc.stage import Stage, SteppedStore
 
 ROUNDS = 10
 GC_WAIT = 0.5  # seconds of the simulated clock: two or three polls
@@ -61,6 +62,14 @@ class Play:
         """Return an actor's own view of the store. Gcs on the same host share a ``cache``."""
         seed = self.draw.randrange(1 << 30)
         return repository(self.folder / (cache or name), self.stage.store(name), clock=self.clock, seed=seed)
+
+    def failing(self, name: str) -> None:
+        seed = self.draw.randrange(1 << 30)
+        disk, late = SmallDisk(self.stage, name), list[tuple[str, memoryview | bytes]]()
+        disk.late = late
+        repo = repository(self.folder / name, disk, clock=self.clock, seed=seed)
+        self.stage.add(name, lambda: fail_often(self, repo, name))
+        self.stage.add("net", lambda: deliver(self, self.stage.store("net"), late))
 
     def writer(self, name: str, program: Callable[[Play, Repository, str], None] | None = None) -> None:
         repo = self.repo(name)
@@ -180,6 +189,63 @@ def write(play: Play, repo: Repository, name: str) -> None:
             transaction.close()
             continue
         return
+
+
+class SmallDisk(SteppedStore):
+    """Storage that may be full for records of its actor, until this actor deletes an object.
+
+    ``loses``: what happens to the next record in commits/, which then gets no answer: "stored", "lost", or "late".
+    """
+
+    full, loses = False, ""
+    late: list[tuple[str, memoryview | bytes]]
+
+    def put(self, key: str, data: memoryview | bytes, *, settle: bool = True) -> None:
+        if not key.startswith("commits/"):
+            return super().put(key, data, settle=settle)
+        fate, self.loses = self.loses, ""
+        if fate == "late":
+            self.late.append((key, data))
+        elif fate == "stored" or not (fate or self.full):
+            super().put(key, data, settle=settle)
+        if fate or self.full:
+            raise StorageError(f"{key}: no answer", full=self.full)
+        return None
+
+    def put_prepared(self, key: str, data: bytes) -> bool:
+        raise StorageError(f"{key}: no file is left", full=True)
+
+    def delete(self, key: str) -> None:
+        super().delete(key)
+        self.full = self.full and not key.startswith("objects/")
+
+
+def fail_often(play: Play, repo: Repository, name: str) -> None:
+    """Begin saves that fail before or during their commit, on a disk that may be full."""
+    disk = repo.storage
+    assert isinstance(disk, SmallDisk)
+    for number in range(4):
+        transaction = transactions.begin(repo, "run", play.draw.randrange(2, 5))
+        txid, began = transaction.txid, transaction.began
+        refs = [put_blob(repo, txid, f"{name} {number} {each}") for each in range(2)]
+        record = support.committed_draft(repo, txid, support.draft(refs, began.run, began.step))
+        disk.full, disk.loses = play.draw.random() < 0.7, play.draw.choice(["", "stored", "lost", "late", "late"])
+        try:
+            if not disk.loses:
+                raise StorageError("an upload failed")
+            transaction.commit(record)
+        except (Revoked, StorageError) as error:
+            transaction.abort(error)
+        disk.full, disk.loses = False, ""
+
+
+def deliver(play: Play, storage: SteppedStore, late: list[tuple[str, memoryview | bytes]]) -> None:
+    """Store late records at some time."""
+    for _ in range(40):
+        play.stage.stop("net", "sleep")
+        if late:
+            with suppress(AlreadyExists):
+                storage.put(*late.pop())
 
 
 def draw_from_log(play: Play, repo: Repository) -> list[BlobRef]:

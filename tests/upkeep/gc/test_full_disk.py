@@ -118,3 +118,9 @@ def test_forget_and_rotation_free_what_needs_no_record_and_try_again(tmp_path: P
     rotate(repo, "run", Rotation(max_checkpoints=6))  # purges 4, whose objects nobody has deleted yet
     disk.free = 0
     assert steps(forget_chosen(repo, ["run@6", "run@7"], tagged=False, dry_run=False)) == [6, 7]
+
+
+def test_gc_prepares_files_again_with_what_it_has_freed_last(tmp_path: Path, disk: FullDisk) -> None:
+    repo = full(tmp_path, disk, saves=6, spares=30)
+    assert len(run_gc(repo, Policy(keep_last=1)).purged) == 5
+    assert disk.spares == 30  # ten were used, and ten objects deleted

@@ -31,6 +31,13 @@ AGES = (
 )  # fmt: skip
 HELD_UP = (0.05, 0.2)  # few switches, but a fifth of all changes are late: a bug shows up in about a tenth of the plays
 
+
+@pytest.fixture(autouse=True)
+def in_one_sequence(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An actor runs what others run in a thread beside it."""
+    monkeypatch.setattr(transactions, "run_beside", lambda act: act())
+
+
 # plays
 
 
@@ -86,8 +93,17 @@ def two_rewriters(play: Play) -> None:
     play.gc("g0", keeps_all=True)
 
 
+def failing_saves(play: Play) -> None:
+    """Saves that fail remove what they uploaded, if need be before they are revoked."""
+    play.failing("f0")
+    play.writer("w0")
+    play.gc("g0")
+    play.gc("g1", runs=3)
+    play.user("user")
+
+
 STYLES = [(0.2, 0.0), HELD_UP]
-PLAYS = [two_writers_and_a_gc, two_gcs, patient_gcs, holders, twins, two_rewriters]
+PLAYS = [two_writers_and_a_gc, two_gcs, patient_gcs, holders, twins, two_rewriters, failing_saves]
 
 
 @pytest.mark.timeout(1800)
@@ -289,3 +305,11 @@ def test_a_gc_that_counts_forgotten_twins_loses_leased_checkpoints(
 
     monkeypatch.setattr(retiring, "_Claims", AnyTwin)
     assert is_lost(tmp_path, seed, twins, quiet=20)
+
+
+def test_a_save_that_deletes_first_though_it_tried_to_commit_loses_data(
+    tmp_path: Path, seed: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    never = property(lambda transaction: False, lambda transaction, has_tried: None)
+    monkeypatch.setattr(transactions.Transaction, "_has_tried", never, raising=False)
+    assert is_lost(tmp_path, seed, failing_saves, quiet=53)
