@@ -11,7 +11,10 @@ from pathlib import Path
 
 from casckpt.errors import CasckptError, StorageError
 
-ROOM = "free some space or raise the quota, and try again; `casckpt gc` can free more"
+ROOM = (
+    "free some space or raise the quota, and try again; `casckpt gc` can free more, and with `--min-age 0` also what "
+    "was forgotten or replaced in the last day"
+)
 log = logging.getLogger(__name__)
 _FULL = (errno.ENOSPC, errno.EDQUOT)
 _FULL_ANSWER = re.compile("QuotaExceeded|StorageFull")  # of MinIO, Ceph and HDFS

@@ -389,11 +389,12 @@ def rewriting(repo: Repository) -> Transaction:
     return upload(repo, begin(repo, "a", 1, slot=(base.txid, base.number + 1)))
 
 
-def test_a_failed_save_removes_its_objects_after_its_record_was_read_back(
-    repo: Repository, faults: FaultyStore
+@pytest.mark.parametrize("make", [saving, copying, joining])
+def test_a_failed_save_or_copy_removes_its_objects_after_its_record_was_read_back(
+    repo: Repository, faults: FaultyStore, make: Callable[[Repository], Transaction]
 ) -> None:
     save(repo, "a", 0, texts=["live"])
-    live, one = keys(repo), saving(repo)
+    live, one = keys(repo), make(repo)
     since = len(faults.calls)
     assert one.abort(FAILED)
     wait_for_clean_up()
@@ -420,8 +421,9 @@ STAYS: dict[str, tuple[Callable[[Repository], Transaction], BaseException | str]
 }
 
 
-@pytest.mark.parametrize("room", [True, False])
-@pytest.mark.parametrize("what", STAYS)
+@pytest.mark.parametrize(
+    ("what", "room"), [(what, room) for what in STAYS for room in (True, False) if not (room and "copy" in what)]
+)
 def test_what_others_may_need_and_what_is_interrupted_is_left_to_gc(
     repo: Repository, faults: FaultyStore, what: str, room: bool
 ) -> None:
