@@ -3958,8 +3958,8 @@ BUGS: dict[str, tuple[str, str, str, str]] = {
     ),
     "a copy that fails removes what others uploaded for it": (
         "Transaction._remove_uploads",
-        "self.began.manifest is None and ",
-        "",
+        "revoked or not (self.joined or self.began.manifest)",
+        "True",
         "tests/history/test_transactions.py::test_what_others_may_need_and_what_is_interrupted_is_left_to_gc",
     ),
     "a save that is interrupted removes its objects": (

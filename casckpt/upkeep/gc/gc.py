@@ -16,8 +16,8 @@ interleavings.
 
 A gc that runs out of time stores its candidates, and the next gc continues with step 5.
 
-On a full disk, gc repeats all steps: first for what needs no record, then for a few checkpoints at a time, for whose
-records there are prepared files (`casckpt.storage.local.spare`).
+On a full disk, gc puts its records with prepared files (`casckpt.storage.local.spare`). If they are used up, it repeats
+all steps: first for what it has retired so far, then for a few checkpoints at a time.
 """
 
 from __future__ import annotations
