@@ -98,24 +98,18 @@ class RunSpace:
             free = self.bytes_free
             if self._has_warned or free is None:
                 return
-            free = max(0, free - parse_size(str(self._settings.min_free or 0)))
-            need, why = self._expected(nbytes)
-            if need > free and need > (free := free + self._freed_by_gc()):
+            kept = self._checkpoints()
+            saves, each = (self._coming(kept), max(self._written(kept), default=0)) if kept else (1, nbytes)
+            need = saves * each + parse_size(str(self._settings.min_free or 0))
+            if need > free and need > free + self._freed_by_gc():
                 self._has_warned = True
                 log.warning(
-                    "%s has room for %s, but run %s needs %s: %s. Free some space before a save fails",
-                    self._store.url, format_size(free), self._settings.run, format_size(need), why,
+                    "%s has %s free, but run %s needs %s for its next saves (%d of up to %s). Free some space before a "
+                    "save fails",
+                    self._store.url, format_size(free), self._settings.run, format_size(need), saves, format_size(each),
                 )  # fmt: skip
         except CasckptError as error:
             log.info("casckpt cannot tell whether the saves of run %s fit: %s", self._settings.run, error)
-
-    def _expected(self, nbytes: int) -> tuple[int, str]:
-        """Return how many more bytes the coming saves take up, at least, and why. 0 if this is unknown."""
-        kept = self._checkpoints()
-        if not kept:
-            return nbytes, "its first save may write up to that"
-        written, more = max(self._written(kept), default=0), self._coming(kept)
-        return written * more, f"a save writes about {format_size(written)}, and the rules keep {more} more"
 
     def _coming(self, kept: Sequence[Checkpoint]) -> int:
         """Return how many further saves take up more space, at least: until the rules remove as many as are saved."""

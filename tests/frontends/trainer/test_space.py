@@ -340,7 +340,7 @@ def test_min_free_is_a_size() -> None:
 
 
 def warnings_of(caplog: pytest.LogCaptureFixture) -> list[str]:
-    return [record.message for record in caplog.records if "has room for" in record.message]
+    return [record.message for record in caplog.records if "for its next saves" in record.message]
 
 
 def test_a_state_that_does_not_fit_is_reported_before_the_first_step(caplog: pytest.LogCaptureFixture) -> None:
@@ -356,7 +356,7 @@ def test_a_state_that_does_not_fit_is_reported_before_the_first_step(caplog: pyt
         checkpointer.save_if_due(step, model, optimizer)
     (text,) = warnings_of(caplog)
     assert text.endswith(
-        "has room for 80.0 KiB, but run sft needs 193.5 KiB: its first save may write up to that. Free some space "
+        "has 80.0 KiB free, but run sft needs 193.5 KiB for its next saves (1 of up to 193.5 KiB). Free some space "
         "before a save fails"
     )
 
@@ -432,8 +432,7 @@ def test_a_resumed_run_is_warned_if_its_rules_keep_more_than_fits(caplog: pytest
     with Checkpointer(store, **rules) as second:
         second.resume({"w": cells(16)})
     (text,) = warnings_of(caplog)
-    assert "a save writes about" in text
-    assert "and the rules keep 4 more" in text
+    assert "for its next saves (4 of up to" in text
     caplog.clear()
     with Checkpointer(store, **(rules | {"max_checkpoints": 2})) as third:
         third.resume({"w": cells(16)})
@@ -465,7 +464,8 @@ def test_one_warning_says_what_is_missing_even_if_the_state_grows(
     for factor in (1.5, 2):
         checkpointer.check({"w": cells(16 * factor)})
     (text,) = warnings_of(caplog)
-    assert f"has room for {'80.0' if least is None else '60.0'} KiB, but run sft needs 96.0 KiB" in text
+    need = "80.0 KiB free, but run sft needs 96.0" if least is None else "160.0 KiB free, but run sft needs 196.0"
+    assert f"{need} KiB for its next saves (1 of up to 96.0 KiB)" in text
 
 
 # what is told
