@@ -3958,7 +3958,7 @@ BUGS: dict[str, tuple[str, str, str, str]] = {
     ),
     "a copy that fails removes what others uploaded for it": (
         "Transaction._remove_uploads",
-        "revoked or not (self.joined or self.began.manifest)",
+        "revoked or self.began.manifest is None",
         "True",
         "tests/history/test_transactions.py::test_what_others_may_need_and_what_is_interrupted_is_left_to_gc",
     ),

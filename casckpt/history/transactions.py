@@ -233,7 +233,7 @@ class Transaction:
 
         Another process may need the objects of a rewrite, or those of a copy that it may still commit.
         """
-        is_own = self.began.slot is None and (revoked or not (self.joined or self.began.manifest))
+        is_own = self.began.slot is None and (revoked or self.began.manifest is None)
         is_interrupt = isinstance(reason, BaseException) and not isinstance(reason, Exception)
         if is_own and not is_interrupt and not self._repo.storage.traits.remote:
             run_beside(partial(self._clean_up, revoked))
