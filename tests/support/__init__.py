@@ -32,7 +32,7 @@ Storage
     far: storage in memory that says that it is remote
     counting: the calls and bytes of one storage
     local: folders on file systems with missing or failing features
-    small_disk, full_disks: stores on small file systems that are really full
+    small_disk, full_disks, full_disk_loops: stores on small file systems that are really full
     elsewhere: the storage that ``--storage`` chooses
     servers: S3 servers on this machine
     clouds: emulators of other clouds

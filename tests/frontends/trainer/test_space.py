@@ -3,13 +3,9 @@
 from __future__ import annotations
 
 import logging
-import os
-import subprocess
-import sys
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -25,6 +21,7 @@ from casckpt.storage.local.store import LocalStore
 from casckpt.store.opening import open as open_store
 from casckpt.store.store import Store
 from tests.support.faulty import FaultyStore, fail_before
+from tests.support.full_disks import check_scene
 from tests.support.ranks import outcome_of
 from tests.support.repositories import memory
 from tests.support.saves import CELL, cells, small, steps
@@ -234,67 +231,19 @@ def test_ranks_agree_if_another_one_has_an_error_of_its_own(
     assert later == (2, 2, 2)
 
 
-_REAL = """
-import contextlib, os, pathlib, random, subprocess, sys, threading, time
-disk, cache = pathlib.Path("disk"), pathlib.Path("cache")
-for folder, size in ((disk, "34m"), (cache, "64k"), ("/dev/shm", "64k")):
-    subprocess.run(["mount", "-t", "tmpfs", "-o", f"size={size}", "none", folder], check=True)
-import torch
-import casckpt
-from casckpt.errors import StorageError
-from casckpt.frontends.trainer import Checkpointer
-
-store = casckpt.open(disk / "ckpts", cache_dir=cache)
-store.create()
-left = int(sys.argv[1])  # bytes that the other program does not take
-foreign, chance = disk / "foreign", random.Random(7)
-kept, failed = [], 0
+LONG = [
+    "tmpfs bytes", "ext4 bytes", "ext4 inodes", "ext4 quota", "ext4 reserved", "ext4 user quota", "xfs bytes",
+    "xfs quota", "xfs user quota",
+]  # fmt: skip
 
 
-def fill(after):
-    time.sleep(after)
-    with foreign.open("wb", buffering=0) as file, contextlib.suppress(OSError):
-        while (room := os.statvfs(disk)).f_bavail * room.f_frsize > left:
-            file.write(bytes(min(1 << 20, room.f_bavail * room.f_frsize - left)))
-
-
-with Checkpointer(store, run="sft", max_checkpoints=2, gc=True) as checkpointer:
-    for step in range(0, 24, 2):
-        filler = threading.Thread(target=fill, args=[chance.random() * 0.03])
-        filler.start()
-        if step % 8 > 3:
-            filler.join()
-        try:
-            (checkpointer.save_async if step % 4 else checkpointer.save)(step, {"w": torch.randn(1 << 20)})
-            checkpointer.wait()
-            kept = [*kept, step][-2:]
-        except StorageError as error:
-            assert error.full, error
-            failed += 1
-        filler.join()
-        found = [one.step for one in store.checkpoints("sft")]
-        assert found[-len(kept):] == kept if kept else not found, (found, kept)
-        foreign.unlink()
-        checkpointer.save(step + 1, {"w": torch.randn(1 << 20)})
-        kept = [*kept, step + 1][-2:]
-        assert [one.step for one in store.checkpoints("sft")] == kept
-assert failed > 2, failed
-assert store.verify().damaged == ()
-state = {"w": torch.zeros(1 << 20)}
-store.load(state, "sft@latest")  # with a full cache and little memory to share
-assert state["w"].any()
-"""
-
-
-@pytest.mark.skipif(
-    os.geteuid() != 0 or subprocess.run(["unshare", "-m", "true"], capture_output=True, check=False).returncode != 0,
-    reason="only root can mount, in a namespace of its own",
-)
-def test_a_loop_of_saves_on_a_real_small_disk_needs_no_person() -> None:
-    with TemporaryDirectory(dir="/var/tmp") as folder:  # not in /dev/shm, which is to be full
-        for name in ("disk", "cache"):
-            Path(folder, name).mkdir()
-        subprocess.run(["unshare", "-m", sys.executable, "-c", _REAL, str(1 << 16)], cwd=folder, check=True)
+@pytest.mark.parametrize("where", [None, *(pytest.param(one, marks=pytest.mark.soak) for one in LONG)])
+def test_a_training_on_a_disk_that_others_fill_at_times_needs_no_person(
+    where: str | None, seed: int, disk_path: Path
+) -> None:
+    moments, values = (50, 5 << 20) if where else (5, 1 << 19)
+    kind, _, lack = (where or "tmpfs bytes").partition(" ")
+    check_scene("full_disk_loops", kind, lack, f"{moments}", f"{values}", f"{seed}", disk_path)
 
 
 # min_free
