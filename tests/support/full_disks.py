@@ -285,9 +285,8 @@ def main(kind: str, lack: str, scene: str, job: str, folder: Path) -> None:
     if running:
         running.end()
     store = opened(at)
-    room = store.repository.storage.room()
-    assert room
-    assert room.inodes if lack == "inodes" else room.bytes
+    found = os.statvfs(at)
+    assert found.f_favail if lack == "inodes" else found.f_bavail
     for checkpoint in store.checkpoints():
         names = ["model"] if scene == "thin" and checkpoint.step < 12 else ["model", "optim"]
         read = {name: torch.empty(VALUES) for name in names}

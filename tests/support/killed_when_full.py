@@ -69,6 +69,7 @@ def limit(folder: Path, patch: pytest.MonkeyPatch) -> None:
     for name in ("open_unnamed", "open_named"):
         patch.setattr(syscalls, name, limited(getattr(syscalls, name)))
     patch.setattr(os, "mkdir", limited(os.mkdir))
+    patch.setattr(local_store, "_FREEING_SMALL", 0.0)
     patch.setattr(local_store, "_FREEING", 0.0)  # here, space is available as soon as it is free
 
 

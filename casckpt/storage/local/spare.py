@@ -40,12 +40,8 @@ class Spares:
         If a process is still using such a name, it takes the next file. Return how many files there are.
         """
         with suppress(OSError, Refused), self._folders.open_spare(create=True) as folder:
-            for name in filter(is_temporary, os.listdir(folder)):
-                with suppress(FileNotFoundError):
-                    os.unlink(name, dir_fd=folder)
-            for name in map("{:02}".format, range(COUNT)):
-                if not _is_ready(folder, name):
-                    self._make(folder, name)
+            for name in sorted({f"{number:02}" for number in range(COUNT)} - _tidy(folder)):
+                self._make(folder, name)
         with suppress(OSError, Refused), self._folders.open_spare() as folder:
             return len(os.listdir(folder))
         return 0
@@ -97,11 +93,18 @@ class Spares:
         return False
 
 
-def _is_ready(folder: int, name: str) -> bool:
-    with suppress(FileNotFoundError):
-        status = os.stat(name, dir_fd=folder, follow_symlinks=False)
-        return stat.S_ISREG(status.st_mode) and status.st_size == SIZE and status.st_nlink == 1
-    return False
+def _tidy(folder: int) -> set[str]:
+    """Remove the names of killed processes. Return those of usable files."""
+    usable = set[str]()
+    with os.scandir(folder) as entries:
+        for entry in entries:
+            with suppress(FileNotFoundError):
+                status = entry.stat(follow_symlinks=False)
+                if is_temporary(entry.name):
+                    os.unlink(entry.name, dir_fd=folder)
+                elif stat.S_ISREG(status.st_mode) and status.st_size == SIZE and status.st_nlink == 1:
+                    usable.add(entry.name)
+    return usable
 
 
 def _use(spare: int, prepared: str, folder: int, name: str, data: memoryview) -> bool:

@@ -40,7 +40,7 @@ from casckpt.storage.local import syscalls
 from casckpt.storage.local.folders import Folders, misplaced
 from casckpt.storage.local.newfile import FileMaker, is_temporary
 from casckpt.storage.local.reader import LocalReader
-from casckpt.storage.local.spare import Spares
+from casckpt.storage.local.spare import SIZE, Spares
 
 _MOUNTS = Path("/proc/self/mounts")
 _SURE = {"noac", "actimeo=0", "acdirmax=0"}
@@ -94,7 +94,7 @@ def _mount_of(folder: Path, mounts: Path) -> tuple[str, str, str]:
 
 
 _Make: TypeAlias = Callable[[int, str, memoryview], None]
-_FREEING, _PAUSE = 5.0, 0.1  # seconds until deleted space must be available, and between attempts to use it
+_FREEING, _FREEING_SMALL, _PAUSE = 5.0, 0.5, 0.1  # seconds until deleted space is available, and between attempts
 _ATTEMPTS = 100  # to put into a folder that gcs in a loop keep removing; if syncs are slow, 16 were not enough
 _REMOVED = (errno.ENOENT, errno.ESTALE)  # the second one is from NFS
 # Non-blocking because opening a FIFO in the store would otherwise wait forever.
@@ -118,7 +118,7 @@ class LocalStore(ObjectStore):
         self._files = FileMaker(direct=not page_cache)
         self._folders = Folders(self.path)
         self._spares = Spares(self._folders)
-        self._freed_at = -math.inf  # when this process last deleted something
+        self._freed_at = -math.inf  # when this process last deleted an object
 
     def __reduce__(self) -> tuple[partial[LocalStore], tuple[str]]:
         return partial(LocalStore, page_cache=self._page_cache), (str(self.path),)
@@ -161,6 +161,7 @@ class LocalStore(ObjectStore):
                 raise
         self._freed_at = time.monotonic()
         self._create(key, data, self._files.create)
+        self._freed_at = -math.inf  # this object uses what was given up
         return True
 
     def _create(self, key: str, data: memoryview | bytes, make: _Make, *, settle: bool = True) -> None:
@@ -179,7 +180,7 @@ class LocalStore(ObjectStore):
             if taken:
                 raise AlreadyExists(key)
 
-        self._in_folder(folder, key, create)
+        self._in_folder(folder, key, create, _FREEING_SMALL if view.nbytes <= SIZE else _FREEING)
 
     @override
     def replace(self, key: str, data: memoryview | bytes) -> None:
@@ -252,7 +253,8 @@ class LocalStore(ObjectStore):
         folder, name = split_key(key)
         with reporting("delete", self.path / key), suppress(FileNotFoundError), self._folders.open(folder) as above:
             os.unlink(name, dir_fd=above)
-            self._freed_at = time.monotonic()
+            if key.startswith("objects/"):  # other files are small
+                self._freed_at = time.monotonic()
 
     @override
     def sweep(self, folder: str, *, below: bool = False) -> int:
@@ -297,26 +299,31 @@ class LocalStore(ObjectStore):
                 raise NotFound(f"object {key} is not in {self.url}: it was deleted or never written") from None
         return LocalReader(fd, os.fstat(fd).st_size, key, path, shared=shared)
 
-    def _in_folder(self, folder: str, key: str, act: Callable[[int], None]) -> None:
-        """Call ``act`` with the open folder. Retry if another process removes the folder in the meantime."""
+    def _in_folder(self, folder: str, key: str, act: Callable[[int], None], freeing: float = _FREEING) -> None:
+        """Call ``act`` with the open folder. Retry if another process removes the folder in the meantime.
+
+        Also retry while another user is sharing a folder that it has just made, and, on a full disk, for ``freeing``
+        seconds after this process last deleted an object.
+        """
         path = self.path / key
         with reporting("write", path):
-            for _ in range(_ATTEMPTS):
+            for left in reversed(range(_ATTEMPTS)):
                 try:
                     with self._folders.open(folder, create=True) as fd:
                         self._files.bits = self._folders.shared_bits
                         return act(fd)
                 except OSError as error:
-                    if error.errno not in _REMOVED and not self._may_free(error):
+                    is_new = error.errno == errno.EACCES and left and self._folders.shared_bits
+                    if not (error.errno in _REMOVED or is_new or self._may_free(error, freeing)):
                         raise
         raise StorageError(
             f"cannot write {path}: its folder cannot be created, or something keeps removing it; find the cause, and "
             "try again"
         )
 
-    def _may_free(self, error: OSError) -> bool:
+    def _may_free(self, error: OSError, seconds: float) -> bool:
         """Return whether there may be room now: file systems such as xfs and ext4 make deleted space available late."""
-        if not is_full(error) or time.monotonic() > self._freed_at + _FREEING:
+        if not is_full(error) or time.monotonic() > self._freed_at + seconds:
             return False
         time.sleep(_PAUSE)
         with self._folders.open("") as fd:

@@ -17,6 +17,7 @@ import pytest
 from casckpt.errors import StorageError
 from casckpt.storage.base import AlreadyExists
 from casckpt.storage.local import spare, syscalls
+from casckpt.storage.local import store as local_store
 from casckpt.storage.local.spare import COUNT, SIZE
 from casckpt.storage.local.store import LocalStore
 from tests.support.local import failing, lacking
@@ -131,6 +132,7 @@ def test_a_file_system_that_needs_a_block_to_overwrite_keeps_its_prepared_files(
 def test_files_are_given_up_for_a_larger_object_but_not_all(store: LocalStore, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(spare, "KEPT", 2)
     monkeypatch.setattr(spare, "COUNT", 8)
+    monkeypatch.setattr(local_store, "_FREEING", 0.5)
     store.prepare()
     data = bytes(3 * SIZE)
     monkeypatch.setattr(os, "pwrite", failing(os.pwrite, errno.ENOSPC, times=2))

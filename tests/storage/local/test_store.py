@@ -5,8 +5,8 @@ from __future__ import annotations
 import errno
 import os
 import stat
-import time
 from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -16,7 +16,9 @@ from casckpt.errors import NotFound, Refused, StorageError
 from casckpt.storage.base import AlreadyExists, ListedObject, ObjectStore
 from casckpt.storage.local import newfile, syscalls
 from casckpt.storage.local import store as local_store
+from casckpt.storage.local.folders import Folders
 from casckpt.storage.local.newfile import Naming
+from casckpt.storage.local.spare import SIZE
 from casckpt.storage.local.store import LocalStore
 from tests.storage.contract import MIB, Peek, SharedContract, StorageContract, noise
 from tests.support.counting import count_io
@@ -191,12 +193,25 @@ def test_the_free_room_is_that_of_the_file_system_of_the_store(tmp_path: Path, m
     assert store.bytes_free() is None
 
 
+@pytest.mark.parametrize("shared", [True, False])
+def test_a_folder_that_another_user_has_just_made_is_tried_again(tmp_path: Path, shared: bool) -> None:
+    """In a shared store, the permissions of a new folder follow a moment later."""
+    tmp_path.chmod(0o2775 if shared else 0o775)
+    store = LocalStore(tmp_path)
+    store._folders.open = failing(store._folders.open, errno.EACCES, times=3)  # type: ignore[method-assign]
+    with nullcontext() if shared else pytest.raises(StorageError, match="permission denied"):
+        store.put("objects/a", b"1")
+    store._folders.open = failing(Folders(tmp_path).open, errno.EACCES, times=999)  # type: ignore[method-assign]
+    with pytest.raises(StorageError, match="permission denied"):
+        store.put("objects/b", b"1")
+
+
 class TestFullDisk:
     def test_space_that_this_process_freed_may_become_available_late(
         self, store: LocalStore, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        store.put("a", b"")
-        store.delete("a")
+        store.put("objects/a", b"")
+        store.delete("objects/a")
         synced: list[int] = []
         monkeypatch.setattr(syscalls, "sync_all", synced.append)
         monkeypatch.setattr(os, "pwrite", failing(os.pwrite, errno.ENOSPC, times=3))
@@ -207,16 +222,19 @@ class TestFullDisk:
     def test_a_put_does_not_wait_for_space_that_nobody_frees(
         self, store: LocalStore, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        store.put("a", b"")
-        store.delete("a")
-        monkeypatch.setattr(local_store, "_FREEING", 0.3)
-        monkeypatch.setattr(os, "pwrite", failing(os.pwrite, errno.EDQUOT, times=99))
-        with pytest.raises(StorageError, match="quota"):
-            store.put("b", b"1")
-        began = time.monotonic()
-        with pytest.raises(StorageError, match="quota"):
-            store.put("b", b"1")
-        assert time.monotonic() - began < 0.2
+        now = [0.0]
+        clock = SimpleNamespace(monotonic=lambda: now[0], sleep=lambda pause: now.append(now.pop() + pause))
+        monkeypatch.setattr(local_store, "time", clock)
+        for key in ("a", "objects/a"):
+            store.put(key, b"")
+        monkeypatch.setattr(os, "pwrite", failing(os.pwrite, errno.EDQUOT, times=999))
+        for key, nbytes, seconds in [("a", SIZE + 1, 0), ("objects/a", SIZE, 0.5), ("objects/a", SIZE + 1, 5)]:
+            now[0] = 100.0
+            store.delete(key)
+            for _ in range(2):
+                with pytest.raises(StorageError, match="quota"):
+                    store.put("b", bytes(nbytes))
+                assert now[0] == pytest.approx(100 + seconds, abs=0.11)
 
     def test_a_sync_that_finds_no_room_is_not_tried_again(
         self, store: LocalStore, monkeypatch: pytest.MonkeyPatch
