@@ -225,6 +225,8 @@ class Commands:
         given = [command, str(self.at / "store"), *options, "--cache-dir", str(self.at.parent / "cache"), "--json"]
         with subprocess.Popen([sys.executable, "-m", "casckpt", *given], stdout=-1, stderr=-1, text=True) as process:
             told = ""
+            assert process.stderr
+            assert process.stdout
             while line := process.stderr.readline():
                 told += line
                 if self._job and "waiting for" in line:
@@ -300,4 +302,5 @@ def main(kind: str, lack: str, scene: str, job: str, folder: Path) -> None:
 
 
 if __name__ == "__main__":
-    main(*sys.argv[1:5], Path(sys.argv[5]))
+    kind, lack, scene, job, folder = sys.argv[1:]
+    main(kind, lack, scene, job, Path(folder))
