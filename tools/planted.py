@@ -3976,7 +3976,7 @@ BUGS: dict[str, tuple[str, str, str, str]] = {
     ),
     "the error of a save waits until its objects are removed": (
         "run_beside",
-        'threading.Thread(target=act, name="casckpt-clean-up", daemon=True).start()',
+        "threading.Thread(target=act, name=_BESIDE, daemon=True).start()",
         "act()",
         "tests/saving/test_save.py::test_the_error_of_a_save_is_raised_at_once_whether_its_clean_up_succeeds_or_not",
     ),

@@ -11,6 +11,7 @@ slot. In both cases, the record that ends the transaction without a commit compe
 
 from __future__ import annotations
 
+import atexit
 import logging
 import threading
 import time
@@ -38,6 +39,7 @@ PREFIX = "transactions/"
 SIGN_OF_LIFE_SECONDS = 120.0
 STOP_SECONDS = 30.0
 CLEAN_UP_SECONDS = 10.0
+_BESIDE = "casckpt-clean-up"
 MAX_REASON_CHARACTERS = 500
 
 _NOT_ANNOUNCED = "runs/ of %s was lost, or was not copied; casckpt reannounced all checkpoints of the store"
@@ -88,9 +90,16 @@ class _Pulse:
 
 
 def run_beside(act: Callable[[], None]) -> None:
-    """Call ``act`` in a thread that neither this process nor the caller waits for."""
+    """Call ``act`` in a thread that nobody waits for until the process ends, and then for at most 10 seconds."""
     with suppress(RuntimeError):  # threads cannot start while the interpreter is exiting
-        threading.Thread(target=act, name="casckpt-clean-up", daemon=True).start()
+        threading.Thread(target=act, name=_BESIDE, daemon=True).start()
+
+
+@atexit.register
+def _finish() -> None:
+    for thread in threading.enumerate():
+        if thread.name == _BESIDE:
+            thread.join(CLEAN_UP_SECONDS)
 
 
 class Transaction:
@@ -251,7 +260,7 @@ class Transaction:
             if not revoked:
                 revoke(self._repo, self.txid, "the disk was full")
                 self._remove_files()
-            storage.prepare()
+                storage.prepare()
         except CasckptError as error:
             log.info("the uploads of transaction %s remain until a gc removes them: %s", self.txid, error)
 

@@ -135,7 +135,6 @@ class Store:
         - ``allow_pickle``: pickle leaves that are neither tensors nor plain data.
         - ``threads``: the number of threads that hash and write (default: 2 to 8, depending on the number of cores).
         - ``progress``: called with the number of finished bytes and the total.
-        - ``space``: on a full disk, its ``free()`` is called on rank 0, and the save is tried once more.
         - ``process_group``: its ranks save together (default: all ranks, if torch.distributed is initialized).
           ``no_dist``: this process saves alone.
 

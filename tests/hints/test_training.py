@@ -490,7 +490,7 @@ def test_gc_frees_the_space_of_rotated_checkpoints(
         assert len(list(store_path.rglob("*.safetensors"))) < blobs
 
 
-@follows("frontends/trainer/space.py:", "A Checkpointer with gc=True and a rule such as max_checkpoints=2 frees what")
+@follows("frontends/trainer/space.py:", "With gc=True and a rule such as max_checkpoints=2, a Checkpointer frees what")
 def test_a_checkpointer_with_gc_and_a_rule_survives_a_full_disk_as_advised(messages: Messages) -> None:
     store = small(SmallDisk(memory(near=False), 45 * CELL))
     plain = checkpointer(store)

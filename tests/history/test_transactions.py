@@ -6,6 +6,8 @@ import gc
 import logging
 import multiprocessing
 import socket
+import subprocess
+import sys
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -412,6 +414,31 @@ def test_a_save_that_a_gc_revoked_also_removes_its_objects(repo: Repository) -> 
     assert keys(repo) == set()
 
 
+_ENDS = """
+import sys, time
+from pathlib import Path
+from casckpt.history.transactions import begin
+from casckpt.repository.repository import Repository
+from casckpt.storage.local.store import LocalStore
+from tests.support.repositories import put_blob
+storage = LocalStore(Path(sys.argv[1]))
+delete = storage.delete
+storage.delete = lambda key: (time.sleep(0.2), delete(key))
+repo = Repository(storage, Path(sys.argv[2]))
+repo.create()
+one = begin(repo, "a", 1)
+put_blob(repo, one.txid, "a")
+assert one.abort(OSError("the upload failed"))
+assert list(storage.list("objects/"))
+"""
+
+
+def test_a_process_that_ends_waits_until_its_failed_save_has_removed_its_objects(tmp_path: Path) -> None:
+    root = Path(__file__).parents[2]
+    subprocess.run([sys.executable, "-c", _ENDS, tmp_path / "store", tmp_path / "cache"], cwd=root, check=True)
+    assert not list((tmp_path / "store").rglob("*.safetensors"))
+
+
 STAYS: dict[str, tuple[Callable[[Repository], Transaction], BaseException | str]] = {
     "a copy": (copying, FAILED),
     "a copy that was joined": (joining, FAILED),
@@ -602,6 +629,8 @@ def test_a_clean_up_prepares_files_again(
 ) -> None:
     left = list[int]()
     monkeypatch.setattr(faults, "prepare", lambda: left.append(len(keys(repo))))
-    saving(repo).abort(FAILED)
+    one = saving(repo)
+    faults.inject(*(fail_before(method, key="commits/*", error=FULL) for method in ("put", "put_prepared")))
+    assert not one.abort(FAILED)
     wait_for_clean_up()
     assert left == [0]

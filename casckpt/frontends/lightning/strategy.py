@@ -68,7 +68,7 @@ class CasModelParallelStrategy(ModelParallelStrategy):
         self.proof: Proof | None = None
         self._settings: TrainerArguments = {
             "allow_pickle": allow_pickle, "health": health, "check_replicas": check_replicas, "owners": owners,
-            "on_event": on_event, "gc": gc, "min_free": min_free,
+            "on_event": on_event, "min_free": min_free,
         }  # fmt: skip
         self._checks = self._checkpointer(run)
 

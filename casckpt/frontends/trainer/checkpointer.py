@@ -713,7 +713,7 @@ class Checkpointer:
         """
         begun = time.monotonic()
         error = self._settle(to_save=True)
-        was_checked, self._checked, settled = self._checked, True, time.monotonic()
+        self._checked, settled = True, time.monotonic()
         ranks = open_ranks(self.process_group)
 
         def look() -> bool:
@@ -727,8 +727,6 @@ class Checkpointer:
 
         self.start(step, overwrite=options.get("overwrite"))
         is_foreground, commit = ranks.exchange(look, decide)
-        if was_checked is None and ranks.rank == 0:
-            self._space.foresee(0)  # the save itself shows whether the state fits
         if is_foreground and ranks.rank == 0:
             log.warning(
                 "%d consecutive saves of %s failed: the training waits for the next one", self._failures.count, self.run

@@ -146,15 +146,15 @@ class Janitor:
         self._store, self._asked = store, dict[str, Future[int]]()
         self._queue: ThreadPoolExecutor | None = None
 
-    def ask(self, run: str) -> Future[int]:
-        """Start a gc of ``run``, either now or after the current gc. Return the future number of freed bytes."""
+    def ask(self, run: str) -> None:
+        """Start a gc of ``run``, either now or after the current gc."""
         last = self._asked.get(run)
         if last is None or last.running() or last.done():  # otherwise, it has yet to begin
             self._queue = self._queue or ThreadPoolExecutor(1, thread_name_prefix="casckpt-gc")
-            self._asked[run] = self._queue.submit(self._gc, run)
-        return self._asked[run]
+            self._asked[run] = self._queue.submit(self.gc, run)
 
-    def _gc(self, run: str) -> int:
+    def gc(self, run: str) -> int:
+        """Run a gc of ``run`` in this thread. Return the number of freed bytes. Errors are only logged."""
         try:
             result = self._store.gc(run=run, wait=0)
         except CasckptError as error:

@@ -129,7 +129,10 @@ class TrainerSettings(StateOptions):
         if self.last_step is not None:
             object.__setattr__(self, "last_step", check_step(self.last_step))
         if self.min_free is not None:
-            parse_size(str(self.min_free))
+            try:
+                parse_size(str(self.min_free))
+            except InvalidInput as error:
+                raise InvalidInput(f"min_free: {error}") from error
         policy_of(self.keep)
         self.check_choices()
         thinning_of(self.thin)

@@ -18,9 +18,7 @@ from casckpt.store.store import Store
 log = logging.getLogger(__name__)
 
 _SEEN = 3  # saves
-_ADVICE = (
-    "A Checkpointer with gc=True and a rule such as max_checkpoints=2 frees what its rules do not keep, and tries again"
-)
+_ADVICE = "With gc=True and a rule such as max_checkpoints=2, a Checkpointer frees what they do not keep, and retries"
 
 
 def space_of(store: Store, run: str, *, gc: bool, min_free: str | int | None) -> RunSpace:
@@ -52,11 +50,12 @@ class RunSpace:
         free = self.bytes_free
         if self._settings.min_free is None or free is None:
             return
-        written = self._written(self._checkpoints())
-        need, least = max(written) if written else nbytes(), parse_size(str(self._settings.min_free))
-        if need + least > free:
+        kept = self._checkpoints()
+        need = max(self._written(kept), default=0) if kept else nbytes()
+        lacking = need + parse_size(str(self._settings.min_free)) - free
+        if lacking > 0:
             raise StorageError(
-                f"{self._store.url} has {format_size(free)} free: {format_size(need + least - free)} more are needed "
+                f"{self._store.url} has {format_size(free)} free: {format_size(lacking)} more are needed "
                 f"for a save of up to {format_size(need)} that leaves min_free={self._settings.min_free!r}. Free some "
                 "space, or lower min_free",
                 full=True,
@@ -73,7 +72,7 @@ class RunSpace:
         among = self._ownership.removable - self._ownership.went_back_to
         for checkpoint in self.rotate(self._settings.rotation, among, "on a full disk")[0]:
             self._events.emit(of_checkpoint("forgotten", checkpoint))
-        freed = self._janitor.ask(self._settings.run).result()
+        freed = self._janitor.gc(self._settings.run)
         if not freed and self._settings.rotation.changes_nothing:
             return _ADVICE
         log.warning(

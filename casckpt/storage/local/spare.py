@@ -23,8 +23,11 @@ from casckpt.storage.local.folders import Folders
 from casckpt.storage.local.newfile import is_temporary, temporary_name, write_all
 
 COUNT, SIZE, KEPT = 64, 4096, 8
-_NEXT = (errno.ENOENT, errno.EACCES, errno.EPERM, errno.ENOSPC, errno.EDQUOT)
-"""The errors of a file that another process took, that another user made, or that needs a block after all."""
+_NEXT = (
+    errno.ENOENT, errno.EACCES, errno.EPERM, errno.ENOSPC, errno.EDQUOT, errno.EISDIR, errno.ENXIO, errno.ELOOP,
+)  # fmt: skip
+"""The errors of a file that another process took, that another user made, or that needs a block after all; and of
+something else in its place."""
 _WRITE = os.O_WRONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
 
 
@@ -43,7 +46,7 @@ class Spares:
             for name in sorted({f"{number:02}" for number in range(COUNT)} - _tidy(folder)):
                 self._make(folder, name)
         with suppress(OSError, Refused), self._folders.open_spare() as folder:
-            return len(os.listdir(folder))
+            return len(_names(folder))
         return 0
 
     def _make(self, folder: int, name: str) -> None:
@@ -68,11 +71,13 @@ class Spares:
 
         Raises an OSError for a full disk if no file can be used, and FileExistsError.
         """
-        with suppress(FileNotFoundError, Refused, syscalls.Lacking), self._folders.open_spare() as spare:
-            for prepared in sorted(os.listdir(spare)) if data.nbytes <= SIZE else ():
+        with suppress(FileNotFoundError, Refused), self._folders.open_spare() as spare:
+            for prepared in _names(spare) if data.nbytes <= SIZE else ():
                 try:
-                    if not is_temporary(prepared) and _use(spare, prepared, folder, name, data):
+                    if _use(spare, prepared, folder, name, data):
                         return
+                except syscalls.Lacking:  # perhaps only for this file, which another user made
+                    continue
                 except OSError as error:
                     if error.errno not in _NEXT:
                         raise
@@ -84,7 +89,7 @@ class Spares:
         Return False, and delete nothing, if fewer than `KEPT` would be left for the records that follow.
         """
         with suppress(OSError, Refused), self._folders.open_spare() as folder:
-            names = sorted(os.listdir(folder))
+            names = _names(folder)
             if (count := nbytes // SIZE + 3) <= len(names) - KEPT:
                 for name in names[:count]:
                     with suppress(FileNotFoundError):
@@ -93,12 +98,16 @@ class Spares:
         return False
 
 
+def _names(folder: int) -> list[str]:
+    return sorted(filter(str.isdigit, os.listdir(folder)))
+
+
 def _tidy(folder: int) -> set[str]:
     """Remove the names of killed processes. Return those of usable files."""
     usable = set[str]()
     with os.scandir(folder) as entries:
         for entry in entries:
-            with suppress(FileNotFoundError):
+            with suppress(OSError):
                 status = entry.stat(follow_symlinks=False)
                 if is_temporary(entry.name):
                     os.unlink(entry.name, dir_fd=folder)

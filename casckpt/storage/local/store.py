@@ -313,7 +313,7 @@ class LocalStore(ObjectStore):
                         self._files.bits = self._folders.shared_bits
                         return act(fd)
                 except OSError as error:
-                    is_new = error.errno == errno.EACCES and left and self._folders.shared_bits
+                    is_new = error.errno == errno.EACCES and left and self.path.exists() and self._folders.shared_bits
                     if not (error.errno in _REMOVED or is_new or self._may_free(error, freeing)):
                         raise
         raise StorageError(

@@ -117,7 +117,8 @@ def replicate(source: Repository, target: Repository, commit: Commit, work: Work
 
     Raises `Damaged` or `Refused`, which names the blob and the keys, if the source is damaged. Raises `Gone` if the
     checkpoint was purged there in the meantime, and `Conflict` if a different checkpoint in ``target`` has its run and
-    step. Raises `StorageError`; the next call continues where this one stopped, unless a mirror is full. After an
+    step. Raises `StorageError`; the next call continues where this one stopped, unless the target is a full mirror in a
+    folder. After an
     error, the copy is not visible.
     """
     while True:
@@ -215,7 +216,8 @@ def _share(target: Repository, transaction: Transaction, copy: _Copy) -> Commit:
         transaction.abort(f"{type(error).__name__}: {error}")
         raise
     except BaseException as error:
-        if work.for_mirror and isinstance(error, StorageError) and error.full:
+        is_full = isinstance(error, StorageError) and error.full and not target.storage.traits.remote
+        if work.for_mirror and is_full:
             transaction.abort(error)  # gc would wait for it, because this process lives on, and could not free anything
         else:
             transaction.leave()

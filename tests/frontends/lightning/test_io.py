@@ -163,7 +163,7 @@ def test_a_save_that_meets_a_full_disk_frees_what_removals_left_and_is_tried_aga
     save(plain, 1)
     save(plain, 2)
     plain.remove_checkpoint(tmp_path / "1.ckpt")
-    with pytest.raises(StorageError, match=r"the disk is full\. A Checkpointer with gc=True"):
+    with pytest.raises(StorageError, match=r"the disk is full\. With gc=True"):
         save(plain, 3)
     assert not (tmp_path / "3.ckpt").exists()
     io = CasCheckpointIO(store, run="sft", async_save=async_save, gc=True)

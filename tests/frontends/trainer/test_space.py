@@ -101,7 +101,7 @@ def test_without_rules_or_gc_nothing_is_removed_and_the_error_says_what_would_he
         for step in (1, 2):
             saved(checkpointer, step)
         before = steps(store)
-        with pytest.raises(StorageError, match=r"the disk is full\. A Checkpointer with gc=True and a rule such as"):
+        with pytest.raises(StorageError, match=r"the disk is full\. With gc=True and a rule such as"):
             saved(checkpointer, 3)
     assert steps(store) == before
     assert disk.refused > 0
@@ -247,6 +247,22 @@ def test_a_training_on_a_disk_that_others_fill_at_times_needs_no_person(
 
 
 # min_free
+
+
+def test_min_free_does_not_refuse_a_small_save_because_the_first_one_was_large() -> None:
+    """A frozen base is stored once, but until a second save, nothing shows that."""
+    _, store = disk_for(1.6)
+    base = cells(15)
+    with Checkpointer(store, run="lora", max_checkpoints=2, gc=True, min_free=CELL) as checkpointer:
+        for step in (1, 2):
+            checkpointer.save(step, {"base": base, "lora": cells(1)})
+    assert steps(store) == [("lora", 1), ("lora", 2)]
+
+
+def test_an_invalid_min_free_is_named() -> None:
+    for value in ("20 apples", True):
+        with pytest.raises(InvalidInput, match=f"min_free: '{value}' is not"):
+            Checkpointer(small(memory()), run="a", min_free=value)
 
 
 @pytest.mark.parametrize("how", ["save", "save_async"])

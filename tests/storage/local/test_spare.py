@@ -9,6 +9,7 @@ import shutil
 import stat
 from collections.abc import Callable
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -217,6 +218,23 @@ def test_preparing_ends_without_an_error_if_the_disk_is_full(
     monkeypatch.setattr(os, "pwrite", failing(os.pwrite, errno.EDQUOT, after=1, times=99))
     store.prepare()
     assert [path.name for path in prepared(store)] == ["00"]
+
+
+@pytest.mark.parametrize("name", ["00", ".00.0.tmp", ".keep", "keep"])
+@pytest.mark.parametrize("what", ["folder", "pipe", "link", "file"])
+def test_something_else_in_the_folder_does_not_prevent_the_use_of_the_others(
+    full: LocalStore, what: str, name: str
+) -> None:
+    path = full.path / ".spare" / name
+    path.unlink(missing_ok=True)
+    make: dict[str, Callable[[], object]] = {
+        "folder": path.mkdir, "pipe": partial(os.mkfifo, path), "link": partial(path.symlink_to, "/dev/null"),
+        "file": path.touch,
+    }  # fmt: skip
+    make[what]()
+    full.prepare()
+    assert put(full, KEY, RECORD)
+    assert path.exists() or name == ".00.0.tmp"
 
 
 @pytest.mark.parametrize("what", ["link", "file"])

@@ -41,6 +41,7 @@ from tests.support.checkpoints import array, flip, only_blob, read_arrays, save_
 from tests.support.copies import ONE_BY_ONE, blob_puts, chain, check_clean, contents, copy, elsewhere
 from tests.support.dying import WAYS, Dying
 from tests.support.dying import Killed as Died
+from tests.support.far import FarStore
 from tests.support.faulty import FaultyStore, call_first, fail_after, fail_before
 from tests.support.forging import taken_apart
 from tests.support.gcs import collect, keys, run_gc
@@ -772,3 +773,20 @@ def test_gc_deletes_signatures_of_purged_checkpoints_without_errors(tmp_path: Pa
     sizes = Sizes(repo, list_commits(repo))
     assert sizes.stats().checkpoints == 3
     assert not sizes.usage().unreadable
+
+
+@pytest.mark.parametrize("near", [True, False])
+def test_a_copy_into_a_full_mirror_ends_in_a_folder_and_can_be_continued_in_a_bucket(
+    tmp_path: Path, near: bool
+) -> None:
+    """In a folder, gc of the mirror need not wait for it. In a bucket, nothing would remove what it has uploaded."""
+    repo = repository(tmp_path / "source")
+    storage = FaultyStore(memory()) if near else FarStore(memory())
+    target = repository(tmp_path / "mirror", storage)
+    storage.inject(fail_before("put", key="objects/*.manifest", error=StorageError("full", full=True)))
+    commit = save_parts(repo, {"w": array(1)})
+    with pytest.raises(StorageError, match="full"):
+        replicate(repo, target, commit, replace(ONE_BY_ONE, for_mirror=True))
+    assert bool(transactions.open_transactions(target, set())) is not near
+    replicate(repo, target, commit, replace(ONE_BY_ONE, for_mirror=True))
+    assert len(blob_puts(storage)) == (2 if near else 1)
