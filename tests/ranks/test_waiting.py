@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import re
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -79,7 +80,10 @@ def test_every_waiting_rank_names_the_absent_rank(ranks: Pool, who: int, *, conn
             assert not warnings
             continue
         for warning in warnings[:2]:
-            assert f"s for rank {who}: every rank of the process group must make the same casckpt call" in warning
+            named = (
+                rf"s for ranks? (\d, )*{who}(, \d)*: every rank of the process group must make the same casckpt call"
+            )
+            assert re.search(named, warning), warning  # another rank may not have come yet, either
             assert "no_dist=True" in warning
 
 
