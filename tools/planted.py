@@ -4016,6 +4016,24 @@ BUGS: dict[str, tuple[str, str, str, str]] = {
         "pass",
         "tests/upkeep/gc/test_full_disk.py::test_forget_and_rotation_free_what_needs_no_record_and_try_again",
     ),
+    "a value that a load leaves out excuses its whole model": (
+        "excuses",
+        " if why == _NO_OPTIMIZER",
+        "",
+        "tests/frontends/training_state/test_proof.py::test_a_value_that_a_load_leaves_out_excuses_no_other_value",
+    ),
+    "an excuse counts for all keys that begin with its text": (
+        "_excuse",
+        'at.startswith(f"{start}.")',
+        "at.startswith(start)",
+        "tests/frontends/training_state/test_proof.py::test_a_value_that_a_load_leaves_out_excuses_no_other_value",
+    ),
+    "a key that a load of DCP does not read excuses all others": (
+        "StorageReader._left_by",
+        "key if top in tops else top",
+        "top",
+        "tests/frontends/dcp/test_proof.py::test_a_key_that_the_load_left_out_excuses_no_other_key",
+    ),
 }
 """The function, its text, the text that replaces it, and the test: see `Planted`."""
 
