@@ -4034,6 +4034,18 @@ BUGS: dict[str, tuple[str, str, str, str]] = {
         "top",
         "tests/frontends/dcp/test_proof.py::test_a_key_that_the_load_left_out_excuses_no_other_key",
     ),
+    "every metadata.json is one of Megatron": (
+        "is_megatron",
+        ' and content.get("sharded_backend") == "torch_dist"',
+        "",
+        "tests/frontends/dcp/test_converters.py::test_only_the_metadata_json_of_megatron_puts_values_into_lists",
+    ),
+    "an export without metadata.json is one of Megatron": (
+        "casckpt_to_dcp",
+        "MEGATRON in attached",
+        "MEGATRON in opened_store.attachments(checkpoint)",
+        "tests/frontends/dcp/test_converters.py::test_only_the_metadata_json_of_megatron_puts_values_into_lists",
+    ),
 }
 """The function, its text, the text that replaces it, and the test: see `Planted`."""
 
