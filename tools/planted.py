@@ -4061,6 +4061,24 @@ BUGS: dict[str, tuple[str, str, str, str]] = {
         "group.parent() is None",
         "tests/ranks/test_wire.py::test_a_new_default_group_gets_new_connections_and_its_own_ranks",
     ),
+    "any optimizer with the name of one of torch counts as torch's": (
+        "StateKind.of",
+        "is_torchs and name in _ALWAYS",
+        "name in _ALWAYS",
+        (
+            "tests/frontends/training_state/test_optimizer.py::"
+            "test_a_user_defined_optimizer_with_the_name_of_one_of_torchs_can_have_any_state"
+        ),
+    ),
+    "a module whose name begins like that of torch.optim is torch's": (
+        "StateKind.of",
+        'startswith("torch.optim.")',
+        'startswith("torch.optim")',
+        (
+            "tests/frontends/training_state/test_optimizer.py::"
+            "test_a_user_defined_optimizer_with_the_name_of_one_of_torchs_can_have_any_state"
+        ),
+    ),
 }
 """The function, its text, the text that replaces it, and the test: see `Planted`."""
 
