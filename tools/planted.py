@@ -4079,6 +4079,24 @@ BUGS: dict[str, tuple[str, str, str, str]] = {
             "test_a_user_defined_optimizer_with_the_name_of_one_of_torchs_can_have_any_state"
         ),
     ),
+    "a rank keeps the gates of others open": (
+        "HostReads.end",
+        "os.close(self._gates.popitem()[1])",
+        "self._gates.popitem()",
+        "tests/repository/test_host_reads.py::test_gates_are_closed_after_the_reads",
+    ),
+    "a rank that has ended leaves its gate to a forked child": (
+        "HostReads.bringing",
+        "self.release(0, 0, 0)",
+        "pass",
+        "tests/repository/test_host_reads.py::test_a_child_forked_while_bytes_arrive_does_not_keep_others_waiting",
+    ),
+    "a rank keeps its own gate open": (
+        "HostReads.bringing",
+        "os.close(self._held_fd)",
+        "pass",
+        "tests/repository/test_host_reads.py::test_gates_are_closed_after_the_reads",
+    ),
 }
 """The function, its text, the text that replaces it, and the test: see `Planted`."""
 
