@@ -4016,6 +4016,93 @@ BUGS: dict[str, tuple[str, str, str, str]] = {
         "pass",
         "tests/upkeep/gc/test_full_disk.py::test_forget_and_rotation_free_what_needs_no_record_and_try_again",
     ),
+    "a value that a load leaves out excuses its whole model": (
+        "excuses",
+        " if why == _NO_OPTIMIZER",
+        "",
+        "tests/frontends/training_state/test_proof.py::test_a_value_that_a_load_leaves_out_excuses_no_other_value",
+    ),
+    "an excuse counts for all keys that begin with its text": (
+        "_excuse",
+        'at.startswith(f"{start}.")',
+        "at.startswith(start)",
+        "tests/frontends/training_state/test_proof.py::test_a_value_that_a_load_leaves_out_excuses_no_other_value",
+    ),
+    "a key that a load of DCP does not read excuses all others": (
+        "StorageReader._left_by",
+        "key if top in tops else top",
+        "top",
+        "tests/frontends/dcp/test_proof.py::test_a_key_that_the_load_left_out_excuses_no_other_key",
+    ),
+    "every metadata.json is one of Megatron": (
+        "is_megatron",
+        ' and content.get("sharded_backend") == "torch_dist"',
+        "",
+        "tests/frontends/dcp/test_converters.py::test_only_the_metadata_json_of_megatron_puts_values_into_lists",
+    ),
+    "an export without metadata.json is one of Megatron": (
+        "casckpt_to_dcp",
+        "MEGATRON in attached",
+        "MEGATRON in opened_store.attachments(checkpoint)",
+        "tests/frontends/dcp/test_converters.py::test_only_the_metadata_json_of_megatron_puts_values_into_lists",
+    ),
+    "a save in the foreground does not note its step": (
+        "Checkpointer.save",
+        "self.saved_step = saved.step",
+        "pass",
+        (
+            "tests/frontends/trainer/test_last_save.py::"
+            "test_a_signal_after_the_save_of_a_step_exits_even_if_the_state_has_changed_since"
+        ),
+    ),
+    "a new process group uses the connections of an old one with the same name": (
+        "_Groups.get",
+        "group.parent() is not parent",
+        "group.parent() is None",
+        "tests/ranks/test_wire.py::test_a_new_default_group_gets_new_connections_and_its_own_ranks",
+    ),
+    "any optimizer with the name of one of torch counts as torch's": (
+        "StateKind.of",
+        "is_torchs and name in _ALWAYS",
+        "name in _ALWAYS",
+        (
+            "tests/frontends/training_state/test_optimizer.py::"
+            "test_a_user_defined_optimizer_with_the_name_of_one_of_torchs_can_have_any_state"
+        ),
+    ),
+    "a module whose name begins like that of torch.optim is torch's": (
+        "StateKind.of",
+        'startswith("torch.optim.")',
+        'startswith("torch.optim")',
+        (
+            "tests/frontends/training_state/test_optimizer.py::"
+            "test_a_user_defined_optimizer_with_the_name_of_one_of_torchs_can_have_any_state"
+        ),
+    ),
+    "a rank keeps the gates of others open": (
+        "HostReads.end",
+        "os.close(self._gates.popitem()[1])",
+        "self._gates.popitem()",
+        "tests/repository/test_host_reads.py::test_gates_are_closed_after_the_reads",
+    ),
+    "a rank that has ended leaves its gate to a forked child": (
+        "HostReads.bringing",
+        "self.release(0, 0, 0)",
+        "pass",
+        "tests/repository/test_host_reads.py::test_a_child_forked_while_bytes_arrive_does_not_keep_others_waiting",
+    ),
+    "a rank keeps its own gate open": (
+        "HostReads.bringing",
+        "os.close(self._held_fd)",
+        "pass",
+        "tests/repository/test_host_reads.py::test_gates_are_closed_after_the_reads",
+    ),
+    "a default group that is made again in the same store meets the previous one": (
+        "_connect",
+        '(named.add("made", 1) - 1) // size',
+        "0",
+        "tests/ranks/test_wire.py::test_a_default_group_can_be_made_again_in_the_same_store",
+    ),
 }
 """The function, its text, the text that replaces it, and the test: see `Planted`."""
 

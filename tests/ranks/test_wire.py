@@ -6,12 +6,15 @@ import threading
 import time
 from collections.abc import Sequence
 from datetime import timedelta
+from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 import torch.distributed as dist
 from torch.distributed import FileStore  # type: ignore[attr-defined] # public, though not in its __all__
 
+import casckpt
 from casckpt.errors import RankFailed
 from casckpt.ranks import ranks as module
 from casckpt.ranks import wire
@@ -27,19 +30,44 @@ SHORT = 5.0  # seconds until the others give up on a stalled rank
 # groups
 
 
-def anew(rank: int, size: int) -> Any:
-    first = open_ranks()
+def anew(rank: int, size: int, path: Path, keeps: bool) -> Any:
+    """Make the default group again with the ranks in reverse order. ``keeps``: keep a reference to the old one."""
+    store = casckpt.open(path)
+    store.save({"mine": casckpt.PerRank(torch.tensor([rank]))}, step=1)
+    first, kept = open_ranks(), dist.group.WORLD if keeps else None
     before = total(first)
     dist.destroy_process_group()
     alone = type(open_ranks())
-    store = FileStore("again", size)
-    dist.init_process_group("gloo", store=store, rank=size - 1 - rank, world_size=size)
-    second = open_ranks()
-    return before, alone, second is first, second.rank, total(second)
+    dist.init_process_group("gloo", store=FileStore("again", size), rank=size - 1 - rank, world_size=size)
+    second, state = open_ranks(), {"mine": casckpt.PerRank(torch.tensor([-1]))}
+    store.load(state, "default@1")
+    mine = int(state["mine"].value)
+    store.save({"mine": casckpt.PerRank(torch.tensor([10 * dist.get_rank()]))}, step=2)
+    store.load(state, "default@2")
+    del kept
+    return before, alone, second is first, second.rank, total(second), mine, int(state["mine"].value)
 
 
-def test_a_new_process_group_gets_new_connections(ranks: Pool) -> None:
-    assert ranks.run(3, anew) == [(3, Solo, False, 2 - rank, 3) for rank in range(3)]
+@pytest.mark.parametrize("keeps", [False, True])
+def test_a_new_default_group_gets_new_connections_and_its_own_ranks(ranks: Pool, store_path: Path, keeps: bool) -> None:
+    found = ranks.run(3, anew, store_path, keeps)
+    assert found == [(3, Solo, False, rank, 3, rank, 10 * rank) for rank in (2, 1, 0)]
+
+
+def anew_in_one_store(rank: int, size: int) -> Any:
+    """Make the default group again and again in the same store, as under torchrun."""
+    store, found = FileStore("again", size), []
+    for number in (rank, size - 1 - rank, rank):
+        dist.destroy_process_group()
+        dist.init_process_group("fake", store=store, rank=number, world_size=size)
+        found.append((number, total(open_ranks()), total(open_ranks(purpose="more"))))
+    return found
+
+
+def test_a_default_group_can_be_made_again_in_the_same_store(ranks: Pool) -> None:
+    """The backend is "fake", because torch's own gloo sometimes finds the addresses of the previous group."""
+    found = ranks.run(3, anew_in_one_store, timeout=10)
+    assert found == [[(rank, 3, 3), (2 - rank, 3, 3), (rank, 3, 3)] for rank in range(3)]
 
 
 # deaths

@@ -12,7 +12,7 @@ import shutil
 import signal
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import nullcontext
+from contextlib import ExitStack, nullcontext, suppress
 from pathlib import Path
 from queue import SimpleQueue
 from typing import Any
@@ -522,6 +522,54 @@ def test_no_rank_waits_for_a_bringer_without_locks(
     assert read(waiter.reader(0, REF, Source())) == DATA
     bringing.__exit__(None, None, None)
     assert [record.message for record in caplog.records if "has not brought" in record.message] == []
+
+
+def no_locks(patched: pytest.MonkeyPatch) -> None:
+    patched.setattr(module, "_lock", fail)
+
+
+def no_names(patched: pytest.MonkeyPatch) -> None:
+    def refuse(*_: object) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    patched.setattr(Path, "replace", refuse)
+
+
+@pytest.mark.parametrize("harm", [lambda _: None, no_locks, no_names], ids=["right", "no locks", "no names"])
+@pytest.mark.parametrize("fails", [False, True])
+def test_gates_are_closed_after_the_reads(
+    begin: Begin, root: Path, fails: bool, harm: Callable[[Any], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    bringer, waiter = begin(0, alive=bool), begin(1, alive=bool, patience=0.05)
+
+    def still_open() -> list[str]:
+        links = [Path(f"/proc/self/fd/{fd}") for fd in os.listdir("/proc/self/fd")]
+        names = [os.readlink(link) for link in links if link.is_symlink()]
+        return [name for name in names if name.startswith(str(root)) and "-gate" in name]
+
+    with suppress(KeyError), ExitStack() as bringing:
+        with monkeypatch.context() as patched:
+            harm(patched)
+            bringing.enter_context(bringer.bringing())
+        bringer.put(0, SIZE, 0, memoryview(DATA))
+        assert read(waiter.reader(0, REF, Source())) == DATA
+        if fails:
+            raise KeyError
+    waiter.end()
+    bringer.end()
+    assert still_open() == []
+    assert list((root / PARTS).iterdir()) == []
+
+
+def test_a_child_forked_while_bytes_arrive_does_not_keep_others_waiting(
+    begin: Begin, caplog: pytest.LogCaptureFixture
+) -> None:
+    bringer, waiter = begin(0, alive=bool), begin(1, alive=bool, patience=0.05)
+    with ExitStack() as child:
+        with bringer.bringing():
+            child.enter_context(forked(bool))
+        assert read(waiter.reader(0, REF, Source())) == DATA
+    assert not caplog.records
 
 
 def fail(*_: object) -> bool:

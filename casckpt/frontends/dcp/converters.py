@@ -135,8 +135,7 @@ def casckpt_to_dcp(
         new_folder(place, force=force, stale=_is_ours, last=(METADATA,)) as folder,
     ):
         write_attached(opened_store, checkpoint, {name: name for name in attached}, folder)
-        has_config = MEGATRON in opened_store.attachments(checkpoint)
-        boxed = has_config and is_megatron(opened_store.read_attachment(checkpoint, MEGATRON))
+        boxed = MEGATRON in attached and is_megatron(opened_store.read_attachment(checkpoint, MEGATRON))
         metadata = _Writer(folder, opened, reader, boxed=boxed).write()
         write_durably(folder / METADATA, pickle.dumps(metadata))
     return checkpoint

@@ -116,6 +116,32 @@ def test_a_dcp_folder_is_imported_and_exported(store: Store, tmp_path: Path, mon
     assert store.attachments(again) == {"config.json": 2}
 
 
+TORCH_DIST = b'{"sharded_backend": "torch_dist", "sharded_backend_version": 1}'
+
+
+@pytest.mark.parametrize(
+    ("config", "attachments"),
+    [
+        (b"{}", True),
+        (b'{"sharded_backend": "zarr"}', True),
+        (b'{"backend": "torch_dist"}', True),
+        (b'["sharded_backend", "torch_dist"]', True),
+        (b"sharded_backend: torch_dist", True),
+        (TORCH_DIST, False),  # the export does not have the file
+    ],
+)
+def test_only_the_metadata_json_of_megatron_puts_values_into_lists(
+    store: Store, tmp_path: Path, config: bytes, attachments: bool
+) -> None:
+    state = {"number": 3, "list": [3], "nested": {"deep": [[3]]}, "w": torch.ones(2)}
+    store.save(state, step=1, attachments={"metadata.json": config})
+    casckpt_to_dcp(store, "default@1", tmp_path / "out", attachments=attachments)
+    assert load({"number": 0, "list": [0], "w": torch.zeros(2)}, FileSystemReader(tmp_path / "out"))["number"] == 3
+    again = dcp_to_casckpt(tmp_path / "out", store, step=2)
+    assert identical(store.read(again), state)
+    assert ("metadata.json" in store.attachments(again)) is attachments
+
+
 def test_an_export_is_complete_or_absent(store: Store, tmp_path: Path) -> None:
     store.save({"a": numbers("a", 3000)}, step=1)
     (tmp_path / "full").mkdir()

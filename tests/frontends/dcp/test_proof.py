@@ -137,6 +137,21 @@ def test_keys_that_the_load_did_not_read_or_fill_are_listed() -> None:
         reader.prove({"model": dict(list(state["model"].items())[::2])}, live)
 
 
+@pytest.mark.parametrize("there", [["w", "w2"], ["w2"]])
+def test_a_key_that_the_load_left_out_excuses_no_other_key(there: list[str]) -> None:
+    """Either the checkpoint or the loaded state lacks ``w``."""
+    store, every = small(), {"w": 1.0, "w2": 2.0, "w2_mean": 3.0}
+    model = {key: torch.full((2,), value) for key, value in every.items()}
+    save({"model": {key: model[key] for key in (*there, "w2_mean")}}, StorageWriter(store, step=3))
+    reader = StorageReader(store, "default@3")
+    live = {"model": {key: model[key].clone() for key in model if key not in there or key != "w"}}
+    load(live, reader, planner=DefaultLoadPlanner(allow_partial_load=True))
+    assert list(reader.prove({"model": model}).unproved) == ([] if "w" in there else ["model.w"])
+    with pytest.raises(Mismatch, match="after the resume") as caught:
+        reader.prove({"model": {**model, "w": model["w2"], "w2": model["w"]}})
+    assert caught.value.keys == ("model.w2",)
+
+
 def test_a_list_that_dcp_stores_as_one_value_is_compared() -> None:
     store = small()
     save({"list": [1, {"a": 2}], "empty": {}}, StorageWriter(store, step=3))

@@ -275,6 +275,16 @@ def test_unsaved_steps_at_the_end_are_logged(
     assert all(one.startswith(f"{unsaved}of sft are not in any checkpoint") and "last_step=5" in one for one in told)
 
 
+@pytest.mark.parametrize("how", ["save", "save_async"])
+def test_a_step_that_the_loop_saves_itself_counts_as_saved(how: str, caplog: pytest.LogCaptureFixture) -> None:
+    settings: dict[str, Any] = {"save_interval": 9, "ephemeral_save_interval": 2, "ephemeral_cooldown": 3}
+    with Checkpointer(small(), run="sft", **settings) as checkpointer:
+        checkpointer.save_if_due(3, nn.Linear(2, 2))
+        getattr(checkpointer, how)(3, nn.Linear(2, 2))
+        assert (checkpointer.due(4), checkpointer.due(6)) == (None, "ephemeral")
+    assert not [record.message for record in caplog.records if "not in any checkpoint" in record.message]
+
+
 def test_steps_before_a_loaded_checkpoint_are_not_logged_as_unsaved(caplog: pytest.LogCaptureFixture) -> None:
     model = nn.Linear(2, 2)
     with Checkpointer(small(), run="sft", save_interval=2) as checkpointer:

@@ -88,6 +88,18 @@ def test_a_signal_that_cannot_be_handled_restores_the_other_handlers(store: Stor
     assert signal.getsignal(signal.SIGUSR1) == before
 
 
+@pytest.mark.parametrize("how", ["save", "save_async", "save_if_due"])
+def test_a_signal_after_the_save_of_a_step_exits_even_if_the_state_has_changed_since(store: Store, how: str) -> None:
+    net, checkpointer = model(), Checkpointer(store, run="sft", save_interval=1)
+    with SaveOnSignal(checkpointer, [signal.SIGUSR1]) as last:
+        getattr(checkpointer, how)(1, net)
+        torch.nn.init.zeros_(net.weight)  # for example, because the loop sets the averaged weights after a save
+        os.kill(os.getpid(), signal.SIGUSR1)
+        with pytest.raises(SystemExit):
+            last.check(1, net)
+    assert steps(store) == [("sft", 1)]
+
+
 def test_a_failed_save_is_repeated_before_the_exit(store_path: Path) -> None:
     storage = FaultyStore(LocalStore(store_path), [fail_before("put", key="objects/*.manifest")])
     checkpointer = Checkpointer(Store(Repository(storage)), run="sft")

@@ -657,6 +657,34 @@ def test_a_user_defined_optimizer_can_have_any_state(make: Callable[..., Any]) -
     assert identical(other.state_dict(), optimizer.state_dict())
 
 
+def own(name: str, module: str, *kept: str) -> Callable[..., Any]:
+    """Return a user's optimizer ``module.name``. It keeps the state ``kept`` for each parameter."""
+
+    def take_step(self: Any, closure: Any = None) -> Any:
+        for parameter in self.param_groups[0]["params"]:
+            self.state[parameter].update({what: torch.ones_like(parameter) for what in kept})
+        return None if closure is None else closure()
+
+    take_step.__qualname__, take_step.__module__ = f"{name}.step", module
+    return type(name, (Optimizer,), {"step": take_step, "__module__": module})
+
+
+@pytest.mark.parametrize("module", ["__main__", "mine.torch.optim.adam", "torch.optimizers", "torch_optim.adam"])
+@pytest.mark.parametrize("kept", [("Adam", "ema"), ("SGD", "step", "exp_avg", "exp_avg_sq"), ("Muon", "sum", "step")])
+def test_a_user_defined_optimizer_with_the_name_of_one_of_torchs_can_have_any_state(
+    kept: tuple[str, ...], module: str
+) -> None:
+    store, kind, (model, _) = small(), own(kept[0], module, *kept[1:]), made("SGD", 1)
+    optimizer = kind(model.parameters(), {"lr": 0.1})
+    optimizer.step()
+    Checkpointer(store, run="a").save(1, model, optimizer)
+    fresh = made("SGD", 2)[0]
+    other = kind(fresh.parameters(), {"lr": 0.5})
+    Checkpointer(store, run="a").resume(fresh, other)
+    assert identical(other.state_dict(), optimizer.state_dict())
+    assert other.state
+
+
 def test_a_subclass_of_a_torch_optimizer_must_have_the_state_of_its_base_class() -> None:
     store = small()
     model, optimizer = made("Adamax", 1)

@@ -19,6 +19,7 @@ from torch.distributed.tensor import distribute_tensor
 
 from casckpt.errors import Mismatch
 from casckpt.frontends.trainer import Checkpointer, TrainState
+from casckpt.frontends.training_state.proof import Proof
 from casckpt.store.store import Store
 from tests.support.ranks import Pool, outcome_of
 from tests.support.saves import small, small_folder
@@ -386,6 +387,50 @@ def test_parameters_that_only_one_optimizer_has_are_listed_after_a_load_that_per
     checkpointer.save(1, model, plain_sgd(model, without=is_added))
     checkpointer.resume(model, plain_sgd(model, without=not is_added), missing="warn", prove=True)
     assert list(unproved(checkpointer)) == ["optim.state.bias"]
+
+
+GAPS: dict[str, tuple[dict[str, int], dict[str, int], bool]] = {
+    "a parameter that the checkpoint lacks": ({"w2": 2}, {"w": 2, "w2": 2}, True),
+    "a parameter that only the checkpoint has": ({"w": 2, "w2": 2}, {"w2": 2}, True),
+    "a parameter that has a different shape in the checkpoint": ({"w": 3, "w2": 2}, {"w": 2, "w2": 2}, False),
+    "an optimizer that the checkpoint lacks": ({"w2": 2}, {"w2": 2}, False),
+}
+"""What a load leaves out: the sizes of the saved and of the live parameters, and whether the optimizer is saved."""
+
+BESIDE: dict[str, Callable[[Any, Any, dict[str, Any]], object]] = {
+    "model.w2": lambda model, optimizer, train: set_to(model["w2"], 7),
+    "optim.state.w2.exp_avg": lambda model, optimizer, train: set_to(optimizer.state[model["w2"]]["exp_avg"], 7),
+    "optim.param_groups": lambda model, optimizer, train: optimizer.param_groups[0].update(lr=7.0),
+    "train.0.epochs": lambda model, optimizer, train: train.update(epochs=7),
+}
+"""A change of a value beside what was left out, by its key. Some names begin with the name of what was left out."""
+
+
+def stepped(sizes: Mapping[str, int]) -> tuple[nn.ParameterDict, optim.AdamW]:
+    model = nn.ParameterDict({name: nn.Parameter(torch.rand(size)) for name, size in sizes.items()})
+    optimizer = optim.AdamW(model.parameters(), lr=0.1)
+    for parameter in model.values():
+        parameter.grad = torch.ones_like(parameter)
+    optimizer.step()
+    return model, optimizer
+
+
+@pytest.mark.parametrize("key", BESIDE)
+@pytest.mark.parametrize("gap", GAPS)
+def test_a_value_that_a_load_leaves_out_excuses_no_other_value(gap: str, key: str) -> None:
+    saved, live, is_saved = GAPS[gap]
+    checkpointer, (model, optimizer) = Checkpointer(small(), run="sft"), stepped(saved)
+    checkpointer.save(1, model, optimizer if is_saved else None, {"epochs": 1})
+    model, optimizer = stepped(live)
+    train = {"epoch": 3, "epochs": 0}
+    given = None if "shape" in gap else optimizer
+    checkpointer.resume(model, given, train, missing="warn", prove=True)
+    assert checkpointer.resumed is not None
+    left, is_excused = checkpointer.resumed.left, key.startswith("optim") and not (given and is_saved)
+    BESIDE[key](model, optimizer, train)
+    found = outcome_of(lambda: checkpointer.prove(model, given, train, excused=left))
+    assert isinstance(found, Proof | Mismatch)
+    assert (found.keys if isinstance(found, Mismatch) else ()) == (() if is_excused else (key,))
 
 
 def test_a_load_is_proved_after_the_caller_has_set_the_train_state() -> None:
