@@ -118,7 +118,7 @@ class LocalStore(ObjectStore):
         self._files = FileMaker(direct=not page_cache)
         self._folders = Folders(self.path)
         self._spares = Spares(self._folders)
-        self._freed_at = -math.inf  # when this process last deleted an object
+        self._freed_at = -math.inf  # when this process last deleted an object, or ended a gc
 
     def __reduce__(self) -> tuple[partial[LocalStore], tuple[str]]:
         return partial(LocalStore, page_cache=self._page_cache), (str(self.path),)
@@ -149,6 +149,7 @@ class LocalStore(ObjectStore):
 
     @override
     def prepare(self) -> int:
+        self._freed_at = time.monotonic()  # a gc ends: on xfs, what others have freed also becomes available late
         return self._spares.prepare()
 
     @override
@@ -303,7 +304,7 @@ class LocalStore(ObjectStore):
         """Call ``act`` with the open folder. Retry if another process removes the folder in the meantime.
 
         Also retry while another user is sharing a folder that it has just made, and, on a full disk, for ``freeing``
-        seconds after this process last deleted an object.
+        seconds after this process last deleted an object or ended a gc.
         """
         path = self.path / key
         with reporting("write", path):

@@ -31,6 +31,7 @@ RECORD = b"a record"
 def store(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> LocalStore:
     """A store with few prepared files, so that tests are fast."""
     monkeypatch.setattr(spare, "COUNT", 3)
+    monkeypatch.setattr(local_store, "_FREEING_SMALL", 0.0)  # a prepare does not make puts wait
     store = LocalStore(tmp_path / "store")
     store.put("casckpt.json", b"{}")
     store.prepare()

@@ -207,11 +207,12 @@ def test_a_folder_that_another_user_has_just_made_is_tried_again(tmp_path: Path,
 
 
 class TestFullDisk:
-    def test_space_that_this_process_freed_may_become_available_late(
-        self, store: LocalStore, monkeypatch: pytest.MonkeyPatch
+    @pytest.mark.parametrize("free", [lambda store: store.delete("objects/a"), LocalStore.prepare])
+    def test_space_that_this_process_or_a_gc_freed_may_become_available_late(
+        self, store: LocalStore, free: Callable[[LocalStore], object], monkeypatch: pytest.MonkeyPatch
     ) -> None:
         store.put("objects/a", b"")
-        store.delete("objects/a")
+        free(store)
         synced: list[int] = []
         monkeypatch.setattr(syscalls, "sync_all", synced.append)
         monkeypatch.setattr(os, "pwrite", failing(os.pwrite, errno.ENOSPC, times=3))
