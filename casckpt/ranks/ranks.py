@@ -401,9 +401,7 @@ def _connect(parent: ProcessGroup, name: str, rank: int, size: int, within: floa
     shared = dist.distributed_c10d._world.pg_map[parent][1]
     if current_thread() is not main_thread() and hasattr(shared, "clone"):
         shared = shared.clone()  # a torch store serves one thread at a time, and another thread may be waiting in it
-    named = dist.PrefixStore(name, shared)
-    # a default group that is made again, for example under torchrun, has the same name and the same store
-    store = dist.PrefixStore(str((named.add("made", 1) - 1) // size), named)
+    store = dist.PrefixStore(name, shared)
     timeout = _timeout_of(parent)
     on_demand = _devices()
     _, problem = _tried(lambda: _gloo(dist.HashStore(), 0, 1, timeout, on_demand))  # to check whether gloo can start
