@@ -17,7 +17,6 @@ import signal
 import struct
 import subprocess
 import sys
-import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
@@ -36,6 +35,7 @@ from casckpt.storage.local.store import LocalStore
 from casckpt.store.store import Store
 from tests.support.faulty import Call, FaultyStore, call_first
 from tests.support.ranks import outcome_of
+from tests.support.repositories import wait_for_clean_up
 from tests.support.saves import CELL
 
 SAVES, VALUES = 24, 40_000
@@ -263,10 +263,8 @@ def save(run: Commands) -> None:
         error = outcome_of(partial(store.save, state(step), step=step))
         assert isinstance(error, StorageError)
         assert error.full
-    end = time.monotonic() + 20
-    while (after := set(run.at.rglob("objects/*/*"))) != before and time.monotonic() < end:
-        time.sleep(0.1)
-    assert after == before
+    wait_for_clean_up()
+    assert set(run.at.rglob("objects/*/*")) == before
     gc(run)
 
 

@@ -397,6 +397,8 @@ def _retire_and_delete(gc: _Collection, plan: GcPlan) -> None:
         if is_full:
             gc.delete()
             count = _part_size(repo)
+    if logs:
+        log.warning("%s is full: %d checkpoints are left for the next gc", repo.storage.url, len(logs))
     if not is_full:
         gc.delete()
 
