@@ -25,6 +25,7 @@ from casckpt.frontends.stores import AnyStore, as_store
 from casckpt.frontends.training_state.hub_config import with_hub_files
 from casckpt.frontends.training_state.loading import Keeps, TrainingStateLoad, normal_tensors, renamed_beside
 from casckpt.frontends.training_state.model import model_to_save
+from casckpt.frontends.training_state.names import Parameters
 from casckpt.frontends.training_state.objects import Objects, is_optimizer, load_objects
 from casckpt.frontends.training_state.optimizer import states_to_save, tensors_below
 from casckpt.frontends.training_state.parts import AnyModel, AnyOptimizer, as_model, as_optimizers
@@ -131,7 +132,7 @@ def state_of(model: AnyModel, optim: AnyOptimizer | None) -> Made:
     whole, optims = as_model(model), as_optimizers(optim)
     state: dict[str, Any] = {MODEL: model_to_save(whole)}
     if optims:
-        state[OPTIM] = states_to_save(whole, optims)
+        state[OPTIM] = states_to_save(Parameters.of(whole), optims)
     return made_by_name(state)
 
 

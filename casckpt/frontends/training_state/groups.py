@@ -28,12 +28,13 @@ _NAMES = "param_names"  # names set by the user, which a load does not replace
 class Match:
     """The match between an optimizer and a saved one.
 
-    ``saved``: the name of each parameter in the checkpoint, by the parameter's id(). ``options``: the options to set
-    in each group. ``missing``: the names of parameters that the saved optimizer lacks. ``unused``: the names that only
-    the saved optimizer has.
+    ``saved``: the name of each parameter in the checkpoint, by the parameter's id(). ``origins``: the numbers of the
+    saved groups that had the parameters of each group. ``options``: the options to set in each group. ``missing``: the
+    names of parameters that the saved optimizer lacks. ``unused``: the names that only the saved optimizer has.
     """
 
     saved: dict[int, str]
+    origins: list[list[int]]
     options: list[dict[str, Any]]
     missing: tuple[str, ...]
     unused: tuple[str, ...]
@@ -73,25 +74,29 @@ def match(
         else:
             missing.append(named.names[0])
     used = set(names.values())
-    options = []
+    origins, options = [], []
     for number, group in enumerate(here):
-        origins = [group_of[names[id(named.parameter)]] for named in group if id(named.parameter) in names]
-        options.append({} if keep_options else _options(number, group, list(dict.fromkeys(origins)), saved))
-    return Match(names, options, tuple(missing), tuple(name for name in group_of if name not in used))
+        numbers = [group_of[names[id(named.parameter)]] for named in group if id(named.parameter) in names]
+        origins.append(list(dict.fromkeys(numbers)))
+        options.append({} if keep_options else _options(number, group, origins[-1], saved))
+    return Match(names, origins, options, tuple(missing), tuple(name for name in group_of if name not in used))
 
 
-def check(matched: Match, defaults: Mapping[str, Any], saved: Sequence[Mapping[str, Any]], where: str) -> None:
-    """Raise MissingKey or Mismatch unless the checkpoint has all parameters and options of this optimizer.
+def check(
+    matched: Match, defaults: Sequence[Mapping[str, Any]], saved: Sequence[Mapping[str, Any]], where: str
+) -> None:
+    """Raise MissingKey or Mismatch unless the checkpoint has all parameters and options of the optimizers.
 
-    `check_unused` checks for extra parameters in the checkpoint. It considers all ranks, because any of them may have
-    these parameters.
+    ``defaults``: the default options of each group's optimizer. `check_unused` checks for extra parameters in the
+    checkpoint. It considers all ranks, because any of them may have these parameters.
     """
     if matched.missing:
         raise MissingKey(_other_parameters(where, matched.missing, matched.unused), keys=matched.missing)
-    unused = frozenset(matched.unused)
-    for group in (group for group in saved if not group["params"] or not unused.issuperset(group["params"])):
-        lacking = [name for name in defaults if name not in group and name not in _ADDED_LATER]
-        unknown = [name for name in group if name not in defaults and name not in ("params", _NAMES)]
+    empty = [number for number, group in enumerate(saved) if not group["params"]]
+    pairs = zip(defaults, matched.origins, strict=True)
+    for known, group in ((known, saved[number]) for known, origins in pairs for number in (*origins, *empty)):
+        lacking = [name for name in known if name not in group and name not in _ADDED_LATER]
+        unknown = [name for name in group if name not in known and name not in ("params", _NAMES)]
         if lacking and unknown:
             raise Mismatch(
                 f"the optimizer in {where} is of a different kind: it has the options {listed(unknown)}, but not "

@@ -8,6 +8,7 @@ import re
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from itertools import islice
 from os.path import commonprefix
 from typing import Any, TypedDict, Unpack
 
@@ -15,18 +16,19 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
+from casckpt.base.lazy import cached_property
 from casckpt.base.text import listed
 from casckpt.contents.checkpoint import Checkpoint
 from casckpt.errors import Mismatch
 from casckpt.format.regions import Shape
 from casckpt.format.sections.index import Entry
 from casckpt.format.tree import Element, Node, Wrapper, children
-from casckpt.frontends.training_state.flat import flat_parts
+from casckpt.frontends.training_state.flat import FlatPart
 from casckpt.frontends.training_state.groups import Match, check, check_unused, match
 from casckpt.frontends.training_state.holding import Holding, apart, unwrapped
 from casckpt.frontends.training_state.hub_names import is_transformers, split_template
 from casckpt.frontends.training_state.model import ModelTemplate, is_extra_state
-from casckpt.frontends.training_state.names import unwrapped_model
+from casckpt.frontends.training_state.names import Parameters, unwrapped_model
 from casckpt.frontends.training_state.optimizer import StateKind, install, local_optimizer, named_groups, tensors_below
 from casckpt.frontends.training_state.packed import MAX_JSON
 from casckpt.frontends.training_state.stored import (
@@ -127,7 +129,7 @@ class TrainingStateLoad:
         self._bare = False
         self._places: dict[bool, dict[str, str]] = {}
         self._warns, self._filled, self._said = given.unread == "warn", "", list[str | None]()
-        self._optimizers: dict[str, list[_OptimizerPlan]] = {}
+        self._optimizers: dict[str, _OptimizerPlan] = {}
         self._absent: tuple[str, ...] = ()
 
     def load(
@@ -191,6 +193,16 @@ class TrainingStateLoad:
         self._saved_start = self._start_there()
         if self._keeps.get("leave_resized"):
             self.ignored += tuple(glob.escape(key) for key in fits[self._bare].misfits)
+
+    @cached_property
+    def parameters(self) -> Parameters:
+        """The parameters of the model after `_choose`."""
+        return Parameters.of(self._module)
+
+    @cached_property
+    def taken(self) -> set[int]:
+        """The memory addresses of the parameters, and of the optimizer state that is planned so far."""
+        return {local_of(parameter).data_ptr() for parameter in self._module.parameters()} - {0}
 
     def _split(self, readings: Sequence[bool]) -> None:
         """Replace the fused tensors of a Transformers model with their parts, if the checkpoint has the parts."""
@@ -280,13 +292,11 @@ class TrainingStateLoad:
         if not optims or groups is None:
             self._absent += (f"{at}.param_groups",) if optims else ()
             return []
-        plans = [_OptimizerPlan(self, optim, groups, at=place, new=new) for optim in optims]
-        self._optimizers[at] = plans
-        self._absent += tuple(f"{at}.state.{name}" for plan in plans for name in plan.match.missing)
-        filled = {name: value for plan in plans for name, value in plan.template.items()}
-        if filled:
-            self.state[at] = {"state": filled}
-        return on_no_rank([plan.match.unused for plan in plans])
+        plan = self._optimizers[at] = _OptimizerPlan(self, optims, groups, at=place, new=new)
+        self._absent += tuple(f"{at}.state.{name}" for name in plan.match.missing)
+        if plan.template:
+            self.state[at] = {"state": plan.template}
+        return list(plan.match.unused)
 
     def _leave(self) -> tuple[str, ...]:
         """Return the names that the load leaves unchanged because load_state_dict does not read their whole module.
@@ -387,11 +397,10 @@ class TrainingStateLoad:
         self._model.install({key.removeprefix(self._start) for key in without}, self._strict)
         known_left = {self.saved_key(f"{self._start}{name}") for name in self._left}
         unread = tuple(key for key in loaded.unread_keys if key not in known_left)
-        for at, plans in self._optimizers.items():
-            for plan in plans:
-                plan.install(self.state.get(at, {}).get("state", {}))
+        for at, plan in self._optimizers.items():
+            plan.install(self.state.get(at, {}).get("state", {}))
             place = self._optimizer_places.get(at, at)
-            known = (f"{place}.param_groups", *(f"{place}.state.{name}" for plan in plans for name in plan.nothing_of))
+            known = (f"{place}.param_groups", *(f"{place}.state.{name}" for name in plan.nothing_of))
             starts = tuple(f"{key}." for key in known)
             unread = tuple(key for key in unread if key not in known and not key.startswith(starts))
         if self._filled:
@@ -419,43 +428,50 @@ _NOWHERE = "\0"
 class _Home:
     """The destination of one parameter's state: the parameter and its current state ``there``.
 
-    ``options``: the options of its group after the load.
+    ``optim``: its optimizer, of the kind ``kind``. ``options``: the options of its group after the load.
     """
 
     holding: Holding
+    optim: Optimizer
+    kind: StateKind | None
     options: Mapping[str, Any]
     there: Mapping[str, torch.Tensor]
 
 
 class _OptimizerPlan:
-    """The changes that a load will make to an optimizer. The plan is complete before the first read."""
+    """The changes that a load will make to optimizers. The plan is complete before the first read."""
 
     def __init__(
-        self, load: TrainingStateLoad, optim: Optimizer, saved: StoredGroups, *, at: str, new: Collection[str]
+        self,
+        load: TrainingStateLoad,
+        optims: Sequence[Optimizer],
+        saved: StoredGroups,
+        *,
+        at: str,
+        new: Collection[str],
     ) -> None:
-        """Plan a load of the optimizer whose key in the checkpoint is ``at``.
+        """Plan a load of the optimizers that share the key ``at`` in the checkpoint.
 
         ``new``: the names of parameters that are left unchanged, together with their state.
         """
-        self._given, optim = optim, local_optimizer(optim)
         self._at, self._start, self._cast = at, load._saved_start, load._given.cast
-        model, stored = load._module, load._stored
-        self._optim, self._kind, self._stored = optim, StateKind.of(optim), stored
-        self._kept = None if self._kind is None else self._kind.keeps()
-        here = named_groups(model, optim)
+        self._optims, self._stored, self._taken = optims, load._stored, load.taken
+        stored, parameters = load._stored, load.parameters
+        local = [local_optimizer(optim) for optim in optims]
+        here = [group for optim in local for group in named_groups(parameters, optim)]
+        self._groups = [(optim, group) for optim in local for group in optim.param_groups]
         self.match: Match = match(
             here, saved, lambda name: _NOWHERE if name in new else load._saved_name(name),
             keep_options=load._keeps.get("keep_options", False),
         )  # fmt: skip
         if load._strict:
             lacking = tuple(name for name in self.match.missing if name not in new)
-            check(replace(self.match, missing=lacking), getattr(optim, "defaults", {}), saved, stored.where)
+            defaults = [getattr(optim, "defaults", {}) for optim, _ in self._groups]
+            check(replace(self.match, missing=lacking), defaults, saved, stored.where)
         members = [one.parameter for group in here for one in group]
         self._parameters = {self.match.saved[id(one)]: one for one in members if id(one) in self.match.saved}
-        self._without = [one for one in members if id(one) not in self.match.saved]
-        self._homes = self._make_homes(model)
+        self._homes = self._make_homes(parameters.parts)
         self.nothing_of = {name for name, home in self._homes.items() if home.holding.is_nothing}
-        self._taken = {local_of(parameter).data_ptr() for parameter in model.parameters()} - {0}
         left_out = self.nothing_of | set(self.match.unused)
         nodes = stored.nodes(dict.fromkeys([*self._parameters, *self.match.unused]), at)
         nodes = {name: node for name, node in nodes.items() if name not in left_out}
@@ -464,20 +480,21 @@ class _OptimizerPlan:
 
     def _check_kind(self, nodes: Mapping[Element, Node]) -> None:
         """Raise Mismatch if a different kind of optimizer saved the state, because the next step would fail."""
-        for name, home in self._homes.items() if self._kind is not None else ():
+        for name, home in self._homes.items():
             names = [str(element) for element, _ in children(nodes[name])] if name in nodes else []
-            if self._kind is not None and names:
-                self._kind.check(names, home.options, name, self._stored.where)
+            if home.kind is not None and names:
+                home.kind.check(names, home.options, name, self._stored.where)
 
-    def _make_homes(self, model: nn.Module) -> dict[str, _Home]:
-        homes, parts = {}, flat_parts(model)
-        for group, changed in zip(self._optim.param_groups, self.match.options, strict=True):
-            options = {**group, **changed}
+    def _make_homes(self, parts: Mapping[int, FlatPart]) -> dict[str, _Home]:
+        homes = {}
+        for (optim, group), changed in zip(self._groups, self.match.options, strict=True):
+            options, kind = {**group, **changed}, StateKind.of(optim)
             for parameter in group["params"]:
                 name = self.match.saved.get(id(parameter))
                 if name is not None:
-                    there = dict(tensors_below(self._optim.state.get(parameter, {}), ""))
-                    homes[name] = _Home(Holding(name, parameter, parts.get(id(parameter))), options, there)
+                    there = dict(tensors_below(optim.state.get(parameter, {}), ""))
+                    holding = Holding(name, parameter, parts.get(id(parameter)))
+                    homes[name] = _Home(holding, optim, kind, options, there)
         return homes
 
     def _place(self, name: Element, key: str, entry: Entry) -> Any:
@@ -485,10 +502,10 @@ class _OptimizerPlan:
         home, cpu = self._homes.get(str(name)), torch.device("cpu")
         if home is None:
             return new_empty(entry, cpu)
-        on_cpu = is_step(entry, key) and steps_on_cpu(self._optim, home.options)
+        on_cpu = is_step(entry, key) and steps_on_cpu(home.optim, home.options)
         device = cpu if on_cpu else home.holding.parameter.device
-        added = self._kept is not None and key.partition(".")[0] not in self._kept
-        wanted = self._as_cast(str(name), key, entry, home.holding.dtype)
+        added = home.kind is not None and key.partition(".")[0] not in home.kind.keeps()
+        wanted = self._as_cast(str(name), key, entry, home)
         found = home.holding.destination(wanted, home.there.get(f".{key}"), device, self._taken, added=added)
         self._taken.add(local_of(unwrapped(found)).data_ptr())
         self._taken.discard(0)  # the address that empty tensors have
@@ -502,26 +519,32 @@ class _OptimizerPlan:
         entries = self._stored.contents.tensors
         start = f"{self._at}.state.{name}.{key}"
         # torch's own optimizers create plain state for a plain parameter, and cannot update a wrapper
-        is_plain = type(self._optim).__module__.startswith("torch.optim.") and not holds_wrapper(home.holding.parameter)
+        is_plain = type(home.optim).__module__.startswith("torch.optim.") and not holds_wrapper(home.holding.parameter)
         return home.holding.wrapper(start, node, entries, home.there.get(f".{key}"), is_plain=is_plain)
 
-    def _as_cast(self, name: str, key: str, entry: Entry, dtype: torch.dtype) -> Entry:
+    def _as_cast(self, name: str, key: str, entry: Entry, home: _Home) -> Entry:
         """Return the entry for a state tensor, converted if ``cast`` requires it.
 
         State that was saved in the dtype of its parameter is converted along with the parameter. All other state, such
-        as counts, keeps its own dtype. ``dtype``: the parameter's current dtype.
+        as counts, keeps its own dtype.
         """
+        dtype = home.holding.dtype  # the parameter's current dtype
         weight = self._stored.contents.tensors.get(f"{self._start}{name}")
-        stays = keeps_dtype(entry, key) or key in getattr(self._optim, "non_castable_tensor_keys", ())  # bitsandbytes'
+        stays = keeps_dtype(entry, key) or key in getattr(home.optim, "non_castable_tensor_keys", ())  # bitsandbytes'
         follows = self._cast and weight is not None and entry.dtype == weight.dtype and not stays
         return entry.converted(dtype_name(dtype), dtype.itemsize) if follows else entry
 
     def install(self, loaded: Mapping[Any, Any]) -> None:
-        """Load the filled state into the optimizer. Parameters that the checkpoint lacks keep their current state."""
-        there = self._optim.state
-        state: dict[Any, Any] = {parameter: there[parameter] for parameter in self._without if parameter in there}
+        """Load the filled state into the optimizers. Parameters that the checkpoint lacks keep their current state."""
+        state, options = dict[Any, Any](), iter(self.match.options)
         for name in self.template:
             owner = self._parameters.get(str(name))
             value = unwrapped(loaded[name], None if owner is None else owner.device)
             state[name if owner is None else owner] = value
-        install(self._given, state, self.match.options)
+        beside = {key: value for key, value in state.items() if not isinstance(key, torch.Tensor)}
+        for given in self._optims:
+            optim = local_optimizer(given)
+            members = [one for group in optim.param_groups for one in group["params"]]
+            kept = (one for one in members if one in optim.state and id(one) not in self.match.saved)
+            own = {one: optim.state[one] for one in kept} | {one: state[one] for one in members if one in state}
+            install(given, own | beside, list(islice(options, len(optim.param_groups))))

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any
 
 from torch import nn
 
 from casckpt.errors import InvalidInput
-from casckpt.frontends.training_state.flat import flat_parts, reshard
+from casckpt.frontends.training_state.flat import FlatPart, flat_parts, reshard
 from casckpt.frontends.training_state.parts import Parts
 
 WRAPPERS = {
@@ -83,3 +85,16 @@ def parameter_names(model: nn.Module) -> dict[int, tuple[str, ...]]:
         known = names.get(id(parameter), ())
         names[id(parameter)] = known if name in known else (*known, name)
     return names
+
+
+@dataclass(frozen=True)
+class Parameters:
+    """The `parameter_names` and the `flat_parts` of a model, which are the same for all of its optimizers."""
+
+    names: Mapping[int, tuple[str, ...]]
+    parts: Mapping[int, FlatPart]
+
+    @classmethod
+    def of(cls, model: nn.Module) -> Parameters:
+        """Walk ``model`` once. Raises the errors of both functions."""
+        return cls(parameter_names(model), flat_parts(model))

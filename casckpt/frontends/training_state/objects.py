@@ -20,7 +20,7 @@ from casckpt.errors import InvalidInput, Mismatch
 from casckpt.frontends.training_state.hub_config import with_hub_files
 from casckpt.frontends.training_state.loading import Keeps, TrainingStateLoad, normal_tensors
 from casckpt.frontends.training_state.model import model_to_save
-from casckpt.frontends.training_state.names import parameter_names
+from casckpt.frontends.training_state.names import Parameters
 from casckpt.frontends.training_state.optimizer import states_to_save, tensors_below
 from casckpt.frontends.training_state.stored import StoredTraining
 from casckpt.frontends.training_state.together import Made, NamedState, find, is_sharded, make_state
@@ -77,8 +77,9 @@ class Objects:
         for key in (*self.modules, *self.optimizers):
             if self._flat.leaves[key].per_rank:
                 raise InvalidInput(f"{key!r} is in a PerRank; pass modules and optimizers without it", key=key)
-        parameters = {key: parameter_names(module).keys() for key, module in self.modules.items()}
-        self.owners = {key: _owner(key, optim, parameters) for key, optim in self.optimizers.items()}
+        self._parameters = {key: Parameters.of(module) for key, module in self.modules.items()}
+        ids = {key: parameters.names.keys() for key, parameters in self._parameters.items()}
+        self.owners = {key: _owner(key, optim, ids) for key, optim in self.optimizers.items()}
 
     def made(self) -> Made:
         """Return the state that this rank saves. Raises InvalidInput."""
@@ -87,7 +88,7 @@ class Objects:
             if key in self.modules:
                 values[key] = model_to_save(value)
             elif key in self.optimizers:
-                values[key] = states_to_save(self.modules[self.owners[key]], [value])
+                values[key] = states_to_save(self._parameters[self.owners[key]], [value])
             else:
                 values[key] = plain_state(value, key)
         named = [NamedState(key, values[key], values[owner]) for key, owner in self.owners.items()]

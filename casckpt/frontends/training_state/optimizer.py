@@ -16,9 +16,8 @@ from torch.optim import Optimizer
 
 from casckpt.errors import InvalidInput, Mismatch
 from casckpt.format import tree
-from casckpt.frontends.training_state.flat import flat_parts
 from casckpt.frontends.training_state.holding import Holding
-from casckpt.frontends.training_state.names import parameter_names
+from casckpt.frontends.training_state.names import Parameters
 from casckpt.tensors.state import check_nesting, decode_tree, encode_tree, flatten, inflate
 
 _TREE = "tree"
@@ -52,13 +51,12 @@ def local_optimizer(optim: Optimizer) -> Optimizer:
     return inner
 
 
-def named_groups(model: nn.Module, optim: Optimizer) -> list[list[NamedParameter]]:
-    """Return the parameters of each group.
+def named_groups(parameters: Parameters, optim: Optimizer) -> list[list[NamedParameter]]:
+    """Return the parameters of each group. ``parameters``: those of the model.
 
     Raises InvalidInput for a parameter that is not in the model, and for state that contains itself.
     """
-    names = parameter_names(model)
-    groups = []
+    groups, names = [], parameters.names
     for number, group in enumerate(optim.param_groups):
         for position, parameter in enumerate(group["params"]):
             if id(parameter) not in names:
@@ -75,35 +73,21 @@ def named_groups(model: nn.Module, optim: Optimizer) -> list[list[NamedParameter
     return groups
 
 
-def state_to_save(model: nn.Module, optim: Optimizer) -> dict[str, Any]:
-    """Return the state of ``optim`` with live tensors. A tensor of which this rank has a part becomes a `Shard`.
+def states_to_save(parameters: Parameters, optims: Sequence[Optimizer]) -> dict[str, Any]:
+    """Return the merged state of several optimizers, with live tensors.
 
-    The result is ``{"state": {name: {...}}, "param_groups": [{..., "params": [names]}]}``. Raises InvalidInput for a
-    parameter that is not in the model, for an optimizer with additional state, and for a tensor that may be a part at
-    an unknown position.
+    The result is ``{"state": {name: {...}}, "param_groups": [{..., "params": [names]}]}``. A tensor of which this rank
+    has a part becomes a `Shard`. ``parameters``: those of the model. Raises InvalidInput for a parameter that is not in
+    the model, for an optimizer with additional state, for a tensor that may be a part at an unknown position, and for
+    two optimizers with the same parameter.
     """
-    optim = local_optimizer(optim)
-    groups, parts = named_groups(model, optim), flat_parts(model)
-    saved = _state_of(optim, groups)
-    state = saved["state"]
-    for named in (member for group in groups for member in group):
-        name = named.names[0]
-        holding = Holding(name, named.parameter, parts.get(id(named.parameter)))
-        if name in state:
-            state[name] = holding.as_saved(state[name])
-        if holding.is_nothing:
-            state.pop(name, None)
-    return saved
-
-
-def states_to_save(model: nn.Module, optims: Sequence[Optimizer]) -> dict[str, Any]:
-    """Return the merged state of several optimizers. Raises InvalidInput if two of them have the same parameter."""
     state: dict[Any, Any] = {}
     groups: list[dict[str, Any]] = []
+    taken = set[str]()
     for optim in optims:
-        saved = state_to_save(model, optim)
-        taken = {name for group in groups for name in group["params"]}
-        twice = [name for group in saved["param_groups"] for name in group["params"] if name in taken]
+        saved = _state_to_save(parameters, optim)
+        own = [name for group in saved["param_groups"] for name in group["params"]]
+        twice = [name for name in own if name in taken]
         if twice or state.keys() & saved["state"].keys():
             name = twice[0] if twice else str(next(iter(state.keys() & saved["state"].keys())))
             raise InvalidInput(
@@ -111,7 +95,23 @@ def states_to_save(model: nn.Module, optims: Sequence[Optimizer]) -> dict[str, A
             )
         state |= saved["state"]
         groups += saved["param_groups"]
+        taken.update(own)
     return {"state": state, "param_groups": groups}
+
+
+def _state_to_save(parameters: Parameters, optim: Optimizer) -> dict[str, Any]:
+    optim = local_optimizer(optim)
+    groups = named_groups(parameters, optim)
+    saved = _state_of(optim, groups)
+    state = saved["state"]
+    for named in (member for group in groups for member in group):
+        name = named.names[0]
+        holding = Holding(name, named.parameter, parameters.parts.get(id(named.parameter)))
+        if name in state:
+            state[name] = holding.as_saved(state[name])
+        if holding.is_nothing:
+            state.pop(name, None)
+    return saved
 
 
 def _state_of(optim: Optimizer, groups: Sequence[Sequence[NamedParameter]]) -> dict[str, Any]:
@@ -167,7 +167,7 @@ def flatten_optimizer_state(model: nn.Module, optim: Optimizer) -> dict[str, Any
     and ``tree``, bytes that describe lists and empty containers for `unflatten_optimizer_state`.
     """
     optim = local_optimizer(optim)
-    flat = flatten(_state_of(optim, named_groups(model, optim)))
+    flat = flatten(_state_of(optim, named_groups(Parameters.of(model), optim)))
     whole = (leaf.unit for leaf in flat.leaves.values())  # wrappers are not opened here
     return {leaf.key: leaf.value for leaf in whole} | {_TREE: encode_tree(tree.closed(flat.tree))}
 

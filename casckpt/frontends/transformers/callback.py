@@ -36,7 +36,8 @@ from casckpt.frontends.trainer.run_checkpoints import warn_of_similar
 from casckpt.frontends.trainer.settings import TrainerArguments
 from casckpt.frontends.training_state import unshard_optim_state
 from casckpt.frontends.training_state.hub_config import ADAPTER_STEM, files_below, hub_names
-from casckpt.frontends.training_state.optimizer import state_to_save
+from casckpt.frontends.training_state.names import Parameters
+from casckpt.frontends.training_state.optimizer import states_to_save
 from casckpt.frontends.training_state.proof import Proof, prove
 from casckpt.frontends.training_state.stored import StoredTraining
 from casckpt.ranks.ranks import on_each, open_ranks, this_rank
@@ -234,7 +235,9 @@ class _Folder:
         return state
 
     def _optimizer_state(self) -> dict[str, Any]:
-        return {} if self._optimizer is None else {"optim": state_to_save(self._model, self._optimizer)}
+        if self._optimizer is None:
+            return {}
+        return {"optim": states_to_save(Parameters.of(self._model), [self._optimizer])}
 
 
 def restore_checkpoint(
