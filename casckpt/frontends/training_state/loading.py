@@ -148,13 +148,21 @@ class TrainingStateLoad:
         given = replace(self._given, rename=rename, ignore_mismatched=self.ignored, unread="ignore")
         return self.install(fill(self.state, given))
 
-    def prepare(self, ranks: Ranks, make: Callable[[], nn.Module], optims: Mapping[str, Sequence[Optimizer]]) -> None:
+    def prepare(
+        self,
+        ranks: Ranks,
+        make: Callable[[], nn.Module],
+        optims: Mapping[str, Sequence[Optimizer]],
+        among: Mapping[str, Sequence[TrainingStateLoad]] | None = None,
+    ) -> None:
         """Find the model's tensors in the checkpoint, and run all checks before the first read.
 
         Every rank makes the call. ``make``: a function that returns the model. ``optims``: the optimizers by key.
+        ``among``: the loads of the modules that have an optimizer's parameters, by its key. The last is this load.
         Raises MissingKey, Mismatch or InvalidInput, the errors of ``make``, and the errors of `check_fit` unless
         ``unread`` is "ignore". All errors are raised on all ranks.
         """
+        self._among = among or {}
         self._choose(ranks, make)
         ranks.exchange(lambda: self._plan(optims), self.check_unused)
 
@@ -277,26 +285,27 @@ class TrainingStateLoad:
         saved = self._stored.shapes
         shapes = {name: saved.get(self._place(name)) for name in self._model.values}
         ignored = filter(self._is_ignored, self._model.values)
-        new = {*self._left, *(name for name in ignored if shapes.get(name) != shape_of(self._model.values[name]))}
-        unused = [name for at, several in optims.items() for name in self._plan_optimizers(at, several, new)]
-        known = {self._saved_name(name) for name in new}
+        differs = (name for name in ignored if shapes.get(name) != shape_of(self._model.values[name]))
+        self.new: Collection[str] = {*self._left, *differs}
+        """The names of parameters that are left unchanged, together with their optimizer state."""
+        unused = [name for at, several in optims.items() for name in self._plan_optimizers(at, several)]
         return Unused(
             [name for name in self._unused_keys() if not self._is_ignored(name)],
-            [name for name in unused if name not in known and not self._is_ignored(name)],
+            unused,
             [] if self._bare else self._stored.beside_model({self._place(name) for name in self._model.values}),
         )
 
-    def _plan_optimizers(self, at: str, optims: Sequence[Optimizer], new: Collection[str]) -> list[str]:
+    def _plan_optimizers(self, at: str, optims: Sequence[Optimizer]) -> list[str]:
         """Plan the load of the optimizers at one key. Return the names that only the checkpoint has."""
         groups, place = self._groups.get(at), self._optimizer_places.get(at, at)
         if not optims or groups is None:
             self._absent += (f"{at}.param_groups",) if optims else ()
             return []
-        plan = self._optimizers[at] = _OptimizerPlan(self, optims, groups, at=place, new=new)
+        plan = self._optimizers[at] = _OptimizerPlan(self._among.get(at, [self]), optims, groups, at=place)
         self._absent += tuple(f"{at}.state.{name}" for name in plan.match.missing)
         if plan.template:
             self.state[at] = {"state": plan.template}
-        return list(plan.match.unused)
+        return plan.unused
 
     def _leave(self) -> tuple[str, ...]:
         """Return the names that the load leaves unchanged because load_state_dict does not read their whole module.
@@ -442,26 +451,29 @@ class _OptimizerPlan:
     """The changes that a load will make to optimizers. The plan is complete before the first read."""
 
     def __init__(
-        self,
-        load: TrainingStateLoad,
-        optims: Sequence[Optimizer],
-        saved: StoredGroups,
-        *,
-        at: str,
-        new: Collection[str],
+        self, loads: Sequence[TrainingStateLoad], optims: Sequence[Optimizer], saved: StoredGroups, *, at: str
     ) -> None:
         """Plan a load of the optimizers that share the key ``at`` in the checkpoint.
 
-        ``new``: the names of parameters that are left unchanged, together with their state.
+        ``loads``: the loads of their modules. If there are several, a parameter's name begins with the module's key.
         """
-        self._at, self._start, self._cast = at, load._saved_start, load._given.cast
-        self._optims, self._stored, self._taken = optims, load._stored, load.taken
-        stored, parameters = load._stored, load.parameters
+        *others, load = loads
+        start = "" if others else load._start  # what a key has before the name
+        self._at, self._start, self._cast = at, "" if others else load._saved_start, load._given.cast
+        self._optims, stored = optims, load._stored
+        self._taken = set.union(*(one.taken for one in loads)) if others else load.taken
+        self._stored, parameters = stored, Parameters.joined({one.at: one.parameters for one in loads})
+        new = {f"{one._start}{name}".removeprefix(start) for one in loads for name in one.new}
+
+        def saved_name(name: str) -> str:
+            own = next((one for one in loads if name.startswith(one._start)), load)
+            return own.saved_key(name) if others else load._saved_name(name)
+
         local = [local_optimizer(optim) for optim in optims]
         here = [group for optim in local for group in named_groups(parameters, optim)]
         self._groups = [(optim, group) for optim in local for group in optim.param_groups]
         self.match: Match = match(
-            here, saved, lambda name: _NOWHERE if name in new else load._saved_name(name),
+            here, saved, lambda name: _NOWHERE if name in new else saved_name(name),
             keep_options=load._keeps.get("keep_options", False),
         )  # fmt: skip
         if load._strict:
@@ -470,6 +482,11 @@ class _OptimizerPlan:
             check(replace(self.match, missing=lacking), defaults, saved, stored.where)
         members = [one.parameter for group in here for one in group]
         self._parameters = {self.match.saved[id(one)]: one for one in members if id(one) in self.match.saved}
+        known = {saved_name(name) for name in new}
+        ignored = [pattern for one in loads for pattern in one.ignored]
+        self.unused = [
+            name for name in self.match.unused if name not in known and not matches(f"{start}{name}", ignored)
+        ]
         self._homes = self._make_homes(parameters.parts)
         self.nothing_of = {name for name, home in self._homes.items() if home.holding.is_nothing}
         left_out = self.nothing_of | set(self.match.unused)

@@ -98,3 +98,14 @@ class Parameters:
     def of(cls, model: nn.Module) -> Parameters:
         """Walk ``model`` once. Raises the errors of both functions."""
         return cls(parameter_names(model), flat_parts(model))
+
+    @classmethod
+    def joined(cls, by_key: Mapping[str, Parameters]) -> Parameters:
+        """Return the parameters of modules by key. If there are several modules, each name begins with the key."""
+        if len(by_key) == 1:
+            return next(iter(by_key.values()))
+        names: dict[int, tuple[str, ...]] = {}
+        for key, one in by_key.items():
+            for number, own in one.names.items():
+                names[number] = (*names.get(number, ()), *(f"{key}.{name}" for name in own))
+        return cls(names, {number: part for one in by_key.values() for number, part in one.parts.items()})

@@ -1,7 +1,8 @@
 """Saves and loads states that contain modules, optimizers and other objects with a state_dict.
 
 A module is stored below its key under plain names, as in `save_model_and_optim_state`. An optimizer is stored under
-the parameter names of its module, which must also be in the state. For any other object, its state_dict is stored.
+the parameter names of its module, which must also be in the state. If it has parameters of several modules, their keys
+are part of these names. For any other object, its state_dict is stored.
 """
 
 from __future__ import annotations
@@ -64,7 +65,7 @@ def is_optimizer(value: Any) -> bool:
 class Objects:
     """The objects in a state by flat key. Their state_dict methods are called in key order.
 
-    ``owners``: the key of each optimizer's module. Raises InvalidInput for an optimizer without a module.
+    ``owners``: the keys of each optimizer's modules. Raises InvalidInput for an optimizer without a module.
     """
 
     def __init__(self, state: Any) -> None:
@@ -79,7 +80,7 @@ class Objects:
                 raise InvalidInput(f"{key!r} is in a PerRank; pass modules and optimizers without it", key=key)
         self._parameters = {key: Parameters.of(module) for key, module in self.modules.items()}
         ids = {key: parameters.names.keys() for key, parameters in self._parameters.items()}
-        self.owners = {key: _owner(key, optim, ids) for key, optim in self.optimizers.items()}
+        self.owners = {key: _owners(key, optim, ids) for key, optim in self.optimizers.items()}
 
     def made(self) -> Made:
         """Return the state that this rank saves. Raises InvalidInput."""
@@ -88,11 +89,18 @@ class Objects:
             if key in self.modules:
                 values[key] = model_to_save(value)
             elif key in self.optimizers:
-                values[key] = states_to_save(self._parameters[self.owners[key]], [value])
+                parameters = {owner: self._parameters[owner] for owner in self.owners[key]}
+                values[key] = states_to_save(Parameters.joined(parameters), [value])
             else:
                 values[key] = plain_state(value, key)
-        named = [NamedState(key, values[key], values[owner]) for key, owner in self.owners.items()]
+        named = [NamedState(key, values[key], self._model_of(key, values)) for key in self.owners]
         return self.nested(values), named
+
+    def _model_of(self, optimizer: str, values: Mapping[str, Any]) -> dict[str, Any]:
+        """Return the values of the modules of an optimizer, under its names for parameters."""
+        first, *more = self.owners[optimizer]
+        pairs = ((key, name, value) for key in (first, *more) for name, value in values[key].items())
+        return {f"{key}.{name}" if more else name: value for key, name, value in pairs}
 
     def nested(self, values: Mapping[str, Any]) -> dict[str, Any]:
         """Return the state in new containers. ``values`` replace the objects. Objects without a value are removed."""
@@ -139,20 +147,22 @@ class Objects:
         replace_leaves(self._state, {key: of(key) for key in self.plain})
 
 
-def _owner(key: str, optim: Optimizer, parameters: Mapping[str, Collection[int]]) -> str:
-    """Return the key of the module that has all parameters of ``optim``.
+def _owners(key: str, optim: Optimizer, parameters: Mapping[str, Collection[int]]) -> tuple[str, ...]:
+    """Return the key of the module that has all parameters of ``optim``, or the keys of all modules that have some.
 
     ``parameters``: the id() values by module key.
     """
     wanted = {id(parameter) for group in optim.param_groups for parameter in group["params"]}
     for name, ids in parameters.items():
         if wanted.issubset(ids):
-            return name
-    some = [name for name, ids in parameters.items() if wanted.intersection(ids)]
+            return (name,)
+    some = tuple(name for name, ids in parameters.items() if wanted.intersection(ids))
+    if some and wanted.issubset(number for name in some for number in parameters[name]):
+        return some
     way = f'pass its module along with it, as in {{"model": model, "{key}": optim}}'
     if some:
-        way = f"{listed(some)} have some of them: put these into one torch.nn.ModuleDict, and pass that instead"
-    raise InvalidInput(f"no module in the state has all of the parameters of the optimizer {key!r}; {way}", key=key)
+        way = f"only {listed(some)} have some of them: pass the modules of the others as well"
+    raise InvalidInput(f"the modules in the state lack parameters of the optimizer {key!r}; {way}", key=key)
 
 
 @normal_tensors()
@@ -181,15 +191,17 @@ def load_objects(
     )  # fmt: skip
     places = on_each(ranks, lambda: {key: stored.optimizer_at(key, given.rename) for key in objects.optimizers})
     silent = replace(given, unread="ignore")  # `Store.load` logs the unread keys
-    loads = [TrainingStateLoad(stored, groups, silent, at=key, places=places, **keeps) for key in modules]
+    loads = {key: TrainingStateLoad(stored, groups, silent, at=key, places=places, **keeps) for key in modules}
     # an empty module if this rank lacks the key
     parts = {key: objects.modules.get(key, nn.Module()) for key in modules}
-    for module_load in loads:
-        optims = {name: [optim] for name, optim in objects.optimizers.items() if objects.owners[name] == module_load.at}
-        module_load.prepare(ranks, partial(parts.__getitem__, module_load.at), optims)
-    template, options = on_each(ranks, lambda: _template(objects, stored, loads, places, given))
+    for at, module_load in loads.items():
+        mine = [name for name, owners in objects.owners.items() if owners[-1] == at]  # the others are prepared by then
+        optims = {name: [objects.optimizers[name]] for name in mine}
+        among = {name: [loads[owner] for owner in objects.owners[name]] for name in mine}
+        module_load.prepare(ranks, partial(parts.__getitem__, at), optims, among)
+    template, options = on_each(ranks, lambda: _template(objects, stored, [*loads.values()], places, given))
     loaded = load(template, stored.checkpoint, options)
-    for module_load in loads:
+    for module_load in loads.values():
         loaded = module_load.install(loaded)
     left = {*loaded.missing_keys, *loaded.mismatched_keys}
     on_each(ranks, lambda: objects.take(template, left))

@@ -30,7 +30,7 @@ from casckpt.loading.options import renamer
 from casckpt.store.store import Store
 from tests.support.ranks import Pool, outcome_of
 from tests.support.saves import small
-from tests.support.training import identical, made, trained
+from tests.support.training import identical, made, train, trained
 
 
 def manifest(store: Store, ref: str) -> Manifest:
@@ -131,17 +131,33 @@ def test_an_optimizer_belongs_to_the_module_that_has_its_parameters() -> None:
         assert identical(got, want)
 
 
-def shared_out() -> dict[str, Any]:
-    one, other = made()[0], made()[0]
-    return {"a": one, "b": other, "optim": optim.SGD([*one.parameters(), *other.parameters()])}
+def adamw(*models: nn.Module) -> optim.AdamW:
+    return optim.AdamW(dict.fromkeys(one for model in models for one in model.parameters()), lr=0.01)
+
+
+def shared_out(seed: int = 0) -> dict[str, Any]:
+    """Return two models, one of which shares a layer with the other, and an optimizer of both after some steps."""
+    (one, _), (other, _) = made(seed), made(seed + 1)
+    other.norm = one.norm
+    whole = adamw(one, other)
+    train(one, whole, range(1))
+    train(other, whole, range(2))
+    return {"a": one, "nets": {"b": other}, "optim": whole}
+
+
+def of_shared_out(state: Any) -> Any:
+    """Return a copy of the models and of the optimizer state by parameter name."""
+    one, other = state["a"], state["nets"]["b"]
+    named = [*one.named_parameters(), *other.named_parameters()]
+    return copy.deepcopy([one.state_dict(), other.state_dict(), [state["optim"].state.get(p) for _, p in named]])
 
 
 @pytest.mark.parametrize(
     ("state", "says"),
     [
-        (lambda: {"optim": made()[1]}, "no module in the state has all of the parameters of the optimizer 'optim'"),
+        (lambda: {"optim": made()[1]}, "the modules in the state lack parameters of the optimizer 'optim'"),
         (lambda: {"model": made()[0], "optim": made(1)[1]}, 'as in {"model": model, "optim": optim}'),
-        (shared_out, "'a', 'b' have some of them: put these into one torch.nn.ModuleDict"),
+        (lambda: {**shared_out(), "nets": {}}, "only 'a' have some of them: pass the modules of the others as well"),
         (lambda: {"model": casckpt.PerRank(made()[0])}, "'model' is in a PerRank"),
         (lambda: {"loader": DataLoader([1])}, "StatefulDataLoader"),  # type: ignore[arg-type]  # a list is sufficient
     ],
@@ -154,11 +170,38 @@ def test_an_object_that_cannot_be_stored_is_rejected(state: Callable[[], Any], s
     assert not store.repository.exists() or not store.checkpoints()
 
 
-def test_modules_joined_as_the_error_advises_are_saved_and_loaded() -> None:
-    store, parts = small(), shared_out()
-    whole = nn.ModuleDict({"a": parts["a"], "b": parts["b"]})
-    store.save({"nets": whole, "optim": parts["optim"]}, run="a", step=1)
-    assert "nets.a.head.weight" in store.get("a@1").tensors
+def test_an_optimizer_can_have_the_parameters_of_several_modules() -> None:
+    store, saved, fresh = small(), shared_out(), shared_out(20)
+    store.save(saved, run="a", step=1)
+    names = {f"optim.state.{name}.exp_avg" for name in ("a.norm.weight", "a.head.weight", "nets.b.head.weight")}
+    assert {key for key in store.get("a@1").tensors if key.endswith("weight.exp_avg")} == names
+    store.load(fresh, "a@1")
+    assert identical(of_shared_out(fresh), of_shared_out(saved))
+    again = shared_out(30)
+    again["optim"].state.clear()
+    resumed = Checkpointer(store, run="a").resume(again, prove=True)
+    assert resumed is not None
+    assert not (*resumed.missing_keys, *resumed.unread_keys)
+    assert identical(of_shared_out(again), of_shared_out(saved))
+
+
+def test_the_names_of_an_optimizer_of_several_modules_follow_a_rename_of_each_module() -> None:
+    store, saved, fresh = small(), shared_out(), shared_out(20)
+    store.save({"x": saved["a"], "y": {"z": saved["nets"]["b"]}, "adam": saved["optim"]}, run="a", step=1)
+    rename = {r"a\.(.*)": r"x.\1", r"nets\.b\.(.*)": r"y.z.\1", r"optim\.(.*)": r"adam.\1"}
+    loaded = store.load(fresh, "a@1", rename=rename)
+    assert identical(of_shared_out(fresh), of_shared_out(saved))
+    assert not (*loaded.missing_keys, *loaded.unread_keys)
+
+
+def test_an_optimizer_of_several_modules_keeps_the_state_of_a_parameter_that_does_not_fit() -> None:
+    store, saved, fresh = small(), shared_out(), shared_out(20)
+    store.save(saved, run="a", step=1)
+    head = fresh["nets"]["b"].head = nn.Linear(5, 4, bias=False)
+    fresh["optim"] = adamw(fresh["a"], fresh["nets"]["b"])
+    store.load(fresh, "a@1", ignore_mismatched=["nets.b.head.*"])
+    assert head.weight not in fresh["optim"].state
+    assert identical(of_shared_out(fresh)[0], of_shared_out(saved)[0])
 
 
 def test_all_objects_are_checked_before_any_of_them_changes() -> None:
@@ -553,3 +596,42 @@ def test_an_averaged_model_is_a_second_model_on_any_number_of_ranks(tmp_path: Pa
         for found in ranks.run(size, load_averaged, tmp_path):
             for tensors in found:
                 assert all(torch.equal(one, other) for one, other in zip(tensors, saved, strict=True))
+
+
+def sharded_pair(seed: int) -> dict[str, Any]:
+    """Return two sharded modules, and an optimizer of both before its first step."""
+    torch.manual_seed(seed)
+    models = {"enc": nn.Linear(4, 6), "dec": nn.Linear(6, 4)}
+    for model in models.values():
+        fully_shard(model)
+    return {**models, "optim": adamw(*models.values())}
+
+
+def of_pair(state: dict[str, Any]) -> dict[str, torch.Tensor]:
+    """Return the whole moments of the optimizer by parameter name."""
+    named = [(f"{key}.{name}", one) for key in ("enc", "dec") for name, one in state[key].named_parameters()]
+    return {name: state["optim"].state[one]["exp_avg"].full_tensor() for name, one in named}
+
+
+def save_pair(rank: int, size: int, path: Path) -> tuple[dict[str, torch.Tensor], str]:
+    state = sharded_pair(0)
+    state["dec"](state["enc"](torch.randn(3, 4))).square().sum().backward()
+    state["optim"].step()
+    Checkpointer(path, run="a").save(1, {"enc": state["enc"], "dec": state["dec"]}, state["optim"])
+    saved = of_pair(state)
+    state["optim"].state[state["enc"].weight]["own"] = torch.full((5,), float(rank))
+    return saved, str(outcome_of(lambda: casckpt.open(path).save(state, run="a", step=2)))
+
+
+def load_pair(rank: int, size: int, path: Path) -> dict[str, torch.Tensor]:
+    state = sharded_pair(1)
+    Checkpointer(path, run="a").resume({"enc": state["enc"], "dec": state["dec"]}, state["optim"], prove=True)
+    return of_pair(state)
+
+
+def test_an_optimizer_of_several_sharded_modules_can_be_resumed_on_other_ranks(tmp_path: Path, ranks: Pool) -> None:
+    (saved, refused), *_ = ranks.run(2, save_pair, tmp_path)
+    assert "'optim.state.enc.weight.own' differs between ranks 0 and 1, and its parameter is sharded" in refused
+    assert set(saved) == {"enc.weight", "enc.bias", "dec.weight", "dec.bias"}
+    for found in ranks.run(3, load_pair, tmp_path):
+        assert all(torch.equal(found[name], value) for name, value in saved.items())
