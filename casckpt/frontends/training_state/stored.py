@@ -132,20 +132,25 @@ class StoredTraining:
         renamed = renamer(rename)(f"{key}.param_groups").removesuffix(".param_groups")
         return renamed if self.has_optimizer(renamed) else key
 
-    def groups(self, at: str = OPTIM, *, allow_pickle: bool = False) -> StoredGroups:
-        """Read the groups of the optimizer at ``at``.
+    def read_groups(self, places: Collection[str], *, allow_pickle: bool) -> dict[str, Any]:
+        """Read the values that `groups` takes, of the optimizers at these keys, all at once."""
+        keys = [f"{at}.param_groups" for at in dict.fromkeys(places) if self.has_optimizer(at)]
+        return self.values(keys, allow_pickle=allow_pickle) if keys else {}
+
+    def groups(self, at: str, values: Mapping[str, Any]) -> StoredGroups:
+        """Return the groups of the optimizer at ``at`` from the result of `read_groups`.
 
         Raises MissingKey if there is no optimizer, and Mismatch if its parameters were saved by number.
         """
         key = f"{at}.param_groups"
-        if not self.has_optimizer(at):
+        if key not in values:
             raise MissingKey(
                 f"{self.where} has no optimizer ({key}); it has {self.at_the_top()}. Load the model alone "
                 "(optim=None; in a dict, leave the optimizer out), or choose a different checkpoint. Load a whole "
                 "object by the name under which it was saved",
                 keys=(key,),
             )
-        value = self.value(key, allow_pickle=allow_pickle)
+        value = values[key]
         usable = isinstance(value, list) and all(isinstance(group, Mapping) and "params" in group for group in value)
         if not usable or not all(isinstance(name, str) for group in value for name in group["params"]):
             raise Mismatch(
@@ -158,9 +163,13 @@ class StoredTraining:
 
     def value(self, key: str, *, allow_pickle: bool) -> Any:
         """Read the value at a key, in this process only."""
-        made: dict[str, Any] = {key: None}
+        return self.values([key], allow_pickle=allow_pickle)[key]
+
+    def values(self, keys: Iterable[str], *, allow_pickle: bool) -> dict[str, Any]:
+        """Read the values at several keys, in this process only."""
+        made = dict[str, Any].fromkeys(keys)
         self.store.load(made, self.checkpoint, no_dist=True, unread="ignore", allow_pickle=allow_pickle)
-        return made[key]
+        return made
 
     def nodes(self, names: Mapping[str, Any], at: str = OPTIM) -> dict[Element, Node]:
         """Return the nodes of the optimizer state at ``at``: first the nodes of ``names``, then all others."""

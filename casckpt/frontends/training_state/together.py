@@ -172,12 +172,14 @@ def find(
         check_same([text for text, _ in asked])
         stored = StoredTraining.read(opened, ref)
         groups: Groups = {}
-        for key in sorted({key for _, wanted in asked for key in wanted}):
-            at = stored.optimizer_at(key, rename)
+        keys = sorted({key for _, wanted in asked for key in wanted})
+        places = {key: stored.optimizer_at(key, rename) for key in keys}
+        values = stored.read_groups(places.values(), allow_pickle=allow_pickle)
+        for key, at in places.items():
             groups[key] = None
             with suppress(*([Mismatch] if lenient else [])):
-                if required or stored.has_optimizer(at):
-                    groups[key] = stored.groups(at, allow_pickle=allow_pickle)
+                if required or f"{at}.param_groups" in values:
+                    groups[key] = stored.groups(at, values)
         shares, home = opened.repository.shares, StoreIdentity.of(opened.repository)
         return everyone((stored.commit, stored.contents.manifest, groups, shares, home), ranks.size)
 

@@ -26,6 +26,7 @@ from casckpt.errors import InvalidInput, Mismatch, MissingKey
 from casckpt.format.manifest import Manifest
 from casckpt.frontends.trainer import Checkpointer, TrainState
 from casckpt.frontends.training_state import load_model_and_optim_state, save_model_and_optim_state
+from casckpt.frontends.training_state.stored import StoredTraining
 from casckpt.loading.options import renamer
 from casckpt.store.store import Store
 from tests.support.ranks import Pool, outcome_of
@@ -183,6 +184,20 @@ def test_an_optimizer_can_have_the_parameters_of_several_modules() -> None:
     assert resumed is not None
     assert not (*resumed.missing_keys, *resumed.unread_keys)
     assert identical(of_shared_out(again), of_shared_out(saved))
+
+
+def test_the_groups_of_all_optimizers_are_read_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    store, reads, values = small(), list[list[str]](), StoredTraining.values
+
+    def noted(stored: StoredTraining, keys: Any, **options: Any) -> Any:
+        reads.append(list(keys))
+        return values(stored, keys, **options)
+
+    monkeypatch.setattr(StoredTraining, "values", noted)
+    saved = adversaries(0)
+    store.save(saved, run="a", step=1)
+    store.load(saved, "a@1")
+    assert reads == [["optims.0.param_groups", "optims.1.param_groups"]]
 
 
 def test_the_names_of_an_optimizer_of_several_modules_follow_a_rename_of_each_module() -> None:
