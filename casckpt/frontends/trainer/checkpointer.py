@@ -190,7 +190,7 @@ class Checkpointer:
         - ``model``: a module, or a list of its parts; an object with state_dict_to_save, state_dict_to_load and
           load_state_dict; or a dict of models, such as ``{"model": model, "ema": ema}``, and what else `Store.save`
           accepts.
-        - ``optim``: an optimizer, or a list of optimizers that share the parameters.
+        - ``optim``: an optimizer, or a list or dict of optimizers that share the parameters.
         - ``train_state``: this rank's: a nested mapping of tensors, plain data and objects with state_dict, or one such
           object, such as `TrainState`.
         - ``overwrite``: None uses the checkpointer's setting.

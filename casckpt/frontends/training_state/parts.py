@@ -13,7 +13,7 @@ from casckpt.errors import InvalidInput
 
 AnyModel: TypeAlias = nn.Module | Sequence[nn.Module]
 """A model, or this rank's parts of one model."""
-AnyOptimizer: TypeAlias = Optimizer | Sequence[Optimizer]
+AnyOptimizer: TypeAlias = Optimizer | Sequence[Optimizer] | Mapping[Any, Optimizer]
 """An optimizer, or several optimizers that share the parameters."""
 
 
@@ -33,9 +33,11 @@ def as_model(model: AnyModel) -> nn.Module:
 def as_optimizers(optim: AnyOptimizer | None) -> tuple[Optimizer, ...]:
     """Return ``optim`` as a tuple of optimizers, empty for None.
 
-    Raises InvalidInput for a value without parameter groups. The layer-wise dummy optimizer of Transformers is replaced
-    with the optimizers in its ``optimizer_dict``, whose steps run in hooks.
+    The keys of a dict do not count. Raises InvalidInput for a value without parameter groups. The layer-wise dummy
+    optimizer of Transformers is replaced with the optimizers in its ``optimizer_dict``, whose steps run in hooks.
     """
+    if isinstance(optim, Mapping):
+        optim = [*optim.values()]
     given: list[Any] = [*optim] if isinstance(optim, list | tuple) else [] if optim is None else [optim]
     optimizers = list[Any]()
     for optimizer in given:
@@ -44,7 +46,7 @@ def as_optimizers(optim: AnyOptimizer | None) -> tuple[Optimizer, ...]:
     for optimizer in optimizers:
         if not hasattr(optimizer, "param_groups"):
             kind = type(optimizer).__name__
-            raise InvalidInput(f"an optimizer must be a torch.optim.Optimizer or a list of these, not {kind}")
+            raise InvalidInput(f"an optimizer must be a torch.optim.Optimizer, or a list or dict of these, not {kind}")
     return tuple(optimizers)
 
 

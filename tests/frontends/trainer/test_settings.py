@@ -130,7 +130,7 @@ def test_the_error_for_an_invalid_argument_names_it() -> None:
     checkpointer = Checkpointer(small(), run="sft", save_interval=2)
     wrong: Any = optim.lr_scheduler.StepLR(optimizer, 1)
     with pytest.raises(
-        InvalidInput, match=r"an optimizer must be a torch\.optim\.Optimizer or a list of these, not StepLR"
+        InvalidInput, match=r"an optimizer must be a torch\.optim\.Optimizer, or a list or dict of these, not StepLR"
     ):
         checkpointer.save(1, model, wrong)
     nothing: Any = None

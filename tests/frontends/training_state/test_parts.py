@@ -45,7 +45,7 @@ def test_lists_of_models_and_optimizers_act_as_one_model_and_one_optimizer() -> 
         for parameter in whole.parameters():
             parameter.zero_()
     again = [optim.AdamW(parts[0].parameters()), optim.SGD(parts[1].parameters(), momentum=0.9)]
-    checkpointer.load("sft@1", parts, again, load_optim_state=True)
+    checkpointer.load("sft@1", parts, dict(enumerate(again)), load_optim_state=True)
     assert identical([contents(part, one) for part, one in zip(parts, again, strict=True)], want)
     loaded = Checkpointer(store, run="sft")
     loaded.load("sft@1", whole)
