@@ -2450,10 +2450,16 @@ BUGS: dict[str, tuple[str, str, str, str]] = {
         "tests/saving/test_replicas.py::test_dcp_and_megatron_report_drifted_keys",
     ),
     "one rank saves the state of a part of a parameter for all": (
-        "_check_alike",
-        "            if digest != wanted:\n",
-        "            if digest != wanted and rank < other:\n",
-        "tests/frontends/training_state/test_ranks.py::test_state_that_may_belong_to_shards_is_rejected_if_it_differs_across_ranks",
+        "decide",
+        ".digest != beside.digest or beside.is_slice",
+        ".digest != beside.digest and beside.is_slice",
+        "tests/frontends/training_state/test_ranks.py::test_state_that_each_rank_keeps_for_its_slice_is_exact_on_the_same_ranks_and_refused_on_others",
+    ),
+    "a rank takes the state of another slice": (
+        "check_places",
+        "if pair[0] in mine)] == _places(",
+        "if pair[0] in mine)] != _places(",
+        "tests/frontends/training_state/test_ranks.py::test_state_that_each_rank_keeps_for_its_slice_is_exact_on_the_same_ranks_and_refused_on_others",
     ),
     "a load that fills nothing succeeds": (
         "check_fit",

@@ -400,26 +400,10 @@ def state_of_shards(rank: int, size: int, path: str) -> list[str]:
         fully_shard(model)
         return model, SGD(model.parameters())
 
-    def refused(model: nn.Module, trained: optim.Optimizer) -> Advice:
-        error = outcome_of(lambda: save_model_and_optim_state(store, model, trained, run="refused", step=1))
-        said.append(str(error))
-        return Advice(said[-1])
-
     model, trained = made()
-    for name, shape in (("buffer", tuple(model.weight.to_local().shape)), ("scales", (4,))):
-        model, trained = made()
-        trained.state[model.weight][name] = torch.full(shape, 2.0 + rank)
-        advice = refused(model, trained)
-        advice.says("Move it from the optimizer's state to the train_state of a Checkpointer")
-        moved = {name: trained.state[model.weight].pop(name)}
-        checkpointer = Checkpointer(store, run=name)
-        checkpointer.save(1, model, trained, moved)
-        advice.says("which resumes it on the same ranks")
-        model, trained = made()
-        own = {name: torch.zeros(shape)}
-        checkpointer.resume(model, trained, own)
-        assert torch.equal(own[name], torch.full(shape, 2.0 + rank))
     save_model_and_optim_state(store, model, trained, run="removed", step=1)
+    trained.state[model.weight]["scales"] = torch.full((4,), 2.0 + rank)
+    save_model_and_optim_state(store, model, trained, run="scales", step=1)
 
     ema: Any = nn.Linear(8, 6, bias=False)
     fully_shard(ema)
@@ -441,20 +425,26 @@ def state_of_shards(rank: int, size: int, path: str) -> list[str]:
     return said
 
 
-@follows("frontends/training_state/holding.py:Holding._tensor_as_saved", "Move it from the optimizer's state to the")
-@follows("frontends/training_state/together.py:_check_alike", "Move it from the optimizer's state to the")
+@follows("frontends/training_state/slices.py:refused", "Load it on the same number of ranks with the same sharding, or")
 @follows("frontends/training_state/contents.py:_of_one_rank", "Pass it next to the model, as in")
 @follows("frontends/training_state/unshard.py:_unshard", "leave no_dist out")
-def test_state_that_may_belong_to_shards_resumes_from_the_train_state_as_advised(
-    ranks: Pool, store_path: Path, messages: Messages
-) -> None:
-    _, (buffer, scales, ema, alone) = ranks.run(2, state_of_shards, str(store_path))
-    messages.text(buffer).says("train_state")
-    messages.text(scales).says("train_state")
+def test_the_advice_about_state_of_shards_works(ranks: Pool, store_path: Path, messages: Messages) -> None:
+    _, (ema, alone) = ranks.run(2, state_of_shards, str(store_path))
     messages.text(ema).says("load it in the same way")
     messages.text(alone).says("leave no_dist out")
-    found = casckpt.open(store_path).read("scales@1")["train"]
-    assert [found[rank]["scales"][0].item() for rank in (0, 1)] == [2.0, 3.0]
+    model: Any = nn.Linear(8, 6, bias=False)
+    with messages.error(Mismatch) as advice:
+        load_model_and_optim_state(store_path, "scales@1", model, SGD(model.parameters()))
+    load_model_and_optim_state(store_path, "scales@1", model, **advice.argument("optim"))
+    assert ranks.run(2, load_scales, str(store_path)) == [2.0, 3.0]
+
+
+def load_scales(rank: int, size: int, path: str) -> float:
+    model: Any = nn.Linear(8, 6, bias=False)
+    fully_shard(model)
+    trained = SGD(model.parameters())
+    load_model_and_optim_state(path, "scales@1", model, trained)
+    return float(trained.state[model.weight]["scales"][0].item())
 
 
 # trainings

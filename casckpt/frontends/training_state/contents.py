@@ -30,8 +30,9 @@ from casckpt.frontends.training_state.objects import Objects, is_optimizer, load
 from casckpt.frontends.training_state.optimizer import states_to_save, tensors_below
 from casckpt.frontends.training_state.parts import AnyModel, AnyOptimizer, as_model, as_optimizers
 from casckpt.frontends.training_state.settings import check_schedules
+from casckpt.frontends.training_state.slices import is_sharded
 from casckpt.frontends.training_state.stored import MODEL, OPTIM, StoredTraining
-from casckpt.frontends.training_state.together import Groups, Made, find, is_sharded, made_by_name, make_state
+from casckpt.frontends.training_state.together import Groups, Made, find, made_by_name, make_state
 from casckpt.frontends.training_state.train_state import check_parts, plain_state
 from casckpt.loading.options import LoadOptions
 from casckpt.loading.unread import EVERYTHING, is_generator, is_within, that_hold, warn_moved, warn_unread

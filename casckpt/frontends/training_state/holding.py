@@ -9,7 +9,6 @@ from typing import Any
 
 import torch
 
-from casckpt.errors import InvalidInput
 from casckpt.format.sections.index import Entry
 from casckpt.format.tree import Wrapper
 from casckpt.frontends.training_state.flat import FlatPart
@@ -43,6 +42,11 @@ class Holding:
         return self.parameter.dtype if self.part is None else self.part.data.dtype
 
     @property
+    def whole(self) -> Any:
+        """The parameter, or the `Shard` of it that is the part."""
+        return self.parameter if self.part is None else self.part.shard(self.part.data)
+
+    @property
     def is_nothing(self) -> bool:
         """Whether this rank has no elements of the parameter, and therefore neither gradient nor optimizer state.
 
@@ -55,10 +59,7 @@ class Holding:
     # saving
 
     def as_saved(self, value: Any) -> Any:
-        """Return nested optimizer state to save. Tensors with the parameter's shape are sharded like the parameter.
-
-        Raises InvalidInput for a tensor that may be a part of a larger tensor, at an unknown position.
-        """
+        """Return nested optimizer state to save. Tensors with the parameter's shape are sharded like the parameter."""
         if isinstance(value, torch.Tensor):
             return self._tensor_as_saved(value)
         if isinstance(value, Mapping):
@@ -75,33 +76,30 @@ class Holding:
         if self.part is not None:
             if self.part.has_form(shape):
                 return self.part.shard(value)
-            is_part = value.numel() > 1 and not self.part.everywhere
-        elif is_dtensor(self.parameter):
-            here = tuple(self.parameter.to_local().shape)
-            is_part = not is_dtensor(value) and value.numel() > 1 and shape == here != tuple(self.parameter.shape)
-        else:
+        elif not is_dtensor(self.parameter):
             if not is_dtensor(value) and inner_names(value) and not (is_wrapper(value) and kind_of(value).rebuild):
                 return Archived(value)
             alike = shape == tuple(self.parameter.shape) and shape and not is_dtensor(value)
             return Shard(value, shape, replicated=True) if alike else value
-        if is_part:
-            raise InvalidInput(
-                f"the optimizer has state of shape {list(shape)} for {self.name!r}. This rank holds only a part of "
-                "the parameter, and casckpt cannot tell which elements the state belongs to. Move it from the "
-                "optimizer's state to the train_state of a Checkpointer, which resumes it on the same ranks",
-                key=self.name,
-            )
         return described_like(value, self.parameter)
 
     # loading
 
     def destination(
-        self, entry: Entry, there: torch.Tensor | None, device: torch.device, taken: set[int], *, added: bool
+        self,
+        entry: Entry,
+        there: torch.Tensor | None,
+        device: torch.device,
+        taken: set[int],
+        *,
+        added: bool,
+        plain: bool = False,
     ) -> Any:
         """Return the tensor that a load fills with a state tensor: ``there`` if it matches, else a new tensor.
 
         ``taken``: the memory addresses that other state uses, because in some optimizers, parameters share one
-        ``step``. ``added``: whether a user, not the optimizer, created the state.
+        ``step``. ``added``: whether a user, not the optimizer, created the state. ``plain``: whether it was saved as a
+        plain tensor.
         """
         part, parameter = self.part, self.parameter
         if part is not None and entry.shape == part.shape:
@@ -111,7 +109,7 @@ class Holding:
             return there
         alike, is_own = tuple(parameter.shape) == entry.shape, parameter.device == device
         if is_dtensor(parameter):
-            is_own = not _is_plain(there, entry, parameter, added=added)
+            is_own = not (plain or _is_plain(there, entry, parameter, added=added))
             if is_own and not alike:  # replicated
                 return parameter.new_empty(entry.shape, dtype=torch_dtype(entry.dtype), requires_grad=False)
         return _new_like(parameter, entry) if is_own and alike else new_empty(entry, device)

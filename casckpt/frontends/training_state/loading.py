@@ -31,6 +31,7 @@ from casckpt.frontends.training_state.model import ModelTemplate, is_extra_state
 from casckpt.frontends.training_state.names import Parameters, unwrapped_model
 from casckpt.frontends.training_state.optimizer import StateKind, install, local_optimizer, named_groups, tensors_below
 from casckpt.frontends.training_state.packed import MAX_JSON
+from casckpt.frontends.training_state.slices import PLAIN, RANKS, check_places
 from casckpt.frontends.training_state.stored import (
     MODEL,
     StoredGroups,
@@ -163,6 +164,7 @@ class TrainingStateLoad:
         ``unread`` is "ignore". All errors are raised on all ranks.
         """
         self._among = among or {}
+        self._ranks = ranks
         self._choose(ranks, make)
         ranks.exchange(lambda: self._plan(optims), self.check_unused)
 
@@ -301,10 +303,12 @@ class TrainingStateLoad:
         if not optims or groups is None:
             self._absent += (f"{at}.param_groups",) if optims else ()
             return []
-        plan = self._optimizers[at] = _OptimizerPlan(self._among.get(at, [self]), optims, groups, at=place)
+        plan = self._optimizers[at] = _OptimizerPlan(self._among.get(at, [self]), optims, groups, self._ranks, at=place)
         self._absent += tuple(f"{at}.state.{name}" for name in plan.match.missing)
         if plan.template:
             self.state[at] = {"state": plan.template}
+        if plan.own:
+            self.state.setdefault(at, {})[RANKS] = {self._ranks.rank: {"state": plan.own}}
         return plan.unused
 
     def _leave(self) -> tuple[str, ...]:
@@ -407,9 +411,10 @@ class TrainingStateLoad:
         known_left = {self.saved_key(f"{self._start}{name}") for name in self._left}
         unread = tuple(key for key in loaded.unread_keys if key not in known_left)
         for at, plan in self._optimizers.items():
-            plan.install(self.state.get(at, {}).get("state", {}))
+            plan.install(self.state.get(at, {}))
             place = self._optimizer_places.get(at, at)
-            known = (f"{place}.param_groups", *(f"{place}.state.{name}" for name in plan.nothing_of))
+            known = tuple(f"{place}.{key}" for key in ("param_groups", PLAIN, RANKS))
+            known += tuple(f"{place}.state.{name}" for name in plan.nothing_of)
             starts = tuple(f"{key}." for key in known)
             unread = tuple(key for key in unread if key not in known and not key.startswith(starts))
         if self._filled:
@@ -451,7 +456,13 @@ class _OptimizerPlan:
     """The changes that a load will make to optimizers. The plan is complete before the first read."""
 
     def __init__(
-        self, loads: Sequence[TrainingStateLoad], optims: Sequence[Optimizer], saved: StoredGroups, *, at: str
+        self,
+        loads: Sequence[TrainingStateLoad],
+        optims: Sequence[Optimizer],
+        saved: StoredGroups,
+        ranks: Ranks,
+        *,
+        at: str,
     ) -> None:
         """Plan a load of the optimizers that share the key ``at`` in the checkpoint.
 
@@ -488,6 +499,11 @@ class _OptimizerPlan:
             name for name in self.match.unused if name not in known and not matches(f"{start}{name}", ignored)
         ]
         self._homes = self._make_homes(parameters.parts)
+        check_places(stored, at, {name: home.holding.whole for name, home in self._homes.items()}, ranks)
+        mine = f"{at}.{RANKS}.{ranks.rank}"
+        self.own = stored.template(stored.nodes({}, mine), self._place_own, lambda key: True, mine)
+        plain = f"{at}.{PLAIN}"
+        self._plain = set(stored.value(plain, allow_pickle=False)) if plain in stored.keys else set[str]()
         self.nothing_of = {name for name, home in self._homes.items() if home.holding.is_nothing}
         left_out = self.nothing_of | set(self.match.unused)
         nodes = stored.nodes(dict.fromkeys([*self._parameters, *self.match.unused]), at)
@@ -523,10 +539,15 @@ class _OptimizerPlan:
         device = cpu if on_cpu else home.holding.parameter.device
         added = home.kind is not None and key.partition(".")[0] not in home.kind.keeps()
         wanted = self._as_cast(str(name), key, entry, home)
-        found = home.holding.destination(wanted, home.there.get(f".{key}"), device, self._taken, added=added)
+        found = home.holding.destination(
+            wanted, home.there.get(f".{key}"), device, self._taken, added=added, plain=f"{name}.{key}" in self._plain
+        )
         self._taken.add(local_of(unwrapped(found)).data_ptr())
         self._taken.discard(0)  # the address that empty tensors have
         return described_like(found, home.holding.parameter)
+
+    def _place_own(self, name: Element, key: str, entry: Entry) -> torch.Tensor:
+        return new_empty(entry, self._parameters[str(name)].device)
 
     def _place_wrapper(self, name: Element, key: str, node: Wrapper) -> Any:
         """Return the wrapper to fill with one state tensor, or None if the load creates it."""
@@ -556,8 +577,12 @@ class _OptimizerPlan:
         state, options = dict[Any, Any](), iter(self.match.options)
         for name in self.template:
             owner = self._parameters.get(str(name))
-            value = unwrapped(loaded[name], None if owner is None else owner.device)
+            value = unwrapped(loaded["state"][name], None if owner is None else owner.device)
             state[name if owner is None else owner] = value
+        for mine in loaded[RANKS].values() if self.own else ():
+            for name, entries in mine["state"].items():
+                owner = self._parameters[name]
+                state[owner] = {**state.get(owner, {}), **unwrapped(entries, owner.device)}
         beside = {key: value for key, value in state.items() if not isinstance(key, torch.Tensor)}
         for given in self._optims:
             optim = local_optimizer(given)

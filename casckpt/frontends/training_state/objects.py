@@ -23,8 +23,9 @@ from casckpt.frontends.training_state.loading import Keeps, TrainingStateLoad, n
 from casckpt.frontends.training_state.model import model_to_save
 from casckpt.frontends.training_state.names import Parameters
 from casckpt.frontends.training_state.optimizer import states_to_save, tensors_below
+from casckpt.frontends.training_state.slices import NamedState, is_sharded
 from casckpt.frontends.training_state.stored import StoredTraining
-from casckpt.frontends.training_state.together import Made, NamedState, find, is_sharded, make_state
+from casckpt.frontends.training_state.together import Made, find, make_state
 from casckpt.frontends.training_state.train_state import draws, fill, plain_state
 from casckpt.loading.options import LoadOptions, Renaming, renamer
 from casckpt.ranks.messages import WithObjects

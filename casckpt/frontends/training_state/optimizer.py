@@ -78,8 +78,7 @@ def states_to_save(parameters: Parameters, optims: Sequence[Optimizer]) -> dict[
 
     The result is ``{"state": {name: {...}}, "param_groups": [{..., "params": [names]}]}``. A tensor of which this rank
     has a part becomes a `Shard`. ``parameters``: those of the model. Raises InvalidInput for a parameter that is not in
-    the model, for an optimizer with additional state, for a tensor that may be a part at an unknown position, and for
-    two optimizers with the same parameter.
+    the model, for an optimizer with additional state, and for two optimizers with the same parameter.
     """
     state: dict[Any, Any] = {}
     groups: list[dict[str, Any]] = []

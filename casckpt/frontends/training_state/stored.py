@@ -29,7 +29,7 @@ GROUPS, STATE = f"{OPTIM}.param_groups", f"{OPTIM}.state"
 _TOP = frozenset(("model", "optim", "train", "lightning", "transformers"))
 """The top-level keys of checkpoints that casckpt's front ends save."""
 
-_STEP_NAMES = frozenset(("step", "mu_product"))
+STEP_NAMES = frozenset(("step", "mu_product"))
 
 Place: TypeAlias = Callable[[Element, str, Entry], Any]
 """A function that maps (parameter name, flat key below it, its entry) to the tensor or shard to fill."""
@@ -244,10 +244,10 @@ def steps_on_cpu(optim: Optimizer | None, options: Mapping[str, Any]) -> bool:
 
 def is_step(entry: Entry, key: str) -> bool:
     """Return whether an entry is a step count or a product over steps. Optimizers keep these on the CPU."""
-    return entry.shape == () and key.rpartition(".")[2] in _STEP_NAMES
+    return entry.shape == () and key.rpartition(".")[2] in STEP_NAMES
 
 
 def keeps_dtype(entry: Entry, key: str) -> bool:
     """Return whether the dtype is independent of the parameter's dtype, as for a step count or the rates of ASGD."""
     name = key.rpartition(".")[2]
-    return name == "step" or (entry.shape == () and name in {*_STEP_NAMES, "eta", "mu"})
+    return name == "step" or (entry.shape == () and name in {*STEP_NAMES, "eta", "mu"})

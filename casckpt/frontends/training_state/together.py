@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
-from math import prod
 from typing import Any, TypeAlias
 
 from casckpt.base.digest import hex_digest
@@ -16,29 +14,16 @@ from casckpt.errors import InvalidInput, Mismatch
 from casckpt.format.manifest import Manifest
 from casckpt.frontends.stores import AnyStore, as_store
 from casckpt.frontends.training_state.groups import merged
-from casckpt.frontends.training_state.optimizer import tensors_below
+from casckpt.frontends.training_state.slices import PLAIN, Apart, NamedState, Table, decide, store_apart, table_of
 from casckpt.frontends.training_state.stored import MODEL, OPTIM, StoredGroups, StoredTraining
 from casckpt.loading.options import Rename
 from casckpt.ranks.agreement import StoreIdentity, check_same, named
 from casckpt.ranks.messages import WithObjects
 from casckpt.ranks.ranks import Ranks, everyone, exchange_keeping
-from casckpt.saving.replicas import digest_of
 from casckpt.store.store import Store
 from casckpt.store.types import Commit
-from casckpt.tensors.dtensors import is_dtensor
 from casckpt.tensors.objects import TORCH_EXTENSIONS
-from casckpt.tensors.shards import check_storable
-from casckpt.tensors.values import OfObjects, Shard
-
-
-@dataclass(frozen=True)
-class NamedState:
-    """The optimizer state that a rank saves. ``key``: the optimizer's key. ``model``: the state of its model."""
-
-    key: str
-    state: dict[str, Any]
-    model: Mapping[str, Any]
-
+from casckpt.tensors.values import OfObjects
 
 Groups: TypeAlias = dict[str, StoredGroups | None]
 """The saved groups of each optimizer by key; None for an optimizer that the checkpoint lacks."""
@@ -59,72 +44,45 @@ def make_state(ranks: Ranks, make: Callable[[], Made], objects: Sequence[str] = 
     """Return this rank's state. The ``param_groups`` of each optimizer are merged across all ranks.
 
     ``make``: a function that returns the state. Its errors are raised on all ranks. ``objects``: the keys of the
-    objects in the state. The sequence is complete when ``make`` returns. Raises InvalidInput if whole state of a
-    sharded parameter differs across ranks, or if ranks have different kinds of optimizers at one key.
+    objects in the state. The sequence is complete when ``make`` returns. Raises InvalidInput if ranks have
+    different kinds of optimizers at one key.
     """
 
-    def digest() -> tuple[Made, WithObjects]:
+    def digest() -> tuple[tuple[Made, dict[str, Table]], WithObjects]:
         made = make()
         _, named = made
-        groups = {optimizer.key: optimizer.state["param_groups"] for optimizer in named}
-        texts = {key: repr([(sorted(group), group["params"]) for group in several]) for key, several in groups.items()}
-        digests = {key: hex_digest(text.encode()) for key, text in texts.items()}
-        return made, WithObjects((digests, _beside_shards(named, ranks.size)), objects)
+        several = ranks.size > 1
+        tables = {one.key: table_of(one, several=several) for one in named}
+        groups = {one.key: [(sorted(group), group["params"]) for group in one.state["param_groups"]] for one in named}
+        digests = {key: hex_digest(repr((groups[key], tables[key])).encode()) for key in groups}
+        return (made, tables), WithObjects(digests, objects)
 
-    def compare(_: Made, messages: Sequence[WithObjects]) -> Sequence[set[str]]:
-        _check_alike([message.value[1] for message in messages])
-        distinct = {pair for message in messages for pair in message.value[0].items()}
+    def compare(_: object, messages: Sequence[WithObjects]) -> Sequence[set[str]]:
+        distinct = {pair for message in messages for pair in message.value.items()}
         keys = [key for key, _ in distinct]
         return everyone({key for key in keys if keys.count(key) > 1}, ranks.size)
 
-    def merge(groups_of_ranks: Sequence[dict[str, Any]]) -> Sequence[dict[str, Any]]:
+    def merge(told: Sequence[dict[str, tuple[StoredGroups, Table]]]) -> Sequence[dict[str, tuple[StoredGroups, Apart]]]:
+        found = {}
         for key in differ:
-            _check_one_kind(key, {rank: groups[key] for rank, groups in enumerate(groups_of_ranks) if key in groups})
-        of_ranks = {key: [groups[key] for groups in groups_of_ranks if key in groups] for key in differ}
-        return everyone({key: merged(groups) for key, groups in of_ranks.items()}, ranks.size)
+            of_ranks = {rank: by_key[key] for rank, by_key in enumerate(told) if key in by_key}
+            groups = {rank: groups for rank, (groups, _) in of_ranks.items()}
+            _check_one_kind(key, groups)
+            found[key] = merged([*groups.values()]), decide(table for _, table in of_ranks.values())
+        return everyone(found, ranks.size)
 
-    (state, optimizers), differ = exchange_keeping(ranks, digest, compare)
+    ((state, optimizers), tables), differ = exchange_keeping(ranks, digest, compare)
+    every = {one.key: (one.state["param_groups"], decide([tables[one.key]])) for one in optimizers}
     if differ:
-        mine = {one.key: one.state for one in optimizers if one.key in differ}
-        every = ranks.exchange(lambda: {key: own["param_groups"] for key, own in mine.items()}, merge)
-        for key, own in mine.items():
-            own["param_groups"] = every[key]
+        every |= ranks.exchange(lambda: {key: (every[key][0], tables[key]) for key in differ & every.keys()}, merge)
+    for one in optimizers:
+        groups, (own, plain) = every[one.key]
+        one.state["param_groups"] = groups
+        if plain:
+            one.state[PLAIN] = plain
+        if own:
+            store_apart(one, own, ranks)
     return OfObjects(state)
-
-
-def _beside_shards(named: Sequence[NamedState], size: int) -> dict[str, bytes]:
-    """Return the digests of unsharded optimizer state that belongs to sharded parameters, by key."""
-    digests = dict[str, bytes]()
-    for one in named if size > 1 else ():
-        states = one.state.get("state", {}).items()
-        of_shards = {name: entries for name, entries in states if is_sharded(one.model.get(name))}
-        for key, value in tensors_below(of_shards, f"{one.key}.state"):
-            if not is_dtensor(value) and value.numel() > 1:
-                check_storable(key, value)
-                digests[key] = digest_of(value)
-    return digests
-
-
-def is_sharded(parameter: Any) -> bool:
-    """Return whether this rank has only a part of ``parameter``."""
-    if isinstance(parameter, Shard):
-        return parameter.data.numel() != prod(parameter.global_shape)
-    return is_dtensor(parameter) and parameter.to_local().numel() != parameter.numel()
-
-
-def _check_alike(found: Sequence[Mapping[str, bytes]]) -> None:
-    first: dict[str, tuple[int, bytes]] = {}
-    for rank, digests in enumerate(found):
-        for key, digest in digests.items():
-            other, wanted = first.setdefault(key, (rank, digest))
-            if digest != wanted:
-                raise InvalidInput(
-                    f"{key!r} differs between ranks {other} and {rank}, and its parameter is sharded. It may belong "
-                    "to each rank's shard, but casckpt cannot tell which elements it belongs to. Move it from the "
-                    "optimizer's state to the train_state of a Checkpointer, which resumes it on the same ranks",
-                    key=key,
-                    rank=rank,
-                )
 
 
 def _check_one_kind(key: str, groups_of: Mapping[int, StoredGroups]) -> None:

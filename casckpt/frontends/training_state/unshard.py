@@ -16,6 +16,7 @@ from casckpt.format.tree import Element
 from casckpt.frontends.stores import AnyStore
 from casckpt.frontends.training_state.model import is_extra_state
 from casckpt.frontends.training_state.optimizer import by_number
+from casckpt.frontends.training_state.slices import RANKS, refused
 from casckpt.frontends.training_state.stored import OPTIM, STATE, StoredGroups, StoredTraining, is_step, steps_on_cpu
 from casckpt.frontends.training_state.together import find
 from casckpt.loading.load import read_together
@@ -116,6 +117,8 @@ def unshard_optim_state(
     allow_pickle = options.get("allow_pickle", False)
 
     def read(ranks: Ranks, stored: StoredTraining, groups: StoredGroups | None) -> dict[str, Any]:
+        if stored.below(f"{OPTIM}.{RANKS}"):
+            raise refused(stored, OPTIM)
         state = on_each(ranks, lambda: _template(stored, groups or [], usable_patterns(keys), usable_device(device)))
         stored.store.load(
             {"optim": {"state": state}}, stored.checkpoint, no_dist=ranks.size == 1, strict=False, unread="ignore",

@@ -11,12 +11,11 @@ import pytest
 import torch
 from torch import nn, optim
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from torch.optim import Optimizer
 from torch.testing._internal.two_tensor import TwoTensor
 
 import casckpt
-from casckpt.errors import InvalidInput
 from casckpt.frontends.training_state import load_model_and_optim_state, save_model_and_optim_state, unshard_optim_state
 from tests.support.logs import logged
 from tests.support.parallel import CPU, TOPOLOGIES, Everything, Factory, Stack, adamw, build, everything, local, step
@@ -205,27 +204,107 @@ def test_only_ranks_that_perform_steps_save_step_counts(store_path: Path, ranks:
     assert ranks.run(4, stale_steps, store_path, factory) == [[5.0]] * 4
 
 
-def with_state_of_blocks(rank: int, size: int, path: Path, wrap: bool, drift: float) -> str:
-    """Save an optimizer that keeps moments with the parameter's shape, and a scale for each block of the local
-    shard."""
+class Slices(Optimizer):
+    """Keeps state that DTensors do not describe: of the rank's part, a history, a scale, and what each rank finds."""
+
+    def __init__(self, parameters: Iterable[Any], differing: float = 1.0) -> None:
+        super().__init__(parameters, {"lr": 0.1})
+        self.differing = differing
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        own, size = 1.0 + self.differing * torch.distributed.get_rank(), torch.distributed.get_world_size()
+        for parameter in self.param_groups[0]["params"]:
+            here = local(parameter)
+            part = here if isinstance(parameter, DTensor) else here.flatten().chunk(size)[torch.distributed.get_rank()]
+            self.state[parameter] = {
+                "step": torch.tensor(3.0),
+                "momentum": torch.full_like(part, own),
+                "blocks": [torch.full((4,), own), {"of": torch.ones(2, 2)}],
+                "history": torch.arange(16.0),
+                "scale": torch.full((1,), own),
+            }
+
+
+def sliced(kind: str) -> Any:
+    torch.manual_seed(0)
     model: Any = nn.Linear(8, 6, bias=False)
-    if wrap:
+    if kind == "fsdp2":
         fully_shard(model)
-    trained = optim.SGD(model.parameters(), lr=0.1)
-    trained.state[model.weight] = {"scales": torch.full((4,), 2.0 + rank * drift), "step": torch.tensor(1.0)}
-    try:
-        save_model_and_optim_state(path, model, trained, run="a", step=1, overwrite=True)
-    except InvalidInput as error:
-        return str(error)
-    return "saved"
+    elif kind == "other dimension":
+        fully_shard(model, shard_placement_fn=lambda _: Shard(1))
+    return model
 
 
-def test_state_that_may_belong_to_shards_is_rejected_if_it_differs_across_ranks(tmp_path: Path, ranks: Pool) -> None:
-    for drift in (1.0, 1e-6):
-        for text in ranks.run(2, with_state_of_blocks, tmp_path / "s", True, drift):
-            assert "'optim.state.weight.scales' differs between ranks 0 and 1, and its parameter is sharded" in text
-    assert ranks.run(2, with_state_of_blocks, tmp_path / "s", True, 0.0) == ["saved"] * 2
-    assert ranks.run(2, with_state_of_blocks, tmp_path / "s", False, 1e-6) == ["saved"] * 2
+def with_slices(rank: int, size: int, path: Path, kind: str) -> list[Any]:
+    model = sliced(kind)
+    trained = Slices(model.parameters())
+    trained.step()
+    with logged() as said:
+        save_model_and_optim_state(path, model, trained, run=kind, step=1)
+    fresh = sliced(kind)
+    other, found = Slices(fresh.parameters()), list[Any]()
+    for _ in range(2):  # first into missing state, then into existing state
+        with logged() as loading:
+            assert load_model_and_optim_state(path, f"{kind}@1", fresh, other).unread_keys == ()
+        (state,), (wanted,) = other.state.values(), trained.state.values()
+        found += [identical(sorted(state.items()), sorted(wanted.items())), loading]
+    refused = outcome_of(lambda: unshard_optim_state(path, f"{kind}@1"))
+    return [found, [text for text in said if "own" in text], str(refused)]
+
+
+def load_slices(rank: int, size: int, path: Path, ref: str, kind: str) -> str:
+    model = sliced(kind)
+    before = local(model.weight).clone()
+    error = outcome_of(lambda: load_model_and_optim_state(path, ref, model, Slices(model.parameters())))
+    assert torch.equal(local(model.weight), before)
+    load_model_and_optim_state(path, ref, model)
+    return f"{type(error).__name__}: {error}"
+
+
+@pytest.mark.parametrize("kind", ["fsdp2", "ddp"])
+def test_state_that_each_rank_keeps_for_its_slice_is_exact_on_the_same_ranks_and_refused_on_others(
+    store_path: Path, ranks: Pool, kind: str
+) -> None:
+    (first, *others) = ranks.run(2, with_slices, store_path, kind)
+    for found, _, refused in (first, *others):
+        assert found == [True, [], True, []]
+        assert "each of 2 ranks keeps for its own part" in refused
+    assert kind == "ddp" or "optim: each rank stores its own weight.blocks" in first[1][0]  # once in each process
+    for size, other in ((3, kind), (1, kind), (2, "other dimension")):
+        if kind == "fsdp2" or size != 2:
+            for text in ranks.run(size, load_slices, store_path, f"{kind}@1", other):
+                assert "Mismatch: 'optim' in" in text
+
+
+def equal_beside_shards(rank: int, size: int, path: Path) -> None:
+    model = sliced("fsdp2")
+    trained = Slices(model.parameters(), 0.0)
+    trained.step()
+    save_model_and_optim_state(path, model, trained, run="zeros", step=1)
+    del trained.state[model.weight]["momentum"]
+    save_model_and_optim_state(path, model, trained, run="a", step=1)
+
+
+def load_plain(rank: int, size: int, path: Path) -> dict[str, Any]:
+    model = sliced("fsdp2")
+    loaded = Slices(model.parameters())
+    load_model_and_optim_state(path, "a@1", model, loaded)
+    assert not any(isinstance(value, DTensor) for value in loaded.state[model.weight].values())
+    return dict(loaded.state[model.weight])
+
+
+def test_plain_state_of_a_sharded_parameter_is_plain_on_any_ranks_if_it_is_equal_on_all(
+    store_path: Path, ranks: Pool
+) -> None:
+    ranks.run(2, equal_beside_shards, store_path)
+    for size in (1, 2, 3):
+        for state in ranks.run(size, load_plain, store_path):
+            blocks, scale = [torch.ones(4), {"of": torch.ones(2, 2)}], torch.ones(1)
+            want = {"step": torch.tensor(3.0), "blocks": blocks, "history": torch.arange(16.0), "scale": scale}
+            assert identical(state, want)
+    for text in ranks.run(3, load_slices, store_path, "zeros@1", "fsdp2"):
+        assert "Mismatch: 'optim' in zeros@1" in text  # equal parts are parts, too
 
 
 def leaves_something_unread(rank: int, size: int, path: Path) -> list[str]:
