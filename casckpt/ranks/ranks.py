@@ -24,6 +24,7 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from datetime import timedelta
 from functools import cache, partial, wraps
+from itertools import count
 from math import inf
 from threading import Lock, current_thread, main_thread
 from time import monotonic
@@ -401,7 +402,10 @@ def _connect(parent: ProcessGroup, name: str, rank: int, size: int, within: floa
     shared = dist.distributed_c10d._world.pg_map[parent][1]
     if current_thread() is not main_thread() and hasattr(shared, "clone"):
         shared = shared.clone()  # a torch store serves one thread at a time, and another thread may be waiting in it
-    store = dist.PrefixStore(name, shared)
+    number = 0
+    with suppress(RuntimeError):  # the store does not answer: the meeting says so
+        number = parallel.within(waiting.HEARD_SECONDS, lambda: _times_met(shared, f"{name}/{size}", rank))
+    store = dist.PrefixStore(f"{name}/{size}/{number}", shared)
     timeout = _timeout_of(parent)
     on_demand = _devices()
     _, problem = _tried(lambda: _gloo(dist.HashStore(), 0, 1, timeout, on_demand))  # to check whether gloo can start
@@ -417,6 +421,15 @@ def _connect(parent: ProcessGroup, name: str, rank: int, size: int, within: floa
     meeting.come("connected", end - monotonic(), problem and unable + problem)
 
     return Wire(group, store, rank, size, timeout=timeout, patience=2 * timeout + MARGIN)
+
+
+def _times_met(store: Any, name: str, rank: int) -> int:
+    """Return how often this rank has connected in ``store``.
+
+    A group that is made again has the same name and, under torchrun, the same store.
+    """
+    prefix: Any = torch.distributed.distributed_c10d.PrefixStore
+    return next(number for number in count() if not prefix(f"{name}/{number}", store).check([f"start/{rank}"]))
 
 
 def _gloo(store: Any, rank: int, size: int, timeout: timedelta, devices: list[Any]) -> Any:

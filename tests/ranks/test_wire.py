@@ -54,6 +54,22 @@ def test_a_new_default_group_gets_new_connections_and_its_own_ranks(ranks: Pool,
     assert found == [(3, Solo, False, rank, 3, rank, 10 * rank) for rank in (2, 1, 0)]
 
 
+def anew_in_one_store(rank: int, size: int) -> Any:
+    """Make the default group again and again in the same store, as under torchrun."""
+    store, found = FileStore("again", size), []
+    for number in (rank, size - 1 - rank, rank):
+        dist.destroy_process_group()
+        dist.init_process_group("fake", store=store, rank=number, world_size=size)
+        found.append((number, total(open_ranks()), total(open_ranks(purpose="more"))))
+    return found
+
+
+def test_a_default_group_can_be_made_again_in_the_same_store(ranks: Pool) -> None:
+    """The backend is "fake", because torch's own gloo sometimes finds the addresses of the previous group."""
+    found = ranks.run(3, anew_in_one_store, timeout=10)
+    assert found == [[(rank, 3, 3), (2 - rank, 3, 3), (rank, 3, 3)] for rank in range(3)]
+
+
 # deaths
 
 
