@@ -11,6 +11,7 @@ Leases (`casckpt.history.leases`) are in a folder of their own, but are otherwis
 from __future__ import annotations
 
 import difflib
+import logging
 import os
 from collections import defaultdict
 from collections.abc import Iterable, Mapping
@@ -28,6 +29,8 @@ from casckpt.history.folding import Places
 from casckpt.repository.reading import Read, check_no_file, check_requirements, key_of, read_records
 from casckpt.repository.repository import Repository
 from casckpt.storage.base import ListedObject
+
+log = logging.getLogger(__name__)
 
 PREFIX, LEASES = "tags/", "leases/"
 FOREIGN_CLOCKS = 3600 * 10**6
@@ -121,10 +124,12 @@ def set_tag(repo: Repository, name: str, commit: Commit) -> Tag:
     check_requirements(repo)
     if commit.last == "forgotten":
         commit = restore(repo, commit)
-    number, before = newest_generation(repo, name, list_commits(repo))
+    listed = list_commits(repo)
+    number, before = newest_generation(repo, name, listed)
     if commit.visible and (name, number) in commit.tagged and _is_on(before.tags.get(name), commit):
         return before.tags[name]
     tag = write_generation(repo, name, number + 1, commit)
+    _warn_of_other_run(before.tags.get(name), listed, commit)
     # a rule reads the log, then lists tags, then takes the next number: either it saw this tag, or it is in the log now
     now = commit
     while True:
@@ -143,6 +148,15 @@ def set_tag(repo: Repository, name: str, commit: Commit) -> Tag:
             if refresh(repo, now) == now:  # for example, another checkpoint took its run and step
                 take_back(repo, tag, before.tags.get(name))
                 raise
+
+
+def _warn_of_other_run(old: Tag | None, listed: CommitList, commit: Commit) -> None:
+    was = old and listed.of_id(old.manifest)
+    if old and was and was.run != commit.run:
+        log.warning(
+            "tag %s moves from run %s to run %s, and no longer protects %s. If each run is to keep its own, put the "
+            "name of the run into the tag", old.name, was.run, commit.run, was,
+        )  # fmt: skip
 
 
 def _is_on(tag: Tag | None, commit: Commit) -> bool:

@@ -188,8 +188,9 @@ def _problem(data: Any) -> str | None:
         )
     if data.is_meta:
         return (
-            "a meta tensor has no values; for a load, call module.to_empty(device=...), and for a save, fill the "
-            "module. If accelerate offloaded it, load the model without device_map"
+            "a meta tensor has no values; for a load, call module.to_empty(device=...), tie its tied weights again, "
+            "and fill the buffers that are not in its state_dict. For a save, fill the module. If accelerate offloaded "
+            "it, load the model without device_map"
         )
     if hasattr(data, "ds_id") and data.shape != getattr(data, "ds_shape", data.shape):
         return (

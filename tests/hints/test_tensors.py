@@ -87,13 +87,13 @@ def test_the_state_of_a_generator_can_be_stored_in_its_place(store: Store, messa
     assert torch.equal(store.read("a@1")["rng"][0], generator.get_state())
 
 
-@follows("tensors/shards.py:_problem", "for a load, call module.to_empty(device=...), and for a save, fill the module")
+@follows("tensors/shards.py:_problem", "for a load, call module.to_empty(device=...), tie its")
 def test_a_meta_tensor_can_be_materialized_as_advised(store: Store, messages: Messages) -> None:
     with torch.device("meta"):
         model = nn.Linear(2, 2)
     with messages.error(InvalidInput) as advice:
         store.save({"model": model.state_dict()}, run="a", step=1)
-    advice.says("for a save, fill the module")
+    advice.says("For a save, fill the module")
     filled = nn.Linear(2, 2)
     store.save({"model": filled.state_dict()}, run="a", step=1)
     with pytest.raises(InvalidInput):

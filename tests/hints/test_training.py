@@ -114,9 +114,7 @@ def test_the_saved_optimizer_can_be_created_or_omitted_as_advised(
     Checkpointer(trained, run="a").resume({"model": fresh}, **alone)
 
 
-@follows(
-    "frontends/training_state/groups.py:_other_parameters", "Pass strict=False to load the parameters that both have"
-)
+@follows("frontends/training_state/groups.py:_other_parameters", "strict=False to load the parameters that both have")
 def test_the_suggested_option_loads_state_that_both_optimizers_have(trained: Store, messages: Messages) -> None:
     fresh = Two("a", "b", "c")
     new = SGD(fresh.parameters())
@@ -124,6 +122,32 @@ def test_the_suggested_option_loads_state_that_both_optimizers_have(trained: Sto
         load_model_and_optim_state(trained, "a@1", fresh, new)
     load_model_and_optim_state(trained, "a@1", fresh, new, **advice.argument("strict"))
     assert len(new.state) == 2
+
+
+@follows("frontends/training_state/groups.py:_other_parameters", "Add their groups first, as they were at the save")
+def test_the_groups_that_a_training_adds_later_are_added_first_as_advised(trained: Store, messages: Messages) -> None:
+    fresh = Two()
+    parameters = list(fresh.parameters())
+    new = SGD(parameters[:1])
+    with messages.error(Mismatch) as advice:
+        load_model_and_optim_state(trained, "a@1", fresh, new)
+    advice.says("optim.add_param_group")
+    new.add_param_group({"params": parameters[1:]})
+    load_model_and_optim_state(trained, "a@1", fresh, new)
+    assert len(new.state) == len(parameters)
+
+
+@follows("frontends/training_state/optimizer.py:states_to_save", "pass one of them by a name of its own")
+def test_two_optimizers_of_the_same_parameters_are_saved_as_advised(
+    store: Store, model: Two, messages: Messages
+) -> None:
+    first, second = stepped(model), optim.Adam(model.parameters())
+    with messages.error(InvalidInput) as advice:
+        Checkpointer(store, run="a").save(1, model, [first, second])
+    advice.says("TrainState(second=optim)")
+    saver = Checkpointer(store, run="a")
+    saver.save(1, model, first, TrainState(second=second))
+    assert saver.resume(model, first, TrainState(second=second))
 
 
 @follows("frontends/training_state/optimizer.py:StateKind.check", "or load the model alone (optim=None; in a dict")

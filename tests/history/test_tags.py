@@ -58,6 +58,18 @@ def test_a_tag_can_be_moved_and_deleted(repo: Repository) -> None:
     assert tags(repo)["best"].generation == 3
 
 
+def test_a_tag_that_leaves_a_run_says_what_it_no_longer_protects(
+    repo: Repository, caplog: pytest.LogCaptureFixture
+) -> None:
+    one, two, other = commit_bare(repo, "a", 1), commit_bare(repo, "a", 2), commit_bare(repo, "b", 1)
+    for commit in (one, two):
+        set_tag(repo, "best", commit)
+    assert caplog.messages == []
+    set_tag(repo, "best", other)
+    (text,) = caplog.messages
+    assert f"tag best moves from run a to run b, and no longer protects {two}" in text
+
+
 def test_generations_are_compared_numerically(repo: Repository) -> None:
     commits = [commit_bare(repo, "a", step) for step in range(12)]
     for commit in commits:

@@ -394,6 +394,7 @@ class Checkpointer:
         finally:
             self._janitor.close()
         self._warn_of_unsaved()
+        self.ownership.warn_if_idle()
 
     # loading
 

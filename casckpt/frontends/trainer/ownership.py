@@ -58,6 +58,14 @@ class RunOwnership:
         """Return whether this object has saved the checkpoint ``id``."""
         return id in self._saved
 
+    def warn_if_idle(self) -> None:
+        """Warn if this object only resumed what another one of this program has saved."""
+        if self._loaded in saved_here and not self._saved:
+            log.warning(
+                "run %s of %s was resumed by the program that saved it, and then saved nothing. If this was another "
+                "training, such as the next fold or trial, use a different run for each", self._run, self._store.url,
+            )  # fmt: skip
+
     def may_replace(self, saved: Checkpoint) -> bool:
         """Return whether the training replaces ``saved``, because it resumed from a healthy checkpoint instead."""
         return self.replaces_unhealthy and saved.healthy is False
@@ -99,6 +107,7 @@ class RunOwnership:
         found = [] if self._continues or newest(self._store, self._run) is None else self._store.checkpoints(self._run)
         foreign = [one for one in found if one.id not in saved_here]
         is_later = all(step > one.step for one in found)
+        was_loaded = was_loaded and bool(foreign)  # a program may also load what it has saved to evaluate it
         if not (was_loaded or is_later or overwrites):
             last = max(found, key=lambda one: one.step)
             raise Conflict(

@@ -115,8 +115,9 @@ def check_unused(unused: Sequence[str], where: str) -> None:
 def _other_parameters(where: str, missing: Sequence[str], unused: Sequence[str]) -> str:
     lacks = f" It lacks {listed(missing)}." if missing else ""
     more = f" Only the checkpoint has {listed(unused)}." if unused else ""
+    add = "Add their groups first, as they were at the save (optim.add_param_group), or pass" if unused else "Pass"
     return (
-        f"the optimizer in {where} has different parameters than this one.{lacks}{more} Pass strict=False to load the "
+        f"the optimizer in {where} has different parameters than this one.{lacks}{more} {add} strict=False to load the "
         "parameters that both have"
     )
 

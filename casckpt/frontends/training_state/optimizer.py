@@ -90,7 +90,9 @@ def states_to_save(parameters: Parameters, optims: Sequence[Optimizer]) -> dict[
         if twice or state.keys() & saved["state"].keys():
             name = twice[0] if twice else str(next(iter(state.keys() & saved["state"].keys())))
             raise InvalidInput(
-                f"two optimizers have the parameter {name!r}, but only one state can be stored for it", key=name
+                f"two optimizers have the parameter {name!r}, but only one state can be stored for it: pass one of "
+                "them by a name of its own, such as TrainState(second=optim)",
+                key=name,
             )
         state |= saved["state"]
         groups += saved["param_groups"]

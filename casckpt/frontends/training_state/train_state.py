@@ -242,6 +242,11 @@ class TrainState(UserDict[str, Any]):
     holds_rng = True
 
     def __init__(self, *, rng: bool = True, **parts: Any) -> None:  # parts have any type
+        if not isinstance(rng, bool):
+            raise InvalidInput(
+                f"rng says whether to include the random number generators, and cannot be a {type(rng).__name__}; "
+                "choose a different name for your part"
+            )
         self._rng = rng
         super().__init__(parts)
 

@@ -171,6 +171,13 @@ def sweeps_with_one_run_name(store: Store) -> None:
     train(store, range(1, 21), run="sweep")
 
 
+@program(STOPS, [80, 90, 100])
+def evaluates_a_fold_and_begins_the_next_in_the_same_run(store: Store) -> None:
+    train(store, range(1, 31), run="folds", max_checkpoints=1)
+    store.load({"model": nn.Linear(1, 1, bias=False)}, "folds@latest")
+    train(store, range(1, 31), run="folds", max_checkpoints=1)
+
+
 def test_thinning_alone_also_takes_the_checkpoints_of_earlier_programs_that_were_resumed() -> None:
     store, rule = small(), {"drop": ["model.bias"], "keep_last": 1}
     for first, resumes in ((1, True), (3, True), (5, True), (7, False)):
@@ -244,6 +251,21 @@ def test_a_training_that_resumed_nothing_stops_if_another_one_has_begun_in_the_m
     new_program()
     with pytest.raises(Conflict, match="already has 1 checkpoint, up to sft@10"):
         slow.save(10, model)
+
+
+def test_a_training_that_only_resumes_what_its_program_has_saved_says_so(caplog: pytest.LogCaptureFixture) -> None:
+    """For example, the second fold of a cross-validation that uses one run for all folds."""
+    store = small()
+
+    def said() -> list[str]:
+        caplog.clear()
+        train(store, range(31, 31), resume=True)
+        return [text for text in caplog.messages if "use a different run for each" in text]
+
+    train(store, range(1, 31))
+    assert len(said()) == 1
+    new_program()
+    assert said() == []  # another program, such as a test
 
 
 def test_retention_by_metrics_counts_only_what_it_may_remove() -> None:

@@ -27,6 +27,11 @@ def resumed(store: Store, run: str, into: Any) -> None:
     assert Checkpointer(store, run=run).resume(nn.Linear(1, 1), None, into) is not None
 
 
+def test_a_part_cannot_take_the_name_of_the_option() -> None:
+    with pytest.raises(InvalidInput, match=r"rng says whether .* and cannot be a Generator; choose a different name"):
+        TrainState(rng=np.random.default_rng(0))  # type: ignore[arg-type]  # the mistake
+
+
 def test_a_dict_receives_extra_entries_and_a_train_state_logs_them(caplog: pytest.LogCaptureFixture) -> None:
     store = small()
     Checkpointer(store, run="a").save(1, nn.Linear(1, 1), None, {"epoch": 3, "seen": {"a": 1}})
