@@ -1287,7 +1287,7 @@ BUGS: dict[str, tuple[str, str, str, str]] = {
     ),
     "a lost tag that is set again begins at its first generation": (
         "set_tag",
-        "newest_generation(repo, name, list_commits(repo))",
+        "newest_generation(repo, name, listed)",
         "newest_generation(repo, name)",
         "tests/history/test_tags.py::test_a_tag_that_a_restored_copy_lacks_is_damaged_until_it_is_set_or_deleted",
     ),
