@@ -32,7 +32,7 @@ from casckpt.frontends.training_state.parts import AnyModel, AnyOptimizer, as_mo
 from casckpt.frontends.training_state.settings import check_schedules
 from casckpt.frontends.training_state.stored import MODEL, OPTIM, StoredTraining
 from casckpt.frontends.training_state.together import Groups, Made, find, is_sharded, made_by_name, make_state
-from casckpt.frontends.training_state.train_state import check_parts, plain_state
+from casckpt.frontends.training_state.train_state import check_fillable, check_parts, plain_state
 from casckpt.loading.options import LoadOptions
 from casckpt.loading.unread import EVERYTHING, is_generator, is_within, that_hold, warn_moved, warn_unread
 from casckpt.ranks.ranks import Ranks, on_each, open_ranks
@@ -263,8 +263,8 @@ class LoadRequest:
     ``options``: whether to overwrite the options of the optimizer's groups, or to keep them. ``missing``: the
     ``missing`` argument of a resume, which logs unread keys itself; None for any other load. If it is "raise", the
     checkpoint must have all state of a train module. If it is "warn", the load skips an optimizer that was saved by
-    number, and tensors with a different shape. ``train_state``: the train state that a resume sets. If it is None, a
-    resume does not read a train state.
+    number, and tensors with a different shape. ``train_state``: the given one, which is set after the load. If it is
+    None, a resume does not read a train state.
     """
 
     optim: bool | None
@@ -288,6 +288,7 @@ class Restoring:
         optims = cache(lambda: [] if wanted.optim is False or says_itself else [*as_optimizers(optim)])
 
         def wanted_optimizers() -> list[str]:
+            check_fillable(wanted.train_state)
             if wanted.optim and optim is None and not says_itself:
                 raise InvalidInput("load_optim_state=True requires an optimizer to load into; pass optim")
             if wanted.options not in get_args(GroupOptions):
