@@ -30,11 +30,11 @@ _END: Final = "\n"  # of the rank in a verdict
 
 
 def late(ranks: Sequence[int], seconds: float, *, is_over: bool = False) -> str:
-    """Return the warning that other ranks have been waiting for ``ranks`` for ``seconds``. ``is_over``: or the error."""
+    """Return the warning that other ranks have been waiting for ``ranks`` for ``seconds``; the error if ``is_over``."""
     return (
         f"waited {seconds:.0f} s for rank{'s' * (len(ranks) > 1)} {listed(ranks, _NAMED)}: every rank of the process "
-        f"group must make the same casckpt call, not only rank 0. {'' if is_over else 'The wait continues. '}To involve "
-        "only one rank, use Store.save or Store.load with no_dist=True"
+        f"group must make the same casckpt call, not only rank 0. {'' if is_over else 'The wait continues. '}To "
+        "involve only one rank, use Store.save or Store.load with no_dist=True"
     )
 
 
