@@ -601,7 +601,8 @@ class Store:
         if refs.is_range(ref):
             raise InvalidInput(f"{ref!r} does not name a single checkpoint: use restore_many for ranges")
         result = self.restore_many(ref, whole=whole)
-        return Checkpoint(self.repository, *result.restored, *result.visible)
+        (commit,) = (*result.restored, *result.visible)
+        return Checkpoint(self.repository, commit)
 
     def restore_many(
         self, *named: str | Checkpoint, whole: bool = False, dry_run: bool = False, check: bool = True

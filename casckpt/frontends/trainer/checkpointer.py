@@ -431,13 +431,14 @@ class Checkpointer:
             given=self._load_arguments(unread=unread, cast=cast, **match), train_state=train_state,
         )  # fmt: skip
         loaded, train = self._restore(ref, model, optim, wanted)
-        if train_state is not None and load_trainer_state is not False:
+        if train_state is not None and train is not None:
             ranks = open_ranks(self.process_group)
-            outcome = ranks.exchange(lambda: set_loaded(wanted, train), of_all_ranks)
+            outcome = ranks.exchange(partial(set_loaded, wanted, train), of_all_ranks)
             if ranks.rank == 0:
                 Resumed(loaded, *outcome).log(train_state)
+            train = train_state
         self._report_load(loaded, begun)
-        return train if train is None or train_state is None else train_state
+        return train
 
     @advising("resume", ("unread", "cast", "strict", "rename"), "Checkpointer.load")
     def resume(

@@ -60,8 +60,9 @@ class Resumed:
     def _loaded(self) -> str:
         saved = self.checkpoint
         left = [f"left: {listed(keys)} ({why})" for why, keys in grouped(self.left, self.left.__getitem__).items()]
-        restored = ", ".join(self.restored) or "nothing"
-        return "\n  ".join([f"resumed {restored} from {saved.run}@{saved.step} of {saved.repo.storage.url}", *left])
+        return "\n  ".join(
+            [f"resumed {', '.join(self.restored)} from {saved.run}@{saved.step} of {saved.repo.storage.url}", *left]
+        )
 
     @property
     def _settings(self) -> dict[str, str]:
@@ -166,10 +167,8 @@ def outcome_of(
     return tuple(restored), left, replaced
 
 
-def set_loaded(wanted: LoadRequest, state: Mapping[str, Any] | None) -> Outcome:
+def set_loaded(wanted: LoadRequest, state: Mapping[str, Any]) -> Outcome:
     """Set the train state of a load to ``state``. Return the outcome on this rank, for the train state alone."""
-    if state is None:
-        return (), {TRAIN: _NO_TRAIN}, {}
     left = dict[str, str]()
     with noted("loaded by then: the model and the optimizer"):
         return (TRAIN,), left, dict(_set(wanted.train_state, state, wanted, left))

@@ -44,6 +44,7 @@ log = logging.getLogger("casckpt")
 
 TRAIN = "train"
 _NO_OPTIMIZER = "%s has no optimizer that can be loaded (it has %s): the given optimizer is left unchanged"
+_NO_TRAIN = "%s has no train state (it has %s): the given train state is left unchanged"
 _MEANT = 'pass unread="ignore" (or load_optim_state=False, load_trainer_state=False)'
 
 
@@ -315,6 +316,9 @@ class Restoring:
         lacks_optimizer = any(key.endswith(".param_groups") for key in loaded.missing_keys)
         if self._ranks.rank == 0 and lacks_optimizer and wanted.missing is None:
             log.warning(_NO_OPTIMIZER, stored.where, stored.at_the_top())
+        is_left = wanted.missing is None and wanted.train_state is not None and wanted.train is not False and not train
+        if self._ranks.rank == 0 and is_left:
+            log.warning(_NO_TRAIN, stored.where, stored.at_the_top())
         if self._ranks.rank == 0 and self._given.unread == "warn":
             left = [key for key in loaded.unread_subtrees if not that_hold(self._given.meant, [key])]
             warn_unread(loaded.run, loaded.step, [] if says_itself else left, _MEANT)

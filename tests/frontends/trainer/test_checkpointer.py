@@ -111,7 +111,7 @@ def test_a_load_without_a_saved_train_state_warns_and_leaves_the_given_one(caplo
     checkpointer.save(1, model)
     assert checkpointer.load("sft@1", model, None, given) is None
     assert given == {"epoch": 0}
-    assert caplog.text.count("the checkpoint has no train state: the given train state is left unchanged") == 1
+    assert caplog.text.count("has no train state (it has 'model'): the given train state is left unchanged") == 1
 
 
 def test_a_missing_part_loads_as_none_unless_it_is_required() -> None:

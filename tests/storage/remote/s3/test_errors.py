@@ -248,7 +248,7 @@ class Refusing:
 @pytest.mark.parametrize("single", [True, False])
 def test_a_promise_that_was_given_is_not_advised(single: bool) -> None:
     with pytest.raises(Unsupported, match="AWS_REQUEST_CHECKSUM_CALCULATION") as caught:
-        RemoteStore(Refusing(), single_writer=single).size("key")  # type: ignore[arg-type]
+        RemoteStore(Refusing(), single_writer=single).size("key")
     assert ("single_writer" in str(caught.value)) is not single
 
 
