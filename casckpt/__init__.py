@@ -40,6 +40,8 @@ if TYPE_CHECKING:
     from casckpt.contents.checkpoint import Checkpoint as Checkpoint
     from casckpt.frontends.interchange.export import export as export
     from casckpt.frontends.trainer import Checkpointer as Checkpointer
+    from casckpt.frontends.trainer import SaveOnSignal as SaveOnSignal
+    from casckpt.frontends.trainer import TrainState as TrainState
     from casckpt.frontends.training_state import flatten_optimizer_state as flatten_optimizer_state
     from casckpt.frontends.training_state import hub_files as hub_files
     from casckpt.frontends.training_state import load_model_and_optim_state as load_model_and_optim_state
@@ -58,8 +60,10 @@ _HOME = {
     "Checkpoint": "casckpt.contents.checkpoint",
     "Checkpointer": "casckpt.frontends.trainer",
     "PerRank": "casckpt.tensors.values",
+    "SaveOnSignal": "casckpt.frontends.trainer",
     "Shard": "casckpt.tensors.values",
     "Store": "casckpt.store.store",
+    "TrainState": "casckpt.frontends.trainer",
     "at": "casckpt.store.opening",
     "export": "casckpt.frontends.interchange.export",
     "flatten_optimizer_state": "casckpt.frontends.training_state",

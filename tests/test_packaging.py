@@ -37,7 +37,8 @@ def functions(thing: Any) -> Iterator[tuple[str, Any]]:
         yield thing.__name__, thing
         return
     for name, member in inspect.getmembers(thing):
-        if (name == "__init__" or not name.startswith("_")) and inspect.isfunction(member):
+        is_ours = inspect.isfunction(member) and member.__module__.startswith("casckpt")  # not those of UserDict
+        if is_ours and (name == "__init__" or not name.startswith("_")):
             yield f"{thing.__name__}.{name}", member
 
 

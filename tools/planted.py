@@ -2875,8 +2875,8 @@ BUGS: dict[str, tuple[str, str, str, str]] = {
     ),
     "a resume with a mistyped run is silent": (
         "newest_together.find",
-        "        if found is None and step is None:\n",
-        "        if found is None and step is not None:\n",
+        "tell=True",
+        "tell=False",
         "tests/frontends/trainer/test_run_checkpoints.py::test_a_resume_without_a_checkpoint_suggests_a_similar_run",
     ),
     "a tensor of a different shape stops a resume that should continue": (
@@ -3140,10 +3140,34 @@ BUGS: dict[str, tuple[str, str, str, str]] = {
         "is_odd = bool(self.replaced) or",
         "tests/frontends/trainer/test_resumed.py::test_a_resume_without_a_scheduler_does_not_warn_that_it_replaced_a_learning_rate",
     ),
+    "names of a sweep count as misspelled": (
+        "similar.is_meant",
+        "return is_near and _digits(other) == _digits(mine)",
+        "return is_near",
+        "tests/frontends/trainer/test_run_checkpoints.py::test_a_resume_without_a_checkpoint_suggests_a_similar_run",
+    ),
+    "rank 0 gives up early although another rank has come": (
+        "Wire.gather.warn",
+        "if len(absent) < self._size - 1 or waited",
+        "if waited",
+        "tests/ranks/test_waiting.py::test_rank_0_gives_up_early_only_if_no_other_rank_comes",
+    ),
+    "a state that makes its tensors anew is loaded into nothing": (
+        "_as_dict",
+        "id(value) not in again",
+        "False",
+        "tests/store/test_states.py::test_a_tensor_dict_that_cannot_be_filled_is_rejected",
+    ),
+    "a restore says that it restored a visible checkpoint": (
+        "_apart",
+        "if commit.txid not in visible)",
+        ")",
+        "tests/cli/commands/test_forget.py::test_restore_does_not_say_that_it_restored_a_visible_checkpoint",
+    ),
     "a resume from a mistyped path is silent": (
-        "_similar_folders",
-        "cutoff=0.85",
-        "cutoff=1.0",
+        "tell_missing",
+        "if near := ",
+        "if near := not ",
         "tests/frontends/trainer/test_run_checkpoints.py::test_a_resume_without_a_store_suggests_a_similar_folder",
     ),
     "a train state is checked after the model is loaded": (

@@ -22,7 +22,7 @@ HEADS = "casckpt.heads/"
 """The prefix of attachments that describe imported files. See `casckpt.frontends.interchange.safetensors.heads`."""
 HUB_FILE = "casckpt.hub.json"
 """The attachment that defines the names of the tensors in an export. It has one view for each exported model."""
-_SIMILAR = 5
+_SIMILAR, _ALMOST = 5, 0.8
 _MAX_ATTACHMENT_NAME = 1024
 _LEAP_YEAR = "(?:[0-9]{2}(?:0[48]|[2468][048]|[13579][26])|(?:[02468][048]|[13579][26])00)"
 _MONTHS = ("(?:0[1-9]|1[0-2])(?:0[1-9]|1[0-9]|2[0-8])", "(?:0[13-9]|1[0-2])(?:29|30)", "(?:0[13578]|1[02])31")
@@ -80,12 +80,23 @@ def is_attachment_name(name: Any) -> bool:
     return not any(part in ("", ".", "..") for part in name.split("/"))
 
 
-def similar_runs(run: str, runs: Sequence[str]) -> list[str]:
-    """Return the ``runs`` that are similar to ``run`` or that share a prefix with it, ignoring case."""
-    name, names = run.casefold(), [other.casefold() for other in runs]
-    close = difflib.get_close_matches(name, names, _SIMILAR)
-    near = [a in close or a.startswith(name) or name.startswith(a) for a in names]
-    return [other for other, is_near in zip(runs, near, strict=True) if is_near and other != run][:_SIMILAR]
+def similar(name: str, others: Sequence[str]) -> list[str]:
+    """Return the ``others`` that ``name`` may mean: it is almost equal, has the same letters, or begins them.
+
+    Case is ignored. Names with different digits are different on purpose, such as those of a sweep.
+    """
+    mine = name.casefold()
+    close = difflib.get_close_matches(mine, [other.casefold() for other in others], _SIMILAR, _ALMOST)
+
+    def is_meant(other: str) -> bool:
+        is_near = other in close or other.startswith(mine) or sorted(other) == sorted(mine)
+        return is_near and _digits(other) == _digits(mine)
+
+    return [other for other in others if other != name and is_meant(other.casefold())][:_SIMILAR]
+
+
+def _digits(name: str) -> str:
+    return "".join(filter(str.isdigit, name))
 
 
 def check_keywords(call: str, given: Mapping[str, object], known: type) -> None:

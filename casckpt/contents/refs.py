@@ -18,7 +18,7 @@ from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from contextlib import suppress
 
-from casckpt.base.names import ID, LATEST, MAX_STEP, TAG, check_run, run_hash, similar_runs
+from casckpt.base.names import ID, LATEST, MAX_STEP, TAG, check_run, run_hash, similar
 from casckpt.base.text import few
 from casckpt.base.units import time_of
 from casckpt.errors import Damaged, Gone, InvalidInput, NotFound, Refused
@@ -259,7 +259,7 @@ def about_run(repo: Repository, listed: CommitList, run: str) -> str:
     """
     forgotten = sum(commit.run == run for commit in listed.live())
     runs = listed.runs()
-    near = similar_runs(run, runs)
+    near = similar(run, runs)
     if forgotten:
         there = f"{forgotten} {'were' if forgotten > 1 else 'was'} forgotten: see `casckpt list --all`"
     elif near:

@@ -8,7 +8,8 @@ around rank 0. As a result, the failure of one rank never leaves another rank wa
 - A rank that dies closes its connection. Rank 0 detects this, at the latest when all other ranks have answered, and
   sends them the error.
 - A rank that stalls exceeds the group's timeout. Rank 0 then leaves a note in the store of the process group. A slow
-  rank that reports that it is alive (`Ranks.alive`) does not exceed the timeout.
+  rank that reports that it is alive (`Ranks.alive`) does not exceed the timeout. If no rank has come to rank 0 at all,
+  most likely only rank 0 makes the call, and it gives up earlier (`patience_alone`).
 - If rank 0 dies, the other ranks see that their connection is closed, find no note, and name rank 0.
 - If rank 0 stalls, the other ranks wait for a longer timeout and then leave a note, which rank 0 finds.
 

@@ -29,20 +29,28 @@ _NAMED: Final = 8  # ranks
 _END: Final = "\n"  # of the rank in a verdict
 
 
-def late(ranks: Sequence[int], seconds: float) -> str:
-    """Return the warning that other ranks have been waiting for ``ranks`` for ``seconds``."""
+def late(ranks: Sequence[int], seconds: float, *, is_over: bool = False) -> str:
+    """Return the warning that other ranks have been waiting for ``ranks`` for ``seconds``; the error if ``is_over``."""
     return (
         f"waited {seconds:.0f} s for rank{'s' * (len(ranks) > 1)} {listed(ranks, _NAMED)}: every rank of the process "
-        "group must make the same casckpt call, not only rank 0. The wait continues. To involve only one rank, use "
-        "Store.save or Store.load with no_dist=True"
+        f"group must make the same casckpt call, not only rank 0. {'' if is_over else 'The wait continues. '}To "
+        "involve only one rank, use Store.save or Store.load with no_dist=True"
     )
 
 
+def patience_alone(timeout: float) -> float:
+    """Return for how many seconds rank 0 waits if no other rank comes, which most likely never will.
+
+    The limit grows with the ``timeout`` of the process group, for programs that raise it.
+    """
+    return max(NEXT, timeout / 6)
+
+
 @contextmanager
-def announced(missing: Callable[[], Sequence[int]], tell: Callable[[str], None], delay: float = 0.0) -> Iterator[None]:
+def announced(missing: Callable[[], Sequence[int]], tell: Callable[[str], bool], delay: float = 0.0) -> Iterator[None]:
     """Log a warning during a long wait for ``missing`` ranks. ``tell``: sends the warning to the other waiting ranks.
 
-    ``delay``: additional seconds before the first warning.
+    It returns whether the wait goes on. ``delay``: additional seconds before the first warning.
     """
     over, lock, begun = Event(), Lock(), monotonic()
 
@@ -52,9 +60,8 @@ def announced(missing: Callable[[], Sequence[int]], tell: Callable[[str], None],
             pause = NEXT
             with lock:  # do not warn after the wait has ended
                 ranks = [] if over.is_set() else missing()
-                if ranks:
-                    tell(late(ranks, monotonic() - begun))
-            if ranks:
+                goes_on = bool(ranks) and tell(late(ranks, monotonic() - begun))
+            if goes_on:
                 log.warning("%s", late(ranks, monotonic() - begun))
 
     Thread(target=watch, name="casckpt-waiting", daemon=True).start()
@@ -104,8 +111,11 @@ class Meeting:
             waited = monotonic() - begun
             if waited >= due:
                 absent, due = self._absent(stage, range(self.size)), min(waited + NEXT, max(waited, seconds))
-                if waited >= seconds:
-                    self._decide(stage, absent or [self.rank])
+                is_alone = self.rank == 0 and len(absent) == self.size - 1 and waited >= patience_alone(seconds)
+                if is_alone:
+                    self.store.set(f"{stage}/problem", f"{absent[0]}{_END}{late(absent, waited, is_over=True)}")
+                if waited >= seconds or is_alone:
+                    self._decide(stage, [] if is_alone else absent or [self.rank])
                 elif absent:
                     log.warning("%s", late(absent, waited))
             # short at first, because the ranks of a job arrive almost together, but many ranks share one store

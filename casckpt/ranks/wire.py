@@ -122,9 +122,16 @@ class Wire:
         def missing() -> list[int]:
             return [rank for rank, frame in frames.items() if not has_come(frame)]
 
-        def warn(warning: str) -> None:
+        def warn(warning: str) -> bool:
             those = [rank for rank, frame in frames.items() if not is_alive(frame)]
             self._signs += [self._isend(alive_frame(warning), rank) for rank in those]
+            absent, waited = missing(), monotonic() + timeout - deadline
+            if len(absent) < self._size - 1 or waited < waiting.patience_alone(timeout):
+                return True
+            self.leave_word(RankFailed(waiting.late(absent, waited, is_over=True), rank=absent[0], lost="late"))
+            with suppress(RuntimeError):  # gloo then closes all connections, which ends the wait below
+                works[absent[0]].wait(timedelta(milliseconds=1))
+            return False
 
         with waiting.announced(missing, warn):
             for rank, work in works.items():
@@ -171,7 +178,7 @@ class Wire:
         try:
             sent = [self._isend(part, 0) for part in to_frames(pack(mine))]  # arrives when rank 0 finishes its call
             frame = empty_frame()
-            with waiting.announced(lambda: [] if has_come(frame) else [0], lambda _: None, AFTER_RANK_0):
+            with waiting.announced(lambda: [] if has_come(frame) else [0], lambda _: True, AFTER_RANK_0):
                 answer = self._message(self._irecv(frame, 0), frame, 0, deadline, patience)
             for sending in sent:
                 sending.wait(self._patience)

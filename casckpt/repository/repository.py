@@ -18,7 +18,7 @@ import platformdirs
 
 from casckpt.base.digest import hex_digest
 from casckpt.base.lazy import cached_property
-from casckpt.base.names import check_run, check_step
+from casckpt.base.names import check_run, check_step, similar
 from casckpt.base.units import time_of
 from casckpt.errors import CasckptError, Conflict, Damaged, InvalidInput, NotFound, Refused, StorageError
 from casckpt.format import keys, records
@@ -126,7 +126,9 @@ class Repository:
         except NotFound as error:
             with suppress(StorageError):
                 self._check_lost()
-            message = f"there is no store at {self.storage.url}: create it with a save or `casckpt init`"
+            near = self.similar()
+            meant = f" (did you mean {' or '.join(near)}?)" if near else ""
+            message = f"there is no store at {self.storage.url}{meant}: create it with a save or `casckpt init`"
             raise NotFound(message, key=keys.MARKER) from error
         try:
             marker = records.decode_marker(data)
@@ -137,6 +139,17 @@ class Repository:
             raise Refused(f"casckpt.json at {self.storage.url} contains an invalid store id", key=keys.MARKER)
         remember(self._cache_folder, self.storage)
         return marker
+
+    def similar(self) -> list[str]:
+        """Return the stores in folders whose path has a similar name in place of its first missing folder."""
+        path = getattr(self.storage, "path", None)
+        with suppress(OSError):
+            if isinstance(path, Path):
+                first = next((one for one in (*path.parents[::-1], path) if not one.exists()), path)
+                near = similar(first.name, os.listdir(first.parent))
+                named = [first.parent / name / path.relative_to(first) for name in near]
+                return [str(one) for one in named if (one / keys.MARKER).is_file()]
+        return []
 
     def is_there(self) -> bool:
         """Return whether the store exists. If not, raise `NotFound` if there must not be a new store here.

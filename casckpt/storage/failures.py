@@ -15,13 +15,14 @@ ROOM = (
     "free some space or raise the quota, and try again; `casckpt gc` can free more, and with `--min-age 0` also what "
     "was forgotten or replaced in the last day"
 )
+LIMITED = "a limit forbids files of this size: raise `ulimit -f`, or use a different file system"
 log = logging.getLogger(__name__)
 _FULL = (errno.ENOSPC, errno.EDQUOT)
 _FULL_ANSWER = re.compile("QuotaExceeded|StorageFull")  # of MinIO, Ceph and HDFS
 _ADVICE = {
     errno.ENOSPC: f"the disk is full: {ROOM}",
     errno.EDQUOT: f"the disk quota is used up: {ROOM}",
-    errno.EFBIG: "a limit forbids files of this size: raise `ulimit -f`, or use a different file system",
+    errno.EFBIG: LIMITED,
     errno.EROFS: "the file system is read-only: mount it read-write, or use a different store",
     errno.EACCES: "permission denied: check the owner and mode of the folder and its files",
     errno.EPERM: "operation not permitted: check the owner and attributes of the folder",

@@ -53,7 +53,7 @@ def log_bare_optimizers(state: Any, missing: Sequence[str]) -> None:
 
     The message is no warning, because a caller who passes the dict to an optimizer afterwards does nothing wrong.
     """
-    for name in state if isinstance(state, Mapping) else ():
+    for name in state.keys() if isinstance(state, Mapping) else ():
         if is_of_optimizer(state[name]) and f"{name}.param_groups" not in missing:
             log.info(_BARE, name, name, name)
 

@@ -600,8 +600,9 @@ class Store:
         """
         if refs.is_range(ref):
             raise InvalidInput(f"{ref!r} does not name a single checkpoint: use restore_many for ranges")
-        (restored,) = self.restore_many(ref, whole=whole).restored
-        return Checkpoint(self.repository, restored)
+        result = self.restore_many(ref, whole=whole)
+        (commit,) = (*result.restored, *result.visible)
+        return Checkpoint(self.repository, commit)
 
     def restore_many(
         self, *named: str | Checkpoint, whole: bool = False, dry_run: bool = False, check: bool = True

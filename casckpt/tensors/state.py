@@ -86,7 +86,7 @@ def flatten(
     """
     _check_state(state)
     flattener = _Flattener(is_whole, apart, objects=objects)
-    return replace(flattener.flat, tree=flattener.node(state, (), "", False))
+    return replace(flattener.flat, tree=flattener.node(_as_dict(state), (), "", False))
 
 
 def is_object(value: Any) -> bool:
@@ -141,6 +141,21 @@ def _writes(state: Any, values: Mapping[str, Any]) -> list[Callable[[], None]]:
     if missing:
         raise InvalidInput(f"cannot set key {missing[0]!r}: the state does not have it", keys=tuple(missing))
     return writer.writes
+
+
+def _as_dict(state: Any) -> Any:
+    """Return a TensorDict as a dict that holds its own tensors and plain values. Return any other state unchanged.
+
+    Raises InvalidInput if it makes its tensors anew in each call, because a load could not fill them.
+    """
+    if not (isinstance(state, Mapping) and hasattr(state, "batch_size") and hasattr(state, "to_dict")):
+        return state
+    whole: Mapping[str, Any] = state.to_dict()
+    again = {id(value) for value in _within(state.to_dict())}
+    if any(isinstance(value, torch.Tensor) and id(value) not in again for value in _within(whole)):
+        name = type(state).__name__
+        raise InvalidInput(f'a {name} cannot be the state itself; pass it by name, as {{"data": data}}')
+    return whole
 
 
 def _check_state(state: Any) -> None:
@@ -226,7 +241,7 @@ def _kind(value: Any, path: Path) -> type | None:
 
 
 def _mapping_kind(value: Mapping[Any, Any], path: Path) -> type | None:
-    odd = [key for key in value if type(key) is not str and not _is_element(key)]
+    odd = [key for key in value.keys() if type(key) is not str and not _is_element(key)]  # noqa: SIM118 - a TensorDict iterates over its rows
     is_default = type(value) is defaultdict and _has_plain_factory(value)
     counts = type(value) is Counter or is_default
     if (odd or counts) and path and not _holds_tensor(value):
@@ -379,7 +394,7 @@ class _Writer:
         changed = {element: new for element, child, new in children if new is not child}
         if not changed or kind is tuple:
             return tuple(new for _, _, new in children) if changed else value
-        if not isinstance(value, MutableMapping | list):
+        if not isinstance(value, MutableMapping | list) or getattr(value, "is_locked", False):  # a TensorDict may be
             raise InvalidInput(
                 f"state{show(path)}: a {type(value).__qualname__} cannot be modified; pass a dict", key=key
             )

@@ -97,6 +97,8 @@ def _creates(repo: Repository) -> Finding:
     why = probe(repo.storage, repo.clock, repo.entropy, RACERS)
     if repo.storage.traits.exclusive is None and repo.exists() and repo.settings.exclusive_create is not (not why):
         repo.note_creates(exclusive=not why)
+    if why and repo.single_writer:
+        return Finding("create-only", None, f"a key can be created twice, which single_writer allows: {why}")
     if why:
         advice = "use a different storage, or allow only one writer at a time with single_writer (--single-writer)"
         return Finding("create-only", False, f"a key can be created twice: {why}", advice)

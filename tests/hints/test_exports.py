@@ -618,3 +618,26 @@ def check_ignored(store: Store, tmp_path: Path, messages: Messages, run: Run, *,
     advice.says(way[0])
     run("export", store.url, "a@1", tmp_path / "out", *way)
     assert names_in(tmp_path / "out" / "model.safetensors") == {"v" if way[0] == "--rename" else "w"}
+
+
+class Moded(torch.optim.SGD):
+    """Stores its mode as schedule-free optimizers do."""
+
+    def eval(self) -> None:
+        self.param_groups[0]["train_mode"] = False
+
+
+@follows("frontends/interchange/export.py:_warn_of_modes", "call the optimizer's eval() before a save")
+def test_the_weights_for_evaluation_can_be_exported(
+    store: Store, tmp_path: Path, messages: Messages, caplog: pytest.LogCaptureFixture
+) -> None:
+    model = torch.nn.Linear(2, 2)
+    optim = Moded([{"params": model.parameters(), "train_mode": True}])
+    save_model_and_optim_state(store, model, optim, run="a", step=1)
+    with messages.log() as advice:
+        store.export("a@1", tmp_path / "trained.safetensors")
+    getattr(optim, advice.says("eval()").removesuffix("()"))()
+    save_model_and_optim_state(store, model, optim, run="a", step=2)
+    caplog.clear()
+    store.export("a@2", tmp_path / "best.safetensors")
+    assert not caplog.records

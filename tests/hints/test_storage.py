@@ -208,7 +208,7 @@ def test_a_server_without_conditional_puts_can_be_used_by_a_single_writer(
     rclone_server: Server, messages: Messages, run: Run
 ) -> None:
     answer = {"Error": {"Code": "NotImplemented"}, "ResponseMetadata": {"HTTPStatusCode": 501}}
-    advice = messages.text(explain(ClientError(answer, "PutObject")).why)
+    advice = messages.text(explain(ClientError(answer, "PutObject")).unpromised)
     url, alone = f"s3://{rclone_server.new_bucket()}/store", {advice.says("single_writer"): True}
     store = casckpt.open(url, storage_options=rclone_server.options, **alone)  # type: ignore[arg-type]
     store.save({"x": 1}, run="a", step=1)

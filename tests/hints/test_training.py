@@ -114,7 +114,9 @@ def test_the_saved_optimizer_can_be_created_or_omitted_as_advised(
     Checkpointer(trained, run="a").resume({"model": fresh}, **alone)
 
 
-@follows("frontends/training_state/groups.py:_other_parameters", "strict=False to load the parameters that both have")
+@follows(
+    "frontends/training_state/groups.py:_other_parameters", "Pass strict=False to load the parameters that both have"
+)
 def test_the_suggested_option_loads_state_that_both_optimizers_have(trained: Store, messages: Messages) -> None:
     fresh = Two("a", "b", "c")
     new = SGD(fresh.parameters())

@@ -8,6 +8,7 @@ import re
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from datetime import timedelta
 from functools import partial
 from pathlib import Path
 from threading import Event
@@ -160,7 +161,11 @@ def test_no_warning_is_logged_if_no_rank_is_missing(
         looked[looked[0].is_set()].set()
         return []
 
-    with announced(missing, told.append):
+    def tell(warning: str) -> bool:
+        told.append(warning)
+        return True
+
+    with announced(missing, tell):
         assert all(event.wait(60) for event in looked)
     assert not told
     assert not caplog.records
@@ -332,6 +337,31 @@ def coming_late(rank: int, size: int) -> Any:
 
 def test_a_late_rank_participates_in_the_next_call(ranks: Pool) -> None:
     assert ranks.run(3, coming_late, timeout=1) == [(1, 3)] * 3
+
+
+def alone(rank: int, size: int, here: list[int], connected: bool) -> Any:
+    """The ranks that are not ``here`` make the call only when rank 0 has given up."""
+    module.MARGIN, waiting.HEARD_SECONDS = timedelta(0), 1
+    if connected:
+        total(open_ranks())
+    with impatient(rank):
+        if rank not in here:
+            wait_for("given up")
+        error = outcome_of(lambda: total(open_ranks()))
+        if rank == 0:
+            tell("given up")
+    return error, total(open_ranks())
+
+
+@pytest.mark.parametrize("connected", [False, True], ids=["first call", "later call"])
+@pytest.mark.parametrize("here", [[0], [0, 2]], ids=str)
+def test_rank_0_gives_up_early_only_if_no_other_rank_comes(ranks: Pool, here: list[int], *, connected: bool) -> None:
+    for error, again in ranks.run(3, alone, here, connected, timeout=3):
+        assert isinstance(error, RankFailed)
+        assert (error.rank, again) == (1, 3)
+        is_early = re.match(r"waited [0-2] s for ranks? .*every rank .* same casckpt call.*no_dist=True", str(error))
+        assert bool(is_early) is (here == [0]), str(error)
+        assert "The wait continues" not in str(error)
 
 
 # process groups

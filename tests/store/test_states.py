@@ -5,7 +5,7 @@ from __future__ import annotations
 import datetime
 import random
 from argparse import Namespace
-from collections import Counter, OrderedDict, defaultdict, deque
+from collections import Counter, OrderedDict, UserDict, defaultdict, deque
 from collections.abc import Callable
 from itertools import pairwise
 from pathlib import Path, PurePosixPath
@@ -19,6 +19,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from casckpt.errors import CasckptError, InvalidInput, Mismatch, NotFound
+from casckpt.frontends.trainer import Checkpointer
 from casckpt.store.opening import open as open_store
 from casckpt.store.store import Store
 from casckpt.tensors.values import PerRank, Shard
@@ -424,3 +425,77 @@ def test_a_model_is_rejected_as_a_state_without_running_it() -> None:
     store.save(model.state_dict(), step=1)
     with pytest.raises(InvalidInput, match="not a Model; pass it by name"):
         store.load(model, "default@1")
+
+
+# a TensorDict
+
+
+class Rows(UserDict[str, Any]):
+    """What a TensorDict does: it iterates over its rows, has no ``in``, and is an object with a state_dict."""
+
+    batch_size, is_locked = (2,), False
+
+    def __iter__(self) -> Any:
+        raise StopIteration
+
+    def __contains__(self, key: object) -> bool:
+        raise NotImplementedError
+
+    def keys(self) -> Any:
+        return self.data.keys()
+
+    def values(self) -> Any:
+        return self.data.values()
+
+    def items(self) -> Any:
+        return self.data.items()
+
+    def state_dict(self) -> dict[str, Any]:
+        return {key: value for key, value in self.to_dict().items() if not isinstance(value, str)}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        for key, value in state.items():
+            self.data[key].copy_(value)
+
+    def to_dict(self) -> dict[str, Any]:
+        return {key: value.to_dict() if isinstance(value, Rows) else value for key, value in self.items()}
+
+
+class Stacked(Rows):
+    """A stack of several of them, which makes its tensors in each call."""
+
+    def to_dict(self) -> dict[str, Any]:
+        return {key: torch.stack([value]) for key, value in self.items()}
+
+
+def rows(value: float, text: str = "") -> Rows:
+    inner = Rows()
+    inner.data = {"b": torch.full((2,), value)}
+    outer = Rows()
+    outer.data = {"a": torch.full((2, 3), value), "n": inner, "text": text}
+    return outer
+
+
+def test_a_tensor_dict_is_a_state_and_is_filled_in_place(store: Store) -> None:
+    assert set(store.save(rows(1, "one"), step=1).tensors) == {"a", "n.b"}
+    filled = rows(0)
+    a, b = filled.data["a"], filled.data["n"].data["b"]
+    store.load(filled, "default@1")
+    assert same_state(filled.to_dict(), rows(1, "one").to_dict())
+    assert filled.data["a"] is a
+    assert filled.data["n"].data["b"] is b
+    assert not store.compare(rows(1, "one"), "default@1").differs
+    Checkpointer(store, run="loop").save(1, rows(2))
+    assert Checkpointer(store, run="loop").resume(filled) is not None
+    assert b.tolist() == [2, 2]
+
+
+def test_a_tensor_dict_that_cannot_be_filled_is_rejected(store: Store) -> None:
+    store.save(rows(1, "one"), step=1)
+    locked, stacked = rows(0), Stacked()
+    locked.is_locked, stacked.data = True, {"a": torch.zeros(3)}
+    with pytest.raises(InvalidInput, match="a Rows cannot be modified"):
+        store.load(locked, "default@1")
+    assert locked.data["a"].sum() == 0
+    with pytest.raises(InvalidInput, match=r'a Stacked cannot be the state itself; pass it by name, as \{"data": '):
+        store.save(stacked, step=2)

@@ -122,6 +122,12 @@ def test_doctor_names_broken_guarantees(make: Callable[[], Own], names: set[str]
     assert all(found[name].advice for name in names)
 
 
+def test_doctor_does_not_advise_a_single_writer_to_be_one(tmp_path: Path) -> None:
+    found = {one.name: one for one in examine(Repository(Replacing(), tmp_path / "cache", single_writer=True))}
+    assert bad(found) == set()
+    assert (found["create-only"].ok, found["create-only"].advice) == (None, "")
+
+
 def test_doctor_stops_without_write_permission(tmp_path: Path) -> None:
     storage = FaultyStore(Own(), [fail_before("put", times=1000)])
     assert bad(findings(storage, tmp_path)) == {"write"}

@@ -51,5 +51,6 @@ def restore(session: Session, refs: tuple[str, ...], *, whole: bool, dry_run: bo
 def _restored_text(result: dict[str, Any]) -> None:
     done = "would restore" if result["dry_run"] else "restored"
     say_all(f"{done} {name(one)}" for one in result["restored"])
+    say_all(f"already visible: {name(one)}" for one in result["visible"])
     say_all(f"not restored: {name(one)}: {printable(one['why'])}" for one in result["failed"])
     say_all(f"not restored: {name(one)}" for one in result["left"])

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import logging
 import os
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
-from typing import Final, Unpack, get_args
+from typing import Any, Final, Unpack, get_args
 
 from casckpt.base.progress import Shown
-from casckpt.base.text import is_url, local_path
+from casckpt.base.text import is_url, listed, local_path
 from casckpt.contents.checkpoint import Checkpoint
-from casckpt.errors import InvalidInput
+from casckpt.errors import CasckptError, InvalidInput
 from casckpt.frontends.interchange.new_files import file_attachments
 from casckpt.frontends.interchange.safetensors.exporting import export_safetensors
 from casckpt.frontends.interchange.safetensors.files import SUFFIX
@@ -20,6 +22,8 @@ from casckpt.frontends.stores import AnyStore, as_store
 from casckpt.store.exports import Exported, FileOptions, Format
 from casckpt.store.store import Store
 from casckpt.store.types import Rename
+
+log = logging.getLogger(__name__)
 
 FORMATS: Final[tuple[Format, ...]] = get_args(Format)
 _SUFFIXES: Final[Mapping[str, Format]] = {SUFFIX: "safetensors", ".pt": "torch", ".pth": "torch", ".bin": "torch"}
@@ -82,6 +86,7 @@ def export(
     keys, rename = keys or None, rename or None
     given = {"keys": keys, "strip_prefix": strip_prefix, "rename": rename, "max_shard_size": max_shard_size}
     _check_known(chosen, [name for name, value in given.items() if value is not None])
+    _warn_of_modes(opened, checkpoint)
     options: FileOptions = {"force": force, "allow_pickle": allow_pickle, "progress": progress}
     if chosen in ("hf", "safetensors"):
         return export_safetensors(
@@ -91,6 +96,23 @@ def export(
     if chosen == "dcp":
         return _export_dcp(opened, checkpoint, path, attachments, **options)
     return export_torch(opened, checkpoint, path, keys=keys, strip_prefix=strip_prefix, rename=rename, **options)
+
+
+def _warn_of_modes(store: Store, checkpoint: Checkpoint) -> None:
+    """Warn of optimizers that were saved in train mode, such as schedule-free ones: their model has other weights."""
+    with suppress(CasckptError):  # there is no optimizer, or it needs a pickle
+        found = store.read(checkpoint, keys=["*param_groups*"])
+        if names := [name for name, value in found.items() if _is_in_train_mode(value)]:
+            log.warning(
+                "%s of %s@%d was saved in train mode, so the model does not have its weights for evaluation. To export "
+                "those, call the optimizer's eval() before a save", listed(names), checkpoint.run, checkpoint.step,
+            )  # fmt: skip
+
+
+def _is_in_train_mode(value: Any) -> bool:
+    is_mapping = isinstance(value, Mapping)
+    inner = value.values() if is_mapping else value if isinstance(value, list) else ()
+    return (is_mapping and value.get("train_mode") is True) or any(map(_is_in_train_mode, inner))
 
 
 def _check_outside(store: str, path: str | os.PathLike[str]) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import fcntl
 import os
+import resource
 import secrets
 import shutil
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -18,6 +19,7 @@ from casckpt.base.names import HEADS, HUB_FILE
 from casckpt.base.text import is_url, local_path
 from casckpt.contents.checkpoint import Checkpoint
 from casckpt.errors import CasckptError, Conflict, InvalidInput, StorageError
+from casckpt.storage.failures import LIMITED
 from casckpt.store.store import Store
 
 _NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, None)  # None comes from torch.save; see `torch_saves`
@@ -200,11 +202,10 @@ def _said_as_ours(path: Path) -> Iterator[None]:
     except OSError as error:
         if isinstance(error, CasckptError):
             raise
-        way = (
-            "free some space, or choose a different location"
-            if error.errno in _NO_ROOM
-            else "choose a different location"
-        )
+        limit = resource.getrlimit(resource.RLIMIT_FSIZE)[0]
+        is_limited = error.errno == errno.EFBIG or (error.errno is None and limit != resource.RLIM_INFINITY)
+        room = "free some space, or " if error.errno in _NO_ROOM else ""
+        way = LIMITED if is_limited else f"{room}choose a different location"
         raise StorageError(f"{path} cannot be written: {error.strerror or error}; {way}") from error
 
 

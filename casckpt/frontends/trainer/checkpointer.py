@@ -19,7 +19,7 @@ from casckpt.contents.checkpoint import Checkpoint
 from casckpt.errors import CasckptError, Conflict, Damaged, InvalidInput, Refused, StorageError
 from casckpt.frontends.stores import AnyStore, advising, as_store
 from casckpt.frontends.trainer.ownership import RunOwnership, differing_keys, unsaved_labels
-from casckpt.frontends.trainer.resumed import Resumed, check_given, excuses, of_all_ranks, outcome_of
+from casckpt.frontends.trainer.resumed import Resumed, check_given, excuses, of_all_ranks, outcome_of, set_loaded
 from casckpt.frontends.trainer.run_checkpoints import newest, newest_together
 from casckpt.frontends.trainer.saves import (
     CheckpointEvent,
@@ -403,6 +403,7 @@ class Checkpointer:
         ref: str | Checkpoint,
         model: TrainModel,
         optim: AnyOptimizer | None = None,
+        train_state: MutableMapping[str, Any] | HasState | None = None,
         *,
         load_optim_state: bool | None = None,
         load_trainer_state: bool | None = None,
@@ -413,8 +414,9 @@ class Checkpointer:
     ) -> Any:
         """Load into ``model`` and ``optim``, and return the train state of this rank, or else of the lowest rank.
 
+        - ``train_state``: set it as `resume` does, and return it. The log names what this leaves or replaces.
         - ``load_optim_state``, ``load_trainer_state``: True: load it, or raise NotFound if the checkpoint lacks it.
-          None: load it if it exists; otherwise, return None for the train state, and log a warning for an optimizer.
+          None: load it if it exists; otherwise, return None for the train state, and log a warning for what was given.
           False: do not read it.
         - ``options``: set the options of the optimizer's groups, such as learning rates, to those of the "checkpoint",
           or "keep" them.
@@ -427,9 +429,15 @@ class Checkpointer:
         begun = time.monotonic()
         wanted = LoadRequest(
             optim=load_optim_state, train=load_trainer_state, pre_download=self.config.pre_download, options=options,
-            given=self._load_arguments(unread=unread, cast=cast, **match),
+            given=self._load_arguments(unread=unread, cast=cast, **match), train_state=train_state,
         )  # fmt: skip
         loaded, train = self._restore(ref, model, optim, wanted)
+        if train_state is not None and train is not None:
+            ranks = open_ranks(self.process_group)
+            outcome = ranks.exchange(partial(set_loaded, wanted, train), of_all_ranks)
+            if ranks.rank == 0:
+                Resumed(loaded, *outcome).log(train_state)
+            train = train_state
         self._report_load(loaded, begun)
         return train
 
@@ -579,7 +587,7 @@ class Checkpointer:
     def _given(model: TrainModel, optim: AnyOptimizer | None, train_state: Any) -> list[str]:
         """Return the keys of the live state."""
         names = [name for name, value in ((OPTIM, optim), (TRAIN, train_state)) if value is not None]
-        return [*(model if isinstance(model, Mapping) else [MODEL]), *names]
+        return [*(model.keys() if isinstance(model, Mapping) else [MODEL]), *names]
 
     def _restore(
         self, ref: str | Checkpoint, model: TrainModel, optim: AnyOptimizer | None, wanted: LoadRequest

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import re
-from collections.abc import Collection, Mapping, MutableMapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeAlias, get_args
 
@@ -16,7 +16,7 @@ from casckpt.frontends.training_state.contents import TRAIN, LoadRequest, Missin
 from casckpt.frontends.training_state.proof import NOT_THERE, Proof
 from casckpt.frontends.training_state.settings import RECIPE, Replaced, replacing, schedules_in, settings_of, shown
 from casckpt.frontends.training_state.stored import GROUPS, OPTIM
-from casckpt.frontends.training_state.train_state import RNG, TrainState, as_parts, fill, noted
+from casckpt.frontends.training_state.train_state import RNG, TrainState, as_parts, check_fillable, fill, noted
 from casckpt.ranks.ranks import everyone
 
 log = logging.getLogger("casckpt")
@@ -127,9 +127,7 @@ def check_given(train_state: Any, missing: Any, *optimized: Any) -> dict[str, An
     """
     if missing not in get_args(Missing):
         raise InvalidInput(f'missing={missing!r:.80} is not valid; pass "raise" or "warn"')
-    if not isinstance(train_state, MutableMapping | None) and not hasattr(train_state, "load_state_dict"):
-        kind = type(train_state).__name__
-        raise InvalidInput(f"resume cannot load into a {kind}: pass a TrainState or a dict, or use the result of load")
+    check_fillable(train_state)
     return settings_of(*optimized, train_state=train_state)
 
 
@@ -167,6 +165,13 @@ def outcome_of(
         if before != value:
             replaced[key] = (before, value)
     return tuple(restored), left, replaced
+
+
+def set_loaded(wanted: LoadRequest, state: Mapping[str, Any]) -> Outcome:
+    """Set the train state of a load to ``state``. Return the outcome on this rank, for the train state alone."""
+    left = dict[str, str]()
+    with noted("loaded by then: the model and the optimizer"):
+        return (TRAIN,), left, dict(_set(wanted.train_state, state, wanted, left))
 
 
 def _set(train_state: Any, state: Mapping[str, Any], wanted: LoadRequest, left: dict[str, str]) -> Replaced:

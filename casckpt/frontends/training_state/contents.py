@@ -33,7 +33,7 @@ from casckpt.frontends.training_state.settings import check_schedules
 from casckpt.frontends.training_state.slices import is_sharded
 from casckpt.frontends.training_state.stored import MODEL, OPTIM, StoredTraining
 from casckpt.frontends.training_state.together import Groups, Made, find, made_by_name, make_state
-from casckpt.frontends.training_state.train_state import check_parts, plain_state
+from casckpt.frontends.training_state.train_state import check_fillable, check_parts, plain_state
 from casckpt.loading.options import LoadOptions
 from casckpt.loading.unread import EVERYTHING, is_generator, is_within, that_hold, warn_moved, warn_unread
 from casckpt.ranks.ranks import Ranks, on_each, open_ranks
@@ -45,6 +45,7 @@ log = logging.getLogger("casckpt")
 
 TRAIN = "train"
 _NO_OPTIMIZER = "%s has no optimizer that can be loaded (it has %s): the given optimizer is left unchanged"
+_NO_TRAIN = "%s has no train state (it has %s): the given train state is left unchanged"
 _MEANT = 'pass unread="ignore" (or load_optim_state=False, load_trainer_state=False)'
 
 
@@ -264,8 +265,8 @@ class LoadRequest:
     ``options``: whether to overwrite the options of the optimizer's groups, or to keep them. ``missing``: the
     ``missing`` argument of a resume, which logs unread keys itself; None for any other load. If it is "raise", the
     checkpoint must have all state of a train module. If it is "warn", the load skips an optimizer that was saved by
-    number, and tensors with a different shape. ``train_state``: the train state that a resume sets. If it is None, a
-    resume does not read a train state.
+    number, and tensors with a different shape. ``train_state``: the given one, which is set after the load. If it is
+    None, a resume does not read a train state.
     """
 
     optim: bool | None
@@ -289,6 +290,7 @@ class Restoring:
         optims = cache(lambda: [] if wanted.optim is False or says_itself else [*as_optimizers(optim)])
 
         def wanted_optimizers() -> list[str]:
+            check_fillable(wanted.train_state)
             if wanted.optim and optim is None and not says_itself:
                 raise InvalidInput("load_optim_state=True requires an optimizer to load into; pass optim")
             if wanted.options not in get_args(GroupOptions):
@@ -315,6 +317,9 @@ class Restoring:
         lacks_optimizer = any(key.endswith(".param_groups") for key in loaded.missing_keys)
         if self._ranks.rank == 0 and lacks_optimizer and wanted.missing is None:
             log.warning(_NO_OPTIMIZER, stored.where, stored.at_the_top())
+        is_left = wanted.missing is None and wanted.train_state is not None and wanted.train is not False and not train
+        if self._ranks.rank == 0 and is_left:
+            log.warning(_NO_TRAIN, stored.where, stored.at_the_top())
         if self._ranks.rank == 0 and self._given.unread == "warn":
             left = [key for key in loaded.unread_subtrees if not that_hold(self._given.meant, [key])]
             warn_unread(loaded.run, loaded.step, [] if says_itself else left, _MEANT)

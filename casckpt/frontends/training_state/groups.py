@@ -115,11 +115,13 @@ def check_unused(unused: Sequence[str], where: str) -> None:
 def _other_parameters(where: str, missing: Sequence[str], unused: Sequence[str]) -> str:
     lacks = f" It lacks {listed(missing)}." if missing else ""
     more = f" Only the checkpoint has {listed(unused)}." if unused else ""
-    add = "Add their groups first, as they were at the save (optim.add_param_group), or pass" if unused else "Pass"
-    return (
-        f"the optimizer in {where} has different parameters than this one.{lacks}{more} {add} strict=False to load the "
-        "parameters that both have"
-    )
+    text = f"the optimizer in {where} has different parameters than this one.{lacks}{more}"
+    if unused:
+        return (
+            f"{text} Add their groups first, as they were at the save (optim.add_param_group), or pass strict=False to "
+            "load the parameters that both have"
+        )
+    return f"{text} Pass strict=False to load the parameters that both have"
 
 
 def merged(groups_of_ranks: Sequence[Sequence[Mapping[str, Any]]]) -> list[dict[str, Any]]:

@@ -306,6 +306,13 @@ def as_parts(train_state: Any) -> TrainState | None:
     return parts
 
 
+def check_fillable(train_state: Any) -> None:
+    """Raise InvalidInput for a train state that a load cannot fill."""
+    if not isinstance(train_state, MutableMapping | None) and not hasattr(train_state, "load_state_dict"):
+        kind = type(train_state).__name__
+        raise InvalidInput(f"a {kind} cannot be loaded into: pass a TrainState or a dict, or use the result of load")
+
+
 def check_parts(
     train_state: Any, saved: Mapping[Any, Any], at: str, *, strict: bool, read: Callable[[str], Any]
 ) -> None:

@@ -32,7 +32,7 @@ from casckpt.frontends.interchange.new_files import new_folder
 from casckpt.frontends.interchange.safetensors.importing import Maps
 from casckpt.frontends.stores import AnyStore, as_store
 from casckpt.frontends.trainer import Checkpointer, CheckpointerConfig
-from casckpt.frontends.trainer.run_checkpoints import warn_of_similar
+from casckpt.frontends.trainer.run_checkpoints import tell_missing
 from casckpt.frontends.trainer.settings import TrainerArguments
 from casckpt.frontends.training_state import unshard_optim_state
 from casckpt.frontends.training_state.hub_config import ADAPTER_STEM, files_below, hub_names
@@ -266,8 +266,7 @@ def restore_checkpoint(
         run, _, at = str(ref).rpartition("@")
         if at != LATEST:
             raise
-        log.info("%s", error)
-        warn_of_similar(opened, run)
+        tell_missing(opened, run, error)
         return None
     if not stored.keys_below(f"{HOME}.files"):
         raise Mismatch(

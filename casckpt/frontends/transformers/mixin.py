@@ -35,7 +35,7 @@ from casckpt.contents.checkpoint import Checkpoint
 from casckpt.errors import InvalidInput, Mismatch, NotFound, Unsupported
 from casckpt.frontends.stores import AnyStore, advising, as_store
 from casckpt.frontends.trainer import Checkpointer, CheckpointerConfig, SaveOnSignal
-from casckpt.frontends.trainer.run_checkpoints import newest, warn_of_similar
+from casckpt.frontends.trainer.run_checkpoints import newest
 from casckpt.frontends.trainer.settings import TrainerArguments
 from casckpt.frontends.training_state.hub_config import files_below, hub_files
 from casckpt.frontends.training_state.proof import Proof
@@ -319,10 +319,9 @@ class CasTrainerMixin(Trainer):
         return str(folder)
 
     def _newest(self) -> Checkpoint | None:
-        found = newest(self._store, self._run)
+        found = newest(self._store, self._run, tell=True)
         if found is not None:
             return found
-        warn_of_similar(self._store, self._run)
         output = Path(self.args.output_dir)
         last: Any = get_last_checkpoint
         folder = last(output) if output.is_dir() else None

@@ -15,13 +15,14 @@ from casckpt.storage.remote.patience import Patience
 class ExplainedFailure:
     """The cause of a failure, in words. ``again``: whether a retry may help. ``kind``: the error to raise.
 
-    ``full``: see `StorageError`.
+    ``full``: see `StorageError`. ``unpromised``: another cause, unless the caller promises to be the only writer.
     """
 
     why: str
     again: bool = False
     kind: type[CasckptError] = StorageError
     full: bool = False
+    unpromised: str = ""
 
 
 class Ranged(Protocol):

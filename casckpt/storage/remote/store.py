@@ -228,7 +228,8 @@ class RemoteStore(ObjectStore):
                 if pause is None or late:
                     tried = f", tried {attempts} times" if attempts > 1 else ""
                     why = f"{failure.why}; {whole.why}" if late and whole.why not in failure.why else failure.why
-                    message = f"cannot {verb} {self.url}/{key}{tried}: {why}"
+                    more = "" if self._single_writer else failure.unpromised
+                    message = f"cannot {verb} {self.url}/{key}{tried}: {why}{more}"
                     raise failure.kind(message, key=key, full=failure.full) from error
                 log.info("cannot %s %s/%s, retrying in %.1f s: %s", verb, self.url, key, pause, failure.why)
             whole.spend(pause)

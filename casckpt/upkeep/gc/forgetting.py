@@ -84,10 +84,11 @@ class CommitFailure:
 class RestoreResult:
     """The result of a restore or, with ``dry_run``, the expected result.
 
-    ``left``: commits that were not attempted because the storage failed.
+    ``visible``: commits that were visible before. ``left``: commits that were not attempted because the storage failed.
     """
 
     restored: tuple[Commit, ...] = ()
+    visible: tuple[Commit, ...] = ()
     failed: tuple[CommitFailure, ...] = ()
     left: tuple[Commit, ...] = ()
     dry_run: bool = False
@@ -155,7 +156,14 @@ def restore(repo: Repository, chosen: Sequence[Commit], listed: CommitList) -> R
     tried = {failure.commit.txid for failure in failed} | restored.keys()
     left = tuple(commit for commit in chosen if commit.txid not in tried)
     done = tuple(restored[commit.txid] for commit in chosen if commit.txid in restored)
-    return RestoreResult(done, tuple(failed), left)
+    return RestoreResult(*_apart(done, chosen), tuple(failed), left)
+
+
+def _apart(done: Sequence[Commit], before: Sequence[Commit]) -> tuple[tuple[Commit, ...], tuple[Commit, ...]]:
+    """Divide the commits that are ``done`` into restored ones, and those that were visible ``before``."""
+    visible = {commit.txid for commit in before if commit.visible and not commit.is_old_places}
+    restored = tuple(commit for commit in done if commit.txid not in visible)
+    return restored, tuple(commit for commit in done if commit.txid in visible)
 
 
 def restore_chosen(
@@ -167,7 +175,7 @@ def restore_chosen(
     """
     chosen, listed = plan_restore(repo, refs, whole=whole)
     if dry_run:
-        return RestoreResult(tuple(chosen), dry_run=True)
+        return RestoreResult(*_apart(chosen, chosen), dry_run=True)
     result = restore(repo, chosen, listed)
     if check:
         result.raise_failure()

@@ -47,6 +47,17 @@ def test_restore_undoes_a_forget(saved: Path, as_json: AsJson, run: Run) -> None
     assert as_json("restore", saved, "a@..", status=3)["error"]["kind"] == "not-found"
 
 
+def test_restore_does_not_say_that_it_restored_a_visible_checkpoint(
+    saved: Path, store: casckpt.Store, as_json: AsJson, run: Run
+) -> None:
+    store.forget("a@2")
+    for dry in (["--dry-run"], []):
+        told = as_json("restore", saved, "a@1", "a@2", *dry)
+        assert (named(told["restored"]), named(told["visible"])) == (["a@2"], ["a@1"])
+    assert run("restore", saved, "a@1").stdout == f"already visible: a@1 ({store.get('a@1').id[:12]})\n"
+    assert store.restore("a@1") == store.get("a@1")
+
+
 def test_restore_reports_restored_checkpoints_even_if_it_fails(
     saved: Path, store: casckpt.Store, as_json: AsJson, run: Run, monkeypatch: pytest.MonkeyPatch
 ) -> None:

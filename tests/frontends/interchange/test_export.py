@@ -196,3 +196,25 @@ def test_suffixes_of_unsupported_formats_are_rejected(name: str, store: Store, t
     assert not (tmp_path / name).exists()
     store.export("latest", tmp_path / "m.safetensors")
     store.export("latest", tmp_path / name, format="torch")
+
+
+class ScheduleFree(torch.optim.SGD):
+    """Stores its mode as schedule-free optimizers do."""
+
+    def set_mode(self, *, train: bool) -> None:
+        for group in self.param_groups:
+            group["train_mode"] = train
+
+
+@pytest.mark.parametrize("lr", [0.1, torch.tensor(0.1)], ids=["number", "tensor"])
+@pytest.mark.parametrize("mode", [True, False, None])
+def test_an_export_warns_that_the_model_has_the_weights_of_train_mode(
+    store: Store, tmp_path: Path, lr: Any, mode: bool | None, caplog: pytest.LogCaptureFixture
+) -> None:
+    model = network()
+    optim = ScheduleFree(model.parameters(), lr=lr)
+    if mode is not None:
+        optim.set_mode(train=mode)
+    saved = Checkpointer(store, run="sft").save(1, {"model": model, "tuned": optim})
+    casckpt.export(store, saved, tmp_path / "m.safetensors")
+    assert ("'tuned' of sft@1 was saved in train mode" in caplog.text) is (mode is True)

@@ -76,6 +76,44 @@ def test_nested_train_state_of_any_kind_is_restored_exactly() -> None:
     assert identical(checkpointer.load("sft@1", model, optimizer), state)
 
 
+def test_a_load_sets_the_train_state_as_a_resume_does(caplog: pytest.LogCaptureFixture) -> None:
+    store, (model, optimizer) = small(), trained()
+    checkpointer = Checkpointer(store, run="sft")
+    schedule = optim.lr_scheduler.StepLR(optimizer, 3)
+    checkpointer.save(1, model, optimizer, TrainState(schedule=schedule, epoch=3))
+    drawn = torch.rand(2)
+    given = TrainState(schedule=optim.lr_scheduler.StepLR(optimizer, 5), epoch=0)
+    assert checkpointer.load("sft@1", model, optimizer, given) is given
+    assert (given["epoch"], given["schedule"].step_size) == (3, 3)
+    assert torch.equal(torch.rand(2), drawn)  # its random generators, too
+    assert "replaced: 'train.schedule' (step_size=5 was given, but the checkpoint has 3" in caplog.text
+    plain: dict[str, Any] = {"epoch": 0}
+    assert checkpointer.load("sft@1", model, optimizer, plain) is plain
+    assert plain.keys() == {"rng", "schedule", "epoch"}
+    checkpointer.prove(model, optimizer, plain)
+    assert checkpointer.load("sft@1", model, optimizer, plain, load_trainer_state=False) is None
+
+
+@pytest.mark.parametrize(("given", "error"), [({"epoch": 0, "loader": 1}, MissingKey), ((1, 2), InvalidInput)])
+def test_a_train_state_that_does_not_fit_is_rejected_before_a_load(given: Any, error: type[Exception]) -> None:
+    store, (model, optimizer), (other, fresh) = small(), trained(), made(1)
+    checkpointer = Checkpointer(store, run="sft")
+    checkpointer.save(1, model, optimizer, {"epoch": 3})
+    before = contents(other, fresh)
+    with pytest.raises(error):
+        checkpointer.load("sft@1", other, fresh, given)
+    assert identical(contents(other, fresh), before)
+
+
+def test_a_load_without_a_saved_train_state_warns_and_leaves_the_given_one(caplog: pytest.LogCaptureFixture) -> None:
+    store, model, given = small(), nn.Linear(2, 2), {"epoch": 0}
+    checkpointer = Checkpointer(store, run="sft")
+    checkpointer.save(1, model)
+    assert checkpointer.load("sft@1", model, None, given) is None
+    assert given == {"epoch": 0}
+    assert caplog.text.count("has no train state (it has 'model'): the given train state is left unchanged") == 1
+
+
 def test_a_missing_part_loads_as_none_unless_it_is_required() -> None:
     store, (model, optimizer) = small(), trained()
     checkpointer = Checkpointer(store, run="sft")

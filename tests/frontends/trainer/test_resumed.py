@@ -501,3 +501,36 @@ def test_the_error_of_an_object_says_what_is_loaded_by_then() -> None:
     assert "raised in load_state_dict of 'broken'" in notes
     assert "parts of the train state that are loaded by then: 'first'" in notes
     assert "loaded by then: 'model', 'optim'" in notes
+
+
+def losses(checkpointer: Checkpointer, steps: int, *, keeps: bool) -> list[float]:
+    """Train as nanoGPT does: draw the next batch before the save. ``keeps``: in the train state."""
+    torch.manual_seed(0)
+    model, found = nn.Linear(3, 1), list[float]()
+    optimizer, train = optim.SGD(model.parameters(), lr=0.1), TrainState()
+    batch = torch.randn(4, 3)
+    if keeps:
+        train["batch"] = batch
+    last = checkpointer.resume(model, optimizer, train)
+    if last:
+        batch = train["batch"] if keeps else torch.randn(4, 3)
+    for step in range(last.step + 1 if last else 1, steps + 1):
+        loss = model(batch).square().mean()
+        batch = torch.randn(4, 3)
+        if keeps:
+            train["batch"] = batch
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        found.append(float(loss.detach()))
+        checkpointer.save(step, model, optimizer, train)
+    return found
+
+
+@pytest.mark.parametrize("keeps", [True, False])
+def test_a_batch_that_was_drawn_before_the_save_is_used_again_only_if_the_train_state_holds_it(keeps: bool) -> None:
+    store = small()
+    whole = losses(Checkpointer(store, run="whole"), 4, keeps=keeps)
+    losses(Checkpointer(store, run="stopped"), 2, keeps=keeps)
+    again = losses(Checkpointer(store, run="stopped"), 4, keeps=keeps)
+    assert (again == whole[2:]) is keeps

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import re
 from pathlib import Path
 
 import pytest
@@ -20,17 +21,26 @@ from tests.support.training import made
 
 
 @pytest.mark.parametrize(
-    ("run", "meant"), [("llama-stf", "llama-sft"), ("LLAMA-SFT", "llama-sft"), ("llama", "llama-sft"), ("zzz", None)]
-)
+    ("run", "meant"),
+    [
+        ("llama-stf", "llama-sft"), ("LLAMA-SFT", "llama-sft"), ("llama", "llama-sft"), ("zzz", None),
+        ("llama-sft-long", None), ("llama-sft2", None), ("ablate-no-norm", None), ("lr-1e-4", None),
+    ],
+)  # fmt: skip
 def test_a_resume_without_a_checkpoint_suggests_a_similar_run(
     run: str, meant: str | None, caplog: pytest.LogCaptureFixture
 ) -> None:
     store, (model, optimizer) = small(), made(1)
     assert Checkpointer(store, run=run).resume(model, optimizer) is None  # there is no store, so there is no run
-    Checkpointer(store, run="llama-sft").save(1, model, optimizer)
-    assert Checkpointer(store, run=run).resume(model, optimizer) is None
-    told = [record.getMessage() for record in caplog.records if record.levelno == logging.WARNING]
-    assert [text.rpartition("; ")[2] for text in told] == ([f"did you mean run {meant!r}?"] if meant else [])
+    for other in ("llama-sft", "ablate-no-dropout", "lr-1e-3"):
+        Checkpointer(store, run=other).save(1, model, optimizer)
+    caplog.set_level(logging.INFO, "casckpt")
+    fresh = Checkpointer(store, run=run)
+    assert fresh.resume(model, optimizer) is None
+    fresh.save(1, model, optimizer)
+    (told,) = (record for record in caplog.records if "there is no checkpoint" in record.getMessage())
+    assert (told.levelno == logging.WARNING) == ("did you mean" in told.getMessage()) == (meant is not None)
+    assert meant is None or told.getMessage().endswith(f"; did you mean {meant}?")
 
 
 @pytest.mark.parametrize(
@@ -56,6 +66,8 @@ def test_a_resume_without_a_store_suggests_a_similar_folder(
     else:
         want = logging.WARNING, f"{there}, so nothing is resumed; did you mean {tmp_path / meant}?"
     assert [(one.levelno, one.getMessage()) for one in caplog.records if "no store" in one.getMessage()] == [want]
+    with pytest.raises(NotFound, match=re.escape(f"{there}{f' (did you mean {tmp_path / meant}?)' if meant else ''}:")):
+        Checkpointer(path, run="sft").load("sft@latest", model, optimizer)
 
 
 def test_a_single_listing_is_enough_to_find_checkpoints(store: Store) -> None:
@@ -74,15 +86,6 @@ def test_a_single_listing_is_enough_to_find_checkpoints(store: Store) -> None:
     assert checkpointer.latest_checkpoint().step == 20  # saved last, because the run was rolled back
     assert checkpointer.contains_checkpoint()
     assert checkpointer.checkpoint_dirname(20) == "step20"
-
-
-def test_a_resume_logs_that_a_run_is_missing(caplog: pytest.LogCaptureFixture) -> None:
-    store, model = small(), nn.Linear(2, 2)
-    Checkpointer(store, run="pretrain").save(1, model)
-    caplog.set_level(logging.INFO, "casckpt")
-    assert Checkpointer(store, run="pretrian").resume(model) is None
-    assert "there is no checkpoint of run 'pretrian'" in caplog.text
-    assert "did you mean pretrain?" in caplog.text
 
 
 def test_the_first_run_of_a_store_does_not_warn(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

@@ -425,7 +425,7 @@ def test_a_job_without_checkpoints_starts_from_the_beginning(tmp_path: Path, cap
     assert steps(store) == [("sft", 1), ("sft", 2)]
     assert not caplog.records
     assert restore_checkpoint(store, "stf@latest", tmp_path / "out") is None
-    assert "did you mean run 'sft'?" in caplog.text
+    assert "did you mean sft?" in caplog.text
     for ref in ("sft@7", "tag:best"):
         with pytest.raises(NotFound):
             restore_checkpoint(store, ref, tmp_path / "out")

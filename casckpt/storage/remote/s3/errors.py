@@ -73,8 +73,8 @@ _ENCRYPT = (
 _TLS = "check that the endpoint supports https and that its certificate is trusted (client_kwargs={'verify': 'ca.pem'})"
 _NO_BUCKET = "there is no such bucket: create it first, or correct the URL or the endpoint_url"
 _NO_CONDITION = (
-    "the server does not support conditional puts, so two jobs could both create the same key: use a different server, "
-    "or promise with single_writer (--single-writer) that no other process writes"
+    ". If the server does not support conditional puts, two jobs could both create the same key: use a different "
+    "server, or promise with single_writer (--single-writer) that no other process writes"
 )
 
 
@@ -102,9 +102,8 @@ def _explain_answer(error: ClientError) -> ExplainedFailure:
         again = status in _BUSY or code in _BUSY_CODES
         return ExplainedFailure(f"the server answers {text}; {WITHOUT_CHECKSUMS}", again=again)
     if status == 501 or code == "NotImplemented":
-        return ExplainedFailure(
-            f"the server answers {text}; {_NO_CONDITION}. But {WITHOUT_CHECKSUMS}", kind=Unsupported
-        )
+        why = f"the server answers {text}; {WITHOUT_CHECKSUMS}"
+        return ExplainedFailure(why, kind=Unsupported, unpromised=_NO_CONDITION)
     if is_full(error, status, code):
         return ExplainedFailure(f"the server answers {text}; {ROOM}", full=True)
     if status in _BUSY or code in _BUSY_CODES:

@@ -11,8 +11,8 @@ from aiobotocore.awsrequest import AioAWSResponse
 from aiobotocore.httpsession import AIOHTTPSession
 from botocore.exceptions import ClientError, FlexibleChecksumError
 
-from casckpt.errors import StorageError
-from casckpt.storage.remote.patience import Backoff
+from casckpt.errors import StorageError, Unsupported
+from casckpt.storage.remote.patience import Backoff, Patience
 from casckpt.storage.remote.s3.client import BoundedSession, S3Client
 from casckpt.storage.remote.s3.errors import explain
 from casckpt.storage.remote.store import RemoteStore
@@ -224,10 +224,32 @@ def test_a_denied_encryption_key_is_named() -> None:
 
 
 def test_an_unspecific_error_names_both_features_that_may_be_missing() -> None:
-    why = explain(answer(501, "NotImplemented", "A header you provided implies functionality that is not there")).why
-    assert "single_writer" in why
-    assert "AWS_REQUEST_CHECKSUM_CALCULATION" in why
+    found = explain(answer(501, "NotImplemented", "A header you provided implies functionality that is not there"))
+    assert "single_writer" in found.unpromised
+    assert "AWS_REQUEST_CHECKSUM_CALCULATION" in found.why
     assert "checksum" not in explain(answer(403, "AccessDenied", "Access Denied")).why
+
+
+class Refusing:
+    """A location and its client, which a server without conditional puts refuses."""
+
+    url, failures, patience, explain = "s3://bucket/store", (ClientError,), Patience(), staticmethod(explain)
+
+    def __call__(self) -> Any:
+        return self
+
+    def renew(self, error: Exception, began: float) -> bool:
+        return False
+
+    def size(self, key: str) -> int:
+        raise answer(501, "NotImplemented")
+
+
+@pytest.mark.parametrize("single", [True, False])
+def test_a_promise_that_was_given_is_not_advised(single: bool) -> None:
+    with pytest.raises(Unsupported, match="AWS_REQUEST_CHECKSUM_CALCULATION") as caught:
+        RemoteStore(Refusing(), single_writer=single).size("key")
+    assert ("single_writer" in str(caught.value)) is not single
 
 
 def test_a_denied_request_shows_what_the_server_says() -> None:
