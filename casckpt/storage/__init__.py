@@ -38,7 +38,8 @@ def open_storage(
     """Open a path, ``file:///path``, ``memory://name``, ``s3://bucket/prefix`` or any other URL that fsspec supports.
 
     Creates and reads nothing. Relative paths are made absolute, and ``~`` is expanded. ``single_writer``: see
-    `casckpt.storage.remote.store.RemoteStore`. ``page_cache``: see `LocalStore`; other storage ignores it. Raises
+    `casckpt.storage.remote.store.RemoteStore` and `LocalStore`. ``page_cache``: see `LocalStore`; other storage ignores
+    it. Raises
     `InvalidInput` for an invalid name and `Unsupported` for storage that cannot be opened on this machine.
     """
     text: Any = os.fspath(url) if hasattr(url, "__fspath__") else url
@@ -54,7 +55,8 @@ def open_storage(
         raise InvalidInput(f"storage_options apply only to remote storage: remove {sorted(storage_options)}")
     if scheme == "memory":
         return MemoryStore(rest)
-    return LocalStore(_path_of_url(rest) if scheme else _path(rest), page_cache=page_cache)
+    path = _path_of_url(rest) if scheme else _path(rest)
+    return LocalStore(path, page_cache=page_cache, single_writer=single_writer)
 
 
 def open_files(path: str | os.PathLike[str]) -> Files:

@@ -50,16 +50,17 @@ def open(
     ``cache_dir``, they are kept in the host's memory. ``staging_bytes``: the memory that the copies of background saves
     may take on this host, in all processes of this user ("64GiB"; default: 80 % of what is free when a copy is made).
     If the copy of one rank does not fit, all ranks save in the foreground. ``mirror``: a second store to which casckpt
-    copies commits in the background. See `Store.wait_for_mirror`. ``single_writer``: your promise that no other process
-    writes to the store at the same time. This allows storage that cannot create keys exclusively. ``page_cache``: for a
-    store in a folder, True leaves saved and loaded bytes in the page cache for the next load, and False does not. By
-    default, a load leaves them there if that costs nothing, which means that there is enough memory and the file system
-    fills its cache in large pieces. ``sign_with``: a file with a private key (Ed25519, without a password) that signs
-    each save before its commit; `Store.sign` signs checkpoints later. ``require_signature``: one or more public keys.
-    Loads, exports and the server refuse a checkpoint that is not signed with any of these keys, and raise Unsigned.
-    ``create``: False requires a store that exists, so a save or `resume` raises NotFound instead of starting a new one.
-    None does the same if this host knows that a store was here, on a mount that is missing now. True always allows a
-    new store. The environment variable CASCKPT_CREATE (0 or 1) sets it for a whole job.
+    copies commits in the background. See `Store.wait_for_mirror`. ``single_writer``: your promise that no other job
+    writes to the store at the same time. This allows storage that cannot create keys exclusively, such as a folder on a
+    mount without hard links. ``page_cache``: for a store in a folder, True leaves saved and loaded bytes in the page
+    cache for the next load, and False does not. By default, a load leaves them there if that costs nothing, which means
+    that there is enough memory and the file system fills its cache in large pieces. ``sign_with``: a file with a
+    private key (Ed25519, without a password) that signs each save before its commit; `Store.sign` signs checkpoints
+    later. ``require_signature``: one or more public keys. Loads, exports and the server refuse a checkpoint that is not
+    signed with any of these keys, and raise Unsigned. ``create``: False requires a store that exists, so a save or
+    `resume` raises NotFound instead of starting a new one. None does the same if this host knows that a store was here,
+    on a mount that is missing now. True always allows a new store. The environment variable CASCKPT_CREATE (0 or 1)
+    sets it for a whole job.
 
     Raises InvalidInput or Unsupported for an invalid or unsupported URL, and NotFound for a missing key file.
     """

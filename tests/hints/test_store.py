@@ -29,6 +29,7 @@ from casckpt.errors import (
     Unsupported,
 )
 from casckpt.frontends.follow import Follower
+from casckpt.frontends.trainer import Checkpointer
 from casckpt.repository import blob_cache, catalogue, repository
 from casckpt.repository.repository import Repository
 from casckpt.storage.local.store import LocalStore
@@ -38,6 +39,7 @@ from tests.repository.test_exclusive import Ignoring
 from tests.support.far import FarStore, far
 from tests.support.faulty import FaultyStore, fail_before
 from tests.support.hints import Messages, follows
+from tests.support.local import without_links
 from tests.support.signing import pair
 
 Store = casckpt.Store
@@ -151,6 +153,25 @@ def test_storage_that_replaces_objects_can_be_used_by_a_single_writer(tmp_path: 
     assert store.read("a@1") == {"x": 1}
     casckpt.open(tmp_path, **alone)
     assert advice.says("--single-writer")
+
+
+@follows("storage/local/newfile.py:FileMaker.create", "or pass single_writer=True (--single-writer) if only one job")
+def test_a_folder_without_links_can_be_used_by_a_single_writer(
+    store_path: Path, messages: Messages, run: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    without_links(monkeypatch)
+    with messages.error(Unsupported) as advice:
+        casckpt.open(store_path).save({"x": 1}, run="a", step=1)
+    alone = casckpt.open(store_path, **advice.argument("single_writer"))
+    with Checkpointer(alone, run="a", save_interval=1, max_checkpoints=1, gc=True) as checkpointer:
+        for step in (1, 2, 3):
+            checkpointer.save_if_due(step, {"x": torch.tensor(step)})
+    assert [one.step for one in alone.checkpoints()] == [3]
+    assert "3" in run("list", store_path).output
+    run("verify", store_path)
+    for command in (("tag", "best", "a@3"), ("gc",)):
+        run(command[0], store_path, *command[1:], advice.says("--single-writer"))
+    assert alone.get("tag:best").step == 3
 
 
 # names

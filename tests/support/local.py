@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 from collections.abc import Callable
 from contextlib import suppress
@@ -32,6 +33,14 @@ def only(way: Naming, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(syscalls, "open_unnamed", lacking)
     if way > Naming.LINK:
         monkeypatch.setattr(syscalls, "link_named", lacking)
+    if way > Naming.RENAME:
+        monkeypatch.setattr(syscalls, "rename_new", lacking)
+
+
+def without_links(monkeypatch: pytest.MonkeyPatch, code: int = errno.EPERM) -> None:
+    """Simulate a mount such as Google Drive's or gcsfuse: links fail with ``code``, and renames always replace."""
+    monkeypatch.setattr(os, "link", failing(os.link, code, times=10**6))
+    monkeypatch.setattr(syscalls, "rename_new", lacking)
 
 
 def supports(way: Naming, folder: Path) -> bool:

@@ -6,7 +6,8 @@ There are three ways to claim the name exclusively. A store uses the first one t
 2. named temporary file, then link: a killed writer leaves a ``.name.random.tmp`` file, which `list` never shows
 3. named temporary file, then renameat2(RENAME_NOREPLACE)
 
-A plain rename could replace an existing file. Therefore, if none of the three works, `Unsupported` is raised.
+A plain rename could replace a file that another process has created in the meantime. Therefore, if none of the three
+works, `Unsupported` is raised, unless the caller promises to be the only writer.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from __future__ import annotations
 import errno
 import os
 import secrets
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from enum import IntEnum
@@ -35,6 +37,10 @@ class Naming(IntEnum):
     UNNAMED = 0
     LINK = 1
     RENAME = 2
+    ALONE = 3
+
+
+_looking = threading.Lock()  # from a look that a name is free until it is taken, for the threads of a single writer
 
 
 class SyncFailed(OSError):
@@ -54,12 +60,13 @@ def is_temporary(name: str) -> bool:
 class FileMaker:
     """Creates files on one file system, and remembers which calls the file system does not support. Thread-safe.
 
-    ``direct``: bypass the page cache for large files where possible. ``bits``: see `syscalls.share`.
+    ``direct``: bypass the page cache for large files where possible. ``single_writer``: the caller promises that no
+    other process creates the same names. ``bits``: see `syscalls.share`.
     """
 
-    def __init__(self, *, direct: bool = True) -> None:
+    def __init__(self, *, direct: bool = True, single_writer: bool = False) -> None:
         self.way = Naming.UNNAMED
-        self.direct = direct
+        self.direct, self._last_way = direct, Naming.ALONE if single_writer else Naming.RENAME
         self.bits = 0
 
     def create(self, folder: int, name: str, data: memoryview) -> None:
@@ -72,10 +79,11 @@ class FileMaker:
             try:
                 return self._twice(partial(self._create, folder, name, data, way))
             except syscalls.Lacking as lacking:
-                if way is Naming.RENAME:
+                if way is self._last_way:
                     raise Unsupported(
                         "this file system supports neither hard links nor renames that never replace a file, so two "
-                        "writers could destroy each other's files: put the store on a different file system"
+                        "writers could destroy each other's files: put the store on a different file system, or pass "
+                        "single_writer=True (--single-writer) if only one job writes to it at a time"
                     ) from lacking
                 self.way = max(self.way, Naming(way + 1))
 
@@ -103,8 +111,13 @@ class FileMaker:
         with self._temporary(folder, name, data) as temporary:
             if way is Naming.LINK:
                 _link(folder, temporary, name)
-            else:
+            elif way is Naming.RENAME:
                 syscalls.rename_new(folder, temporary, name)
+            else:
+                with _looking:
+                    if exists(folder, name):
+                        raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST), name)
+                    os.rename(temporary, name, src_dir_fd=folder, dst_dir_fd=folder)
 
     def _replace(self, folder: int, name: str, data: memoryview) -> None:
         with self._temporary(folder, name, data) as temporary:
@@ -154,6 +167,15 @@ class FileMaker:
             write_all(fd, data, 0)
         if padded > data.nbytes:
             os.ftruncate(fd, data.nbytes)
+
+
+def exists(folder: int, name: str) -> bool:
+    """Return whether the open ``folder`` has the name."""
+    try:
+        os.stat(name, dir_fd=folder, follow_symlinks=False)
+    except FileNotFoundError:
+        return False
+    return True
 
 
 def _link(folder: int, temporary: str, name: str) -> None:

@@ -38,7 +38,7 @@ from casckpt.storage.buffers import plain_bytes
 from casckpt.storage.failures import is_full, reporting
 from casckpt.storage.local import syscalls
 from casckpt.storage.local.folders import Folders, misplaced
-from casckpt.storage.local.newfile import FileMaker, is_temporary
+from casckpt.storage.local.newfile import FileMaker, exists, is_temporary
 from casckpt.storage.local.reader import LocalReader
 from casckpt.storage.local.spare import SIZE, Spares
 
@@ -107,21 +107,25 @@ class LocalStore(ObjectStore):
     """`casckpt.storage.base.ObjectStore` in the folder ``path``, which the first put creates.
 
     ``page_cache``: whether bytes that are read or written remain in the page cache. None: only bytes that are read,
-    and only if there is enough memory and the file system reads just as fast through the cache.
+    and only if there is enough memory and the file system reads just as fast through the cache. ``single_writer``: see
+    `FileMaker`.
 
     Every file system failure raises a `StorageError` with the path and advice.
     """
 
-    def __init__(self, path: str | os.PathLike[str], *, page_cache: bool | None = None) -> None:
+    def __init__(
+        self, path: str | os.PathLike[str], *, page_cache: bool | None = None, single_writer: bool = False
+    ) -> None:
         self.path = Path(path).absolute()
-        self._page_cache = page_cache
-        self._files = FileMaker(direct=not page_cache)
+        self._page_cache, self._single_writer = page_cache, single_writer
+        self._files = FileMaker(direct=not page_cache, single_writer=single_writer)
         self._folders = Folders(self.path)
         self._spares = Spares(self._folders)
         self._freed_at = -math.inf  # when this process last deleted an object, or ended a gc
 
     def __reduce__(self) -> tuple[partial[LocalStore], tuple[str]]:
-        return partial(LocalStore, page_cache=self._page_cache), (str(self.path),)
+        again = partial(LocalStore, page_cache=self._page_cache, single_writer=self._single_writer)
+        return again, (str(self.path),)
 
     def __repr__(self) -> str:
         return f"LocalStore({str(self.path)!r})"
@@ -170,7 +174,7 @@ class LocalStore(ObjectStore):
         view = plain_bytes(data)
 
         def create(fd: int) -> None:
-            taken = _exists(fd, name)  # only avoids a useless write; claiming the exclusive name decides
+            taken = exists(fd, name)  # only avoids a useless write; claiming the exclusive name decides
             if not taken:
                 try:
                     make(fd, name, view)
@@ -380,14 +384,6 @@ def _entry(item: os.DirEntry[str], key: str, root: Path) -> ListedObject | None:
     if not stat.S_ISREG(status.st_mode):
         raise misplaced(status.st_mode, root / key)
     return ListedObject(key, status.st_size, f"{status.st_ino} {status.st_ctime_ns}")
-
-
-def _exists(folder: int, name: str) -> bool:
-    try:
-        os.stat(name, dir_fd=folder, follow_symlinks=False)
-    except FileNotFoundError:
-        return False
-    return True
 
 
 def _open_file(folder: int, name: str, path: Path) -> int:

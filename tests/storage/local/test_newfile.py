@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
+import pickle
 import stat
 from collections.abc import Callable
 from pathlib import Path
@@ -14,13 +15,13 @@ import pytest
 from casckpt.errors import StorageError, Unsupported
 from casckpt.storage.base import AlreadyExists
 from casckpt.storage.buffers import AlignedBuffer
+from casckpt.storage.local import newfile, syscalls
 from casckpt.storage.local import store as local
-from casckpt.storage.local import syscalls
 from casckpt.storage.local.newfile import Naming
 from casckpt.storage.local.store import LocalStore
 from tests.storage.contract import MIB, noise
 from tests.support.counting import count_io
-from tests.support.local import KEY, failing, files, lacking, only, put_aligned, require
+from tests.support.local import KEY, failing, files, lacking, only, put_aligned, require, without_links
 
 
 @pytest.mark.parametrize("way", list(Naming), ids=lambda way: way.name)
@@ -76,7 +77,7 @@ class TestEachWay:
         self, store: LocalStore, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         store.put(KEY, b"first")
-        monkeypatch.setattr(local, "_exists", lambda folder, name: False)
+        monkeypatch.setattr(local, "exists", lambda folder, name: False)
         with pytest.raises(AlreadyExists):
             store.put(KEY, b"second")
         assert files(store) == [KEY]
@@ -98,7 +99,7 @@ class TestEachWay:
     def test_a_put_survives_the_removal_of_its_folder(
         self, store: LocalStore, way: Naming, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        name = {Naming.UNNAMED: "link_unnamed", Naming.LINK: "open_named", Naming.RENAME: "open_named"}[way]
+        name = "link_unnamed" if way is Naming.UNNAMED else "open_named"
         monkeypatch.setattr(syscalls, name, sweeping(getattr(syscalls, name), store, times=3))
         store.put(KEY, b"1")
         assert store.get(KEY, limit=1) == b"1"
@@ -107,7 +108,7 @@ class TestEachWay:
     def test_a_put_fails_if_its_folder_is_removed_repeatedly(
         self, store: LocalStore, way: Naming, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        name = {Naming.UNNAMED: "link_unnamed", Naming.LINK: "open_named", Naming.RENAME: "open_named"}[way]
+        name = "link_unnamed" if way is Naming.UNNAMED else "open_named"
         monkeypatch.setattr(syscalls, name, sweeping(getattr(syscalls, name), store, times=10**6))
         with pytest.raises(StorageError, match="something keeps removing it"):
             store.put(KEY, b"1")
@@ -164,12 +165,51 @@ def test_a_put_works_without_proc(store: LocalStore, monkeypatch: pytest.MonkeyP
 
 
 def test_a_file_system_without_exclusive_create_is_rejected(store: LocalStore, monkeypatch: pytest.MonkeyPatch) -> None:
-    only(Naming.RENAME, monkeypatch)
-    monkeypatch.setattr(syscalls, "rename_new", lacking)
-    with pytest.raises(Unsupported, match="a different file system"):
+    only(Naming.ALONE, monkeypatch)
+    with pytest.raises(Unsupported, match=r"a different file system.*single_writer=True"):
         store.put(KEY, b"1")
     assert files(store) == []
     assert list(store.list("")) == []
+
+
+@pytest.mark.parametrize("code", [errno.EPERM, errno.ENOTSUP, errno.ENOSYS], ids=errno.errorcode.get)
+def test_a_single_writer_needs_no_links(store: LocalStore, monkeypatch: pytest.MonkeyPatch, code: int) -> None:
+    without_links(monkeypatch, code)
+    alone: LocalStore = pickle.loads(pickle.dumps(LocalStore(store.path, single_writer=True)))
+    alone.put(KEY, b"1")
+    with pytest.raises(AlreadyExists):
+        alone.put(KEY, b"2")
+    assert (alone.get(KEY, limit=1), files(alone)) == (b"1", [KEY])
+    with pytest.raises(Unsupported):
+        store.put("a", b"1")
+
+
+def test_a_single_writer_uses_links_where_there_are_any(tmp_path: Path) -> None:
+    require(Naming.UNNAMED, tmp_path)
+    store = LocalStore(tmp_path, single_writer=True)
+    store.put(KEY, b"1")
+    assert store._files.way is Naming.UNNAMED
+
+
+def test_no_other_thread_of_a_single_writer_looks_before_a_file_has_its_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    without_links(monkeypatch)
+    locked: dict[str, bool] = {}
+
+    def note(where: Any, name: str) -> None:
+        call = getattr(where, name)
+
+        def noting(*args: Any, **given: Any) -> Any:
+            locked[name] = newfile._looking.locked()
+            return call(*args, **given)
+
+        monkeypatch.setattr(where, name, noting)
+
+    note(newfile, "exists")
+    note(os, "rename")
+    LocalStore(tmp_path, single_writer=True).put(KEY, b"1")
+    assert locked == {"exists": True, "rename": True}
 
 
 def test_a_lost_nfs_response_is_recognized(store: LocalStore, monkeypatch: pytest.MonkeyPatch) -> None:

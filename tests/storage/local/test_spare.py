@@ -103,7 +103,7 @@ def test_a_second_record_of_a_name_is_refused_and_loses_no_prepared_file(
     assert put(full, KEY, RECORD)
     with pytest.raises(AlreadyExists):
         full.put_prepared(KEY, b"another")
-    monkeypatch.setattr("casckpt.storage.local.store._exists", lambda folder, name: False)
+    monkeypatch.setattr("casckpt.storage.local.store.exists", lambda folder, name: False)
     with pytest.raises(AlreadyExists):
         full.put_prepared(KEY, b"another")
     assert (full.path / KEY).read_bytes() == RECORD

@@ -43,7 +43,7 @@ class TestContract(LocalFixtures, SharedContract):
     """The contract on the current file system."""
 
 
-@pytest.mark.parametrize("way", [Naming.LINK, Naming.RENAME], ids=lambda way: way.name)
+@pytest.mark.parametrize("way", [Naming.LINK, Naming.RENAME, Naming.ALONE], ids=lambda way: way.name)
 class TestContractOfPoorerFileSystems(LocalFixtures, StorageContract):
     @pytest.fixture(autouse=True)
     def poor(self, way: Naming, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
