@@ -19,7 +19,7 @@ import casckpt
 from casckpt.errors import InvalidInput, StorageError, Unsupported
 from tests.support.parallel import everything
 from tests.support.ranks import Pool, comes_last, outcome_of
-from tests.support.saves import small_folder, steps
+from tests.support.saves import copied, small_folder, steps
 from tests.support.torchrun import as_accelerate_hears
 from tests.support.training import identical
 
@@ -82,6 +82,15 @@ def trained(rank: int, size: int, path: Path, epochs: range, run: str) -> list[s
         last = training.checkpointer.resume()
         assert (last.step + 1 if last else 0) == epochs.start
         return training.train(epochs)
+
+
+def test_a_copy_can_resume(tmp_path: Path) -> None:
+    training = Training(tmp_path)
+    training.train(range(2))
+    for other in copied(training):
+        last = other.checkpointer.resume(prove=True)
+        assert last is not None
+        assert last.step == 1
 
 
 @pytest.mark.parametrize("size", [1, 2])

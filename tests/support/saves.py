@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import copy
 import itertools
+import pickle
 from collections import OrderedDict
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import fields
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
@@ -25,6 +27,7 @@ from tests.support.counting import IoCounts, count_io
 from tests.support.repositories import memory
 from tests.support.tensors import same
 
+T = TypeVar("T")
 _RUNS = itertools.count()
 
 CELL, BLOB = 4096, 64 << 10  # bytes
@@ -151,3 +154,8 @@ def reopened(store: Store) -> Store:
 def new_run() -> str:
     """Return a new run, because casckpt logs each message once per run."""
     return f"run{next(_RUNS)}"
+
+
+def copied(one: T) -> list[T]:
+    """Return two copies: a pickled one, and a deep one."""
+    return [pickle.loads(pickle.dumps(one)), copy.deepcopy(one)]

@@ -72,6 +72,9 @@ class CasCheckpointIO(CheckpointIO):
         self._is_checked = False
         self._waiting: list[ReportedFuture[Any]] = []
 
+    def __getstate__(self) -> dict[str, Any]:
+        return {**vars(self), "_waiting": []}
+
     def save_checkpoint(self, checkpoint: dict[str, Any], path: AnyPath, storage_options: Any = None) -> None:
         """Save a Lightning checkpoint, and write to ``path`` a file that names it. Rank 0 makes the call."""
         if storage_options is not None:

@@ -53,6 +53,7 @@ from casckpt.frontends.training_state.stored import MODEL, OPTIM
 from casckpt.frontends.training_state.train_state import restore_rng, rng_state
 from casckpt.ranks.ranks import Ranks, everyone, open_ranks, this_rank
 from casckpt.store.opening import throttled
+from casckpt.store.store import Store
 from casckpt.store.types import (
     CheckReplicas,
     Commit,
@@ -128,7 +129,8 @@ class Checkpointer:
     - ``on_event``: a function that rank 0 calls with each `CheckpointEvent`, for a background save in the save's
       thread; the next save waits for it. It must not call the checkpointer. Its errors are only logged.
 
-    Raises InvalidInput.
+    A copy (`pickle`, `copy.deepcopy`) has the same store and settings, but has loaded and saved nothing. A
+    ``process_group`` cannot be pickled. Raises InvalidInput.
     """
 
     def __init__(
@@ -141,8 +143,8 @@ class Checkpointer:
     ) -> None:
         check_keywords("Checkpointer", settings, TrainerArguments)
         self.config = CheckpointerConfig(run=run, **settings)
-        opened = as_store(store, self.config.create)
-        self.store, self.run = throttled(opened, self.config.throttle, self.config.work_dir), run
+        self._opened = as_store(store, self.config.create)
+        self.store, self.run = throttled(self._opened, self.config.throttle, self.config.work_dir), run
         self.summary: SaveSummary | None = None
         self.process_group = process_group
         self._rotation = self.config.rotation
@@ -163,6 +165,9 @@ class Checkpointer:
         self._space = RunSpace(self.store, self.config, self.ownership, self._events, self._janitor)
         self.resumed: Resumed | None = None
         """The result of the last `resume`; None if it found no checkpoint."""
+
+    def __reduce__(self) -> tuple[partial[Self], tuple[Store]]:
+        return partial(type(self), process_group=self.process_group, **vars(self.config)), (self._opened,)
 
     def __enter__(self) -> Self:
         return self

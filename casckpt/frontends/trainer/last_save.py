@@ -11,7 +11,7 @@ import signal
 from collections.abc import Sequence
 from contextlib import ExitStack
 from types import FrameType, TracebackType
-from typing import Self, Unpack
+from typing import Any, Self, Unpack
 
 from casckpt.errors import CasckptError, InvalidInput
 from casckpt.frontends.trainer.checkpointer import Checkpointer
@@ -27,8 +27,9 @@ class SaveOnSignal:
     """A context manager that catches ``signals``. If any rank receives a signal, the next `check` saves and exits.
 
     ``every``: compare with the other ranks only at steps that are a multiple of this number. Each comparison costs one
-    exchange. ``exit_status``: by default, 128 plus the signal number, as in a shell. Raises InvalidInput outside the
-    main thread, because Python can handle signals only there.
+    exchange. ``exit_status``: by default, 128 plus the signal number, as in a shell. A copy (`pickle`, `copy.deepcopy`)
+    catches nothing until it is entered. Raises InvalidInput outside the main thread, because Python can handle signals
+    only there.
     """
 
     def __init__(
@@ -44,6 +45,9 @@ class SaveOnSignal:
         self._checkpointer, self._signals, self._every, self._status = checkpointer, tuple(signals), every, exit_status
         self._handlers = ExitStack()
         self._received = 0
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**vars(self), "_handlers": ExitStack(), "_received": 0}
 
     def __enter__(self) -> Self:
         with ExitStack() as before:

@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass, field
-from typing import Any, Literal, TypeAlias
+from typing import Any, Literal, Self, TypeAlias
 
 from casckpt.base.text import listed
 from casckpt.base.units import format_size
@@ -145,6 +145,9 @@ class Janitor:
     def __init__(self, store: Store) -> None:
         self._store, self._asked = store, dict[str, Future[int]]()
         self._queue: ThreadPoolExecutor | None = None
+
+    def __reduce__(self) -> tuple[type[Self], tuple[Store]]:
+        return type(self), (self._store,)
 
     def ask(self, run: str) -> None:
         """Start a gc of ``run``, either now or after the current gc."""

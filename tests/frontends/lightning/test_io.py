@@ -29,11 +29,26 @@ from casckpt.store.store import Store
 from tests.support.faulty import Call, call_first, fail_before
 from tests.support.lightning_training import Losses, Model, Slow, data, trainer
 from tests.support.repositories import memory
-from tests.support.saves import CELL, cells, small, small_folder, steps
+from tests.support.saves import CELL, cells, copied, small, small_folder, steps
 from tests.support.small_disk import SmallDisk
 from tests.support.training import WithProjector, identical
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # Lightning and its imports warn about devices, loggers and workers
+
+
+def test_a_copy_of_the_plug_in_can_save_and_load(tmp_path: Path, store: Store) -> None:
+    io = CasCheckpointIO(store, run="sft", async_save=True, gc=True)
+    files = [tmp_path / f"{step}.ckpt" for step in (1, 2, 3)]
+    for step, path in enumerate(files[:2], 1):
+        io.save_checkpoint({"state_dict": {"w": torch.ones(step)}, "global_step": step}, path)
+    io.remove_checkpoint(files[0])
+    copies = copied(io)  # while it saves and removes
+    io.teardown()
+    for other in copies + copied(io):
+        other.save_checkpoint({"state_dict": {"w": torch.ones(3)}, "global_step": 3}, files[2])
+        other.teardown()
+        assert len(other.load_checkpoint(files[2])["state_dict"]["w"]) == 3
+        assert [step for _, step in steps(store)] == [2, 3]
 
 
 def best_two(folder: Path, **options: Any) -> ModelCheckpoint:

@@ -11,12 +11,13 @@ import pytest
 import torch
 from torch import nn, optim
 
+import casckpt
 from casckpt.errors import Conflict, InvalidInput, Mismatch, MissingKey, NotFound, StorageError
 from casckpt.frontends.trainer import Checkpointer, TrainState
 from casckpt.frontends.training_state import save_model_and_optim_state
 from tests.support.faulty import Call, FaultyStore, call_first, fail_before
 from tests.support.repositories import memory
-from tests.support.saves import small, steps
+from tests.support.saves import copied, small, steps
 from tests.support.training import Network, contents, identical, made, train, trained
 
 # save and restore
@@ -45,6 +46,39 @@ def test_model_optimizer_and_train_state_are_restored_bit_for_bit(how: str) -> N
     assert again["epoch"] == 3
     assert again["schedule"].state_dict() == schedule.state_dict()
     assert again["drawn"].initial_seed() == 7
+
+
+class Endless:
+    """A part of a train state that cannot be copied."""
+
+    def __init__(self) -> None:
+        self.it = iter(int, 1)
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"it": 0}
+
+    def load_state_dict(self, state: Any) -> None:
+        """Goes on."""
+
+    def __reduce__(self) -> str:
+        raise AssertionError("a checkpointer is copied without the train state")
+
+
+def test_a_copy_has_the_same_settings_and_can_save(store: casckpt.Store) -> None:
+    model, optimizer = trained()
+    checkpointer = Checkpointer(store, run="sft", gc=True, max_checkpoints=2, fixed_steps=[1], throttle=1)
+    checkpointer.save(1, model, optimizer, TrainState(it=Endless()))
+    checkpointer.resume(model, optimizer, TrainState(it=Endless()))
+    checkpointer.write_file("notes", b"2")
+    checkpointer.save_async(2, model, optimizer)
+    for step, other in enumerate(copied(checkpointer), 3):
+        assert (other.config, other.store.url) == (checkpointer.config, store.url)
+        assert (other.saved_step, other.lineage, other.has_loaded(1)) == (None, None, False)
+        with other:
+            saved = other.save(step, model, optimizer)
+        assert store.attachments(saved) == {}
+    checkpointer.close()
+    assert sorted(one.step for one in store.checkpoints()) == [1, 2, 3, 4]
 
 
 def test_a_step_that_is_due_is_saved_with_its_metadata() -> None:

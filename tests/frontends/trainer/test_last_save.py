@@ -19,7 +19,7 @@ from casckpt.storage.local.store import LocalStore
 from casckpt.store.store import Store
 from tests.support.faulty import FaultyStore, fail_before
 from tests.support.ranks import Pool, outcome_of
-from tests.support.saves import small_folder, steps
+from tests.support.saves import copied, small_folder, steps
 
 
 def model() -> nn.Linear:
@@ -67,6 +67,21 @@ def test_the_option_every_sets_the_steps_at_which_ranks_exchange_signals(store: 
     assert checkpointer.latest_checkpoint().step == 5
     with pytest.raises(InvalidInput, match="every=0"):
         SaveOnSignal(checkpointer, every=0)
+
+
+def test_a_copy_catches_signals_once_it_is_entered(store: Store) -> None:
+    with SaveOnSignal(Checkpointer(store, run="sft"), [signal.SIGUSR1], exit_status=7) as last:
+        signal.raise_signal(signal.SIGUSR1)
+        copies = copied(last)
+    assert signal.getsignal(signal.SIGUSR1) == signal.SIG_DFL
+    for step, other in enumerate(copies, 1):
+        other.check(step, model())
+        with other:
+            signal.raise_signal(signal.SIGUSR1)
+            with pytest.raises(SystemExit) as left:
+                other.check(step, model())
+        assert (left.value.code, steps(store)[-1]) == (7, ("sft", step))
+        assert signal.getsignal(signal.SIGUSR1) == signal.SIG_DFL
 
 
 def test_signals_are_handled_only_in_the_main_thread(store: Store) -> None:

@@ -30,7 +30,7 @@ from casckpt.frontends.transformers import CasCheckpointCallback, restore_checkp
 from casckpt.store.store import Store
 from tests.support.hub import check_loads, export, gpt2, trained
 from tests.support.ranks import Pool, comes_last, outcome_of
-from tests.support.saves import steps
+from tests.support.saves import copied, steps
 from tests.support.together import line
 from tests.support.torchrun import as_accelerate_hears
 from tests.support.training import WithProjector, identical
@@ -180,6 +180,15 @@ def test_the_retention_rules_of_a_store_keep_the_best_checkpoint(tmp_path: Path,
     assert store.get("tag:best").step == best
     assert {step for _, step in steps(store)} == {best, 5, 6} | ({4} if best in {5, 6} else set())
     assert callback.checkpointer.summary is not None
+
+
+def test_a_copy_of_the_callback_saves_to_the_same_run(tmp_path: Path, store: Store) -> None:
+    callback = CasCheckpointCallback(store, run="sft", max_checkpoints=2, gc=True, async_save=True)
+    trainer(tmp_path, tiny(), callback, most=3).train()
+    for step, other in enumerate(copied(callback), 4):
+        with other.checkpointer as checkpointer:
+            checkpointer.save(step, torch.nn.Linear(2, 2))
+    assert steps(store) == [("sft", step) for step in (2, 3, 4, 5)]
 
 
 def test_a_keep_best_rule_keeps_the_best_checkpoints(tmp_path: Path, store: Store) -> None:

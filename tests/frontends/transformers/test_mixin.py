@@ -32,7 +32,7 @@ from tests.frontends.test_accelerate import as_on_gpus
 from tests.frontends.transformers.test_callback import MODEL, Losses
 from tests.support.hub import check_loads, export
 from tests.support.ranks import Pool, die
-from tests.support.saves import steps
+from tests.support.saves import copied, steps
 from tests.support.torch_versions import needs_torch
 from tests.support.torchrun import as_accelerate_hears
 from tests.support.training import identical
@@ -132,6 +132,18 @@ def test_training_resumes_after_a_crash_with_identical_losses(tmp_path: Path, st
     assert before.found | after.found == losses
     assert identical(training.model.state_dict(), trained.state_dict())
     assert not [*(tmp_path / "out").glob("checkpoint*")]
+
+
+def test_a_copy_of_a_trainer_continues_its_run(tmp_path: Path, store: Store) -> None:
+    training = trainer(store, tmp_path / "out", settings={"gc": True}, save_total_limit=1)
+    training.checkpointer.save(0, training.model)
+    training.checkpointer.close()
+    copies = copied(training)  # before its training, because a plain `Trainer` cannot be pickled afterward, either
+    training.train()
+    for other in copies:
+        assert other.checkpointer.config == training.checkpointer.config
+        assert other.train(resume_from_checkpoint=True).global_step == STEPS
+        assert identical(other.model.state_dict(), training.model.state_dict())
 
 
 def test_training_resumes_from_a_reference(tmp_path: Path, store: Store) -> None:
