@@ -102,7 +102,7 @@ EXCEPTIONS: dict[tuple[str, str], str] = {
     (
         "ranks/ranks.py",
         "os.environ",
-    ): "a launcher sets WORLD_SIZE, and torch reads GLOO_SOCKET_IFNAME: both are not settings",
+    ): "launchers set WORLD_SIZE and TORCHELASTIC_RUN_ID, and torch reads the others: none is a setting",
     (
         "repository/repository.py",
         "os.environ",

@@ -166,6 +166,17 @@ def _warn_of_others() -> None:
         )
 
 
+@cache
+def warn_of_torchrun() -> None:
+    """If torchrun started this process, and kills it soon after a signal, warn once."""
+    if "TORCHELASTIC_RUN_ID" in os.environ and not os.environ.get("TORCH_ELASTIC_SHUTDOWN_TIMEOUT"):
+        log.warning(
+            "torchrun passes signals such as SIGTERM on, and kills its processes 30 s later, even during the last "
+            "save, unless it was started with --shutdown-timeout (torch 2.12). TORCH_ELASTIC_SHUTDOWN_TIMEOUT=600 does "
+            "the same, and ends this warning"
+        )
+
+
 _inherited: list[Any] = []  # the process group that the parent process had when it forked this process
 
 

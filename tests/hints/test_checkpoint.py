@@ -15,10 +15,12 @@ import torch
 from torch import distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.run import config_from_args, parse_args
 from torch.distributed.tensor import Shard, distribute_tensor
 
 import casckpt
 from casckpt.errors import Damaged, ForgottenWarning, InvalidInput, Mismatch, MissingKey
+from casckpt.frontends.trainer import Checkpointer, SaveOnSignal
 from casckpt.ranks import ranks as of_ranks
 from casckpt.ranks import waiting
 from tests.hints.conftest import Run, changed_blob
@@ -27,6 +29,7 @@ from tests.support.hints import Advice, Messages, follows
 from tests.support.logs import logged
 from tests.support.ranks import Pool, outcome_of
 from tests.support.saves import trained
+from tests.support.torch_versions import needs_torch
 
 Weights = dict[str, torch.Tensor]
 
@@ -371,6 +374,31 @@ def test_a_process_that_a_rank_forked_can_read_alone_as_advised(
 def grouped(rank: int, size: int, path: str) -> int:
     casckpt.open(path).save({"x": casckpt.PerRank(rank)}, run="a", step=1)
     return rank
+
+
+@needs_torch("2.12", "--shutdown-timeout")
+@follows("ranks/ranks.py:warn_of_torchrun", "was started with --shutdown-timeout (torch 2.12)")
+def test_torchrun_waits_as_long_as_advised(
+    saved: casckpt.Store, messages: Messages, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def enter() -> None:
+        of_ranks.warn_of_torchrun.cache_clear()
+        with SaveOnSignal(Checkpointer(saved, run="a")):
+            pass
+        of_ranks.warn_of_torchrun.cache_clear()
+
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "1")
+    with messages.log() as advice:
+        enter()
+    parse: Any = parse_args
+    config, _, _ = config_from_args(parse([advice.says("--shutdown-timeout"), "500", "train.py"]))
+    assert config.shutdown_timeout == 500
+    monkeypatch.setenv(*advice.says("TORCH_ELASTIC_SHUTDOWN_TIMEOUT=600").split("="))
+    config, _, _ = config_from_args(parse(["train.py"]))
+    assert config.shutdown_timeout == 600
+    with logged() as said:
+        enter()
+    assert said == []
 
 
 @follows("ranks/ranks.py:_warn_of_others", "init_process_group first, or pass no_dist=True if this is intended")

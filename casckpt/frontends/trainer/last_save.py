@@ -18,7 +18,7 @@ from casckpt.frontends.trainer.checkpointer import Checkpointer
 from casckpt.frontends.trainer.settings import StepArguments
 from casckpt.frontends.training_state.contents import AnyTrainState, TrainModel
 from casckpt.frontends.training_state.parts import AnyOptimizer
-from casckpt.ranks.ranks import everyone, open_ranks
+from casckpt.ranks.ranks import everyone, open_ranks, this_rank, warn_of_torchrun
 
 log = logging.getLogger(__name__)
 
@@ -59,6 +59,8 @@ class SaveOnSignal:
                         f"{number!r} cannot be handled: {error}; enter SaveOnSignal in the main thread"
                     ) from error
                 before.callback(signal.signal, number, signal.SIG_DFL if handler is None else handler)
+            if self._signals and this_rank() == 0:
+                warn_of_torchrun()
             self._handlers = before.pop_all()
         return self
 

@@ -14,12 +14,13 @@ from torch import nn
 
 from casckpt.errors import InvalidInput
 from casckpt.frontends.trainer import Checkpointer, SaveOnSignal
+from casckpt.ranks.ranks import warn_of_torchrun
 from casckpt.repository.repository import Repository
 from casckpt.storage.local.store import LocalStore
 from casckpt.store.store import Store
 from tests.support.faulty import FaultyStore, fail_before
 from tests.support.ranks import Pool, outcome_of
-from tests.support.saves import copied, small_folder, steps
+from tests.support.saves import copied, small, small_folder, steps
 
 
 def model() -> nn.Linear:
@@ -82,6 +83,34 @@ def test_a_copy_catches_signals_once_it_is_entered(store: Store) -> None:
                 other.check(step, model())
         assert (left.value.code, steps(store)[-1]) == (7, ("sft", step))
         assert signal.getsignal(signal.SIGUSR1) == signal.SIG_DFL
+
+
+TORCHRUN = {"TORCHELASTIC_RUN_ID": "1"}
+
+
+@pytest.mark.parametrize(
+    ("env", "signals", "warns"),
+    [
+        (TORCHRUN, [signal.SIGUSR1], True),
+        ({}, [signal.SIGUSR1], False),
+        (TORCHRUN | {"TORCH_ELASTIC_SHUTDOWN_TIMEOUT": "600"}, [signal.SIGUSR1], False),
+        (TORCHRUN, [], False),
+    ],
+)
+def test_under_torchrun_the_time_for_the_last_save_is_said_once(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, env: dict[str, str],
+    signals: list[signal.Signals], warns: bool,
+) -> None:  # fmt: skip
+    for name in (*TORCHRUN, "TORCH_ELASTIC_SHUTDOWN_TIMEOUT"):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in env.items():
+        monkeypatch.setenv(name, value)
+    warn_of_torchrun.cache_clear()
+    for _ in range(2):
+        with SaveOnSignal(Checkpointer(small(), run="sft"), signals):
+            pass
+    warn_of_torchrun.cache_clear()
+    assert ["30 s later" in one.message for one in caplog.records] == [True] * warns
 
 
 def test_signals_are_handled_only_in_the_main_thread(store: Store) -> None:
