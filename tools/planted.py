@@ -2857,7 +2857,7 @@ BUGS: dict[str, tuple[str, str, str, str]] = {
     ),
     "a resume without a checkpoint checks nothing": (
         "Checkpointer.resume",
-        '        self._check(model, optim, train_state, "off")',
+        '        self._check(model, optim, train_state, "off", warm_up=warm_up)',
         '        if checkpoint is not None:\n            self._check(model, optim, train_state, "off")',
         "tests/frontends/trainer/test_checking.py::test_a_resume_raises_the_errors_that_later_saves_would_raise",
     ),

@@ -6,7 +6,7 @@ import logging
 import time
 from collections.abc import Iterator, Mapping, MutableMapping, Sequence
 from concurrent.futures import Future
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, fields, replace
 from functools import cache, partial
 from types import MappingProxyType, TracebackType
@@ -311,13 +311,20 @@ class Checkpointer:
         self._check(model, optim, train_state, self.config.check_replicas)
 
     def check_first_steps(
-        self, model: TrainModel, optim: AnyOptimizer | None = None, train_state: AnyTrainState = None
+        self,
+        model: TrainModel,
+        optim: AnyOptimizer | None = None,
+        train_state: AnyTrainState = None,
+        *,
+        warm_up: bool = False,
     ) -> None:
         """Run `check` in the first call, and once more in the first call in which an optimizer of any rank has state.
 
         An optimizer creates its state in its first step. `save_if_due` calls this method. If you choose the steps to
         save yourself, call it after each step that you do not save. It has no effect after the second check or after a
-        save. Until then, each call costs an exchange between the ranks.
+        save. Until then, each call costs an exchange between the ranks. ``warm_up``: the second check also prepares the
+        memory for the copies of `save_async`, so that the first one blocks no longer than later ones. `save_if_due`
+        sets it.
         """
         if self._checked:
             return
@@ -328,7 +335,8 @@ class Checkpointer:
         ranks, is_first = open_ranks(self.process_group), self._checked is None
         has_state = ranks.exchange(is_stepped, lambda found: everyone(any(found), ranks.size))
         if has_state or is_first:
-            self.check(model, optim, train_state)
+            compared = self.config.check_replicas
+            self._check(model, optim, train_state, compared, warm_up=warm_up and has_state)
         self._checked = has_state  # not reached if the check raised, so the next call repeats it
 
     def due(self, step: int) -> Kind | None:
@@ -366,7 +374,7 @@ class Checkpointer:
             self.start(step)
             if self.config.is_skipped(step, self.saved_step) and open_ranks(self.process_group).rank == 0:
                 self._events.emit(CheckpointEvent(kind="skipped", run=self.run, step=step, reason="ephemeral_cooldown"))
-            self.check_first_steps(model, optim, train_state)
+            self.check_first_steps(model, optim, train_state, warm_up=True)
         self._bound_risk(step)
         return saving
 
@@ -465,7 +473,8 @@ class Checkpointer:
         """Load the newest checkpoint of the run, the same on all ranks, and set ``train_state``. Return it, or None.
 
         The log and ``resumed`` list the restored parts, and the skipped parts with the reasons. At the end, `resume`
-        runs `check`, so errors of a later save appear before the training starts.
+        runs `check`, so errors of a later save appear before the training starts. If there is a save interval, it also
+        prepares the memory for background saves.
 
         - ``train_state``: a dict is filled in place.
         - ``missing``: what to do about an optimizer, a train state or a part of it that cannot be restored: "raise"
@@ -507,7 +516,9 @@ class Checkpointer:
                 self.resumed = replace(self.resumed, proof=replace(proof, replaced=self.resumed.replaced))
             if ranks.rank == 0:
                 self.resumed.log(train_state)
-        self._check(model, optim, train_state, "off")  # without samples, because DDP may make the ranks equal later
+        warm_up = checkpoint is not None and self.config.longest_gap is not None
+        # without samples, because DDP may make the ranks equal later
+        self._check(model, optim, train_state, "off", warm_up=warm_up)
         if checkpoint is not None:
             self._report_load(checkpoint, begun)
         return checkpoint
@@ -574,15 +585,24 @@ class Checkpointer:
     # inside
 
     def _check(
-        self, model: TrainModel, optim: AnyOptimizer | None, train_state: AnyTrainState, compared: CheckReplicas
+        self,
+        model: TrainModel,
+        optim: AnyOptimizer | None,
+        train_state: AnyTrainState,
+        compared: CheckReplicas,
+        *,
+        warm_up: bool = False,
     ) -> None:
-        """Implement `check`. ``compared``: the value of ``check_replicas``."""
+        """Implement `check`. ``compared``: the value of ``check_replicas``. ``warm_up``: prepare background saves."""
         generators = rng_state()
         try:
             state = state_to_save(open_ranks(self.process_group), model, optim, train_state)
             arguments = self._save_arguments(model)
             arguments["check_replicas"], arguments["space"] = compared, None
             nbytes = self.store.check(state, run=self.run, **arguments)
+            if warm_up:
+                with suppress(CasckptError):  # the first save reports it
+                    self.store.warm_up(state, process_group=self.process_group)
         finally:
             restore_rng(generators)  # the state_dict of a data loader may draw from them
         if open_ranks(self.process_group).rank == 0:

@@ -410,7 +410,7 @@ class CasTrainerMixin(Trainer):
     # inside a step
 
     def _check_first_steps(self) -> None:
-        self.checkpointer.check_first_steps(self.model, self._optim(), self._train_state())
+        self.checkpointer.check_first_steps(self.model, self._optim(), self._train_state(), warm_up=self._is_async)
 
 
 @dataclass

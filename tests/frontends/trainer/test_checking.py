@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import enum
+import errno
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -11,13 +12,16 @@ import pytest
 import torch
 from torch import nn, optim
 
-from casckpt.errors import InvalidInput
+from casckpt.errors import CasckptError, InvalidInput
 from casckpt.frontends.accelerate import AcceleratorCheckpointer
 from casckpt.frontends.trainer import Checkpointer, TrainState
+from casckpt.storage.buffers import AlignedBuffer
 from casckpt.store.opening import open as open_store
 from casckpt.store.store import Store
+from casckpt.tensors import staging
+from tests.support.local import failing
 from tests.support.ranks import Pool, outcome_of
-from tests.support.saves import files, small, small_folder, steps
+from tests.support.saves import files, reopened, small, small_folder, steps
 from tests.support.training import made, train, trained
 
 
@@ -243,3 +247,70 @@ def test_training_continues_if_all_state_is_valid() -> None:
         checkpointer.save_if_due(step, model, optimizer)
     checkpointer.close()
     assert steps(store) == [("sft", 2), ("sft", 4)]
+
+
+# the memory for the first background save
+
+
+def prepared(checkpointer: Checkpointer) -> int:
+    """Return the size of the memory for copies."""
+    return checkpointer.store._saver.get().background.staging.nbytes
+
+
+def copied_into(checkpointer: Checkpointer, step: int, *parts: Any) -> int:
+    """Save in the background. Return the size of the copy."""
+    assert checkpointer.save_if_due(step, *parts) is not None
+    checkpointer.wait()
+    assert checkpointer.summary is not None
+    return checkpointer.summary.bytes_copied
+
+
+def test_a_call_that_is_not_due_prepares_the_memory_of_background_saves(store: Store) -> None:
+    model, optimizer = made()
+    with Checkpointer(store, run="sft", save_interval=3) as checkpointer:
+        assert checkpointer.resume(model, optimizer) is None
+        checkpointer.save_if_due(1, model, optimizer)
+        assert prepared(checkpointer) == 0  # the optimizer still lacks its state
+        train(model, optimizer, range(1))
+        checkpointer.save_if_due(2, model, optimizer)
+        memory = prepared(checkpointer)
+        assert memory == copied_into(checkpointer, 3, model, optimizer) == prepared(checkpointer) > 0
+
+
+@pytest.mark.parametrize(("interval", "prepares"), [(1, True), (None, False)])
+def test_a_resume_prepares_the_memory_of_background_saves(store: Store, interval: int | None, prepares: bool) -> None:
+    model, optimizer = trained()
+    Checkpointer(store, run="sft").save(1, model, optimizer)
+    other, fresh = made(1)
+    with Checkpointer(reopened(store), run="sft", save_interval=interval, last_step=2) as checkpointer:
+        checkpointer.resume(other, fresh)
+        memory = prepared(checkpointer)
+        assert (memory == copied_into(checkpointer, 2, other, fresh)) is prepares
+        assert bool(memory) is prepares
+
+
+def test_without_memory_a_resume_succeeds_and_the_save_fails(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+    model, optimizer = trained()
+    Checkpointer(store, run="sft").save(1, model, optimizer)
+    monkeypatch.setattr(staging, "AlignedBuffer", failing(AlignedBuffer, errno.ENOMEM, times=9))
+    checkpointer = Checkpointer(store, run="sft", save_interval=1)
+    assert checkpointer.resume(model, optimizer) is not None
+    checkpointer.save_if_due(2, model, optimizer)
+    with pytest.raises(CasckptError, match="cannot allocate"):
+        checkpointer.wait()
+
+
+def resumed_with_memory(rank: int, size: int, path: Path) -> int:
+    model, optimizer = trained()
+    checkpointer = Checkpointer(open_store(path), run="sft", save_interval=1)
+    if checkpointer.resume(model, optimizer) is None:
+        checkpointer.save(1, model, optimizer)
+    memory = prepared(checkpointer)
+    copied = checkpointer.save_async(2, model, optimizer) if memory else None
+    checkpointer.close()
+    return 0 if copied is None else memory
+
+
+def test_ranks_prepare_their_memory_together(store_path: Path, ranks: Pool) -> None:
+    assert ranks.run(2, resumed_with_memory, store_path) == [0, 0]
+    assert all(ranks.run(2, resumed_with_memory, store_path))

@@ -146,6 +146,16 @@ def test_a_copy_of_a_trainer_continues_its_run(tmp_path: Path, store: Store) -> 
         assert identical(other.model.state_dict(), training.model.state_dict())
 
 
+@pytest.mark.parametrize("async_save", [True, False])
+def test_the_memory_of_background_saves_is_prepared_before_the_first_one(
+    tmp_path: Path, store: Store, async_save: bool
+) -> None:
+    memory = list[int]()
+    noting = Stops(2, lambda: memory.append(store._saver.get().background.staging.nbytes))
+    trainer(store, tmp_path / "out", noting, async_save=async_save, max_steps=3, save_steps=3).train()
+    assert (memory[0] > 0) is async_save
+
+
 def test_training_resumes_from_a_reference(tmp_path: Path, store: Store) -> None:
     losses = Losses()
     trainer(store, tmp_path / "out", losses).train()
