@@ -245,10 +245,10 @@ BUGS: dict[str, tuple[str, str, str, str]] = {
         "pass",
         "tests/frontends/lightning/test_files.py::test_lightning_paths_can_be_remote",
     ),
-    "a URL without a suffix counts as a reference": (
+    "a URL with an @ counts as a reference": (
         "RunFiles.named",
-        'text.startswith(("/", ".")) or "://" in text or (',
-        '(text.startswith(("/", ".")) or ',
+        'not is_reference(text) or "://" in text or (',
+        "not is_reference(text) or (",
         "tests/frontends/lightning/test_files.py::test_a_missing_path_raises_not_found",
     ),
     "a list declares more items than it contains": (

@@ -36,8 +36,9 @@ _UNFIT_RE = re.compile("[\0-\x1f\\\\\ud800-\udfff]")  # UTF-8 cannot encode lone
 
 
 def is_reference(text: str) -> bool:
-    """Return whether ``text`` has the form of a reference."""
-    return "@" in text or text == LATEST or text.startswith(TAG) or ID.fullmatch(text.lower()) is not None
+    """Return whether ``text`` has the form of a reference, and not that of a path."""
+    is_one = "@" in text or text == LATEST or text.startswith(TAG) or ID.fullmatch(text.lower()) is not None
+    return is_one and not text.startswith(("/", "."))
 
 
 def is_txid(text: str) -> bool:

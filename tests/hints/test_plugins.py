@@ -62,7 +62,7 @@ def test_storage_options_can_be_passed_when_a_store_is_opened(
     store_path: Path, tmp_path: Path, messages: Messages
 ) -> None:
     options: dict[str, Any] = {}
-    with messages.error(InvalidInput) as advice:
+    with messages.error(TypeError) as advice:
         CasCheckpointIO(store_path, run="sft").save_checkpoint(CHECKPOINT, tmp_path / "x.ckpt", options)
     advice.says("save_checkpoint does not accept storage_options; pass them to casckpt.open")
     store = casckpt.open(store_path, storage_options=options)
@@ -110,7 +110,7 @@ def test_the_lightning_strategy_accepts_an_open_store_as_advised(
     store_path: Path, tmp_path: Path, messages: Messages
 ) -> None:
     options: dict[str, Any] = {}
-    with messages.error(InvalidInput) as advice:
+    with messages.error(TypeError) as advice:
         CasModelParallelStrategy(store_path, run="sft").save_checkpoint(CHECKPOINT, tmp_path / "x.ckpt", options)
     advice.says("save_checkpoint does not accept storage_options; pass them to casckpt.open")
     strategy = CasModelParallelStrategy(casckpt.open(store_path, storage_options=options), run="sft")

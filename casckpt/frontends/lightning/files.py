@@ -13,7 +13,7 @@ from typing import Any, TypeAlias
 from lightning.fabric.utilities.cloud_io import get_filesystem
 
 from casckpt.base.digest import hex_digest
-from casckpt.base.names import TAG, check_run
+from casckpt.base.names import TAG, check_run, is_reference
 from casckpt.contents.checkpoint import Checkpoint
 from casckpt.errors import NotFound
 from casckpt.frontends.interchange.new_files import new_file
@@ -158,7 +158,7 @@ class RunFiles:
                 f"{pointer.path} names a save that did not finish; load a different checkpoint, or {self.run}@latest"
             )
         text = os.fspath(pointer.path)
-        if text.startswith(("/", ".")) or "://" in text or (text.endswith(".ckpt") and not text.startswith(TAG)):
+        if not is_reference(text) or "://" in text or (text.endswith(".ckpt") and not text.startswith(TAG)):
             raise NotFound(
                 f"the file {text} does not exist; pass the path of an existing file, or a reference such as "
                 f"{self.run}@latest"

@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping
 from concurrent.futures import Future, wait
 from pathlib import Path
 from typing import Any
+from weakref import WeakSet
 
 import torch
 from lightning.fabric.plugins import CheckpointIO, TorchCheckpointIO
@@ -29,6 +30,7 @@ from casckpt.tensors.values import OfObjects
 log = logging.getLogger(__name__)
 
 WEIGHTS, REST = "model", "lightning"
+_unfinished = WeakSet[ReportedFuture[Any]]()  # saves and removals in the background of all plug-ins of this process
 
 
 class CasCheckpointIO(CheckpointIO):
@@ -78,7 +80,7 @@ class CasCheckpointIO(CheckpointIO):
     def save_checkpoint(self, checkpoint: dict[str, Any], path: AnyPath, storage_options: Any = None) -> None:
         """Save a Lightning checkpoint, and write to ``path`` a file that names it. Rank 0 makes the call."""
         if storage_options is not None:
-            raise InvalidInput("save_checkpoint does not accept storage_options; pass them to casckpt.open instead")
+            raise TypeError("save_checkpoint does not accept storage_options; pass them to casckpt.open instead")
         self._settle()
         pointer = Pointer(path)
         before = pointer.read()
@@ -128,9 +130,10 @@ class CasCheckpointIO(CheckpointIO):
         ``path`` may also be a reference to a checkpoint in the store. ``weights_only`` applies only to files that
         Lightning wrote. Pickles in a store are not loaded unless ``allow_pickle`` was set. Every rank makes the call.
         Raises NotFound, which is a FileNotFoundError. Raises Unsigned for a file that Lightning wrote if the store was
-        opened with ``require_signature``.
+        opened with ``require_signature``. First waits for the saves in the background of all plug-ins of this process.
         """
         self._settle()
+        wait(tuple(_unfinished))
         pointer = Pointer(path)
         if pointer.is_foreign():
             check_foreign(self.store, path)
@@ -185,6 +188,7 @@ class CasCheckpointIO(CheckpointIO):
     def _later(self, call: Callable[[], Any], *, after: Future[Any]) -> None:
         """Make a call in the thread of a save, once ``after`` is done."""
         self._waiting.append(ReportedFuture())
+        _unfinished.add(self._waiting[-1])
         self._waiting[-1].follow(after, call)
 
     def _settle(self) -> None:

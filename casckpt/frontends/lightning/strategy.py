@@ -95,7 +95,7 @@ class CasModelParallelStrategy(ModelParallelStrategy):
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: AnyPath, storage_options: Any = None) -> None:
         """Save a checkpoint, and write to ``filepath`` a file that names the checkpoint. Every rank makes the call."""
         if storage_options is not None:
-            raise InvalidInput("save_checkpoint does not accept storage_options; pass them to casckpt.open instead")
+            raise TypeError("save_checkpoint does not accept storage_options; pass them to casckpt.open instead")
         ranks, step = open_ranks(), int(checkpoint["global_step"])
         rest = _rest(checkpoint, _average(self._module()))
         optims = self.optimizers if "optimizer_states" in checkpoint else []

@@ -30,7 +30,7 @@ from transformers import Trainer, TrainerCallback
 from transformers.trainer_utils import get_last_checkpoint
 
 from casckpt.base.lazy import cached_property
-from casckpt.base.names import LATEST, check_keywords
+from casckpt.base.names import LATEST, check_keywords, is_reference
 from casckpt.contents.checkpoint import Checkpoint
 from casckpt.errors import InvalidInput, Mismatch, NotFound, Unsupported
 from casckpt.frontends.stores import AnyStore, advising, as_store
@@ -301,6 +301,11 @@ class CasTrainerMixin(Trainer):
 
         def find(named: Sequence[str]) -> Sequence[tuple[Commit, dict[str, bytes]] | None]:
             check_same(named)
+            if not is_reference(wanted):
+                raise NotFound(
+                    f"the folder {wanted} does not exist; pass the path of an existing folder, or a reference such as "
+                    f"{self._run}@{LATEST}"
+                )
             found = self._newest() if given is True else self._store.get(wanted)
             return everyone(None if found is None else (found.commit, self._small_files(found)), ranks.size)
 

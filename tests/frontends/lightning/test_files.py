@@ -5,6 +5,8 @@
 from __future__ import annotations
 
 import json
+import threading
+from concurrent.futures import wait
 from pathlib import Path
 from typing import Any
 
@@ -40,7 +42,8 @@ def test_the_old_checkpoint_is_forgotten_when_the_last_file_moves_to_a_new_one(t
 
 def test_a_missing_path_raises_not_found(tmp_path: Path, store: Store) -> None:
     io = CasCheckpointIO(store, run="sft")
-    for path in (tmp_path / "none.ckpt", "none.ckpt", "memory://none/x.ckpt", "memory://none/x", "./none"):
+    remote = "memory://none/x.ckpt", "memory://none/x@1"
+    for path in (*remote, tmp_path / "none.ckpt", "none.ckpt", "./none", "../none@1", "files/none"):
         with pytest.raises(FileNotFoundError, match=r"the file .*none.* does not exist; pass the path of"):
             io.load_checkpoint(path)
 
@@ -61,6 +64,29 @@ def test_background_removals_run_in_order(tmp_path: Path) -> None:
     assert [path.name for path in tmp_path.glob("*.ckpt")] == ["4.ckpt"]
     assert steps(slow.store) == [("sft", 4)]
     assert identical(io.load_checkpoint(tmp_path / "4.ckpt")["state_dict"], checkpoint(4, 4)["state_dict"])
+
+
+def test_a_load_waits_for_the_saves_of_other_plug_ins(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    slow, go = Slow(tmp_path / "store"), threading.Event()
+    io, other = (CasCheckpointIO(slow.store, run="sft", async_save=True) for _ in range(2))
+
+    def wait_for_go(_: Any) -> None:
+        go.wait(60)
+
+    slow.faulty.inject(call_first("put", wait_for_go, key="commits/*"))
+    io.save_checkpoint(checkpoint(2, 2), tmp_path / "2.ckpt")
+
+    def waited(several: Any) -> Any:
+        if several:
+            go.set()
+        return wait(several)
+
+    monkeypatch.setattr("casckpt.frontends.lightning.io.wait", waited)
+    try:
+        assert other.load_checkpoint(tmp_path / "2.ckpt")["global_step"] == 2
+    finally:
+        go.set()
+        io.teardown()
 
 
 class Death(BaseException):
@@ -94,7 +120,7 @@ def test_a_file_of_an_unfinished_save_is_recognized(tmp_path: Path, store: Store
         io.load_checkpoint(tmp_path / "1.ckpt")
     io.remove_checkpoint(tmp_path / "1.ckpt")
     assert not (tmp_path / "1.ckpt").exists()
-    with pytest.raises(CasckptError, match="storage_options"):
+    with pytest.raises(TypeError, match="storage_options"):  # as Lightning's own plug-ins
         io.save_checkpoint(checkpoint(1), tmp_path / "1.ckpt", storage_options={})
 
 

@@ -163,8 +163,13 @@ def test_training_resumes_from_a_reference(tmp_path: Path, store: Store) -> None
     rolled_back = trainer(store, tmp_path / "out", again, settings={"overwrite": True})
     rolled_back.train(resume_from_checkpoint="sft@2")
     assert again.found == {step: loss for step, loss in losses.found.items() if step > 2}
-    with pytest.raises(NotFound, match="has no step 3"):
-        trainer(store, tmp_path / "out").train(resume_from_checkpoint="sft@3")
+    for ref, why in (
+        ("sft@3", "has no step 3"),
+        ("out/checkpoint-2", "the folder out/checkpoint-2 does not exist"),
+        (tmp_path / "a@b", "the folder /.*a@b does not exist; pass the path of an existing folder, or a reference"),
+    ):
+        with pytest.raises(NotFound, match=why):
+            trainer(store, tmp_path / "out").train(resume_from_checkpoint=str(ref))
 
 
 def test_resuming_an_empty_run_warns_about_the_folder_of_a_plain_trainer(
