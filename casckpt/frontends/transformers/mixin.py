@@ -26,7 +26,9 @@ from tempfile import mkdtemp
 from typing import Any
 from weakref import finalize
 
+import torch
 from transformers import Trainer, TrainerCallback
+from transformers.trainer import TRAINING_ARGS_NAME
 from transformers.trainer_utils import get_last_checkpoint
 
 from casckpt.base.lazy import cached_property
@@ -248,9 +250,12 @@ class CasTrainerMixin(Trainer):
         return hub_files(None, self.processing_class)
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
-        """Save the model into a folder, as `Trainer` does. A checkpoint does not contain these files."""
+        """Save the model into a folder, as `Trainer` does. Of these files, a checkpoint has the training arguments."""
         if _internal_call:
-            Path(output_dir or self.args.output_dir).mkdir(parents=True, exist_ok=True)
+            folder = Path(output_dir or self.args.output_dir)
+            folder.mkdir(parents=True, exist_ok=True)
+            if self.args.should_save:
+                torch.save(self.args, folder / TRAINING_ARGS_NAME)
         else:
             super().save_model(output_dir, _internal_call)
 
@@ -303,8 +308,8 @@ class CasTrainerMixin(Trainer):
             check_same(named)
             if not is_reference(wanted):
                 raise NotFound(
-                    f"the folder {wanted} does not exist; pass the path of an existing folder, or a reference such as "
-                    f"{self._run}@{LATEST}"
+                    f"the folder {wanted!r} does not exist; pass the path of an existing folder, or a reference such "
+                    f"as {self._run}@{LATEST}"
                 )
             found = self._newest() if given is True else self._store.get(wanted)
             return everyone(None if found is None else (found.commit, self._small_files(found)), ranks.size)

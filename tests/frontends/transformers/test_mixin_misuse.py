@@ -83,10 +83,11 @@ def test_the_mixin_must_be_the_first_base_class() -> None:
             pass
 
 
-@pytest.mark.parametrize("ref", ["other@7", "out/checkpoint-7", "True", "", "no such id"])
+@pytest.mark.parametrize("ref", ["other@7", "out/checkpoint-7", "/none/sft@7", "True", "", "no such id"])
 def test_a_reference_that_does_not_exist_is_rejected(tmp_path: Path, store: Store, ref: str) -> None:
     trainer(store, tmp_path / "out", max_steps=2).train()
-    with pytest.raises((NotFound, InvalidInput), match=f"there is no checkpoint of run 'other'|{ref!r} does not name"):
+    text = f"there is no checkpoint of run 'other'|the folder {ref!r} does not exist; pass the path of an existing"
+    with pytest.raises(NotFound, match=text):
         trainer(store, tmp_path / "out").train(resume_from_checkpoint=ref)
 
 
