@@ -251,11 +251,10 @@ class CasTrainerMixin(Trainer):
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
         """Save the model into a folder, as `Trainer` does. Of these files, a checkpoint has the training arguments."""
-        if _internal_call:
-            folder = Path(output_dir or self.args.output_dir)
-            folder.mkdir(parents=True, exist_ok=True)
+        if _internal_call and output_dir is not None:  # None: for a push to the hub
+            Path(output_dir).mkdir(parents=True, exist_ok=True)
             if self.args.should_save:
-                torch.save(self.args, folder / TRAINING_ARGS_NAME)
+                torch.save(self.args, Path(output_dir, TRAINING_ARGS_NAME))
         else:
             super().save_model(output_dir, _internal_call)
 

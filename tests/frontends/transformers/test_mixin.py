@@ -149,6 +149,17 @@ def test_a_copy_of_a_trainer_continues_its_run(tmp_path: Path, store: Store) -> 
         assert identical(other.model.state_dict(), training.model.state_dict())
 
 
+def test_a_push_to_the_hub_has_the_model(tmp_path: Path, store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+    training = trainer(store, tmp_path / "out")
+    training.hub_model_id = "me/mine"
+    monkeypatch.setattr(training, "create_model_card", lambda **_: None)
+    monkeypatch.setattr(training, "_finish_current_push", crash)  # right before it uploads the folder
+    with pytest.raises(Crash):
+        training.push_to_hub()
+    names = {path.name for path in (tmp_path / "out").iterdir()}
+    assert {"config.json", "model.safetensors"} <= names
+
+
 def test_a_checkpoint_has_the_training_arguments_as_a_file(tmp_path: Path, store: Store) -> None:
     training = trainer(store, tmp_path / "out", learning_rate=0.25)
     training.train()
