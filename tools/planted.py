@@ -2839,7 +2839,7 @@ BUGS: dict[str, tuple[str, str, str, str]] = {
     ),
     "models of an accelerator with equal names count as one": (
         "AcceleratorCheckpointer._all",
-        "        if not _share_names(models):\n",
+        "        if models and not _share_names(names):\n",
         "        if True:\n",
         "tests/frontends/test_accelerate.py::test_models_with_equal_parameter_names_are_stored_separately",
     ),

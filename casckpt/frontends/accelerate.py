@@ -27,6 +27,8 @@ try:
 except ImportError as error:
     raise ImportError("casckpt.frontends.accelerate needs Accelerate: pip install 'casckpt[transformers]'") from error
 
+from torch import nn
+
 from casckpt.contents.checkpoint import Checkpoint
 from casckpt.errors import InvalidInput, Unsupported
 from casckpt.frontends.stores import AnyStore, advising
@@ -34,6 +36,7 @@ from casckpt.frontends.trainer import Checkpointer, TrainState
 from casckpt.frontends.trainer.settings import DueArguments, StepArguments, TrainerArguments
 from casckpt.frontends.training_state.contents import GroupOptions, Missing
 from casckpt.frontends.training_state.names import parameter_names
+from casckpt.frontends.training_state.parts import as_optimizers
 from casckpt.store.types import Rename, Unread
 
 log = logging.getLogger(__name__)
@@ -55,6 +58,7 @@ class AcceleratorCheckpointer:
 
     Prepare all of them first. Several models are saved as one, unless two of their parameters have the same name. In
     that case, the models are saved as ``model``, ``model_1``, ..., and their optimizers as ``optim``, ``optim_1``, ...
+    The optimizers' parameters that are in no model are saved as another model, with the names ``bare_0``, ...
     Data loaders resume at the correct epoch. They also resume at the correct batch if Accelerate uses stateful data
     loaders. Otherwise, call `accelerator.skip_first_batches` yourself, as with `load_state`. As there, a save in the
     middle of an accumulation does not contain its gradients; a warning says so. ``drift``: save rank 0's model and
@@ -156,8 +160,6 @@ class AcceleratorCheckpointer:
         ``step``: the step that is to be saved, which may be in the middle of an accumulation.
         """
         it: Any = self.accelerator
-        if not it._models:
-            raise InvalidInput("the accelerator has not prepared a model yet; call accelerator.prepare first")
         if step is not None:
             self._warn_of_lost(step)
         named = {
@@ -169,7 +171,11 @@ class AcceleratorCheckpointer:
         parts = {f"{name}{number}": one for name, several in named.items() for number, one in enumerate(several)}
         train = TrainState(accelerator=self._progress, **parts)
         models, optimizers = list(it._models), [one.optimizer for one in it._optimizers]
-        if not _share_names(models):
+        if not (parts or models or optimizers):
+            raise InvalidInput("the accelerator has not prepared anything yet; call accelerator.prepare first")
+        names = [parameter_names(model) for model in models]
+        models += _bare(optimizers, names)
+        if models and not _share_names(names):
             return models, optimizers, train
         return {**_numbered("model", models), **_numbered("optim", optimizers)}, None, train
 
@@ -183,11 +189,23 @@ class AcceleratorCheckpointer:
         return bool(batches)
 
 
-def _share_names(models: Sequence[Any]) -> bool:
+def _bare(optimizers: Sequence[Any], names: Sequence[Mapping[int, Any]]) -> list[nn.Module]:
+    """Return the optimizers' parameters that no model has, as one model, if there are any.
+
+    ``names``: the `parameter_names` of the models.
+    """
+    groups = (group for one in as_optimizers(optimizers) for group in one.param_groups)
+    bare = {id(one): one for group in groups for one in group["params"] if not any(id(one) in known for known in names)}
+    module = nn.Module()
+    module._parameters.update({f"bare_{number}": one for number, one in enumerate(bare.values())})
+    return [module] if bare else []
+
+
+def _share_names(names: Sequence[Mapping[int, Sequence[str]]]) -> bool:
     """Return whether two parameters have the same name."""
     owners: dict[str, int] = {}
-    names = ((name, one) for model in models for one, several in parameter_names(model).items() for name in several)
-    return any(owners.setdefault(name, one) != one for name, one in names)
+    pairs = ((name, one) for known in names for one, several in known.items() for name in several)
+    return any(owners.setdefault(name, one) != one for name, one in pairs)
 
 
 def _numbered(name: str, several: Sequence[Any]) -> dict[str, Any]:

@@ -93,6 +93,71 @@ def test_a_copy_can_resume(tmp_path: Path) -> None:
         assert last.step == 1
 
 
+class Own:
+    """An object with a state."""
+
+    steps = 0
+
+    def state_dict(self) -> dict[str, int]:
+        return {"steps": self.steps}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self.steps = state["steps"]
+
+
+def bare(seed: int) -> list[torch.Tensor]:
+    torch.manual_seed(seed)
+    return [nn.Parameter(torch.randn(3)), torch.randn(2, 2, requires_grad=True)]
+
+
+@pytest.mark.parametrize("models", [0, 1, 2])
+def test_parameters_of_no_model_are_saved_with_their_optimizer(store: casckpt.Store, models: int) -> None:
+    from accelerate import Accelerator
+
+    from casckpt.frontends.accelerate import AcceleratorCheckpointer
+
+    def made(seed: int) -> tuple[AcceleratorCheckpointer, list[torch.Tensor], Any]:
+        nets = [nn.Linear(2, 2) for _ in range(models)]
+        own = bare(seed)
+        tensors = [*own, *(one for net in nets for one in net.parameters())]
+        optimizers = [torch.optim.AdamW(several, lr=0.1) for several in (tensors[:1], tensors[1:])]
+        accelerator = Accelerator(cpu=True)
+        accelerator.prepare(*nets, *optimizers)
+        return AcceleratorCheckpointer(accelerator, store, run="sft"), tensors, optimizers
+
+    saver, saved, optimizers = made(0)
+    for optimizer in optimizers:
+        for one in saved:
+            one.grad = torch.ones_like(one)
+        optimizer.step()
+    saver.save(1)
+    loader, found, fresh = made(1)
+    loader.resume(prove=True)
+    assert identical(found, saved)
+    assert identical([one.state_dict() for one in fresh], [one.state_dict() for one in optimizers])
+
+
+def test_an_accelerator_without_a_model_saves_what_is_registered(store: casckpt.Store) -> None:
+    from accelerate import Accelerator
+
+    from casckpt.frontends.accelerate import AcceleratorCheckpointer
+
+    def made() -> tuple[AcceleratorCheckpointer, Own]:
+        accelerator, own = Accelerator(cpu=True), Own()
+        checkpointer = AcceleratorCheckpointer(accelerator, store, run="sft")
+        with pytest.raises(InvalidInput, match=r"not prepared anything yet; call accelerator\.prepare"):
+            checkpointer.save(1)
+        accelerator.register_for_checkpointing(own)
+        return checkpointer, own
+
+    saver, saved = made()
+    saved.steps = 7
+    saver.save(1)
+    loader, found = made()
+    loader.resume(prove=True)
+    assert found.steps == 7
+
+
 @pytest.mark.parametrize("size", [1, 2])
 def test_training_resumes_bit_for_bit(store_path: Path, ranks: Pool, size: int) -> None:
     whole = ranks.run(size, trained, store_path, range(4), "whole")
@@ -267,9 +332,6 @@ def loaded(rank: int, size: int, path: Path) -> Any:
     with as_accelerate_hears(rank, size):
         training = Training(path)
         training.checkpointer.load("parts@3")
-        training.accelerator._models.clear()
-        with pytest.raises(InvalidInput, match=r"accelerator\.prepare first"):
-            training.checkpointer.save(5)
         return training.schedule.get_last_lr()
 
 
