@@ -111,10 +111,12 @@ def bare(seed: int) -> list[torch.Tensor]:
 
 
 @pytest.mark.parametrize("models", [0, 1, 2])
-def test_parameters_of_no_model_are_saved_with_their_optimizer(store: casckpt.Store, models: int) -> None:
+def test_parameters_of_no_model_are_saved_with_their_optimizer_and_said_once(
+    store: casckpt.Store, models: int, caplog: pytest.LogCaptureFixture
+) -> None:
     from accelerate import Accelerator
 
-    from casckpt.frontends.accelerate import AcceleratorCheckpointer
+    from casckpt.frontends.accelerate import AcceleratorCheckpointer, _say_bare
 
     def made(seed: int) -> tuple[AcceleratorCheckpointer, list[torch.Tensor], Any]:
         nets = [nn.Linear(2, 2) for _ in range(models)]
@@ -125,6 +127,7 @@ def test_parameters_of_no_model_are_saved_with_their_optimizer(store: casckpt.St
         accelerator.prepare(*nets, *optimizers)
         return AcceleratorCheckpointer(accelerator, store, run="sft"), tensors, optimizers
 
+    _say_bare.cache_clear()
     saver, saved, optimizers = made(0)
     for optimizer in optimizers:
         for one in saved:
@@ -133,6 +136,8 @@ def test_parameters_of_no_model_are_saved_with_their_optimizer(store: casckpt.St
     saver.save(1)
     loader, found, fresh = made(1)
     loader.resume(prove=True)
+    (said,) = (text for text in caplog.messages if "in no prepared model" in text)
+    assert said.startswith("2 parameters of the optimizers, of the shapes [[3], [2, 2]]")
     assert identical(found, saved)
     assert identical([one.state_dict() for one in fresh], [one.state_dict() for one in optimizers])
 
