@@ -49,7 +49,7 @@ class Fit:
 
     ``filled``: the checkpoint key of each filled tensor. Tensors that share memory with a filled tensor count as
     filled. ``unfilled``: the tensors that remain unchanged. ``misfits``: the tensors with a different shape in the
-    checkpoint. The load raises an error for them.
+    checkpoint, for which the load raises an error, and those that their modules convert.
     """
 
     filled: Mapping[str, str] = field(default_factory=dict)

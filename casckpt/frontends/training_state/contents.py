@@ -230,6 +230,10 @@ def load_model_and_optim_state(
     that would fill nothing, or that misses more than a tenth of the model's names, raises MissingKey and suggests a
     ``rename``. "ignore" disables both. ``options``: also accepts ``verify`` and other options of `Store.load`.
 
+    Modules with a `_load_from_state_dict` or a pre-hook of their own, and a model with its own load_state_dict, receive
+    names and shapes that do not fit in place. If something still does not fit, the load raises Mismatch after the rest
+    of the model has been loaded. Sharded tensors are not converted.
+
     Some modules save keys that load_state_dict does not read. For such a module, the load raises a Mismatch that names
     the keys. If ``ignore_mismatched`` matches all names of the module, it is left unchanged instead. The quantized
     weights of bitsandbytes are loaded together with their statistics, or raise Mismatch if they were quantized in a

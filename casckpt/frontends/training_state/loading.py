@@ -17,7 +17,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from casckpt.base.lazy import cached_property
-from casckpt.base.text import listed
+from casckpt.base.text import in_one_line, listed
 from casckpt.contents.checkpoint import Checkpoint
 from casckpt.errors import Mismatch
 from casckpt.format.regions import Shape
@@ -27,7 +27,7 @@ from casckpt.frontends.training_state.flat import FlatPart
 from casckpt.frontends.training_state.groups import Match, check, check_unused, match
 from casckpt.frontends.training_state.holding import Holding, apart, unwrapped
 from casckpt.frontends.training_state.hub_names import is_transformers, split_template
-from casckpt.frontends.training_state.model import ModelTemplate, is_extra_state
+from casckpt.frontends.training_state.model import Conversion, ModelTemplate, check_initialized, converters
 from casckpt.frontends.training_state.names import Parameters, unwrapped_model
 from casckpt.frontends.training_state.optimizer import StateKind, install, local_optimizer, named_groups, tensors_below
 from casckpt.frontends.training_state.packed import MAX_JSON
@@ -52,6 +52,7 @@ from casckpt.loading.fit import (
     memory_of,
     merged,
     name_without_adapters,
+    rename_hint,
     shape_of,
 )
 from casckpt.loading.options import LoadOptions, Renaming, matches, renamer, usable_patterns
@@ -61,6 +62,7 @@ from casckpt.tensors.dtensors import described_like, local_of
 from casckpt.tensors.dtypes import dtype_name
 from casckpt.tensors.kinds import holds_wrapper
 from casckpt.tensors.memory import new_empty
+from casckpt.tensors.state import is_part
 
 
 @contextmanager
@@ -128,7 +130,9 @@ class TrainingStateLoad:
         self.ignored: tuple[str, ...] = ()
         """Patterns for `Store.load`. Matching keys that do not fit are left unchanged. `prepare` sets the patterns."""
         self._bare = False
+        self._left: tuple[str, ...] = ()
         self._places: dict[bool, dict[str, str]] = {}
+        self._conversions: dict[bool, Conversion] = {}
         self._warns, self._filled, self._said = given.unread == "warn", "", list[str | None]()
         self._optimizers: dict[str, _OptimizerPlan] = {}
         self._absent: tuple[str, ...] = ()
@@ -177,7 +181,7 @@ class TrainingStateLoad:
             self.ignored = (*given, *(f"{self._start}{pattern}" for pattern in given))
             self._saved_key = renamer(self._given.rename)
             self._module = make()
-            self._model = ModelTemplate(self._module, strict=self._strict)
+            self._model, self._converters = ModelTemplate(self._module, strict=self._strict), converters(self._module)
             only_nested = self.at != MODEL or self._stored.is_nested
             readings = (False,) if only_nested else (False, True)
             self._split(readings)
@@ -201,8 +205,12 @@ class TrainingStateLoad:
             self._filled = _all_of(fits[bare]) if ranks.size == 1 else "all"
         self._bare = ranks.exchange(lambda: fits, decide) if bare is None else bare
         self._saved_start = self._start_there()
+        conversion = self._conversions.get(self._bare, Conversion())
+        self._model.convert(conversion)
+        self._places[self._bare] |= conversion.new
         if self._keeps.get("leave_resized"):
-            self.ignored += tuple(glob.escape(key) for key in fits[self._bare].misfits)
+            resized = (key for key in fits[self._bare].misfits if key.removeprefix(self._start) not in conversion.new)
+            self.ignored += tuple(map(glob.escape, resized))
 
     @cached_property
     def parameters(self) -> Parameters:
@@ -247,7 +255,45 @@ class TrainingStateLoad:
             homes = {memory_of(values[key.removeprefix(self._start)]): saved for key, saved in filled.items()}
             tied = {key: homes.get(memory_of(values[key.removeprefix(self._start)])) for key in unfilled}
             filled |= {key: saved for key, saved in tied.items() if saved is not None}
-        return Fit(filled, {key: shape for key, shape in unfilled.items() if key not in filled}, frozenset(misfits))
+        fit = Fit(filled, {key: shape for key, shape in unfilled.items() if key not in filled}, frozenset(misfits))
+        return self._convert(fit, bare=bare) if self._converters else fit
+
+    def _convert(self, fit: Fit, *, bare: bool) -> Fit:
+        """Choose the outermost modules that convert and in which something does not fit. Return the fit of the rest."""
+        start, stored, values, places = self._start, self._stored, self._model.values, self._places[bare]
+        above = next((at.removesuffix(name) for name, at in places.items() if at.endswith(name)), "" if bare else start)
+        self._bare, self._saved_start = bare, above  # until both interpretations are known
+        others = {
+            name: stored.shapes.get(above + name) for name in self._unused_keys() if not stored.lacks(above + name)
+        }
+        absent = (name for name, at in places.items() if at not in stored.keys and f"{start}{name}" not in fit.filled)
+        lacking = dict.fromkeys(absent)
+        resized = {key.removeprefix(start) for key in fit.misfits}
+        unfit = dict.fromkeys(name for name in (*lacking, *resized, *others) if not self._is_ignored(name))
+        starts, mine, pairs, refusal = dict[str, str](), list[str](), dict[str, str](), ""
+        for path, converter in self._converters.items() if unfit else ():
+            here = [name for name in unfit if name.startswith(path) and (converter.resizes or name not in resized)]
+            held = {name: values[name] for name in here if values.get(name) is not None}
+            fixed = [name for name, value in held.items() if is_part(value) or holds_wrapper(value)]
+            for name in fixed:
+                alike = [one for one in here if one in others and others[one] == shape_of(values[name])]
+                pairs |= {f"{start}{name}": above + alike[0]} if len(alike) == 1 else {}
+                refusal = refusal or (
+                    f"the checkpoint lacks {name!r}, or has a different shape. {converter.way} may convert that, but "
+                    "not for a tensor that is sharded here, or is a wrapper"
+                )
+            is_there = not lacking.keys() >= {*here} or any(key.startswith(start + path) for key in fit.filled)
+            if here and is_there and not fixed:
+                starts[path] = converter.start
+                mine += here
+        new = {name: places.get(name, above + name) for name in mine if name not in lacking}
+        hint = rename_hint(pairs, fit.filled, self._given.rename)
+        self._conversions[bare] = Conversion(
+            starts, new, lacking.keys() & {*mine}, f"{refusal}. {hint}" if refusal else ""
+        )
+        converted = fit.unfilled.keys() & {f"{start}{name}" for name in mine}
+        unfilled = {key: shape for key, shape in fit.unfilled.items() if key not in converted}
+        return Fit(fit.filled, unfilled, fit.misfits | converted)
 
     def _where(self, name: str, *, bare: bool) -> str:
         """Return the key in the checkpoint for a name of the model under one of the two interpretations."""
@@ -280,8 +326,10 @@ class TrainingStateLoad:
     def _plan(self, optims: Mapping[str, Sequence[Optimizer]]) -> Unused:
         """Create the template, and run all checks that involve only this rank."""
         self._left = self._leave()
+        if self._model.conversion.refusal and self._strict:
+            raise Mismatch(f"the model does not fit {self._stored.where}: {self._model.conversion.refusal}")
         for name in self._left:
-            del self._model.values[name]
+            self._model.values.pop(name, None)
         if self._model.values:
             self.state[self.at] = self._model.values
         saved = self._stored.shapes
@@ -303,6 +351,7 @@ class TrainingStateLoad:
         if not optims or groups is None:
             self._absent += (f"{at}.param_groups",) if optims else ()
             return []
+        check_initialized(dict(self._module.named_parameters()))
         plan = self._optimizers[at] = _OptimizerPlan(self._among.get(at, [self]), optims, groups, self._ranks, at=place)
         self._absent += tuple(f"{at}.state.{name}" for name in plan.match.missing)
         if plan.template:
@@ -377,7 +426,7 @@ class TrainingStateLoad:
     def _unused_keys(self) -> list[str]:
         """Return the saved names that the model does not have."""
         wanted = {self._saved_name(name): name for name in (*self._model.values, *self._left)}
-        extra = tuple(f"{saved}." for saved, name in wanted.items() if is_extra_state(name))
+        extra = tuple(f"{saved}." for saved, name in wanted.items() if self._model.values.get(name) is None)
         there = self._stored.bare_keys() if self._bare else self._stored.keys_below(self._saved_start[:-1])
         return [name for name in there if name not in wanted and not name.startswith(extra)]
 
@@ -403,13 +452,37 @@ class TrainingStateLoad:
             check_unused(on_no_rank([unused.optimizer for unused in unused_of_ranks]), where)
         return [None] * len(unused_of_ranks)
 
+    def _install_model(self, without: Collection[str]) -> tuple[list[str], list[str]]:
+        """Call `ModelTemplate.install` without the names ``without``. Return the skipped keys of both sides."""
+        before = dict(self._module.named_parameters(remove_duplicate=False))
+        try:
+            lacking, others = self._model.install(without, self._strict)
+            if self._strict and (lacking or others):
+                raise RuntimeError(f"missing names: {listed(lacking)}; unexpected names: {listed(others)}")
+        except RuntimeError as error:
+            if not self._model.conversion.starts:
+                raise
+            raise Mismatch(
+                f"the model does not fit {self._stored.where}, even after its modules have converted what they can. "
+                f"What fits is loaded by now. {in_one_line(error)}"
+            ) from error
+        now = dict(self._module.named_parameters(remove_duplicate=False))
+        self.replaced = {id(one): now[name] for name, one in before.items() if now.get(name, one) is not one}
+        missing, unread = [f"{self._start}{name}" for name in lacking], [self._place(name) for name in others]
+        if self._warns and (left := [*missing, *unread]):
+            self._said.append(f"{listed(left)} are not in both the model and {self._stored.where}: they are skipped")
+        return missing, unread
+
     def install(self, loaded: Checkpoint) -> Checkpoint:
-        """Load the filled state into the model and the optimizers. Return ``loaded`` with the skipped keys."""
+        """Load the filled state into the model and the optimizers. Return ``loaded`` with the skipped keys.
+
+        Raises Mismatch if modules that convert do not fit in the end.
+        """
         mismatched = (*loaded.mismatched_keys, *(f"{self._start}{name}" for name in self._left))
         without = [key for key in (*loaded.missing_keys, *mismatched) if key.startswith(self._start)]
-        self._model.install({key.removeprefix(self._start) for key in without}, self._strict)
+        lacking, others = self._install_model({key.removeprefix(self._start) for key in without})
         known_left = {self.saved_key(f"{self._start}{name}") for name in self._left}
-        unread = tuple(key for key in loaded.unread_keys if key not in known_left)
+        unread = (*(key for key in loaded.unread_keys if key not in known_left), *others)
         for at, plan in self._optimizers.items():
             plan.install(self.state.get(at, {}))
             place = self._optimizer_places.get(at, at)
@@ -423,7 +496,7 @@ class TrainingStateLoad:
             log_once(loaded.id, said, self._model.values, logging.INFO)
         for warning in self._said:
             log_once(loaded.id, warning, loaded.missing_keys)
-        missing, subtrees = (*loaded.missing_keys, *self._absent), that_hold(loaded.unread_subtrees, unread)
+        missing, subtrees = (*loaded.missing_keys, *lacking, *self._absent), that_hold(loaded.unread_subtrees, unread)
         return replace(
             loaded, missing_keys=missing, mismatched_keys=mismatched, unread_keys=unread, unread_subtrees=subtrees
         )
@@ -471,7 +544,7 @@ class _OptimizerPlan:
         *others, load = loads
         start = "" if others else load._start  # what a key has before the name
         self._at, self._start, self._cast = at, "" if others else load._saved_start, load._given.cast
-        self._optims, stored = optims, load._stored
+        self._optims, self._loads, stored = optims, loads, load._stored
         self._taken = set.union(*(one.taken for one in loads)) if others else load.taken
         self._stored, parameters = stored, Parameters.joined({one.at: one.parameters for one in loads})
         new = {f"{one._start}{name}".removeprefix(start) for one in loads for name in one.new}
@@ -573,7 +646,14 @@ class _OptimizerPlan:
         return entry.converted(dtype_name(dtype), dtype.itemsize) if follows else entry
 
     def install(self, loaded: Mapping[Any, Any]) -> None:
-        """Load the filled state into the optimizers. Parameters that the checkpoint lacks keep their current state."""
+        """Load the filled state into the optimizers. Parameters that the checkpoint lacks keep their current state.
+
+        The optimizers also get the parameters with which modules have replaced theirs.
+        """
+        replaced = {number: one for load in self._loads for number, one in load.replaced.items()}
+        for _, group in self._groups if replaced else ():
+            group["params"][:] = [replaced.get(id(one), one) for one in group["params"]]
+        self._parameters = {name: replaced.get(id(one), one) for name, one in self._parameters.items()}
         state, options = dict[Any, Any](), iter(self.match.options)
         for name in self.template:
             owner = self._parameters.get(str(name))

@@ -6,11 +6,13 @@ import logging
 from collections import OrderedDict, defaultdict
 from collections.abc import Collection, Mapping, Sequence
 from contextlib import nullcontext
+from dataclasses import dataclass, field
 from functools import cache
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
+from torch.nn.parameter import is_lazy
 
 from casckpt.base.text import listed
 from casckpt.errors import InvalidInput
@@ -42,6 +44,7 @@ def model_state(model: nn.Module) -> OrderedDict[str, Any]:
     """
     parts, dtypes = flat_parts(model), full_dtypes(model)
     raw = _live_state(model)
+    check_initialized(raw)
     live = {name: raw[key] for key, name in _plain_names(model, raw).items()}
     state: OrderedDict[str, Any] = OrderedDict()
     for name, value in live.items():
@@ -56,6 +59,12 @@ def model_state(model: nn.Module) -> OrderedDict[str, Any]:
     if metadata is not None:  # module versions; a wrapped module replaces its wrapper
         vars(state)["_metadata"] = {plain_name(model, path): value for path, value in metadata.items()}
     return state
+
+
+def check_initialized(values: Mapping[str, Any]) -> None:
+    """Raise InvalidInput if parameters or buffers of a lazy module do not have a shape yet."""
+    if lazy := [name for name, value in values.items() if is_lazy(value)]:
+        raise InvalidInput(f"{listed(lazy)} of lazy modules have no shape yet: run one forward pass first", key=lazy[0])
 
 
 def model_to_save(model: nn.Module) -> OrderedDict[str, Any]:
@@ -147,10 +156,8 @@ def _reads(module: nn.Module, name: str) -> bool:
 
 def _loads(module: nn.Module, *, is_root: bool) -> bool:
     """Return whether ``module`` customizes its load. Hooks of torch.distributed read no keys."""
-    hooks = (*module._load_state_dict_pre_hooks.values(), *module._load_state_dict_post_hooks.values())
-    homes = [str(getattr(getattr(hook, "hook", hook), "__module__", "")) for hook in hooks]
     own = _has_own(module, "_load_from_state_dict") or (is_root and _has_own(module, "load_state_dict"))
-    return own or not all(home.startswith("torch.distributed.") for home in homes)
+    return own or bool(own_hooks(module._load_state_dict_pre_hooks, module._load_state_dict_post_hooks))
 
 
 def _has_own(module: nn.Module, method: str) -> bool:
@@ -158,8 +165,68 @@ def _has_own(module: nn.Module, method: str) -> bool:
     return not home.startswith(("torch.nn.", "torch.distributed.", "torch._dynamo."))
 
 
+# modules that convert what they load: they rename or drop names, or resize their tensors
+
+
+def own_hooks(*several: Mapping[Any, Any]) -> list[Any]:
+    """Return the hooks in a module's dicts of hooks, except those of torch.distributed, which read no keys."""
+    hooks = [getattr(hook, "hook", hook) for by_id in several for hook in by_id.values()]
+    return [hook for hook in hooks if not str(getattr(hook, "__module__", "")).startswith("torch.distributed.")]
+
+
+class Converter(NamedTuple):
+    """A module that may convert. ``start``: the beginning of its keys in the state_dict. ``way``: what converts.
+
+    ``resizes``: whether it may resize tensors, which the modules of torch.nn do not.
+    """
+
+    start: str
+    way: str
+    resizes: bool
+
+
+def converters(model: nn.Module) -> dict[str, Converter]:
+    """Return the modules that may convert, outer ones first, by the beginning of the plain names in them."""
+    found: dict[str, Converter] = {}
+    for path, module in () if isinstance(model, Parts) else model.named_modules(remove_duplicate=False):
+        names = ("_load_from_state_dict", "load_state_dict")[: 1 + (module is model)]
+        methods = [(getattr(module, name), getattr(nn.Module, name)) for name in names]
+        ways = [own for own, torchs in methods if getattr(own, "__func__", None) is not torchs]
+        if ways := [*ways, *own_hooks(module._load_state_dict_pre_hooks)]:
+            way = f"{getattr(ways[0], '__name__', repr(ways[0]))} of a {type(module).__name__}"
+            resizes = not all(str(getattr(one, "__module__", "")).startswith("torch.nn.") for one in ways)
+            start = f"{plain_name(model, path)}.".lstrip(".")
+            found.setdefault(start, Converter(f"{path}.".lstrip("."), way, resizes))
+    return found
+
+
+@dataclass(frozen=True)
+class Conversion:
+    """What modules convert. ``starts``: the beginnings of the names in these modules: plain, and in the state_dict.
+
+    ``new``: the saved key of each name that is read into a new tensor. ``lacking``: the names that only the model has.
+    ``refusal``: why a module does not convert.
+    """
+
+    starts: Mapping[str, str] = field(default_factory=dict)
+    new: Mapping[str, str] = field(default_factory=dict)
+    lacking: Collection[str] = ()
+    refusal: str = ""
+
+    def holds(self, name: str) -> bool:
+        """Return whether a plain name is below one of the modules."""
+        return name.startswith(tuple(self.starts))
+
+    def raw_key(self, name: str) -> str:
+        """Return the key in the state_dict for a plain name below one of the modules."""
+        return next(raw + name.removeprefix(start) for start, raw in self.starts.items() if name.startswith(start))
+
+
 class ModelTemplate:
-    """The template of a load. A load fills the model's tensors without a copy, and replaces all other values."""
+    """The template of a load. A load fills the model's tensors without a copy, and replaces all other values.
+
+    A module that converts also receives what does not fit in place, as new tensors.
+    """
 
     def __init__(self, model: nn.Module, *, strict: bool) -> None:
         let_go(model)
@@ -172,6 +239,8 @@ class ModelTemplate:
         self.packed = packed_weights(by_name, self.passed_by)
         self.values: dict[str, Any] = {name: self._place(name, self._raw[key]) for key, name in self._names.items()}
         self._placed = dict(self.values)
+        self._devices = {value.device for value in self._raw.values() if isinstance(value, torch.Tensor)}
+        self.conversion = Conversion()
 
     def _place(self, name: str, value: Any) -> Any:
         part = self._parts.get(id(value))
@@ -179,28 +248,60 @@ class ModelTemplate:
             return part.shard(part.data)
         if id(value) in self._dtypes:
             return torch.empty_like(value, dtype=self._dtypes[id(value)])
-        return None if is_extra_state(name) or PACKED in name else value
+        # a list may have a different length in the checkpoint
+        is_new = is_lazy(value) or not isinstance(value, torch.Tensor | Mapping)
+        return None if is_new or is_extra_state(name) or PACKED in name else value
 
-    def install(self, missing: Collection[str], strict: bool) -> None:
+    def convert(self, conversion: Conversion) -> None:
+        """Let modules convert what does not fit in place."""
+        self.conversion = conversion
+        self.values = {name: value for name, value in self.values.items() if name not in conversion.lacking}
+        self.values |= dict.fromkeys(conversion.new)
+
+    def install(self, missing: Collection[str], strict: bool) -> tuple[list[str], list[str]]:
         """Call the model's load_state_dict without the names ``missing``, whose values are left unchanged.
 
         Parameters and buffers have already been filled, so torch copies each tensor onto itself, which has no effect.
         The call sets extra state, runs hooks, and sets tensors that each call of state_dict creates anew. Wrappers are
-        left out, because many cannot be copied. So are the statistics of packed weights.
+        left out, because many cannot be copied. So are the statistics of packed weights. Return the names that modules
+        which convert leave: those that only the model has, and those that only the checkpoint has.
         """
-        filled = {name for name, value in self.values.items() if holds_wrapper(value)}
+        conversion, found = self.conversion, list[Any]()
+        filled = {name for name, value in self.values.items() if holds_wrapper(value) and name not in conversion.new}
         for weight in self.packed:
             filled |= weight.values.keys() - {weight.name}
             if weight.fields not in missing:
                 weight.install(self.values)
+        known = filled.union(missing)
         for key, name in self._names.items():
-            if name in missing or name in filled:
+            if name in known or name in conversion.lacking:
                 del self._raw[key]
             elif not isinstance(value := self.values.get(name, self._placed[name]), Shard):
-                self._raw[key] = value  # a tensor that was filled in parts is not among the values
-        with without_fsdp_hooks(self._model), torch.inference_mode() if self._is_of_inference() else nullcontext():
-            self._model.load_state_dict(self._raw, strict=strict and not missing and not filled)
+                self._raw[key] = self._given(name, value)  # a tensor that was filled in parts is not among the values
+        added = [name for name in conversion.new if name not in self._placed]
+        self._raw |= {conversion.raw_key(name): self._given(name, self.values[name]) for name in added}
+        versions = getattr(self._raw, "_metadata", {}) if added or conversion.lacking else {}
+        for path in [path for path in versions if conversion.holds(f"{plain_name(self._model, path)}.")]:
+            del versions[path]  # the checkpoint may be of an older version, and does not have versions
+        untyped: Any = self._model  # torch has no types for its hooks
+        reporting = untyped.register_load_state_dict_post_hook(lambda _, keys: found.extend(keys))
+        inference = torch.inference_mode() if self._is_of_inference() else nullcontext()
+        with reporting, without_fsdp_hooks(self._model), inference:
+            self._model.load_state_dict(self._raw, strict=strict and not known)
         drop_gathered(self._model)
+        left = ([plain_name(self._model, key) for key in keys] for keys in found[-2:] or ((), ()))
+        lacking, others = ([name for name in names if conversion.holds(name) and name not in known] for names in left)
+        return lacking, others
+
+    def _given(self, name: str, value: Any) -> Any:
+        """Return the value that load_state_dict receives: a module that converts may change it, or keep it."""
+        if isinstance(value, list):
+            return [self._given(name, one) for one in value]
+        if not isinstance(value, torch.Tensor) or is_extra_state(name):
+            return value
+        if name in self.conversion.new or self._placed.get(name) is None:
+            return value.to(next(iter(self._devices))) if len(self._devices) == 1 else value
+        return value.detach().clone() if self.conversion.holds(name) else value
 
     def _is_of_inference(self) -> bool:
         """Return whether any tensor was created in inference mode. Outside that mode, torch cannot copy onto it."""
