@@ -462,10 +462,14 @@ class TrainingStateLoad:
         except RuntimeError as error:
             if not self._model.conversion.starts:
                 raise
-            raise Mismatch(
+            text = (
                 f"the model does not fit {self._stored.where}, even after its modules have converted what they can. "
                 f"What fits is loaded by now. {in_one_line(error)}"
-            ) from error
+            )
+            if not self._keeps.get("leave_resized"):
+                raise Mismatch(text) from error
+            self._said.append(text)
+            lacking, others = [], []
         now = dict(self._module.named_parameters(remove_duplicate=False))
         self.replaced = {id(one): now[name] for name, one in before.items() if now.get(name, one) is not one}
         missing, unread = [f"{self._start}{name}" for name in lacking], [self._place(name) for name in others]

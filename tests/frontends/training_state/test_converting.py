@@ -295,6 +295,18 @@ def test_a_shape_that_no_module_converts_is_a_mismatch(store: casckpt.Store, mak
     assert "model.1.running_var" in loaded.mismatched_keys
 
 
+def test_a_resume_that_may_leave_parts_leaves_a_shape_that_no_module_converts(
+    store: casckpt.Store, caplog: pytest.LogCaptureFixture
+) -> None:
+    Checkpointer(store, run="a").save(1, Root(nn.Linear(2, 3), nn.Linear(3, 3)))
+    fresh = Root(nn.Linear(2, 3), nn.Linear(3, 4))
+    before = fresh[1].weight.detach().clone()
+    assert Checkpointer(store, run="a").resume(fresh, missing="warn")
+    assert torch.equal(fresh[1].weight, before)
+    assert "What fits is loaded by now" in caplog.text
+    assert "1.weight" in caplog.text
+
+
 def test_a_module_of_torch_that_does_not_fit_is_left_unchanged(store: casckpt.Store) -> None:
     """A BatchNorm may add its counter, but does not resize its buffers."""
     state = without(nn.Sequential(nn.BatchNorm1d(3)).state_dict(), "0.num_batches_tracked")
