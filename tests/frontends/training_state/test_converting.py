@@ -299,7 +299,7 @@ def test_a_resume_that_may_leave_parts_leaves_a_shape_that_no_module_converts(
     store: casckpt.Store, caplog: pytest.LogCaptureFixture
 ) -> None:
     Checkpointer(store, run="a").save(1, Root(nn.Linear(2, 3), nn.Linear(3, 3)))
-    fresh = Root(nn.Linear(2, 3), nn.Linear(3, 4))
+    fresh: Any = Root(nn.Linear(2, 3), nn.Linear(3, 4))
     before = fresh[1].weight.detach().clone()
     assert Checkpointer(store, run="a").resume(fresh, missing="warn")
     assert torch.equal(fresh[1].weight, before)
