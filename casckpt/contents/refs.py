@@ -29,6 +29,7 @@ from casckpt.history.commits import Commit, CommitList, list_commits, read_log
 from casckpt.history.ended import is_list
 from casckpt.history.following import at_step, is_visible, look_at_all, newest, newest_of_runs
 from casckpt.history.tags import get_tag, named_by, no_tag
+from casckpt.repository.processes import saving_here
 from casckpt.repository.repository import Repository
 
 GRAMMAR = (
@@ -266,14 +267,25 @@ def about_run(repo: Repository, listed: CommitList, run: str) -> str:
         there = f"did you mean {few(near, _SHOWN)}?"
     else:
         there = f"existing runs: {few(runs, _SHOWN)}" if runs else "the store has no visible checkpoints"
-    return f"there is no checkpoint of run {run!r} in {repo.storage.url}; {there}{_doubt(listed)}"
+    return (
+        f"there is no checkpoint of run {run!r} in {repo.storage.url}; {there}{_doubt(listed)}{saved_soon(repo, run)}"
+    )
+
+
+def saved_soon(repo: Repository, run: str) -> str:
+    """Return a sentence if this process still runs a save of ``run`` in the background; else an empty string."""
+    steps = [step for url, name, step in tuple(saving_here) if (url, name) == (repo.storage.url, run)]
+    at = f"{run}@{max(steps, default=0)}"
+    return f". The save of {at} still runs in the background: wait for its future, and use the result" if steps else ""
 
 
 def _no_step(repo: Repository, listed: CommitList, commits: Sequence[Commit], what: str) -> NotFound:
     newest = commits[-1]
     steps = sorted(commit.step for commit in commits)
     there = f"the newest is {newest.run}@{newest.step}, and the steps range from {steps[0]} to {steps[-1]}"
-    return NotFound(f"run {newest.run!r} in {repo.storage.url} has no {what}; {there}{_doubt(listed)}")
+    return NotFound(
+        f"run {newest.run!r} in {repo.storage.url} has no {what}; {there}{_doubt(listed)}{saved_soon(repo, newest.run)}"
+    )
 
 
 def _newest(repo: Repository, listed: CommitList) -> Commit:

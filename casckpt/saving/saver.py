@@ -21,6 +21,7 @@ from casckpt.errors import CasckptError, Conflict, InvalidInput, StorageError
 from casckpt.format.sections.tables import bytes_of
 from casckpt.ranks.ranks import Ranks, everyone, exchange_keeping, on_each, open_ranks
 from casckpt.repository.blob_cache import in_memory
+from casckpt.repository.processes import saving_here
 from casckpt.repository.repository import Repository
 from casckpt.saving.leader import GroupMemory
 from casckpt.saving.options import SaveOptions, WhenBusy
@@ -177,6 +178,8 @@ class Saver:
             future = self.background.submit(
                 lambda: Checkpoint(self._repo, save(self._repo, ranks, memory, copied, checked)), here=not fits
             )
+            saving_here.add(name := (self._repo.storage.url, checked.run, checked.step))
+            future.add_done_callback(lambda _: saving_here.discard(name))
             future.bytes_copied = staging.used if fits else 0
             if not fits and ranks.rank == 0:
                 seconds = time.monotonic() - begun

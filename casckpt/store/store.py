@@ -14,7 +14,7 @@ from contextlib import contextmanager
 from functools import partial
 from typing import TYPE_CHECKING, Any, Literal, Self, Unpack
 
-from casckpt.base.names import check_keywords, is_reference
+from casckpt.base.names import LATEST, check_keywords, is_reference
 from casckpt.base.progress import Progress, Shown
 from casckpt.base.units import Duration, optional_seconds, seconds_of
 from casckpt.contents import refs
@@ -471,6 +471,8 @@ class Store:
         if isinstance(ref, str) and is_reference(name) and not is_reference(ref):
             raise InvalidInput(f"the tag name comes first, and then the checkpoint: call tag({ref!r}, {name!r})")
         repo, commit = self.repository, resolve(self.repository, ref)
+        if isinstance(ref, str) and ref == f"{commit.run}@{LATEST}" and (running := refs.saved_soon(repo, commit.run)):
+            log.warning("tag %s is on %s, the newest that is saved%s", name, commit, running)
         if expires is None:
             tags.set_tag(repo, name, commit)
         else:

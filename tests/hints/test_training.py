@@ -152,6 +152,38 @@ def test_two_optimizers_of_the_same_parameters_are_saved_as_advised(
     assert saver.resume(model, first, TrainState(second=second))
 
 
+class Wrapping(optim.Optimizer):
+    """An optimizer around another, as in sharpness-aware minimization. Its state_dict forgets the inner state."""
+
+    def __init__(self, inner: optim.Optimizer) -> None:
+        super().__init__(inner.param_groups, {})
+        self.inner = inner
+
+
+def test_an_optimizer_inside_another_one_is_saved_as_advised(store: Store, model: Two) -> None:
+    wrapping = Wrapping(stepped(model))
+    with pytest.raises(InvalidInput, match=r"pass that one, optim\.inner, here and to resume"):
+        Checkpointer(store, run="a").save(1, model, wrapping)
+    saver = Checkpointer(store, run="a")
+    saver.save(1, model, wrapping.inner)
+    assert saver.resume(model, wrapping.inner)
+
+
+def test_parameters_of_no_module_are_saved_as_advised(store: Store) -> None:
+    alpha = torch.zeros(1, requires_grad=True)
+    own = optim.Adam([alpha])
+    with pytest.raises(InvalidInput, match="put them and their optimizer into the train state of a Checkpointer"):
+        store.save({"alpha": alpha, "optim": own}, run="a", step=1)
+    alpha.grad = torch.ones(1)
+    own.step()
+    saver, model = Checkpointer(store, run="a"), nn.Linear(1, 1)
+    saver.save(1, model, None, TrainState(alpha=alpha, optim=own))
+    fresh = torch.zeros(1, requires_grad=True)
+    other = optim.Adam([fresh])
+    saver.resume(model, None, TrainState(alpha=fresh, optim=other))
+    assert identical([fresh.detach(), other.state_dict()], [alpha.detach(), own.state_dict()])
+
+
 @follows("frontends/training_state/optimizer.py:StateKind.check", "or load the model alone (optim=None; in a dict")
 def test_state_of_a_different_kind_can_be_loaded_or_skipped_as_advised(
     store: Store, model: Two, messages: Messages

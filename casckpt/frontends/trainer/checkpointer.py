@@ -570,7 +570,11 @@ class Checkpointer:
         yield from sorted(chosen, key=lambda one: one.step)
 
     def latest_checkpoint(self) -> Checkpoint:
-        """Return the checkpoint whose save began last. Raises NotFound, which is a FileNotFoundError."""
+        """Return the checkpoint whose save began last. Wait for it if it is in the background.
+
+        Raises the error of that save, and NotFound, which is a FileNotFoundError, if there is no checkpoint.
+        """
+        self.wait()
         return self.store.get(f"{self.run}@latest")
 
     def contains_checkpoint(self) -> bool:

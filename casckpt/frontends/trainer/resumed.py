@@ -26,7 +26,8 @@ _NOT_GIVEN = 'in the checkpoint, but not passed to resume; to ignore this, pass 
 _NO_OPTIMIZER = "the checkpoint has no optimizer that can be loaded: the given optimizer is left unchanged"
 _NO_TRAIN = "the checkpoint has no train state: the given train state is left unchanged"
 _RESIZED = (
-    "different shape in the checkpoint, left unchanged; to keep the saved values, load into the old size, then resize"
+    "different shape in the checkpoint, left unchanged; to keep the saved values, load into the old size, then resize, "
+    "and create the optimizer after that"
 )
 _KEPT = 'options="keep": all options are left unchanged; schedulers set the learning rate to their position'
 _GOES_ON = 'options="keep": the given schedule continues at the saved position'

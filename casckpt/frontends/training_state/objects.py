@@ -163,7 +163,13 @@ def _owners(key: str, optim: Optimizer, parameters: Mapping[str, Collection[int]
     way = f'pass its module along with it, as in {{"model": model, "{key}": optim}}'
     if some:
         way = f"only {listed(some)} have some of them: pass the modules of the others as well"
-    raise InvalidInput(f"the modules in the state lack parameters of the optimizer {key!r}; {way}", key=key)
+    lacking = wanted.difference(*parameters.values())
+    shape = next(list(one.shape) for group in optim.param_groups for one in group["params"] if id(one) in lacking)
+    raise InvalidInput(
+        f"the modules in the state lack parameters of the optimizer {key!r}, such as one of shape {shape}; {way}. "
+        "If they are in no module, put them and their optimizer into the train state of a Checkpointer",
+        key=key,
+    )
 
 
 @normal_tensors()

@@ -62,9 +62,9 @@ def named_groups(parameters: Parameters, optim: Optimizer) -> list[list[NamedPar
             if id(parameter) not in names:
                 raise InvalidInput(
                     f"parameter {position} of group {number} of the optimizer, of shape {list(parameter.shape)}, is "
-                    "not in the model; pass the model that the optimizer was created for. If it represents one "
-                    "optimizer per layer, pass the list of these optimizers, or pass none (optim=None; in a "
-                    "Trainer: save_only_model=True)"
+                    "not in the model; pass the model that the optimizer was created for, and create the optimizer "
+                    "after replacing parts of the model. If it represents one optimizer per layer, pass the list of "
+                    "these optimizers, or pass none (optim=None; in a Trainer: save_only_model=True)"
                 )
         groups.append([NamedParameter(parameter, names[id(parameter)]) for parameter in group["params"]])
     known = {one.parameter: one.names[0] for group in groups for one in group}
@@ -132,7 +132,20 @@ def _state_of(optim: Optimizer, groups: Sequence[Sequence[NamedParameter]]) -> d
             "Such values cannot be stored by name. Leave optim out, and save the optimizer as an object: put it "
             "in a TrainState, or save its state_dict() with store.save"
         )
+    _check_inner(optim, packed["state"])
     return _by_name(packed, groups)
+
+
+def _check_inner(optim: Optimizer, state: Mapping[Any, Any]) -> None:
+    """Raise InvalidInput if another optimizer inside ``optim`` has state that ``state`` does not contain."""
+    held = {id(tensor) for _, tensor in tensors_below(state, "")}
+    for name, inner in vars(optim).items():
+        own = inner.state.values() if isinstance(inner, Optimizer) else ()
+        if any(id(tensor) not in held for _, tensor in tensors_below([*own], "")):
+            raise InvalidInput(
+                f"the state_dict of {type(optim).__name__} does not contain the state of the optimizer inside it; pass "
+                f"that one, optim.{name}, here and to resume"
+            )
 
 
 def _by_name(packed: Mapping[str, Any], groups: Sequence[Sequence[NamedParameter]]) -> dict[str, Any]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import re
+import threading
 from pathlib import Path
 
 import pytest
@@ -13,7 +14,7 @@ import casckpt
 from casckpt.errors import NotFound
 from casckpt.frontends.trainer import Checkpointer
 from casckpt.store.store import Store
-from tests.support.faulty import FaultyStore
+from tests.support.faulty import FaultyStore, call_first
 from tests.support.repositories import memory
 from tests.support.saves import small
 from tests.support.servers import Server
@@ -41,6 +42,33 @@ def test_a_resume_without_a_checkpoint_suggests_a_similar_run(
     (told,) = (record for record in caplog.records if "there is no checkpoint" in record.getMessage())
     assert (told.levelno == logging.WARNING) == ("did you mean" in told.getMessage()) == (meant is not None)
     assert meant is None or told.getMessage().endswith(f"; did you mean {meant}?")
+
+
+def test_names_of_a_checkpoint_that_is_still_being_saved_are_not_those_of_the_one_before(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    storage, go = FaultyStore(memory()), threading.Event()
+    store, (model, optimizer) = small(storage), made(1)
+    checkpointer = Checkpointer(store, run="sft")
+    checkpointer.save(1, model, optimizer)
+
+    def hold(_: object) -> None:
+        assert go.wait(60)
+
+    storage.inject(call_first("put", hold, key="commits/*[!1]"))
+    saving = checkpointer.save_async(2, model, optimizer)
+    with pytest.raises(NotFound, match="The save of sft@2 still runs in the background: wait for its future"):
+        store.get("sft@2")
+    caplog.clear()
+    store.tag("best", "sft@latest")
+    (said,) = caplog.messages
+    assert "tag best is on sft@1" in said
+    assert "The save of sft@2 still runs" in said
+    threading.Timer(0, go.set).start()
+    assert checkpointer.latest_checkpoint() == saving.result()
+    caplog.clear()
+    store.tag("best", "sft@latest")
+    assert caplog.messages == []
 
 
 @pytest.mark.parametrize(

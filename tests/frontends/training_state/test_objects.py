@@ -158,6 +158,7 @@ def of_shared_out(state: Any) -> Any:
     [
         (lambda: {"optim": made()[1]}, "the modules in the state lack parameters of the optimizer 'optim'"),
         (lambda: {"model": made()[0], "optim": made(1)[1]}, 'as in {"model": model, "optim": optim}'),
+        (lambda: {"optim": torch.optim.SGD([torch.zeros(7, requires_grad=True)])}, "such as one of shape [7]"),
         (lambda: {**shared_out(), "nets": {}}, "only 'a' have some of them: pass the modules of the others as well"),
         (lambda: {"model": casckpt.PerRank(made()[0])}, "'model' is in a PerRank"),
         (lambda: {"loader": DataLoader([1])}, "StatefulDataLoader"),  # type: ignore[arg-type]  # a list is sufficient
