@@ -185,9 +185,9 @@ class _Encoder:
         return self.where + "".join(steps)
 
     def _refusal(self, unfit: Unfit) -> InvalidInput:
-        message = (
-            f"{self._place()}: {unfit.what} cannot be stored as plain data; {unfit.hint}, or pass allow_pickle=True"
-        )
+        # a copy from a pickle would not be connected to the other objects of the program
+        pickled = "" if "state_dict" in unfit.hint else ", or pass allow_pickle=True"
+        message = f"{self._place()}: {unfit.what} cannot be stored as plain data; {unfit.hint}{pickled}"
         return InvalidInput(message, key=self.where)
 
 

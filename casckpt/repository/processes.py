@@ -13,9 +13,11 @@ import logging
 import os
 import socket
 from collections.abc import Iterator
+from concurrent.futures import Future
 from contextlib import contextmanager, suppress
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 from casckpt.format.records import Process
 
@@ -24,8 +26,8 @@ saved_here: set[str] = set()
 """The ids of the checkpoints that this process has committed."""
 loaded_here: set[tuple[str, str]] = set()
 """The runs from which this process has read a checkpoint's tensors, each with the id of its store."""
-saving_here: set[tuple[str, str, int]] = set()
-"""The saves that this process runs in the background: the URL of the store, the run and the step."""
+saving_here: dict[tuple[str, str, int], Future[Any]] = {}
+"""The saves that this process runs in the background, by the URL of the store, the run and the step."""
 MAX_WHO = 200  # characters
 _MAX_PID = 1 << 22  # on Linux
 _STATE, _THREADS, _STARTED = 0, 17, 19  # fields 3, 20 and 22 of stat, counted from the field after the name

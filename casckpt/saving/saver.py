@@ -178,8 +178,8 @@ class Saver:
             future = self.background.submit(
                 lambda: Checkpoint(self._repo, save(self._repo, ranks, memory, copied, checked)), here=not fits
             )
-            saving_here.add(name := (self._repo.storage.url, checked.run, checked.step))
-            future.add_done_callback(lambda _: saving_here.discard(name))
+            saving_here[name := (self._repo.storage.url, checked.run, checked.step)] = future
+            future.add_done_callback(lambda _: saving_here.pop(name, None))
             future.bytes_copied = staging.used if fits else 0
             if not fits and ranks.rank == 0:
                 seconds = time.monotonic() - begun

@@ -12,7 +12,7 @@ from casckpt.errors import InvalidInput
 from casckpt.format.records import Settings
 from casckpt.history.folding import Commit
 from casckpt.loading.options import FillArguments, LoadArguments, MatchArguments, ReadArguments, Rename, Unread
-from casckpt.repository.processes import loaded_here, saved_here
+from casckpt.repository.processes import loaded_here, saved_here, saving_here
 from casckpt.repository.repository import Repository
 from casckpt.saving.options import (
     CheckReplicas,
@@ -37,7 +37,7 @@ __all__ = [
     "Added", "CheckReplicas", "Commit", "Compress", "CopyResult", "Deferred", "FillArguments", "Freed", "GcResult",
     "LoadArguments", "MatchArguments", "Metrics", "Mode", "Owners", "ReadArguments", "Rename", "RuleUsage", "RunUsage",
     "SaveArguments", "StateArguments", "StateOptions", "StoreUsage", "Unread", "loaded_here", "saved_here",
-    "usable_metrics",
+    "saving_here", "usable_metrics",
 ]  # fmt: skip
 
 

@@ -184,6 +184,22 @@ def test_parameters_of_no_module_are_saved_as_advised(store: Store) -> None:
     assert identical([fresh.detach(), other.state_dict()], [alpha.detach(), own.state_dict()])
 
 
+@follows("frontends/training_state/model.py:_warn_of_merged", "call unmerge_adapter() first")
+def test_merged_adapters_are_unmerged_as_advised(
+    store: Store, model: Two, messages: Messages, caplog: pytest.LogCaptureFixture
+) -> None:
+    adapted: Any = nn.ModuleDict({"layer": model})
+    model.merged_adapters = ["default"]  # type: ignore[assignment]  # as in PEFT
+    with messages.log() as advice:
+        store.save({"model": adapted}, run="a", step=1)
+    advice.says("the adapters of 'layer' are merged into the weights")
+    model.merged_adapters = []  # type: ignore[assignment]  # unmerge_adapter()
+    advice.says("call unmerge_adapter() first")
+    caplog.clear()
+    store.save({"model": adapted}, run="a", step=2)
+    assert caplog.messages == []
+
+
 @follows("frontends/training_state/optimizer.py:StateKind.check", "or load the model alone (optim=None; in a dict")
 def test_state_of_a_different_kind_can_be_loaded_or_skipped_as_advised(
     store: Store, model: Two, messages: Messages

@@ -150,7 +150,7 @@ def test_torch_types_are_displayed_without_importing_torch() -> None:
         (torch.Generator(), r"a torch.Generator cannot be stored as plain data; store its get_state\(\)"),
         ({torch.zeros(1)}, "a tensor cannot be stored"),
         ([torch.nn.Parameter(torch.zeros(1))], "a parameter cannot be stored"),
-        (torch.nn.Linear(1, 1), r"store its state_dict\(\)"),
+        (torch.nn.Linear(1, 1), r"store its state_dict\(\)$"),
     ],
 )
 def test_errors_for_rejected_values_give_advice(value: Any, message: str) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Iterator, Mapping, MutableMapping, Sequence
-from concurrent.futures import Future
+from concurrent.futures import Future, wait
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, fields, replace
 from functools import cache, partial
@@ -64,6 +64,7 @@ from casckpt.store.types import (
     SaveArguments,
     StateOptions,
     Unread,
+    saving_here,
     usable_metrics,
 )
 
@@ -447,7 +448,7 @@ class Checkpointer:
         loaded, train = self._restore(ref, model, optim, wanted)
         if train_state is not None and train is not None:
             ranks = open_ranks(self.process_group)
-            outcome = ranks.exchange(partial(set_loaded, wanted, train), of_all_ranks)
+            outcome = ranks.exchange(partial(set_loaded, wanted, train, model), of_all_ranks)
             if ranks.rank == 0:
                 Resumed(loaded, *outcome).log(train_state)
             train = train_state
@@ -488,10 +489,12 @@ class Checkpointer:
           argument explains. Each rank hashes all its values, and copies those on a device to the host.
         - ``unread``, ``cast``, ``rename``, ``options``: as for `load`.
 
-        Raises the errors of `load` and `check`, and InvalidInput for a train state that is not a dict and has no
-        load_state_dict. If only a run with a similar name exists, a warning is logged.
+        First waits for saves to the run that this process still makes in the background, such as those of an
+        interrupted notebook cell. Raises the errors of `load` and `check`, and InvalidInput for a train state that is
+        not a dict and has no load_state_dict. If only a run with a similar name exists, a warning is logged.
         """
         begun = time.monotonic()
+        wait([saving for (url, run, _), saving in [*saving_here.items()] if (url, run) == (self.store.url, self.run)])
         self.resumed, before = None, cache(partial(check_given, train_state, missing, model, optim))
         self._settle()
         self.ownership.replaces_unhealthy = healthy

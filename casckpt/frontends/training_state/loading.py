@@ -259,7 +259,10 @@ class TrainingStateLoad:
         return self._convert(fit, bare=bare) if self._converters else fit
 
     def _convert(self, fit: Fit, *, bare: bool) -> Fit:
-        """Choose the outermost modules that convert and in which something does not fit. Return the fit of the rest."""
+        """Choose the modules that convert: something in them does not fit, or the checkpoint is of an older version.
+
+        Outer modules come first. Return the fit of the rest.
+        """
         start, stored, values, places = self._start, self._stored, self._model.values, self._places[bare]
         above = next((at.removesuffix(name) for name, at in places.items() if at.endswith(name)), "" if bare else start)
         self._bare, self._saved_start = bare, above  # until both interpretations are known
@@ -271,7 +274,10 @@ class TrainingStateLoad:
         resized = {key.removeprefix(start) for key in fit.misfits}
         unfit = dict.fromkeys(name for name in (*lacking, *resized, *others) if not self._is_ignored(name))
         starts, mine, pairs, refusal = dict[str, str](), list[str](), dict[str, str](), ""
-        for path, converter in self._converters.items() if unfit else ():
+        saved = stored.metadata(above.removesuffix("."))
+        for path, converter in self._converters.items():
+            was = saved.get(path.removesuffix("."), {}).get("version", converter.version)
+            whole = not any(is_part(value) for name, value in values.items() if name.startswith(path))
             here = [name for name in unfit if name.startswith(path) and (converter.resizes or name not in resized)]
             held = {name: values[name] for name in here if values.get(name) is not None}
             fixed = [name for name, value in held.items() if is_part(value) or holds_wrapper(value)]
@@ -283,13 +289,13 @@ class TrainingStateLoad:
                     "not for a tensor that is sharded here, or is a wrapper"
                 )
             is_there = not lacking.keys() >= {*here} or any(key.startswith(start + path) for key in fit.filled)
-            if here and is_there and not fixed:
+            if is_there and not fixed and (here or (was != converter.version and whole)):
                 starts[path] = converter.start
                 mine += here
         new = {name: places.get(name, above + name) for name in mine if name not in lacking}
         hint = rename_hint(pairs, fit.filled, self._given.rename)
         self._conversions[bare] = Conversion(
-            starts, new, lacking.keys() & {*mine}, f"{refusal}. {hint}" if refusal else ""
+            starts, new, lacking.keys() & {*mine}, f"{refusal}. {hint}" if refusal else "", saved
         )
         converted = fit.unfilled.keys() & {f"{start}{name}" for name in mine}
         unfilled = {key: shape for key, shape in fit.unfilled.items() if key not in converted}

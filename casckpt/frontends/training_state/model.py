@@ -70,10 +70,20 @@ def check_initialized(values: Mapping[str, Any]) -> None:
 def model_to_save(model: nn.Module) -> OrderedDict[str, Any]:
     """Return `model_state` with buffers marked, because their values may differ across ranks; see `may_differ`."""
     state = model_state(model)
+    if merged := [path for path, module in model.named_modules() if getattr(module, "merged_adapters", None)]:
+        _warn_of_merged(listed(merged))
     for name, value in state.items():
         if isinstance(value, torch.Tensor) and not isinstance(value, nn.Parameter) and not is_wrapper(value):
             state[name] = nn.Buffer(value)
     return state
+
+
+@cache
+def _warn_of_merged(names: str) -> None:
+    log.warning(
+        "the adapters of %s are merged into the weights at this save, so a model that loads it would add them twice: "
+        "call unmerge_adapter() first. This is logged once", names,
+    )  # fmt: skip
 
 
 def _live_state(model: nn.Module) -> dict[str, Any]:
@@ -177,12 +187,13 @@ def own_hooks(*several: Mapping[Any, Any]) -> list[Any]:
 class Converter(NamedTuple):
     """A module that may convert. ``start``: the beginning of its keys in the state_dict. ``way``: what converts.
 
-    ``resizes``: whether it may resize tensors, which the modules of torch.nn do not.
+    ``resizes``: whether it may resize tensors, which the modules of torch.nn do not. ``version``: the module's.
     """
 
     start: str
     way: str
     resizes: bool
+    version: int | None
 
 
 def converters(model: nn.Module) -> dict[str, Converter]:
@@ -196,7 +207,7 @@ def converters(model: nn.Module) -> dict[str, Converter]:
             way = f"{getattr(ways[0], '__name__', repr(ways[0]))} of a {type(module).__name__}"
             resizes = not all(str(getattr(one, "__module__", "")).startswith("torch.nn.") for one in ways)
             start = f"{plain_name(model, path)}.".lstrip(".")
-            found.setdefault(start, Converter(f"{path}.".lstrip("."), way, resizes))
+            found.setdefault(start, Converter(f"{path}.".lstrip("."), way, resizes, module._version))
     return found
 
 
@@ -205,13 +216,14 @@ class Conversion:
     """What modules convert. ``starts``: the beginnings of the names in these modules: plain, and in the state_dict.
 
     ``new``: the saved key of each name that is read into a new tensor. ``lacking``: the names that only the model has.
-    ``refusal``: why a module does not convert.
+    ``refusal``: why a module does not convert. ``saved``: the ``_metadata`` of the saved state_dict, if it is known.
     """
 
     starts: Mapping[str, str] = field(default_factory=dict)
     new: Mapping[str, str] = field(default_factory=dict)
     lacking: Collection[str] = ()
     refusal: str = ""
+    saved: Mapping[str, Any] = field(default_factory=dict)
 
     def holds(self, name: str) -> bool:
         """Return whether a plain name is below one of the modules."""
@@ -280,9 +292,12 @@ class ModelTemplate:
                 self._raw[key] = self._given(name, value)  # a tensor that was filled in parts is not among the values
         added = [name for name in conversion.new if name not in self._placed]
         self._raw |= {conversion.raw_key(name): self._given(name, self.values[name]) for name in added}
-        versions = getattr(self._raw, "_metadata", {}) if added or conversion.lacking else {}
+        versions = getattr(self._raw, "_metadata", {})
         for path in [path for path in versions if conversion.holds(f"{plain_name(self._model, path)}.")]:
-            del versions[path]  # the checkpoint may be of an older version, and does not have versions
+            if plain_name(self._model, path) in conversion.saved:
+                versions[path] = conversion.saved[plain_name(self._model, path)]
+            elif added or conversion.lacking:
+                del versions[path]  # the checkpoint may be of an older version
         untyped: Any = self._model  # torch has no types for its hooks
         reporting = untyped.register_load_state_dict_post_hook(lambda _, keys: found.extend(keys))
         inference = torch.inference_mode() if self._is_of_inference() else nullcontext()

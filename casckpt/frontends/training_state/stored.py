@@ -82,6 +82,11 @@ class StoredTraining:
         node = find(self._tree, key)
         return {} if node is None else dict(children(node))
 
+    def metadata(self, key: str) -> Mapping[str, Any]:
+        """Return the ``_metadata`` of the state_dict at a key, with module versions. It is empty if it is not known."""
+        found = getattr(find(self._tree, key) if key else self._tree, "_metadata", None)
+        return found if isinstance(found, Mapping) else {}
+
     @property
     def is_nested(self) -> bool:
         """Whether the layout is that of casckpt's front ends: a container "model" and no unknown top-level keys."""

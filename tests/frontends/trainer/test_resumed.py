@@ -534,3 +534,29 @@ def test_a_batch_that_was_drawn_before_the_save_is_used_again_only_if_the_train_
     losses(Checkpointer(store, run="stopped"), 2, keeps=keeps)
     again = losses(Checkpointer(store, run="stopped"), 4, keeps=keeps)
     assert (again == whole[2:]) is keeps
+
+
+@pytest.mark.parametrize("how", ["resume", "load"])
+def test_a_part_of_the_train_state_that_is_the_model_is_refused_if_it_has_another_value(how: str) -> None:
+    """As with an early stopping whose best weights begin as ``model.state_dict()``."""
+
+    def made() -> tuple[nn.Linear, dict[str, Any]]:
+        model = nn.Linear(2, 2)
+        return model, {"best": {"weights": [model.state_dict()]}}
+
+    def load(model: nn.Module, state: dict[str, Any]) -> object:
+        loader = Checkpointer(store, run="a")
+        return loader.resume(model, None, state) if how == "resume" else loader.load("a@latest", model, None, state)
+
+    store, (model, state) = small(), made()
+    Checkpointer(store, run="a").save(1, model, None, state)
+    load(*made())  # the values are equal
+    last = {name: value.clone() for name, value in model.state_dict().items()}
+    Checkpointer(store, run="a").save(2, model, None, {"best": {"weights": [nn.Linear(2, 2).state_dict()]}})
+    fresh, own = made()
+    with pytest.raises(Mismatch, match=r"is a tensor of the model, .* pass a copy") as raised:
+        load(fresh, own)
+    assert raised.value.key == "train.best.weights.0.weight"
+    assert identical(dict(fresh.state_dict()), last)
+    load(fresh, deepcopy(own))  # as advised
+    assert identical(dict(fresh.state_dict()), last)

@@ -65,7 +65,8 @@ def test_names_of_a_checkpoint_that_is_still_being_saved_are_not_those_of_the_on
     assert "tag best is on sft@1" in said
     assert "The save of sft@2 still runs" in said
     threading.Timer(0, go.set).start()
-    assert checkpointer.latest_checkpoint() == saving.result()
+    resumed = Checkpointer(store, run="sft").resume(model, optimizer)  # as in a notebook cell that was interrupted
+    assert checkpointer.latest_checkpoint() == saving.result() == resumed
     caplog.clear()
     store.tag("best", "sft@latest")
     assert caplog.messages == []

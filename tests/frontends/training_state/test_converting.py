@@ -229,6 +229,40 @@ def test_modules_that_convert_end_as_after_load_state_dict(store: casckpt.Store,
     assert not left
 
 
+class Kelvin(nn.Module):
+    """Since version 2, the value is in kelvins."""
+
+    def __init__(self, version: int) -> None:
+        super().__init__()
+        self.value = nn.Parameter(torch.tensor([20.0]))
+        self._version = version
+
+    def _load_from_state_dict(self, state: Any, prefix: str, metadata: Any, *rest: Any) -> None:
+        if (self._version or 0) > metadata.get("version", 0):
+            state[f"{prefix}value"] = state[f"{prefix}value"] + 273
+        super()._load_from_state_dict(state, prefix, metadata, *rest)
+
+
+@pytest.mark.parametrize(
+    "way", ["load", "load of a compiled model", "load from the top", "load of another key", "resume"]
+)
+def test_modules_convert_the_values_of_an_older_version_once(store: casckpt.Store, way: str) -> None:
+    saved: Any = None
+    fresh: Any = None
+    for version, want in ((1, 293.0), (2, 20.0)):
+        saved = nn.Sequential(nn.Linear(1, 1), Kelvin(version))
+        store.save({"model": saved}, run="a", step=1, overwrite=True)
+        store.save(saved.state_dict(), run="top", step=1, overwrite=True)
+        store.save({"nets": {"ema": saved}}, run="b", step=1, overwrite=True)
+        fresh = nn.Sequential(nn.Linear(1, 1), Kelvin(2))
+        WAYS[way](store, fresh)
+        assert fresh[1].value.item() == want
+        assert identical(dict(fresh[0].state_dict()), dict(saved[0].state_dict()))
+    store.save({"model": dict(saved.state_dict())}, run="unknown", step=1)  # such as an import without versions
+    load_model_and_optim_state(store, "unknown@1", fresh)
+    assert fresh[1].value.item() == 20
+
+
 class Noting(nn.Module):
     """Notes whether it receives its own weight."""
 
