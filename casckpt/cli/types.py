@@ -6,7 +6,9 @@ import json
 import logging
 import os
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from datetime import timedelta
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
 import click
@@ -58,10 +60,19 @@ def _renaming(text: str) -> tuple[str, str]:
     return pattern, name
 
 
+def _names_in(path: str) -> list[str]:
+    with suppress(OSError, ValueError):
+        names = json.loads(Path(path).read_bytes())
+        if isinstance(names, list) and all(isinstance(one, str) for one in names):
+            return names
+    raise InvalidInput(f"{path} is not a file with a JSON list of names")
+
+
 SIZE = Parsed("size", parse_size)
 DURATION = Parsed("duration", lambda text: timedelta(seconds=seconds_of(text)))
 SETTING = Parsed("key=value", _setting)
 TEXT_SETTING = Parsed("name=value", _text_setting)
+NAMES_FILE = Parsed("file", _names_in)
 RENAMING = Parsed("regex=name", _renaming)
 
 

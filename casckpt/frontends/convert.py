@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -149,12 +149,13 @@ def import_any(
     step: int,
     allow_pickle: bool = False,
     as_is: bool = False,
+    parameter_names: Sequence[str] | None = None,
     **options: Unpack[ImportArguments],
 ) -> Checkpoint:
     """Import a checkpoint with the import function for its detected format. ``options``: those of `ImportArguments`.
 
-    ``as_is``: for a torch.save file; other formats are always saved unchanged. The checkpoint's ``lineage`` names the
-    path, with the digest of the files with weights, which are read once more for it.
+    ``as_is``, ``parameter_names``: for a torch.save file; other formats are always saved unchanged. The checkpoint's
+    ``lineage`` names the path, with the digest of the files with weights, which are read once more for it.
     """
     log.info("reading %s as %s", detected.path, detected.kind)
     with _reading(detected.path):
@@ -163,8 +164,9 @@ def import_any(
             return import_safetensors(store, detected.path, step=step, **options)
         if detected.kind == "torch":
             return torch_save_to_casckpt(
-                detected.path, store, step=step, allow_pickle=allow_pickle, as_is=as_is, **options
-            )
+                detected.path, store, step=step, allow_pickle=allow_pickle, as_is=as_is,
+                parameter_names=parameter_names, **options,
+            )  # fmt: skip
         others = {"dcp": dcp_to_casckpt, "olmo": import_olmo, "olmo-trainer": import_olmo_trainer}
         return others[detected.kind](detected.path, store, step=step, allow_pickle=allow_pickle, **options)
 

@@ -37,6 +37,7 @@ class ExportOptions(FileOptions, total=False):
     strip_prefix: str | None
     rename: Rename
     max_shard_size: int | str | None
+    metadata: Mapping[str, str] | None
     attachments: bool
 
 

@@ -166,7 +166,7 @@ def is_only_torchs(archive: bytes) -> bool:
     return archive[-22:-18] == b"PK\x05\x06" and all(map(_RECORD.fullmatch, names))
 
 
-def refused_name(error: pickle.UnpicklingError) -> str:
+def refused_name(error: Exception) -> str:
     """Extract the rejected name from the long message of torch's restricted unpickler."""
     match = re.search(r"GLOBAL (\S+) was not", str(error))
     return f"it contains {match[1]}" if match else str(error).partition("\n")[0][:200]

@@ -14,7 +14,7 @@ from casckpt.cli.describe import brief, plain
 from casckpt.cli.progress import progress_bar
 from casckpt.cli.session import Session, store_command
 from casckpt.cli.text import count, name, printable, say, say_all, shortened, size, summed
-from casckpt.cli.types import REF, RENAMING, SIZE
+from casckpt.cli.types import REF, RENAMING, SIZE, TEXT_SETTING
 from casckpt.errors import InvalidInput, StorageError, Unsupported
 
 if TYPE_CHECKING:
@@ -47,6 +47,10 @@ _NO_MODEL = {
     "--rename", type=RENAMING, multiple=True, callback=lambda ctx, param, given: dict(given),
     help="Rename tensors whose full name matches a regular expression: 'h\\.(.*)=layers.\\1'. May be repeated: the "
          "first match applies.",
+)  # fmt: skip
+@click.option(
+    "--metadata", type=TEXT_SETTING, multiple=True, callback=lambda ctx, param, given: dict(given),
+    help="An entry of a safetensors file's __metadata__. May be repeated.",
 )  # fmt: skip
 @click.option(
     "--no-attachments",

@@ -10,7 +10,7 @@ from casckpt.cli.describe import brief, summary
 from casckpt.cli.progress import progress_bar
 from casckpt.cli.session import Session, store_command
 from casckpt.cli.text import name, printable, say, shortened, size
-from casckpt.cli.types import REF, RUN
+from casckpt.cli.types import NAMES_FILE, REF, RUN
 
 if TYPE_CHECKING:
     from casckpt.store.exports import MergeOptions
@@ -23,6 +23,7 @@ if TYPE_CHECKING:
 @click.option("--overwrite", is_flag=True, help="Replace an existing checkpoint with this run and step.")
 @click.option("--compress", type=click.Choice(["off", "always"]), help="always: encode floats to save space.")
 @click.option("--as-is", is_flag=True, help="Keep the structure of a torch.save file.")
+@click.option("--parameter-names", type=NAMES_FILE, help="A JSON list of the optimizer's parameter names, in order.")
 @click.option("--allow-pickle", is_flag=True, help="Unpickle values. This runs code from the file.")
 def command(session: Session, path: str, **options: Any) -> None:
     """Save files of other programs as a checkpoint.

@@ -32,7 +32,8 @@ _FOREIGN: Final = {
     ".onnx", ".pb", ".pickle", ".pkl", ".pte", ".tar", ".tflite", ".zip",
 }  # fmt: skip
 """Suffixes of other formats. An export to such a name would create a folder, which other programs do not expect."""
-_NOT_FOR: Final = {"dcp": ("keys", "strip_prefix", "rename", "max_shard_size"), "torch": ("max_shard_size",)}
+_OF_FILES: Final = ("max_shard_size", "metadata")
+_NOT_FOR: Final = {"dcp": ("keys", "strip_prefix", "rename", *_OF_FILES), "torch": _OF_FILES}
 """Arguments that a format does not support."""
 
 
@@ -46,6 +47,7 @@ def export(
     strip_prefix: str | None = None,
     rename: Rename = None,
     max_shard_size: int | str | None = None,
+    metadata: Mapping[str, str] | None = None,
     attachments: bool = True,
     force: bool = False,
     allow_pickle: bool = False,
@@ -63,7 +65,8 @@ def export(
     ``keys``: export only tensors whose key matches one of these fnmatch patterns. ``strip_prefix``: export only
     tensors below this prefix, and remove it from their names. ``rename``: how to map names to new names. It is a
     function, or a dict from regular expressions (matched against the whole name) to replacements. ``max_shard_size``:
-    the size limit for each safetensors file in a folder (default: "5GB"). ``attachments``: unless False, attachments
+    the size limit for each safetensors file in a folder (default: "5GB"). ``metadata``: strings for the
+    ``__metadata__`` of safetensors files. ``attachments``: unless False, attachments
     become files in the folder. ``force``: overwrite existing files. ``allow_pickle``: also export values that need a
     pickle.
 
@@ -85,13 +88,15 @@ def export(
     _check_suffix(chosen, path)
     keys, rename = keys or None, rename or None
     given = {"keys": keys, "strip_prefix": strip_prefix, "rename": rename, "max_shard_size": max_shard_size}
+    given |= {"metadata": metadata or None}
     _check_known(chosen, [name for name, value in given.items() if value is not None])
     _warn_of_modes(opened, checkpoint)
     options: FileOptions = {"force": force, "allow_pickle": allow_pickle, "progress": progress}
     if chosen in ("hf", "safetensors"):
         return export_safetensors(
             opened, checkpoint, path, model=chosen == "hf", attachments=attachments, keys=keys,
-            strip_prefix=strip_prefix, rename=rename, max_shard_size=max_shard_size, force=force, progress=progress,
+            strip_prefix=strip_prefix, rename=rename, max_shard_size=max_shard_size, metadata=metadata, force=force,
+            progress=progress,
         )  # fmt: skip
     if chosen == "dcp":
         return _export_dcp(opened, checkpoint, path, attachments, **options)

@@ -28,12 +28,14 @@ from torch.serialization import MAGIC_NUMBER, skip_data
 
 from casckpt.base.names import check_keywords
 from casckpt.base.progress import Progress, Shown
-from casckpt.base.text import is_url, local_path
+from casckpt.base.text import is_url, listed, local_path
 from casckpt.contents.checkpoint import Checkpoint
 from casckpt.contents.contents import Contents
 from casckpt.errors import InvalidInput, Mismatch, NotFound, Refused
+from casckpt.format.plain_codecs import Unfit
 from casckpt.format.sections.index import Entry
 from casckpt.format.tree import TENSOR, Element, Leaf, Node, children, container, join, leaves
+from casckpt.frontends.interchange import plain_pickles
 from casckpt.frontends.interchange.new_files import file_attachments, new_file, place_for, torch_saves
 from casckpt.frontends.interchange.optimizer_names import by_name, is_named, is_optimizer_state
 from casckpt.frontends.interchange.resident import letting_go
@@ -57,9 +59,14 @@ log = logging.getLogger(__name__)
 _Storage: TypeAlias = ViewTensor | bytes
 """The content of a storage in a file: a tensor in the checkpoint, or the data of a tensor inside an object."""
 _DEFINE = (
-    "Each class must have its original module and name. For a class of __main__, import it in a program, set it with "
-    "`import __main__; __main__.NAME = NAME`, and call torch_save_to_casckpt of casckpt.frontends.convert there, with "
-    "allow_pickle=True"
+    "Each class must have its original module and name. Import the file where it has, or write torch.save({'model': "
+    "module.state_dict()}, path) there. For a class of __main__, import it in a program, set it with `import __main__; "
+    "__main__.NAME = NAME`, and call torch_save_to_casckpt of casckpt.frontends.convert there, with allow_pickle=True"
+)
+_WITH_NAMES = (
+    "Import again with parameter_names= (--parameter-names FILE, which this writes: pathlib.Path(FILE).write_text("
+    "json.dumps([name for group in optimizer.param_groups for p in group['params'] for name, q in "
+    "model.named_parameters() if q is p]))), or load"
 )
 _MAGIC = (MAGIC_NUMBER.to_bytes(10, "little"), str(MAGIC_NUMBER).encode())  # begins files from torch before 1.6
 _SHARD = re.compile(r".+-[0-9]+-of-[0-9]+\.bin")
@@ -133,18 +140,18 @@ def _read(path: Path, allow_pickle: bool) -> Any:
         mapped = is_archive(start[:4])  # files from torch versions before 1.6 cannot be mapped
         if not mapped and not any(magic in start for magic in _MAGIC) and not tarfile.is_tarfile(path):
             raise Refused(
-                f"{path} is not a torch.save file. If it is a plain pickle, which can run any code, and you trust its "
-                "source, read it with pickle.load, turn its arrays into tensors, and pass the state to Store.save"
+                f"{path} is {'a plain pickle, ' * (start[:1] == pickle.PROTO)}not a torch.save file. A plain pickle "
+                "runs code. If you trust it, read it with pickle.load, make tensors of its arrays, and use Store.save"
             )
         try:
-            state = torch.load(path, map_location="cpu", mmap=mapped, weights_only=not allow_pickle)
-        except pickle.UnpicklingError as error:
+            state = plain_pickles.load(path, mapped=mapped, allow_pickle=allow_pickle)
+        except (pickle.UnpicklingError, Unfit) as error:
             if allow_pickle:
                 raise
             held = refused_name(error)
             raise InvalidInput(
                 f"{path} holds more than tensors and plain data ({held}), so reading it runs code from the file; "
-                "pass allow_pickle=True (--allow-pickle) if you trust its source"
+                "pass allow_pickle=True (--allow-pickle) if you trust its source. Modules then become their state_dict"
                 + f". {_DEFINE}"
                 * ("__main__." in held)
             ) from error
@@ -152,8 +159,8 @@ def _read(path: Path, allow_pickle: bool) -> Any:
             if not allow_pickle:
                 raise
             raise InvalidInput(f"{path} holds objects of an unknown class: {error}. {_DEFINE}") from error
-    check_expansion(state, path.stat().st_size, str(path))
-    return state
+        check_expansion(state, path.stat().st_size, str(path))
+        return plain_pickles.plain(state)
 
 
 def _unmapper(path: Path) -> Callable[[], None]:
@@ -365,6 +372,7 @@ OPTIMIZERS = (
     "optimizer", "optim", "optimizer_states", "optimizer_state_dict", "optim_state_dict", "optimizer_state",
     "optimizers", "opt",
 )  # fmt: skip
+_ANY_MODEL = re.compile("^(?:(?:model|state_dict)_)+(?=.)|(?:_(?:model|state_dict))+$")
 _LIGHTNING = "pytorch-lightning_version"
 _WRAPPERS = ("module.", "_orig_mod.")
 
@@ -380,7 +388,8 @@ class TorchState:
 def laid_out(state: Mapping[str, Any], parameter_names: Sequence[str] | None = None) -> TorchState:
     """Arrange a state: weights under ``model``, one optimizer by name under ``optim``, and the rest as train state.
 
-    If the optimizer's parameters cannot be named, the state remains unchanged, and a note says why. A state without an
+    A mapping with all names of the model, such as an average, is a second model: "state_dict_ema" becomes ``ema``. If
+    the optimizer's parameters cannot be named, the state remains unchanged, and a note says why. A state without an
     optimizer also remains unchanged. The rest of a Lightning file is placed where `casckpt.frontends.lightning`
     expects it. ``parameter_names``: the names of the optimizer's parameters, in order, if the shapes do not determine
     the names. Raises Mismatch if the names do not fit.
@@ -401,11 +410,18 @@ def laid_out(state: Mapping[str, Any], parameter_names: Sequence[str] | None = N
     except Mismatch as error:
         if parameter_names is not None:
             raise
-        return TorchState(as_it_is, (_note(repr(name), str(error), "Import again with parameter_names=, or load"),))
+        return TorchState(as_it_is, (_note(repr(name), str(error), _WITH_NAMES),))
     if _LIGHTNING in state:
         return TorchState({**as_it_is, "optim": optim})
     rest = {key: value for key, value in state.items() if key not in (name, home)}
-    return TorchState({"model": model, "optim": optim} | ({"train": {0: rest}} if rest else {}))
+    whole: dict[str, Any] = {"model": model, "optim": optim, "train": {0: rest}}
+    models = {key: {str(name).removeprefix("module.") for name in rest[key]} for key in rest if _is_model(rest[key])}
+    others = [key for key, names in models.items() if names >= model.keys() and key not in whole]
+    for key in others:
+        own = _ANY_MODEL.sub("", str(key))
+        whole[key if own in {*whole, *state} else own] = _unwrapped(rest.pop(key))
+    told = f"the file has other models, {listed(others)}, stored as {listed([*whole][3:])}; the rest is train state"
+    return TorchState({key: value for key, value in whole.items() if rest or key != "train"}, (told,) * bool(others))
 
 
 def _of_lightning(state: Mapping[str, Any], home: str) -> Mapping[str, Any]:

@@ -20,6 +20,16 @@ def test_an_import_reports_values_that_it_did_not_translate(store_path: Path, tm
     run("import", store_path, tmp_path / "ckpt.pt", "--step", 2, "--as-is")
 
 
+@pytest.mark.parametrize("text", [None, "", "{}", '["a", 1]', '"ab"'])
+def test_parameter_names_are_a_json_list(store_path: Path, tmp_path: Path, run: Run, text: str | None) -> None:
+    torch.save({"w": torch.ones(2)}, tmp_path / "x.pt")
+    if text is not None:
+        (tmp_path / "names.json").write_text(text)
+    names = ("--parameter-names", tmp_path / "names.json")
+    refused = run("import", store_path, tmp_path / "x.pt", "--step", 1, *names, status=2).stderr
+    assert "names.json is not a file with a JSON list of names" in refused
+
+
 def test_the_error_for_a_file_of_the_wrong_kind_names_its_actual_kind(
     store_path: Path, tmp_path: Path, run: Run
 ) -> None:

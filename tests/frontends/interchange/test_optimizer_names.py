@@ -183,6 +183,52 @@ def test_parameters_are_matched_by_their_memory_their_kind_and_their_order() -> 
         by_name([fewer.state_dict()], model)
 
 
+def test_an_average_in_a_file_is_a_second_model(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    model, optimizer = trained()
+    average, averaged = Network(3), optim.swa_utils.AveragedModel(Network(4))
+    wrapped = {f"module.{name}": value for name, value in average.state_dict().items()}
+    part = {"head.weight": torch.ones(2)}
+    more = {"state_dict_ema": average.state_dict(), "teacher": wrapped, "model_avg": averaged.state_dict()}
+    rest = {"epoch": 3, "best": part, "scale": {"scale": 2.0}}
+    torch.save(
+        {"state_dict": model.state_dict(), "optimizer": optimizer.state_dict(), **more, **rest}, tmp_path / "x.pt"
+    )
+    store = small()
+    made = torch_save_to_casckpt(tmp_path / "x.pt", store, step=3)
+    (note,) = made.notes
+    assert note == (
+        "the file has other models, 'state_dict_ema', 'teacher', 'model_avg', stored as 'ema', 'teacher', 'avg'; "
+        "the rest is train state"
+    )
+    assert note in caplog.text
+    fresh = {
+        "model": Network(5),
+        "ema": Network(6),
+        "teacher": Network(7),
+        "avg": optim.swa_utils.AveragedModel(Network(8)),
+    }
+    state = TrainState(rng=False, epoch=0)
+    Checkpointer(store, run="default").resume(fresh, optim.AdamW(fresh["model"].parameters()), state)
+    for name, want in (("model", model), ("ema", average), ("teacher", average), ("avg", averaged)):
+        assert identical(fresh[name].state_dict(), want.state_dict())
+    assert state["epoch"] == 3
+    assert identical(store.read("default@3")["train"][0], rest)
+
+
+def test_no_second_model_takes_the_place_of_another_part() -> None:
+    model, optimizer = trained()
+    keys = ("optim_model", "model_ema", "ema", "model_avg", "avg_state_dict", "optim", "train", "state_dict")
+    file = {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
+    assert set(laid_out(file).state) == {"model", "optim"}
+    values = {key: Network(n).state_dict() for n, key in enumerate(keys)}
+    found = dict(laid_out(file | values).state)
+    rest = found.pop("train")[0]
+    assert set(rest) == {"optim", "train"}
+    assert set(found) == {"model", "optim", "optim_model", "model_ema", "ema", "avg", "avg_state_dict", "state_dict"}
+    found["model_avg"] = found.pop("avg")
+    assert all(identical((found | rest)[key], values[key]) for key in keys if key != "optim")
+
+
 def test_only_a_prefix_of_all_names_counts_as_a_wrapper() -> None:
     model = {"module.w": torch.ones(2), "head.w": torch.ones(3)}
     optimizer = optim.SGD([nn.Parameter(value) for value in model.values()], lr=0.1).state_dict()

@@ -9,12 +9,14 @@ import shutil
 import subprocess
 import sys
 import zipfile
+from argparse import Namespace
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import fsspec
+import numpy as np
 import pytest
 import torch
 from safetensors.torch import save_file
@@ -26,6 +28,7 @@ from casckpt.frontends.dcp import casckpt_to_dcp, casckpt_to_torch_save, dcp_to_
 from casckpt.frontends.interchange import resident, torch_files
 from casckpt.loading import regions
 from tests.support.dcp import Colour, example, stock, stringed
+from tests.support.exact import same
 from tests.support.progress_calls import ProgressCalls
 from tests.support.together import numbers
 from tests.support.training import identical
@@ -69,10 +72,35 @@ def files_of_at_most(nbytes: int) -> Iterator[None]:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
 
 
-def test_an_object_in_a_torch_save_file_remains_an_object(store: Store, tmp_path: Path) -> None:
-    torch.save({"net": torch.nn.Linear(1, 1), "w": torch.ones(2)}, tmp_path / "x.pt")
-    torch_save_to_casckpt(tmp_path / "x.pt", store, run="a", step=1, allow_pickle=True)
-    assert type(store.read("a@1", allow_pickle=True)["net"]) is torch.nn.Linear
+def test_a_whole_module_in_a_torch_save_file_becomes_its_state(store: Store, tmp_path: Path) -> None:
+    net, average = torch.nn.Linear(1, 1), torch.nn.Linear(1, 1)
+    optim = torch.optim.SGD(net.parameters(), lr=0.1)
+    whole = {"model": net, "ema": average, "optimizer": optim, "more": [net, Colour.RED], "date": "today"}
+    for step, file in enumerate((whole, net)):
+        torch.save(file, tmp_path / "x.pt")
+        with pytest.raises(InvalidInput, match=r"torch\.nn\.modules\.linear\.Linear.*Modules then become their state"):
+            torch_save_to_casckpt(tmp_path / "x.pt", store, run="a", step=step)
+        torch_save_to_casckpt(tmp_path / "x.pt", store, run="a", step=step, allow_pickle=True)
+    read = store.read("a@0", allow_pickle=True)
+    assert identical(read["model"], net.state_dict())
+    assert identical(read["ema"], average.state_dict())
+    assert read["optim"]["param_groups"][0]["params"] == ["weight", "bias"]
+    assert identical(read["train"][0]["more"][0], net.state_dict())
+    assert read["train"][0]["more"][1] is Colour.RED
+    assert identical(store.read("a@1"), net.state_dict())
+
+
+def test_a_file_with_the_arguments_of_a_script_is_imported_without_pickles(store: Store, tmp_path: Path) -> None:
+    state = {
+        "args": Namespace(lr=0.1, out=Path("x")),
+        "best": np.float64(0.7),
+        "rng": np.random.RandomState(4).get_state(),
+    }
+    for step, zipped in enumerate((True, False)):
+        torch.save({"w": torch.ones(2), **state}, tmp_path / "x.pt", _use_new_zipfile_serialization=zipped)
+        torch_save_to_casckpt(tmp_path / "x.pt", store, step=step)
+        found = store.read(f"default@{step}")
+        assert same({name: found[name] for name in state}, state)
 
 
 @pytest.mark.parametrize("call", [casckpt_to_torch_save, casckpt_to_dcp])

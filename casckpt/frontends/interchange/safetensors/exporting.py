@@ -9,13 +9,13 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import NamedTuple
 
 from casckpt.base.progress import Progress, Shown
-from casckpt.base.text import is_url
+from casckpt.base.text import is_url, listed
 from casckpt.base.units import parse_size
 from casckpt.contents.checkpoint import Checkpoint
 from casckpt.errors import Conflict
@@ -61,6 +61,7 @@ def export_safetensors(
     strip_prefix: str | None = None,
     rename: Rename = None,
     max_shard_size: int | str | None = None,
+    metadata: Mapping[str, str] | None = None,
     force: bool = False,
     progress: Shown | None = None,
     base: Base | None = None,
@@ -71,9 +72,10 @@ def export_safetensors(
     file. Otherwise, it is a folder with the imported files, or ``model.safetensors`` (or several files of at most
     ``max_shard_size``, 5GB by default, and their index), and, unless ``attachments=False``, all attachments. The files
     of an imported folder are restored unless a file is larger than ``max_shard_size``, or the names, dtypes or shapes
-    of its tensors have changed. The result's ``notes`` and the log report such changes. ``force``: overwrite existing
-    files. ``progress``: counts tensor bytes. ``base``: an earlier export. Its files are hashed completely, and reused
-    if their layout is unchanged.
+    of its tensors have changed. The result's ``notes`` and the log report such changes. ``metadata``: strings to add to
+    the ``__metadata__`` of the files, which are then new ones. ``force``: overwrite existing files. ``progress``:
+    counts tensor bytes. ``base``: an earlier export. Its files are hashed completely, and reused if their layout is
+    unchanged. The log names what is left out, unless ``model`` is set.
 
     ``keys``, ``strip_prefix``, ``rename``: see `casckpt.frontends.views.view.Rules`. ``model``: write only the model's
     weights, for Transformers' `from_pretrained`. Otherwise, config.json is not written if the folder is not a model.
@@ -85,6 +87,7 @@ def export_safetensors(
     opened = as_store(store)
     rules = Rules(keys, strip_prefix, rename, model)
     job = _Job(opened, opened.get(ref), rules, progress)
+    job.metadata = metadata or {}
     with place_for(out, force=force, is_last=is_index) as target:
         found = _exported_to(target, job, max_shard_size, attached=attachments, force=force, base=base)
     if not is_url(out):
@@ -154,6 +157,11 @@ class _Job(FolderPlan):
     def exported(self, files: Sequence[Path], attachments: tuple[str, ...], skipped: tuple[str, ...]) -> Exported:
         """Return the result of the export."""
         view = self.view
+        if view.left_out and not self.rules.model:
+            log.warning("left out, because safetensors holds only tensors: %s", listed(view.left_out))
+        wholes = dict.fromkeys(filter(None, (self.contents.outer.get(one.entry.key) for one in view.tensors)))
+        if wholes and not self.rules.model:
+            self.notes.append(f"of {listed([*wholes])}, the files have only the inner tensors, not shape and options")
         for note in self.notes:
             log.warning("%s", note)
         return Exported(

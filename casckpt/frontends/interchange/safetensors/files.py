@@ -71,6 +71,8 @@ def encode_header(tensors: Iterable[TensorHeader], metadata: Mapping[str, str]) 
 
     Raises InvalidInput, naming the key, for a tensor or header that such a file cannot hold.
     """
+    if not all(isinstance(one, str) for entry in metadata.items() for one in entry):
+        raise InvalidInput("the metadata of a safetensors file consists of strings; pass strings")
     header: dict[str, Any] = {"__metadata__": dict(metadata)} if metadata else {}
     start = 0
     for tensor in tensors:

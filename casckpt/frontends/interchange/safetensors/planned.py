@@ -44,11 +44,13 @@ _OF_TRAINING = re.compile(r"optimizer\.(pt|bin)|scheduler\.pt|scaler\.pt|trainin
 class FolderPlan:
     """The plan for one checkpoint under the given rules. Raises the errors of `Contents.open` and `view_of`.
 
-    An imported folder is restored with its own files. ``notes``: the reasons, if this is not possible.
+    An imported folder is restored with its own files, unless ``metadata`` is set, which adds to the metadata of files.
+    ``notes``: the reasons, if this is not possible.
     """
 
     def __init__(self, store: Store, checkpoint: Checkpoint, rules: Rules) -> None:
         self.store, self.checkpoint, self.rules = store, checkpoint, rules
+        self.metadata: Mapping[str, str] = {}
         self.contents = Contents.open(store.repository, checkpoint.commit)
         self._imported, self.notes = imported_models(store, checkpoint)
         component = (rules.strip_prefix or "").removesuffix(".")
@@ -142,7 +144,7 @@ class FolderPlan:
         imported = self._imported.get(folder)
         if imported is not None and imported.fits(tensors):
             files = list(imported.files(tensors))
-            if most is None or all(file.nbytes - len(file.head) <= most for file in files):
+            if not self.metadata and all(most is None or file.nbytes - len(file.head) <= most for file in files):
                 return files
         elif imported is not None:
             where = f"{self._home}{folder and f'{folder}/'}{imported.stem}*{SUFFIX}"
@@ -155,7 +157,7 @@ class FolderPlan:
 
     @property
     def _metadata(self) -> dict[str, str]:
-        return {**file_metadata(self.checkpoint, self.rules), **self.view.metadata}
+        return {**file_metadata(self.checkpoint, self.rules), **self.view.metadata, **self.metadata}
 
     def lay_out_file(self) -> FileLayout:
         """Return one file with all tensors: the imported file if there was only one."""

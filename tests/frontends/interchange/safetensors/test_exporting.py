@@ -6,6 +6,7 @@ import json
 import os
 import random
 from pathlib import Path
+from typing import Any
 
 import pytest
 import safetensors
@@ -81,6 +82,42 @@ def test_a_pattern_selects_the_exported_keys(store: casckpt.Store, tmp_path: Pat
     assert set(safetensors.torch.load_file(found.files[0])) == {"model.w", "model.b", "nan"}
     with pytest.raises(MissingKey, match="nothing in default@0 matches 'head"):
         export_safetensors(store, "latest", tmp_path / "n.safetensors", keys=["model.*", "head.*"])
+
+
+def test_an_export_says_what_safetensors_cannot_hold(
+    store: casckpt.Store, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    sparse = torch.sparse_coo_tensor(torch.tensor([[0], [1]]), torch.ones(1), (2, 2), check_invariants=True)
+    cases: list[tuple[dict[str, Any], str, str]] = [
+        ({"w": torch.ones(2)}, "", ""),
+        ({"w": torch.ones(2), "note": "x"}, "", "left out, because safetensors holds only tensors: 'note'"),
+        ({"w": sparse}, "of 'w', the files have only the inner tensors, not shape and options", ""),
+        ({"w": sparse, "note": "x"}, "inner tensors", "left out"),
+    ]  # fmt: skip
+    for step, (state, note, logged) in enumerate(cases):
+        caplog.clear()
+        store.save(state, step=step)
+        notes = store.export(f"default@{step}", tmp_path / f"{step}.safetensors").notes
+        assert [note in one for one in notes] == [True] * bool(note)
+        assert logged in caplog.text
+        assert bool(caplog.text) == bool(note or logged)
+
+
+def test_metadata_is_added_to_new_files(store: casckpt.Store, tmp_path: Path) -> None:
+    safetensors.torch.save_file({"w": torch.ones(2)}, tmp_path / "in.safetensors", {"a": "1", "b": "2"})
+    import_safetensors(store, tmp_path / "in.safetensors", step=1)
+    (tmp_path / "in").mkdir()
+    safetensors.torch.save_file({"w": torch.ones(2)}, tmp_path / "in" / "mine.safetensors", {"a": "1"})
+    import_safetensors(store, tmp_path / "in", step=2)
+    store.save({"w": torch.ones(2)}, step=3)
+    for step, own in ((1, {"a": "1", "b": "2"}), (2, {"a": "1"}), (3, {"format": "pt"})):
+        for given in (None, {"b": "3"}):
+            out = store.export(f"default@{step}", tmp_path / f"{step}{given}", format="safetensors", metadata=given)
+            with safetensors.safe_open(out.files[0], "pt") as file:
+                assert file.metadata() == own | (given or {})
+            assert out.notes == ()
+    with pytest.raises(InvalidInput, match="consists of strings"):
+        store.export("default@3", tmp_path / "x.safetensors", metadata={"n": 3})  # type: ignore[dict-item]  # a mistake
 
 
 def test_a_dtype_that_safetensors_lacks_is_named_before_anything_is_written(
