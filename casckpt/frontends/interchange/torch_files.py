@@ -34,7 +34,7 @@ from casckpt.contents.contents import Contents
 from casckpt.errors import InvalidInput, Mismatch, NotFound, Refused
 from casckpt.format.plain_codecs import Unfit
 from casckpt.format.sections.index import Entry
-from casckpt.format.tree import TENSOR, Element, Leaf, Node, children, container, join, leaves
+from casckpt.format.tree import TENSOR, Element, Leaf, Node, children, container, find, join, leaves
 from casckpt.frontends.interchange import plain_pickles
 from casckpt.frontends.interchange.new_files import file_attachments, new_file, place_for, torch_saves
 from casckpt.frontends.interchange.optimizer_names import by_name, is_named, is_optimizer_state
@@ -280,8 +280,13 @@ class _Export:
 
     def seen(self, rules: Rules) -> tuple[Any, View, Sequence[_Storage]]:
         """Return the tensors of a view by name, without data, and their storages in order."""
-        view = view_of(self.contents, rules)
-        return {tensor.name: self._empty(tensor.entry) for tensor in view.tensors}, view, view.tensors
+        view, metadata = view_of(self.contents, rules), None
+        state = OrderedDict((tensor.name, self._empty(tensor.entry)) for tensor in view.tensors)
+        if rules.strip_prefix and not (rules.keys or rules.rename):
+            metadata = getattr(find(self.contents.tree, rules.strip_prefix.removesuffix(".")), "_metadata", None)
+        if metadata is not None and _is_read(metadata):
+            vars(state)["_metadata"] = metadata  # the versions of modules, without which torch would convert values
+        return state, view, view.tensors
 
     def _empty(self, entry: Entry) -> torch.Tensor:
         with self._fake:

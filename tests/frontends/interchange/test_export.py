@@ -89,6 +89,18 @@ def test_torch_load_reads_exported_model_weights(store: Store, tmp_path: Path) -
     assert identical(dict(fresh.state_dict()), dict(model.state_dict()))
 
 
+def test_an_exported_model_has_its_module_versions_so_torch_converts_nothing(store: Store, tmp_path: Path) -> None:
+    norm = torch.nn.BatchNorm1d(2)
+    store.save({"nets": {"main": norm}, "bare": dict(norm.state_dict())}, run="v", step=1)
+    for given, want in (
+        ({"strip_prefix": "nets.main"}, 2),
+        ({"strip_prefix": "bare"}, None),
+        ({"keys": ["nets.*"]}, None),
+    ):
+        store.export("v@1", tmp_path / "m.pt", force=True, **given)
+        assert getattr(torch.load(tmp_path / "m.pt"), "_metadata", {}).get("", {}).get("version") == want
+
+
 def test_containers_are_exported_as_types_that_torch_load_reads(store: Store, tmp_path: Path) -> None:
     state: dict[str, Any] = {
         "a": defaultdict(list, {"w": torch.ones(2)}), "o": OrderedDict(w=torch.ones(1)), "n": np.arange(3),
