@@ -8,20 +8,23 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeAlias, get_args
 
-import torch
-from torch import nn
-
 from casckpt.base.groups import grouped
 from casckpt.base.text import listed
 from casckpt.contents.checkpoint import Checkpoint
-from casckpt.errors import InvalidInput, Mismatch
+from casckpt.errors import InvalidInput
 from casckpt.frontends.training_state.contents import TRAIN, LoadRequest, Missing
-from casckpt.frontends.training_state.optimizer import tensors_below
 from casckpt.frontends.training_state.proof import NOT_THERE, Proof
 from casckpt.frontends.training_state.settings import RECIPE, Replaced, replacing, schedules_in, settings_of, shown
 from casckpt.frontends.training_state.stored import GROUPS, OPTIM
-from casckpt.frontends.training_state.train_state import RNG, TrainState, as_parts, check_fillable, fill, noted
-from casckpt.loading.fit import memory_of
+from casckpt.frontends.training_state.train_state import (
+    RNG,
+    TrainState,
+    as_parts,
+    check_apart,
+    check_fillable,
+    fill,
+    noted,
+)
 from casckpt.ranks.ranks import everyone
 
 log = logging.getLogger("casckpt")
@@ -180,26 +183,12 @@ def set_loaded(wanted: LoadRequest, state: Mapping[str, Any], model: Any) -> Out
         return (TRAIN,), left, dict(_set(wanted.train_state, state, wanted, left, model))
 
 
-def _check_apart(train_state: Any, state: Mapping[str, Any], model: Any) -> None:
-    """Raise Mismatch if ``state`` would overwrite the model, whose memory is part of the train state."""
-    modules = model.values() if isinstance(model, Mapping) else model if isinstance(model, list | tuple) else [model]
-    tensors = (one for each in modules if isinstance(each, nn.Module) for one in (*each.parameters(), *each.buffers()))
-    memory, saved = set(map(memory_of, tensors)), dict(tensors_below(state, TRAIN))
-    for key, value in tensors_below(train_state, TRAIN):
-        if memory_of(value) in memory and key in saved and not torch.equal(value, saved[key].to(value.device)):
-            raise Mismatch(
-                f"{key!r} is a tensor of the model, and has a different value in the checkpoint, with which the load "
-                "would overwrite the model: pass a copy, such as copy.deepcopy(model.state_dict())",
-                key=key,
-            )
-
-
 def _set(train_state: Any, state: Mapping[str, Any], wanted: LoadRequest, left: dict[str, str], model: Any) -> Replaced:
     """Set a train state. Return the settings that this replaces. ``left`` receives why parts were skipped or changed.
 
     A dict is filled in place. It also receives the parts that only the checkpoint has.
     """
-    _check_apart(train_state, state, model)
+    check_apart(train_state, state, model, TRAIN)
     parts = as_parts(train_state)
     with replacing(train_state, state, keeps=wanted.options == "keep") as (replaced, kept, empty):
         if parts is None:

@@ -11,12 +11,15 @@ from typing import Any
 
 import numpy as np
 import torch
+from torch import nn
 from torch.utils.data import DataLoader
 
 from casckpt.base.digest import hex_digest
 from casckpt.base.text import listed
 from casckpt.errors import InvalidInput, Mismatch, MissingKey
 from casckpt.format.tree import TENSOR
+from casckpt.frontends.training_state.optimizer import tensors_below
+from casckpt.loading.fit import memory_of
 from casckpt.ranks.ranks import this_rank
 from casckpt.tensors.state import GENERATORS, holds_object, is_object
 
@@ -304,6 +307,23 @@ def as_parts(train_state: Any) -> TrainState | None:
     parts = TrainState(rng=False)
     parts.data = train_state
     return parts
+
+
+def check_apart(train_state: Any, state: Mapping[str, Any], model: Any, at: str) -> None:
+    """Raise Mismatch if ``state`` would overwrite the model, whose memory is part of the train state.
+
+    ``at``: the key of the train state.
+    """
+    modules = model.values() if isinstance(model, Mapping) else model if isinstance(model, list | tuple) else [model]
+    tensors = (one for each in modules if isinstance(each, nn.Module) for one in (*each.parameters(), *each.buffers()))
+    memory, saved = set(map(memory_of, tensors)), dict(tensors_below(state, at))
+    for key, value in tensors_below(train_state, at):
+        if memory_of(value) in memory and key in saved and not torch.equal(value, saved[key].to(value.device)):
+            raise Mismatch(
+                f"{key!r} is a tensor of the model, and has a different value in the checkpoint, with which the load "
+                "would overwrite the model: pass a copy, such as copy.deepcopy(model.state_dict())",
+                key=key,
+            )
 
 
 def check_fillable(train_state: Any) -> None:
