@@ -68,7 +68,17 @@ HOLDERS = {
 """Where the attributes are of objects that casckpt gets, and the keys and parameters of other packages."""
 _KNOWN = {name: [one for one in HOLDERS if name in HOLDERS[one].split()] for name in " ".join(HOLDERS.values()).split()}
 _DOCUMENTED = {"_asdict", "_fields", "_replace"}  # of named tuples
-_NO_NAMES = {"_beside", "_seconds", "_id", "_param_names", "_StorageInfo", "_get_layout", "pathlib._local"}
+_NO_NAMES = {
+    "_beside",
+    "_reconstruct",
+    "_seconds",
+    "_id",
+    "_param_names",
+    "_StorageInfo",
+    "_get_layout",
+    "pathlib._local",
+    "_core",
+}
 """Other strings: keys, and names in pickles."""
 
 
