@@ -49,10 +49,11 @@ Apart: TypeAlias = tuple[set[tuple[str, Any]], list[str]]
 
 
 def is_sharded(parameter: Any) -> bool:
-    """Return whether this rank has only a part of ``parameter``."""
+    """Return whether this rank has only a part of ``parameter``, or may have all of a DTensor that others lack."""
     if isinstance(parameter, Shard):
         return parameter.data.numel() != prod(parameter.global_shape)
-    return is_dtensor(parameter) and parameter.to_local().numel() != parameter.numel()
+    dims = zip(parameter.placements, parameter.device_mesh.shape, strict=True) if is_dtensor(parameter) else ()
+    return any(size > 1 and not placement.is_replicate() for placement, size in dims)
 
 
 @dataclass(frozen=True)
@@ -94,6 +95,7 @@ def _beside(name: str, found: Sequence[tuple[str, torch.Tensor]], parameter: Any
     if not is_dtensor(parameter):
         return Beside(hex_digest(text.encode()), False, ())
     here = parameter.to_local()
+    cut = cut and here.shape != parameter.shape
     is_slice = cut and any(one.shape == here.shape and one.numel() > 1 for _, one in found)
     return Beside(hex_digest(text.encode()), is_slice, tuple(f"{name}{at}" for at, one in found if one.shape))
 
