@@ -274,7 +274,12 @@ class TrainingStateLoad:
         resized = {key.removeprefix(start) for key in fit.misfits}
         unfit = dict.fromkeys(name for name in (*lacking, *resized, *others) if not self._is_ignored(name))
         starts, mine, pairs, refusal = dict[str, str](), list[str](), dict[str, str](), ""
-        saved = stored.metadata(above.removesuffix("."))
+        saved = dict(known := stored.metadata(above.removesuffix(".")))
+        for name, at in places.items():  # a ``rename`` may map to modules of other names
+            here, there = name.split("."), at.removeprefix(above).split(".")
+            while here and there and here.pop() == there.pop():
+                if (path := ".".join(there)) in known:
+                    saved[".".join(here)] = known[path]
         for path, converter in self._converters.items():
             was = saved.get(path.removesuffix("."), {}).get("version", converter.version)
             whole = not any(is_part(value) for name, value in values.items() if name.startswith(path))

@@ -85,7 +85,11 @@ class StoredTraining:
     def metadata(self, key: str) -> Mapping[str, Any]:
         """Return the ``_metadata`` of the state_dict at a key, with module versions. It is empty if it is not known."""
         found = getattr(find(self._tree, key) if key else self._tree, "_metadata", None)
-        return found if isinstance(found, Mapping) else {}
+        if isinstance(found, Mapping) or not key:
+            return found if isinstance(found, Mapping) else {}
+        above, _, last = key.rpartition(".")  # the key may be that of a module in a state_dict
+        below = {path: value for path, value in self.metadata(above).items() if f"{path}.".startswith(f"{last}.")}
+        return {path[len(last) + 1 :]: value for path, value in below.items()}
 
     @property
     def is_nested(self) -> bool:

@@ -263,6 +263,17 @@ def test_modules_convert_the_values_of_an_older_version_once(store: casckpt.Stor
     assert fresh[1].value.item() == 20
 
 
+@pytest.mark.parametrize("part", [False, True], ids=["swapped modules", "a part of the saved model"])
+def test_the_version_of_a_renamed_module_is_that_of_the_module_that_was_saved(
+    store: casckpt.Store, *, part: bool
+) -> None:
+    save_model_and_optim_state(store, nn.Sequential(Kelvin(2), Kelvin(1)), run="a", step=1)
+    fresh: Any = Kelvin(2) if part else nn.Sequential(Kelvin(2), Kelvin(2))
+    names = {"model.value": "model.1.value", "model.0.value": "model.1.value", "model.1.value": "model.0.value"}
+    load_model_and_optim_state(store, "a@1", fresh, rename=names, strict=False)
+    assert [value.item() for value in fresh.parameters()] == ([293.0] if part else [293.0, 20.0])
+
+
 class Noting(nn.Module):
     """Notes whether it receives its own weight."""
 
