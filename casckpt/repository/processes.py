@@ -28,6 +28,7 @@ loaded_here: set[tuple[str, str]] = set()
 """The runs from which this process has read a checkpoint's tensors, each with the id of its store."""
 saving_here: dict[tuple[str, str, int], Future[Any]] = {}
 """The saves that this process runs in the background, by the URL of the store, the run and the step."""
+os.register_at_fork(after_in_child=saving_here.clear)  # a forked child has no thread that would finish them
 MAX_WHO = 200  # characters
 _MAX_PID = 1 << 22  # on Linux
 _STATE, _THREADS, _STARTED = 0, 17, 19  # fields 3, 20 and 22 of stat, counted from the field after the name

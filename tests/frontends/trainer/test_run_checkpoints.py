@@ -13,8 +13,10 @@ from torch import nn
 import casckpt
 from casckpt.errors import NotFound
 from casckpt.frontends.trainer import Checkpointer
+from casckpt.repository.repository import Repository
 from casckpt.store.store import Store
 from tests.support.faulty import FaultyStore, call_first
+from tests.support.forks import forked
 from tests.support.repositories import memory
 from tests.support.saves import small
 from tests.support.servers import Server
@@ -70,6 +72,25 @@ def test_names_of_a_checkpoint_that_is_still_being_saved_are_not_those_of_the_on
     caplog.clear()
     store.tag("best", "sft@latest")
     assert caplog.messages == []
+
+
+def test_a_forked_child_does_not_wait_for_the_saves_of_its_parent() -> None:
+    inner, go = memory(), threading.Event()
+    storage, (model, optimizer) = FaultyStore(inner), made(1)
+    checkpointer, other = Checkpointer(small(storage), run="sft"), Checkpointer(Store(Repository(inner)), run="sft")
+    checkpointer.save(1, model, optimizer)
+
+    def hold(_: object) -> None:
+        assert go.wait(60)
+
+    storage.inject(call_first("put", hold, key="commits/*[!1]"))
+    saving = checkpointer.save_async(2, model, optimizer)
+    try:
+        with forked(lambda: other.resume(model, optimizer)):
+            assert not saving.done()
+    finally:
+        go.set()
+        saving.result()
 
 
 @pytest.mark.parametrize(
