@@ -108,7 +108,8 @@ def plain(value: Any) -> Any:
         return _CODECS[type(value).__name__].join([*map(plain, chain(*value.items()))])
     if isinstance(value, MutableMapping | list):
         for key, item in list(enumerate(value) if isinstance(value, list) else value.items()):
-            value[key] = plain(item)
-    elif hasattr(value, "state_dict") and not isinstance(value, type):
+            if (made := plain(item)) is not item:  # some mappings cannot be changed
+                value[key] = made
+    elif hasattr(type(value), "state_dict"):
         return value.state_dict()
     return value

@@ -72,6 +72,21 @@ def files_of_at_most(nbytes: int) -> Iterator[None]:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
 
 
+class Fixed(dict[str, Any]):
+    """A mapping that cannot be changed."""
+
+    __setitem__ = None  # type: ignore[assignment]
+
+    def __reduce__(self) -> Any:
+        return Fixed, (dict(self),)
+
+
+def test_a_mapping_that_cannot_be_changed_is_imported(store: Store, tmp_path: Path) -> None:
+    torch.save({"w": torch.ones(1), "x": Fixed(y=1)}, tmp_path / "x.pt")
+    torch_save_to_casckpt(tmp_path / "x.pt", store, run="a", step=1, allow_pickle=True)
+    assert store.read("a@1")["x"] == {"y": 1}
+
+
 def test_a_whole_module_in_a_torch_save_file_becomes_its_state(store: Store, tmp_path: Path) -> None:
     net, average = torch.nn.Linear(1, 1), torch.nn.Linear(1, 1)
     optim = torch.optim.SGD(net.parameters(), lr=0.1)
