@@ -589,7 +589,9 @@ class _OptimizerPlan:
         self._homes = self._make_homes(parameters.parts)
         check_places(stored, at, {name: home.holding.whole for name, home in self._homes.items()}, ranks)
         mine = f"{at}.{RANKS}.{ranks.rank}"
-        self.own = stored.template(stored.nodes({}, mine), self._place_own, lambda key: True, mine)
+        own = stored.nodes({}, mine)
+        own = {name: node for name, node in own.items() if name in self._parameters}
+        self.own = stored.template(own, self._place_own, lambda key: True, mine)
         plain = f"{at}.{PLAIN}"
         self._plain = set(stored.value(plain, allow_pickle=False)) if plain in stored.keys else set[str]()
         self.nothing_of = {name for name, home in self._homes.items() if home.holding.is_nothing}
