@@ -14,6 +14,7 @@ import torch
 
 from casckpt.base.lazy import cached_property
 from casckpt.base.names import check_attachment_name
+from casckpt.base.text import listed
 from casckpt.errors import InvalidInput
 from casckpt.format.manifest import Attachment, ObjectEntry
 from casckpt.format.plain import Spill
@@ -99,6 +100,9 @@ def prepare(
             entry, parts = stored_object(key, own, partial(encode_object, key, leaf.value, allow_pickle))
             objects.append(entry)
             sources += parts
+    tensors = flat.leaves.items() if frozen is not None else ()
+    if trained := [key for key, leaf in tensors if getattr(leaf.value, "requires_grad", False) and is_frozen(key)]:
+        _warn_of_trained(listed(trained))
     if rank == 0:
         _warn_if_empty(sources)
         for unkept, path in flat.unkept.items():
@@ -108,6 +112,14 @@ def prepare(
     sharded = {key: value for key, value in outer.items() if is_part(value) and not flat.wrappers[key].in_parts}
     in_parts = {key: flatten({key: value}, apart=lambda _: True) for key, value in sharded.items()}
     return Prepared([*sources, *large], objects, inline, encode_tree(flat.tree), left, in_parts)
+
+
+@cache
+def _warn_of_trained(names: str) -> None:
+    log.warning(
+        "%s are declared frozen, but require gradients. If they change, even in one row, every checkpoint has their "
+        "first values: leave them out of frozen=, or call requires_grad_(False). This is logged once", names,
+    )  # fmt: skip
 
 
 def _warn_if_empty(sources: Sequence[LocalEntry]) -> None:

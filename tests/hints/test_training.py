@@ -184,6 +184,22 @@ def test_parameters_of_no_module_are_saved_as_advised(store: Store) -> None:
     assert identical([fresh.detach(), other.state_dict()], [alpha.detach(), own.state_dict()])
 
 
+@follows("saving/prepare.py:_warn_of_trained", "leave them out of frozen=, or call requires_grad_(False)")
+def test_frozen_weights_that_require_gradients_are_said_and_mended_as_advised(
+    store: Store, messages: Messages, caplog: pytest.LogCaptureFixture
+) -> None:
+    model = nn.ModuleDict({"words": nn.Embedding(3, 2), "head": nn.Linear(2, 2)})
+    with messages.log() as advice:
+        store.save({"model": model}, run="a", step=1, frozen=["model.words.*"])
+    advice.says("'model.words.weight' are declared frozen, but require gradients")
+    caplog.clear()
+    store.save({"model": model}, run="a", step=2)
+    model["words"].requires_grad_(False)
+    store.save({"model": model}, run="a", step=3, frozen=["model.words.*"])
+    advice.says("leave them out of frozen=, or call requires_grad_(False)")
+    assert caplog.messages == []
+
+
 @follows("frontends/training_state/model.py:_warn_of_merged", "call unmerge_adapter() first")
 def test_merged_adapters_are_unmerged_as_advised(
     store: Store, model: Two, messages: Messages, caplog: pytest.LogCaptureFixture
