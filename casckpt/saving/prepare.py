@@ -117,8 +117,8 @@ def prepare(
 @cache
 def _warn_of_trained(names: str) -> None:
     log.warning(
-        "%s are declared frozen, but require gradients. If they change, even in one row, every checkpoint has their "
-        "first values: leave them out of frozen=, or call requires_grad_(False). This is logged once", names,
+        "%s are declared frozen, but require gradients. If they change, even in one row, later checkpoints may "
+        "have their first values: leave them out of frozen=, or call requires_grad_(False). This is logged once", names,
     )  # fmt: skip
 
 

@@ -573,11 +573,11 @@ class Checkpointer:
         yield from sorted(chosen, key=lambda one: one.step)
 
     def latest_checkpoint(self) -> Checkpoint:
-        """Return the checkpoint whose save began last. Wait for it if it is in the background.
+        """Return the checkpoint whose save began last. Raises NotFound, which is a FileNotFoundError.
 
-        Raises the error of that save, and NotFound, which is a FileNotFoundError, if there is no checkpoint.
+        First waits for a save in the background. If that fails, logs its error, as `load` does.
         """
-        self.wait()
+        self._settle()
         return self.store.get(f"{self.run}@latest")
 
     def contains_checkpoint(self) -> bool:

@@ -15,7 +15,7 @@ from casckpt.errors import NotFound
 from casckpt.frontends.trainer import Checkpointer
 from casckpt.repository.repository import Repository
 from casckpt.store.store import Store
-from tests.support.faulty import FaultyStore, call_first
+from tests.support.faulty import FaultyStore, call_first, fail_before
 from tests.support.forks import forked
 from tests.support.repositories import memory
 from tests.support.saves import small
@@ -72,6 +72,11 @@ def test_names_of_a_checkpoint_that_is_still_being_saved_are_not_those_of_the_on
     caplog.clear()
     store.tag("best", "sft@latest")
     assert caplog.messages == []
+    storage.inject(fail_before("put", times=1))
+    failed = checkpointer.save_async(3, model, optimizer)
+    assert checkpointer.latest_checkpoint() == resumed  # as a load, it logs the error and goes on
+    assert "the save of sft@3 failed" in caplog.text
+    assert failed.exception() is not None
 
 
 def test_a_forked_child_does_not_wait_for_the_saves_of_its_parent() -> None:
