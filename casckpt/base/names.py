@@ -32,6 +32,7 @@ TXID = rf"{_DAY}T{_TIME}Z-[0-9a-f]{{16}}-[0-9a-f]{{16}}-(?:0|[1-9][0-9]{{0,18}})
 """A txid whose time exists. It uses no \\d, which matches all Unicode digits."""
 _TXID_RE = re.compile(TXID)
 _RUN_RE = re.compile(r"[A-Za-z0-9][A-Za-z0-9._/-]{0,199}")
+_DATE_RE = re.compile("20[0-9]{2}([-_.]?)[01][0-9]\\1[0-3][0-9]")
 _UNFIT_RE = re.compile("[\0-\x1f\\\\\ud800-\udfff]")  # UTF-8 cannot encode lone surrogates
 
 
@@ -84,16 +85,21 @@ def is_attachment_name(name: Any) -> bool:
 def similar(name: str, others: Sequence[str]) -> list[str]:
     """Return the ``others`` that ``name`` may mean: it is almost equal, has the same letters, or begins them.
 
-    Case is ignored. Names with different digits are different on purpose, such as those of a sweep.
+    Case is ignored. Names with different digits are different on purpose, such as those of a sweep, but not those
+    that differ in a date or time: a job that was started again has another one.
     """
     mine = name.casefold()
     close = difflib.get_close_matches(mine, [other.casefold() for other in others], _SIMILAR, _ALMOST)
 
     def is_meant(other: str) -> bool:
         is_near = other in close or other.startswith(mine) or sorted(other) == sorted(mine)
-        return is_near and _digits(other) == _digits(mine)
+        return (is_near and _digits(other) == _digits(mine)) or _undated(other) == _undated(mine)
 
-    return [other for other in others if other != name and is_meant(other.casefold())][:_SIMILAR]
+    return [other for other in others if other != name and is_meant(other.casefold())][-_SIMILAR:]
+
+
+def _undated(name: str) -> str:
+    return re.sub("[0-9]", "0", name) if _DATE_RE.search(name) else name
 
 
 def _digits(name: str) -> str:

@@ -23,6 +23,7 @@ from casckpt.format.names import TxId
 
 MAX_PATTERNS = 1 << 14
 _NUMBER = re.compile("[1-9][0-9]{0,8}")
+_LOWER = re.compile("loss|err", re.IGNORECASE)  # metrics of which everybody wants the lowest
 # in UTC; %V is the ISO 8601 week
 _CALENDAR = {"keep_daily": "%Y-%m-%d", "keep_weekly": "%G-%V", "keep_monthly": "%Y-%m"}
 
@@ -37,14 +38,19 @@ class Best:
 
     @classmethod
     def parse(cls, text: Any) -> Self:
-        """Parse NAME:N, NAME:min:N or NAME:max:N. Raises InvalidInput."""
+        """Parse NAME:min:N or NAME:max:N, or NAME:N for a loss or an error. Raises InvalidInput."""
         name, _, number = text.rpartition(":") if isinstance(text, str) else ("", "", "")
         metric, _, way = name.rpartition(":")
         if way not in ("min", "max") or not metric:
-            metric, way = name, "min"
+            metric, way = name, "min" if _LOWER.search(name) else ""
         if not metric or not _NUMBER.fullmatch(number):
             raise InvalidInput(
                 f'keep-best {text!r:.120} is not valid: pass a metric and a number, such as "loss:3" or "acc:max:1"'
+            )
+        if not way:
+            raise InvalidInput(
+                f"keep-best {text!r:.120} does not say which values are better: pass '{name}:max:{number}' to keep the "
+                f"highest, or '{name}:min:{number}' to keep the lowest"
             )
         return cls(metric, int(number), way == "max")
 
@@ -68,10 +74,10 @@ class Policy:
     checkpoints whose step is a multiple of this. ``keep_within``: keep checkpoints younger than this ("7d", or a
     timedelta). ``keep_daily``, ``keep_weekly``, ``keep_monthly``: keep the newest checkpoint of each of the last N
     days, weeks (from Monday) and months, in UTC, in which a checkpoint was created. ``keep_best``: one or more values
-    such as "loss:3" (keep the three with the lowest loss) or "acc:max:1" (keep the one with the highest acc). Of
-    checkpoints with equal values, this rule keeps those that were saved first. It does not keep checkpoints that lack
-    the metric or have NaN, but if no checkpoint of the run has the metric, it keeps all of them. Raises InvalidInput
-    for invalid values.
+    such as "loss:3" (keep the three with the lowest loss), "ppl:min:3" or "acc:max:1" (keep the one with the highest
+    acc); only names with "loss" or "err" need no direction. Of checkpoints with equal values, this rule keeps those
+    that were saved first. It does not keep checkpoints that lack the metric or have NaN, but if no checkpoint of the
+    run has the metric, it keeps all of them. Raises InvalidInput for invalid values.
     """
 
     keep_last: int | None = None

@@ -59,10 +59,10 @@ def test_a_metric_that_no_checkpoint_has_does_not_forget_or_thin_anything(
 ) -> None:
     key = next(iter(store.get("a@1").tensors))
     for command in (("gc",), ("gc", "--dry-run"), ("thin", "--drop", key), ("stats",)):
-        told = run(command[0], saved, *command[1:], "--keep-best", "los:3", status=1).stderr
+        told = run(command[0], saved, *command[1:], "--keep-best", "los:min:3", status=1).stderr
         assert "no checkpoint here has a metric 'los'; none of them has any" in told
     store.save({"w": 1}, run="c", step=1, metrics={"loss": 1.0})
-    told = run("gc", saved, "--keep-best", "los:3", "--run", "c", status=1).stderr
+    told = run("gc", saved, "--keep-best", "los:min:3", "--run", "c", status=1).stderr
     assert "no checkpoint of run c has a metric 'los'; the existing metrics are loss" in told
     for command in (("gc",), ("thin", "--drop", key), ("stats",)):
         told = run(*command, saved, "--keep-best", "loss:3").stderr

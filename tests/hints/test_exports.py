@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import pathlib
 import pickle
+import warnings
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -46,6 +47,30 @@ class Odd:
 
     def __hash__(self) -> int:
         return 1
+
+
+@follows("frontends/interchange/torch_files.py:_read", "import that file")
+def test_the_weights_of_a_torchscript_archive_are_imported_as_advised(
+    store: Store, tmp_path: Path, messages: Messages
+) -> None:
+    model = nn.Sequential(nn.Linear(2, 2), nn.ReLU())
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # torch plans to remove TorchScript
+        scripted = torch.jit.script(model)
+        torch.jit.save(scripted, tmp_path / "scripted.pt")
+        with messages.error(InvalidInput) as advice:
+            torch_save_to_casckpt(tmp_path / "scripted.pt", store, run="a", step=1)
+        again: Any = torch.jit.load  # torch has no types for it
+        torch.save(again(tmp_path / "scripted.pt").state_dict(), tmp_path / "weights.pt")
+        advice.says(".state_dict(), file), and import that file")
+        torch_save_to_casckpt(tmp_path / "weights.pt", store, run="a", step=1)
+        fresh = nn.Sequential(nn.Linear(2, 2), nn.ReLU())
+        load_model_and_optim_state(store, "a@1", fresh, None)
+        assert identical(fresh.state_dict(), model.state_dict())
+        store.save({"model": scripted}, run="b", step=1)
+        other = torch.jit.script(nn.Sequential(nn.Linear(2, 2), nn.ReLU()))
+        store.load({"model": other}, "b@1")
+        assert identical(other.state_dict(), model.state_dict())
 
 
 @pytest.fixture

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import partial
+from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ from torch import nn, optim
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 from torch.optim.lr_scheduler import CosineAnnealingWarmRestarts, StepLR
+from torch.utils.data import DataLoader, IterableDataset
 
 import casckpt
 from casckpt import load_model_and_optim_state, save_model_and_optim_state
@@ -182,6 +184,94 @@ def test_parameters_of_no_module_are_saved_as_advised(store: Store) -> None:
     other = optim.Adam([fresh])
     saver.resume(model, None, TrainState(alpha=fresh, optim=other))
     assert identical([fresh.detach(), other.state_dict()], [alpha.detach(), own.state_dict()])
+
+
+class Mean(nn.Module):
+    """A metric like those of torchmetrics, whose values are saved on demand."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.persistent(mode=False)
+
+    def persistent(self, mode: bool) -> None:
+        self.register_buffer("value", torch.zeros(1), persistent=mode)
+
+
+@follows("frontends/training_state/train_state.py:_warn_of_empty", "after persistent(True)")
+def test_a_metric_without_a_state_is_said_and_saved_as_advised(
+    store: Store, model: Two, messages: Messages, caplog: pytest.LogCaptureFixture
+) -> None:
+    checkpointer, metric = Checkpointer(store, run="a"), Mean()
+    with messages.log() as advice:
+        checkpointer.save(1, model, train_state=TrainState(mean=metric))
+    advice.says("'mean', a Mean, has an empty state_dict")
+    metric.persistent(True)
+    metric.get_buffer("value").fill_(3)
+    checkpointer.save(2, model, train_state=TrainState(mean=metric))
+    fresh = Mean()
+    fresh.persistent(True)
+    Checkpointer(store, run="a").resume(Two(), train_state=TrainState(mean=fresh))
+    advice.says("after persistent(True)")
+    assert fresh.get_buffer("value") == 3
+    assert sum("empty state_dict" in one for one in caplog.messages) == 1
+
+
+class Numbers(IterableDataset[int]):
+    """A dataset that knows its position."""
+
+    def __init__(self) -> None:
+        self.at = 0
+
+    def __iter__(self) -> Iterator[int]:
+        while self.at < 8:
+            self.at += 1
+            yield self.at
+
+    def state_dict(self) -> dict[str, int]:
+        return {"at": self.at}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self.at = state["at"]
+
+
+class StatefulDataLoader(DataLoader[int]):
+    """Stands for that of torchdata."""
+
+    def state_dict(self) -> dict[str, int]:
+        return {}
+
+
+def said_of(caplog: pytest.LogCaptureFixture, loader: DataLoader[int], run: str, /, **parts: Any) -> str:
+    """Save once while ``loader`` is in the middle of its epoch. Return what was logged."""
+    caplog.clear()
+    iterator, checkpointer = iter(loader), Checkpointer(small(), run=run)
+    next(iterator)
+    checkpointer.save(1, Two(), train_state=TrainState(**parts))
+    return caplog.text
+
+
+@follows("frontends/training_state/train_state.py:warn_of_data", "pass a StatefulDataLoader from torchdata instead")
+def test_a_dataset_that_workers_copy_is_said_and_saved_as_advised(
+    messages: Messages, caplog: pytest.LogCaptureFixture
+) -> None:
+    data = Numbers()
+    with messages.log() as advice:
+        said_of(caplog, DataLoader(data, num_workers=1, multiprocessing_context=get_context("fork")), "a", data=data)
+    advice.says("pass a StatefulDataLoader from torchdata instead, or use num_workers=0")
+    assert "DataLoader" not in said_of(caplog, DataLoader(data), "b", data=data)
+    loader = StatefulDataLoader(data)
+    assert "DataLoader" not in said_of(caplog, loader, "c", loader=loader)
+
+
+def test_a_shuffled_order_that_cannot_continue_is_said_in_the_middle_of_an_epoch(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    data: Any = list(range(8))
+    assert "a DataLoader is at batch 1 of 4" in said_of(caplog, DataLoader(data, batch_size=2, shuffle=True), "a")
+    loader = StatefulDataLoader(data, batch_size=2, shuffle=True)
+    assert "DataLoader" not in said_of(caplog, loader, "b", loader=loader)
+    assert "DataLoader" not in said_of(caplog, DataLoader(data, batch_size=2), "c"), "the program can skip batches"
+    assert "DataLoader" not in said_of(caplog, DataLoader(data, batch_size=8, shuffle=True), "d"), "the epoch has ended"
 
 
 @follows("saving/prepare.py:_warn_of_trained", "leave them out of frozen=, or call requires_grad_(False)")

@@ -208,8 +208,8 @@ def scored(*values: float | None, name: str = "loss") -> list[SavedCheckpoint]:
         ("loss:max:1", [0]),
         (["loss:1", "loss:max:1"], [0, 3]),
         ("loss:99", [0, 1, 2, 3]),
-        ("acc:3", [0, 1, 2, 3, 4, 5]),  # no checkpoint has the metric, so all of them stay
-        (["loss:1", "acc:3"], [0, 1, 2, 3, 4, 5]),
+        ("acc:max:3", [0, 1, 2, 3, 4, 5]),  # no checkpoint has the metric, so all of them stay
+        (["loss:1", "acc:max:3"], [0, 1, 2, 3, 4, 5]),
     ],
 )
 def test_the_best_checkpoints_by_a_metric_are_kept(best: Any, stay: list[int]) -> None:
@@ -230,7 +230,7 @@ def test_a_run_without_the_metric_is_kept_and_named() -> None:
 def test_a_metric_without_values_is_rejected() -> None:
     store = [replace(one, metrics={**one.metrics, "acc": 1.0}) for one in scored(1.0, 2.0)]
     with pytest.raises(InvalidInput, match="no checkpoint here has a metric 'los'; the existing metrics are acc, loss"):
-        runs_without(store, Policy(keep_best=["loss:1", "los:3"]))
+        runs_without(store, Policy(keep_best=["loss:1", "los:min:3"]))
     other = replace(store[0], run="other", metrics={})
     assert runs_without([*store, other], Policy(keep_best="loss:1")) == {"loss": ["other"]}
     with pytest.raises(InvalidInput, match="no checkpoint of run other has a metric 'loss'; none of them has any"):
@@ -239,7 +239,7 @@ def test_a_metric_without_values_is_rejected() -> None:
 
 
 def test_a_metric_name_can_contain_colons() -> None:
-    for text, name in (("val:loss:1", "val:loss"), ("max:1", "max"), ("val:max:max:1", "val:max")):
+    for text, name in (("val:loss:1", "val:loss"), ("max:max:1", "max"), ("val:max:max:1", "val:max")):
         store = [*scored(1.0, name=name), kept(5, 5), kept(9, 9)]
         assert steps(plan_forget(store, Policy(keep_best=text), 0)) == [5]
 
@@ -248,6 +248,13 @@ def test_a_metric_name_can_contain_colons() -> None:
 def test_an_invalid_keep_best_is_rejected(best: Any) -> None:
     with pytest.raises(InvalidInput, match=r"keep-best"):
         Policy(keep_best=best)
+
+
+def test_a_metric_that_is_no_loss_needs_a_direction() -> None:
+    assert not Policy(keep_best=["val_loss:1", "Error:1"]).best[1].is_max
+    for text in ("acc:1", "val/acc:1", "acc:maximum:1"):
+        with pytest.raises(InvalidInput, match=f"pass '{text[:-2]}:max:1' to keep the highest, or '{text[:-2]}:min:1'"):
+            Policy(keep_best=text)
 
 
 def test_an_empty_keep_best_is_not_treated_as_a_rule() -> None:

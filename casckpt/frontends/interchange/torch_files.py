@@ -155,6 +155,13 @@ def _read(path: Path, allow_pickle: bool) -> Any:
                 + f". {_DEFINE}"
                 * ("__main__." in held)
             ) from error
+        except RuntimeError as error:
+            if "TorchScript" not in str(error):
+                raise
+            raise InvalidInput(
+                f"{path} is a TorchScript archive. Save its weights with torch.save(torch.jit.load({str(path)!r})"
+                ".state_dict(), file), and import that file"
+            ) from error
         except (AttributeError, ImportError) as error:
             if not allow_pickle:
                 raise

@@ -50,7 +50,7 @@ from casckpt.frontends.training_state.parts import AnyOptimizer, as_optimizers
 from casckpt.frontends.training_state.proof import Proof
 from casckpt.frontends.training_state.proof import prove as prove_state
 from casckpt.frontends.training_state.stored import MODEL, OPTIM
-from casckpt.frontends.training_state.train_state import restore_rng, rng_state
+from casckpt.frontends.training_state.train_state import restore_rng, rng_state, warn_of_data
 from casckpt.ranks.ranks import Ranks, everyone, open_ranks, this_rank
 from casckpt.store.opening import throttled
 from casckpt.store.store import Store
@@ -160,7 +160,9 @@ class Checkpointer:
         self._loaded: tuple[Checkpoint, LoadRequest] | None = None
         self._begun: int | None = None
         self._reached: int | None = None
-        self._warned_of_space = self._warned_of_others = self._warned_of_repeat = self._keeps = False
+        self._warned_of_space = self._warned_of_others = self._warned_of_repeat = self._keeps = self._looked_at_data = (
+            False
+        )
         self.ownership = RunOwnership(self.store, run, self._rotation)
         self._checked: bool | None = None  # False: checked, but before the optimizer had state
         self._space = RunSpace(self.store, self.config, self.ownership, self._events, self._janitor)
@@ -207,7 +209,7 @@ class Checkpointer:
         """
         check_keywords("Checkpointer.save", options, StepArguments)
         begun = time.monotonic()
-        ranks, _, waits, existing = self._begin(step, options)
+        ranks, _, waits, existing = self._begin(step, train_state, options)
         with self._reporting(ranks, step):
             state = state_to_save(ranks, model, optim, train_state)
             kept = existing and self._kept(existing, ranks, state, model, options)
@@ -238,7 +240,7 @@ class Checkpointer:
         """
         check_keywords("Checkpointer.save_async", options, StepArguments)
         begun, done = time.monotonic(), ReportedFuture[Checkpoint]()
-        ranks, is_foreground, waits, existing = self._begin(step, options)
+        ranks, is_foreground, waits, existing = self._begin(step, train_state, options)
         with self._reporting(ranks, step):
             state = state_to_save(ranks, model, optim, train_state)
             if existing and (kept := self._kept(existing, ranks, state, model, options)):
@@ -301,6 +303,14 @@ class Checkpointer:
 
         if not self.ownership.is_decided:
             self.ownership.is_decided = ranks.exchange(look, decide)
+
+    def begin_again(self) -> None:
+        """Let later saves replace the earlier ones of this object, as after an out-of-memory error.
+
+        The training begins again at an earlier step, such as with smaller batches.
+        """
+        self._settle()
+        self.ownership.begin_again()
 
     def check(self, model: TrainModel, optim: AnyOptimizer | None = None, train_state: AnyTrainState = None) -> None:
         """Raise the errors that `save` would raise for these arguments before its first write. Nothing is saved.
@@ -743,7 +753,9 @@ class Checkpointer:
     def _overwrites(self, overwrite: bool | None) -> bool:
         return self.config.overwrite if overwrite is None else overwrite
 
-    def _begin(self, step: int, options: StepArguments) -> tuple[Ranks, bool, tuple[float, float], Checkpoint | None]:
+    def _begin(
+        self, step: int, train_state: AnyTrainState, options: StepArguments
+    ) -> tuple[Ranks, bool, tuple[float, float], Checkpoint | None]:
         """Wait for the background save and for the other ranks.
 
         Return the ranks, whether they must also wait for the next save, the ``waits`` of its `SaveSummary`, and the
@@ -760,6 +772,9 @@ class Checkpointer:
         def look() -> bool:
             if error is not None:
                 raise error
+            if not self._looked_at_data and ranks.rank == 0:
+                warn_of_data(train_state)
+            self._looked_at_data = True
             return self._failures.too_many
 
         def decide(found: Sequence[bool]) -> Sequence[tuple[bool, Commit | None]]:

@@ -39,13 +39,17 @@ class RunOwnership:
         self.is_decided = self._continues = self.replaces_unhealthy = False
         self.removable, self.went_back_to = set[str](), set[str]()
         self._store, self._run, self._rotation = store, run, rotation
-        self._saved = set[str]()
+        self._saved, self._abandoned = set[str](), set[str]()
         self._loaded: str | None = None
         self._rest = ""  # "..": what it went back from goes on after the step that it reaches
 
     def reset(self) -> None:
         """Decide anew, because this object begins another training."""
         self.is_decided = self._continues = False
+
+    def begin_again(self) -> None:
+        """Let the training replace what this object has saved so far."""
+        self._abandoned |= self._saved
 
     def note_save(self, saved: Checkpoint) -> None:
         """Note that this object has saved a checkpoint."""
@@ -67,8 +71,8 @@ class RunOwnership:
             )  # fmt: skip
 
     def may_replace(self, saved: Checkpoint) -> bool:
-        """Return whether the training replaces ``saved``, because it resumed from a healthy checkpoint instead."""
-        return self.replaces_unhealthy and saved.healthy is False
+        """Return whether the training replaces ``saved``: it began again, or resumed from a healthy checkpoint."""
+        return saved.id in self._abandoned or (self.replaces_unhealthy and saved.healthy is False)
 
     def note_load(self, loaded: Checkpoint) -> None:
         """Note that this object has loaded a checkpoint. Warn if its run has later steps."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from collections import OrderedDict, defaultdict
 from collections.abc import Collection, Mapping, Sequence
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from functools import cache
 from typing import Any, NamedTuple
@@ -299,7 +299,9 @@ class ModelTemplate:
             elif added or conversion.lacking:
                 del versions[path]  # the checkpoint may be of an older version
         untyped: Any = self._model  # torch has no types for its hooks
-        reporting = untyped.register_load_state_dict_post_hook(lambda _, keys: found.extend(keys))
+        reporting: AbstractContextManager[Any] = nullcontext()
+        if not isinstance(untyped, torch.jit.ScriptModule):  # has no hooks
+            reporting = untyped.register_load_state_dict_post_hook(lambda _, keys: found.extend(keys))
         inference = torch.inference_mode() if self._is_of_inference() else nullcontext()
         with reporting, without_fsdp_hooks(self._model), inference:
             self._model.load_state_dict(self._raw, strict=strict and not known)

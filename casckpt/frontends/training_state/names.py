@@ -37,10 +37,14 @@ def wrapped_child(module: nn.Module) -> str | None:
     return next((WRAPPERS[name] for name in class_names(module) if name in WRAPPERS), None)
 
 
+def _child(module: nn.Module, name: str) -> nn.Module | None:
+    return module._modules[name] if name in module._modules else None  # noqa: SIM401 - that of TorchScript has no get()
+
+
 def unwrapped_model(model: Any) -> Any:
     """Return the model inside wrappers. Return any other value unchanged."""
     while isinstance(model, nn.Module) and (child := wrapped_child(model)) is not None:
-        model = model._modules.get(child)
+        model = _child(model, child)
     return model
 
 
@@ -55,15 +59,15 @@ def plain_name(model: nn.Module, name: str) -> str:
     plain: list[str] = []
     while rest and module is not None:
         if isinstance(module, Parts):
-            module = module._modules.get(rest.pop(0))
+            module = _child(module, rest.pop(0))
             continue
         child = wrapped_child(module)
         if child is None:
             plain.append(rest.pop(0))
-            module = module._modules.get(plain[-1])
+            module = _child(module, plain[-1])
         else:
             rest = rest[1:] if rest[0] == child else rest
-            module = module._modules.get(child)
+            module = _child(module, child)
     return ".".join(plain + rest)
 
 

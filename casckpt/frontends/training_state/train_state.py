@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import gc
 import logging
 import random
 from collections import UserDict, deque
 from collections.abc import Callable, Collection, Iterator, Mapping, MutableMapping
 from contextlib import contextmanager
+from functools import cache
 from typing import Any
 
 import numpy as np
 import torch
 from torch import nn
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, Dataset, RandomSampler, Sampler, SubsetRandomSampler, WeightedRandomSampler
+from torch.utils.data.dataloader import _MultiProcessingDataLoaderIter, _SingleProcessDataLoaderIter
 
 from casckpt.base.digest import hex_digest
 from casckpt.base.text import listed
@@ -25,6 +28,9 @@ from casckpt.tensors.state import GENERATORS, holds_object, is_object
 
 _NUMPYS = (np.random.Generator, np.random.RandomState)
 """Random generators of numpy. Their states are plain data, which is stored unchanged."""
+_ITERATORS = (_SingleProcessDataLoaderIter, _MultiProcessingDataLoaderIter)
+_DRAWN = (RandomSampler, SubsetRandomSampler, WeightedRandomSampler)
+"""Samplers that draw a new order for each epoch."""
 
 
 def plain_state(value: Any, key: str) -> Any:
@@ -37,7 +43,10 @@ def plain_state(value: Any, key: str) -> Any:
         check_part(value, key)
         name = _methods(value)[0]
         with noted(f"raised in {name} of {key!r}"):
-            return getattr(value, name)()
+            state = getattr(value, name)()
+        if state == {} and isinstance(value, nn.Module):
+            _warn_of_empty(key.rpartition(".")[2], type(value).__name__)
+        return state
     if not holds_object(value):
         return value
     if isinstance(value, Mapping):
@@ -53,6 +62,40 @@ def check_part(value: Any, key: str) -> None:
             "torchdata, which accepts the same arguments, or leave it out",
             key=key,
         )
+
+
+@cache
+def _warn_of_empty(key: str, kind: str) -> None:
+    log.warning(
+        "%r, a %s, has an empty state_dict, so nothing of it is restored. Metrics of torchmetrics have one after "
+        "persistent(True)", key, kind,
+    )  # fmt: skip
+
+
+def warn_of_data(train_state: Any) -> None:
+    """Log a warning if a DataLoader that this process iterates over cannot continue by the train state.
+
+    The search for iterators takes about 20 ms.
+    """
+    if not isinstance(train_state, Mapping | None):  # an object with a state of its own
+        return
+    data = [one for one in (train_state or {}).values() if isinstance(one, DataLoader | Sampler | Dataset)]
+    for found in gc.get_referrers(*_ITERATORS):
+        if type(found) not in _ITERATORS or not found._num_yielded:
+            continue
+        sampler: Any = getattr(found._index_sampler, "sampler", None)
+        if found._num_workers and any(found._dataset is one for one in data):
+            log.warning(
+                "the train state has a dataset that the workers of a DataLoader copy, so its position in this process "
+                "stays that of the start: pass a StatefulDataLoader from torchdata instead, or use num_workers=0"
+            )
+        elif not data and type(sampler) in _DRAWN and sampler.generator is None and found._num_yielded < len(found):
+            log.warning(
+                "a DataLoader is at batch %d of %d, and the train state has neither this position nor the shuffled "
+                "order: after a resume, a new order repeats some samples of the epoch and skips others. Pass a "
+                "StatefulDataLoader from torchdata in the train state, or save at the end of epochs",
+                found._num_yielded, len(found),
+            )  # fmt: skip
 
 
 @contextmanager

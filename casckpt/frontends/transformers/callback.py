@@ -107,6 +107,8 @@ class CasCheckpointCallback(TrainerCallback):
         self._check(args, kwargs)
         self._is_resumed = state.global_step > 0
         self.checkpointer.ownership.reset()
+        if args.auto_find_batch_size:
+            self.checkpointer.begin_again()
         self.checkpointer.ownership.to_resume = "train(resume_from_checkpoint=...)"
         self.checkpointer.start(state.global_step + 1, loaded=state.global_step or None)
 

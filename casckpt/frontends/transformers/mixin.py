@@ -443,6 +443,8 @@ class _Watch(TrainerCallback):
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: object) -> None:
         self._trainer.checkpointer.ownership.to_resume = "train(resume_from_checkpoint=True)"
+        if args.auto_find_batch_size:
+            self._trainer.checkpointer.begin_again()
         self._trainer.checkpointer.start(state.global_step + 1)
         self._trainer._check_first_steps()
 

@@ -238,14 +238,20 @@ def rotate(repo: Repository, run: str, rotation: Rotation, among: Container[str]
 
 
 def _warn_of_metrics(run: str, visible: Sequence[Commit], rotation: Rotation) -> None:
-    """Warn at every tenth checkpoint if all checkpoints are kept because none of them has the ``keep_best`` metric."""
+    """Warn if all checkpoints are kept because none of them has the ``keep_best`` metric.
+
+    Does so at the first checkpoint with other metrics, and at every tenth checkpoint.
+    """
     permanent = [kept_of(one) for one in visible if not one.committed.ephemeral]
-    if rotation.keep is None or not permanent or len(permanent) % _WARN_EVERY:
+    others = [sorted(one.metrics) for one in permanent if one.metrics]
+    if rotation.keep is None or not permanent or (len(permanent) % _WARN_EVERY and len(others) != 1):
         return
     for best in rotation.keep.best:
         if not any(map(best.is_known_of, permanent)):
-            message = "keep_best: none of the %d checkpoints of run %s has a number for %r, so all of them are kept"
-            log.warning(message, len(permanent), run, best.metric)
+            message = "keep_best: none of the %d checkpoints of run %s has a number for %r, so all of them are kept%s"
+            log.warning(
+                message, len(permanent), run, best.metric, f" (they have {', '.join(others[-1])})" if others else ""
+            )
 
 
 def thin(repo: Repository, run: str, rule: Thinning | None, among: Container[str] | None = None) -> list[Commit]:

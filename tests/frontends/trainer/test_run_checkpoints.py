@@ -28,6 +28,7 @@ from tests.support.training import made
     [
         ("llama-stf", "llama-sft"), ("LLAMA-SFT", "llama-sft"), ("llama", "llama-sft"), ("zzz", None),
         ("llama-sft-long", None), ("llama-sft2", None), ("ablate-no-norm", None), ("lr-1e-4", None),
+        ("dpo-20260302-183012", "dpo-20260301-120000"), ("gpt/2026-03-02/08-30-12", "gpt/2026-03-01/12-00-00"),
     ],
 )  # fmt: skip
 def test_a_resume_without_a_checkpoint_suggests_a_similar_run(
@@ -35,7 +36,7 @@ def test_a_resume_without_a_checkpoint_suggests_a_similar_run(
 ) -> None:
     store, (model, optimizer) = small(), made(1)
     assert Checkpointer(store, run=run).resume(model, optimizer) is None  # there is no store, so there is no run
-    for other in ("llama-sft", "ablate-no-dropout", "lr-1e-3"):
+    for other in ("llama-sft", "ablate-no-dropout", "lr-1e-3", "dpo-20260301-120000", "gpt/2026-03-01/12-00-00"):
         Checkpointer(store, run=other).save(1, model, optimizer)
     caplog.set_level(logging.INFO, "casckpt")
     fresh = Checkpointer(store, run=run)

@@ -183,6 +183,25 @@ def test_a_training_run_that_finds_its_own_batch_size_resumes_bit_for_bit(
     assert "examples in each step" not in caplog.text
 
 
+@pytest.mark.parametrize("is_async", [False, True])
+def test_attempts_with_too_large_batches_are_replaced(
+    tmp_path: Path, store: Store, is_async: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    class Late(MyTrainer):
+        def training_step(self, learner: Any, inputs: Any, *args: Any) -> Any:
+            if len(inputs["input_ids"]) > 2 and self.state.global_step == 4:
+                raise RuntimeError("CUDA out of memory.")
+            return super().training_step(learner, inputs, *args)
+
+    losses, again = Losses(), Losses()
+    options: dict[str, Any] = {"kind": Late, "auto_find_batch_size": True, "async_save": is_async}
+    trainer(tmp_path / "whole", tmp_path / "out", losses, **options, save_strategy="no").train()
+    trainer(store, tmp_path / "out", again, **options).train()
+    assert again.found == losses.found
+    assert [one.step for one in store.checkpoints()] == [2, 4, 6]
+    assert "CUDA" not in caplog.text
+
+
 def test_a_training_run_that_accumulates_gradients_resumes_bit_for_bit(tmp_path: Path, store: Store) -> None:
     options: dict[str, Any] = {"gradient_accumulation_steps": 4, "per_device_train_batch_size": 1, "max_steps": 14}
     losses, again = Losses(), Losses()
