@@ -224,7 +224,7 @@ class LoadPlan:
         if local.shape != entry.shape:
             raise Mismatch(
                 f"{key!r} has shape {list(local.shape)} here, but {list(entry.shape)} in the checkpoint "
-                f"(key {entry.key!r}); ignore_mismatched= leaves it unchanged",
+                f"(key {entry.key!r}). Create it with that shape to continue; ignore_mismatched= leaves it unchanged",
                 key=key,
             )
         if dtype_name(local.dtype) != entry.dtype:

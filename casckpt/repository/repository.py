@@ -9,9 +9,11 @@ import uuid
 from collections.abc import Callable, Hashable, Iterable
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
+from functools import cache
 from math import inf
 from pathlib import Path
 from socket import gethostname
+from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
 import platformdirs
@@ -481,8 +483,16 @@ class Repository:
 
 
 def default_cache_folder() -> Path:
-    """Return the user's cache folder."""
-    return platformdirs.user_cache_path("casckpt")
+    """Return the user's cache folder; a temporary one of this process for a user without a home, as in a container."""
+    try:
+        return platformdirs.user_cache_path("casckpt")
+    except RuntimeError:
+        return Path(_without_home().name)
+
+
+@cache
+def _without_home() -> TemporaryDirectory[str]:
+    return TemporaryDirectory(prefix="casckpt-")
 
 
 CACHE_VARIABLE = "CASCKPT_CACHE_DIR"

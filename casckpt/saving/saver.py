@@ -171,7 +171,7 @@ class Saver:
                 checked, prepared, fits = self._checked(state, ranks, options, when_busy, copies=True)
                 if not fits:
                     staging.release()
-                copied = self._copy(prepared) if fits else lambda: prepared
+                copied = self._copy(prepared, ranks) if fits else lambda: prepared
             finally:
                 self._budget.settle(staging.nbytes)
             memory = self._memory(ranks)
@@ -273,15 +273,17 @@ class Saver:
             if getattr(error.__cause__, "errno", None) in _LASTING:
                 raise
 
-    def _copy(self, prepared: Prepared) -> Callable[[], Prepared]:
+    def _copy(self, prepared: Prepared, ranks: Ranks) -> Callable[[], Prepared]:
         """Copy all data. Return a function that returns the copy.
 
-        If copying fails, the function raises the error, inside an exchange.
+        If copying fails on one of several ranks, the function raises the error, inside an exchange.
         """
         copied = Future[Prepared]()
         try:
             copied.set_result(snapshot(prepared, self.background.staging))
-        except Exception as error:  # noqa: BLE001 - raised later, on all ranks
+        except Exception as error:
+            if ranks.size == 1:  # the error may come from a signal handler
+                raise
             copied.set_exception(error)
         return copied.result
 

@@ -13,6 +13,7 @@ from contextlib import closing
 from multiprocessing.synchronize import Barrier
 from pathlib import Path
 
+import platformdirs
 import pytest
 
 from casckpt.contents import manifests
@@ -347,6 +348,19 @@ def test_the_default_catalogue_is_in_the_user_cache(tmp_path: Path, monkeypatch:
     repo = Repository(memory())
     repo.create()
     assert repo.catalogue.path.parent.parent == tmp_path / "home cache" / "casckpt"
+
+
+def test_a_user_without_a_home_has_a_catalogue_of_this_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    def no_home(_: str) -> None:
+        raise RuntimeError("could not determine the home directory")
+
+    monkeypatch.setattr(platformdirs, "user_cache_path", no_home)
+    one, two = Repository(memory()), Repository(memory())
+    for repo in (one, two):
+        repo.create()
+    folder = one.catalogue.path.parent.parent
+    assert two.catalogue.path.parent.parent == folder
+    assert folder.stat().st_mode & 0o777 == 0o700
 
 
 def test_different_hosts_list_a_folder_identically(tmp_path: Path) -> None:

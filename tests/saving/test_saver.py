@@ -419,6 +419,18 @@ def test_warm_up_without_memory_keeps_no_claim(shared_memory: Path, monkeypatch:
     assert (staged(store), staged(other)) == (0, cells(4).nbytes)
 
 
+def test_an_exception_of_a_signal_handler_in_the_copy_comes_out_of_the_call(monkeypatch: pytest.MonkeyPatch) -> None:
+    def ring(*_: object) -> None:
+        raise TimeoutError("the time is up")
+
+    store = small()
+    with monkeypatch.context() as patch:
+        patch.setattr(staging.Staging, "copy", ring)
+        with pytest.raises(TimeoutError):
+            store.save_async({"w": cells(1)}, step=1)
+    assert store.save_async({"w": cells(1)}, step=1).result(SECONDS).step == 1
+
+
 def test_ctrl_c_ends_a_save_in_the_foreground(shared_memory: Path) -> None:
     def interrupt(_: Call) -> None:
         raise KeyboardInterrupt

@@ -413,7 +413,9 @@ def laid_out(state: Mapping[str, Any], parameter_names: Sequence[str] | None = N
     optimizers = _optimizers(state.get(name))
     as_it_is = state if home is None or _LIGHTNING not in state else _of_lightning(state, home)
     if not optimizers or is_named(optimizers):
-        return TorchState(as_it_is)
+        numbered = [key for key, value in state.items() if is_optimizer_state(value) and not is_named([value])]
+        why = f"an optimizer is found under {', '.join(OPTIMIZERS)}"
+        return TorchState(as_it_is, tuple(_note(repr(key), why) for key in numbered))
     if home is None:
         return TorchState(state, (_note(repr(name), f"the file has no model's state_dict under {', '.join(MODELS)}"),))
     model = state[home] if _LIGHTNING in state else _unwrapped(state[home])

@@ -66,9 +66,8 @@ def objects_in(value: Any, saved: Any = None, key: str = "train") -> Iterator[Fo
 
 
 def schedules_in(train_state: Any, saved: Any = None) -> list[Found]:
-    """Return the schedulers of `objects_in`."""
-    found = objects_in(train_state, saved)
-    return [(at, one, there) for at, one, there in found if hasattr(one, "optimizer") and hasattr(one, "step")]
+    """Return the schedulers of `objects_in`, and other objects that set the rates of an optimizer."""
+    return [(at, one, there) for at, one, there in objects_in(train_state, saved) if hasattr(one, "optimizer")]
 
 
 def replaced_in(value: Any, saved: Any, key: str = "train", *, kept: Collection[str] = ()) -> Replaced:

@@ -271,6 +271,14 @@ def test_an_optimizer_without_matching_names_keeps_its_numbers_and_is_reported(
     ]
 
 
+def test_optimizers_with_unusual_names_keep_their_numbers_and_are_reported(tmp_path: Path) -> None:
+    model, optimizer = trained()
+    torch.save({"netG": model.state_dict(), "optimizerG": optimizer.state_dict()}, tmp_path / "gan.pth")
+    (note,) = torch_save_to_casckpt(tmp_path / "gan.pth", small(), step=3).notes
+    assert note.startswith("'optimizerG' identifies its parameters by number")
+    assert "an optimizer is found under optimizer, optim" in note
+
+
 def test_states_without_an_optimizer_are_unchanged() -> None:
     model, optimizer = trained()
     named = {"state": {}, "param_groups": [{"params": ["head.weight"], "lr": 0.1}]}

@@ -245,6 +245,31 @@ def test_two_schedules_of_one_optimizer_cannot_be_continued_separately() -> None
         checkpointer.resume(*parts(20), options="keep")
 
 
+class Warmup:
+    """Multiplies the rate that a schedule sets, as pytorch_warmup does."""
+
+    def __init__(self, optimizer: optim.Optimizer) -> None:
+        self.optimizer, self.lrs = optimizer, [group["lr"] for group in optimizer.param_groups]
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"lrs": self.lrs}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.lrs = state["lrs"]
+
+
+def test_a_schedule_beside_a_warmup_cannot_keep_its_options() -> None:
+    def parts() -> Any:
+        model, optimizer, state = made(cosine)
+        return model, optimizer, TrainState(rng=False, **state, warmup=Warmup(optimizer))
+
+    checkpointer = Checkpointer(small(), run="warm")
+    checkpointer.save(1, *parts())
+    with pytest.raises(InvalidInput, match=r"cannot continue 'train\.schedule'"):
+        checkpointer.resume(*parts(), options="keep")
+    assert checkpointer.resume(*parts()) is not None
+
+
 def rebuilt(make: Make, optimizer: optim.Optimizer, position: int) -> Any:
     """Rebuild a schedule, as in docs/resume.md."""
     for group in optimizer.param_groups:
