@@ -61,6 +61,13 @@ def check_run(run: str) -> str:
     return run
 
 
+def check_new_run(run: str) -> str:
+    """Do the same for a run to save to."""
+    if run == LATEST:
+        raise InvalidInput(f"run {run!r} means the newest checkpoint of all runs; choose a different name")
+    return check_run(run)
+
+
 def check_step(step: Any) -> int:
     """Return ``step`` as an int. Raises `InvalidInput` if it is not a valid step."""
     if isinstance(step, bool) or not isinstance(step, Integral) or not 0 <= int(step) <= MAX_STEP:

@@ -308,7 +308,8 @@ def _by_id(repo: Repository, listed: CommitList, prefix: str) -> Commit:
     purged = [c for c in listed.commits.values() if c.last == "purged" and c.id.startswith(prefix)]
     if purged:
         raise Gone(f"checkpoint {purged[-1]} was purged: it is gone for good; see `casckpt list`")
-    raise NotFound(f"there is no checkpoint {prefix} in {repo.storage.url}; see `casckpt list --all`{_doubt(listed)}")
+    there = f"did you mean {prefix}@{LATEST}?" if prefix in listed.runs() else "see `casckpt list --all`"
+    raise NotFound(f"there is no checkpoint {prefix} in {repo.storage.url}; {there}{_doubt(listed)}")
 
 
 def _meant(repo: Repository, hits: Sequence[Commit]) -> Commit:

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from functools import cache
 from typing import TYPE_CHECKING, Any, Literal, Protocol, Self, SupportsFloat, TypeAlias, TypedDict, get_args
 
-from casckpt.base.names import MAX_METRIC_NAME, MAX_METRICS, check_run, check_step
+from casckpt.base.names import MAX_METRIC_NAME, MAX_METRICS, check_new_run, check_step
 from casckpt.base.parallel import usable_threads
 from casckpt.base.text import listed
 from casckpt.errors import InvalidInput
@@ -224,7 +224,7 @@ class SaveOptions(StateOptions):
             names = ", ".join(LINEAGE)
             raise InvalidInput(f"lineage cannot hold {listed(unfit)}: pass plain data under the names {names}")
         check = usable_check(self.check_replicas)
-        run, step, threads = check_run(self.run), check_step(self.step), usable_threads(self.threads)
+        run, step, threads = check_new_run(self.run), check_step(self.step), usable_threads(self.threads)
         metadata = plain_metadata(self.metadata or {}, left)
         _warn(run, "what JSON cannot represent", tuple(left), "put it into an attachment or the train state")
         metrics, ephemeral = usable_metrics(run, self.metrics), bool(self.ephemeral)

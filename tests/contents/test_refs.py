@@ -184,6 +184,12 @@ def test_an_invalid_reference_is_rejected(repo: Repository, ref: str) -> None:
         resolve(repo, ref)
 
 
+def test_the_bare_name_of_a_run_that_looks_like_an_id_suggests_its_newest_checkpoint(repo: Repository) -> None:
+    commit_bare(repo, "43b5c20", 1)
+    with pytest.raises(NotFound, match=r"there is no checkpoint 43b5c20 in .*; did you mean 43b5c20@latest\?"):
+        resolve(repo, "43b5c20")
+
+
 def test_a_not_found_error_lists_alternatives(repo: Repository) -> None:
     with pytest.raises(NotFound, match="no visible checkpoint"):
         resolve(repo, "latest")

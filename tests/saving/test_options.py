@@ -23,6 +23,7 @@ STATE = {"w": torch.arange(6.0), "x": [1]}
     ("arguments", "error"),
     [
         ({"healthy": 1}, "healthy=1 is not valid"),
+        ({"run": "latest"}, "run 'latest' means the newest checkpoint of all runs"),
         ({"healthy": "no"}, "healthy='no' is not valid"),
         ({"lineage": 3}, "a int instead of a dict"),
         ({"lineage": {"replicas": []}}, "cannot hold 'replicas': pass plain data under the names resumed_from"),

@@ -17,7 +17,7 @@ from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
 from typing_extensions import override
 
-from casckpt.base.names import check_keywords, check_run, check_step
+from casckpt.base.names import check_keywords, check_new_run, check_step
 from casckpt.errors import InvalidInput
 from casckpt.frontends.dcp.ids import hook, is_usable, place_of, stamp
 from casckpt.frontends.dcp.session import WriterSession
@@ -45,7 +45,7 @@ class StorageWriter(Protocol):
         """See the class for the arguments."""
         super().__init__()
         self._store = as_store(store)
-        self._run = check_run(run)
+        self._run = check_new_run(run)
         self._place = _Target(run, None if step is None else check_step(step))
         check_keywords("StorageWriter", options, WriterArguments)
         self._options = SaveOptions(run=run, step=step or 0, **options).checked()  # raises here, before a save

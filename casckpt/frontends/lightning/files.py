@@ -13,7 +13,7 @@ from typing import Any, TypeAlias
 from lightning.fabric.utilities.cloud_io import get_filesystem
 
 from casckpt.base.digest import hex_digest
-from casckpt.base.names import TAG, check_run, is_reference
+from casckpt.base.names import TAG, check_new_run, is_reference
 from casckpt.contents.checkpoint import Checkpoint
 from casckpt.errors import NotFound
 from casckpt.frontends.interchange.new_files import new_file
@@ -101,7 +101,7 @@ class RunFiles:
     """The files of a run. A single process manages them. ``gc``: run a gc after a removal."""
 
     def __init__(self, store: Store, run: str, *, gc: bool) -> None:
-        self.store, self.run, self._gc = store, check_run(run), gc
+        self.store, self.run, self._gc = store, check_new_run(run), gc
         self._janitor = Janitor(store)
 
     def checkpoints(self) -> list[Checkpoint]:

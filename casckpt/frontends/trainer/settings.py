@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, fields
 from typing import Any, Literal, TypeAlias, TypedDict
 
-from casckpt.base.names import check_run, check_step
+from casckpt.base.names import check_new_run, check_step
 from casckpt.base.units import parse_size
 from casckpt.errors import InvalidInput
 from casckpt.frontends.trainer.saves import OnEvent
@@ -115,7 +115,7 @@ class TrainerSettings(StateOptions):
     pre_download: bool = False
 
     def __post_init__(self) -> None:
-        check_run(self.run)
+        check_new_run(self.run)
         for setting in fields(self):
             value = getattr(self, setting.name)
             if setting.type == "Count" and value is not None and (type(value) is not int or value < 1):

@@ -73,6 +73,7 @@ def test_gaps_between_saves_do_not_exceed_longest_gap(
         ({"keep": {"keep_lats": 1}}, "keep_last"),
         ({"keep": 0}, "keep-last 0"),
         ({"run": ""}, "run ''"),
+        ({"run": "latest"}, "run 'latest'"),
     ],
     ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
 )

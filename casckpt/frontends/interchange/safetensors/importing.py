@@ -398,6 +398,7 @@ def _nothing_in(folder: Path) -> Exception:
         return Unsupported(f"{folder} is a casckpt store; pass a safetensors file, or a folder with such files")
     kinds = {
         ".metadata": "a torch.distributed.checkpoint checkpoint; `casckpt import` reads it directly",
+        "zero_to_fp32.py": "a DeepSpeed checkpoint; convert it with this script, and import the result",
         "metadata.json": "a checkpoint from a different trainer; save its state with store.save",
     }
     for name, what in kinds.items():

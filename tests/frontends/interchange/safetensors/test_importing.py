@@ -144,6 +144,7 @@ def test_an_import_does_not_attach_large_files(tmp_path: Path, monkeypatch: pyte
         ((".metadata",), Unsupported, r"torch\.distributed\.checkpoint"),
         (("casckpt.json",), Unsupported, "a casckpt store"),
         (("metadata.json",), Unsupported, "a different trainer"),
+        (("zero_to_fp32.py",), Unsupported, "a DeepSpeed checkpoint; convert it with this script"),
         (("a.safetensors", "b.safetensors"), InvalidInput, "several models: a.safetensors, b.safetensors"),
     ],
 )
