@@ -35,7 +35,7 @@ from casckpt.base.progress import Progress, silent
 from casckpt.base.text import few
 from casckpt.contents import blobs
 from casckpt.contents.signatures import remove_signatures
-from casckpt.errors import CasckptError, Conflict, StorageError, Unsupported
+from casckpt.errors import CasckptError, Conflict, NotFound, StorageError, Unsupported
 from casckpt.format import notes
 from casckpt.format.keys import parse_object, ran_key, uploader_folder
 from casckpt.format.names import TxId
@@ -608,8 +608,11 @@ def last_gc(repo: Repository) -> Ran | None:
     Raises `NotFound` if there is no store, `Damaged`, `Refused`, and `StorageError`.
     """
     repo.check_exists()
-    numbers = repo.numbered("ran/")
-    return repo.get_record(ran_key(max(numbers)), Ran) if numbers else None
+    for _ in range(ATTEMPTS):
+        numbers = repo.numbered("ran/")
+        with suppress(NotFound):  # another gc has just finished
+            return repo.get_record(ran_key(max(numbers)), Ran) if numbers else None
+    return None
 
 
 def _check_storage(repo: Repository) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from casckpt.format.keys import ran_key
 from casckpt.format.records import Ran
 from casckpt.history.transactions import begin
 from casckpt.repository.repository import Repository
@@ -69,3 +70,9 @@ def test_of_two_gcs_that_end_at_once_one_is_noted(repo: Repository, faults: Faul
     faults.inject(call_first("put", meanwhile(lambda: run_gc(repo)), key="ran/*"))
     run_gc(repo)
     assert keys(repo, "ran/") == {"ran/0"}
+
+
+def test_a_note_that_another_gc_has_just_replaced_is_not_missing(repo: Repository, faults: FaultyStore) -> None:
+    run_gc(repo)
+    faults.inject(call_first("get", meanwhile(lambda: run_gc(repo)), key=ran_key(0)))
+    assert isinstance(last_gc(repo), Ran)
