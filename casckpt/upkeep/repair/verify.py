@@ -225,7 +225,7 @@ def damaged_records(repo: Repository, listed: CommitList, *, is_all: bool = True
     ``anew``: also reread records that this host has read before. Raises `StorageError`.
     """
     damaged = [(f"commits/{txid}", str(error)) for txid, error in sorted(listed.damaged.items())]
-    tags = list_tags(repo, listed=listed)
+    tags = list_tags(repo, anew=anew, listed=listed)
     damaged += [(tag_folder(name), str(error)) for name, error in sorted(tags.damaged.items())]
     if is_all:
         why = f"it is missing, although objects/ has a manifest of this save. {ADVICE}"
