@@ -179,9 +179,8 @@ WAIT, REVOKE_AFTER = 60.0, 3600.0  # seconds
 ATTEMPTS = 5
 _NAMED_AT_MOST = 20
 _RECORDS_EACH = 4  # prepared files for one checkpoint: forgotten, purged, and two that other processes may take
-_RECORDS = (
-    "", "commits", "transactions", "settings", "tags", "leases", "damaged", "signatures", "probes", "runs", "ran",
-)  # fmt: skip
+RECORDS = ("commits", "transactions", "settings", "tags", "leases", "damaged", "signatures", "probes", "runs", "ran")
+"""The folders of a store, without objects/."""
 
 Tell = Callable[[Sequence[Deferred]], None]
 
@@ -585,7 +584,7 @@ def _tidy(repo: Repository, stock: Inventory, deleted: Mapping[str, int], refuse
         *(partial(repo.storage.delete, key) for key in files),
         partial(remove_old_generations, repo), partial(remove_signatures, repo),
         partial(blobs.remove_marks, repo, deleted), partial(remove_leftovers, repo.storage, repo.clock),
-        *(partial(repo.storage.sweep, folder, below=bool(folder)) for folder in _RECORDS),
+        *(partial(repo.storage.sweep, folder, below=bool(folder)) for folder in ("", *RECORDS)),
     )  # fmt: skip
     for step in steps:
         with noting(refused):
