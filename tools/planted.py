@@ -11,6 +11,18 @@ BUGS: dict[str, tuple[str, str, str, str]] = {
         'failed instead of returning wrong bytes.\n        """\n        if True:',
         "tests/loading/test_blob_readers.py::test_a_damaged_cached_blob_is_dropped_once_and_read_from_the_store",
     ),
+    "the status of a store names what a gc deletes meanwhile": (
+        "known_damage",
+        "list_commits(repo).placed() if wrong else ()",
+        "use.readable",
+        "tests/upkeep/test_status.py::test_what_a_gc_deletes_meanwhile_is_not_damaged",
+    ),
+    "the status of a bucket misses a manifest that this host has read": (
+        "known_damage",
+        " or objects.get(key) != commit.committed.manifest_bytes:",
+        ":",
+        "tests/upkeep/test_status.py::test_damage_is_named",
+    ),
     "autograd does not notice the writes of a load": (
         "EntryReader._fill",
         "note_writes(written)",

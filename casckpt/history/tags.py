@@ -16,7 +16,7 @@ import os
 from collections import defaultdict
 from collections.abc import Iterable, Mapping
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from casckpt.base.parallel import in_parallel
@@ -44,7 +44,7 @@ class Tag:
     ``txid``, ``manifest``: the transaction of the places on which it was set, and the id of the checkpoint.
 
     ``expires``: the last microsecond at which it is valid. None if it never expires. ``holder``: who set it, as
-    user@host:pid.
+    user@host:pid. ``time``: when, in microseconds; 0 if this process has just set it.
     """
 
     name: str
@@ -53,6 +53,7 @@ class Tag:
     manifest: ManifestId
     expires: int | None = None
     holder: str = ""
+    time: int = field(default=0, compare=False)
 
 
 @dataclass(frozen=True)
@@ -407,7 +408,7 @@ def _tag(name: str, number: int, record: TagRecord | LeaseRecord) -> Tag | None:
     """Return the tag or lease of a record. Return None for a record that deletes the tag or ends the lease."""
     if record.txid is None or record.manifest is None:
         return None
-    return Tag(name, number, record.txid, record.manifest, record.expires, record.who)
+    return Tag(name, number, record.txid, record.manifest, record.expires, record.who, record.time)
 
 
 def _checked(record: Read, name: str, key: str) -> Read:

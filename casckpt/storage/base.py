@@ -23,12 +23,13 @@ class ListedObject:
     """One object in a listing: its key and its size in bytes.
 
     ``version``: a string that changes whenever the object's content changes, such as an ETag or a file's modification
-    time. It is "" if the storage does not report one.
+    time. It is "" if the storage does not report one. ``allocated``: the bytes that it takes up on a disk, or None.
     """
 
     key: str
     size: int
     version: str = field(default="", compare=False)
+    allocated: int | None = field(default=None, compare=False)
 
 
 FolderListing: TypeAlias = tuple[list[ListedObject], list[str]]

@@ -58,6 +58,7 @@ if TYPE_CHECKING:
     from casckpt.upkeep.repair.verify import VerifyResult
     from casckpt.upkeep.saves import SaveInProgress
     from casckpt.upkeep.sizes import Footprint, Sizes, StoreStats
+    from casckpt.upkeep.status import StoreStatus
     from casckpt.upkeep.thin import ThinResult
 
 log = logging.getLogger(__name__)
@@ -427,6 +428,16 @@ class Store:
     def stats(self) -> StoreStats:
         """Return the number of checkpoints and blobs, and their sizes in bytes."""
         return self.sizes().stats()
+
+    def status(self) -> StoreStatus:
+        """Return what the person who runs the store should know: the last gc, open saves, damage, mirror lag, sizes.
+
+        Finds all damage at which a gc would stop, blobs that are missing or have a wrong size, and marked ones. Reads
+        no blobs, and writes nothing. Raises NotFound if there is no store, and StorageError.
+        """
+        from casckpt.upkeep.status import status
+
+        return status(self.repository)
 
     def report(self) -> StoreUsage:
         """Return how many bytes each run shares and does not share, and how many no checkpoint needs."""

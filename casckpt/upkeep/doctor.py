@@ -13,7 +13,6 @@ from statistics import median
 from typing import TypeVar
 
 from casckpt.base.parallel import in_parallel
-from casckpt.base.units import time_of
 from casckpt.contents.manifests import stored_blobs
 from casckpt.errors import CasckptError, NotFound, StorageError
 from casckpt.format.keys import blob_key
@@ -21,7 +20,6 @@ from casckpt.history.commits import list_commits
 from casckpt.repository.exclusive import PREFIX, new_name, probe, remove_leftovers
 from casckpt.repository.repository import Repository
 from casckpt.storage.base import AlreadyExists, Examinable, Finding, ShortObject
-from casckpt.upkeep.gc.gc import last_gc
 
 T = TypeVar("T")
 RACERS = 8
@@ -45,7 +43,6 @@ def examine(repo: Repository) -> Iterator[Finding]:
     if isinstance(repo.storage, Examinable):
         yield from _settings_of(repo.storage, probes if writes.ok and repo.storage.traits.remote else None)
     yield _safely("store", lambda: _reads(repo.fresh()))
-    yield _safely("gc", lambda: _last_gc(repo.fresh()))
 
 
 def _reads(repo: Repository) -> Finding:
@@ -64,15 +61,6 @@ def _reads(repo: Repository) -> Finding:
         keys = (blob_key(uploader, blob) for uploader, blob, _ in stored_blobs(repo, newest).names())
         deque(in_parallel(repo.storage.traits.parallel, read, keys), maxlen=0)
     return Finding("store", True, f"checkpoints listed: {len(listed.visible())}; the newest is readable")
-
-
-def _last_gc(repo: Repository) -> Finding:
-    """Describe the last gc, and what it left."""
-    ran = last_gc(repo) if repo.exists() else None
-    if ran is None:
-        return Finding("gc", None, "no gc is recorded")
-    left = f"checkpoints {ran.waiting}, saves in progress {ran.opened}, refused files {ran.refused}"
-    return Finding("gc", None, f"{ran.who} ran the last one until {time_of(ran.time):%F %R} UTC; left: {left}")
 
 
 def _settings_of(storage: Examinable, probes: _Probes | None) -> Iterator[Finding]:

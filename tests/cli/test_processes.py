@@ -41,8 +41,8 @@ def test_commands_without_tensors_do_not_import_torch(saved: Path) -> None:
     lines = [
         ["list", s], ["show", s, "a@1", "--tensors"], ["diff", s, "a@1", "a@2"], ["stats", s], ["verify", s],
         ["tag", s, "best", "a@2"], ["tag", s], ["forget", s, "a@1"], ["list", s, "--all"], ["restore", s, id],
-        ["transactions", s], ["reindex", s], ["repair", s], ["gc", s, "--keep-last", "1"], ["init", f"{s}-new"],
-        ["copy", s, f"{s}-copy"], ["watch", s, "a", "--after", "start", "--timeout", "0"],
+        ["transactions", s], ["status", s], ["reindex", s], ["repair", s], ["gc", s, "--keep-last", "1"],
+        ["init", f"{s}-new"], ["copy", s, f"{s}-copy"], ["watch", s, "a", "--after", "start", "--timeout", "0"],
     ]  # fmt: skip
     code = (
         "import sys\n"

@@ -70,6 +70,7 @@ CALLS: dict[str, Callable[[Store], Any]] = {
     "settings": lambda store: store.change_settings(compress="off"),
     "transactions": lambda store: store.transactions(),
     "stats": lambda store: store.stats(),
+    "status": lambda store: store.status(),
     "report": lambda store: store.report(),
     "verify": lambda store: store.verify(),
     "repair": lambda store: store.repair(),

@@ -99,7 +99,7 @@ def test_doctor_accepts_storage_that_keeps_all_guarantees(tmp_path: Path) -> Non
     assert [name for name, one in found.items() if one.ok] == [
         "write", "create-only", "read-after-write", "ranges", "list-after-write", "delete",
     ]  # fmt: skip
-    assert {name for name, one in found.items() if one.ok is None} == {"latency", "throughput", "store", "gc"}
+    assert {name for name, one in found.items() if one.ok is None} == {"latency", "throughput", "store"}
     assert list(storage.list("")) == []
 
 

@@ -35,7 +35,7 @@ from casckpt.base.progress import Progress, silent
 from casckpt.base.text import few
 from casckpt.contents import blobs
 from casckpt.contents.signatures import remove_signatures
-from casckpt.errors import CasckptError, Conflict, StorageError, Unsupported
+from casckpt.errors import CasckptError, Conflict, NotFound, StorageError, Unsupported
 from casckpt.format import notes
 from casckpt.format.keys import parse_object, ran_key, uploader_folder
 from casckpt.format.names import TxId
@@ -179,9 +179,8 @@ WAIT, REVOKE_AFTER = 60.0, 3600.0  # seconds
 ATTEMPTS = 5
 _NAMED_AT_MOST = 20
 _RECORDS_EACH = 4  # prepared files for one checkpoint: forgotten, purged, and two that other processes may take
-_RECORDS = (
-    "", "commits", "transactions", "settings", "tags", "leases", "damaged", "signatures", "probes", "runs", "ran",
-)  # fmt: skip
+RECORDS = ("commits", "transactions", "settings", "tags", "leases", "damaged", "signatures", "probes", "runs", "ran")
+"""The folders of a store, without objects/."""
 
 Tell = Callable[[Sequence[Deferred]], None]
 
@@ -585,7 +584,7 @@ def _tidy(repo: Repository, stock: Inventory, deleted: Mapping[str, int], refuse
         *(partial(repo.storage.delete, key) for key in files),
         partial(remove_old_generations, repo), partial(remove_signatures, repo),
         partial(blobs.remove_marks, repo, deleted), partial(remove_leftovers, repo.storage, repo.clock),
-        *(partial(repo.storage.sweep, folder, below=bool(folder)) for folder in _RECORDS),
+        *(partial(repo.storage.sweep, folder, below=bool(folder)) for folder in ("", *RECORDS)),
     )  # fmt: skip
     for step in steps:
         with noting(refused):
@@ -608,8 +607,11 @@ def last_gc(repo: Repository) -> Ran | None:
     Raises `NotFound` if there is no store, `Damaged`, `Refused`, and `StorageError`.
     """
     repo.check_exists()
-    numbers = repo.numbered("ran/")
-    return repo.get_record(ran_key(max(numbers)), Ran) if numbers else None
+    for _ in range(ATTEMPTS):
+        numbers = repo.numbered("ran/")
+        with suppress(NotFound):  # another gc has just finished
+            return repo.get_record(ran_key(max(numbers)), Ran) if numbers else None
+    return None
 
 
 def _check_storage(repo: Repository) -> None:

@@ -11,13 +11,14 @@ from functools import lru_cache, partial
 from typing import Any, Literal, NamedTuple
 
 from casckpt.base.progress import Progress, silent
+from casckpt.base.text import few
 from casckpt.contents import blobs, manifests
 from casckpt.contents.refs import resolve_many
 from casckpt.contents.signatures import is_trusted
 from casckpt.errors import CasckptError, Damaged, Gone, InvalidInput, NotFound, Refused, StorageError
 from casckpt.format.blob_writer import LEAF_BYTES
 from casckpt.format.extents import StoredCell
-from casckpt.format.keys import blob_key, commit_key, tag_folder
+from casckpt.format.keys import blob_key, commit_key, manifest_key, tag_folder
 from casckpt.format.manifest import Manifest
 from casckpt.format.names import BlobHash, TxId
 from casckpt.format.proof import Leaf, as_leaves
@@ -28,12 +29,13 @@ from casckpt.repository.fetching import compare_size, holds_cell
 from casckpt.repository.reading import check_requirements
 from casckpt.repository.repository import Repository
 from casckpt.upkeep.gc.recovery import faults
-from casckpt.upkeep.inventory import list_objects
+from casckpt.upkeep.inventory import BlobUse, list_objects
 from casckpt.upkeep.repair.affected import DamagedBlob, describe
 from casckpt.upkeep.repair.blob_check import Checked, check_blobs
 from casckpt.upkeep.repair.frames import Frames
 from casckpt.upkeep.saves import ADVICE, foreign_commits, lost_records, why_foreign
 
+_NAMED_AT_MOST = 3
 _AT_ONCE = 64  # blobs whose leaves are in memory
 
 
@@ -184,7 +186,7 @@ def verify(
     chosen = listed.placed() if refs is None else resolve_many(repo, refs, listed)
     records = damaged_records(repo, listed, is_all=refs is None, anew=mode == "full")
     needs = survey(repo, chosen, with_extents=mode == "full")
-    needed, marked = needs.refs(), _marked(repo)
+    needed, marked = needs.refs(), marked_blobs(repo)
     wanted = _sampled(repo, needed, sample, marked.keys())
     log.info("%d checkpoints, %d blobs to check", len(needs.commits), len(wanted))
     progress.expect(sum(ref.size for ref in wanted) if mode == "full" else 0)
@@ -195,7 +197,8 @@ def verify(
         read += nbytes
         progress(nbytes)
 
-    checked = list(_compare_sizes(repo, wanted, marked) if mode == "exists" else check_blobs(repo, wanted, count))
+    by_size = mode == "exists"
+    checked = list(compare_sizes(wanted, list_objects(repo), marked) if by_size else check_blobs(repo, wanted, count))
     right = [blob for blob in checked if blob.proof and blob.is_right]
     frames = Frames(repo, [blob for blob in right if decode or _name(blob) in marked], progress)
     wrong = [*(blob for blob in checked if blob.why), *frames.wrong(needs.commits)]
@@ -219,21 +222,52 @@ def verify(
     )
 
 
-def damaged_records(repo: Repository, listed: CommitList, *, is_all: bool = True, anew: bool) -> list[DamagedRecord]:
+def damaged_records(
+    repo: Repository, listed: CommitList, *, is_all: bool = True, anew: bool, objects: Iterable[str] | None = None
+) -> list[DamagedRecord]:
     """Return the unreadable and missing records of commits and tags. With ``is_all``, include announcements of runs.
 
-    ``anew``: also reread records that this host has read before. Raises `StorageError`.
+    ``anew``: also reread records that this host has read before. ``objects``: the keys of a listing of objects/ (None:
+    make one). Raises `StorageError`.
     """
     damaged = [(f"commits/{txid}", str(error)) for txid, error in sorted(listed.damaged.items())]
-    tags = list_tags(repo, listed=listed)
+    tags = list_tags(repo, anew=anew, listed=listed)
     damaged += [(tag_folder(name), str(error)) for name, error in sorted(tags.damaged.items())]
     if is_all:
         why = f"it is missing, although objects/ has a manifest of this save. {ADVICE}"
-        damaged += [(commit_key(txid), why) for txid in lost_records(repo, list_objects(repo))]
+        damaged += [(commit_key(txid), why) for txid in lost_records(repo, objects or list_objects(repo))]
         damaged += faults(repo, listed, anew=anew)
         foreign = foreign_commits(repo, listed.visible())
         damaged += [(commit_key(one.txid), why_foreign([one])) for one in foreign]
     return [DamagedRecord(*record) for record in damaged]
+
+
+def known_damage(repo: Repository, listed: CommitList, objects: Mapping[str, int]) -> list[DamagedRecord]:
+    """Return the damage that is found without reading blobs: what stops a gc, missing and truncated blobs, and marks.
+
+    ``objects``: the sizes of all objects, listed after ``listed``. Remote manifests are read only if the listing or the
+    catalogue gives a reason. Writes nothing. Raises `StorageError`.
+    """
+    live, near = listed.placed(), not repo.storage.traits.remote
+    use, found = BlobUse(repo, live), list[DamagedRecord]()
+    for commit in live:
+        key, is_known = manifest_key(commit.places.txid, commit.id), commit.places.txid in use.blobs
+        if near or not is_known or objects.get(key) != commit.committed.manifest_bytes:
+            try:
+                manifests.stored_blobs(repo, commit)
+            except (Damaged, Refused) as error:
+                found.append(DamagedRecord(key, str(error)))
+            except Gone:
+                continue
+    refs = [BlobRef(blob, size, uploader) for uploader, blob, size in use.refs]
+    wrong = {number: one.why for number, one in enumerate(compare_sizes(refs, objects, marked_blobs(repo))) if one.why}
+    now = list_commits(repo).placed() if wrong else ()  # without what gc has purged since
+    users = [(one, {*own.tolist()}) for one in now if (own := use.blobs.get(one.places.txid)) is not None]
+    for number, why in wrong.items():
+        if needs := [commit for commit, numbers in users if number in numbers]:
+            key = blob_key(refs[number].uploader, refs[number].hash)
+            found.append(DamagedRecord(key, f"{why} (needed by {few(needs, _NAMED_AT_MOST)})"))
+    return found + damaged_records(repo, listed, anew=near, objects=objects)
 
 
 def _check_arguments(mode: Any, sample: Any, decode: bool) -> None:
@@ -286,7 +320,7 @@ def _name(blob: Checked) -> Name:
     return blob.ref.uploader, blob.ref.hash
 
 
-def _marked(repo: Repository) -> dict[Name, str]:
+def marked_blobs(repo: Repository) -> dict[Name, str]:
     """Return the marked blobs, and the reason for each mark."""
     return {(mark.uploader, mark.blob): mark.why for mark in blobs.marks(repo) if mark.state != blobs.REPAIRED}
 
@@ -299,9 +333,8 @@ def _sampled(repo: Repository, refs: list[BlobRef], fraction: float, marked: Con
     return [ref for index, ref in enumerate(refs) if index in chosen or (ref.uploader, ref.hash) in marked]
 
 
-def _compare_sizes(repo: Repository, refs: Iterable[BlobRef], marked: Mapping[Name, str]) -> Iterable[Checked]:
-    """Compare presence and sizes with one listing. ``marked``: the marked blobs, and the reason for each mark."""
-    sizes = list_objects(repo)
+def compare_sizes(refs: Iterable[BlobRef], sizes: Mapping[str, int], marked: Mapping[Name, str]) -> Iterator[Checked]:
+    """Compare presence and sizes with a listing. ``marked``: the marked blobs, and the reason for each mark."""
     for ref in refs:
         size, mark = sizes.get(blob_key(ref.uploader, ref.hash)), marked.get((ref.uploader, ref.hash))
         why = compare_size(ref, size)

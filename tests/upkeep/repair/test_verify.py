@@ -236,6 +236,13 @@ def test_a_read_of_incorrect_bytes_is_retried(repo: Repository, faults: FaultySt
     assert not verify(repo).is_damaged
 
 
+def test_a_tag_whose_record_changes_without_a_trace_is_reported(repo: Repository, faults: FaultyStore) -> None:
+    tags.set_tag(repo, "best", save_arrays(repo, {"a": array(1)}))
+    assert verify(repo).records == ()
+    faults.inject(corrupt("get", key="tags/best/0"))
+    assert [record.key for record in verify(repo).records] == ["tags/best"]
+
+
 def test_unreadable_objects_are_reported_and_not_marked(repo: Repository, faults: FaultyStore) -> None:
     bad, _ = save_arrays(repo, {"a": array(1)}), save_arrays(repo, {"a": array(2)}, step=1)
     faults.inject(fail_before("read_into", times=99, key=only_blob(repo, bad)))
