@@ -1841,6 +1841,30 @@ BUGS: dict[str, tuple[str, str, str, str]] = {
         'yield from (("newest", []), ("newest',
         "tests/plan/test_retention.py::test_keep_every_keeps_multiples_of_a_step",
     ),
+    "an idle run is dropped although a save of it is in progress": (
+        "idle_runs",
+        "run_hash(run) in opened or ",
+        "",
+        "tests/upkeep/gc/test_idle.py::test_an_idle_run_is_spared_if_somebody_holds_or_names_it",
+    ),
+    "an idle run is dropped although a visible checkpoint came from it": (
+        "idle_runs",
+        " or any(naming[one] - {run} for one in names)",
+        "",
+        "tests/upkeep/gc/test_idle.py::test_an_idle_run_is_spared_if_somebody_holds_or_names_it",
+    ),
+    "the ephemeral checkpoints of a dropped run are purged at once": (
+        "plan_retiring",
+        "{commit.run for commit in commits.visible()} - idle",
+        "{commit.run for commit in commits.visible()}",
+        "tests/upkeep/gc/test_idle.py::test_a_dropped_run_can_be_restored_for_a_week_even_if_it_is_ephemeral",
+    ),
+    "verify puts a blob into several parts": (
+        "verify",
+        "int(ref.hash[:8], 16) % parts == index",
+        "int(ref.hash[:8], 16) % parts >= index",
+        "tests/upkeep/repair/test_verify.py::test_parts_cover_each_blob_once_even_if_others_are_saved_in_between",
+    ),
     "a rule removes tagged checkpoints": (
         "plan_retiring",
         "(commit for commit in wanted if commit.txid in tagged)",

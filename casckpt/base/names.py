@@ -5,8 +5,9 @@ from __future__ import annotations
 import difflib
 import re
 from collections.abc import Mapping, Sequence
+from fnmatch import fnmatchcase
 from numbers import Integral
-from typing import Any
+from typing import Any, TypeAlias
 
 from casckpt.base.digest import hex_digest
 from casckpt.errors import InvalidInput
@@ -34,6 +35,14 @@ _TXID_RE = re.compile(TXID)
 _RUN_RE = re.compile(r"[A-Za-z0-9][A-Za-z0-9._/-]{0,199}")
 _DATE_RE = re.compile("20[0-9]{2}([-_.]?)[01][0-9]\\1[0-3][0-9]")
 _UNFIT_RE = re.compile("[\0-\x1f\\\\\ud800-\udfff]")  # UTF-8 cannot encode lone surrogates
+
+Runs: TypeAlias = str | Sequence[str] | None
+"""Names of runs, or fnmatch patterns of names. None for all runs."""
+
+
+def is_among(run: str, runs: Runs) -> bool:
+    """Return whether ``runs`` includes a run."""
+    return runs is None or any(fnmatchcase(run, one) for one in ([runs] if isinstance(runs, str) else runs))
 
 
 def is_reference(text: str) -> bool:

@@ -7,6 +7,8 @@ from dataclasses import asdict, fields, is_dataclass
 from datetime import datetime, timedelta
 from typing import TYPE_CHECKING, Any
 
+from casckpt.base.names import is_among
+
 if TYPE_CHECKING:
     from casckpt.contents.checkpoint import Checkpoint
     from casckpt.store.store import Store
@@ -66,7 +68,14 @@ def _fields(record: Any) -> dict[str, Any] | None:
     return None if record is None else {name: getattr(record, name) for name in record.__struct_fields__}
 
 
-def doubt(store: Store, run: str | None) -> None:
-    """Warn if ``run`` has no checkpoints, not even forgotten ones, because its name may be mistyped."""
-    if run is not None and not store.checkpoints(run, forgotten=True):
+def doubt(store: Store, *runs: str | None) -> list[str]:
+    """Warn of each of ``runs``, names or patterns, that has no checkpoints, not even forgotten ones. Return these.
+
+    They may be mistyped.
+    """
+    named = [run for run in runs if run is not None]
+    there = {one.run for one in store.checkpoints(forgotten=True)} if named else set()
+    unknown = [run for run in named if not any(is_among(one, run) for one in there)]
+    for run in unknown:
         log.warning("%s", store.listing().about_run(run))
+    return unknown

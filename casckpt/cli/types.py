@@ -68,8 +68,16 @@ def _names_in(path: str) -> list[str]:
     raise InvalidInput(f"{path} is not a file with a JSON list of names")
 
 
+def _part(text: str) -> tuple[int, int]:
+    number, _, parts = text.partition("/")
+    if not (number.isdecimal() and parts.isdecimal() and 1 <= int(number) <= int(parts)):
+        raise InvalidInput(f"{text!r} is not a part: pass K/N, with K from 1 to N, such as 1/7")
+    return int(number) - 1, int(parts)
+
+
 SIZE = Parsed("size", parse_size)
 DURATION = Parsed("duration", lambda text: timedelta(seconds=seconds_of(text)))
+PART = Parsed("k/n", _part)
 SETTING = Parsed("key=value", _setting)
 TEXT_SETTING = Parsed("name=value", _text_setting)
 NAMES_FILE = Parsed("file", _names_in)

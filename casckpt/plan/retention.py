@@ -10,13 +10,14 @@ from __future__ import annotations
 
 import re
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
+from collections.abc import Container, Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, field, fields, replace
 from datetime import UTC, datetime
 from math import isnan, nan
 from typing import Any, Self, TypedDict
 
 from casckpt.base.groups import grouped
+from casckpt.base.names import Runs, is_among
 from casckpt.base.units import Duration, seconds_of
 from casckpt.errors import InvalidInput
 from casckpt.format.names import TxId
@@ -212,38 +213,53 @@ class SavedCheckpoint:
     healthy: bool | None = None
 
 
-def reasons_to_keep(visible: Iterable[SavedCheckpoint], policy: Policy, now: int) -> dict[TxId, list[str]]:
+def reasons_to_keep(
+    visible: Iterable[SavedCheckpoint], policy: Policy, now: int, *, without_best: Container[str] = ()
+) -> dict[TxId, list[str]]:
     """Return why ``policy`` keeps ``visible`` checkpoints, such as ["newest", "keep-last 2"], at the time ``now``.
 
     Leaves out those that the policy forgets. ``visible``: in the order of the saves. If a run has a step twice,
-    every policy forgets the earlier checkpoint, and no rule counts it. ``now``: in microseconds.
+    every policy forgets the earlier checkpoint, and no rule counts it. ``now``: in microseconds. ``without_best``:
+    runs to which ``keep_best`` does not apply.
     """
     keep: dict[TxId, list[str]] = defaultdict(list)
-    for group in grouped(visible, lambda saved: saved.run).values():
+    for run, group in grouped(visible, lambda saved: saved.run).items():
+        of_run = replace(policy, keep_best=None) if run in without_best else policy
         last = {saved.step: saved for saved in group}  # the last checkpoint of each step
         current = [saved for saved in group if last[saved.step] is saved]
-        rules = [("no rule", group)] if policy.is_empty else _kept_by_rules(current, policy, now)
+        rules = [("no rule", group)] if policy.is_empty else _kept_by_rules(current, of_run, now)
         for why, saved in ((why, saved) for why, kept in rules for saved in kept):
             keep[saved.txid].append(why)
     return keep
 
 
-def runs_without(visible: Iterable[SavedCheckpoint], policy: Policy, *, run: str | None = None) -> dict[str, list[str]]:
+def unmeasured(visible: Iterable[SavedCheckpoint], policy: Policy) -> set[str]:
+    """Return the runs without any metric, if ``policy`` has rules besides ``keep_best``. gc applies only these to them.
+
+    Rotation does not, because it purges immediately, and the first evaluation may come later.
+    """
+    others = any(getattr(policy, rule.name) for rule in fields(policy) if rule.name != "keep_best")
+    by_run = grouped(visible if policy.best and others else (), lambda saved: saved.run)
+    return {run for run, group in by_run.items() if not any(saved.metrics for saved in group)}
+
+
+def runs_without(visible: Iterable[SavedCheckpoint], policy: Policy, *, run: Runs = None) -> dict[str, list[str]]:
     """Return, for each metric of ``keep_best``, the runs without a number for it. All of their checkpoints are kept.
 
-    Raises InvalidInput if no checkpoint has the metric, because its name may be mistyped. ``run`` limits the check to
-    that run.
+    `unmeasured` says which of them gc trims nevertheless. Raises InvalidInput if no checkpoint has the metric, because
+    its name may be mistyped. ``run`` limits the check to these runs.
     """
-    by_run = grouped((saved for saved in visible if run is None or saved.run == run), lambda saved: saved.run)
+    by_run = grouped((saved for saved in visible if is_among(saved.run, run)), lambda saved: saved.run)
     there = {name for group in by_run.values() for saved in group for name in saved.metrics}
-    for best in policy.best if by_run else ():
+    every = [saved for group in by_run.values() for saved in group]
+    for best in policy.best if len(unmeasured(every, policy)) < len(by_run) else ():
         if best.metric not in there:
             known = (
                 f"the existing metrics are {', '.join(sorted(there))}: pass one of these"
                 if there
                 else "none of them has any metrics: save with metrics={...}, or omit this rule"
             )
-            of = "here" if run is None else f"of run {run}"
+            of = "here" if run is None else f"of run {run if isinstance(run, str) else ', '.join(run)}"
             raise InvalidInput(f"keep-best: no checkpoint {of} has a metric {best.metric!r}; {known}")
     return {
         best.metric: [run for run, group in by_run.items() if not any(map(best.is_known_of, group))]

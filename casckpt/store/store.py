@@ -14,7 +14,7 @@ from contextlib import contextmanager
 from functools import partial
 from typing import TYPE_CHECKING, Any, Literal, Self, Unpack
 
-from casckpt.base.names import LATEST, check_keywords, is_reference
+from casckpt.base.names import LATEST, Runs, check_keywords, is_reference
 from casckpt.base.progress import Progress, Shown
 from casckpt.base.units import Duration, optional_seconds, seconds_of
 from casckpt.contents import refs
@@ -635,8 +635,9 @@ class Store:
         self,
         *,
         thin: Mapping[str, Any] | None = None,
-        run: str | None = None,
+        run: Runs = None,
         min_age: Duration | None = None,
+        drop_idle: Duration | None = None,
         wait: Duration = "60s",
         revoke_after: Duration | None = None,
         dry_run: bool = False,
@@ -650,7 +651,10 @@ class Store:
           ``keep_monthly``, ``keep_best`` ("loss:3", "acc:max:1"): each run keeps what any rule keeps, its newest
           checkpoint, its newest one that is not unhealthy, and tagged ones. Without a rule, gc does not forget any.
         - ``thin``: tensors to drop from the others, such as ``{"drop": ["optim.*"], "keep_last": 2}``.
-        - ``run``: only this run.
+        - ``run``: only this run, or only runs whose names match an fnmatch pattern, or one of several.
+        - ``drop_idle``: forget all checkpoints of runs without a save for this long, at least a day. Spares runs with a
+          tag, a lease or a save in progress, and runs that a visible checkpoint of another run came from. Requires a
+          ``min_age`` of at least 7 days in the store's settings.
         - ``min_age``: time between forgetting and purging, in which `restore` brings a checkpoint back (default: the
           store's setting, or else 24 h, and 15 minutes for ephemeral checkpoints).
         - ``wait``: total time to wait for saves in progress. The next gc continues where this one stopped.
@@ -670,7 +674,8 @@ class Store:
         check_keywords("Store.gc", keep, KeepRules)
         return collect(
             self.repository, Policy(**keep), thin=thinning_of(thin), run=run, dry_run=dry_run,
-            min_age=optional_seconds(min_age, "min-age"), wait=seconds_of(wait, "wait"),
+            min_age=optional_seconds(min_age, "min-age"), drop_idle=optional_seconds(drop_idle, "drop-idle"),
+            wait=seconds_of(wait, "wait"),
             revoke_after=optional_seconds(revoke_after, "revoke-after"),
             progress=Progress(progress), tell=tell or (lambda waiting: None),
         )  # fmt: skip
@@ -727,20 +732,23 @@ class Store:
         *refs: str | Checkpoint,
         mode: Mode = "full",
         sample: float = 1.0,
+        part: tuple[int, int] = (0, 1),
         decode: bool = False,
         progress: Shown | None = None,
     ) -> VerifyResult:
         """Check all objects of live checkpoints, or of ``refs``. Record damaged blobs in the store.
 
         ``mode``: "full" reads every blob and checks its hash, and "exists" checks presence and size. ``sample``: the
-        fraction of the blobs to check, chosen at random. ``decode``: also decode encoded cells and check their
+        fraction of the blobs to check, chosen at random. ``part``: (K, N) checks the K-th of N parts of the blobs, so N
+        calls with K from 0 to N - 1 check all. ``decode``: also decode encoded cells and check their
         digests. ``progress``: called with the number of bytes read so far and the total. The result lists the damage.
         Raises NotFound, InvalidInput, and StorageError.
         """
         from casckpt.upkeep.repair.verify import verify
 
         chosen, shown = [plain(ref) for ref in refs] or None, Progress(progress)
-        return verify(self.repository, refs=chosen, mode=mode, sample=sample, decode=decode, progress=shown)
+        options: Any = {"mode": mode, "sample": sample, "part": part, "decode": decode, "progress": shown}
+        return verify(self.repository, refs=chosen, **options)
 
     def repair(self, *sources: Store | str | os.PathLike[str], progress: Shown | None = None) -> RepairResult:
         """Restore missing and damaged manifests and blobs. Damaged blobs are those that `verify` or a save has marked.

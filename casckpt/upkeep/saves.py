@@ -13,6 +13,7 @@ from casckpt.format.keys import commit_key, parse_object, parse_txid
 from casckpt.format.names import TxId
 from casckpt.format.records import Process
 from casckpt.history.commits import Commit, list_commits, list_names, names_in, purge_unreadable
+from casckpt.history.ended import is_list
 from casckpt.history.transactions import PREFIX as TRANSACTIONS
 from casckpt.history.transactions import OpenTransaction, end, has_died, open_transactions, revoke
 from casckpt.repository.processes import is_dead, this_process
@@ -20,12 +21,19 @@ from casckpt.repository.reading import PREFIX as SETTINGS
 from casckpt.repository.repository import Repository
 from casckpt.upkeep.inventory import list_objects
 
-ADVICE = (
+RESTORE = (
     "Restore commits/ from a copy of the store, or mount its disk. If the store was copied by hand while these saves "
-    "ran, repeat the copy, which brings the records. Only if the original is lost, give up their checkpoints for good: "
-    "`casckpt transactions STORE --give-up TXID`"
+    "ran, repeat the copy, which brings the records. If another store has the checkpoints, such as the mirror, copy "
+    "them back: `casckpt copy MIRROR STORE`"
 )
 _NAMED_AT_MOST = 3
+
+
+def about_unreadable(name: TxId) -> str:
+    """Return what to do about a name in `CommitList.damaged`."""
+    give_up = f"give up the checkpoint with `casckpt transactions STORE --give-up {name}`"
+    without = "delete it: it only lists checkpoints that are gone" if is_list(name) else give_up
+    return f"Restore the file from a copy of the store, or {without}"
 
 
 def lost_records(repo: Repository, keys: Iterable[str], ended: Container[TxId] = ()) -> list[TxId]:
@@ -54,7 +62,8 @@ def check_recorded(repo: Repository, keys: Iterable[str], ended: Container[TxId]
         shown = few(list(map(commit_key, lost)), _NAMED_AT_MOST)
         raise Damaged(
             f"gc deletes nothing, because records are missing from {repo.storage.url}: {shown}. "
-            f"Manifests under objects/ have no record in commits/ or transactions/. {ADVICE}",
+            f"Manifests under objects/ have no record in commits/ or transactions/. {RESTORE}. Only if nothing has "
+            "them, give up their checkpoints for good: `casckpt transactions STORE --give-up TXID`",
             key=commit_key(lost[0]),
         )
 

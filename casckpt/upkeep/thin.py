@@ -18,6 +18,7 @@ from dataclasses import dataclass, replace
 from datetime import datetime
 from functools import partial
 
+from casckpt.base.names import Runs, is_among
 from casckpt.base.parallel import in_parallel
 from casckpt.base.units import time_of
 from casckpt.contents import manifests
@@ -98,7 +99,7 @@ def plan_thin(
     *,
     drop: str | Sequence[str],
     keep: Policy | None = None,
-    run: str | None = None,
+    run: Runs = None,
     tagged: bool = False,
     spare: Iterable[Commit] = (),
     among: Container[str] | None = None,
@@ -152,10 +153,10 @@ def _check_untagged(named: Mapping[str, Tag], chosen: Iterable[Commit]) -> None:
             )
 
 
-def _beyond(listed: CommitList, keep: Policy, now: int, tagged: set[TxId], run: str | None) -> list[Commit]:
+def _beyond(listed: CommitList, keep: Policy, now: int, tagged: set[TxId], run: Runs) -> list[Commit]:
     """Return the visible checkpoints that ``keep`` does not keep and whose logs can be read, oldest first."""
     certain = (commit for commit in listed.visible() if commit.txid not in listed.damaged)
-    visible = [commit for commit in certain if run is None or commit.run == run]
+    visible = [commit for commit in certain if is_among(commit.run, run)]
     left = reasons_to_keep(map(kept_of, visible), keep, now).keys() | tagged
     return [commit for commit in visible if commit.txid not in left]
 
@@ -238,7 +239,7 @@ def thin_chosen(
     keep: Policy,
     *,
     drop: str | Sequence[str],
-    run: str | None,
+    run: Runs,
     tagged: bool,
     dry_run: bool,
 ) -> ThinResult:
@@ -251,7 +252,7 @@ def thin_chosen(
 
 
 def thin_by(
-    repo: Repository, rule: Thinning, run: str | None, *, spare: Iterable[Commit] = (), dry_run: bool = False
+    repo: Repository, rule: Thinning, run: Runs, *, spare: Iterable[Commit] = (), dry_run: bool = False
 ) -> ThinResult:
     """Thin by a rule, or return the expected result with ``dry_run``.
 

@@ -11,8 +11,8 @@ from tests.cli.conftest import Run
 
 def test_the_error_for_a_missing_run_lists_the_runs(saved: Path, store: casckpt.Store, run: Run) -> None:
     store.save({"w": torch.zeros(1)}, run="pretrain", step=1)
-    for command in ("list", "gc"):
-        found = run(command, saved, "--run", "pretrian", "--json")
+    for command, status in (("list", 0), ("gc", 1)):
+        found = run(command, saved, "--run", "pretrian", "--json", status=status)
         assert json.loads(found.stdout) is not None
         assert "there is no checkpoint of run 'pretrian' in" in found.stderr
         assert "did you mean pretrain?" in found.stderr

@@ -359,9 +359,6 @@ def test_the_suggested_option_frees_thinned_bytes_immediately(
 
 
 @follows("cli/commands/verify.py:about_records", "restore the files from a backup of the store's files")
-@follows(
-    "cli/commands/verify.py:about_records", "give the saves up for good (`casckpt transactions STORE --give-up TXID`)"
-)
 @pytest.mark.parametrize("way", ["put back", "give up"])
 def test_a_damaged_record_can_be_replaced_or_its_checkpoint_forgotten_as_advised(
     saved: Store, store_path: Path, messages: Messages, run: Run, way: str

@@ -72,7 +72,7 @@ def _copy_new(source: str, target: str) -> None:
         shutil.copy2(source, target)
 
 
-@follows("upkeep/gc/candidates.py:commits_without_doubt", "give up the checkpoint with `casckpt transactions STORE")
+@follows("upkeep/saves.py:about_unreadable", "give up the checkpoint with `casckpt transactions STORE")
 @pytest.mark.parametrize("way", ["put back", "give up"])
 def test_gc_can_run_after_a_record_is_replaced_or_purged(
     trained: Store, store_path: Path, messages: Messages, run: Run, way: str
@@ -89,11 +89,15 @@ def test_gc_can_run_after_a_record_is_replaced_or_purged(
     assert [one.step for one in casckpt.open(store_path).checkpoints()] == ([2] if way == "give up" else [1, 2])
 
 
-@follows("upkeep/saves.py:", "repeat the copy, which brings the records. Only if the original is lost, give up")
-@pytest.mark.parametrize("way", ["put back", "repeat", "give up"])
+@follows("upkeep/saves.py:", "copy them back: `casckpt copy MIRROR STORE`")
+@follows("upkeep/saves.py:", "repeat the copy, which brings the records")
+@follows("upkeep/saves.py:check_recorded", "Only if nothing has them, give up their checkpoints for good")
+@pytest.mark.parametrize("way", ["put back", "repeat", "copy", "give up"])
 def test_gc_can_run_after_lost_records_are_replaced_or_revoked(
     trained: Store, store_path: Path, messages: Messages, run: Run, way: str
 ) -> None:
+    mirror = store_path.with_name("mirror")
+    trained.copy_to(mirror)
     lost = min((store_path / "commits").iterdir())
     name = lost.name
     lost.rename(store_path.with_name(name))
@@ -101,11 +105,26 @@ def test_gc_can_run_after_lost_records_are_replaced_or_revoked(
         casckpt.open(store_path).gc()
     if way == "give up":
         run(*advice.command("transactions", STORE=store_path, TXID=name))
+    elif way == "copy":
+        run(*advice.command("copy", MIRROR=mirror, STORE=store_path))
     else:
         advice.says("Restore commits/" if way == "put back" else "repeat the copy")
         store_path.with_name(name).rename(lost)
     casckpt.open(store_path).gc()
     assert [one.step for one in casckpt.open(store_path).checkpoints()] == ([2] if way == "give up" else [1, 2])
+
+
+@follows(
+    "upkeep/gc/idle.py:idle_runs", "give users at least 7 days to undo it: `casckpt settings STORE --set min_age=7d`"
+)
+def test_idle_runs_can_be_dropped_once_users_have_a_week_to_undo_it(
+    trained: Store, store_path: Path, messages: Messages, run: Run
+) -> None:
+    with messages.error(InvalidInput) as advice:
+        trained.gc(drop_idle="1h", min_age=0)
+    run(*advice.command("settings", STORE=store_path))
+    advice.says("omit min-age")
+    assert trained.gc(drop_idle=advice.says("90d")).forgotten == ()
 
 
 @follows("upkeep/copies/copy.py:_unread", "Restore the record from a copy of …; `casckpt verify` shows the details")

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from casckpt.errors import InvalidInput
 from casckpt.format.keys import make_txid
-from casckpt.plan.retention import Policy, SavedCheckpoint, reasons_to_keep, runs_without, thinning_of
+from casckpt.plan.retention import Policy, SavedCheckpoint, reasons_to_keep, runs_without, thinning_of, unmeasured
 
 START = datetime(2026, 1, 1, tzinfo=UTC)
 DAY = 86_400_000_000
@@ -225,6 +225,19 @@ def test_a_run_without_the_metric_is_kept_and_named() -> None:
     assert runs_without(store, policy) == {"loss": ["sick", "young"]}
     assert runs_without(with_it, policy) == {"loss": []}
     assert runs_without(store, Policy(keep_last=1)) == {}
+
+
+def test_only_runs_without_any_metric_are_left_to_the_other_rules() -> None:
+    with_it, young = scored(3.0, 1.0, 2.0), [kept(number, number, run="young") for number in range(3)]
+    others = [replace(kept(number, number, run="others"), metrics={"acc": 1.0}) for number in range(3)]
+    store, policy = [*with_it, *others, *young], Policy(keep_best="loss:1", keep_last=2)
+    assert unmeasured(store, policy) == {"young"}
+    keep = reasons_to_keep(store, policy, 0, without_best={"young"})
+    assert [saved for saved in store if saved.txid not in keep] == [with_it[0], young[0]]
+    assert plan_forget(store, policy, 0) == with_it[:1], "rotation waits for the first metric"
+    for alone in (Policy(keep_best=["loss:1", "acc:max:1"]), Policy(keep_last=0, keep_best="loss:1"), Policy()):
+        assert unmeasured(store, alone) == set(), "no other rule says what to keep of the run"
+    assert runs_without(young, policy) == {"loss": ["young"]}, "the other rule applies, so the name need not exist"
 
 
 def test_a_metric_without_values_is_rejected() -> None:

@@ -75,8 +75,15 @@ _KNOWN_BY_THEN: Final = (
 
 
 @store_command("gc")
-@click.option("--run", type=RUN, help="Forget and purge only checkpoints of this run.")
+@click.option(
+    "--run", type=RUN, multiple=True, metavar="PATTERN",
+    help="Forget and purge only checkpoints of the runs whose name matches. May be repeated.",
+)  # fmt: skip
 @keep_options
+@click.option(
+    "--drop-idle", type=DURATION,
+    help="Forget all checkpoints of runs without a save for this long (90d). Requires the setting min_age=7d or more.",
+)  # fmt: skip
 @click.option(
     "--thin",
     multiple=True,
@@ -104,6 +111,7 @@ _KNOWN_BY_THEN: Final = (
 def command(
     session: Session,
     dry_run: bool,
+    run: tuple[str, ...],
     thin: tuple[str, ...],
     thin_keep_last: int | None,
     **options: Any,
@@ -113,20 +121,22 @@ def command(
     gc can run during saves and loads. It keeps a checkpoint if any --keep rule keeps it. Without a rule, gc forgets
     nothing. It always keeps tagged checkpoints and the newest one of each run. You can restore a forgotten checkpoint
     for a day, or for --min-age. The first gc after that deletes it. If a save in progress may use a file, gc leaves the
-    file for the next gc. The exit status is 1 if another user's permissions keep gc from a file; it does the rest.
+    file for the next gc. The exit status is 1 if another user's permissions keep gc from a file, or if no run matches
+    a --run; it does the rest.
     """
     if thin_keep_last is not None and not thin:
         raise click.UsageError("--thin-keep-last requires --thin: also pass --thin PATTERN")
-    doubt(session.store, options["run"])
+    unknown = doubt(session.store, *run)
     rule = {"drop": thin, "keep_last": thin_keep_last or 1} if thin else None
     try:
         with progress_bar("deleting", of_bytes=False) as done:
-            result = session.store.gc(dry_run=dry_run, thin=rule, progress=done, tell=_WaitReport(), **options)
+            options |= {"run": run or None, "progress": done, "tell": _WaitReport()}
+            result = session.store.gc(dry_run=dry_run, thin=rule, **options)
     except BaseException as error:
         _say_by_then(session, error)
         raise
-    session.give(described(result), text)
-    return FAILED if result.refused else 0
+    session.give(described(result) | {"unmatched": unknown}, text)
+    return FAILED if result.refused or unknown else 0
 
 
 def _say_by_then(session: Session, error: BaseException) -> None:

@@ -11,7 +11,7 @@ from casckpt.cli.failures import FAILED
 from casckpt.cli.progress import progress_bar
 from casckpt.cli.session import Session, store_command
 from casckpt.cli.text import count, name, printable, say, say_all, shortened, size
-from casckpt.cli.types import REF
+from casckpt.cli.types import PART, REF
 from casckpt.errors import Damaged
 
 if TYPE_CHECKING:
@@ -27,8 +27,9 @@ if TYPE_CHECKING:
     "--sample", type=click.FloatRange(0, 1, min_open=True), default=1.0, metavar="FRACTION",
     help="Check only a random sample of the blobs: 0.1 for a tenth.",
 )  # fmt: skip
+@click.option("--part", type=PART, default="1/1", metavar="K/N", help="Check only the K-th of N parts of the blobs.")
 @click.option("--decode", is_flag=True, help="Also decode encoded cells, and compare them with their digests.")
-def command(session: Session, refs: tuple[str, ...], quick: bool, sample: float, decode: bool) -> int:
+def command(session: Session, refs: tuple[str, ...], quick: bool, **options: Any) -> int:
     """Read all bytes and compare them with their hashes.
 
     Reads all data of all checkpoints, or of those that you name. Marks damaged blobs, so that saves do not use them.
@@ -37,7 +38,7 @@ def command(session: Session, refs: tuple[str, ...], quick: bool, sample: float,
     """
     with progress_bar("verifying") as done:
         mode: Mode = "exists" if quick else "full"
-        result = session.store.verify(*refs, mode=mode, sample=sample, decode=decode, progress=done)
+        result = session.store.verify(*refs, mode=mode, progress=done, **options)
     session.give(plain(result), text)
     if result.is_damaged:
         return Damaged.exit_status
@@ -107,8 +108,7 @@ def about_records(records: list[dict[str, Any]]) -> list[str]:
     damaged = count(len(records), "record")
     return [
         f"{damaged} damaged: restore the files from a backup of the store's files (`casckpt copy` writes new records);",
-        "without one, set the tags again, and give the saves up for good (`casckpt transactions STORE --give-up TXID`)",
-        "and delete lists in commits/ended/, which only name checkpoints that are gone",
+        "without one, do what is said above, and set the tags again",
     ]
 
 

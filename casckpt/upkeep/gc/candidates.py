@@ -14,10 +14,9 @@ from casckpt.errors import CasckptError, Damaged, Gone, Refused
 from casckpt.format.keys import blob_key, manifest_key
 from casckpt.format.names import TxId
 from casckpt.history.commits import Commit, CommitList, list_commits
-from casckpt.history.ended import is_list
 from casckpt.repository.repository import Repository
 from casckpt.upkeep.inventory import Inventory
-from casckpt.upkeep.saves import check_recorded
+from casckpt.upkeep.saves import about_unreadable, check_recorded
 
 _NAMED_AT_MOST = 3
 
@@ -48,12 +47,9 @@ def commits_without_doubt(repo: Repository, *, anew: bool = False) -> CommitList
     if listed.damaged:
         names = sorted(listed.damaged)
         more = f" and {len(names) - 1} more" if names[1:] else ""
-        what = f"give up the checkpoint with `casckpt transactions STORE --give-up {names[0]}`"
-        if is_list(names[0]):
-            what = "delete it: it only lists checkpoints that are gone"
         message = (
             f"gc deletes nothing, because it cannot read the records of transaction {names[0]}{more}: "
-            f"{listed.damaged[names[0]]}. Restore the file from a copy of the store, or {what}"
+            f"{listed.damaged[names[0]]}. {about_unreadable(names[0])}"
         )
         raise Damaged(message, key=f"commits/{names[0]}")
     return listed

@@ -30,6 +30,7 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import TypeAlias, TypedDict, TypeVar, Unpack
 
+from casckpt.base.names import Runs
 from casckpt.base.parallel import in_parallel
 from casckpt.base.progress import Progress, silent
 from casckpt.base.text import few
@@ -51,6 +52,7 @@ from casckpt.repository.reading import check_requirements
 from casckpt.repository.repository import Repository
 from casckpt.storage.failures import noting, unless_full
 from casckpt.upkeep.gc.candidates import Candidates, Unreadable, candidates, commits_without_doubt, spare_roots
+from casckpt.upkeep.gc.idle import idle_runs
 from casckpt.upkeep.gc.purge import (
     Deferred,
     GcPlan,
@@ -267,8 +269,9 @@ def collect(
     policy: Policy,
     *,
     thin: Thinning | None = None,
-    run: str | None = None,
+    run: Runs = None,
     min_age: float | None = None,
+    drop_idle: float | None = None,
     dry_run: bool = False,
     **options: Unpack[GcOptions],
 ) -> GcResult:
@@ -276,31 +279,40 @@ def collect(
 
     Raises InvalidInput for a metric that no checkpoint has, and the errors of these functions.
     """
-    check_metrics(repo, policy, run)
-    plan, thinned = plan_gc(repo, policy, run=run, min_age=min_age), None
+    check_metrics(repo, policy, run, trims=True)
+    planned = partial(plan_gc, repo, policy, run=run, min_age=min_age, drop_idle=drop_idle)
+    plan, thinned = planned(), None
     if thin is not None:
         thinned = with_room(repo, partial(thin_by, repo, thin, run, spare=plan.forget, dry_run=dry_run))
         if not dry_run:
-            plan = plan_gc(repo, policy, run=run, min_age=min_age)  # includes the commits that thinning made
+            plan = planned()  # includes the commits that thinning made
     return preview(repo, plan, thin=thinned) if dry_run else execute(repo, plan, thin=thinned, **options)
 
 
 def plan_gc(
-    repo: Repository, policy: Policy | None = None, *, run: str | None = None, min_age: float | None = None
+    repo: Repository,
+    policy: Policy | None = None,
+    *,
+    run: Runs = None,
+    min_age: float | None = None,
+    drop_idle: float | None = None,
 ) -> GcPlan:
     """Plan which checkpoints gc forgets and purges. Writes nothing.
 
-    ``policy``: the retention rules (None: forget nothing). ``run``: forget and purge only checkpoints of this run.
+    ``policy``: the retention rules (None: forget nothing). ``run``: forget and purge only checkpoints of these runs.
     ``min_age``: seconds between forgetting and purging a checkpoint (None: the store's setting, or else 24 h, and 15
-    minutes for ephemeral checkpoints). The plan leaves out checkpoints that are not safe in the store's mirror.
+    minutes for ephemeral checkpoints). ``drop_idle``: forget all checkpoints of the runs that have been idle for this
+    many seconds. The plan leaves out checkpoints that are not safe in the store's mirror.
 
-    Raises `NotFound` if there is no store, `Damaged` if records or tags cannot be read, `Unsupported` for storage on
-    which gc cannot work, and `StorageError`.
+    Raises `InvalidInput` for an invalid ``drop_idle``, `NotFound` if there is no store, `Damaged` if records or tags
+    cannot be read, `Unsupported` for storage on which gc cannot work, and `StorageError`.
     """
     _check_storage(repo)
-    ages = min_age_of(repo, min_age)
+    ages, idle = min_age_of(repo, min_age), set[str]()
     commits = commits_without_doubt(repo, anew=not repo.storage.traits.remote)  # only if reading is cheap
-    return without_unmirrored(repo, plan_retiring(repo, commits, policy or Policy(), ages, run))
+    if drop_idle is not None:
+        idle = idle_runs(repo, drop_idle, undo=min(ages.usual, min_age_of(repo, None).usual))
+    return without_unmirrored(repo, plan_retiring(repo, commits, policy or Policy(), ages, run, idle=idle))
 
 
 def preview(repo: Repository, plan: GcPlan, *, thin: ThinResult | None = None) -> GcResult:

@@ -13,7 +13,7 @@ tags of a checkpoint first, so the checkpoint remains forgotten. An overwritten 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from datetime import datetime
@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import TypeAlias
 
 from casckpt.base.groups import grouped
-from casckpt.base.names import run_hash
+from casckpt.base.names import Runs, is_among, run_hash
 from casckpt.base.parallel import in_parallel
 from casckpt.base.text import few
 from casckpt.base.units import time_of
@@ -36,7 +36,7 @@ from casckpt.history.commits import Commit, CommitList, append, forget, list_com
 from casckpt.history.folding import Places, kept_with
 from casckpt.history.tags import FOREIGN_CLOCKS, Tag, tagged_txids, tags, tags_of
 from casckpt.history.transactions import OpenTransaction
-from casckpt.plan.retention import Policy, SavedCheckpoint, reasons_to_keep, runs_without
+from casckpt.plan.retention import Policy, SavedCheckpoint, reasons_to_keep, runs_without, unmeasured
 from casckpt.repository.reading import check_requirements
 from casckpt.repository.repository import Repository
 from casckpt.storage.failures import noting
@@ -185,9 +185,12 @@ def plan_of(repo: Repository, commits: CommitList, policy: Policy, run: str | No
         return GcPlan((), ())
 
 
-def plan_retiring(repo: Repository, commits: CommitList, policy: Policy, min_age: MinAge, run: str | None) -> GcPlan:
+def plan_retiring(
+    repo: Repository, commits: CommitList, policy: Policy, min_age: MinAge, run: Runs, *, idle: Set[str] = frozenset()
+) -> GcPlan:
     """Plan step 1 for ``commits``, without asking the mirror. Writes nothing.
 
+    ``idle``: runs to forget whole.
     Raises `Damaged` or `Refused` if a tag cannot be read, if the settings are lost, or if a commit came from another
     store, and `StorageError`.
     """
@@ -195,8 +198,9 @@ def plan_retiring(repo: Repository, commits: CommitList, policy: Policy, min_age
     check_settings(repo)
     named = tags(repo, anew=not repo.storage.traits.remote, slack=FOREIGN_CLOCKS, listed=commits)
     now = repo.clock()
-    wanted = [commit for commit in commits.visible() if run is None or commit.run == run]
-    reasons = reasons_to_keep(map(kept_of, wanted), policy, now)
+    wanted = [commit for commit in commits.visible() if is_among(commit.run, run)]
+    rated = [kept_of(commit) for commit in wanted if commit.run not in idle]
+    reasons = reasons_to_keep(rated, policy, now, without_best=unmeasured(rated, policy))
     tagged = tagged_txids(named, wanted)
     for commit in (commit for commit in wanted if commit.txid in tagged):
         reasons[commit.txid] += [f"tag {name}" for name in tags_of(named, commit.id)]
@@ -205,15 +209,16 @@ def plan_retiring(repo: Repository, commits: CommitList, policy: Policy, min_age
             reasons.setdefault(txid, reasons[other])
     forgets = {commit.txid: commit for commit in wanted if commit.txid not in reasons}
     kept = {f"{one.run}@{one.step}": reasons[one.txid] for one in wanted if one.txid in reasons}
-    live = [commit for commit in commits.live() if run is None or commit.run == run]
+    live = [commit for commit in commits.live() if is_among(commit.run, run)]
     back = _forgotten_though_tagged(named, commits, live)
     gone = [one for one in live if one not in back and (one.is_forgotten or one.txid in forgets or one.old)]
     purges, waiting, young = list[Commit](), list[Deferred](), list[Commit]()
-    claims = _Claims(named, commits)
+    claims, seen = _Claims(named, commits), {commit.run for commit in commits.visible()} - idle
     for commit in gone:
         ends = (*commit.old, commit) if commit.is_forgotten or commit.txid in forgets else tuple(commit.old)
         names = [] if commit.txid in forgets else claims.on(commit, ends)
-        until = (now if commit.txid in forgets else _gone_since(commit, now)) + min_age.of(commit)
+        age = min_age.of(commit) if commit.run in seen else max(min_age.of(commit), round(1e6 * min_age.usual))
+        until = (now if commit.txid in forgets else _gone_since(commit, now)) + age
         if names:
             until_then = _end([named[name] for name in names])
             waiting += [_waits(one, "tagged", until=until_then, tags=tuple(names)) for one in ends]
@@ -278,18 +283,23 @@ def kept_of(commit: Commit) -> SavedCheckpoint:
     )  # fmt: skip
 
 
-def check_metrics(repo: Repository, policy: Policy, run: str | None) -> None:
+def check_metrics(repo: Repository, policy: Policy, run: Runs, *, trims: bool = False) -> None:
     """Raise InvalidInput if no visible checkpoint has the ``keep_best`` metric. Warn about runs without this metric.
 
     Call this only for a user's rules. A training run may set its rule before the first checkpoint has the metric.
+    ``trims``: other rules trim the `unmeasured` runs.
     """
     if not policy.best:
         return
-    visible = map(kept_of, list_commits(repo).visible())
-    for metric, runs in runs_without(visible, policy, run=run).items():
-        if runs:
+    visible = [kept_of(commit) for commit in list_commits(repo).visible() if is_among(commit.run, run)]
+    found, trimmed = runs_without(visible, policy, run=run), unmeasured(visible, policy) if trims else set()
+    for metric, runs in found.items():
+        if kept := [one for one in runs if one not in trimmed]:
             message = "keep-best: no checkpoint of run %s has a number for %r, so gc keeps all of them"
-            log.warning(message, few(runs, _NAMED_AT_MOST), metric)
+            log.warning(message, few(kept, _NAMED_AT_MOST), metric)
+    if trimmed:
+        message = "keep-best: no checkpoint of run %s has any metric, so only the other rules apply to it"
+        log.warning(message, few(sorted(trimmed), _NAMED_AT_MOST))
 
 
 def _forgotten_though_tagged(

@@ -33,7 +33,7 @@ from casckpt.upkeep.inventory import BlobUse, list_objects
 from casckpt.upkeep.repair.affected import DamagedBlob, describe
 from casckpt.upkeep.repair.blob_check import Checked, check_blobs
 from casckpt.upkeep.repair.frames import Frames
-from casckpt.upkeep.saves import ADVICE, foreign_commits, lost_records, why_foreign
+from casckpt.upkeep.saves import RESTORE, about_unreadable, foreign_commits, lost_records, why_foreign
 
 _NAMED_AT_MOST = 3
 _AT_ONCE = 64  # blobs whose leaves are in memory
@@ -166,6 +166,7 @@ def verify(
     refs: Iterable[str | Commit] | None = None,
     mode: Mode = "full",
     sample: float = 1.0,
+    part: tuple[int, int] = (0, 1),
     decode: bool = False,
     progress: Progress = silent,
 ) -> VerifyResult:
@@ -174,20 +175,23 @@ def verify(
     Skips commits that were rewritten without a loss. ``refs``: check only these checkpoints (None: all). ``mode``:
     "full" reads and verifies every blob once, and compares the manifests with the proofs. "exists" compares presence
     and size, and trusts the marks. ``sample``: the fraction of the blobs to check, chosen at random, in addition to
-    marked blobs. ``decode``: also decode all encoded cells and compare them; without it, only those in marked blobs.
-    ``progress``: called with the number of bytes just read.
+    marked blobs. ``part``: (K, N) checks the K-th of N parts of the blobs, in addition to marked blobs. A blob is
+    always in the same part, so N calls check all. ``decode``: also decode all encoded cells and compare them; without
+    it, only those in marked blobs. ``progress``: called with the number of bytes just read.
 
     No save reuses a marked blob. Only a check of all checkpoints removes marks. If the store is not writable, the old
     marks remain and verify logs a warning. Raises `NotFound`, `InvalidInput`, and `StorageError`. Damage does not raise
     an error; it is reported in the result.
     """
-    _check_arguments(mode, sample, decode)
+    _check_arguments(mode, sample, part, decode)
     listed = list_commits(repo, anew=mode == "full")
     chosen = listed.placed() if refs is None else resolve_many(repo, refs, listed)
     records = damaged_records(repo, listed, is_all=refs is None, anew=mode == "full")
     needs = survey(repo, chosen, with_extents=mode == "full")
     needed, marked = needs.refs(), marked_blobs(repo)
-    wanted = _sampled(repo, needed, sample, marked.keys())
+    index, parts = part
+    of_part = [ref for ref in needed if int(ref.hash[:8], 16) % parts == index or (ref.uploader, ref.hash) in marked]
+    wanted = _sampled(repo, of_part, sample, marked.keys())
     log.info("%d checkpoints, %d blobs to check", len(needs.commits), len(wanted))
     progress.expect(sum(ref.size for ref in wanted) if mode == "full" else 0)
     read = 0
@@ -230,11 +234,13 @@ def damaged_records(
     ``anew``: also reread records that this host has read before. ``objects``: the keys of a listing of objects/ (None:
     make one). Raises `StorageError`.
     """
-    damaged = [(f"commits/{txid}", str(error)) for txid, error in sorted(listed.damaged.items())]
+    damaged = [
+        (f"commits/{name}", f"{error}. {about_unreadable(name)}") for name, error in sorted(listed.damaged.items())
+    ]
     tags = list_tags(repo, anew=anew, listed=listed)
     damaged += [(tag_folder(name), str(error)) for name, error in sorted(tags.damaged.items())]
     if is_all:
-        why = f"it is missing, although objects/ has a manifest of this save. {ADVICE}"
+        why = f"it is missing, although objects/ has a manifest of this save. {RESTORE}"
         damaged += [(commit_key(txid), why) for txid in lost_records(repo, objects or list_objects(repo))]
         damaged += faults(repo, listed, anew=anew)
         foreign = foreign_commits(repo, listed.visible())
@@ -270,7 +276,9 @@ def known_damage(repo: Repository, listed: CommitList, objects: Mapping[str, int
     return found + damaged_records(repo, listed, anew=near, objects=objects)
 
 
-def _check_arguments(mode: Any, sample: Any, decode: bool) -> None:
+def _check_arguments(mode: Any, sample: Any, part: tuple[int, int], decode: bool) -> None:
+    if not 0 <= part[0] < part[1]:
+        raise InvalidInput(f"part={part!r} is not valid: pass (K, N), with K from 0 to N - 1")
     if decode and mode != "full":
         raise InvalidInput(
             f"mode={mode!r} does not read cells, so it cannot decode them: pass mode='full', or omit decode"

@@ -57,6 +57,60 @@ def test_gc_says_why_each_checkpoint_stays_and_counts_runs(
     assert "kept a@" not in told
 
 
+def test_gc_applies_rules_to_the_runs_that_match_a_pattern(
+    saved: Path, store: casckpt.Store, as_json: AsJson, run: Run
+) -> None:
+    for name in ("b", "sweep/1", "sweep/2"):
+        for step in (8, 9):
+            store.save({"w": step}, run=name, step=step)
+    rule = ("gc", saved, "--keep-last", 1, "--dry-run")
+    assert named(as_json(*rule, "--run", "sweep/?", "--run", "b")["forgotten"]) == [
+        "b@1",
+        "b@8",
+        "sweep/1@8",
+        "sweep/2@8",
+    ]
+    assert named(as_json(*rule, "--run", "s*p/*")["forgotten"]) == ["sweep/1@8", "sweep/2@8"]
+    assert [one.step for one in store.gc(run=["[ab]"], keep_last=1, dry_run=True).forgotten] == [1, 2, 1, 8]
+    assert store.gc(run=[], keep_last=1, dry_run=True).forgotten == (), "an empty list does not mean all runs"
+
+
+def test_gc_does_the_runs_that_match_and_fails_for_a_pattern_that_matches_none(
+    saved: Path, as_json: AsJson, run: Run
+) -> None:
+    rule = ("gc", saved, "--keep-last", 2, "--run", "a*", "--run", "nix*", "--run", "b")
+    done = as_json(*rule, status=1)
+    assert (named(done["forgotten"]), done["unmatched"]) == (["a@1"], ["nix*"])
+    assert "no checkpoint of run 'nix*'" in run(*rule, status=1).stderr
+    assert as_json("gc", saved, "--run", "a*")["unmatched"] == []
+
+
+def test_gc_drops_an_idle_run(saved: Path, store: casckpt.Store, as_json: AsJson, run: Run) -> None:
+    assert "--set min_age=7d" in run("gc", saved, "--drop-idle", "90d", status=1).stderr
+    store.change_settings(min_age="7d")
+    assert as_json("gc", saved, "--drop-idle", "90d")["forgotten"] == []
+    clock = store.repository.clock
+    later = casckpt.open(saved)
+    later.repository.clock = lambda: clock() + 91 * 86400 * 10**6
+    assert {str(one.run) for one in later.gc(drop_idle="90d").forgotten} == {"a", "b"}
+
+
+def test_a_run_without_any_metric_is_trimmed_by_the_other_rule(
+    saved: Path, store: casckpt.Store, as_json: AsJson, run: Run
+) -> None:
+    for step in (1, 2, 3):
+        store.save({"w": step}, run="c", step=step, metrics={"loss": step})
+        store.save({"w": step}, run="d", step=step, metrics={"acc": step})
+    rule = ("gc", saved, "--keep-best", "loss:1", "--keep-last", 1, "--dry-run")
+    assert named(as_json(*rule)["forgotten"]) == ["a@1", "a@2", "c@2"]
+    told = run(*rule).stderr
+    assert "no checkpoint of run d has a number for 'loss', so gc keeps all of them" in told
+    assert "no checkpoint of run a, b has any metric, so only the other rules apply" in told
+    assert named(as_json(*rule, "--run", "a")["forgotten"]) == ["a@1", "a@2"]
+    stays = run("thin", saved, "--drop", "w", "--keep-best", "loss:1", "--keep-last", 1, status=3).stderr
+    assert "no checkpoint of run a, b, d has a number for 'loss', so gc keeps all of them" in stays
+
+
 def test_gc_forgets_nothing_without_a_rule(saved: Path, as_json: AsJson, run: Run) -> None:
     assert as_json("gc", saved)["forgotten"] == []
     assert named(as_json("gc", saved, "--keep-every", 2, "--run", "a", "--dry-run")["forgotten"]) == ["a@1"]

@@ -1,8 +1,10 @@
 from __future__ import annotations
 
 import os
+import shutil
 from pathlib import Path
 
+import pytest
 import torch
 
 import casckpt
@@ -36,6 +38,48 @@ def test_verify_names_only_a_few_of_many_affected_checkpoints() -> None:
     assert needed({"keys": ["w"], "needed_by": needed_by}) == (
         "needed by a@0, a@1, a@2, a@3, a@4, ... and 1995 more (--json lists all): w"
     )
+
+
+def test_the_parts_of_verify_cover_everything(saved: Path, store: casckpt.Store, as_json: AsJson, run: Run) -> None:
+    for step in range(8):
+        store.save({"w": torch.full((300,), step)}, run="c", step=step)
+    found = [as_json("verify", saved, "--part", f"{number}/3") for number in (1, 2, 3)]
+    assert sum(one["checked_blobs"] for one in found) == found[0]["blobs"] == as_json("stats", saved)["blobs"]
+    assert "the checked data is well" in run("verify", saved, "--quick", "--part", "2/3").stdout
+    for wrong in ("0/3", "4/3", "1", "a/b", "1/0"):
+        assert "with K from 1 to N" in run("verify", saved, "--part", wrong, status=2).stderr
+
+
+@pytest.mark.parametrize("parts", [("runs",), ("commits",), ("runs", "commits")])
+def test_verify_does_not_advise_to_give_up_checkpoints_whose_records_are_lost(
+    saved: Path, store: casckpt.Store, as_json: AsJson, run: Run, parts: tuple[str, ...]
+) -> None:
+    """It names a way that brings them back."""
+    tmp_path = saved.parent
+    ids = {one.id for one in store.checkpoints()}
+    run("copy", saved, tmp_path / "mirror")
+    for part in parts:
+        shutil.rmtree(saved / part)
+    for more in ((), ("--quick",), ("--cache-dir", tmp_path / "host")):
+        assert "give" not in run("verify", saved, *more, status=4).output
+    told = run("verify", saved, status=4).output
+    assert ("the next gc announces it" in told) is ("commits" not in parts)
+    assert ("`casckpt copy MIRROR STORE`" in told) is ("commits" in parts)
+    run("gc", saved) if parts == ("runs",) else run("copy", tmp_path / "mirror", saved)
+    assert as_json("verify", saved)["records"] == []
+    assert {one.id for one in casckpt.open(saved).checkpoints()} == ids
+
+
+def test_verify_advises_only_what_the_damaged_records_need(saved: Path, store: casckpt.Store, run: Run) -> None:
+    store.tag("best", "a@1")
+    shutil.rmtree(saved / "tags")
+    told = run("verify", saved, status=4).output
+    assert "set the tags again" in told
+    assert "give" not in told
+    record = saved / "commits" / store.get("a@1").commit.txid
+    record.chmod(0o600)
+    record.write_bytes(b"not a record")
+    assert f"--give-up {record.name}`" in run("verify", saved, status=4).output
 
 
 def test_known_damage_is_reported_again(saved: Path, as_json: AsJson, run: Run) -> None:

@@ -25,8 +25,10 @@ from casckpt.upkeep.gc.gc import execute as execute_gc
 from casckpt.upkeep.gc.gc import plan_gc
 from casckpt.upkeep.thin import execute, plan_thin
 from tests.support.checkpoints import array, save_parts
+from tests.support.copies import copy as copy_all
 from tests.support.far import FarStore
 from tests.support.faulty import FaultyStore, call_first, fail_before
+from tests.support.gcs import collect
 from tests.support.repositories import Ticks, commit_bare, meanwhile, memory, repository
 
 FOR_MIRROR = Work(jobs=1, for_mirror=True)
@@ -128,6 +130,18 @@ def test_a_mirror_may_thin_by_its_own_rule_unless_entries_were_brought_back(pair
     assert not pair.is_safe(back)
     assert pair.copy(back).txid == copy.txid
     assert pair.is_safe(back)
+
+
+def test_a_store_that_was_filled_and_thinned_before_it_became_the_mirror_counts(pair: Pair) -> None:
+    pair.here.change_settings(mirror=None)
+    commit = pair.save()
+    copy_all(pair.here, pair.there)
+    trim(pair.there, thin(pair.there, resolve(pair.there, "run@0")))
+    assert collect(pair.there).deleted_blobs > 0
+    pair.here.change_settings(mirror=pair.link.url)
+    assert pair.is_safe(commit)
+    assert pair.is_safe(thin(pair.here, commit))
+    assert pair.is_safe(forget(pair.here, resolve(pair.here, "run@0")))
 
 
 def test_more_dropped_patterns_leave_fewer_entries(pair: Pair) -> None:

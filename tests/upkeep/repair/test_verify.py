@@ -141,7 +141,21 @@ def test_a_sample_verifies_the_given_fraction_of_the_blobs(repo: Repository) -> 
     assert verify(repo, sample=0.001).checked_blobs == 1
 
 
-@pytest.mark.parametrize("options", [{"mode": "quick"}, {"sample": 0}, {"sample": 1.5}, {"sample": float("nan")}])
+def test_parts_cover_each_blob_once_even_if_others_are_saved_in_between(repo: Repository, faults: FaultyStore) -> None:
+    before = {only_blob(repo, save_arrays(repo, {"a": array(step)}, step=step)) for step in range(12)}
+    read = []
+    for number in range(3):
+        faults.calls.clear()
+        verify(repo, part=(number, 3))
+        read += sorted(before & set(faults.keys("open")))
+        save_arrays(repo, {"a": array(20 + number)}, step=20 + number)
+    assert sorted(read) == sorted(before)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{"mode": "quick"}, {"sample": 0}, {"sample": 1.5}, {"sample": float("nan")}, {"part": (3, 3)}, {"part": (-1, 3)}],
+)
 def test_invalid_arguments_are_rejected(repo: Repository, options: Any) -> None:
     with pytest.raises(InvalidInput):
         verify(repo, **options)
@@ -314,6 +328,8 @@ def test_every_sample_includes_marked_blobs(repo: Repository) -> None:
     blob = BlobHash(hash_in(key))
     flip(repo, key, DATA_OFFSET)
     blobs.mark_damaged(repo, commits[4].txid, blob, "seen before")
+    for number in range(3):
+        assert [one.blob for one in verify(repo, part=(number, 3)).damaged] == [blob]
     found = verify(repo, sample=0.01)
     assert [one.blob for one in found.damaged] == [blob]
     assert found.checked_blobs in {1, 2}
