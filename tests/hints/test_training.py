@@ -250,7 +250,9 @@ def said_of(caplog: pytest.LogCaptureFixture, loader: DataLoader[int], run: str,
     return caplog.text
 
 
-@follows("frontends/training_state/train_state.py:warn_of_data", "pass a StatefulDataLoader from torchdata instead")
+@follows(
+    "frontends/training_state/train_state.py:_warn_of_iterator", "pass a StatefulDataLoader from torchdata instead"
+)
 def test_a_dataset_that_workers_copy_is_said_and_saved_as_advised(
     messages: Messages, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -7,7 +7,7 @@ import logging
 import random
 from collections import UserDict, deque
 from collections.abc import Callable, Collection, Iterator, Mapping, MutableMapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import cache
 from typing import Any
 
@@ -81,21 +81,26 @@ def warn_of_data(train_state: Any) -> None:
         return
     data = [one for one in (train_state or {}).values() if isinstance(one, DataLoader | Sampler | Dataset)]
     for found in gc.get_referrers(*_ITERATORS):
-        if type(found) not in _ITERATORS or not found._num_yielded:
-            continue
-        sampler: Any = getattr(found._index_sampler, "sampler", None)
-        if found._num_workers and any(found._dataset is one for one in data):
-            log.warning(
-                "the train state has a dataset that the workers of a DataLoader copy, so its position in this process "
-                "stays that of the start: pass a StatefulDataLoader from torchdata instead, or use num_workers=0"
-            )
-        elif not data and type(sampler) in _DRAWN and sampler.generator is None and found._num_yielded < len(found):
-            log.warning(
-                "a DataLoader is at batch %d of %d, and the train state has neither this position nor the shuffled "
-                "order: after a resume, a new order repeats some samples of the epoch and skips others. Pass a "
-                "StatefulDataLoader from torchdata in the train state, or save at the end of epochs",
-                found._num_yielded, len(found),
-            )  # fmt: skip
+        with suppress(AttributeError):  # they are private in torch
+            _warn_of_iterator(found, data)
+
+
+def _warn_of_iterator(found: Any, data: Collection[Any]) -> None:
+    if type(found) not in _ITERATORS or not found._num_yielded:
+        return
+    sampler = getattr(found._index_sampler, "sampler", None)
+    if found._num_workers and any(found._dataset is one for one in data):
+        log.warning(
+            "the train state has a dataset that the workers of a DataLoader copy, so its position in this process "
+            "stays that of the start: pass a StatefulDataLoader from torchdata instead, or use num_workers=0"
+        )
+    elif not data and type(sampler) in _DRAWN and sampler.generator is None and found._num_yielded < len(found):
+        log.warning(
+            "a DataLoader is at batch %d of %d, and the train state has neither this position nor the shuffled "
+            "order: after a resume, a new order repeats some samples of the epoch and skips others. Pass a "
+            "StatefulDataLoader from torchdata in the train state, or save at the end of epochs",
+            found._num_yielded, len(found),
+        )  # fmt: skip
 
 
 @contextmanager
