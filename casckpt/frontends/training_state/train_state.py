@@ -88,7 +88,7 @@ def warn_of_data(train_state: Any) -> None:
 def _warn_of_iterator(found: Any, data: Collection[Any]) -> None:
     if type(found) not in _ITERATORS or not found._num_yielded:
         return
-    sampler = getattr(found._index_sampler, "sampler", None)
+    sampler: Any = getattr(found._index_sampler, "sampler", None)
     if found._num_workers and any(found._dataset is one for one in data):
         log.warning(
             "the train state has a dataset that the workers of a DataLoader copy, so its position in this process "
