@@ -51,6 +51,7 @@ from casckpt.repository.exclusive import remove_leftovers
 from casckpt.repository.reading import check_requirements
 from casckpt.repository.repository import Repository
 from casckpt.storage.failures import noting, unless_full
+from casckpt.upkeep.gc.ages import A_DAY, min_age_of
 from casckpt.upkeep.gc.candidates import Candidates, Unreadable, candidates, commits_without_doubt, spare_roots
 from casckpt.upkeep.gc.idle import idle_runs
 from casckpt.upkeep.gc.purge import (
@@ -60,7 +61,6 @@ from casckpt.upkeep.gc.purge import (
     RetireProgress,
     bring_back,
     check_metrics,
-    min_age_of,
     plan_retiring,
     refusals,
     retire,
@@ -311,7 +311,8 @@ def plan_gc(
     ages, idle = min_age_of(repo, min_age), set[str]()
     commits = commits_without_doubt(repo, anew=not repo.storage.traits.remote)  # only if reading is cheap
     if drop_idle is not None:
-        idle = idle_runs(repo, drop_idle, undo=min(ages.usual, min_age_of(repo, None).usual))
+        later = repo.settings.min_age_seconds or A_DAY.usual  # the floor may still be higher, but not for a week
+        idle = idle_runs(repo, drop_idle, undo=min(ages.usual, later))
     return without_unmirrored(repo, plan_retiring(repo, commits, policy or Policy(), ages, run, idle=idle))
 
 

@@ -28,7 +28,7 @@ from casckpt.base.text import few
 from casckpt.base.units import time_of
 from casckpt.contents import manifests
 from casckpt.errors import Conflict, Damaged, Gone, Refused, StorageError
-from casckpt.format.keys import parse_txid
+from casckpt.format.keys import manifest_key, parse_txid
 from casckpt.format.metrics import metric_values
 from casckpt.format.names import TxId
 from casckpt.format.records import Restored
@@ -41,6 +41,7 @@ from casckpt.repository.reading import check_requirements
 from casckpt.repository.repository import Repository
 from casckpt.storage.failures import noting
 from casckpt.upkeep.copies.mirrored import ask
+from casckpt.upkeep.gc.ages import AT_ONCE, MinAge, min_age_of
 from casckpt.upkeep.saves import check_own, check_settings
 
 log = logging.getLogger(__name__)
@@ -152,35 +153,11 @@ class RetireProgress:
     refused: list[StorageError] = field(default_factory=list)
 
 
-@dataclass(frozen=True)
-class MinAge:
-    """The minimum time between the `forgotten` record and the purge, in seconds."""
-
-    usual: float
-    ephemeral: float
-
-    def of(self, commit: Commit) -> int:
-        """Return the minimum age of a commit, in microseconds."""
-        return round(1e6 * (self.ephemeral if commit.committed.ephemeral else self.usual))
-
-
-A_DAY = MinAge(24 * 3600.0, 15 * 60.0)  # so that users have time to notice and undo a wrong rule
-AT_ONCE = MinAge(0.0, 0.0)
-
-
-def min_age_of(repo: Repository, wanted: float | None, unset: MinAge = A_DAY) -> MinAge:
-    """Return ``wanted``, or else the store's setting, or else ``unset``, in seconds."""
-    if wanted is not None:
-        return MinAge(wanted, wanted)
-    settings = repo.settings
-    usual, ephemeral = settings.min_age_seconds, settings.min_age_ephemeral_seconds
-    return MinAge(unset.usual if usual is None else usual, unset.ephemeral if ephemeral is None else ephemeral)
-
-
 def plan_of(repo: Repository, commits: CommitList, policy: Policy, run: str | None = None) -> GcPlan:
     """Return the plan of a gc, or an empty plan if gc would raise an error."""
     try:
-        return without_unmirrored(repo, plan_retiring(repo, commits, policy, min_age_of(repo, None), run))
+        ages = replace(min_age_of(repo, None), has_floor=False)  # fewer requests, for an estimate
+        return without_unmirrored(repo, plan_retiring(repo, commits, policy, ages, run))
     except (Damaged, Refused):
         return GcPlan((), ())
 
@@ -212,6 +189,7 @@ def plan_retiring(
     live = [commit for commit in commits.live() if is_among(commit.run, run)]
     back = _forgotten_though_tagged(named, commits, live)
     gone = [one for one in live if one not in back and (one.is_forgotten or one.txid in forgets or one.old)]
+    ruined = _without_manifests(repo, [one for one in gone if one.is_forgotten] if min_age.has_floor else [])
     purges, waiting, young = list[Commit](), list[Deferred](), list[Commit]()
     claims, seen = _Claims(named, commits), {commit.run for commit in commits.visible()} - idle
     for commit in gone:
@@ -222,7 +200,7 @@ def plan_retiring(
         if names:
             until_then = _end([named[name] for name in names])
             waiting += [_waits(one, "tagged", until=until_then, tags=tuple(names)) for one in ends]
-        elif until > now and not all(_is_ruin(repo, one) for one in ends):
+        elif until > now and commit.txid not in ruined and not all(_is_ruin(repo, one) for one in ends):
             for one in ends:
                 waiting.append(_waits(one, "replaced" if one.is_old_places else "young", until=time_of(until)))
             young += ends
@@ -349,6 +327,15 @@ def thinned_though_claimed(repo: Repository, listed: CommitList, since: int) -> 
         if on:
             wanted.append(max(enough or commit.old, key=lambda one: one.lacking))
     return wanted
+
+
+def _without_manifests(repo: Repository, forgotten: Sequence[Commit]) -> set[TxId]:
+    """Return which of the ``forgotten`` checkpoints have no manifest. gc fails while it does not purge them."""
+    places = [each for commit in forgotten for each in commit.existing]
+    keys = [manifest_key(each.txid, each.record.manifest) for each in places]
+    sizes = in_parallel(repo.storage.traits.requests, repo.storage.size, keys)
+    there = {each.txid for each, size in zip(places, sizes, strict=True) if size is not None}
+    return {commit.txid for commit in forgotten if there.isdisjoint(each.txid for each in commit.existing)}
 
 
 def _is_ruin(repo: Repository, commit: Commit) -> bool:

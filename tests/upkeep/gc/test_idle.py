@@ -129,7 +129,7 @@ def test_a_dropped_run_can_be_restored_for_a_week_even_if_it_is_ephemeral(repo: 
         ),
         ({"min_age_seconds": 6 * DAY}, {}, "at least 7 days"),
         ({"min_age_seconds": 6 * DAY}, {"min_age": 8 * DAY}, "at least 7 days"),
-        ({}, {"min_age": 0.0}, "at least 7 days"),
+        ({"min_age_seconds": None}, {"min_age": 6 * DAY}, "min_age"),
         ({}, {"drop_idle": 90.0}, "drop-idle forgets whole runs: pass at least one day"),
     ],
 )
