@@ -249,6 +249,15 @@ def stored_blobs(repo: Repository, commit: Commit) -> BlobList:
     return _unless_purged(repo, commit, lambda: _read_blobs(repo, commit))
 
 
+def is_stored(repo: Repository, commit: Commit) -> bool:
+    """Return whether the manifest at these places can be read, even if they have ended. Raises `StorageError`."""
+    try:
+        _read_blobs(repo, commit)
+    except (Damaged, Refused):
+        return False
+    return True
+
+
 def _read_blobs(repo: Repository, commit: Commit) -> BlobList:
     record = commit.committed
     with _naming(commit):

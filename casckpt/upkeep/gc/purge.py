@@ -27,7 +27,7 @@ from casckpt.base.parallel import in_parallel
 from casckpt.base.text import few
 from casckpt.base.units import time_of
 from casckpt.contents import manifests
-from casckpt.errors import Conflict, Damaged, Gone, Refused, StorageError
+from casckpt.errors import Conflict, Damaged, Refused, StorageError
 from casckpt.format.keys import manifest_key, parse_txid
 from casckpt.format.metrics import metric_values
 from casckpt.format.names import TxId
@@ -41,7 +41,7 @@ from casckpt.repository.reading import check_requirements
 from casckpt.repository.repository import Repository
 from casckpt.storage.failures import noting
 from casckpt.upkeep.copies.mirrored import ask
-from casckpt.upkeep.gc.ages import AT_ONCE, MinAge, min_age_of
+from casckpt.upkeep.gc.ages import AT_ONCE, MinAge, RecordTimes, min_age_of
 from casckpt.upkeep.saves import check_own, check_settings
 
 log = logging.getLogger(__name__)
@@ -126,7 +126,7 @@ class GcPlan:
     checkpoints that are kept for now, with reasons. ``young``: those of them that have not reached their minimum age.
     ``restore``: forgotten commits that have a tag without an expiration time. All of these are oldest first.
     ``listed``: the listing that the plan is based on. Checks use it to find guards, but no step of the protocol uses
-    it. ``kept``: why visible checkpoints stay, by run@step.
+    it. ``kept``: why visible checkpoints stay, by run@step. ``min_age``: None if the store's settings say it.
     """
 
     forget: tuple[Commit, ...]
@@ -136,6 +136,7 @@ class GcPlan:
     restore: tuple[Commit, ...] = ()
     listed: CommitList = field(default_factory=lambda: CommitList({}, {}), repr=False, compare=False)
     kept: Mapping[str, Sequence[str]] = field(default_factory=dict)
+    min_age: MinAge | None = field(default=None, repr=False, compare=False)
 
 
 @dataclass
@@ -192,11 +193,13 @@ def plan_retiring(
     ruined = _without_manifests(repo, [one for one in gone if one.is_forgotten] if min_age.has_floor else [])
     purges, waiting, young = list[Commit](), list[Deferred](), list[Commit]()
     claims, seen = _Claims(named, commits), {commit.run for commit in commits.visible()} - idle
+    now = now if min_age.times is None else min_age.times.now
     for commit in gone:
         ends = (*commit.old, commit) if commit.is_forgotten or commit.txid in forgets else tuple(commit.old)
         names = [] if commit.txid in forgets else claims.on(commit, ends)
-        age = min_age.of(commit) if commit.run in seen else max(min_age.of(commit), round(1e6 * min_age.usual))
-        until = (now if commit.txid in forgets else _gone_since(commit, now)) + age
+        age = min_age.of(commit, seen)
+        is_new = commit.txid in forgets or (min_age.times is not None and not age)
+        until = (now if is_new else _gone_since(commit, now, min_age.times)) + age
         if names:
             until_then = _end([named[name] for name in names])
             waiting += [_waits(one, "tagged", until=until_then, tags=tuple(names)) for one in ends]
@@ -206,7 +209,8 @@ def plan_retiring(
             young += ends
         else:
             purges += ends
-    return GcPlan(tuple(forgets.values()), tuple(purges), tuple(waiting), tuple(young), tuple(back), commits, kept)
+    plan = GcPlan(tuple(forgets.values()), tuple(purges), tuple(waiting), tuple(young), tuple(back), commits, kept)
+    return replace(plan, min_age=min_age)
 
 
 def without_unmirrored(repo: Repository, plan: GcPlan) -> GcPlan:
@@ -241,13 +245,15 @@ def without_unmirrored(repo: Repository, plan: GcPlan) -> GcPlan:
     )
 
 
-def _gone_since(commit: Commit, now: int) -> int:
+def _gone_since(commit: Commit, now: int, times: RecordTimes | None) -> int:
     """Return the time at which a commit was forgotten or, if it is visible, at which it was rewritten.
 
-    The time comes from the clock of the host that forgot or rewrote it. If this time is before the save, that clock
-    was slow, and the save time counts instead. A save time in the future does not count, because the saver's clock was
-    fast.
+    The time comes from the storage or, if that does not count, from the clock of the host that did so. If this time is
+    before the save, that clock was slow, and the save time counts instead. A save time in the future does not count,
+    because the saver's clock was fast.
     """
+    if times is not None:
+        return times.of(commit.txid, commit.moved_by if commit.visible else commit.changed_by)
     saved = commit.committed.time
     return max(commit.moved_at if commit.visible else commit.changed_at, saved if saved <= now else 0)
 
@@ -345,11 +351,7 @@ def _is_ruin(repo: Repository, commit: Commit) -> bool:
     """
     if commit.current is None or not commit.is_old_places or not commit.current.holds(commit.places):
         return False
-    try:
-        manifests.stored_blobs(repo, commit)
-    except (Damaged, Gone, Refused):
-        return True
-    return False
+    return not manifests.is_stored(repo, commit)
 
 
 def _waits(commit: Commit, reason: str, *, until: datetime | None = None, tags: tuple[str, ...] = ()) -> Deferred:

@@ -35,6 +35,7 @@ from tests.support.gcs import LAST, begin_elsewhere, keys, run_gc, snapshot, ste
 from tests.support.local import only
 from tests.support.progress_calls import ProgressCalls
 from tests.support.repositories import Ticks, meanwhile, memory, put_blob, repository, save
+from tests.support.timed import TimedStore
 
 
 @contextmanager
@@ -190,6 +191,9 @@ def test_forgotten_checkpoints_are_kept_for_a_day(where: str, request: pytest.Fi
 def test_the_minimum_age_can_be_an_option_or_a_setting(repo: Repository) -> None:
     for step in range(3):
         save(repo, step=step, texts=[str(step)])
+    clock = repo.clock
+    assert isinstance(clock, Ticks)
+    repo.storage = TimedStore(repo.storage, clock)
     repo.change_settings(min_age_seconds=100.0)
     assert run_gc(repo, Policy(keep_last=2), min_age=None).purged == ()
     ticking(repo)(100)
