@@ -1819,7 +1819,7 @@ BUGS: dict[str, tuple[str, str, str, str]] = {
     ),
     "commits made while gc waits do not count as roots": (
         "_Collection._finish",
-        "        spare_roots(self.repo, found)\n",
+        "        spare_roots(self.repo, found, self.plan.min_age)\n",
         "",
         "tests/upkeep/gc/test_interleavings.py::test_live_blobs_are_never_lost_and_all_others_are_deleted",
     ),
@@ -3678,17 +3678,13 @@ BUGS: dict[str, tuple[str, str, str, str]] = {
     ),
     "a trim leaves the newest places instead of the current ones": (
         "_changes",
-        """            old = [places for places in commit.existing if places != commit.current]
-            return {"existing": (commit.places,), "ended": (*commit.ended, *old)}
-""",
-        """            old = commit.existing[:-1]
-            return {"existing": commit.existing[-1:], "ended": (*commit.ended, *old)}
-""",
+        "return _ends(commit, (commit.places,), number, commit.moved_by)",
+        "return _ends(commit, commit.existing[-1:], number, commit.moved_by)",
         "tests/history/test_folding.py::test_a_log_names_places_and_which_of_them_are_current",
     ),
     "the places of a purged checkpoint have not ended": (
         "_changes",
-        '{"existing": (), "ended": (*commit.ended, *commit.existing)} if isinstance(record, Purged) else {}',
+        "_ends(commit, (), number, hid) if isinstance(record, Purged) else {}",
         "{}",
         "tests/history/test_folding.py::test_a_log_names_places_and_which_of_them_are_current",
     ),
@@ -3825,6 +3821,42 @@ BUGS: dict[str, tuple[str, str, str, str]] = {
         "    return on is None or not commit.current.holds(on)\n",
         "    return True\n",
         "tests/upkeep/gc/test_purge.py::test_a_tag_set_on_thinned_places_does_not_keep_the_older_ones",
+    ),
+    "a flag goes below the floor of the settings": (
+        "min_age_of",
+        "if wanted is not None and wanted < floor:",
+        "if False:",
+        "tests/upkeep/gc/test_ages.py::test_an_option_may_only_raise_the_setting",
+    ),
+    "a lower floor counts at once": (
+        "_floor",
+        "    if max(values) == values[-1]:\n",
+        "    if True:\n",
+        "tests/upkeep/gc/test_ages.py::test_rotation_only_forgets_until_a_lower_value_counts",
+    ),
+    "a writer chooses the age of what it forgets": (
+        "_gone_since",
+        "    if times is not None:\n",
+        "    if False:\n",
+        "tests/upkeep/gc/test_ages.py::test_bytes_stay_until_what_hid_them_is_old_enough",
+    ),
+    "a purge of a visible checkpoint counts from its save": (
+        "_ends",
+        "by = (hid if hid == number - 1 else number), number",
+        "by = 0, number",
+        "tests/upkeep/gc/test_ages.py::test_bytes_stay_until_what_hid_them_is_old_enough",
+    ),
+    "a record counts before those below it exist": (
+        "RecordTimes.of",
+        "max(time for time in times if time is not None)",
+        "(times[number] or 0)",
+        "tests/upkeep/gc/test_ages.py::test_a_record_counts_only_since_all_before_it_exist",
+    ),
+    "a gc that goes on deletes what is young for it": (
+        "spare_roots",
+        "    _spare_young(repo, pending.sizes, commits, min_age)\n",
+        "",
+        "tests/upkeep/gc/test_ages.py::test_a_gc_that_goes_on_keeps_what_is_young_for_it",
     ),
     "the minimum age of a trim counts from the save": (
         "_gone_since",

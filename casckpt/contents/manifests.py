@@ -210,8 +210,9 @@ def _naming(commit: Commit) -> Iterator[None]:
         message = (
             f"the manifest of checkpoint {commit.run}@{commit.step} ({commit.id}) {why}: {key}{more}. Restore it "
             "with `casckpt repair`, or give up the checkpoint with `casckpt forget`: a day later, gc continues "
-            f"without it. `--run {shlex.quote(commit.run)} --min-age 0` makes gc continue immediately, but also "
-            "purges all other forgotten checkpoints of that run"
+            "without it (immediately, if the settings have a min_age and the manifest is missing). "
+            f"`--run {shlex.quote(commit.run)} --min-age 0` makes gc continue immediately, but also purges all other "
+            "forgotten checkpoints of that run"
         )
         raise Damaged(message, key=key, checkpoints=(commit.id,)) from error
     except Refused as error:
@@ -246,6 +247,15 @@ def stored_blobs(repo: Repository, commit: Commit) -> BlobList:
     Raises the errors of `blob_list`, or `Gone` if the checkpoint was purged.
     """
     return _unless_purged(repo, commit, lambda: _read_blobs(repo, commit))
+
+
+def is_stored(repo: Repository, commit: Commit) -> bool:
+    """Return whether the manifest at these places can be read, even if they have ended. Raises `StorageError`."""
+    try:
+        _read_blobs(repo, commit)
+    except (Damaged, Refused):
+        return False
+    return True
 
 
 def _read_blobs(repo: Repository, commit: Commit) -> BlobList:

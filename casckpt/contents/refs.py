@@ -241,7 +241,8 @@ def _at_step(repo: Repository, listed: CommitList, run: str, step: int) -> Commi
         raise NotFound(f"{message}; `casckpt restore STORE {hits[-1].id[:16]}` makes it visible again")
     purged = [c for c in listed.commits.values() if c.last == "purged" and (c.run, c.step) == (run, step)]
     if purged:
-        raise Gone(f"checkpoint {purged[-1]} was purged: it is gone for good; see `casckpt list`")
+        why = f"checkpoint {purged[-1]} was purged: it is gone for good; see `casckpt list`"
+        raise Gone(why, checkpoints=(purged[-1].id,))
     raise _no_step(repo, listed, _commits_of_run(repo, listed, run), f"step {step}")
 
 
@@ -307,7 +308,8 @@ def _by_id(repo: Repository, listed: CommitList, prefix: str) -> Commit:
         return _meant(repo, sorted(hits, key=lambda commit: commit.rank, reverse=True))
     purged = [c for c in listed.commits.values() if c.last == "purged" and c.id.startswith(prefix)]
     if purged:
-        raise Gone(f"checkpoint {purged[-1]} was purged: it is gone for good; see `casckpt list`")
+        why = f"checkpoint {purged[-1]} was purged: it is gone for good; see `casckpt list`"
+        raise Gone(why, checkpoints=(purged[-1].id,))
     there = f"did you mean {prefix}@{LATEST}?" if prefix in listed.runs() else "see `casckpt list --all`"
     raise NotFound(f"there is no checkpoint {prefix} in {repo.storage.url}; {there}{_doubt(listed)}")
 

@@ -35,12 +35,13 @@ PAUSED_GC: Decoder[PausedGc] = Decoder(PausedGc)
 FOLDERS: Decoder[dict[TxId, FolderRow]] = Decoder(dict[TxId, FolderRow])
 BLOB_PARTS: Decoder[BlobParts] = Decoder(BlobParts)
 SIGNS_OF_LIFE: Decoder[dict[TxId, SignsRow]] = Decoder(dict[TxId, SignsRow])
+FIRST_SEEN: Decoder[dict[str, int]] = Decoder(dict[str, int])
 NAMES: Decoder[Names] = Decoder(Names)
 NUMBER: Decoder[int] = Decoder(int)
 """Created at import: see `casckpt.format.records.DECODERS`."""
 
 
-def encode(note: PausedGc | Mapping[TxId, Any] | BlobParts | Names | int) -> bytes:
+def encode(note: PausedGc | Mapping[TxId, Any] | Mapping[str, int] | BlobParts | Names | int) -> bytes:
     """Encode a note."""
     return msgspec.json.encode(note)
 

@@ -68,8 +68,11 @@ class Commit:
 
     ``last``: "committed", "revoked", "forgotten", "restored" or "purged". ``number``: the highest number in the log.
     ``changed_at``, ``moved_at``: the times at which the state and the current places last changed, in microseconds
-    since the epoch. ``who``: who last changed the state. ``current``: the current places, or None for a revoked
+    since the epoch. ``changed_by``, ``moved_by``: the numbers of the records that did so. ``who``: who last changed the
+    state. ``current``: the current places, or None for a revoked
     transaction. ``existing``: all places that were not ended, in the order of the log. ``ended``: the others.
+    ``hidden_by``: for each of these, the numbers of the records that hid and ended them. The former is the one right
+    before the latter or, if that one hides nothing, the latter.
     ``tagged``: the (name, generation) of tags that were set. ``restored``: the number of the last `restored` or `back`
     record, or 0.
 
@@ -88,6 +91,9 @@ class Commit:
     moved_at: int = 0
     tagged: tuple[tuple[str, int], ...] = ()
     restored: int = 0
+    changed_by: int = 0
+    moved_by: int = 0
+    hidden_by: tuple[tuple[int, int], ...] = ()
     shown: Places | None = None
 
     def at(self, places: Places) -> Commit:
@@ -332,23 +338,36 @@ def _changes(commit: Commit, record: Read, number: int) -> dict[str, Any]:
     """Return the fields of ``commit`` that the next record of its log changes. An unreadable record changes none."""
     match record:
         case Forgotten() | Purged() | Restored():
-            ends = {"existing": (), "ended": (*commit.ended, *commit.existing)} if isinstance(record, Purged) else {}
+            hid = commit.changed_by if commit.last == "forgotten" else number
+            ends = _ends(commit, (), number, hid) if isinstance(record, Purged) else {}
             restored = number if isinstance(record, Restored) else commit.restored
-            state = {"last": STATES[type(record)], "changed_at": record.time, "who": record.who}
+            state = {"last": STATES[type(record)], "changed_at": record.time, "changed_by": number, "who": record.who}
             return {**state, "restored": restored, **ends}
         case Rewritten():
             values = {name: getattr(record, name) for name in OF_PLACES}
             places = Places(record.by, records.changed(commit.committed, **values))
-            return {"current": places, "existing": (*commit.existing, places), "moved_at": record.time}
+            return {
+                "current": places,
+                "existing": (*commit.existing, places),
+                "moved_at": record.time,
+                "moved_by": number,
+            }
         case Back():
             to = next((places for places in commit.existing if places.txid == record.to), commit.current)
-            return {"current": to, "moved_at": record.time, "restored": number}
+            return {"current": to, "moved_at": record.time, "moved_by": number, "restored": number}
         case Trimmed():
-            old = [places for places in commit.existing if places != commit.current]
-            return {"existing": (commit.places,), "ended": (*commit.ended, *old)}
+            return _ends(commit, (commit.places,), number, commit.moved_by)
         case TaggedRecord():
             return {"tagged": (*commit.tagged, (record.name, record.generation))}
     return {}
+
+
+def _ends(commit: Commit, left: tuple[Places, ...], number: int, hid: int) -> dict[str, Any]:
+    """Return the fields after record ``number`` has ended all places but ``left``. ``hid``: what hid them before."""
+    gone = [places for places in commit.existing if places not in left]
+    by = (hid if hid == number - 1 else number), number
+    hidden_by = (*commit.hidden_by, *(by for _ in gone))
+    return {"existing": left, "ended": (*commit.ended, *gone), "hidden_by": hidden_by}
 
 
 def doubt_of(log: Mapping[int, Read], after: int = 0) -> CasckptError | None:

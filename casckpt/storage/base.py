@@ -24,12 +24,15 @@ class ListedObject:
 
     ``version``: a string that changes whenever the object's content changes, such as an ETag or a file's modification
     time. It is "" if the storage does not report one. ``allocated``: the bytes that it takes up on a disk, or None.
+    ``time``: when it was created, by the storage's clock, in microseconds since the epoch, or None if the storage does
+    not report it.
     """
 
     key: str
     size: int
     version: str = field(default="", compare=False)
     allocated: int | None = field(default=None, compare=False)
+    time: int | None = field(default=None, compare=False)
 
 
 FolderListing: TypeAlias = tuple[list[ListedObject], list[str]]

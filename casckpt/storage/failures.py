@@ -13,7 +13,7 @@ from casckpt.errors import CasckptError, StorageError
 
 ROOM = (
     "free some space or raise the quota, and try again; `casckpt gc` can free more, and with `--min-age 0` also what "
-    "was forgotten or replaced in the last day"
+    "was forgotten or replaced in the last day, unless the settings have a min_age"
 )
 LIMITED = "a limit forbids files of this size: raise `ulimit -f`, or use a different file system"
 log = logging.getLogger(__name__)

@@ -656,7 +656,7 @@ class Store:
           tag, a lease or a save in progress, and runs that a visible checkpoint of another run came from. Requires a
           ``min_age`` of at least 7 days in the store's settings.
         - ``min_age``: time between forgetting and purging, in which `restore` brings a checkpoint back (default: the
-          store's setting, or else 24 h, and 15 minutes for ephemeral checkpoints).
+          store's setting, or else 24 h, and 15 minutes for ephemeral checkpoints). Not less than the setting.
         - ``wait``: total time to wait for saves in progress. The next gc continues where this one stopped.
         - ``revoke_after``: time without a sign of life after which gc revokes a save (default: the store's setting, or
           1 h).

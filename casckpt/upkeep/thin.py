@@ -34,7 +34,8 @@ from casckpt.plan.retention import Policy, Thinning, patterns_of, reasons_to_kee
 from casckpt.plan.reuse import coded_bytes
 from casckpt.repository.reading import check_requirements
 from casckpt.repository.repository import Repository
-from casckpt.upkeep.gc.purge import check_metrics, kept_of, min_age_of
+from casckpt.upkeep.gc.ages import min_age_of
+from casckpt.upkeep.gc.purge import check_metrics, kept_of
 from casckpt.upkeep.inventory import BlobUse
 from casckpt.upkeep.rewrite import rewrite, rewritten
 from casckpt.upkeep.saves import check_own

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 import socket
+import time
 from collections.abc import Iterable
 from pathlib import Path
 
@@ -16,6 +17,7 @@ pytest.importorskip("uvicorn", reason="needs casckpt[serve]")
 
 import casckpt
 from casckpt.cli.main import cli
+from casckpt.errors import InvalidInput
 from casckpt.format.keys import commit_key
 from casckpt.frontends.serve import server
 from casckpt.repository.repository import Repository
@@ -152,6 +154,26 @@ def test_a_setting_can_be_set_or_unset_as_advised(
     advice = messages.text(run(*command, "--set", given["--set"], "--unset", given["--unset"], status=2).output)
     run(*command, advice.says(option), given[option])
     assert (saved.settings.min_age is None) == (option == "--unset")
+
+
+@follows("upkeep/gc/ages.py:min_age_of", "is less than the store's setting")
+@pytest.mark.parametrize("way", ["at least that", "lower it"])
+def test_gc_accepts_the_minimum_age_of_the_store_or_a_lower_setting_later(
+    saved: Store, store_path: Path, messages: Messages, run: Run, way: str
+) -> None:
+    saved.save({"w": torch.zeros(7)}, run="a", step=2)
+    saved.change_settings(min_age="7d")
+    saved.forget("a@1")
+    with messages.error(InvalidInput) as advice:
+        saved.gc(min_age="1h")
+    if way == "at least that":
+        advice.says("pass at least that")
+        assert saved.gc(min_age="7d").purged == ()
+        return
+    run(*advice.command("settings", STORE=store_path, **{"min_age=VALUE": "min_age=1h"}))
+    advice.says("counts 7d later")
+    saved.repository.clock = lambda: time.time_ns() // 1000 + 7 * 86400 * 10**6
+    assert [one.step for one in saved.gc(min_age="1h").purged] == [1]
 
 
 @follows("cli/commands/show.py:_chosen", "omit --keys to list all tensors")

@@ -20,6 +20,7 @@ from casckpt.errors import InvalidInput, NotFound, Refused, StorageError
 from casckpt.storage.base import AlreadyExists, ListedObject, ObjectStore, ShortObject
 from casckpt.storage.buffers import AlignedBuffer
 from tests.support.afresh import afresh
+from tests.support.repositories import START
 
 if TYPE_CHECKING:
     from multiprocessing.queues import SimpleQueue
@@ -73,6 +74,17 @@ class StorageContract:
         assert storage.get(OBJECT, limit=size) == data
         assert storage.size(OBJECT) == size
         assert list(storage.list("objects/")) == [ListedObject(OBJECT, size)]
+
+    def test_a_listing_has_the_time_of_each_object_or_of_none(self, storage: ObjectStore, peek: Peek) -> None:
+        for key in ("objects/x/a", "objects/x/b"):
+            storage.put(key, b"x")
+        times = [entry.time for entry in sorted(storage.list("objects/"), key=lambda entry: entry.key)]
+        folder = [entry.time for entry in sorted(storage.list_folder("objects/x")[0], key=lambda entry: entry.key)]
+        assert times == folder
+        if storage.url.startswith("memory:"):
+            assert times == [None, None]
+        else:
+            assert START < (times[0] or 0) <= (times[1] or 0) < 2 * START, "microseconds"
 
     @pytest.mark.parametrize(("size", "shift"), of_each_size([0, 1])[2:])
     def test_put_accepts_an_aligned_buffer(self, storage: ObjectStore, peek: Peek, size: int, shift: int) -> None:

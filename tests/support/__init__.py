@@ -30,6 +30,7 @@ Repositories without tensors
 Storage
     faulty: storage that fails, or does something else first, at a chosen call; begin here
     far: storage in memory that says that it is remote
+    timed: storage whose clock a test advances
     counting: the calls and bytes of one storage
     local: folders on file systems with missing or failing features
     small_disk, full_disks, full_disk_loops: stores on small file systems that are really full

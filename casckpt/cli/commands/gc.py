@@ -51,7 +51,7 @@ def thinned_text(result: dict[str, Any], *, with_space: bool = True) -> None:
     if result["thinned"] and with_space:
         when = (
             f"after {moment(result['until'])} UTC; --min-age 0 frees them immediately, but purges all forgotten "
-            "checkpoints"
+            f"checkpoints{_UNLESS}"
             if result["until"]
             else "now"
         )
@@ -60,6 +60,7 @@ def thinned_text(result: dict[str, Any], *, with_space: bool = True) -> None:
         say(f"{size(result['shared_bytes'])} more will be freed once other checkpoints no longer need them")
 
 
+_UNLESS: Final = " (not if the settings have a min_age)"
 _OLD: Final = "the old locations of "  # of a rewritten checkpoint
 # fields that are set when a gc fails
 _KNOWN_BY_THEN: Final = (
@@ -99,7 +100,7 @@ _KNOWN_BY_THEN: Final = (
 @click.option(
     "--min-age",
     type=DURATION,
-    help="Purge checkpoints that were forgotten at least this long ago.  [default: 24h]",
+    help="Purge checkpoints that were forgotten at least this long ago. Not less than the setting.  [default: 24h]",
 )
 @click.option(
     "--wait", type=DURATION, default="60s", show_default=True, help="Wait up to this long for saves in progress."
@@ -217,6 +218,7 @@ def _say_space(delete: str, result: dict[str, Any]) -> None:
         say(
             f"{count(result['later_blobs'], 'blob')}, {size(result['later_bytes'])} of these will be deleted once "
             "the forgotten checkpoints are purged; --min-age 0 deletes them immediately, and they cannot be restored"
+            f"{_UNLESS}"
         )
 
 

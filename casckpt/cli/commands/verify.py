@@ -189,7 +189,7 @@ def repaired_text(result: dict[str, Any]) -> None:
             "pass a copy of the store, such as its mirror, with --from. The undamaged tensors of these checkpoints can "
             "still be loaded, or exported with `casckpt export --keys`. To give up the checkpoints, hide them with "
             "`casckpt forget`. A gc deletes hidden checkpoints a day later. `--run RUN --min-age 0` makes a gc delete "
-            "them immediately, together with all other forgotten checkpoints of that run. After that, `casckpt copy` "
-            "can bring a checkpoint back from another store that names it"
+            "them immediately (not if the settings have a min_age), together with all other forgotten checkpoints of "
+            "that run. After that, `casckpt copy` can bring a checkpoint back from another store that names it"
         )
     say_all(about_records(result["records"]))

@@ -6,7 +6,7 @@ import logging
 from collections.abc import Callable, Sequence, Set
 from math import inf
 
-from casckpt.base.units import format_size, parse_size
+from casckpt.base.units import format_duration, format_size, parse_size
 from casckpt.contents.checkpoint import Checkpoint
 from casckpt.errors import CasckptError, StorageError
 from casckpt.frontends.trainer.ownership import RunOwnership
@@ -75,9 +75,15 @@ class RunSpace:
         freed = self._janitor.gc(self._settings.run)
         if not freed and self._settings.rotation.changes_nothing:
             return _ADVICE
+        min_age = self._store.settings.min_age if self._store.repository.is_there() else None
+        held = (
+            f"; min_age in its settings keeps what is forgotten for {format_duration(min_age.total_seconds())}"
+            if min_age
+            else ""
+        )
         log.warning(
-            "a save of run %s met a full disk; gc freed %s of %s, and the save is tried once more",
-            self._settings.run, format_size(freed), self._store.url,
+            "a save of run %s met a full disk; gc freed %s of %s, and the save is tried once more%s",
+            self._settings.run, format_size(freed), self._store.url, held,
         )  # fmt: skip
         return ""
 

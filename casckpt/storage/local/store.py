@@ -383,7 +383,8 @@ def _entry(item: os.DirEntry[str], key: str, root: Path) -> ListedObject | None:
         return None
     if not stat.S_ISREG(status.st_mode):
         raise misplaced(status.st_mode, root / key)
-    return ListedObject(key, status.st_size, f"{status.st_ino} {status.st_ctime_ns}", 512 * status.st_blocks)
+    version = f"{status.st_ino} {status.st_ctime_ns}"
+    return ListedObject(key, status.st_size, version, 512 * status.st_blocks, status.st_mtime_ns // 1000)
 
 
 def _open_file(folder: int, name: str, path: Path) -> int:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from datetime import datetime
 from typing import NamedTuple, Protocol
 
 from casckpt.errors import CasckptError, StorageError
@@ -33,6 +34,12 @@ class Ranged(Protocol):
 
     def read(self, offset: int, buffers: Sequence[memoryview]) -> None:
         """Fill the buffers, none of which is empty. Raises `ShortObject` if the object is too short."""
+
+
+def microseconds_of(time: object) -> int | None:
+    """Return a time that a client reports, in microseconds since the epoch, or None if it is of an unknown type."""
+    seconds = time.timestamp() if isinstance(time, datetime) else time
+    return round(1e6 * seconds) if isinstance(seconds, int | float) else None
 
 
 class Page(NamedTuple):

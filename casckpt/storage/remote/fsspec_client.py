@@ -14,7 +14,7 @@ from casckpt.errors import NotFound, Refused, Unsupported
 from casckpt.storage.base import AlreadyExists, Finding, ListedObject, ShortObject
 from casckpt.storage.failures import ROOM, is_full
 from casckpt.storage.remote.calls import WEB, calls_of, with_timeouts
-from casckpt.storage.remote.client import ExplainedFailure, Page
+from casckpt.storage.remote.client import ExplainedFailure, Page, microseconds_of
 from casckpt.storage.remote.patience import Patience
 
 _LONGEST = 300  # characters in an error message, because some contain whole responses
@@ -153,7 +153,8 @@ class FsspecClient:
         size = about.get("size")
         if size is None:  # a listing made from links has no sizes
             size = self.size(key)
-        return None if size is None else ListedObject(key, int(size), _version(about))
+        time = microseconds_of(about.get("mtime") or about.get("last_modified"))
+        return None if size is None else ListedObject(key, int(size), _version(about), time=time)
 
     def delete(self, key: str) -> None:
         """See `casckpt.storage.remote.client.Client`."""

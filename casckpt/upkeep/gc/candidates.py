@@ -6,6 +6,7 @@ become a candidate. See "How objects are deleted" in docs/format.md.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Container, Iterable, Iterator
 from dataclasses import dataclass, field
 
@@ -15,10 +16,13 @@ from casckpt.format.keys import blob_key, manifest_key
 from casckpt.format.names import TxId
 from casckpt.history.commits import Commit, CommitList, list_commits
 from casckpt.repository.repository import Repository
+from casckpt.upkeep.gc.ages import MinAge
 from casckpt.upkeep.inventory import Inventory
 from casckpt.upkeep.saves import about_unreadable, check_recorded
 
 _NAMED_AT_MOST = 3
+
+log = logging.getLogger(__name__)
 
 
 class Unreadable(Exception):
@@ -55,15 +59,19 @@ def commits_without_doubt(repo: Repository, *, anew: bool = False) -> CommitList
     return listed
 
 
-def candidates(repo: Repository, stock: Inventory, *, as_purged: Container[TxId] = ()) -> tuple[Candidates, CommitList]:
+def candidates(
+    repo: Repository, stock: Inventory, min_age: MinAge | None = None, *, as_purged: Container[TxId] = ()
+) -> tuple[Candidates, CommitList]:
     """Perform step 3: list the commits after the listing ``stock``. Return the candidates, and the listing for step 4.
 
-    ``as_purged``: transactions whose places count as ended. Raises `Damaged` with all checkpoints whose manifests
-    cannot be read, `Unreadable` if one of them was purged in the meantime, and `StorageError`.
+    ``min_age``: what ended too recently is no candidate. ``as_purged``: transactions whose places count as ended.
+    Raises `Damaged` with all checkpoints whose manifests cannot be read, `Unreadable` if one of them was purged in the
+    meantime, and `StorageError`.
     """
     commits = commits_without_doubt(repo)
     live = [commit for commit in commits.placed() if commit.places.txid not in as_purged]
     sizes = dict(stock.sizes)
+    _spare_young(repo, sizes, commits, min_age)
     broken: list[tuple[Commit, CasckptError]] = []
     manifests.learn(repo, live if repo.storage.traits.remote else ())  # other storage: read one by one below
     for commit in live:
@@ -78,13 +86,15 @@ def candidates(repo: Repository, stock: Inventory, *, as_purged: Container[TxId]
     return Candidates(sizes, commits.ended), commits
 
 
-def spare_roots(repo: Repository, pending: Candidates) -> None:
+def spare_roots(repo: Repository, pending: Candidates, min_age: MinAge | None = None) -> None:
     """Do step 6: list the commits, and remove from ``pending`` the objects of places that had not ended in step 3.
 
-    This includes places that have ended since then. Raises `Unreadable` if a manifest cannot be read, `Damaged`
+    This includes places that have ended since then. ``min_age``: another gc may have chosen ``pending`` with a lower
+    one. Raises `Unreadable` if a manifest cannot be read, `Damaged`
     if records are lost, and `StorageError`.
     """
     commits = commits_without_doubt(repo)
+    _spare_young(repo, pending.sizes, commits, min_age)
     every = [(commit, places) for commit in commits.commits.values() for places in (*commit.existing, *commit.ended)]
     roots = [commit.at(places) for commit, places in every if places.txid not in pending.ended]
     manifests.learn(repo, roots)
@@ -94,6 +104,15 @@ def spare_roots(repo: Repository, pending: Candidates) -> None:
         except (Damaged, Refused) as error:
             raise Unreadable(str(error)) from error
     check_recorded(repo, pending.sizes, commits.recorded)
+
+
+def _spare_young(repo: Repository, sizes: dict[str, int], commits: CommitList, min_age: MinAge | None) -> None:
+    """Remove the objects of places that ended too recently, if their manifest exists. A missing one stops nothing."""
+    young = [] if min_age is None else min_age.young(commits)
+    held = [one for one in young if manifest_key(one.places.txid, one.id) in sizes]
+    for commit in manifests.learn(repo, held):
+        log.info("%s was purged or replaced more recently than the minimum age: gc keeps its objects", commit)
+        _remove(sizes, list(_names(repo, commit)))
 
 
 def _remove(sizes: dict[str, int], keys: Iterable[str]) -> None:

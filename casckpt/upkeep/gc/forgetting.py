@@ -12,8 +12,9 @@ from dataclasses import dataclass
 from functools import partial
 
 from casckpt.base.parallel import in_parallel
+from casckpt.contents import manifests
 from casckpt.contents.refs import resolve_forgotten, resolve_many
-from casckpt.errors import CasckptError, Conflict, StorageError
+from casckpt.errors import CasckptError, Conflict, Gone, StorageError
 from casckpt.format.names import TxId
 from casckpt.history import commits
 from casckpt.history.announcements import announce
@@ -23,6 +24,7 @@ from casckpt.history.tags import FOREIGN_CLOCKS, delete_tag, tagged_txids, tags,
 from casckpt.plan.retention import Rotation, Thinning, newest_of, reasons_to_keep
 from casckpt.repository.reading import check_requirements
 from casckpt.repository.repository import Repository
+from casckpt.upkeep.copies.replication import Work, replicate
 from casckpt.upkeep.gc.gc import with_room
 from casckpt.upkeep.gc.purge import forget_and_purge, kept_of, trim_now
 from casckpt.upkeep.saves import check_own
@@ -117,7 +119,8 @@ def plan_restore(
     chosen = {commit.txid: commit for commit in named}
     at: dict[tuple[str, int], Commit] = {}
     for commit in chosen.values():
-        check_restore(listed, commit)
+        if commit.live:
+            check_restore(listed, commit)
         other = at.setdefault((commit.run, commit.step), commit)
         if other is not commit:
             message = f"{commit} and {other} have the same run and step. Nothing was restored; pass only one of them"
@@ -137,7 +140,10 @@ def restore(repo: Repository, chosen: Sequence[Commit], listed: CommitList) -> R
 
     def attempt(commit: Commit) -> None:
         try:
-            restored[commit.txid] = commits.restore(repo, commit, listed=listed)
+            if commit.live:
+                restored[commit.txid] = commits.restore(repo, commit, listed=listed)
+            else:
+                restored[commit.txid] = replicate(repo, repo, commit, Work())
         except CasckptError as error:
             failed.append(CommitFailure(commit, error))
             if isinstance(error, StorageError):  # the other commits would fail in the same way
@@ -183,11 +189,22 @@ def restore_chosen(
 
 
 def _named(repo: Repository, ref: str | Commit, listed: CommitList, *, whole: bool) -> list[Commit]:
-    """Return the commits that ``ref`` names. Older places of a commit are returned unchanged."""
+    """Return the commits that ``ref`` names. Older places of a commit are returned unchanged.
+
+    Returns a purged commit at places that gc has not deleted yet.
+    """
     if isinstance(ref, Commit) and ref.is_old_places:
         return [ref]
     if not whole:
-        return resolve_forgotten(repo, ref, listed)
+        try:
+            return resolve_forgotten(repo, ref, listed)
+        except Gone as error:
+            purged = [one for one in listed.commits.values() if one.last == "purged" and one.id in error.checkpoints]
+            every = [one.at(places) for one in purged for places in one.ended]
+            found = [one for one in every if manifests.is_stored(repo, one)]
+            if not found:
+                raise
+            return [min(found, key=lambda one: one.lacking)]
     named = resolve_many(repo, [ref], listed)
     return [commit for commit in named if commit.dropped is not None] or named
 

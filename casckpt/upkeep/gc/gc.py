@@ -51,6 +51,7 @@ from casckpt.repository.exclusive import remove_leftovers
 from casckpt.repository.reading import check_requirements
 from casckpt.repository.repository import Repository
 from casckpt.storage.failures import noting, unless_full
+from casckpt.upkeep.gc.ages import A_DAY, ages_of
 from casckpt.upkeep.gc.candidates import Candidates, Unreadable, candidates, commits_without_doubt, spare_roots
 from casckpt.upkeep.gc.idle import idle_runs
 from casckpt.upkeep.gc.purge import (
@@ -60,7 +61,6 @@ from casckpt.upkeep.gc.purge import (
     RetireProgress,
     bring_back,
     check_metrics,
-    min_age_of,
     plan_retiring,
     refusals,
     retire,
@@ -308,10 +308,11 @@ def plan_gc(
     cannot be read, `Unsupported` for storage on which gc cannot work, and `StorageError`.
     """
     _check_storage(repo)
-    ages, idle = min_age_of(repo, min_age), set[str]()
+    ages, idle = ages_of(repo, min_age), set[str]()  # before the listing: what it alone has is new
     commits = commits_without_doubt(repo, anew=not repo.storage.traits.remote)  # only if reading is cheap
     if drop_idle is not None:
-        idle = idle_runs(repo, drop_idle, undo=min(ages.usual, min_age_of(repo, None).usual))
+        later = repo.settings.min_age_seconds or A_DAY.usual  # the floor may still be higher, but not for a week
+        idle = idle_runs(repo, drop_idle, undo=min(ages.usual, later))
     return without_unmirrored(repo, plan_retiring(repo, commits, policy or Policy(), ages, run, idle=idle))
 
 
@@ -325,7 +326,7 @@ def preview(repo: Repository, plan: GcPlan, *, thin: ThinResult | None = None) -
     done = GcResult(plan.forget, plan.restore, plan.purge, waiting=plan.waiting, dry_run=True, thin=thin)
     with _noting(lambda: done):
         stock = list_unguarded(repo, plan.listed, as_purged=as_purged)
-        found, listed = _candidates(repo, stock, as_purged)
+        found, listed = _candidates(repo, stock, plan, as_purged)
         check_recorded(repo, found.sizes, listed.recorded)
         opened = open_transactions(repo, listed.names) if found.sizes else []
         return _counted(repo, done, plan, stock, deleted=found.sizes, opened=opened, listed=listed)
@@ -361,7 +362,8 @@ def execute(
         known = settings.revoke_after_seconds
         revoke_after = REVOKE_AFTER if known is None else known
     done = RetireProgress()
-    gc = _Collection(repo, Limits(wait, revoke_after, sleep, done=done), progress, tell)
+    plan = plan if plan.min_age is not None else replace(plan, min_age=ages_of(repo))
+    gc = _Collection(repo, plan, Limits(wait, revoke_after, sleep, done=done), progress, tell)
     with _noting(lambda: _so_far(plan, done, thin)):
         if plan.forget or plan.purge:
             _check_first(repo, plan)
@@ -431,7 +433,7 @@ def _check_first(repo: Repository, plan: GcPlan) -> None:
     stock = list_unguarded(repo, plan.listed)
     # if records are lost, the listing for the policy is incomplete
     check_recorded(repo, stock.sizes, plan.listed.recorded)
-    _candidates(repo, stock, {commit.places.txid for commit in plan.purge})
+    _candidates(repo, stock, plan, {commit.places.txid for commit in plan.purge})
 
 
 def _so_far(plan: GcPlan, done: RetireProgress, thin: ThinResult | None) -> GcResult:
@@ -471,6 +473,7 @@ class _Collection:
     """Steps 2 to 7 of a gc. Steps 3 and 6 make their own listings. Only step 2 may use an older listing."""
 
     repo: Repository
+    plan: GcPlan
     patience: Limits
     progress: Progress
     tell: Tell
@@ -515,7 +518,7 @@ class _Collection:
     def _pass(self, guards: CommitList) -> None:
         """Perform steps 2 to 7. ``guards``: an earlier listing. Raises `Unreadable` if gc must start over."""
         self.stock = list_unguarded(self.repo, guards)
-        found, listed = candidates(self.repo, self.stock)
+        found, listed = candidates(self.repo, self.stock, self.plan.min_age)
         waits = frozenset(one.txid for one in open_transactions(self.repo, listed.names))
         live, spare = len(listed.live()), len(found.sizes)
         log.info("%s: %d live checkpoints, %d objects that none of them needs", self.repo.storage.url, live, spare)
@@ -534,17 +537,19 @@ class _Collection:
         )
         if self.still:
             return False
-        spare_roots(self.repo, found)
+        spare_roots(self.repo, found, self.plan.min_age)
         check_requirements(self.repo)
         _settle_records(self.repo)
         self.deleted |= _delete(self.repo, found.sizes, self.progress, self.patience.done.refused)
         return True
 
 
-def _candidates(repo: Repository, stock: Inventory, as_purged: set[TxId]) -> tuple[Candidates, CommitList]:
+def _candidates(
+    repo: Repository, stock: Inventory, plan: GcPlan, as_purged: set[TxId]
+) -> tuple[Candidates, CommitList]:
     for _ in range(ATTEMPTS):
         with suppress(Unreadable):
-            return candidates(repo, stock, as_purged=as_purged)
+            return candidates(repo, stock, plan.min_age, as_purged=as_purged)
     raise Conflict("another gc is purging checkpoints; run gc again when it finishes")
 
 

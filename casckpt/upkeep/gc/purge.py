@@ -27,8 +27,8 @@ from casckpt.base.parallel import in_parallel
 from casckpt.base.text import few
 from casckpt.base.units import time_of
 from casckpt.contents import manifests
-from casckpt.errors import Conflict, Damaged, Gone, Refused, StorageError
-from casckpt.format.keys import parse_txid
+from casckpt.errors import Conflict, Damaged, Refused, StorageError
+from casckpt.format.keys import manifest_key, parse_txid
 from casckpt.format.metrics import metric_values
 from casckpt.format.names import TxId
 from casckpt.format.records import Restored
@@ -41,6 +41,7 @@ from casckpt.repository.reading import check_requirements
 from casckpt.repository.repository import Repository
 from casckpt.storage.failures import noting
 from casckpt.upkeep.copies.mirrored import ask
+from casckpt.upkeep.gc.ages import AT_ONCE, MinAge, RecordTimes, min_age_of
 from casckpt.upkeep.saves import check_own, check_settings
 
 log = logging.getLogger(__name__)
@@ -125,7 +126,7 @@ class GcPlan:
     checkpoints that are kept for now, with reasons. ``young``: those of them that have not reached their minimum age.
     ``restore``: forgotten commits that have a tag without an expiration time. All of these are oldest first.
     ``listed``: the listing that the plan is based on. Checks use it to find guards, but no step of the protocol uses
-    it. ``kept``: why visible checkpoints stay, by run@step.
+    it. ``kept``: why visible checkpoints stay, by run@step. ``min_age``: None if the store's settings say it.
     """
 
     forget: tuple[Commit, ...]
@@ -135,6 +136,7 @@ class GcPlan:
     restore: tuple[Commit, ...] = ()
     listed: CommitList = field(default_factory=lambda: CommitList({}, {}), repr=False, compare=False)
     kept: Mapping[str, Sequence[str]] = field(default_factory=dict)
+    min_age: MinAge | None = field(default=None, repr=False, compare=False)
 
 
 @dataclass
@@ -152,35 +154,11 @@ class RetireProgress:
     refused: list[StorageError] = field(default_factory=list)
 
 
-@dataclass(frozen=True)
-class MinAge:
-    """The minimum time between the `forgotten` record and the purge, in seconds."""
-
-    usual: float
-    ephemeral: float
-
-    def of(self, commit: Commit) -> int:
-        """Return the minimum age of a commit, in microseconds."""
-        return round(1e6 * (self.ephemeral if commit.committed.ephemeral else self.usual))
-
-
-A_DAY = MinAge(24 * 3600.0, 15 * 60.0)  # so that users have time to notice and undo a wrong rule
-AT_ONCE = MinAge(0.0, 0.0)
-
-
-def min_age_of(repo: Repository, wanted: float | None, unset: MinAge = A_DAY) -> MinAge:
-    """Return ``wanted``, or else the store's setting, or else ``unset``, in seconds."""
-    if wanted is not None:
-        return MinAge(wanted, wanted)
-    settings = repo.settings
-    usual, ephemeral = settings.min_age_seconds, settings.min_age_ephemeral_seconds
-    return MinAge(unset.usual if usual is None else usual, unset.ephemeral if ephemeral is None else ephemeral)
-
-
 def plan_of(repo: Repository, commits: CommitList, policy: Policy, run: str | None = None) -> GcPlan:
     """Return the plan of a gc, or an empty plan if gc would raise an error."""
     try:
-        return without_unmirrored(repo, plan_retiring(repo, commits, policy, min_age_of(repo, None), run))
+        ages = replace(min_age_of(repo, None), has_floor=False)  # fewer requests, for an estimate
+        return without_unmirrored(repo, plan_retiring(repo, commits, policy, ages, run))
     except (Damaged, Refused):
         return GcPlan((), ())
 
@@ -212,23 +190,27 @@ def plan_retiring(
     live = [commit for commit in commits.live() if is_among(commit.run, run)]
     back = _forgotten_though_tagged(named, commits, live)
     gone = [one for one in live if one not in back and (one.is_forgotten or one.txid in forgets or one.old)]
+    ruined = _without_manifests(repo, [one for one in gone if one.is_forgotten] if min_age.has_floor else [])
     purges, waiting, young = list[Commit](), list[Deferred](), list[Commit]()
     claims, seen = _Claims(named, commits), {commit.run for commit in commits.visible()} - idle
+    now = now if min_age.times is None else min_age.times.now
     for commit in gone:
         ends = (*commit.old, commit) if commit.is_forgotten or commit.txid in forgets else tuple(commit.old)
         names = [] if commit.txid in forgets else claims.on(commit, ends)
-        age = min_age.of(commit) if commit.run in seen else max(min_age.of(commit), round(1e6 * min_age.usual))
-        until = (now if commit.txid in forgets else _gone_since(commit, now)) + age
+        age = min_age.of(commit, seen)
+        is_new = commit.txid in forgets or (min_age.times is not None and not age)
+        until = (now if is_new else _gone_since(commit, now, min_age.times)) + age
         if names:
             until_then = _end([named[name] for name in names])
             waiting += [_waits(one, "tagged", until=until_then, tags=tuple(names)) for one in ends]
-        elif until > now and not all(_is_ruin(repo, one) for one in ends):
+        elif until > now and commit.txid not in ruined and not all(_is_ruin(repo, one) for one in ends):
             for one in ends:
                 waiting.append(_waits(one, "replaced" if one.is_old_places else "young", until=time_of(until)))
             young += ends
         else:
             purges += ends
-    return GcPlan(tuple(forgets.values()), tuple(purges), tuple(waiting), tuple(young), tuple(back), commits, kept)
+    plan = GcPlan(tuple(forgets.values()), tuple(purges), tuple(waiting), tuple(young), tuple(back), commits, kept)
+    return replace(plan, min_age=min_age)
 
 
 def without_unmirrored(repo: Repository, plan: GcPlan) -> GcPlan:
@@ -263,13 +245,15 @@ def without_unmirrored(repo: Repository, plan: GcPlan) -> GcPlan:
     )
 
 
-def _gone_since(commit: Commit, now: int) -> int:
+def _gone_since(commit: Commit, now: int, times: RecordTimes | None) -> int:
     """Return the time at which a commit was forgotten or, if it is visible, at which it was rewritten.
 
-    The time comes from the clock of the host that forgot or rewrote it. If this time is before the save, that clock
-    was slow, and the save time counts instead. A save time in the future does not count, because the saver's clock was
-    fast.
+    The time comes from the storage or, if that does not count, from the clock of the host that did so. If this time is
+    before the save, that clock was slow, and the save time counts instead. A save time in the future does not count,
+    because the saver's clock was fast.
     """
+    if times is not None:
+        return times.of(commit.txid, commit.moved_by if commit.visible else commit.changed_by)
     saved = commit.committed.time
     return max(commit.moved_at if commit.visible else commit.changed_at, saved if saved <= now else 0)
 
@@ -351,6 +335,15 @@ def thinned_though_claimed(repo: Repository, listed: CommitList, since: int) -> 
     return wanted
 
 
+def _without_manifests(repo: Repository, forgotten: Sequence[Commit]) -> set[TxId]:
+    """Return which of the ``forgotten`` checkpoints have no manifest. gc fails while it does not purge them."""
+    places = [each for commit in forgotten for each in commit.existing]
+    keys = [manifest_key(each.txid, each.record.manifest) for each in places]
+    sizes = in_parallel(repo.storage.traits.requests, repo.storage.size, keys)
+    there = {each.txid for each, size in zip(places, sizes, strict=True) if size is not None}
+    return {commit.txid for commit in forgotten if there.isdisjoint(each.txid for each in commit.existing)}
+
+
 def _is_ruin(repo: Repository, commit: Commit) -> bool:
     """Return whether these are old places with a damaged manifest, and the current ones have all entries.
 
@@ -358,11 +351,7 @@ def _is_ruin(repo: Repository, commit: Commit) -> bool:
     """
     if commit.current is None or not commit.is_old_places or not commit.current.holds(commit.places):
         return False
-    try:
-        manifests.stored_blobs(repo, commit)
-    except (Damaged, Gone, Refused):
-        return True
-    return False
+    return not manifests.is_stored(repo, commit)
 
 
 def _waits(commit: Commit, reason: str, *, until: datetime | None = None, tags: tuple[str, ...] = ()) -> Deferred:

@@ -241,3 +241,11 @@ def test_gc_names_files_of_other_users_and_exits_with_1(
     monkeypatch.undo()
     blobs = [one for one in done["refused"] if one["path"].endswith(".safetensors")]
     assert as_json("gc", saved)["deleted_blobs"] == len(blobs) > 0
+
+
+def test_min_age_below_the_setting_is_refused_by_name(saved: Path, store: casckpt.Store, run: Run) -> None:
+    store.change_settings(min_age="7d")
+    refused = run("gc", saved, "--keep-last", 1, "--min-age", 0, status=1).stderr
+    assert "min-age: 0 is less than the store's setting min_age (7d): pass at least that" in refused
+    assert store.checkpoints(forgotten=True) == store.checkpoints()
+    assert "can be restored until" in run("gc", saved, "--keep-last", 1, "--min-age", "2w").stdout

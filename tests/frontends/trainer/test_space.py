@@ -74,6 +74,21 @@ def test_a_save_on_a_full_disk_frees_what_the_rules_do_not_keep_and_is_tried_aga
     assert "a save of run sft met a full disk; gc freed" in caplog.text
 
 
+def test_a_full_disk_does_not_shorten_the_minimum_age_of_the_store(caplog: pytest.LogCaptureFixture) -> None:
+    _, store = disk_for(3)
+    plain = Checkpointer(store, run="sft")
+    for step in (1, 2, 3):
+        saved(plain, step)
+    store.change_settings(min_age="7d")
+    with Checkpointer(store, run="sft", max_checkpoints=2, gc=True) as checkpointer:
+        checkpointer.resume({"w": cells(16)})
+        with pytest.raises(StorageError, match="disk is full"):
+            saved(checkpointer, 4)
+    assert "min_age in its settings keeps what is forgotten for 7d" in caplog.text
+    assert steps(store) == [("sft", 2), ("sft", 3)]
+    assert store.restore(store.checkpoints(forgotten=True)[0]).step == 1
+
+
 @pytest.mark.parametrize("how", ["save", "save_async"])
 def test_without_room_the_error_stays_and_nothing_that_the_rules_keep_is_removed(how: str) -> None:
     disk, store = disk_for(2)

@@ -3,14 +3,22 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+import torch
 
-from casckpt.errors import Conflict, NotFound, StorageError
+from casckpt.contents.checkpoint import Checkpoint
+from casckpt.errors import Conflict, Damaged, Gone, NotFound, StorageError
+from casckpt.format.keys import commit_key, copied_txid, manifest_key
+from casckpt.format.records import Purged
 from casckpt.history.commits import Commit, forget, list_commits, purge
 from casckpt.history.tags import delete_tag, set_tag
 from casckpt.repository.repository import Repository
+from casckpt.store.store import Store
 from casckpt.upkeep.gc.forgetting import plan_forget, plan_restore, restore
 from tests.support.faulty import Call, FaultyStore, call_first, fail_before
-from tests.support.repositories import commit_bare, memory, repository
+from tests.support.repositories import Ticks, commit_bare, memory, repository
+from tests.support.rewrites import move
+from tests.support.saves import cells, small
+from tests.support.timed import TimedStore
 
 
 def test_references_and_ranges_select_each_checkpoint_only_once(tmp_path: Path) -> None:
@@ -124,3 +132,73 @@ def test_an_interrupted_restore_reports_restored_checkpoints(tmp_path: Path, cap
     with pytest.raises(KeyboardInterrupt):
         restore(repo, *plan)
     assert "restored 1 of 2: a@1" in caplog.text
+
+
+# what was purged, and still stored
+
+
+@pytest.fixture
+def purged() -> tuple[Store, Checkpoint, TimedStore]:
+    """A store that keeps bytes for a week, a checkpoint in it that a writer purged, and its storage."""
+    storage = TimedStore(memory(), Ticks())
+    store = small(storage)
+    store.change_settings(min_age="7d")
+    saved = [store.save({"w": cells(3, seed=step)}, run="run", step=step) for step in range(2)]
+    record = Purged(txid=saved[0].commit.txid, time=5, who="w")
+    store.repository.put_record(commit_key(record.txid, 1), record)
+    store.gc()
+    return store, saved[0], storage
+
+
+@pytest.mark.parametrize("how", ["id", "prefix", "step", "object"])
+def test_restore_copies_a_purged_checkpoint_whose_bytes_are_left(
+    purged: tuple[Store, Checkpoint, TimedStore], how: str
+) -> None:
+    store, gone, storage = purged
+    refs: dict[str, str | Checkpoint] = {"id": gone.id, "prefix": gone.id[:8], "step": "run@0", "object": gone}
+    ref = refs[how]
+    with pytest.raises(Gone):
+        store.get(gone.id)
+    assert [one.step for one in store.restore_many(ref, dry_run=True).restored] == [0]
+    assert store.restore(ref).id == gone.id
+    assert store.get("run@0").commit.txid == copied_txid(gone.commit.txid, 1)
+    assert store.restore(ref).id == gone.id  # it is visible
+    storage.clock.advance(8 * 86400)
+    assert store.gc().deleted_blobs == 1
+    assert torch.equal(store.read("run@0")["w"], cells(3, seed=0))
+    assert not store.verify().is_damaged
+    assert [one.step for one in store.checkpoints()] == [0, 1]
+
+
+def test_restore_refuses_a_purged_checkpoint_that_is_damaged_deleted_or_replaced(
+    purged: tuple[Store, Checkpoint, TimedStore],
+) -> None:
+    store, gone, storage = purged
+    other = store.save({"w": cells(1)}, run="run", step=0)
+    with pytest.raises(Conflict, match="has a different checkpoint with that run and step"):
+        store.restore(gone.id)
+    store.forget(other)
+    key = next(entry.key for entry in storage.list(f"objects/{gone.commit.txid}/") if entry.key.endswith("safetensors"))
+    data = storage.get(key, limit=1 << 20)
+    storage.replace(key, data[:-1] + bytes([data[-1] ^ 1]))
+    with pytest.raises((Damaged, Gone)):
+        store.restore(gone.id)
+    assert [one.step for one in store.checkpoints()] == [1]
+    storage.replace(key, data)
+    storage.clock.advance(8 * 86400)
+    store.gc()
+    with pytest.raises(Gone, match="it is gone for good"):
+        store.restore(gone.id)
+
+
+def test_restore_takes_the_places_of_a_purged_checkpoint_that_can_be_read() -> None:
+    storage = TimedStore(memory(), Ticks())
+    store = small(storage)
+    store.change_settings(min_age="7d")
+    saved = store.save({"w": cells(3, seed=0)}, run="run", step=0)
+    txid = saved.commit.txid
+    move(store.repository, saved.commit)
+    storage.delete(manifest_key(txid, saved.commit.id))
+    store.repository.put_record(commit_key(txid, 2), Purged(txid=txid, time=5, who="w"))
+    store.restore(saved.id)
+    assert torch.equal(store.read("run@0")["w"], cells(3, seed=0))

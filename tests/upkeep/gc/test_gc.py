@@ -27,14 +27,15 @@ from casckpt.repository.repository import Repository
 from casckpt.storage.local import syscalls
 from casckpt.storage.local.newfile import Naming, temporary_name
 from casckpt.storage.local.store import LocalStore
+from casckpt.upkeep.gc.ages import min_age_of
 from casckpt.upkeep.gc.forgetting import rotate
 from casckpt.upkeep.gc.gc import GcResult, execute, plan_gc
-from casckpt.upkeep.gc.purge import min_age_of
 from tests.support.faulty import Call, Fault, FaultyStore, call_first, fail_before
 from tests.support.gcs import LAST, begin_elsewhere, keys, run_gc, snapshot, steps, ticking
 from tests.support.local import only
 from tests.support.progress_calls import ProgressCalls
 from tests.support.repositories import Ticks, meanwhile, memory, put_blob, repository, save
+from tests.support.timed import TimedStore
 
 
 @contextmanager
@@ -190,11 +191,17 @@ def test_forgotten_checkpoints_are_kept_for_a_day(where: str, request: pytest.Fi
 def test_the_minimum_age_can_be_an_option_or_a_setting(repo: Repository) -> None:
     for step in range(3):
         save(repo, step=step, texts=[str(step)])
+    clock = repo.clock
+    assert isinstance(clock, Ticks)
+    repo.storage = TimedStore(repo.storage, clock)
     repo.change_settings(min_age_seconds=100.0)
     assert run_gc(repo, Policy(keep_last=2), min_age=None).purged == ()
     ticking(repo)(100)
     assert steps(run_gc(repo, min_age=None).purged) == [0]
-    assert steps(run_gc(repo, LAST, min_age=0.0).purged) == [1]
+    assert run_gc(repo, LAST, min_age=200.0).purged == ()
+    ticking(repo)(100)
+    assert run_gc(repo, min_age=200.0).purged == ()
+    assert steps(run_gc(repo, min_age=None).purged) == [1]
 
 
 def test_ephemeral_checkpoints_have_a_shorter_minimum_age(remote: Repository) -> None:

@@ -20,21 +20,22 @@ from casckpt.repository.repository import Repository
 from casckpt.upkeep.gc.gc import GcResult, collect
 from tests.support.faulty import FaultyStore, call_first
 from tests.support.gcs import begin_elsewhere, steps, ticking
-from tests.support.repositories import commit_draft, draft, meanwhile, memory, repository, save
+from tests.support.repositories import Ticks, commit_draft, draft, meanwhile, memory, repository, save
+from tests.support.timed import TimedStore
 
 DAY, NO_RULES = 24 * 3600.0, Policy()
 Hold = Callable[[Repository, list[Commit]], object]
 
 
 @pytest.fixture
-def faults() -> FaultyStore:
-    return FaultyStore(memory())
+def faults() -> TimedStore:
+    return TimedStore(memory(), Ticks())
 
 
 @pytest.fixture
-def repo(tmp_path: Path, faults: FaultyStore) -> Repository:
+def repo(tmp_path: Path, faults: TimedStore) -> Repository:
     """A store whose run "old" has been silent for 100 days, and whose settings give 7 days to undo."""
-    made = repository(tmp_path, faults)
+    made = repository(tmp_path, faults, clock=faults.clock)
     first = save(made, "old", 0, texts=["0"])
     commit_draft(made, made.new_txid("old", 1), draft([], "old", 1), parent=first.id)
     made.change_settings(min_age_seconds=7 * DAY)
@@ -129,7 +130,7 @@ def test_a_dropped_run_can_be_restored_for_a_week_even_if_it_is_ephemeral(repo: 
         ),
         ({"min_age_seconds": 6 * DAY}, {}, "at least 7 days"),
         ({"min_age_seconds": 6 * DAY}, {"min_age": 8 * DAY}, "at least 7 days"),
-        ({}, {"min_age": 0.0}, "at least 7 days"),
+        ({"min_age_seconds": None}, {"min_age": 6 * DAY}, "min_age"),
         ({}, {"drop_idle": 90.0}, "drop-idle forgets whole runs: pass at least one day"),
     ],
 )

@@ -267,7 +267,7 @@ def no_waiting(repo: object, waits: object, patience: object, tell: object) -> l
     return []
 
 
-def no_roots(repo: object, found: object) -> None:
+def no_roots(repo: object, found: object, min_age: object) -> None:
     """Do not treat commits made since the candidates were listed as roots."""
 
 

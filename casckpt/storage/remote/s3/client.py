@@ -27,7 +27,7 @@ from s3fs import S3FileSystem
 from casckpt.errors import NotFound, Refused, StorageError, Unsupported
 from casckpt.storage.base import AlreadyExists, Finding, ListedObject, ShortObject
 from casckpt.storage.remote.calls import read_whole
-from casckpt.storage.remote.client import ExplainedFailure, Page
+from casckpt.storage.remote.client import ExplainedFailure, Page, microseconds_of
 from casckpt.storage.remote.patience import Loop, Patience, moved
 from casckpt.storage.remote.s3.direct import DirectReads, Signed, can_reach, sign
 from casckpt.storage.remote.s3.errors import (
@@ -299,7 +299,10 @@ class S3Client:
             raise ResponseParserError(f"the response to a listing of {prefix!r} is not a listing")
         skip = len(self.prefix)
         entries = [
-            ListedObject(item["Key"][skip:], item["Size"], item.get("ETag", "")) for item in answer.get("Contents", ())
+            ListedObject(
+                item["Key"][skip:], item["Size"], item.get("ETag", ""), time=microseconds_of(item.get("LastModified"))
+            )
+            for item in answer.get("Contents", ())
         ]
         # skip other programs' "folders"
         files = [entry for entry in entries if entry.key.startswith(prefix) and entry.key and entry.key[-1] != "/"]
