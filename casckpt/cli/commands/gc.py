@@ -85,6 +85,9 @@ _KNOWN_BY_THEN: Final = (
     "--drop-idle", type=DURATION,
     help="Forget all checkpoints of runs without a save for this long (90d). Requires the setting min_age=7d or more.",
 )  # fmt: skip
+@click.option("--erase", type=RUN, help="Remove a run for good, its names, metadata and metrics included.")
+@click.option("--confirm", metavar="RUN", help="The name of the run to erase, once more.")
+@click.option("--keep-in-mirror", is_flag=True, help="Erase the run although the mirror has it.")
 @click.option(
     "--thin",
     multiple=True,
@@ -123,8 +126,10 @@ def command(
     nothing. It always keeps tagged checkpoints and the newest one of each run. You can restore a forgotten checkpoint
     for a day, or for --min-age. The first gc after that deletes it. If a save in progress may use a file, gc leaves the
     file for the next gc. The exit status is 1 if another user's permissions keep gc from a file, or if no run matches
-    a --run; it does the rest.
+    a --run; it does the rest. It is also 1 if a run is not erased completely: then repeat the command.
     """
+    if options.pop("confirm") != options["erase"]:
+        raise click.UsageError("--erase requires the name of the run twice: pass --erase RUN --confirm RUN")
     if thin_keep_last is not None and not thin:
         raise click.UsageError("--thin-keep-last requires --thin: also pass --thin PATTERN")
     unknown = doubt(session.store, *run)
@@ -137,7 +142,8 @@ def command(
         _say_by_then(session, error)
         raise
     session.give(described(result) | {"unmatched": unknown}, text)
-    return FAILED if result.refused or unknown else 0
+    is_left = result.erased and not (dry_run or result.erased.finished)
+    return FAILED if result.refused or unknown or is_left else 0
 
 
 def _say_by_then(session: Session, error: BaseException) -> None:
@@ -192,6 +198,8 @@ def text(result: dict[str, Any]) -> None:
     say_all(f"gave up on save {txid}" for txid in result["revoked"])
     if "kept" in result:
         _say_kept(result["kept"])
+    if result.get("erased"):
+        _say_erased(result["erased"], dry_run=result["dry_run"])
     if "deleted_blobs" in result:
         _say_space(delete, result)
     later = [item for item in result["waiting"] if item.get("id") not in forgotten]
@@ -206,6 +214,15 @@ def _say_kept(kept: dict[str, list[str]]) -> None:
     say_some([f"kept {printable(ref)}: {', '.join(why)}" for ref, why in kept.items() if "no rule" not in why])
     runs = {ref.rpartition("@")[0] for ref in kept}
     say(f"{count(len(kept), 'checkpoint')} of {count(len(runs), 'run')} stay")
+
+
+def _say_erased(erased: dict[str, Any], *, dry_run: bool) -> None:
+    """Print whether the run is gone, and what is left of it."""
+    say_some([f"{name(one)} names run {erased['run']}" for one in erased["named_by"]])
+    if shared := erased["shared"]:
+        say(f"kept {count(len(shared), 'file')} of it, {size(sum(shared.values()))}, for other checkpoints")
+    done = "would erase" if dry_run else "erased" if erased["finished"] else "repeat the command to finish erasing"
+    say(f"{done} run {erased['run']}")
 
 
 def _say_space(delete: str, result: dict[str, Any]) -> None:

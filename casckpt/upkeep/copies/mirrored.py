@@ -10,6 +10,7 @@ copies form a sequence, so gc finds them by key. Whoever asks about many checkpo
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
@@ -24,6 +25,7 @@ from casckpt.history.folding import Places
 from casckpt.repository.repository import Repository
 from casckpt.storage import brief, open_storage
 
+log = logging.getLogger(__name__)
 _MOST_COPIES = 1000  # of one checkpoint; a store that has more is broken
 
 
@@ -65,24 +67,40 @@ def ask(repo: Repository, commits: Iterable[Commit], *, many: bool = False) -> A
     wanted = list(commits)
     if not (wanted or many):
         return Answer()
-    settings, opened = repo.settings, repo.mirror
+    settings = repo.settings
     url, thinned = settings.mirror, bool(settings.mirror_thinned)
     wanted = [commit for commit in wanted if _needed(commit, thinned=thinned)]
     if url is None or not (wanted or many):
         return Answer()
     try:
-        storage = opened if opened is not None and opened.url == url else open_storage(url)
-        there = replace(repo, storage=brief(storage), mirror=None)
+        there = _open(repo, url)
         if not there.exists():
             return Answer(wanted, found=False, problem=f"there is no store at the mirror {url}")
         listed = list_commits(there) if many else None
         unsafe = unsafe_in(there, wanted, thinned=thinned, listed=listed)
-        if not many and not storage.traits.remote:
+        if not many and not there.storage.traits.remote:
             there.storage.settle(PREFIX.rstrip("/"))
             unsafe = unsafe_in(there, wanted, thinned=thinned)  # again: it may have lost power before
     except CasckptError as error:
         return Answer(wanted, problem=f"casckpt cannot ask the mirror {url} ({error})")
     return Answer(unsafe, found=True)
+
+
+def _open(repo: Repository, url: str) -> Repository:
+    opened = repo.mirror
+    storage = opened if opened is not None and opened.url == url else open_storage(url)
+    return replace(repo, storage=brief(storage), mirror=None)
+
+
+def has_run(repo: Repository, run: str) -> bool:
+    """Return whether records in the store's mirror name a run. If it cannot be asked, log a warning."""
+    url = repo.settings.mirror
+    try:
+        saved = list_commits(_open(repo, url)).commits.values() if url is not None else ()
+    except CasckptError as error:
+        log.warning("casckpt cannot ask the mirror %s (%s): erase run %s there, too, if it has it", url, error, run)
+        return False
+    return any(one.last != "revoked" and one.run == run for one in saved)
 
 
 def unsafe_in(

@@ -55,13 +55,15 @@ class RecordTimes:
 class MinAge:
     """The minimum time between the `forgotten` record and the purge, in seconds.
 
-    ``has_floor``: whether the store's settings have one. ``times``: None if the times in the records count.
+    ``has_floor``: whether the store's settings have one. ``times``: None if the times in the records count. ``erased``:
+    a run without a minimum age, because its user erases it.
     """
 
     usual: float
     ephemeral: float
     has_floor: bool = False
     times: RecordTimes | None = None
+    erased: str | None = None
 
     def of(self, commit: Commit, seen: Container[str] | None = None) -> int:
         """Return the minimum age of a commit, in microseconds.
@@ -77,7 +79,8 @@ class MinAge:
         """Return the ended places whose bytes stay, because they have not been hidden for the minimum age."""
         if self.times is None:
             return []
-        times, every, seen = self.times, listed.commits.values(), {commit.run for commit in listed.visible()}
+        times, seen = self.times, {commit.run for commit in listed.visible()}
+        every = (one for one in listed.commits.values() if one.ended and one.run != self.erased)
         ended = [(one.at(places), by) for one in every for places, by in zip(one.ended, one.hidden_by, strict=True)]
         return [one for one, by in ended if (age := self.of(one, seen)) and times.of(one.txid, *by) + age > times.now]
 

@@ -41,7 +41,7 @@ def idle_runs(repo: Repository, seconds: float, *, undo: float) -> set[str]:
     tagged = {tag.manifest for tag in tags(repo, slack=FOREIGN_CLOCKS, listed=listed).values()}
     naming: dict[str, set[str]] = defaultdict(set)
     for commit in listed.visible():
-        for name in _named_by(repo, commit):
+        for name in named_by(repo, commit):
             naming[name].add(commit.run)
     saved = (commit for commit in listed.commits.values() if commit.last != "revoked")
     since, idle = repo.clock() - round(1e6 * seconds), set[str]()
@@ -53,7 +53,7 @@ def idle_runs(repo: Repository, seconds: float, *, undo: float) -> set[str]:
     return idle
 
 
-def _named_by(repo: Repository, commit: Commit) -> Iterator[str]:
+def named_by(repo: Repository, commit: Commit) -> Iterator[str]:
     """Yield the parent of a checkpoint, and all texts in its lineage: ids, and names of runs."""
     lineage = commit.committed.lineage or {}
     if None in lineage.values():  # too large for the record

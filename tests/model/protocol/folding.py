@@ -8,9 +8,9 @@ Folded is a log that ends itself, if no file in transactions/ names its txid or 
 the folders of its places, so that a whole gc has run since it ended. No rule needs a minimum age: it only bounds how
 long a process may sleep that does not look into `ended` before it says that it is done.
 
-`eraser` folds at once what is purged. Until a month has passed, at ("young", txid), it deletes only the first record,
-which has the names and metadata; that of `purged` stays, because who reads or writes a young log by keys does not look
-into `ended`.
+`eraser` folds at once what is purged, even if others share its cells: it only looks whether the manifests are gone, the
+last that a gc deletes. Until a month has passed, at ("young", txid), it deletes only the first record, which has the
+names and metadata; that of `purged` stays, because who reads or writes a young log by keys does not look into `ended`.
 
 The checkpoint X has a rewrite T. C0, C1 are copies of one checkpoint under the txids of a fixed sequence.
 """
@@ -73,7 +73,7 @@ MUTANTS = {
     "erases_all": "erase deletes all records of a young log",
     "erases_hidden": "erase takes what is forgotten, and not purged",
     "erases_nothing": "erase leaves the first record while the log is young",
-    "erases_with_objects": "erase does not look for objects",
+    "erases_with_manifests": "erase does not look for manifests",
     "clock_first": "a reader looks how old a log is, and then reads it",
 }
 
@@ -96,8 +96,11 @@ def folder(rules: Rules, then: Goto | None = None, erased: str = "") -> Program:
     hidden = (FORGOTTEN,) if erased and rules.mutant == "erases_hidden" else ()
     over, late = yield look("lists what is over", lambda store: _over(store, erased, hidden))
     files = yield look("lists transactions", lambda store: frozenset(store.under("transactions").items()))
-    left = yield look("lists objects", lambda store: frozenset(one for one, _ in store.under("objects")))
-    blind = erased and rules.mutant == "erases_with_objects"
+    left = yield look(
+        "lists objects",
+        lambda store: frozenset(one for one, name in store.under("objects") if name == "m" or not erased),
+    )
+    blind = erased and rules.mutant == "erases_with_manifests"
     due = [line for line in over if not _is_named(line, files, rules) and (blind or _is_gone(line, left, rules))]
     logs = tuple(sorted({line.txid for line in due} | late))
     lines = frozenset(line._replace(places=frozenset()) if rules.mutant == "no_places" else line for line in due)

@@ -24,7 +24,7 @@ DIES = {
     "erases_all": ("erased, a reader by key", OVER),
     "erases_hidden": ("erased, a restore", HONEST),
     "erases_nothing": ("erased, a restore", FOLDED),
-    "erases_with_objects": ("erased, a gc that resumes", WHOLE),
+    "erases_with_manifests": ("erased, a gc that resumes", WHOLE),
     "clock_first": ("erased, a reader by key", OVER),
 }
 

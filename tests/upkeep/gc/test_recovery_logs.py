@@ -12,7 +12,7 @@ import pytest
 
 from casckpt.base.names import run_hash
 from casckpt.contents.watching import Watcher, watch
-from casckpt.format.keys import announcement_key, commit_key, ended_key, signature_key, transaction_key
+from casckpt.format.keys import announcement_key, blob_key, commit_key, ended_key, signature_key, transaction_key
 from casckpt.format.names import TxId
 from casckpt.format.records import Began
 from casckpt.history import commits, tags
@@ -514,3 +514,16 @@ def test_a_gc_killed_at_any_call_leaves_what_the_next_one_completes(tmp_path: Pa
         numbers = [number for number, _ in announcements(after, RUN)]
         assert numbers == list(range(numbers[0], numbers[-1] + 1))
         assert not verify(after).records
+
+
+def test_the_log_of_a_failed_save_of_an_erased_run_stays_until_its_blobs_are_gone(repo: Repository) -> None:
+    txid = begin_elsewhere(repo, "run", 3)
+    blob = put_blob(repo, txid, "left")
+    revoke(repo, txid, "it failed")
+    repo.storage.delete(transaction_key(txid))
+    sleep(repo)
+    save(repo, step=4)
+    for expected in (set(), {txid}):
+        drop_logs(repo, list_commits(repo), {txid})
+        assert over(repo) == expected
+        repo.storage.delete(blob_key(txid, blob.hash))
