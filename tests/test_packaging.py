@@ -93,7 +93,7 @@ def test_all_version_numbers_agree() -> None:
     assert f"version = {{{released}}}" in readme
 
 
-def git(folder: Path, *command: str) -> str:
+def git(folder: Path, *command: str | Path) -> str:
     """Run git in a folder, and return what it prints."""
     who = ("-c", "user.name=a", "-c", "user.email=a@b", "-c", "init.defaultBranch=main")
     done = subprocess.run(["git", *who, *command], cwd=folder, check=True, capture_output=True, text=True)
