@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pkgutil
 import re
+import subprocess
 from contextlib import chdir
 from functools import cache
 from importlib.util import find_spec
@@ -21,7 +22,7 @@ from casckpt.format import blob, dtypes, manifest, metrics, plain, plain_codecs,
 from casckpt.format.sections import blobs as blob_section
 from casckpt.format.sections import head, index, pieces, tables
 from casckpt.format.sections import health as health_section
-from tests.support.pages import Block, Reader, blocks
+from tests.support.pages import Block, Reader, blocks, blocks_below, commands_in
 from tests.support.ranks import Pool
 from tests.support.torch_versions import has_torch
 
@@ -35,7 +36,7 @@ DESIGN = DOCS / "design.md"
 PAGES = [ROOT / "README.md",
          *(DOCS / f"{name}.md" for name in (
              "index", "tutorial", "guide", "ranks", "training", "resume", "train_state", "dcp", "megatron", "howto",
-             "follow", "coming_from", "operations", "retention", "disk_usage", "copies", "damage", "hosts", "integrity",
+             "follow", "coming_from", "running", "retention", "disk_usage", "copies", "damage", "hosts", "integrity",
          )),
          *(path for path in sorted((DOCS / "api").glob("*.md")) if blocks(path))]  # fmt: skip
 REMOTE = DOCS / "remote.md"  # its examples need a server
@@ -192,6 +193,21 @@ def test_the_summary_claims_only_what_the_evidence_supports() -> None:
 
 
 # the pages with examples
+
+
+def test_the_wrapper_for_cron_keeps_the_last_good_output_and_prints_only_failures(tmp_path: Path) -> None:
+    (create, _), *_ = commands_in(blocks_below(DOCS / "running.md", "Cron", "console")[0])
+    subprocess.run(["bash", "-ec", create], cwd=tmp_path, check=True)
+    for said, status, printed, kept in (
+        ("good", 0, "", "good"),
+        ("bad", 4, "exit status 4: sh -c echo bad; echo why >&2; exit 4\nwhy\nbad\n", "good"),
+        ("new", 0, "", "new"),
+    ):
+        job = f"echo {said}; echo why >&2; exit {status}"
+        command = ["bin/nightly", "last/job.json", "sh", "-c", job]
+        done = subprocess.run(command, cwd=tmp_path, stdout=-1, stderr=-2, text=True, check=False)
+        assert (done.returncode, done.stdout) == (status, printed)
+        assert (tmp_path / "last/job.json").read_text() == f"{kept}\n"
 
 
 @pytest.mark.filterwarnings("ignore:torch.distributed is")  # a single process saves with DCP here

@@ -7,16 +7,21 @@ import importlib.metadata
 import inspect
 import os
 import re
+import shutil
+import subprocess
+import sys
 import tomllib
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+from zipfile import ZipFile
 
 import pytest
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
 import casckpt
+from casckpt import _version
 
 ROOT = Path(__file__).resolve().parent.parent
 PROJECT: dict[str, Any] = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
@@ -76,12 +81,65 @@ def test_an_unknown_name_raises_attribute_error() -> None:
 
 
 def test_all_version_numbers_agree() -> None:
-    assert casckpt.__version__ == importlib.metadata.version("casckpt")
-    assert re.fullmatch(r"\d+\.\d+\.\d+(?:(?:a|b|rc|\.dev)\d+)?", casckpt.__version__)
-    readme = (ROOT / "README.md").read_text()
-    assert f"version {casckpt.__version__}" in readme
-    assert f"version = {{{casckpt.__version__}}}" in readme
-    assert f"\n## {casckpt.__version__}\n" in (ROOT / "CHANGELOG.md").read_text()
+    number = re.fullmatch(r"(\d+\.\d+\.\d+)(?:(?:a|b|rc)\d+)?(\.dev0)?(?:\+g[0-9a-f]{8})?", casckpt.__version__)
+    assert number
+    installed = importlib.metadata.version("casckpt")  # when .venv was made
+    assert installed.partition("+")[0] == casckpt.__version__.partition("+")[0]
+    sections = re.findall(r"^## (\S+)\n\n(.*)", (ROOT / "CHANGELOG.md").read_text(), re.MULTILINE)
+    assert sections[0][0] == number[1]
+    assert [text == "Not released yet." for _, text in sections[:2]] == [bool(number[2]), False]
+    readme, (released, _) = (ROOT / "README.md").read_text(), sections[bool(number[2])]
+    assert f"version {released}" in readme
+    assert f"version = {{{released}}}" in readme
+
+
+def git(folder: Path, *command: str | Path) -> str:
+    """Run git in a folder, and return what it prints."""
+    who = ("-c", "user.name=a", "-c", "user.email=a@b", "-c", "init.defaultBranch=main")
+    done = subprocess.run(["git", *who, *command], cwd=folder, check=True, capture_output=True, text=True)
+    return done.stdout.strip()
+
+
+HOW = ["a branch", "a packed branch", "a commit", "a worktree", "a clone", "no commit", "no checkout"]
+
+
+@pytest.mark.parametrize("how", HOW)
+def test_a_development_version_names_the_commit_of_its_checkout(how: str, tmp_path: Path) -> None:
+    root = tmp_path / "checkout"
+    root.mkdir()
+    if how != "no checkout":
+        git(root, "init")
+    if not how.startswith("no "):
+        git(root, "commit", "--allow-empty", "-m", "one")
+    if how == "a packed branch":
+        git(root, "pack-refs", "--all")
+    if how == "a commit":
+        git(root, "checkout", "--detach")
+    if how == "a worktree":
+        git(root, "worktree", "add", "-b", "team/other", tmp_path / "other")
+        git(tmp_path / "other", "commit", "--allow-empty", "-m", "two")
+        root = tmp_path / "other"
+    if how == "a clone":
+        git(tmp_path, "clone", root, "cloned")
+        root = tmp_path / "cloned"
+    commit = "" if how.startswith("no ") else f"+g{git(root, 'rev-parse', 'HEAD')[:8]}"
+    assert _version._with_commit("1.2.3.dev0", root) == f"1.2.3.dev0{commit}"
+    assert _version._with_commit("1.2.3", root) == "1.2.3"
+
+
+def test_a_wheel_says_the_version_of_its_commit_wherever_it_is_installed(tmp_path: Path) -> None:
+    """It is built from an sdist, which is not a checkout."""
+    for what, of in (("sdist", ROOT), ("wheel", tmp_path)):
+        command = [sys.executable, "-m", "hatchling", "build", "--target", what, "--directory", str(tmp_path)]
+        subprocess.run(command, cwd=next(of.glob("casckpt-*/"), of), check=True, capture_output=True)
+        if what == "sdist":
+            shutil.unpack_archive(next(tmp_path.glob("*.tar.gz")), tmp_path, filter="data")
+    wheel = next(tmp_path.glob("*.whl"))
+    assert wheel.name == f"casckpt-{casckpt.__version__}-py3-none-any.whl"
+    with ZipFile(wheel) as files:
+        text = files.read("casckpt/_version.py").decode()
+    assert "Path" not in text
+    assert f'__version__ = "{casckpt.__version__}"' in text
 
 
 def test_the_package_is_marked_as_typed() -> None:

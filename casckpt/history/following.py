@@ -75,6 +75,8 @@ def announce_lost(repo: Repository) -> bool:
     if are_there_any(repo):
         return False
     lost = [commit for commit in list_commits(repo).commits.values() if commit.last != "revoked"]
+    if are_there_any(repo):  # another process has begun the first save, which it announced before
+        return False
     announce(repo, [(commit.txid, 0) for commit in lost])
     return bool(lost)
 

@@ -36,7 +36,7 @@ from casckpt.repository.repository import Repository
 from casckpt.storage.memory import MemoryStore
 from tests.support.faulty import FaultyStore, call_first
 from tests.support.hosts import AHEAD, CHANGES, RUNS, Hosts, Meddled, finish, saved
-from tests.support.repositories import START, Ticks, commit_bare, meanwhile, memory, repository
+from tests.support.repositories import START, Ticks, commit_bare, meanwhile, memory, repository, save
 
 
 def check(repo: Repository, run: str) -> None:
@@ -308,3 +308,19 @@ def test_a_damaged_newest_announcement_does_not_invalidate_the_cache(tmp_path: P
     storage.put(key, b"torn")
     assert look(repo, run_hash("a")).head == 1
     assert newest(repo, "a", is_visible) == made[1]
+
+
+def test_a_first_save_that_meets_another_first_save_does_not_take_its_announcement_for_lost(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    faults = FaultyStore(memory())
+    repo, other = (repository(tmp_path / f"{seed}", faults, seed=seed) for seed in (1, 2))
+
+    def save_there() -> None:
+        faults.heal()
+        save(other, "b", 0)
+
+    faults.inject(call_first("list", meanwhile(save_there), key="commits/"))
+    begin_save(repo, "a", 0)
+    assert caplog.text == ""
+    assert len([*repo.storage.list(f"runs/{run_hash('b')}/")]) == 1

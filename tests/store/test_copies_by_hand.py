@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import re
 import shutil
 import subprocess
 from collections.abc import Callable
@@ -17,6 +16,7 @@ from casckpt.store.store import Store
 from tests.cli.conftest import Run, run
 from tests.support.buckets import state
 from tests.support.hints import PACKAGE
+from tests.support.pages import blocks_below, commands_in
 from tests.support.saves import files, same_state, small_folder, steps
 
 __all__ = ["run"]
@@ -214,15 +214,7 @@ def test_an_older_snapshot_in_the_place_of_a_mirror_stops_gc_for_what_it_lacks(t
     assert steps(fresh(mirror)) == [("a", 1), ("a", 2), ("a", 3)]
 
 
-DOCUMENTED = "\n".join(
-    line[2:]
-    for line in (PACKAGE.parent / "docs/copies.md")
-    .read_text()
-    .partition("## Copies by hand")[2]
-    .partition("## ")[0]
-    .splitlines()
-    if re.match(r"\$ mkdir|> ", line)
-)
+DOCUMENTED = commands_in(blocks_below(PACKAGE.parent / "docs/copies.md", "Copies by hand", "console")[0])[0][0]
 """The commands of docs/copies.md that copy ckpts to copy."""
 
 

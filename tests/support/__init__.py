@@ -51,6 +51,7 @@ Ranks and processes
     forks, afresh, preload: children of the test's process, and of a process that has imported torch
     scripts, torchrun, recipes: scripts, modules and training programs, as users start them
     shared: folders that all workers share
+    drill: a team and its store in a shared folder
 
 Kills and power
     dying: a process that dies before or after a change of storage

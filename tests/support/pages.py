@@ -167,6 +167,13 @@ def commands_in(text: str) -> list[tuple[str, list[str]]]:
     return [(command, expected) for _, command, expected in _commands(Block("", 1, "console", text, 0))]
 
 
+def blocks_below(page: Path, heading: str, kind: str) -> list[str]:
+    """Return the text of each block of a kind, such as "bash", between a heading and the next one."""
+    found = re.search(rf"^##+ {heading}\n(.*?)(?=^##|\Z)", page.read_text(), re.MULTILINE | re.DOTALL)
+    assert found, f"{page.name} has no heading {heading}"
+    return re.findall(rf"^```{kind}\n(.*?)^```$", found[1], re.MULTILINE | re.DOTALL)
+
+
 def pattern(expected: list[str]) -> str:
     """Return a regular expression for lines that may contain ``...``."""
     lines = [r".*" if line == "..." else re.escape(line.rstrip()).replace(r"\.\.\.", "[^\n]*") for line in expected]

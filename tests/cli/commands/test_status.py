@@ -22,6 +22,7 @@ from casckpt.storage.local.store import LocalStore
 from tests.cli.conftest import AsJson, Run
 from tests.support.checkpoints import array, only_blob, save_arrays
 from tests.support.gcs import begin_elsewhere, run_gc
+from tests.support.pages import blocks_below
 from tests.support.repositories import repository, save
 from tests.test_packaging import ROOT
 
@@ -108,22 +109,20 @@ def test_the_text_shows_who_holds_what(repo: Repository, one: Commit, store_path
     assert ({*runs}, {*users}) == ({"a", "b", "(none)"}, {"ann", one.committed.who.partition("@")[0], "(none)"})
 
 
-METRICS = re.search(r"```bash\n(.*?jq.*?)```", (ROOT / "docs" / "operations.md").read_text(), re.DOTALL)
+METRICS = blocks_below(ROOT / "docs" / "running.md", "Alerts", "bash")[0]
 _LINE = re.compile(r'casckpt_\w+(\{\w+="(?:[^"\\\n]|\\[\\"n])*"\})? -?\d+(\.\d+)?')
 
 
 def test_the_metrics_of_the_page_name_fields_that_exist(saved: Path, as_json: AsJson) -> None:
-    assert METRICS
-    assert {*re.findall(r"[ (]\.(\w+)", METRICS[1])} <= {*as_json("status", saved), "key", "value"}
+    assert {*re.findall(r"[ (]\.(\w+)", METRICS)} <= {*as_json("status", saved), "key", "value"}
 
 
 @pytest.mark.skipif(shutil.which("jq") is None, reason="the page's example needs jq")
 def test_the_metrics_of_the_page_are_metrics(repo: Repository, one: Commit, store_path: Path, tmp_path: Path) -> None:
-    assert METRICS
     repo.user = 'a "quoted\\ user'
     save(repo, "b", 1)
     begin_elsewhere(repo)
-    program = METRICS[1].replace("/data/ckpts", str(store_path)).replace("/metrics/", f"{tmp_path}/")
+    program = METRICS.replace("/data/ckpts", str(store_path)).replace("/metrics/", f"{tmp_path}/")
     program = program.replace("casckpt status", f"{sys.executable} -m casckpt status")
     subprocess.run(["bash", "-c", program], check=True)
     lines = (tmp_path / "casckpt.prom").read_text().splitlines()
@@ -134,6 +133,7 @@ def test_the_metrics_of_the_page_are_metrics(repo: Repository, one: Commit, stor
     }  # fmt: skip
     assert "casckpt_damaged 0" in lines
     repo.storage.delete("casckpt.json")
-    failed = subprocess.run(["bash", "-c", program], check=False, capture_output=True)
-    assert failed.returncode != 0
-    assert (tmp_path / "casckpt.prom").read_text().splitlines() == lines  # the last good ones
+    for failing in (program, program.replace("-m casckpt", "-m none")):
+        failed = subprocess.run(["bash", "-c", failing], check=False, capture_output=True)
+        assert failed.returncode != 0
+        assert (tmp_path / "casckpt.prom").read_text().splitlines() == lines  # the last good ones
