@@ -29,6 +29,7 @@ HOLDERS = {
     "torch.optim.lr_scheduler.SequentialLR": "_schedulers",
     "torch.optim.lr_scheduler.CosineAnnealingLR": "_get_closed_form_lr",
     "torch.optim.lr_scheduler.OneCycleLR": "_schedule_phases _anneal_func_type",
+    "torch.utils.data.dataloader._BaseDataLoaderIter": "_dataset _index_sampler _num_workers _num_yielded",
     "torch.distributed.fsdp.fully_sharded_data_parallel": "_mixed_precision_enabled_for_buffers",
     "torch.distributed.fsdp._common_utils": "_fsdp_wrapped_module",
     "torch.distributed.fsdp._init_utils": "_handle _buffer_name_to_orig_dtype",
@@ -69,6 +70,7 @@ HOLDERS = {
 _KNOWN = {name: [one for one in HOLDERS if name in HOLDERS[one].split()] for name in " ".join(HOLDERS.values()).split()}
 _DOCUMENTED = {"_asdict", "_fields", "_replace"}  # of named tuples
 _NO_NAMES = {
+    "_age",
     "_beside",
     "_reconstruct",
     "_seconds",
