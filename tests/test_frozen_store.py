@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import shutil
+import time
 from io import BytesIO
 from pathlib import Path
 from typing import Any
@@ -224,7 +226,9 @@ def test_the_frozen_store_is_copied_with_ids_and_tags(store: casckpt.Store, tmp_
 
 
 def test_the_frozen_store_is_pruned_once_its_mirror_is_unset(folder: Path, store: casckpt.Store) -> None:
-    store.change_settings(mirror=None)
+    store.change_settings(mirror=None, min_age=None, min_age_ephemeral=None)
+    newest = max((folder / "settings").iterdir(), key=lambda path: int(path.name))
+    os.utime(newest, (time.time() - 9000,) * 2)  # as old as the floor that it lowers
     store.forget("hurt@1")
     result = store.gc(keep_last=1, min_age=0, wait=0, revoke_after=0)
     assert result.deleted_bytes > 0

@@ -346,12 +346,8 @@ def _changes(commit: Commit, record: Read, number: int) -> dict[str, Any]:
         case Rewritten():
             values = {name: getattr(record, name) for name in OF_PLACES}
             places = Places(record.by, records.changed(commit.committed, **values))
-            return {
-                "current": places,
-                "existing": (*commit.existing, places),
-                "moved_at": record.time,
-                "moved_by": number,
-            }
+            moved = {"current": places, "moved_at": record.time, "moved_by": number}
+            return {**moved, "existing": (*commit.existing, places)}
         case Back():
             to = next((places for places in commit.existing if places.txid == record.to), commit.current)
             return {"current": to, "moved_at": record.time, "moved_by": number, "restored": number}

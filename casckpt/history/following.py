@@ -75,10 +75,10 @@ def announce_lost(repo: Repository) -> bool:
     if are_there_any(repo):
         return False
     lost = [commit for commit in list_commits(repo).commits.values() if commit.last != "revoked"]
-    if are_there_any(repo):  # another process has begun the first save, which it announced before
+    if not lost or are_there_any(repo):  # another process has begun the first save, which it announced before
         return False
     announce(repo, [(commit.txid, 0) for commit in lost])
-    return bool(lost)
+    return True
 
 
 def newest(repo: Repository, run: str, wanted: Wanted, *, skip_doubtful: bool = False) -> Commit | None:

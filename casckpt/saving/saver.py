@@ -282,7 +282,7 @@ class Saver:
         try:
             copied.set_result(snapshot(prepared, self.background.staging))
         except Exception as error:
-            if ranks.size == 1:  # the error may come from a signal handler
+            if ranks.size == 1 and not isinstance(error, CasckptError):  # it may come from a signal handler
                 raise
             copied.set_exception(error)
         return copied.result

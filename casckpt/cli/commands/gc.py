@@ -51,7 +51,7 @@ def thinned_text(result: dict[str, Any], *, with_space: bool = True) -> None:
     if result["thinned"] and with_space:
         when = (
             f"after {moment(result['until'])} UTC; --min-age 0 frees them immediately, but purges all forgotten "
-            f"checkpoints{_UNLESS}"
+            "checkpoints (not if the settings have a min_age)"
             if result["until"]
             else "now"
         )
@@ -60,7 +60,6 @@ def thinned_text(result: dict[str, Any], *, with_space: bool = True) -> None:
         say(f"{size(result['shared_bytes'])} more will be freed once other checkpoints no longer need them")
 
 
-_UNLESS: Final = " (not if the settings have a min_age)"
 _OLD: Final = "the old locations of "  # of a rewritten checkpoint
 # fields that are set when a gc fails
 _KNOWN_BY_THEN: Final = (
@@ -76,15 +75,9 @@ _KNOWN_BY_THEN: Final = (
 
 
 @store_command("gc")
-@click.option(
-    "--run", type=RUN, multiple=True, metavar="PATTERN",
-    help="Forget and purge only checkpoints of the runs whose name matches. May be repeated.",
-)  # fmt: skip
+@click.option("--run", type=RUN, multiple=True, metavar="PATTERN", help="Only runs that match. May be repeated.")
 @keep_options
-@click.option(
-    "--drop-idle", type=DURATION,
-    help="Forget all checkpoints of runs without a save for this long (90d). Requires the setting min_age=7d or more.",
-)  # fmt: skip
+@click.option("--drop-idle", type=DURATION, help="Forget runs without a save for this long. Requires min_age=7d.")
 @click.option("--erase", type=RUN, help="Remove a run for good, its names, metadata and metrics included.")
 @click.option("--confirm", metavar="RUN", help="The name of the run to erase, once more.")
 @click.option("--keep-in-mirror", is_flag=True, help="Erase the run although the mirror has it.")
@@ -234,8 +227,8 @@ def _say_space(delete: str, result: dict[str, Any]) -> None:
     if result["later_blobs"]:
         say(
             f"{count(result['later_blobs'], 'blob')}, {size(result['later_bytes'])} of these will be deleted once "
-            "the forgotten checkpoints are purged; --min-age 0 deletes them immediately, and they cannot be restored"
-            f"{_UNLESS}"
+            "the forgotten checkpoints are purged; --min-age 0 deletes them immediately, and they cannot be restored "
+            "(not if the settings have a min_age)"
         )
 
 

@@ -30,11 +30,9 @@ def command(session: Session, min_free: int | None, **most: timedelta | None) ->
     status, exceeded = session.store.status(), []
     began = min((one.since for one in status.saves), default=None)
     since = {"save": began, "gc": status.gc and status.gc.at, "mirror": status.unmirrored_since}
-    ages = {
-        what: None if at is None else timedelta(seconds=int((status.at - at).total_seconds()))
-        for what, at in since.items()
-    }
-    for what, age in ages.items():
+    ages: dict[str, timedelta | None] = {}
+    for what, at in since.items():
+        age = ages[what] = at if at is None else timedelta(seconds=int((status.at - at).total_seconds()))
         limit = most[f"max_{what}_age"]
         if limit is not None and (what == "gc" if age is None else age > limit):
             exceeded.append(f"{what}: {'never' if age is None else age}, and the limit is {limit}")
@@ -49,10 +47,8 @@ def text(found: dict[str, Any]) -> None:
     gc, tag, lacks, free = (found[key] for key in ("gc", "oldest_tag", "unmirrored", "bytes_free"))
     on = name(tag["checkpoint"]) if tag and tag["checkpoint"] else "a lost checkpoint"
     left = "left: checkpoints {waiting}, saves in progress {opened}, refused files {refused}"
-    behind = (
-        f"lacks {count(len(lacks), 'checkpoint')}, since {moment(found['unmirrored_since'])} UTC" if lacks else "whole"
-    )
-    mirror = [found["mirror"] or "none", found["mirror_problem"], behind if found["mirror"] else ""]
+    lag = f"lacks {count(len(lacks), 'checkpoint')} since {moment(found['unmirrored_since'])} UTC" if lacks else "whole"
+    mirror = [found["mirror"] or "none", found["mirror_problem"], lag if found["mirror"] else ""]
     facts([
         ("last gc", f"{moment(gc['at'])} UTC, {gc['who']}; {left.format(**gc)}" if gc else "none has finished"),
         ("mirror", ", ".join(filter(None, mirror))),

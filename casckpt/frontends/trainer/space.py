@@ -76,11 +76,7 @@ class RunSpace:
         if not freed and self._settings.rotation.changes_nothing:
             return _ADVICE
         min_age = self._store.settings.min_age if self._store.repository.is_there() else None
-        held = (
-            f"; min_age in its settings keeps what is forgotten for {format_duration(min_age.total_seconds())}"
-            if min_age
-            else ""
-        )
+        held = f"; min_age keeps what is forgotten for {format_duration(min_age.total_seconds())}" if min_age else ""
         log.warning(
             "a save of run %s met a full disk; gc freed %s of %s, and the save is tried once more%s",
             self._settings.run, format_size(freed), self._store.url, held,

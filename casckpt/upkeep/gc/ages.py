@@ -129,6 +129,7 @@ def _history(repo: Repository) -> list[tuple[Settings, int | None]]:
 
     Raises an error if the newest cannot be read.
     """
+    repo.check_exists()
     entries = [entry for _, entry in sorted(repo.numbered(PREFIX).items())]
     found = read_records(repo, PREFIX, entries, lambda _: Settings)
     known = [(one, entry.time) for entry in entries if isinstance(one := found[entry.key], Settings)]

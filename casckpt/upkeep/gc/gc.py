@@ -186,6 +186,7 @@ RECORDS = ("commits", "transactions", "settings", "tags", "leases", "damaged", "
 """The folders of a store, without objects/."""
 
 Tell = Callable[[Sequence[Deferred]], None]
+Age: TypeAlias = float | None
 
 
 class GcOptions(TypedDict, total=False):
@@ -301,12 +302,7 @@ def collect(
 
 
 def plan_gc(
-    repo: Repository,
-    policy: Policy | None = None,
-    *,
-    run: Runs = None,
-    min_age: float | None = None,
-    drop_idle: float | None = None,
+    repo: Repository, policy: Policy | None = None, *, run: Runs = None, min_age: Age = None, drop_idle: Age = None
 ) -> GcPlan:
     """Plan which checkpoints gc forgets and purges. Writes nothing.
 
@@ -557,12 +553,10 @@ class _Collection:
         return True
 
 
-def _candidates(
-    repo: Repository, stock: Inventory, plan: GcPlan, as_purged: set[TxId]
-) -> tuple[Candidates, CommitList]:
+def _candidates(repo: Repository, stock: Inventory, plan: GcPlan, gone: set[TxId]) -> tuple[Candidates, CommitList]:
     for _ in range(ATTEMPTS):
         with suppress(Unreadable):
-            return candidates(repo, stock, plan.min_age, as_purged=as_purged)
+            return candidates(repo, stock, plan.min_age, as_purged=gone)
     raise Conflict("another gc is purging checkpoints; run gc again when it finishes")
 
 

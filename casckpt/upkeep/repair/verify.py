@@ -234,9 +234,8 @@ def damaged_records(
     ``anew``: also reread records that this host has read before. ``objects``: the keys of a listing of objects/ (None:
     make one). Raises `StorageError`.
     """
-    damaged = [
-        (f"commits/{name}", f"{error}. {about_unreadable(name)}") for name, error in sorted(listed.damaged.items())
-    ]
+    unread = sorted(listed.damaged.items())
+    damaged = [(f"commits/{name}", f"{error}. {about_unreadable(name)}") for name, error in unread]
     tags = list_tags(repo, anew=anew, listed=listed)
     damaged += [(tag_folder(name), str(error)) for name, error in sorted(tags.damaged.items())]
     if is_all:

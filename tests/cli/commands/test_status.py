@@ -54,7 +54,7 @@ TROUBLES: dict[str, tuple[Callable[[Repository, Commit], object], str, str, str]
     "hung save": (begin_two, "--max-save-age", "1d", "saving: other@7, since 2023-11-14"),
     "old gc": (lambda repo, one: run_gc(repo), "--max-gc-age", "1d", "last gc       2023-11-14"),
     "no gc": (lambda repo, one: None, "--max-gc-age", "36500d", "none has finished"),
-    "mirror behind": (set_mirror, "--max-mirror-age", "1d", "lacks 1 checkpoint, since 2023-11-14"),
+    "mirror behind": (set_mirror, "--max-mirror-age", "1d", "lacks 1 checkpoint since 2023-11-14"),
     "full disk": (lambda repo, one: None, "--min-free", "900000TB", "B free"),
 }
 

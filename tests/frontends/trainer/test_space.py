@@ -84,7 +84,7 @@ def test_a_full_disk_does_not_shorten_the_minimum_age_of_the_store(caplog: pytes
         checkpointer.resume({"w": cells(16)})
         with pytest.raises(StorageError, match="disk is full"):
             saved(checkpointer, 4)
-    assert "min_age in its settings keeps what is forgotten for 7d" in caplog.text
+    assert "min_age keeps what is forgotten for 7d" in caplog.text
     assert steps(store) == [("sft", 2), ("sft", 3)]
     assert store.restore(store.checkpoints(forgotten=True)[0]).step == 1
 
