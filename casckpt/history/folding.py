@@ -346,8 +346,8 @@ def _changes(commit: Commit, record: Read, number: int) -> dict[str, Any]:
         case Rewritten():
             values = {name: getattr(record, name) for name in OF_PLACES}
             places = Places(record.by, records.changed(commit.committed, **values))
-            moved = {"current": places, "moved_at": record.time, "moved_by": number}
-            return {**moved, "existing": (*commit.existing, places)}
+            every = (*commit.existing, places)
+            return {"current": places, "existing": every, "moved_at": record.time, "moved_by": number}
         case Back():
             to = next((places for places in commit.existing if places.txid == record.to), commit.current)
             return {"current": to, "moved_at": record.time, "moved_by": number, "restored": number}
@@ -362,8 +362,7 @@ def _ends(commit: Commit, left: tuple[Places, ...], number: int, hid: int) -> di
     """Return the fields after record ``number`` has ended all places but ``left``. ``hid``: what hid them before."""
     gone = [places for places in commit.existing if places not in left]
     by = (hid if hid == number - 1 else number), number
-    hidden_by = (*commit.hidden_by, *(by for _ in gone))
-    return {"existing": left, "ended": (*commit.ended, *gone), "hidden_by": hidden_by}
+    return {"existing": left, "ended": (*commit.ended, *gone), "hidden_by": (*commit.hidden_by, *(by for _ in gone))}
 
 
 def doubt_of(log: Mapping[int, Read], after: int = 0) -> CasckptError | None:

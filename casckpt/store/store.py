@@ -753,8 +753,7 @@ class Store:
         from casckpt.upkeep.repair.verify import verify
 
         chosen, shown = [plain(ref) for ref in refs] or None, Progress(progress)
-        options: Any = {"mode": mode, "sample": sample, "part": part, "decode": decode, "progress": shown}
-        return verify(self.repository, refs=chosen, **options)
+        return verify(self.repository, refs=chosen, mode=mode, sample=sample, part=part, decode=decode, progress=shown)
 
     def repair(self, *sources: Store | str | os.PathLike[str], progress: Shown | None = None) -> RepairResult:
         """Restore missing and damaged manifests and blobs. Damaged blobs are those that `verify` or a save has marked.

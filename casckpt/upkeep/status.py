@@ -11,6 +11,7 @@ from typing import NamedTuple
 
 from casckpt.base.names import run_hash
 from casckpt.base.units import time_of
+from casckpt.errors import Damaged, Refused
 from casckpt.format.keys import is_lease, parse_object
 from casckpt.format.names import TxId
 from casckpt.history.commits import Commit, CommitList, list_commits
@@ -76,13 +77,16 @@ class StoreStatus:
 def status(repo: Repository) -> StoreStatus:
     """Return the state of the store. Reads no blobs, and writes nothing.
 
-    Raises `NotFound` if there is no store, `Damaged` or `Refused` if the note of the last gc cannot be read, and
-    `StorageError`.
+    Raises `NotFound` if there is no store, and `StorageError`.
     """
     listed = list_commits(repo, anew=not repo.storage.traits.remote)  # before the objects, as for a gc
     entries = [entry for folder in ("objects", *RECORDS) for entry in repo.storage.list(f"{folder}/")]
     objects = {entry.key: entry.size for entry in entries if parse_object(entry.key) is not None}
-    ran = last_gc(repo)
+    ran, unread = None, list[DamagedRecord]()
+    try:
+        ran = last_gc(repo)
+    except (Damaged, Refused) as error:
+        unread.append(DamagedRecord("ran/", f"{error}. The next gc replaces it"))
     answer = ask(repo, listed.live() if repo.settings.mirror else (), many=True)
     unsafe = [commit.committed.time for commit in answer.unsafe]
     on_disk = {entry.key: entry.size if entry.allocated is None else entry.allocated for entry in entries}
@@ -93,7 +97,7 @@ def status(repo: Repository) -> StoreStatus:
         at=time_of(repo.clock()),
         gc=LastGc(time_of(ran.time), ran.who, ran.waiting, ran.refused, ran.opened) if ran is not None else None,
         saves=saves_in_progress(repo),
-        damaged=known_damage(repo, listed, objects),
+        damaged=[*unread, *known_damage(repo, listed, objects)],
         mirror=repo.settings.mirror,
         mirror_problem=answer.problem,
         unmirrored=answer.unsafe,

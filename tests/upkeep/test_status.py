@@ -163,6 +163,18 @@ def test_the_last_gc_says_who_ran_it_and_what_it_left(repo: Repository) -> None:
     assert timedelta(0) < status(repo).at - gc.at < timedelta(seconds=9)
 
 
+def test_a_damaged_note_of_the_last_gc_hides_nothing_else(repo: Repository) -> None:
+    filled(repo)
+    run_gc(repo)
+    (note,) = repo.storage.list("ran/")
+    repo.storage.replace(note.key, b"")
+    found = status(repo)
+    assert found.gc is None
+    assert [one.why.endswith("The next gc replaces it") for one in found.damaged] == [True]
+    run_gc(repo)
+    assert status(repo).damaged == []
+
+
 def test_saves_in_progress_and_the_oldest_tag_are_shown(repo: Repository) -> None:
     assert status(repo).oldest_tag is None
     one = filled(repo)

@@ -121,10 +121,12 @@ def command(
     file for the next gc. The exit status is 1 if another user's permissions keep gc from a file, or if no run matches
     a --run; it does the rest. It is also 1 if a run is not erased completely: then repeat the command.
     """
-    if options.pop("confirm") != options["erase"]:
-        raise click.UsageError("--erase requires the name of the run twice: pass --erase RUN --confirm RUN")
+    if options.pop("confirm") != options["erase"] or (options["erase"] and run):
+        raise click.UsageError("--erase requires its own run twice: pass --erase RUN --confirm RUN, without --run")
     if thin_keep_last is not None and not thin:
         raise click.UsageError("--thin-keep-last requires --thin: also pass --thin PATTERN")
+    if any(pattern.startswith("-") for pattern in run):
+        raise click.UsageError(f"the name of a run does not begin with '-': {', '.join(run)}")
     unknown = doubt(session.store, *run)
     rule = {"drop": thin, "keep_last": thin_keep_last or 1} if thin else None
     try:
@@ -135,8 +137,7 @@ def command(
         _say_by_then(session, error)
         raise
     session.give(described(result) | {"unmatched": unknown}, text)
-    is_left = result.erased and not (dry_run or result.erased.finished)
-    return FAILED if result.refused or unknown or is_left else 0
+    return FAILED if result.refused or unknown or (result.erased and not (dry_run or result.erased.finished)) else 0
 
 
 def _say_by_then(session: Session, error: BaseException) -> None:
@@ -212,7 +213,7 @@ def _say_kept(kept: dict[str, list[str]]) -> None:
 def _say_erased(erased: dict[str, Any], *, dry_run: bool) -> None:
     """Print whether the run is gone, and what is left of it."""
     say_some([f"{name(one)} names run {erased['run']}" for one in erased["named_by"]])
-    if shared := erased["shared"]:
+    if (shared := erased["shared"]) and (dry_run or erased["finished"]):
         say(f"kept {count(len(shared), 'file')} of it, {size(sum(shared.values()))}, for other checkpoints")
     done = "would erase" if dry_run else "erased" if erased["finished"] else "repeat the command to finish erasing"
     say(f"{done} run {erased['run']}")

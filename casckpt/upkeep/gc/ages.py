@@ -13,12 +13,12 @@ from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import cache, partial
 from itertools import zip_longest
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 from casckpt.base.units import format_duration
-from casckpt.errors import InvalidInput, StorageError
+from casckpt.errors import Damaged, InvalidInput, StorageError
 from casckpt.format import notes
-from casckpt.format.keys import commit_key
+from casckpt.format.keys import commit_key, settings_key
 from casckpt.format.names import TxId
 from casckpt.format.records import Settings
 from casckpt.history.commits import PREFIX as COMMITS
@@ -125,16 +125,19 @@ def min_age_of(repo: Repository, wanted: float | None, unset: MinAge = A_DAY, no
 
 
 def _history(repo: Repository) -> list[tuple[Settings, int | None]]:
-    """Return the settings that can be read, oldest first, each with the storage's time of the object.
+    """Return all settings, oldest first, each with the storage's time of the object.
 
-    Raises an error if the newest cannot be read.
+    Raises `Damaged` or `Refused` if one cannot be read or is missing, because it may be a floor.
     """
     repo.check_exists()
-    entries = [entry for _, entry in sorted(repo.numbered(PREFIX).items())]
-    found = read_records(repo, PREFIX, entries, lambda _: Settings)
-    known = [(one, entry.time) for entry in entries if isinstance(one := found[entry.key], Settings)]
-    is_whole = known and known[-1][0] is found[entries[-1].key]
-    return known if is_whole else [*known, (repo.settings, None)]
+    numbered = repo.numbered(PREFIX)
+    found = read_records(repo, PREFIX, numbered.values(), lambda _: Settings)
+    for key in (settings_key(number) for number in range(max(numbered, default=-1) + 1)):
+        if not isinstance(one := found.get(key, Damaged("it is missing")), Settings):
+            message = f"{key} may have a min_age, and cannot be read: {one}. Restore it from a copy of the store"
+            raise type(one)(message, key=key)
+    known: list[tuple[Any, int | None]] = [(found[one.key], one.time) for _, one in sorted(numbered.items())]
+    return known or [(repo.settings, None)]
 
 
 def _floor(repo: Repository, history: Sequence[tuple[Settings, int | None]], name: str, now: Now) -> float:

@@ -109,8 +109,7 @@ def spare_roots(repo: Repository, pending: Candidates, min_age: MinAge | None = 
 def _spare_young(repo: Repository, sizes: dict[str, int], commits: CommitList, min_age: MinAge | None) -> None:
     """Remove the objects of places that ended too recently, if their manifest exists. A missing one stops nothing."""
     young = [] if min_age is None else min_age.young(commits)
-    held = [one for one in young if manifest_key(one.places.txid, one.id) in sizes]
-    for commit in manifests.learn(repo, held):
+    for commit in manifests.learn(repo, [one for one in young if manifest_key(one.places.txid, one.id) in sizes]):
         log.info("%s was purged or replaced more recently than the minimum age: gc keeps its objects", commit)
         _remove(sizes, list(_names(repo, commit)))
 

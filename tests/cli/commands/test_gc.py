@@ -259,6 +259,8 @@ def test_gc_erases_a_run_whose_name_is_given_twice(
         as_json("gc", saved, "--erase", "a", *confirmed, status=2)
     as_json("gc", saved, "--confirm", "a", status=2)
     erase = ("gc", saved, "--erase", "a", "--confirm", "a")
+    assert "without --run" in run(*erase, "--run", "b", status=2).stderr
+    assert "does not begin with '-': --dry-run" in run("gc", saved, "--run", "--dry-run", status=2).stderr
     told = run(*erase, "--dry-run").stdout
     assert "heir@1 " in told
     assert "would erase run a\n" in told

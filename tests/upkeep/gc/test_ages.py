@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from casckpt.errors import Damaged, InvalidInput, StorageError
-from casckpt.format.keys import commit_key, manifest_key, transaction_key
+from casckpt.format.keys import commit_key, manifest_key, settings_key, transaction_key
 from casckpt.format.records import Back, Forgotten, Kept, Purged, Restored, Trimmed
 from casckpt.history import commits
 from casckpt.history.commits import Commit, list_commits
@@ -103,16 +103,22 @@ def test_a_lower_value_counts_once_it_is_as_old_as_the_one_before(
         min_age_of(reader, counts or 0.0)
 
 
-def test_an_unreadable_earlier_value_does_not_count_but_the_newest_must_be_readable(repo: Repository) -> None:
+@pytest.mark.parametrize("number", [0, 1])
+@pytest.mark.parametrize("data", [b"not a record", None])
+def test_settings_that_cannot_be_read_or_are_missing_may_be_a_floor(
+    repo: Repository, number: int, data: bytes | None
+) -> None:
     repo.change_settings(min_age_seconds=100.0)
     repo.change_settings(min_age_seconds=10.0)
-    first, newest = sorted(entry.key for entry in repo.storage.list("settings/"))[-2:]
+    key = settings_key(number)
+    if data is None:
+        repo.storage.delete(key)
+    else:
+        repo.storage.replace(key, data)
     fresh = repository(Path(repo.cache_dir or "") / "fresh", repo.storage, clock=repo.clock)
-    repo.storage.replace(first, b"not a record")
-    assert min_age_of(fresh, None).usual == 10.0
-    fresh.storage.replace(newest, b"not a record")
-    with pytest.raises(Damaged, match="settings"):
-        min_age_of(fresh, None)
+    if number == 0 or data is not None:
+        with pytest.raises(Damaged, match=rf"{key} may have a min_age, and cannot be read: .*Restore it from a copy"):
+            min_age_of(fresh, None)
 
 
 def test_rotation_only_forgets_until_a_lower_value_counts(repo: Repository) -> None:
