@@ -310,14 +310,14 @@ def short_logs(monkeypatch: pytest.MonkeyPatch) -> None:
     torch.manual_seed(0)
 
 
-@pytest.mark.parametrize("seed", range(10))
+@pytest.mark.parametrize("seed", range(5))
 def test_nothing_that_a_writer_puts_deletes_what_is_too_young(in_memory: Open, seed: int) -> None:
     play = Play(in_memory, seed)
     play.run(80)
     assert any(" deleted " in one for one in play.log)
 
 
-@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("seed", range(2))
 def test_nothing_that_a_writer_puts_in_a_bucket_deletes_what_is_too_young(in_bucket: Open, seed: int) -> None:
     Play(in_bucket, seed).run(10)
 
