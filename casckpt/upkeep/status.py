@@ -87,7 +87,7 @@ def status(repo: Repository) -> StoreStatus:
         ran = last_gc(repo)
     except (Damaged, Refused) as error:
         unread.append(DamagedRecord("ran/", f"{error}. The next gc replaces it"))
-    answer = ask(repo, listed.live() if repo.settings.mirror else (), many=True)
+    answer = ask(repo, listed.live() if (mirror := repo.settings.mirror) else (), many=True)
     unsafe = [commit.committed.time for commit in answer.unsafe]
     on_disk = {entry.key: entry.size if entry.allocated is None else entry.allocated for entry in entries}
     by_run, by_user = _shares(listed, on_disk)
@@ -98,7 +98,7 @@ def status(repo: Repository) -> StoreStatus:
         gc=LastGc(time_of(ran.time), ran.who, ran.waiting, ran.refused, ran.opened) if ran is not None else None,
         saves=saves_in_progress(repo),
         damaged=[*unread, *known_damage(repo, listed, objects)],
-        mirror=repo.settings.mirror,
+        mirror=mirror,
         mirror_problem=answer.problem,
         unmirrored=answer.unsafe,
         unmirrored_since=time_of(min(unsafe)) if unsafe else None,

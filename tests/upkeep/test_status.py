@@ -20,6 +20,7 @@ from casckpt.history.tags import set_tag
 from casckpt.repository.repository import Repository
 from casckpt.storage.local.store import LocalStore
 from casckpt.store.store import Store
+from casckpt.upkeep.repair.verify import verify
 from casckpt.upkeep.status import status
 from tests.support.checkpoints import array, save_arrays
 from tests.support.far import FarStore
@@ -161,6 +162,16 @@ def test_the_last_gc_says_who_ran_it_and_what_it_left(repo: Repository) -> None:
     assert gc is not None
     assert (gc.who, gc.waiting, gc.refused, gc.opened) == (repo.who, 1, 0, 0)
     assert timedelta(0) < status(repo).at - gc.at < timedelta(seconds=9)
+
+
+def test_settings_that_cannot_be_read_are_damage(repo: Repository) -> None:
+    filled(repo)
+    repo.change_settings(min_age_seconds=100.0)
+    repo.change_settings(min_age_seconds=10.0)
+    (first, *_) = sorted(entry.key for entry in repo.storage.list("settings/"))
+    repo.storage.replace(first, b"")
+    assert [one.key for one in status(repo).damaged] == [first]
+    assert [one.key for one in verify(repo).records] == [first]
 
 
 def test_a_damaged_note_of_the_last_gc_hides_nothing_else(repo: Repository) -> None:

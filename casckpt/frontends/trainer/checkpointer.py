@@ -160,9 +160,8 @@ class Checkpointer:
         self._loaded: tuple[Checkpoint, LoadRequest] | None = None
         self._begun: int | None = None
         self._reached: int | None = None
-        self._warned_of_space = self._warned_of_others = self._warned_of_repeat = self._keeps = self._looked_at_data = (
-            False
-        )
+        self._warned_of_space = self._warned_of_others = self._warned_of_repeat = False
+        self._keeps = self._looked_at_data = False
         self.ownership = RunOwnership(self.store, run, self._rotation)
         self._checked: bool | None = None  # False: checked, but before the optimizer had state
         self._space = RunSpace(self.store, self.config, self.ownership, self._events, self._janitor)

@@ -29,7 +29,6 @@ from casckpt.repository.reading import PREFIX, read_records
 from casckpt.repository.repository import Repository
 
 log = logging.getLogger(__name__)
-_NOTE = "first-seen"
 
 
 @dataclass(frozen=True)
@@ -167,9 +166,9 @@ def _times(repo: Repository, now: Now) -> RecordTimes:
     listed = {entry.key: entry.time for entry in repo.storage.list(COMMITS)}
     times, here, there = {key: time for key, time in listed.items() if time is not None}, repo.clock(), now()
     if len(times) < len(listed):
-        seen = notes.decode(repo.catalogue.note(_NOTE), notes.FIRST_SEEN) or {}
+        seen = notes.decode(repo.catalogue.note("first-seen"), notes.FIRST_SEEN) or {}
         times = {key: min(here, seen.get(key, here)) for key in listed}
-        repo.catalogue.set_note(_NOTE, notes.encode(times))
+        repo.catalogue.set_note("first-seen", notes.encode(times))
         there = here
     if there is None:  # the newest record is not later than now
         there = min(here, max(times.values(), default=0))

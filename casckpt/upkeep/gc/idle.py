@@ -21,8 +21,6 @@ from casckpt.history.tags import FOREIGN_CLOCKS, tags
 from casckpt.history.transactions import PREFIX as TRANSACTIONS
 from casckpt.repository.repository import Repository
 
-DAY = 24 * 3600.0  # seconds
-
 
 def idle_runs(repo: Repository, seconds: float, *, undo: float) -> set[str]:
     """Return the runs that have been idle for ``seconds``.
@@ -31,7 +29,7 @@ def idle_runs(repo: Repository, seconds: float, *, undo: float) -> set[str]:
     restore them, in seconds. Raises `InvalidInput` if a time is too short, `Damaged` or `Refused` if a tag or a lineage
     cannot be read, and `StorageError`.
     """
-    if seconds < DAY or undo < 7 * DAY:
+    if seconds < 86400 or undo < 7 * 86400:  # a day, and a week
         raise InvalidInput(
             "drop-idle forgets whole runs: pass at least one day, such as 90d, omit min-age, and give users at least 7 "
             "days to undo it: `casckpt settings STORE --set min_age=7d`"

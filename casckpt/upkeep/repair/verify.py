@@ -22,11 +22,13 @@ from casckpt.format.keys import blob_key, commit_key, manifest_key, tag_folder
 from casckpt.format.manifest import Manifest
 from casckpt.format.names import BlobHash, TxId
 from casckpt.format.proof import Leaf, as_leaves
+from casckpt.format.records import Settings
 from casckpt.format.sections.blobs import BlobRef
 from casckpt.history.commits import Commit, CommitList, list_commits
 from casckpt.history.tags import list_tags
 from casckpt.repository.fetching import compare_size, holds_cell
-from casckpt.repository.reading import check_requirements
+from casckpt.repository.reading import PREFIX as SETTINGS
+from casckpt.repository.reading import check_requirements, read_records
 from casckpt.repository.repository import Repository
 from casckpt.upkeep.gc.recovery import faults
 from casckpt.upkeep.inventory import BlobUse, list_objects
@@ -35,7 +37,6 @@ from casckpt.upkeep.repair.blob_check import Checked, check_blobs
 from casckpt.upkeep.repair.frames import Frames
 from casckpt.upkeep.saves import RESTORE, about_unreadable, foreign_commits, lost_records, why_foreign
 
-_NAMED_AT_MOST = 3
 _AT_ONCE = 64  # blobs whose leaves are in memory
 
 
@@ -241,6 +242,8 @@ def damaged_records(
     if is_all:
         why = f"it is missing, although objects/ has a manifest of this save. {RESTORE}"
         damaged += [(commit_key(txid), why) for txid in lost_records(repo, objects or list_objects(repo))]
+        settings = read_records(repo, SETTINGS, repo.numbered(SETTINGS).values(), lambda _: Settings, anew=anew)
+        damaged += [(key, str(one)) for key, one in sorted(settings.items()) if not isinstance(one, Settings)]
         damaged += faults(repo, listed, anew=anew)
         foreign = foreign_commits(repo, listed.visible())
         damaged += [(commit_key(one.txid), why_foreign([one])) for one in foreign]
@@ -271,7 +274,7 @@ def known_damage(repo: Repository, listed: CommitList, objects: Mapping[str, int
     for number, why in wrong.items():
         if needs := [commit for commit, numbers in users if number in numbers]:
             key = blob_key(refs[number].uploader, refs[number].hash)
-            found.append(DamagedRecord(key, f"{why} (needed by {few(needs, _NAMED_AT_MOST)})"))
+            found.append(DamagedRecord(key, f"{why} (needed by {few(needs, 3)})"))
     return found + damaged_records(repo, listed, anew=near, objects=objects)
 
 
