@@ -27,8 +27,7 @@ from casckpt.format.sections.blobs import BlobRef
 from casckpt.history.commits import Commit, CommitList, list_commits
 from casckpt.history.tags import list_tags
 from casckpt.repository.fetching import compare_size, holds_cell
-from casckpt.repository.reading import PREFIX as SETTINGS
-from casckpt.repository.reading import check_requirements, read_records
+from casckpt.repository.reading import PREFIX, check_requirements, read_records
 from casckpt.repository.repository import Repository
 from casckpt.upkeep.gc.recovery import faults
 from casckpt.upkeep.inventory import BlobUse, list_objects
@@ -242,7 +241,7 @@ def damaged_records(
     if is_all:
         why = f"it is missing, although objects/ has a manifest of this save. {RESTORE}"
         damaged += [(commit_key(txid), why) for txid in lost_records(repo, objects or list_objects(repo))]
-        settings = read_records(repo, SETTINGS, repo.numbered(SETTINGS).values(), lambda _: Settings, anew=anew)
+        settings = read_records(repo, PREFIX, repo.numbered(PREFIX).values(), lambda _: Settings, anew=anew)
         damaged += [(key, str(one)) for key, one in sorted(settings.items()) if not isinstance(one, Settings)]
         damaged += faults(repo, listed, anew=anew)
         foreign = foreign_commits(repo, listed.visible())
