@@ -227,8 +227,8 @@ def test_the_frozen_store_is_copied_with_ids_and_tags(store: casckpt.Store, tmp_
 
 def test_the_frozen_store_is_pruned_once_its_mirror_is_unset(folder: Path, store: casckpt.Store) -> None:
     store.change_settings(mirror=None, min_age=None, min_age_ephemeral=None)
-    newest = max((folder / "settings").iterdir(), key=lambda path: int(path.name))
-    os.utime(newest, (time.time() - 9000,) * 2)  # as old as the floor that it lowers
+    for path in (folder / "settings").iterdir():  # in a new clone, the files of the store are new
+        os.utime(path, (time.time() - 9000,) * 2)  # older than the floor that the newest lowers
     store.forget("hurt@1")
     result = store.gc(keep_last=1, min_age=0, wait=0, revoke_after=0)
     assert result.deleted_bytes > 0
