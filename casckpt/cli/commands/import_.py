@@ -11,6 +11,7 @@ from casckpt.cli.progress import progress_bar
 from casckpt.cli.session import Session, store_command
 from casckpt.cli.text import name, printable, say, shortened, size
 from casckpt.cli.types import NAMES_FILE, REF, RUN
+from casckpt.errors import InvalidInput
 
 if TYPE_CHECKING:
     from casckpt.store.exports import MergeOptions
@@ -18,14 +19,19 @@ if TYPE_CHECKING:
 
 @store_command("import")
 @click.argument("path", metavar="FILE_OR_FOLDER")
+@click.option(
+    "--format", type=click.Choice(["files"]),
+    help="files: store the file or folder of any program as it is.  [default: by its content]",
+)  # fmt: skip
 @click.option("--run", default="default", show_default=True, type=RUN, help="The run to save the checkpoint under.")
 @click.option("--step", type=click.IntRange(min=0), required=True, help="The step to save the checkpoint under.")
 @click.option("--overwrite", is_flag=True, help="Replace an existing checkpoint with this run and step.")
+@click.option("--follow-links", is_flag=True, help="With --format files: store what links out of the folder lead to.")
 @click.option("--compress", type=click.Choice(["off", "always"]), help="always: encode floats to save space.")
 @click.option("--as-is", is_flag=True, help="Keep the structure of a torch.save file.")
 @click.option("--parameter-names", type=NAMES_FILE, help="A JSON list of the optimizer's parameter names, in order.")
 @click.option("--allow-pickle", is_flag=True, help="Unpickle values. This runs code from the file.")
-def command(session: Session, path: str, **options: Any) -> None:
+def command(session: Session, path: str, *, format: str | None, **options: Any) -> None:
     """Save files of other programs as a checkpoint.
 
     Detects the format: a safetensors file, a Hugging Face folder, a torch.save file, a torch.distributed.checkpoint
@@ -35,7 +41,15 @@ def command(session: Session, path: str, **options: Any) -> None:
 
     If a torch.save file holds a model and its optimizer, casckpt stores the optimizer by parameter name, and the rest
     as train state, so that training can resume from it. --as-is keeps the file's own structure.
+
+    --format files stores the files themselves, of any program, byte for byte. `casckpt export` gives them back. Their
+    tensors are stored once across steps and runs, but only the program that wrote the files can load them.
     """
+    if format is not None:
+        session.give(_import_files(session, path, options), _saved)
+        return
+    if options.pop("follow_links"):
+        raise InvalidInput("--follow-links applies to --format files")
     from casckpt.frontends.convert import import_any, looked_at
     from casckpt.frontends.interchange.new_files import file_attachments
 
@@ -46,6 +60,15 @@ def command(session: Session, path: str, **options: Any) -> None:
     result |= {"kind": found.kind, "attachments": file_attachments(session.store, made), "skipped": [*sources.skipped]}
     result |= {"notes": [*made.notes]}
     session.give(result, _text)
+
+
+def _import_files(session: Session, path: str, options: dict[str, Any]) -> dict[str, Any]:
+    for other in ("as_is", "parameter_names", "allow_pickle"):
+        if options.pop(other):
+            raise InvalidInput(f"--{other.replace('_', '-')} does not apply to --format files, which keeps all bytes")
+    with progress_bar("importing") as done:
+        made = session.store.import_files(path, progress=done, **options)
+    return {**brief(made), "stats": summary(made)["stats"], **made.metadata["folder"]}
 
 
 def _text(result: dict[str, Any]) -> None:
