@@ -102,7 +102,8 @@ def command(session: Session, ref: str, out: str, *, if_any: bool, **options: Un
 
 def _text(result: dict[str, Any], *, is_file: bool, wanted: bool) -> None:
     """Print the result. ``wanted``: whether the user wants attachments."""
-    say(f"exported {name(result)}: {count(result['tensors'], 'tensor')}, {size(result['bytes'])}")
+    what = count(len(result["files"]), "file") if result["format"] == "files" else count(result["tensors"], "tensor")
+    say(f"exported {name(result)}: {what}, {size(result['bytes'])}")
     say_all(f"  {printable(path)}" for path in shortened(result["files"]))
     if result["left_out"]:
         say(f"omitted: {printable(', '.join(shortened(list(summed(result['left_out'])), _MOST)))}")

@@ -113,7 +113,7 @@ class _Job:
     def _write(self, files: Iterable[tuple[Path, Item]]) -> None:
         """Write files together, because many small ones are in the same cells."""
         listed_files = list(files)
-        windows = self._reader.read_joined(self._slices([one for _, one in listed_files]))
+        windows = self._reader.read_joined(slices_of(self.manifest, [one for _, one in listed_files]))
         window = memoryview(b"")
         for path, one in listed_files:
             left = _size(one)
@@ -129,19 +129,20 @@ class _Job:
         if old.is_symlink() or not old.is_file() or old.stat().st_size != _size(one) or not copied(old, path):
             return False
         with path.open("r+b") as file:
-            self._reader.revise(self._slices([one]), file, self._checkpoint)
+            self._reader.revise(slices_of(self.manifest, [one]), file, self._checkpoint)
             file.flush()
             os.fsync(file.fileno())
         return True
 
-    def _slices(self, items: Sequence[Item]) -> Iterator[EntrySlice]:
-        entries = self.manifest.body.entries
-        for piece in (piece for one in items for piece in one.pieces):
-            entry = entries[piece.entry]
-            if piece.offset % entry.itemsize or piece.length % entry.itemsize:
-                raise Unsupported(f"a file begins or ends inside an element of {entry.key!r}", key=entry.key)
-            lo = piece.offset // entry.itemsize
-            yield EntrySlice(entry, lo, lo + piece.length // entry.itemsize)
+
+def slices_of(manifest: Manifest, items: Iterable[Item]) -> Iterator[EntrySlice]:
+    """Yield the slices that hold the bytes of files, in order."""
+    for piece in (piece for one in items for piece in one.pieces):
+        entry = manifest.body.entries[piece.entry]
+        if piece.offset % entry.itemsize or piece.length % entry.itemsize:
+            raise Unsupported(f"a file begins or ends inside an element of {entry.key!r}", key=entry.key)
+        lo = piece.offset // entry.itemsize
+        yield EntrySlice(entry, lo, lo + piece.length // entry.itemsize)
 
 
 def _size(one: Item) -> int:
