@@ -64,6 +64,8 @@ Other programs and formats
     gpt, megatron_core, megatron_fsdp, torch_dist_folder: Megatron's state dicts, library and folders
     hub, hub_folders, safetensors_files, serving: models and folders of the Hugging Face Hub
     stored_folder, frozen_store: stores in tests/data, and how they were written
+    program_folders, deepspeed_training: folders and files that training programs write
+    trees: complete comparison of two folders or files
     plain_reader: a reader that was written from docs/format.md alone
     fuzz, fuzz_decoders, fuzz_guided: changed inputs for importers and decoders
 
