@@ -32,6 +32,7 @@ from casckpt.saving.prepare import Prepared
 from casckpt.saving.rounds import ComputedState, Rounds, save_in_rounds
 from casckpt.tensors.file_memory import FileMemory, FileRange
 from casckpt.tensors.state import check_key, encode_tree
+from casckpt.tensors.untrusted import MISREAD
 
 log = logging.getLogger(__name__)
 
@@ -205,7 +206,7 @@ def _archives(found: Listing) -> dict[str, list[Span]]:
 
         data = bytearray(one.size)
         one.read_into(0, memoryview(data))
-        with suppress(InvalidInput):
+        with suppress(*MISREAD):  # InvalidInput, too
             places = read_metadata(bytes(data), str(one.place), anything=False).storage_data or {}
             for index, place in places.items():
                 offsets = "" if index.offset is None else f"@{','.join(map(str, index.offset))}"
