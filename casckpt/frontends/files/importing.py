@@ -24,7 +24,7 @@ from casckpt.format.sections.index import TENSOR
 from casckpt.format.sections.recipe import NOTE, FilePiece, Item, ItemKind, encode_recipe
 from casckpt.format.tree import TENSOR as TENSOR_LEAF
 from casckpt.frontends.files.cutting import Span, cut
-from casckpt.frontends.files.listing import Found, Listing, list_folder
+from casckpt.frontends.files.listing import SMALL, Found, Listing, list_folder
 from casckpt.frontends.stores import AnyStore, as_store
 from casckpt.saving.local_entries import LocalEntry
 from casckpt.saving.options import ImportArguments, SaveOptions
@@ -36,8 +36,6 @@ from casckpt.tensors.untrusted import MISREAD
 
 log = logging.getLogger(__name__)
 
-SMALL: Final = 64 << 10
-"""The size in bytes below which a file is not cut, and shares an entry with other small files."""
 _PACK, _ENDS_PACK = (256 << 10, 4 << 20), 8  # the sizes from which a pack may end at one path of eight, and at any
 _MOST_METADATA = 256 << 20
 _STEP: Final = "{step}"

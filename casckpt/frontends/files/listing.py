@@ -8,12 +8,16 @@ from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Final
 
 from casckpt.base.digest import hex_digest
 from casckpt.base.text import listed, local_path
 from casckpt.errors import Conflict, InvalidInput, NotFound
 from casckpt.format.sections.recipe import MAX_MODE, MAX_PATH_BYTES, Item, ItemKind, stays_inside
 from casckpt.storage.failures import reporting
+
+SMALL: Final = 64 << 10
+"""The size in bytes below which a file is not cut, and shares an entry with other small files."""
 
 
 @dataclass(frozen=True, slots=True)
