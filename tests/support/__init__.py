@@ -63,6 +63,7 @@ Other programs and formats
     dcp: torch.distributed.checkpoint, and folders that it writes
     gpt, megatron_core, megatron_fsdp, torch_dist_folder: Megatron's state dicts, library and folders
     hub, hub_folders, safetensors_files, serving: models and folders of the Hugging Face Hub
+    odd_files: files with tensors, and hostile ones
     stored_folder, frozen_store: stores in tests/data, and how they were written
     program_folders, deepspeed_training: folders and files that training programs write
     trees: complete comparison of two folders or files

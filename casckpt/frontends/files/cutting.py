@@ -12,6 +12,7 @@ import zipfile
 from collections.abc import Callable, Iterable, Iterator
 from itertools import pairwise
 from math import prod
+from tokenize import TokenError
 from typing import Any, ClassVar, Final, NamedTuple
 
 import numpy as np
@@ -19,7 +20,7 @@ from typing_extensions import override
 
 from casckpt.errors import Conflict, StorageError
 from casckpt.format import dtypes
-from casckpt.format.regions import Shape
+from casckpt.format.regions import Shape, check_shape
 from casckpt.frontends.interchange.safetensors.files import decode_head
 from casckpt.tensors.file_memory import ReadableFile
 from casckpt.tensors.untrusted import MISREAD, BoundedUnpickler
@@ -73,7 +74,7 @@ def cut(file: ReadableFile, size: int, archives: Iterable[Span] = ()) -> Cut:
         raise
     except _Truncated:
         return Cut(is_whole=False)
-    except MISREAD:
+    except (*MISREAD, SyntaxError, TokenError):  # the last two are of numpy's reader of headers
         return Cut()
     found = sorted(one for one in found if one.end - one.start >= LEAST)
     if any(one.end > other.start for one, other in pairwise(found)) or (found and found[-1].end > size):
@@ -188,7 +189,7 @@ def _in_array(window: _Window, start: int, size: int, name: str) -> Iterator[Ten
     nbytes = prod(shape) * dtype.itemsize
     if not dtype.hasobject and window.tell() + nbytes <= start + size:
         shape = (nbytes,) if known == _RAW else shape[::-1] if is_fortran else shape
-        yield Tensor(window.start + window.tell(), name, known, tuple(shape))
+        yield Tensor(window.start + window.tell(), name, known, check_shape(shape))
 
 
 def _storage_types(window: _Window, member: zipfile.ZipInfo) -> dict[str, str]:

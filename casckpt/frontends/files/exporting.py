@@ -15,6 +15,7 @@ from casckpt.contents.contents import Contents
 from casckpt.errors import InvalidInput, Unsupported
 from casckpt.format.manifest import Manifest
 from casckpt.format.sections.recipe import NOTE, Item, ItemKind, decode_recipe
+from casckpt.frontends.files.listing import SMALL
 from casckpt.frontends.interchange.new_files import copied, exchanged_folder, new_file, sync_folder, synced_file
 from casckpt.frontends.stores import AnyStore, as_store
 from casckpt.loading.regions import EntrySlice, RegionReader
@@ -125,8 +126,13 @@ class _Job:
                     left -= len(part)
 
     def _revise(self, path: Path, one: Item, old: Path) -> bool:
-        """Create a file from one of the same size, and read only what differs. Return False if there is none."""
-        if old.is_symlink() or not old.is_file() or old.stat().st_size != _size(one) or not copied(old, path):
+        """Create a file from one of the same size, and read only what differs.
+
+        Return False if there is none, or if it is so small that others are in the same cells.
+        """
+        if _size(one) < SMALL or not os.access(old, os.R_OK) or old.is_symlink() or not old.is_file():
+            return False
+        if old.stat().st_size != _size(one) or not copied(old, path):
             return False
         with path.open("r+b") as file:
             self._reader.revise(slices_of(self.manifest, [one]), file, self._checkpoint)
@@ -150,7 +156,7 @@ def _size(one: Item) -> int:
 
 
 def _left_in(before: Path, items: Sequence[Item]) -> list[str]:
-    """Remove the earlier versions of the items from a folder. Return the paths of the other files."""
+    """Remove the earlier versions of the items from a folder. Return the paths of all else."""
     folders = set[str]()  # not through links
     for one in items:
         path, parent = before / one.path, one.path.rpartition("/")[0]
@@ -164,4 +170,5 @@ def _left_in(before: Path, items: Sequence[Item]) -> list[str]:
     for name in sorted(folders, reverse=True):
         with suppress(OSError):  # it is not empty
             (before / name).rmdir()
-    return sorted(path.relative_to(before).as_posix() for path in before.rglob("*") if not path.is_dir())
+    names = (path.relative_to(before).as_posix() for path in before.rglob("*"))
+    return sorted(name for name in names if name not in folders)

@@ -24,7 +24,7 @@ from casckpt.format.sections.index import TENSOR
 from casckpt.format.sections.recipe import NOTE, FilePiece, Item, ItemKind, encode_recipe
 from casckpt.format.tree import TENSOR as TENSOR_LEAF
 from casckpt.frontends.files.cutting import Span, cut
-from casckpt.frontends.files.listing import Found, Listing, list_folder
+from casckpt.frontends.files.listing import SMALL, Found, Listing, list_folder
 from casckpt.frontends.stores import AnyStore, as_store
 from casckpt.saving.local_entries import LocalEntry
 from casckpt.saving.options import ImportArguments, SaveOptions
@@ -32,11 +32,10 @@ from casckpt.saving.prepare import Prepared
 from casckpt.saving.rounds import ComputedState, Rounds, save_in_rounds
 from casckpt.tensors.file_memory import FileMemory, FileRange
 from casckpt.tensors.state import check_key, encode_tree
+from casckpt.tensors.untrusted import MISREAD
 
 log = logging.getLogger(__name__)
 
-SMALL: Final = 64 << 10
-"""The size in bytes below which a file is not cut, and shares an entry with other small files."""
 _PACK, _ENDS_PACK = (256 << 10, 4 << 20), 8  # the sizes from which a pack may end at one path of eight, and at any
 _MOST_METADATA = 256 << 20
 _STEP: Final = "{step}"
@@ -205,7 +204,7 @@ def _archives(found: Listing) -> dict[str, list[Span]]:
 
         data = bytearray(one.size)
         one.read_into(0, memoryview(data))
-        with suppress(InvalidInput):
+        with suppress(*MISREAD):  # InvalidInput, too
             places = read_metadata(bytes(data), str(one.place), anything=False).storage_data or {}
             for index, place in places.items():
                 offsets = "" if index.offset is None else f"@{','.join(map(str, index.offset))}"

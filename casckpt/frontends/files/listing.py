@@ -8,12 +8,16 @@ from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Final
 
 from casckpt.base.digest import hex_digest
-from casckpt.base.text import listed
+from casckpt.base.text import listed, local_path
 from casckpt.errors import Conflict, InvalidInput, NotFound
 from casckpt.format.sections.recipe import MAX_MODE, MAX_PATH_BYTES, Item, ItemKind, stays_inside
 from casckpt.storage.failures import reporting
+
+SMALL: Final = 64 << 10
+"""The size in bytes below which a file is not cut, and shares an entry with other small files."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,7 +99,7 @@ def list_folder(path: str | os.PathLike[str], *, follow_links: bool = False) -> 
     items vanish meanwhile, and InvalidInput, with the path, for links that lead out of the folder, names that are not
     UTF-8, and what is neither a file, a folder, nor a link. Raises StorageError.
     """
-    root = Path(path).expanduser()
+    root = local_path(path)
     with reporting("read", root):
         if not root.exists():
             raise NotFound(f"there is no file or folder {root}; pass the path of what to import")
@@ -108,16 +112,18 @@ def list_folder(path: str | os.PathLike[str], *, follow_links: bool = False) -> 
 
 def _walk(root: Path, *, follow: bool) -> Iterator[Found]:
     """Yield the root, and what is below it."""
-    waiting: list[tuple[Path, str, tuple[tuple[int, int], ...]]] = [(root, "", ())]
+    waiting: list[tuple[Path, str, int, tuple[tuple[int, int], ...]]] = [(root, "", 0, ())]
     while waiting:
-        place, path, above = waiting.pop()  # above: what identifies the folders that it is in
+        # outside: the part of the path that leads out of the folder; above: what identifies the folders that it is in
+        place, path, outside, above = waiting.pop()
         there, target = os.lstat(place), ""
         if len(path.encode()) > MAX_PATH_BYTES:
             raise InvalidInput(f"{path[:80]!r}... has more than {MAX_PATH_BYTES} bytes: shorten it")
         if stat.S_ISLNK(there.st_mode):
             target = os.readlink(place)
-            if not (_is_text(target) and stays_inside(path, target)):
+            if not (_is_text(target) and stays_inside(path[outside:], target)):
                 there, place, target = _followed(place, path, target, follow=follow), Path(os.path.realpath(place)), ""
+                outside = len(path) + 1
         mode, state = stat.S_IMODE(there.st_mode) & MAX_MODE, _state(there)
         if target:
             yield Found(Item(path, ItemKind.LINK, 0, target), place, state)
@@ -127,7 +133,8 @@ def _walk(root: Path, *, follow: bool) -> Iterator[Found]:
             yield Found(Item(path, ItemKind.FOLDER, mode), place, state)
             if (here := (there.st_dev, there.st_ino)) in above:
                 raise InvalidInput(f"{path!r} is a link to a folder that contains it: remove the link")
-            waiting += [(place / name, f"{path}/{name}" if path else name, (*above, here)) for name in _names(place)]
+            names, above = _names(place), (*above, here)
+            waiting += [(place / name, f"{path}/{name}" if path else name, outside, above) for name in names]
         else:
             raise InvalidInput(f"{path or str(place)!r} is neither a file, a folder, nor a link: move it elsewhere")
 

@@ -11,6 +11,7 @@ import shutil
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from itertools import accumulate
+from os.path import samestat
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import BinaryIO
@@ -106,11 +107,13 @@ def exchanged_folder(path: Path, *, force: bool, old: Callable[[Path], None]) ->
             yield (new := scratch / "new")
             if is_full:
                 _check_no_before(before)
-                os.rename(new, before)  # if this process dies here, nothing is lost
+                made = new.stat()
                 try:
+                    os.rename(new, before)  # if this process dies here, nothing is lost
                     _exchange(path, before)
                 except BaseException:
-                    os.rename(before, new)
+                    if before.exists() and samestat(made, before.stat()):  # an interrupt may come after each call
+                        os.rename(before, new)
                     raise
                 sync_folder(path.parent)
                 old(before)
