@@ -18,6 +18,7 @@ import torch
 
 import casckpt
 from casckpt.errors import Conflict, InvalidInput, StorageError
+from casckpt.frontends.files import exporting
 from casckpt.frontends.interchange import new_files
 from casckpt.storage.local import syscalls
 from tests.support.dying import Killed
@@ -289,7 +290,7 @@ def test_a_file_system_that_cannot_exchange_is_refused_before_anything_is_writte
         ctypes.set_errno(code)
         return -1
 
-    monkeypatch.setattr(syscalls, "_LIBC", mock.Mock(renameat2=refuse))
+    monkeypatch.setattr(syscalls, "_LIBC", mock.Mock(renameat2=refuse, syncfs=lambda handle: 0))
     with (
         mock.patch("casckpt.frontends.files.exporting._Job.write") as writes,
         pytest.raises(StorageError, match="cannot exchange folders: export to a folder that does not exist"),
@@ -301,6 +302,32 @@ def test_a_file_system_that_cannot_exchange_is_refused_before_anything_is_writte
     new = out.with_name("new")  # as advised
     export(store, new)
     assert beside(out) == ["new", "out"]
+
+
+def test_everything_is_durable_before_it_appears(store: casckpt.Store, stored: casckpt.Checkpoint, out: Path) -> None:
+    export(store, out)
+    (out / "mine").touch()
+    calls, sync, swap = list[str](), exporting.sync_file_system, new_files.exchange
+
+    def syncing(folder: Path) -> None:
+        [new] = folder.glob("new")
+        calls.append(f"sync {len([*new.rglob('*')])}")
+        sync(folder)
+
+    def exchanging(folder: int, one: str, other: str) -> None:
+        calls.append(f"exchange {other}")
+        swap(folder, one, other)
+
+    with (
+        mock.patch.object(exporting, "sync_file_system", syncing),
+        mock.patch.object(new_files, "exchange", exchanging),
+    ):
+        export(store, out, force=True)
+    assert calls == ["exchange other", "sync 9", "exchange out.before"]
+    error = OSError(errno.EIO, "broken")
+    with mock.patch.object(exporting, "sync_file_system", side_effect=error), pytest.raises(StorageError):
+        export(store, out.with_name("new"))
+    assert beside(out) == ["out", "out.before"]
 
 
 _CALLS = ("rename", "replace", "mkdir", "unlink", "rmdir", "symlink", "chmod", "fsync", "open")
@@ -402,8 +429,6 @@ def test_a_user_may_export_again_onto_files_and_folders_that_are_closed_to_all(
 def test_another_program_may_create_the_folder_meanwhile(
     store: casckpt.Store, stored: casckpt.Checkpoint, out: Path
 ) -> None:
-    from casckpt.frontends.files import exporting
-
     write = exporting._Job.write
 
     def and_create(self: exporting._Job, *given: Any) -> None:
