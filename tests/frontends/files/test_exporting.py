@@ -304,6 +304,19 @@ def test_a_file_system_that_cannot_exchange_is_refused_before_anything_is_writte
     assert beside(out) == ["new", "out"]
 
 
+def test_a_folder_that_cannot_move_is_refused_before_anything_is_written(
+    store: casckpt.Store, stored: casckpt.Checkpoint, out: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    out.mkdir(parents=True)
+    monkeypatch.setattr(os.path, "ismount", lambda path: path == out)
+    for force in (False, True):
+        with pytest.raises(StorageError, match="mounted, and cannot move: export to a folder in it"):
+            export(store, out, force=force)
+    assert beside(out) == ["out"]
+    export(store, out / "inner")  # as advised
+    assert [path.name for path in out.iterdir()] == ["inner"]
+
+
 def test_everything_is_durable_before_it_appears(store: casckpt.Store, stored: casckpt.Checkpoint, out: Path) -> None:
     export(store, out)
     (out / "mine").touch()
