@@ -212,7 +212,8 @@ def test_a_note_names_the_only_thing_that_is_left(
     if kind.startswith("link"):
         place.symlink_to({"a file": "/etc/passwd", "a folder": "/etc", "nothing": "nothing"}[kind[8:]])
     else:
-        {"file": Path.touch, "folder": Path.mkdir, "pipe": os.mkfifo}[kind](place)
+        makers: dict[str, Callable[[Path], object]] = {"file": Path.touch, "folder": Path.mkdir, "pipe": os.mkfifo}
+        makers[kind](place)
     assert export(store, out, force=True).notes == ("the checkpoint does not have 'deep/lone': now in out.before",)
     assert os.path.lexists(out.with_name("out.before") / "deep" / "lone")
 
@@ -320,7 +321,7 @@ def test_a_folder_that_cannot_move_is_refused_before_anything_is_written(
 def test_everything_is_durable_before_it_appears(store: casckpt.Store, stored: casckpt.Checkpoint, out: Path) -> None:
     export(store, out)
     (out / "mine").touch()
-    calls, sync, swap = list[str](), exporting.sync_file_system, new_files.exchange
+    calls, sync, swap = list[str](), syscalls.sync_file_system, syscalls.exchange
 
     def syncing(folder: Path) -> None:
         [new] = folder.glob("new")
@@ -369,7 +370,7 @@ def _struck(at: int, *, error: BaseException) -> Iterator[list[int]]:
         patches.enter_context(mock.patch.object(io, "open", strike(io.open)))  # as pathlib opens files
         for name in _CALLS:
             patches.enter_context(mock.patch.object(os, name, strike(getattr(os, name))))
-        patches.enter_context(mock.patch.object(new_files, "exchange", strike(new_files.exchange)))
+        patches.enter_context(mock.patch.object(new_files, "exchange", strike(syscalls.exchange)))
         yield count
 
 

@@ -9,6 +9,7 @@ import shutil
 import subprocess
 import sys
 import zipfile
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -47,25 +48,24 @@ def contents(dice: random.Random, canary: Path) -> bytes:
     """Return what a file may hold."""
     seed = dice.randrange(3)  # the same content in several files is stored once
     pickles = [data for _, data in hostile(canary)]
-    made = dice.choice(
-        [
-            lambda: b"",
-            lambda: dice.randbytes(dice.randrange(1, 300)),
-            lambda: dice.randbytes(dice.choice([4095, 4096, 4097, 65535, 65536, 65537, 90_000])),
-            lambda: drawn(N, seed),
-            lambda: bytes(70_000),
-            lambda: safetensors({"w": entry(), "e": entry(shape=(0,), start=N)}, drawn(N, seed)),
-            lambda: torch_file({"w": torch.arange(20_000.0) + seed, "n": seed}),
-            lambda: torch_file({"w": torch.arange(20_000.0).bfloat16()}, _use_new_zipfile_serialization=False),
-            lambda: archive(TWICE, zip64=True),
-            lambda: archive(TWICE, how=zipfile.ZIP_DEFLATED),
-            lambda: archive([("a/data.pkl", dice.choice(pickles)), ("a/data/0", drawn(N, seed))]),
-            lambda: saved(np.arange(20_000.0).reshape(100, -1)),
-            lambda: array("{'descr': ((("),
-            lambda: archive([("x.npy", saved(np.arange(9_000.0))), ("y.npy", saved(np.zeros(9_000, "i1")))]),
-            lambda: dice.choice(pickles) * 9,
-        ]
-    )()
+    makers: list[Callable[[], bytes]] = [
+        lambda: b"",
+        lambda: dice.randbytes(dice.randrange(1, 300)),
+        lambda: dice.randbytes(dice.choice([4095, 4096, 4097, 65535, 65536, 65537, 90_000])),
+        lambda: drawn(N, seed),
+        lambda: bytes(70_000),
+        lambda: safetensors({"w": entry(), "e": entry(shape=(0,), start=N)}, drawn(N, seed)),
+        lambda: torch_file({"w": torch.arange(20_000.0) + seed, "n": seed}),
+        lambda: torch_file({"w": torch.arange(20_000.0).bfloat16()}, _use_new_zipfile_serialization=False),
+        lambda: archive(TWICE, zip64=True),
+        lambda: archive(TWICE, how=zipfile.ZIP_DEFLATED),
+        lambda: archive([("a/data.pkl", dice.choice(pickles)), ("a/data/0", drawn(N, seed))]),
+        lambda: saved(np.arange(20_000.0).reshape(100, -1)),
+        lambda: array("{'descr': ((("),
+        lambda: archive([("x.npy", saved(np.arange(9_000.0))), ("y.npy", saved(np.zeros(9_000, "i1")))]),
+        lambda: dice.choice(pickles) * 9,
+    ]
+    made = dice.choice(makers)()
     if made and dice.random() < 0.2:  # it is truncated
         made = made[: dice.randrange(len(made))]
     if made and dice.random() < 0.2:  # bytes are wrong
