@@ -71,7 +71,7 @@ Other programs and formats
     fuzz, fuzz_decoders, fuzz_guided: changed inputs for importers and decoders
 
 Measures
-    peak, peak_convert, peak_merge, held: memory
+    peak, peak_convert, peak_files, peak_merge, held: memory
     tally: counts of evidence for docs/reliability.md
 
 The suite itself

@@ -31,6 +31,7 @@ _MOST_BYTES = 16 << 20  # of a header, a pickle, or the directory of a zip file,
 _ZIP, _NUMPY = b"PK\x03\x04", b"\x93NUMPY"
 _STORED_SIZES = struct.Struct("<26xHH")  # at the end of a member's local header
 _RAW = "uint8"
+_MISREAD: Final[tuple[type[Exception], ...]] = (*MISREAD, SyntaxError, TokenError)  # the last two are numpy's
 
 
 class Tensor(NamedTuple):
@@ -74,7 +75,7 @@ def cut(file: ReadableFile, size: int, archives: Iterable[Span] = ()) -> Cut:
         raise
     except _Truncated:
         return Cut(is_whole=False)
-    except (*MISREAD, SyntaxError, TokenError):  # the last two are of numpy's reader of headers
+    except _MISREAD:
         return Cut()
     found = sorted(one for one in found if one.end - one.start >= LEAST)
     if any(one.end > other.start for one, other in pairwise(found)) or (found and found[-1].end > size):

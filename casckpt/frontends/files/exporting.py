@@ -16,9 +16,10 @@ from casckpt.errors import InvalidInput, Unsupported
 from casckpt.format.manifest import Manifest
 from casckpt.format.sections.recipe import NOTE, Item, ItemKind, decode_recipe
 from casckpt.frontends.files.listing import SMALL
-from casckpt.frontends.interchange.new_files import copied, exchanged_folder, new_file, sync_folder, synced_file
+from casckpt.frontends.interchange.new_files import copied, exchanged_folder, new_file
 from casckpt.frontends.stores import AnyStore, as_store
 from casckpt.loading.regions import EntrySlice, RegionReader
+from casckpt.storage.local.syscalls import sync_file_system
 from casckpt.store.exports import Exported
 
 log = logging.getLogger(__name__)
@@ -106,10 +107,9 @@ class _Job:
         files = [(path, one) for path, one in made if one.kind == ItemKind.FILE]
         self._write(pair for pair in files if held is None or not self._revise(*pair, held / pair[1].path))
         for path, one in reversed(made):
-            if one.kind == ItemKind.FOLDER:
-                sync_folder(path)
             if one.kind == ItemKind.FILE or (one.kind == ItemKind.FOLDER and one.path):
                 path.chmod(one.mode)
+        sync_file_system(root.parent)
 
     def _write(self, files: Iterable[tuple[Path, Item]]) -> None:
         """Write files together, because many small ones are in the same cells."""
@@ -118,7 +118,7 @@ class _Job:
         window = memoryview(b"")
         for path, one in listed_files:
             left = _size(one)
-            with synced_file(path) as file:
+            with path.open("xb") as file:
                 while left:
                     window = window or next(windows)
                     part, window = window[:left], window[left:]
@@ -136,8 +136,6 @@ class _Job:
             return False
         with path.open("r+b") as file:
             self._reader.revise(slices_of(self.manifest, [one]), file, self._checkpoint)
-            file.flush()
-            os.fsync(file.fileno())
         return True
 
 

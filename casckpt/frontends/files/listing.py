@@ -103,10 +103,13 @@ def list_folder(path: str | os.PathLike[str], *, follow_links: bool = False) -> 
     with reporting("read", root):
         if not root.exists():
             raise NotFound(f"there is no file or folder {root}; pass the path of what to import")
-        try:
-            items = list(_walk(Path(os.path.realpath(root)), follow=follow_links))
-        except FileNotFoundError as error:
-            raise changed(Path(error.filename or root)) from error
+    try:
+        items = list(_walk(Path(os.path.realpath(root)), follow=follow_links))
+    except FileNotFoundError as error:
+        raise changed(Path(error.filename or root)) from error
+    except OSError as error:
+        with reporting("read", Path(error.filename or root)):
+            raise
     return Listing(root, follow_links, tuple(sorted(items, key=lambda one: one.item.path)))
 
 

@@ -94,6 +94,8 @@ def exchanged_folder(path: Path, *, force: bool, old: Callable[[Path], None]) ->
     with _said_as_ours(path):
         if os.path.lexists(path) and not path.is_dir():
             raise Conflict(f"{path} is a file; choose the name of a folder")
+        if os.path.ismount(path):
+            raise StorageError(f"{path} is where a file system is mounted, and cannot move: export to a folder in it")
         path.parent.mkdir(parents=True, exist_ok=True)
         is_full = path.is_dir() and any(path.iterdir())
         if is_full:

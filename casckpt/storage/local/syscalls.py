@@ -96,6 +96,17 @@ def exchange(folder: int, one: str, other: str) -> None:
     _rename(folder, one, other, _RENAME_EXCHANGE)
 
 
+def sync_file_system(folder: str | os.PathLike[str]) -> None:
+    """Make all files of the file system of ``folder`` durable, which is far faster than one by one."""
+    handle = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        if _LIBC.syncfs(handle):
+            code = ctypes.get_errno()
+            raise OSError(code, os.strerror(code), os.fspath(folder))
+    finally:
+        os.close(handle)
+
+
 def _rename(folder: int, old: str, new: str, flag: int) -> None:
     try:
         call = _LIBC.renameat2

@@ -52,8 +52,8 @@ from tests.support.odd_files import (
 from tests.support.stored_folder import described, items_of
 
 Found = list[tuple[str, str, tuple[int, ...]]]
-RAW = ("uint8", (N,))
-FLOATS = ("float32", (N // 4,))
+RAW: tuple[str, tuple[int, ...]] = ("uint8", (N,))
+FLOATS: tuple[str, tuple[int, ...]] = ("float32", (N // 4,))
 
 
 class Bytes:
@@ -165,7 +165,7 @@ def test_the_errors_of_the_file_system_are_not_taken_for_those_of_a_format(kind:
 # torch.save
 
 
-BOTH = [("data/0", *FLOATS), ("data/1", *FLOATS)]
+BOTH: Found = [("data/0", *FLOATS), ("data/1", *FLOATS)]
 
 
 def directory_of(data: bytes, number: int) -> int:
@@ -382,7 +382,7 @@ def test_arrays_are_found_unless_the_header_breaks_a_rule(what: str) -> None:
 # DCP
 
 
-ALONE = [("x.distcp/data/0", *FLOATS)]
+ALONE: Found = [("x.distcp/data/0", *FLOATS)]
 DCP: dict[str, tuple[bytes, Found]] = {
     "two archives": (
         metadata(a=placed(), b=placed(LENGTH, key=index("v", offset=torch.Size([3, 0])))),
@@ -411,7 +411,7 @@ DCP: dict[str, tuple[bytes, Found]] = {
     "a name that no entry can have": (metadata(a=placed(key=index("\0" * 5000))), []),
     "a name that is no text": (metadata(a=placed(key=index("\ud800"))), []),
     "no places": (pickle.dumps(Metadata({}, storage_data=None)), ALONE),
-    "places in a list": (pickle.dumps(Metadata({}, storage_data=[1])), ALONE),  # type: ignore[arg-type]
+    "places in a list": (pickle.dumps(Metadata({}, storage_data=[1])), ALONE),
     "places of something else": (pickle.dumps(Metadata({}, storage_data={1: 2})), ALONE),
     "something else": (pickle.dumps({}), ALONE),
     "a hostile pickle": (b"cos\nsystem\n(S'touch {canary}'\ntR.", ALONE),

@@ -18,6 +18,7 @@ import torch
 
 import casckpt
 from casckpt.errors import Conflict, InvalidInput, StorageError
+from casckpt.frontends.files import exporting
 from casckpt.frontends.interchange import new_files
 from casckpt.storage.local import syscalls
 from tests.support.dying import Killed
@@ -211,7 +212,8 @@ def test_a_note_names_the_only_thing_that_is_left(
     if kind.startswith("link"):
         place.symlink_to({"a file": "/etc/passwd", "a folder": "/etc", "nothing": "nothing"}[kind[8:]])
     else:
-        {"file": Path.touch, "folder": Path.mkdir, "pipe": os.mkfifo}[kind](place)
+        makers: dict[str, Callable[[Path], object]] = {"file": Path.touch, "folder": Path.mkdir, "pipe": os.mkfifo}
+        makers[kind](place)
     assert export(store, out, force=True).notes == ("the checkpoint does not have 'deep/lone': now in out.before",)
     assert os.path.lexists(out.with_name("out.before") / "deep" / "lone")
 
@@ -289,7 +291,7 @@ def test_a_file_system_that_cannot_exchange_is_refused_before_anything_is_writte
         ctypes.set_errno(code)
         return -1
 
-    monkeypatch.setattr(syscalls, "_LIBC", mock.Mock(renameat2=refuse))
+    monkeypatch.setattr(syscalls, "_LIBC", mock.Mock(renameat2=refuse, syncfs=lambda handle: 0))
     with (
         mock.patch("casckpt.frontends.files.exporting._Job.write") as writes,
         pytest.raises(StorageError, match="cannot exchange folders: export to a folder that does not exist"),
@@ -301,6 +303,45 @@ def test_a_file_system_that_cannot_exchange_is_refused_before_anything_is_writte
     new = out.with_name("new")  # as advised
     export(store, new)
     assert beside(out) == ["new", "out"]
+
+
+def test_a_folder_that_cannot_move_is_refused_before_anything_is_written(
+    store: casckpt.Store, stored: casckpt.Checkpoint, out: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    out.mkdir(parents=True)
+    monkeypatch.setattr(os.path, "ismount", lambda path: path == out)
+    for force in (False, True):
+        with pytest.raises(StorageError, match="mounted, and cannot move: export to a folder in it"):
+            export(store, out, force=force)
+    assert beside(out) == ["out"]
+    export(store, out / "inner")  # as advised
+    assert [path.name for path in out.iterdir()] == ["inner"]
+
+
+def test_everything_is_durable_before_it_appears(store: casckpt.Store, stored: casckpt.Checkpoint, out: Path) -> None:
+    export(store, out)
+    (out / "mine").touch()
+    calls, sync, swap = list[str](), syscalls.sync_file_system, syscalls.exchange
+
+    def syncing(folder: Path) -> None:
+        [new] = folder.glob("new")
+        calls.append(f"sync {len([*new.rglob('*')])}")
+        sync(folder)
+
+    def exchanging(folder: int, one: str, other: str) -> None:
+        calls.append(f"exchange {other}")
+        swap(folder, one, other)
+
+    with (
+        mock.patch.object(exporting, "sync_file_system", syncing),
+        mock.patch.object(new_files, "exchange", exchanging),
+    ):
+        export(store, out, force=True)
+    assert calls == ["exchange other", "sync 9", "exchange out.before"]
+    error = OSError(errno.EIO, "broken")
+    with mock.patch.object(exporting, "sync_file_system", side_effect=error), pytest.raises(StorageError):
+        export(store, out.with_name("new"))
+    assert beside(out) == ["out", "out.before"]
 
 
 _CALLS = ("rename", "replace", "mkdir", "unlink", "rmdir", "symlink", "chmod", "fsync", "open")
@@ -329,7 +370,7 @@ def _struck(at: int, *, error: BaseException) -> Iterator[list[int]]:
         patches.enter_context(mock.patch.object(io, "open", strike(io.open)))  # as pathlib opens files
         for name in _CALLS:
             patches.enter_context(mock.patch.object(os, name, strike(getattr(os, name))))
-        patches.enter_context(mock.patch.object(new_files, "exchange", strike(new_files.exchange)))
+        patches.enter_context(mock.patch.object(new_files, "exchange", strike(syscalls.exchange)))
         yield count
 
 
@@ -402,8 +443,6 @@ def test_a_user_may_export_again_onto_files_and_folders_that_are_closed_to_all(
 def test_another_program_may_create_the_folder_meanwhile(
     store: casckpt.Store, stored: casckpt.Checkpoint, out: Path
 ) -> None:
-    from casckpt.frontends.files import exporting
-
     write = exporting._Job.write
 
     def and_create(self: exporting._Job, *given: Any) -> None:

@@ -146,6 +146,11 @@ def _replace(root: Path) -> None:
     os.replace(root / "new", root / "file")
 
 
+def _link(path: Path, target: str) -> None:
+    path.rmdir() if path.is_dir() and not path.is_symlink() else path.unlink()
+    path.symlink_to(target)
+
+
 CHANGES: dict[str, Callable[[Path], object]] = {
     "other bytes": _rewrite,
     "another file": _replace,
@@ -154,8 +159,8 @@ CHANGES: dict[str, Callable[[Path], object]] = {
     "a mode": lambda root: (root / "file").chmod(0o600),
     "a longer file": lambda root: (root / "file").write_bytes(b"content!"),
     "a shorter file": lambda root: os.truncate(root / "file", 3),
-    "a link": lambda root: (root / "link").unlink() or (root / "link").symlink_to("d"),  # type: ignore[func-returns-value]
-    "a folder that is a link": lambda root: (root / "d").rmdir() or (root / "d").symlink_to("."),  # type: ignore[func-returns-value]
+    "a link": lambda root: _link(root / "link", "d"),
+    "a folder that is a link": lambda root: _link(root / "d", "."),
     "a renamed file": lambda root: (root / "file").rename(root / "FILE"),
 }
 

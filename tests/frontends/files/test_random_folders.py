@@ -6,7 +6,10 @@ import os
 import pickle
 import random
 import shutil
+import subprocess
+import sys
 import zipfile
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +18,8 @@ import pytest
 import torch
 
 import casckpt
-from casckpt.errors import InvalidInput
+from casckpt.errors import InvalidInput, StorageError
+from tests.support.forks import forked
 from tests.support.odd_files import (
     TWICE,
     N,
@@ -44,25 +48,24 @@ def contents(dice: random.Random, canary: Path) -> bytes:
     """Return what a file may hold."""
     seed = dice.randrange(3)  # the same content in several files is stored once
     pickles = [data for _, data in hostile(canary)]
-    made = dice.choice(
-        [
-            lambda: b"",
-            lambda: dice.randbytes(dice.randrange(1, 300)),
-            lambda: dice.randbytes(dice.choice([4095, 4096, 4097, 65535, 65536, 65537, 90_000])),
-            lambda: drawn(N, seed),
-            lambda: bytes(70_000),
-            lambda: safetensors({"w": entry(), "e": entry(shape=(0,), start=N)}, drawn(N, seed)),
-            lambda: torch_file({"w": torch.arange(20_000.0) + seed, "n": seed}),
-            lambda: torch_file({"w": torch.arange(20_000.0).bfloat16()}, _use_new_zipfile_serialization=False),
-            lambda: archive(TWICE, zip64=True),
-            lambda: archive(TWICE, how=zipfile.ZIP_DEFLATED),
-            lambda: archive([("a/data.pkl", dice.choice(pickles)), ("a/data/0", drawn(N, seed))]),
-            lambda: saved(np.arange(20_000.0).reshape(100, -1)),
-            lambda: array("{'descr': ((("),
-            lambda: archive([("x.npy", saved(np.arange(9_000.0))), ("y.npy", saved(np.zeros(9_000, "i1")))]),
-            lambda: dice.choice(pickles) * 9,
-        ]
-    )()
+    makers: list[Callable[[], bytes]] = [
+        lambda: b"",
+        lambda: dice.randbytes(dice.randrange(1, 300)),
+        lambda: dice.randbytes(dice.choice([4095, 4096, 4097, 65535, 65536, 65537, 90_000])),
+        lambda: drawn(N, seed),
+        lambda: bytes(70_000),
+        lambda: safetensors({"w": entry(), "e": entry(shape=(0,), start=N)}, drawn(N, seed)),
+        lambda: torch_file({"w": torch.arange(20_000.0) + seed, "n": seed}),
+        lambda: torch_file({"w": torch.arange(20_000.0).bfloat16()}, _use_new_zipfile_serialization=False),
+        lambda: archive(TWICE, zip64=True),
+        lambda: archive(TWICE, how=zipfile.ZIP_DEFLATED),
+        lambda: archive([("a/data.pkl", dice.choice(pickles)), ("a/data/0", drawn(N, seed))]),
+        lambda: saved(np.arange(20_000.0).reshape(100, -1)),
+        lambda: array("{'descr': ((("),
+        lambda: archive([("x.npy", saved(np.arange(9_000.0))), ("y.npy", saved(np.zeros(9_000, "i1")))]),
+        lambda: dice.choice(pickles) * 9,
+    ]
+    made = dice.choice(makers)()
     if made and dice.random() < 0.2:  # it is truncated
         made = made[: dice.randrange(len(made))]
     if made and dice.random() < 0.2:  # bytes are wrong
@@ -214,3 +217,84 @@ def test_300_folders_come_back(tmp_path: Path, stores: Stores, seed: int, number
         shutil.rmtree(place)
     for store, _ in stores:
         assert not store.verify().is_damaged
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize(("kind", "entries", "most"), [("many", 500, 700), ("large", 2, 200)])
+def test_many_files_and_large_ones_need_few_entries_and_little_memory(
+    disk_path: Path, kind: str, entries: int, most: float
+) -> None:
+    done = subprocess.run(
+        [sys.executable, "-m", "tests.support.peak_files", disk_path, kind], capture_output=True, text=True, check=True
+    )
+    made, imported, _, exported, _, again, _ = numbers = [float(word) for word in done.stdout.split()]
+    print("entries, and MiB and seconds of import, export, and a second export:", *numbers)  # noqa: T201 - a measure
+    assert made <= entries
+    assert max(imported, exported, again) < most
+
+
+def test_a_path_that_the_system_cannot_use_is_refused_and_one_below_comes_back(
+    store: casckpt.Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    root = tmp_path / "r"
+    root.mkdir()
+    monkeypatch.chdir(root)
+    deep = os.pathconf(root, "PC_PATH_MAX") - len(os.fsencode(root)) - 300
+    for _ in range(deep // 200):
+        os.mkdir("n" * 199)
+        os.chdir("n" * 199)
+    Path("file").write_bytes(drawn(N))
+    store.import_files(root, step=1)
+    store.export("default@1", tmp_path / "out")
+    assert described(tmp_path / "out") == described(root)
+    for _ in range(3):
+        os.mkdir("n" * 199)
+        os.chdir("n" * 199)
+    with pytest.raises((InvalidInput, StorageError), match="nnn"):
+        store.import_files(root, step=2)
+    monkeypatch.chdir(tmp_path)
+    shutil.rmtree(root)
+    assert [one.step for one in store.checkpoints()] == [1]
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can become somebody else")
+def test_a_file_that_the_user_may_not_read_is_refused_by_name_and_what_may_be_read_comes_back(
+    disk_path: Path, tmp_path: Path
+) -> None:
+    """Root may read everything."""
+    disk_path.chmod(0o755)
+    place, dice = disk_path / "place", random.Random(3)
+    folder = place / "folder"
+    folder.mkdir(parents=True)
+    fill(folder, dice, tmp_path / "canary")
+    close(folder, dice, [0o400, 0o500, 0o640])
+    for path in folder.rglob("*"):
+        if path.is_dir() and not path.is_symlink():
+            path.chmod(dice.choice([0o500, 0o555, 0o700]))
+    for path in (place, *place.rglob("*")):
+        os.chown(path, 65534, 65534, follow_symlinks=False)
+    store = casckpt.open(place / "store", cache_dir=place / "cache")
+
+    def act() -> None:
+        os.setgroups([])
+        os.setresgid(65534, 65534, 65534)
+        os.setresuid(65534, 65534, 65534)
+        store.import_files(folder, step=1)
+        store.export("default@1", place / "out")
+        store.export("default@1", place / "out", force=True)
+        assert described(place / "out") == described(folder)
+        folder.chmod(0o700)
+        (folder / "shut").write_text("secret")
+        (folder / "shut").chmod(0)
+        for what in ("shut", "shut folder"):
+            with pytest.raises(StorageError, match=what):
+                store.import_files(folder, step=2)
+            (folder / "shut").unlink(missing_ok=True)
+            (folder / "shut folder").mkdir(mode=0, exist_ok=True)
+        assert [one.step for one in store.checkpoints()] == [1]
+
+    (tmp_path / "warm").mkdir()
+    warm = casckpt.open(tmp_path / "store", cache_dir=tmp_path / "cache")
+    warm.export(warm.import_files(tmp_path / "warm", step=1), tmp_path / "warm-out")  # the other user imports no module
+    with forked(act):
+        pass
