@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -88,3 +89,27 @@ def test_what_cannot_come_back_is_refused_by_name(store: casckpt.Store, run: Pat
     os.mkfifo(run / "pipe")
     with pytest.raises(InvalidInput, match="'pipe' is neither a file"):
         store.import_files(run, step=1)
+
+
+@pytest.mark.parametrize("options", [{}, {"compress": "always"}], ids=str)
+def test_each_byte_is_read_once_besides_headers(
+    store: casckpt.Store, run: Path, monkeypatch: pytest.MonkeyPatch, options: dict[str, Any]
+) -> None:
+    store.create(cell_bytes=4096, blob_bytes=65536)
+    (run / "random.bin").write_bytes(os.urandom(300_000))
+    total = sum(path.stat().st_size for path in run.rglob("*") if path.is_file())
+    reads, read = list[int](), Found.read_into
+
+    def counting(self: Found, offset: int, buffer: memoryview) -> None:
+        reads.append(len(buffer))
+        read(self, offset, buffer)
+
+    monkeypatch.setattr(Found, "read_into", counting)
+    for step in (1, 2):
+        reads.clear()
+        store.import_files(run, run="files", step=step, **options)
+        assert total <= sum(reads) < total + 10_000
+    (run / "random.bin").write_bytes(os.urandom(300_000))
+    reads.clear()
+    store.import_files(run, run="files", step=3, **options)
+    assert total <= sum(reads) < total + 10_000
