@@ -43,11 +43,10 @@ def export_files(
 
     It appears under its final name in one step. ``force``: replace an existing folder, whose unchanged files are
     copied, with shared blocks if possible, instead of read from the store. Files that the checkpoint does not have are
-    then in a folder with the suffix ".before". The result's ``notes`` list them. ``left_out``: files whose tensors a
-    thinned checkpoint lacks.
+    then in a folder with the suffix ".before" (or ".before2", ...), and the result's ``notes`` list them. ``left_out``
+    of the result: files whose tensors a thinned checkpoint lacks.
 
-    Raises NotFound, InvalidInput, Damaged, and StorageError. Raises Conflict if ``path`` is not empty, or if there is
-    already a folder with that suffix.
+    Raises NotFound, InvalidInput, Damaged, StorageError, and Conflict if ``path`` is not empty.
     """
     opened = as_store(store)
     checkpoint = opened.get(ref)
@@ -56,18 +55,21 @@ def export_files(
     target = local_path(path)
     if not is_url(opened.url) and Path(opened.url).resolve().is_relative_to(target.resolve()):
         raise InvalidInput(f"{target} contains the store itself: choose a different folder")
-    job, moved = _Job(checkpoint, progress), list[str]()
+    job, notes = _Job(checkpoint, progress), list[str]()
+
+    def look(before: Path) -> None:
+        if moved := _left_in(before, job.items):
+            notes.append(f"the checkpoint does not have {listed(moved)}: now in {before.name}")
+            log.warning("%s: %s", target, notes[0])
+
     held = target if force else None
     if job.items[0].kind == ItemKind.FILE:
         with new_file(target, force=force) as new:
             job.write(new, held)
     else:
-        with exchanged_folder(target, force=force, old=lambda before: moved.extend(_left_in(before, job.items))) as new:
+        with exchanged_folder(target, force=force, old=look) as new:
             job.write(new, held)
         os.chmod(target, job.items[0].mode)  # a folder that is read-only cannot move
-    notes = [f"the checkpoint does not have {listed(moved)}: now in {target.name}.before"] if moved else []
-    for note in notes:
-        log.warning("%s: %s", target, note)
     files = tuple(target / one.path for one in job.items if one.kind == ItemKind.FILE and one.path not in job.lacking)
     return Exported(
         checkpoint, files, len(job.manifest.entries), job.nbytes, left_out=tuple(job.lacking), format="files",

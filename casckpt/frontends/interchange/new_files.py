@@ -10,7 +10,7 @@ import secrets
 import shutil
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
-from itertools import accumulate
+from itertools import accumulate, chain, count
 from os.path import samestat
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -85,12 +85,11 @@ def new_folder(path: Path, *, force: bool, stale: Callable[[str], bool], last: S
 def exchanged_folder(path: Path, *, force: bool, old: Callable[[Path], None]) -> Iterator[Path]:
     """Yield the path of a folder to create. At the end, it takes the place of the folder ``path`` in one step.
 
-    If that is not empty, raises Conflict. ``force``: it is then renamed to ``path`` with the suffix ".before", and
-    passed to ``old``. Raises Conflict if that exists, and StorageError, at first, if the file system cannot exchange
-    folders.
+    If that is not empty, raises Conflict. ``force``: it is then renamed to ``path`` with the suffix ".before" (or
+    ".before2", ..., if that exists), and passed to ``old``. Raises StorageError, at first, if the file system cannot
+    exchange folders.
     """
     path = Path(os.path.realpath(path))
-    before = path.with_name(f"{path.name}.before")
     with _said_as_ours(path):
         if os.path.lexists(path) and not path.is_dir():
             raise Conflict(f"{path} is a file; choose the name of a folder")
@@ -100,7 +99,6 @@ def exchanged_folder(path: Path, *, force: bool, old: Callable[[Path], None]) ->
         is_full = path.is_dir() and any(path.iterdir())
         if is_full:
             _check_empty(path, force=force)
-            _check_no_before(before)
         with _scratch(path.parent, path.name) as scratch:
             if is_full:
                 for name in ("one", "other"):
@@ -108,8 +106,11 @@ def exchanged_folder(path: Path, *, force: bool, old: Callable[[Path], None]) ->
                 _exchange(scratch / "one", scratch / "other")
             yield (new := scratch / "new")
             if is_full:
-                _check_no_before(before)
-                made = new.stat()
+                made, names = (
+                    new.stat(),
+                    (path.with_name(f"{path.name}.before{number}") for number in chain([""], count(2))),
+                )
+                before = next(name for name in names if not os.path.lexists(name))
                 try:
                     os.rename(new, before)  # if this process dies here, nothing is lost
                     _exchange(path, before)
@@ -124,11 +125,6 @@ def exchanged_folder(path: Path, *, force: bool, old: Callable[[Path], None]) ->
                     _check_empty(path, force=False)
                 os.rename(new, path)
             sync_folder(path.parent)
-
-
-def _check_no_before(before: Path) -> None:
-    if os.path.lexists(before):
-        raise Conflict(f"{before} holds files that an earlier export moved away: look at them, and move them elsewhere")
 
 
 def _exchange(one: Path, other: Path) -> None:
