@@ -25,7 +25,7 @@ def folder(tmp_path: Path) -> Path:
     return root
 
 
-@follows("cli/commands/import_.py:command", "--follow-links applies to --format files")
+@follows("cli/commands/import_.py:command", "--format files")
 @follows("frontends/files/listing.py:_followed", "pass follow_links=True (--follow-links) to store what it leads to")
 def test_links_that_lead_out_can_be_followed_as_advised(
     store: Store, folder: Path, tmp_path: Path, messages: Messages, run: Run
@@ -41,17 +41,23 @@ def test_links_that_lead_out_can_be_followed_as_advised(
     assert not (tmp_path / "out" / "link").is_symlink()
 
 
-@follows("cli/commands/import_.py:_import_files", "does not apply to --format files, which keeps all bytes")
 @pytest.mark.parametrize("options", [("--as-is",), ("--allow-pickle",), ("--parameter-names", "names.json")])
-def test_an_option_that_changes_values_applies_to_other_formats(  # noqa: PLR0917 - fixtures
-    store: Store, folder: Path, tmp_path: Path, messages: Messages, run: Run, options: tuple[str, ...]
+def test_an_option_that_changes_values_applies_to_other_formats(
+    store: Store, folder: Path, tmp_path: Path, run: Run, options: tuple[str, ...]
 ) -> None:
     (tmp_path / "names.json").write_text('["w"]')
     given = [tmp_path / word if word.endswith(".json") else word for word in options]
     command = ("import", store.url, folder / "w.pt", "--step", 1, *given)
-    messages.text(run(*command, "--format", "files", status=1).output).says(options[0])
+    assert f"{options[0]} does not apply" in run(*command, "--format", "files", status=1).output
     run(*command)
     assert torch.equal(store.read("default@1")["w"], torch.ones(3))
+
+
+@follows("cli/commands/import_.py:command", "Missing option '--step'")
+def test_an_import_takes_a_step_as_advised(store: Store, folder: Path, messages: Messages, run: Run) -> None:
+    command = ("import", store.url, folder, "--format", "files")
+    run(*command, messages.text(run(*command, status=2).output).says("--step"), 3)
+    assert store.get("default@3").metadata["folder"]["files"] == 1
 
 
 @follows("contents/contents.py:Contents.tree", "import these without --format files")

@@ -57,6 +57,7 @@ Kills and power
     dying: a process that dies before or after a change of storage
     crash, power: puts that are killed, and a disk that loses power
     killed_saves, killed_thins, killed_writers, struck, chaos: programs that are killed or stopped at a chosen call
+    killed_watch: a trainer and a watcher of its folder
     killed_when_full: programs that free a full disk, and are killed
 
 Other programs and formats

@@ -93,7 +93,7 @@ class _Window(io.RawIOBase):
     def __init__(self, file: ReadableFile, span: Span, size: int) -> None:
         self.start, self.length = span.start, span.length
         if self.start + self.length > size:
-            raise ValueError("it is outside the file")
+            raise _Truncated
         self._file, self._at = file, 0
 
     @override

@@ -17,19 +17,22 @@ from casckpt.base.names import check_keywords
 from casckpt.base.progress import Progress
 from casckpt.base.text import is_url, listed
 from casckpt.contents.checkpoint import Checkpoint
+from casckpt.contents.contents import Contents
 from casckpt.errors import InvalidInput
 from casckpt.format import dtypes
 from casckpt.format.regions import Shape
 from casckpt.format.sections.index import TENSOR
 from casckpt.format.sections.recipe import NOTE, FilePiece, Item, ItemKind, encode_recipe
 from casckpt.format.tree import TENSOR as TENSOR_LEAF
-from casckpt.frontends.files.cutting import Span, cut
+from casckpt.frontends.files.cutting import Cut, Span, cut
 from casckpt.frontends.files.listing import SMALL, Found, Listing, list_folder
 from casckpt.frontends.stores import AnyStore, as_store
+from casckpt.loading.comparison import holds
 from casckpt.saving.local_entries import LocalEntry
 from casckpt.saving.options import ImportArguments, SaveOptions
 from casckpt.saving.prepare import Prepared
 from casckpt.saving.rounds import ComputedState, Rounds, save_in_rounds
+from casckpt.store.store import Store
 from casckpt.tensors.file_memory import FileMemory, FileRange
 from casckpt.tensors.state import check_key, encode_tree
 from casckpt.tensors.untrusted import MISREAD
@@ -38,7 +41,7 @@ log = logging.getLogger(__name__)
 
 _PACK, _ENDS_PACK = (256 << 10, 4 << 20), 8  # the sizes from which a pack may end at one path of eight, and at any
 _MOST_METADATA = 256 << 20
-_STEP: Final = "{step}"
+STEP: Final = "{step}"
 
 
 def import_files(
@@ -63,17 +66,16 @@ def import_files(
     """
     check_keywords("import_files", options, ImportArguments)
     opened = as_store(store)
-    if not isinstance(path, Listing) and is_url(path):
-        raise InvalidInput(f"{os.fspath(path)} is a URL: copy the folder to this machine, and import the copy")
     found = path if isinstance(path, Listing) else list_folder(path, follow_links=follow_links)
-    if not is_url(opened.url) and Path(opened.url).resolve().is_relative_to(found.path.resolve()):
-        raise InvalidInput(f"{found.path} contains the store itself: move the store, or import a folder beside it")
     return save_listing(opened, found, step=step, **options)
 
 
-def save_listing(store: AnyStore, found: Listing, *, step: int, **options: Unpack[ImportArguments]) -> Checkpoint:
-    """Store what was listed, as `import_files` does."""
-    opened = as_store(store)
+def save_listing(
+    opened: Store, found: Listing, *, step: int, whole: bool = False, **options: Unpack[ImportArguments]
+) -> Checkpoint:
+    """Store what was listed, as `import_files` does. ``whole``: refuse truncated files."""
+    if not is_url(opened.url) and Path(opened.url).resolve().is_relative_to(found.path.resolve()):
+        raise InvalidInput(f"{found.path} contains the store itself: move the store, or import a folder beside it")
     named = os.fsencode(found.path.absolute()).decode(errors="replace")
     options.setdefault("lineage", {"imported_from": {"path": named}})
     files = sum(one.item.kind == ItemKind.FILE for one in found.items)
@@ -81,8 +83,10 @@ def save_listing(store: AnyStore, found: Listing, *, step: int, **options: Unpac
     options["metadata"] = {**(options.get("metadata") or {}), "folder": described}
     progress = Progress(options.pop("progress", None))
     checked = SaveOptions(step=step, no_dist=True, **options).checked()
-    layout = _Layout(step)
+    layout = _Layout(step, cuts_small=whole)
     layout.add_all(found)
+    if layout.truncated and whole:
+        raise InvalidInput(f"{listed(layout.truncated)} seem to be truncated")
     if layout.truncated:
         log.warning("%s: %s seem to be truncated, and are stored as they are", found.path, listed(layout.truncated))
     prepared = layout.prepared()
@@ -96,11 +100,23 @@ def save_listing(store: AnyStore, found: Listing, *, step: int, **options: Unpac
     return Checkpoint(opened.repository, save_in_rounds(opened.repository, state, checked, progress))
 
 
-def truncated(found: Listing) -> list[str]:
-    """Return the paths of files that begin as a known format, but lack its end. Raises Conflict, and StorageError."""
-    layout = _Layout(0)
+def is_stored(checkpoint: Checkpoint, found: Listing) -> bool:
+    """Return whether a checkpoint holds what was listed. Reads the files only if its listing was a different one.
+
+    Raises InvalidInput if it holds no folder, Conflict, and StorageError.
+    """
+    described = checkpoint.metadata.get("folder")
+    if not isinstance(described, dict):
+        raise InvalidInput(
+            f"{checkpoint.run}@{checkpoint.step} does not hold a folder of files: choose a different run"
+        )
+    if described.get("listing") == found.digest:
+        return True
+    layout = _Layout(checkpoint.step)
     layout.add_all(found)
-    return layout.truncated
+    contents = Contents.open(checkpoint.repo, checkpoint.commit)
+    is_same = contents.manifest.body.notes.get(NOTE) == encode_recipe(layout.items)
+    return is_same and holds(contents, layout.prepared().sources)
 
 
 @dataclass
@@ -127,7 +143,8 @@ class _Layout:
     steps have the same keys.
     """
 
-    def __init__(self, step: int) -> None:
+    def __init__(self, step: int, *, cuts_small: bool = False) -> None:
+        self._cuts_small = cuts_small  # to find those that are truncated
         self.items: list[Item] = []
         self.truncated: list[str] = []
         self._step = re.compile(rf"(?<!\d){step}(?!\d)")
@@ -137,7 +154,7 @@ class _Layout:
 
     def add_all(self, found: Listing) -> None:
         """Add all items of a folder."""
-        if any(_STEP in one.item.path for one in found.items):
+        if any(STEP in one.item.path for one in found.items):
             self._step = re.compile("(?!)")
         archives = _archives(found)
         for one in found.items:
@@ -150,13 +167,13 @@ class _Layout:
         return Prepared(sources, [], [], encode_tree(dict.fromkeys(self._entries, TENSOR_LEAF)))
 
     def _pieces(self, one: Found, archives: Sequence[Span]) -> Iterator[FilePiece]:
+        found = cut(one, one.size, archives) if one.size >= SMALL or self._cuts_small else Cut()
+        if not found.is_whole:
+            self.truncated.append(one.item.path or one.place.name)
         if one.size < SMALL:
             yield self._piece(self._packed(one.item.path), one, 0, one.size)
             return
-        found = cut(one, one.size, archives)
-        if not found.is_whole:
-            self.truncated.append(one.item.path or one.place.name)
-        base, at = self._step.sub(_STEP, one.item.path) or "file", 0
+        base, at = self._step.sub(STEP, one.item.path) or "file", 0
         stream = _Entry(base)
         for tensor in found.tensors:
             key = f"{base}/{tensor.name}"
@@ -173,7 +190,7 @@ class _Layout:
         """Return the entry of a small file. Packs end at certain paths, so that a new file changes only one of them."""
         pack = self._pack
         if pack is None or pack.nbytes >= (_PACK[0] if crc32(path.encode()) % _ENDS_PACK == 0 else _PACK[1]):
-            pack = self._pack = _Entry(f"/{self._step.sub(_STEP, path)}")  # no path begins with a slash
+            pack = self._pack = _Entry(f"/{self._step.sub(STEP, path)}")  # no path begins with a slash
         return pack
 
     def _piece(self, entry: _Entry, one: Found, start: int, end: int) -> FilePiece:

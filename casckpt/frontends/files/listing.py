@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Final
 
 from casckpt.base.digest import hex_digest
-from casckpt.base.text import listed, local_path
+from casckpt.base.text import is_url, listed, local_path
 from casckpt.errors import Conflict, InvalidInput, NotFound
 from casckpt.format.sections.recipe import MAX_MODE, MAX_PATH_BYTES, Item, ItemKind, stays_inside
 from casckpt.storage.failures import reporting
@@ -92,6 +92,13 @@ def changed(path: Path, names: list[str] | None = None) -> Conflict:
     )
 
 
+def local_folder(path: str | os.PathLike[str]) -> Path:
+    """Return the path of a local folder or file. Raises InvalidInput for a URL."""
+    if is_url(path):
+        raise InvalidInput(f"{os.fspath(path)} is a URL: copy the folder to this machine, and import the copy")
+    return local_path(path)
+
+
 def list_folder(path: str | os.PathLike[str], *, follow_links: bool = False) -> Listing:
     """Return what is in a folder, or the file at ``path``, which may be a link itself.
 
@@ -99,7 +106,7 @@ def list_folder(path: str | os.PathLike[str], *, follow_links: bool = False) -> 
     items vanish meanwhile, and InvalidInput, with the path, for links that lead out of the folder, names that are not
     UTF-8, and what is neither a file, a folder, nor a link. Raises StorageError.
     """
-    root = local_path(path)
+    root = local_folder(path)
     with reporting("read", root):
         if not root.exists():
             raise NotFound(f"there is no file or folder {root}; pass the path of what to import")
