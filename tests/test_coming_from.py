@@ -30,7 +30,6 @@ ELSEWHERE = {
     "OLMo-core": "not among what tests install: tools/bench makes it an environment of its own; "
     "interchange/test_torch_files.py imports folders as it writes them",
     "Orbax": "needs JAX, which casckpt has no other use for",
-    "Any other trainer": "cli/commands/test_import_.py and frontends/files/test_watching.py run such commands",
 }
 """Why a section is not run here. For Megatron-core, the "before" part needs a GPU; casckpt gets one of its folders."""
 
@@ -38,7 +37,7 @@ ELSEWHERE = {
 def test_each_section_of_the_page_is_run_or_states_why_it_is_not() -> None:
     sections = re.findall(r"^## (.*)$", PAGE.read_text(), re.MULTILINE)
     assert sections == ["torch.save", "safetensors", "torch.distributed.checkpoint", *HERE, "OLMo-core", "Orbax",
-                        "Any other trainer", "Intentional differences"]  # fmt: skip
+                        "Intentional differences"]  # fmt: skip
     assert sections[:-1] == [*list(ELSEWHERE)[:3], *HERE, *list(ELSEWHERE)[3:]]
     assert {block.needs for block in blocks(PAGE)} == {"", *HERE.values()}
 

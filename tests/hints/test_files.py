@@ -10,6 +10,7 @@ import torch
 import casckpt
 from casckpt.errors import Conflict, InvalidInput
 from casckpt.frontends.files.listing import Found
+from casckpt.frontends.files.watching import watch_files
 from tests.hints.conftest import Run
 from tests.support.hints import Messages, follows
 from tests.support.stored_folder import described
@@ -105,3 +106,18 @@ def test_a_folder_is_imported_once_its_program_has_finished(
         store.import_files(folder, step=1)
     advice.says("import it once the program has finished it")
     assert store.import_files(folder, step=1).metadata["folder"]["files"] == 2
+
+
+@follows("frontends/files/watching.py:_Watch._is_complete", "if it is right, import it with --step")
+def test_a_checkpoint_that_seems_incomplete_is_imported_as_advised(
+    store: Store, tmp_path: Path, messages: Messages, caplog: pytest.LogCaptureFixture, run: Run
+) -> None:
+    for step, names in ((1, ("a", "b", "trainer_state.json")), (2, ("a", "trainer_state.json"))):
+        (tmp_path / "out" / f"checkpoint-{step}").mkdir(parents=True)
+        for name in names:
+            (tmp_path / "out" / f"checkpoint-{step}" / name).write_text("{}")
+    assert [one.step for one in watch_files(store, tmp_path / "out", run="r", settle=0, once=True)] == [1]
+    option = messages.text(caplog.text).says("--step")
+    folder = tmp_path / "out" / "checkpoint-2"
+    run("import", store.url, folder, "--format", "files", "--run", "r", option, 2)
+    assert list(watch_files(store, tmp_path / "out", run="r", settle=0, once=True)) == []

@@ -75,7 +75,7 @@ def command(session: Session, ref: str, out: str, *, if_any: bool, **options: Un
 
     dcp: a folder for torch.distributed.checkpoint. torch: a file for torch.load, if OUT ends in .pt, .pth or .bin. Both
     formats hold the whole checkpoint, but with torch, you can select tensors with --keys, --strip-prefix and --rename.
-    OUT may be a URL.
+    OUT may be a URL. {step} in OUT stands for the step.
 
     files: the folder or file that `casckpt import --format files` stored. With --force, it takes the place of OUT in
     one step, and files that the checkpoint does not have are moved to OUT.before.

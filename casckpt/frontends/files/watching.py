@@ -1,8 +1,9 @@
 """Stores each checkpoint that another program writes into a folder, while that program runs. Changes nothing there.
 
 A checkpoint is complete if its marker, which the program writes last, says so, if it lacks no file that the newest one
-has, and if nothing in it changes for a while. The second rule finds killed saves and half-deleted checkpoints that have
-a marker. A checkpoint that changes while it is read is not stored, and read again.
+has (or, if it is the newest, the one before it), and if nothing in it changes for a while. The second rule finds killed
+saves and half-deleted checkpoints that have a marker. A checkpoint that changes while it is read is not stored, but
+read again.
 """
 
 from __future__ import annotations
@@ -113,12 +114,16 @@ class _Seen:
     is_done: bool = False
 
     def lacks(self, other: _Seen) -> list[str]:
-        """Return the paths in another checkpoint that this one does not have. The step in a path does not matter."""
+        """Return the paths in another checkpoint that this one does not have, neither as they are nor with its step."""
         mine, others = (
-            {re.sub(rf"(?<!\d)0*{one.step}(?!\d)", STEP, found.item.path) for found in one.listing.items}
+            [
+                (found.item.path, re.sub(rf"(?<!\d)0*{one.step}(?!\d)", STEP, found.item.path))
+                for found in one.listing.items
+            ]
             for one in (self, other)
         )
-        return sorted(others - mine)
+        here = {name for pair in mine for name in pair}
+        return sorted(path for path, general in others if here.isdisjoint((path, general)))
 
 
 @dataclass
@@ -199,17 +204,19 @@ class _Watch:
         """Return whether an unchanged checkpoint is complete. If not, say why."""
         layout, problem = self.layout or FILE, ""
         marker, quiet = _marker(layout, one.path), filter(self._is_quiet, self._seen.values())
-        last = max((seen.step for seen in quiet if os.path.exists(_marker(layout, seen.path))), default=-1)
+        marked = [seen for seen in quiet if os.path.exists(_marker(layout, seen.path))]
+        last = max((seen.step for seen in marked), default=-1)
         if layout.marker.startswith(".."):
             with suppress(OSError):
                 last = max(map(int, re.findall(r"\d+", marker.read_text(errors="replace"))[-1:]), default=-1)
-        newest = next((seen for seen in self._seen.values() if seen.step == last), one)
+        others = [seen for seen in marked if seen.step > one.step or (layout.marker and seen.step < one.step)]
+        other = max(others, key=lambda seen: seen.step, default=one)
         if last < one.step or not os.path.exists(marker):
             problem = f"no {marker.name} says that it is complete"
         elif not one.listing.nbytes:
             problem = "it is empty"
-        elif lacks := one.lacks(newest):
-            problem = f"it lacks {listed(lacks)}, which {newest.path.name} has"
+        elif lacks := one.lacks(other):
+            problem = f"it lacks {listed(lacks)}, which {other.path.name} has; if it is right, import it with --step"
         if problem:
             self._say(f"{one.path} {problem}", "%s is not stored, because it seems incomplete: %s", one.path, problem)
         return not problem

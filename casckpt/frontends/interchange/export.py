@@ -55,7 +55,9 @@ def export(
     allow_pickle: bool = False,
     progress: Shown | None = None,
 ) -> Exported:
-    """Write a checkpoint for other programs. ``path`` may be a URL. Every byte that is read is verified.
+    """Write a checkpoint for other programs. Every byte that is read is verified.
+
+    ``path``: may be a URL. ``{step}`` in it stands for the checkpoint's step.
 
     ``format``: "hf" writes only the model's weights, under their names in the model, for Transformers'
     ``from_pretrained``. "safetensors" writes all tensors under their keys. "dcp" writes the whole checkpoint for
@@ -79,8 +81,9 @@ def export(
     folder, and if several parts may be the model. After an error, no file exists under the final names.
     """
     opened = as_store(store)
-    _check_outside(opened.url, path)
     checkpoint = opened.get(ref)
+    path = os.fspath(path).replace("{step}", str(checkpoint.step))
+    _check_outside(opened.url, path)
     if format is None and checkpoint.holds_files:
         format = "files"
     if format is None and Path(path).suffix.lower() in _FOREIGN and not os.path.isdir(path):

@@ -248,6 +248,16 @@ def test_what_a_killed_save_or_a_rotation_left_is_not_stored(
     assert not stored or scene.store.get("r@1").id == whole
 
 
+def test_the_newest_that_lacks_a_file_of_the_one_before_it_waits_for_another_like_it(scene: Scene) -> None:
+    """DeepSpeed's `latest` may name a step before another rank has begun its file. Or there are fewer ranks now."""
+    scene.later(*PROGRAMS["deepspeed"](1), *(write for write in PROGRAMS["deepspeed"](2) if "zero_pp" not in write[0]))
+    with logged() as messages:
+        assert scene.stored(more=3 * STALL) == [1]
+    assert [one for one in messages if "it lacks 'zero_pp_rank_0.pt', which global_step1 has" in one]
+    scene.later(*(write for write in PROGRAMS["deepspeed"](3) if "zero_pp" not in write[0]))
+    assert scene.stored() == [2, 3]
+
+
 def test_what_a_trainer_deletes_is_forgotten(scene: Scene, monkeypatch: pytest.MonkeyPatch) -> None:
     """One checkpoint vanishes before it has settled, and the other while it is read."""
     save = importing.save_listing
