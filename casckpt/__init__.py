@@ -95,5 +95,6 @@ def __dir__() -> list[str]:
 
 
 _exports.exporter = lambda: __getattr__("export")  # front ends are above the store, which must not import them
+_exports.importer = lambda: import_module("casckpt.frontends.files.importing").import_files
 _exports.merger = lambda: import_module("casckpt.frontends.merging").merge
 _objects.home = lambda: import_module("casckpt.frontends.training_state.objects")  # for modules and optimizers

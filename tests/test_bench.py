@@ -420,3 +420,34 @@ def test_the_readme_figures_match_the_page() -> None:
     for one in said:
         digits = len(one.partition(".")[2])
         assert any(f"{found:.{digits}f}" == one for found in page), one
+
+
+_COPIES = """#!/bin/sh
+case $1 in
+    --version) echo borg 1.0 ;;
+    init) mkdir "$BORG_REPO" ;;
+    *) for source; do :; done; cp -r "$source" "$BORG_REPO" ;;
+esac
+"""
+
+
+@pytest.mark.soak
+def test_folders_are_stored_by_casckpt_and_by_the_programs_that_are_installed(tmp_path: Path) -> None:
+    results, borg = tmp_path / "files.json", tmp_path / "bin" / "borg"
+    borg.parent.mkdir()
+    borg.write_text(_COPIES)
+    borg.chmod(0o755)
+    found = {"PYTHONPATH": str(ROOT / "tools"), "PATH": f"{borg.parent}{os.pathsep}{os.environ['PATH']}"}
+    asked = ("files", "--quick", "--size", "2M", "--dir", tmp_path / "work", "--json", results)
+    done = run_script("benchmarks", *asked, environment=found)
+    assert done.status == 0, done.told
+    rows = rows_of(results, "files")
+    measured = {(group, who) for (group, who, _), row in rows.items() if row["rounds"]}
+    always = ("casckpt", "cp -a and fsync", "borg", "read and BLAKE3")
+    assert measured >= {(group, who) for group in ("first", "next") for who in always}
+    assert all(row["rounds"] or row["note"] == "absent: it is not installed" for row in rows.values())
+    borgs = [row for (_, who, _), row in rows.items() if who == "borg"]
+    copied = [one["stored"] / row["nbytes"] for row in borgs for one in row["rounds"]]
+    assert 1.0 <= min(copied) <= max(copied) < 1.1  # each version counts its own bytes only
+    assert json.loads(results.read_bytes())["scenarios"][0]["parameters"]["borg"] == "1.0"
+    assert not list((tmp_path / "work").iterdir())

@@ -386,7 +386,7 @@ OPEN = (
     "casckpt.loading.load.read_together",  # `unshard` reads on all ranks, but `Store.read` is local to one process
     "casckpt.loading.job_reads",  # DCP's own messages, not an exchange, decide which host reads which blob
     *(f"casckpt.loading.{name}" for name in ("options", "entry_reader", "regions", "fit", "unread")),
-    *("casckpt.loading.tied_tensors", "casckpt.loading.update.Update"),
+    *("casckpt.loading.tied_tensors", "casckpt.loading.update.Update", "casckpt.loading.comparison.holds"),
 )
 """What front ends that handle tensors may reference: the parts of a save, the contents of a checkpoint and their
 readers.

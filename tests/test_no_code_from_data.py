@@ -45,6 +45,8 @@ KNOWN = {
         "read_metadata",
         "casckpt.tensors.untrusted.BoundedUnpickler",
     ): _CALLER,
+    ("frontends/files/cutting.py", "_Storages", "casckpt.tensors.untrusted.BoundedUnpickler"): "it finds no names",
+    ("frontends/files/importing.py", "_archives", "casckpt.frontends.dcp.folder.read_metadata"): "anything=False",
     ("tensors/objects.py", "_run_pickle", "pickle.loads"): _CALLER,
     ("tensors/objects.py", "_run_pickle", "torch.load"): _CALLER,
     ("tensors/untrusted.py", "", "pickle._Unpickler"): "its table of functions is copied",

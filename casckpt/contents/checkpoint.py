@@ -220,6 +220,14 @@ class Checkpoint:
         return lineage_of(get_trusted(self.repo, self.commit).body.notes)
 
     @property
+    def holds_files(self) -> bool:
+        """Whether it holds a folder or file of another program, as `Store.import_files` stores it."""
+        from casckpt.contents.signatures import get_trusted
+        from casckpt.format.sections.recipe import NOTE
+
+        return NOTE in get_trusted(self.repo, self.commit).body.notes
+
+    @property
     def child_lineage(self) -> dict[str, Any]:
         """The ``lineage`` for the saves of a training that has loaded this checkpoint."""
         return {"resumed_from": {"id": self.id, "run": self.run, "step": self.step}}

@@ -19,6 +19,7 @@ from casckpt.format.manifest import Manifest
 from casckpt.format.plain_codecs import Codec
 from casckpt.format.regions import whole
 from casckpt.format.sections.index import ATTACHMENT, PART, TENSOR, Entry, StoredObject
+from casckpt.format.sections.recipe import NOTE as RECIPE
 from casckpt.format.tree import TENSOR as TENSOR_LEAF
 from casckpt.format.tree import Node, Wrapper, decode_tree, join, leaves
 from casckpt.history.commits import Commit
@@ -101,7 +102,12 @@ class Contents:
 
     @cached_property
     def tree(self) -> Node:
-        """The nested containers of the state, and its leaves."""
+        """The nested containers of the state, and its leaves. Raises InvalidInput for files of another program."""
+        if RECIPE in self.manifest.body.notes:
+            raise InvalidInput(
+                f"{self.where} holds the files of another program: get them back with `casckpt export --format files`. "
+                "For its tensors, import these without --format files"
+            )
         return decode_tree(self.manifest.body.tree, self._extensions)
 
     @property

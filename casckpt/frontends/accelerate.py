@@ -32,6 +32,7 @@ from torch import nn
 
 from casckpt.contents.checkpoint import Checkpoint
 from casckpt.errors import InvalidInput, Unsupported
+from casckpt.frontends.files import AS_FILES
 from casckpt.frontends.stores import AnyStore, advising
 from casckpt.frontends.trainer import Checkpointer, TrainState
 from casckpt.frontends.trainer.settings import DueArguments, StepArguments, TrainerArguments
@@ -81,7 +82,7 @@ class AcceleratorCheckpointer:
     ) -> None:
         kind = accelerator.distributed_type.name
         if kind in _OTHERS:
-            raise Unsupported(f"{kind} models are not supported; save them with accelerator.save_state")
+            raise Unsupported(f"{kind} models are not supported; save them with accelerator.save_state, and {AS_FILES}")
         if drift:
             settings.setdefault("check_replicas", "off")
             log.info(

@@ -121,14 +121,28 @@ def _compare(
         else:
             sources.append(changed(source, rank=entry.rank))
     wait_for_gpus(piece.data for source in sources for piece in source.pieces)
-    held = CellSource.of(manifest, [contents.tensors[source.key] for source in sources])
-    known = ReusableCells(held, [], lambda ref: False)
-    work = plan_work(sources, manifest.body.cell_bytes, known)
-    cells = [cell for group in work for cell in group if isinstance(cell, Cell)]
+    cells = _cells(contents, sources)
     unequal = _unequal(repo, contents, sources, _doubtful(cells, progress), progress)
     by_source = grouped(unequal, lambda place: place.source)
     differs = [_differs(sources[number].key, rank, places) for number, places in by_source.items()]
     return Comparison((*unlike, *differs), sum(cell.nbytes for cell in cells))
+
+
+def holds(contents: Contents, sources: Sequence[LocalEntry]) -> bool:
+    """Return whether a checkpoint has these tensors, with these bytes. Hashes them, and reads no blobs."""
+    contents.ready([source.key for source in sources])
+    for source in sources:
+        entry = contents.tensors.get(source.key)
+        if entry is None or (entry.dtype, entry.shape) != (source.dtype, source.shape):
+            return False
+    return not _doubtful(_cells(contents, sources), Progress())
+
+
+def _cells(contents: Contents, sources: Sequence[LocalEntry]) -> list[Cell]:
+    """Return the cells of these tensors as the checkpoint divides them."""
+    held = CellSource.of(contents.manifest, [contents.tensors[source.key] for source in sources])
+    work = plan_work(sources, contents.manifest.body.cell_bytes, ReusableCells(held, [], lambda ref: False))
+    return [cell for group in work for cell in group if isinstance(cell, Cell)]
 
 
 class _Unequal(NamedTuple):

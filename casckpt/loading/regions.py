@@ -148,7 +148,7 @@ class RegionReader:
             before = bytes(window)
             plan_update(self._reader, wants, held, 0, check=True).run()
             for at in range(0, len(window), _BLOCK):
-                if window[at : at + _BLOCK] != before[at : at + _BLOCK]:
+                if bytes(window[at : at + _BLOCK]) != before[at : at + _BLOCK]:  # views compare slowly
                     file.seek(start + at)
                     file.write(window[at : at + _BLOCK])
             file.seek(start + len(window))

@@ -22,20 +22,21 @@ from casckpt.format.sections.index import Name
 from casckpt.format.sections.tables import Streams, WholeCells
 from casckpt.plan.cells import Cut, Group, plan_cells
 from casckpt.plan.reuse import ReusableCells
+from casckpt.tensors.file_memory import FileMemory
 from casckpt.tensors.kinds import PLAIN
 from casckpt.tensors.memory import Block, BufferMemory, Memory, TensorMemory, block_of, narrow
 from casckpt.tensors.shards import Piece
 
-Data: TypeAlias = torch.Tensor | bytes
+Data: TypeAlias = torch.Tensor | bytes | FileMemory
 
 
 class LocalEntry(LightStruct, frozen=True):
     """A tensor, a large buffer of an object, or an attachment; see `casckpt.format.sections.index.Entry`.
 
     ``data``, ``shards``, ``replicated``: see `casckpt.tensors.shards.LocalTensor`. The data is bytes if this is not a
-    tensor. ``limits``: for each piece, the elements [lo, hi) of its normalized region that this rank writes. None means
-    all of them. ``frozen``: the caller declares that the tensor did not change. ``may_differ``: see
-    `casckpt.tensors.shards.may_differ`. ``block``: the memory of most plain tensors.
+    tensor, or the content of files. ``limits``: for each piece, the elements [lo, hi) of its normalized region that
+    this rank writes. None means all of them. ``frozen``: the caller declares that the tensor did not change.
+    ``may_differ``: see `casckpt.tensors.shards.may_differ`. ``block``: the memory of most plain tensors.
     """
 
     kind: str
@@ -69,7 +70,7 @@ class LocalEntry(LightStruct, frozen=True):
 
     def parts(self) -> Iterator[tuple[Region, Data, int]]:
         """Yield the writes of this rank as (region, data, element of the data at which the region begins)."""
-        if isinstance(self.data, bytes):
+        if isinstance(self.data, bytes | FileMemory):
             yield whole(self.shape), self.data, 0
         for number, piece in enumerate(self.pieces):
             region = normalise(piece.region, self.shape)
@@ -220,8 +221,10 @@ def _cells(number: int, source: LocalEntry, cell_bytes: int, known: ReusableCell
 
 
 def _memory(region: Region, data: Data, group: Group) -> Memory:
-    if not isinstance(data, torch.Tensor):
+    if isinstance(data, bytes):
         return BufferMemory(data)
+    if isinstance(data, FileMemory):
+        return data
     if group.part == region.box:
         return TensorMemory(data)
     return TensorMemory(narrow(data, group.part.relative_to(region.box)))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 
 from casckpt.base.progress import Progress
@@ -40,13 +40,15 @@ class Rounds:
 class ComputedState:
     """A state to save. ``source``: the commit whose cells it may name, besides those that any save may reuse.
 
-    ``plan``: returns what to store, given the cells that may be named. It may be called several times.
+    ``plan``: returns what to store, given the cells that may be named. It may be called several times. ``notes``: see
+    `casckpt.format.manifest.Draft`.
     """
 
     streams: Streams
     tree: bytes
     source: Commit | None
     plan: Callable[[ReusableCells], Rounds]
+    notes: Mapping[str, bytes] = field(default_factory=dict)
 
 
 def save_in_rounds(repo: Repository, state: ComputedState, options: SaveOptions, progress: Progress) -> Commit:
@@ -70,7 +72,7 @@ def _attempt(
         planned = blobs.store(repo, txid, partial(state.plan, known), partial(_reused, known), known.exclude)
         part = write_part(repo, txid, offer, planned.rounds, options, known=known, progress=progress)
         part = replace(part, share=joined([part.share, _share(planned, known)]))
-        record, _ = leader.conclude([part], state.streams, state.tree)
+        record, _ = leader.conclude([part], state.streams, state.tree, state.notes)
     return just_committed(record)
 
 

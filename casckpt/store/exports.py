@@ -10,6 +10,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias, TypedDict
 
+from casckpt.saving.options import ImportArguments
+
 if TYPE_CHECKING:
     import torch
 
@@ -18,7 +20,7 @@ if TYPE_CHECKING:
     from casckpt.loading.options import Rename
     from casckpt.plan.averages import Weight
 
-Format: TypeAlias = Literal["hf", "safetensors", "dcp", "torch"]
+Format: TypeAlias = Literal["hf", "safetensors", "dcp", "torch", "files"]
 
 
 class FileOptions(TypedDict, total=False):
@@ -78,8 +80,17 @@ class Exported:
     notes: tuple[str, ...] = ()
 
 
+class ImportFilesArguments(ImportArguments, total=False):
+    """The keyword arguments of `Store.import_files`, except the step."""
+
+    follow_links: bool
+
+
 exporter: Callable[[], Callable[..., Exported]]
 """A function that imports and returns `casckpt.export`. The `casckpt` module sets it on import."""
 
 merger: Callable[[], Callable[..., Checkpoint]]
 """A function that imports and returns `casckpt.frontends.merging.merge`. The `casckpt` module sets it on import."""
+
+importer: Callable[[], Callable[..., Checkpoint]]
+"""A function that imports and returns `casckpt.frontends.files.importing.import_files`."""

@@ -34,7 +34,7 @@ from casckpt.storage import open_storage
 from casckpt.storage.base import Finding
 from casckpt.storage.forking import PerProcess
 from casckpt.store import exports, objects, reading
-from casckpt.store.exports import Exported, ExportOptions, MergeOptions
+from casckpt.store.exports import Exported, ExportOptions, ImportFilesArguments, MergeOptions
 from casckpt.store.listing import Listing, list_store
 from casckpt.store.reading import lease, plain, resolve
 from casckpt.store.types import SettingChanges, StoreSettings, change_settings, settings_from
@@ -294,6 +294,15 @@ class Store:
     def export(self, ref: str | Checkpoint, path: str | os.PathLike[str], **options: Unpack[ExportOptions]) -> Exported:
         """Export a checkpoint as a folder for from_pretrained, safetensors, DCP or torch.save. See `casckpt.export`."""
         return exports.exporter()(self, ref, path, **options)
+
+    def import_files(
+        self, path: str | os.PathLike[str], *, step: int, **options: Unpack[ImportFilesArguments]
+    ) -> Checkpoint:
+        """Store a folder or file of another program as it is, each tensor in it only once.
+
+        See `casckpt.frontends.files.importing.import_files`. ``export`` with ``format="files"`` gives it back.
+        """
+        return exports.importer()(self, path, step=step, **options)
 
     def merge(self, *named: str | Checkpoint, run: str, step: int, **options: Unpack[MergeOptions]) -> Checkpoint:
         """Save a linear combination of checkpoints, such as their mean, as a new checkpoint. Memory use is bounded.

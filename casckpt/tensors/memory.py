@@ -22,6 +22,7 @@ from casckpt.format.regions import Box, Region, Shape, flat_boxes, full_box, int
 from casckpt.format.sections.columns import Ints
 from casckpt.format.sections.index import Entry
 from casckpt.tensors.dtypes import torch_dtype
+from casckpt.tensors.file_memory import FileMemory
 from casckpt.tensors.gpu import wait_for_gpus
 
 ADDRESSES = memoryview((ctypes.c_ubyte * (1 << 62)).from_address(0)).cast("B")
@@ -85,7 +86,7 @@ class TensorMemory:
             self._whole.copy_out(Region(self._whole.region.box, lo, hi), buffer)
 
 
-Memory: TypeAlias = BufferMemory | TensorMemory
+Memory: TypeAlias = BufferMemory | TensorMemory | FileMemory
 """A source of elements. Positions count elements in row-major order. A buffer has exactly the size of the elements."""
 
 

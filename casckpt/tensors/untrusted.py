@@ -88,6 +88,12 @@ class BoundedUnpickler(pickle._Unpickler):
             raise pickle.UnpicklingError(f"it contains {module}.{name}")
         return super().find_class(module, name) if value is None else value
 
+    def get_extension(self, code: int) -> None:
+        """Refuse a number that a program has registered for a name: it may stand for anything."""
+        if not self._anything:
+            raise pickle.UnpicklingError(f"it contains the extension {code}")
+        super().get_extension(code)  # type: ignore[misc] # of pickle._Unpickler
+
     def _build(self) -> None:
         if not self._anything and type(self.stack[-2]) not in self._built:
             raise pickle.UnpicklingError(f"it sets attributes of a {type(self.stack[-2]).__name__}")

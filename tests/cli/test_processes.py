@@ -124,3 +124,36 @@ def test_an_interrupt_ends_a_command_without_a_traceback(saved: Path, store: cas
     transaction.abort("test")
     assert process.returncode == 130
     assert said.strip() == "casckpt: interrupted"
+
+
+@pytest.mark.parametrize(("signals", "status", "steps"), [(0, 0, [1, 2]), (1, 0, [1]), (2, -signal.SIGTERM, [])])
+def test_a_watch_ends_after_the_checkpoint_that_it_is_storing(
+    tmp_path: Path, signals: int, status: int, steps: list[int]
+) -> None:
+    """It receives so many signals during its first import, or one when it waits. A second one ends it at once."""
+    for step in (1, 2):
+        (tmp_path / "out" / f"checkpoint-{step}").mkdir(parents=True)
+        (tmp_path / "out" / f"checkpoint-{step}" / "trainer_state.json").write_text("{}")
+    code = (
+        "import os, signal\n"
+        "from casckpt.cli.main import main\n"
+        "from casckpt.frontends.files import watching\n"
+        "save = watching.save_listing\n"
+        "def and_signal(*args, **options):\n"
+        f"    for _ in range({signals}):\n"
+        "        os.kill(os.getpid(), signal.SIGTERM)\n"
+        "    return save(*args, **options)\n"
+        "watching.save_listing = and_signal\n"
+        "main()\n"
+    )
+    store = tmp_path / "store"
+    arguments = [store, tmp_path / "out", "--format", "files", "--run", "r", "--watch", "--settle", "0", "--json"]
+    with subprocess.Popen(
+        [sys.executable, "-c", code, "import", *map(str, arguments)], stdout=subprocess.PIPE, text=True
+    ) as process:
+        assert process.stdout is not None
+        stored = [json.loads(line)["step"] for _, line in zip(steps, process.stdout, strict=False)]
+        if not signals:
+            process.send_signal(signal.SIGTERM)
+        assert process.stdout.read() == ""
+    assert (process.returncode, stored) == (status, steps)

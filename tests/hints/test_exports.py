@@ -22,6 +22,7 @@ import casckpt
 from casckpt.base.names import HUB_FILE
 from casckpt.errors import InvalidInput, Mismatch, MissingKey, Refused, Unsupported
 from casckpt.frontends.convert import import_any, look_at
+from casckpt.frontends.files import AS_FILES
 from casckpt.frontends.interchange.olmo_import import import_olmo_trainer
 from casckpt.frontends.interchange.safetensors import files, layout
 from casckpt.frontends.interchange.safetensors.importing import import_safetensors
@@ -372,6 +373,19 @@ def test_folders_without_safetensors_can_be_imported_or_saved_as_advised(
     advice.says("with store.save")
     store.save(torch.load(tmp_path / "other" / "part.bin"), step=2)
     assert len(store.read("default@2")["w"]) == 2
+
+
+@follows("frontends/interchange/safetensors/importing.py:", "pass --format files (store.import_files)")
+@follows("frontends/files/__init__.py:", "store the folders that it writes with")
+def test_a_folder_of_any_program_can_be_stored_as_files_as_advised(
+    store: Store, tmp_path: Path, messages: Messages, run: Run
+) -> None:
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "zero_to_fp32.py").write_text("pass")
+    messages.text(run("import", store.url, tmp_path / "run", "--step", 1, status=1).output).says("--format files")
+    run(*messages.text(AS_FILES).command("import"), store.url, tmp_path / "run", "--step", 1)
+    store.export("default@1", tmp_path / "back")
+    assert (tmp_path / "back" / "zero_to_fp32.py").read_text() == "pass"
 
 
 @follows("frontends/interchange/safetensors/layout.py:plan_shards", "pass a larger --max-shard-size")

@@ -57,18 +57,22 @@ Kills and power
     dying: a process that dies before or after a change of storage
     crash, power: puts that are killed, and a disk that loses power
     killed_saves, killed_thins, killed_writers, struck, chaos: programs that are killed or stopped at a chosen call
+    killed_watch: a trainer and a watcher of its folder
     killed_when_full: programs that free a full disk, and are killed
 
 Other programs and formats
     dcp: torch.distributed.checkpoint, and folders that it writes
     gpt, megatron_core, megatron_fsdp, torch_dist_folder: Megatron's state dicts, library and folders
     hub, hub_folders, safetensors_files, serving: models and folders of the Hugging Face Hub
+    odd_files: files with tensors, and hostile ones
     stored_folder, frozen_store: stores in tests/data, and how they were written
+    program_folders, deepspeed_training: folders and files that training programs write
+    trees: complete comparison of two folders or files
     plain_reader: a reader that was written from docs/format.md alone
     fuzz, fuzz_decoders, fuzz_guided: changed inputs for importers and decoders
 
 Measures
-    peak, peak_convert, peak_merge, held: memory
+    peak, peak_convert, peak_files, peak_merge, held: memory
     tally: counts of evidence for docs/reliability.md
 
 The suite itself

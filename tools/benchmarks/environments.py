@@ -1,8 +1,10 @@
-"""Virtual environments, created on demand, for peers whose requirements conflict with those of casckpt."""
+"""Virtual environments, created on demand, for peers that casckpt's environment does not have."""
 
 from __future__ import annotations
 
 import fcntl
+import re
+import shutil
 import subprocess
 import sys
 from importlib.metadata import version
@@ -15,6 +17,7 @@ REQUIREMENTS: dict[str, tuple[str, ...]] = {
     "olmo-0.1.0": ("ai2-olmo-core==0.1.0",),
     "olmo-3.0.0": ("ai2-olmo-core==3.0.0",),
 }
+PROGRAMS: dict[str, tuple[str, ...]] = {"borg": ("borgbackup==1.4.5",), "dvc": ("dvc==3.67.1",)}
 
 
 class Absent(Exception):
@@ -28,14 +31,36 @@ def python_of(environment: str) -> Path:
     """
     if environment not in REQUIREMENTS:
         return Path(sys.executable)
-    folder = platformdirs.user_cache_path("casckpt") / "bench" / environment
     torch = f"torch=={version('torch').partition('+')[0]}"  # the version that all other peers use
-    wanted = (torch, *REQUIREMENTS[environment], *_ALWAYS)
+    return _made(environment, (torch, *REQUIREMENTS[environment], *_ALWAYS)) / "python"
+
+
+def program(name: str, *, create: bool) -> str:
+    """Return the path of a program, which is on PATH or, with ``create``, in an environment. Raises `Absent`."""
+    if found := shutil.which(name):
+        return found
+    if name not in PROGRAMS or not create:
+        raise Absent("it is not installed")
+    return str(_made(name, PROGRAMS[name]) / name)
+
+
+def version_of(path: str) -> str:
+    """Return the version that a program prints, or "" if it prints none."""
+    for word in ("--version", "version"):
+        printed = subprocess.run([path, word], capture_output=True, text=True, check=False).stdout
+        if found := re.search(r"\d+\.\d+[\w.]*", printed):
+            return found[0]
+    return ""
+
+
+def _made(name: str, wanted: tuple[str, ...]) -> Path:
+    """Return the folder of an environment's programs. The environment is created if it does not exist."""
+    folder = platformdirs.user_cache_path("casckpt") / "bench" / name
     folder.parent.mkdir(parents=True, exist_ok=True)
     with open(folder.with_suffix(".lock"), "w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         _ensure(folder, wanted)
-    return folder / "bin" / "python"
+    return folder / "bin"
 
 
 def _ensure(folder: Path, wanted: tuple[str, ...]) -> None:

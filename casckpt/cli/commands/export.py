@@ -15,7 +15,7 @@ from casckpt.cli.progress import progress_bar
 from casckpt.cli.session import Session, store_command
 from casckpt.cli.text import count, name, printable, say, say_all, shortened, size, summed
 from casckpt.cli.types import REF, RENAMING, SIZE, TEXT_SETTING
-from casckpt.errors import InvalidInput, StorageError, Unsupported
+from casckpt.errors import Gone, InvalidInput, NotFound, StorageError, Unsupported
 
 if TYPE_CHECKING:
     from casckpt.store.exports import ExportOptions
@@ -33,8 +33,9 @@ _NO_MODEL = {
 @click.argument("ref", type=REF)
 @click.argument("out")
 @click.option(
-    "--format", type=click.Choice(["hf", "safetensors", "dcp", "torch"]),
-    help="The format.  [default: by OUT's suffix; otherwise hf if a config.json is attached, else safetensors]",
+    "--format", type=click.Choice(["hf", "safetensors", "dcp", "torch", "files"]),
+    help="The format.  [default: files if these are stored; else by OUT's suffix; otherwise hf if a config.json is "
+         "attached, else safetensors]",
 )  # fmt: skip
 @click.option("--max-shard-size", type=SIZE, help="The largest size of a safetensors file in a folder.  [default: 5GB]")
 @click.option(
@@ -61,10 +62,11 @@ _NO_MODEL = {
     help="Omit the attachments.",
 )
 @click.option("--force", is_flag=True, help="Replace existing files.")
+@click.option("--if-any", is_flag=True, help="If there is no such checkpoint, write nothing, and exit with 0.")
 @click.option(
     "--allow-pickle", is_flag=True, help="Unpickle values that are stored as pickles. This runs code from the store."
 )
-def command(session: Session, ref: str, out: str, **options: Unpack[ExportOptions]) -> None:
+def command(session: Session, ref: str, out: str, *, if_any: bool, **options: Unpack[ExportOptions]) -> None:
     """Write a checkpoint for other programs.
 
     hf: a folder for from_pretrained of Transformers. It holds the model's weights under the model's own names, and the
@@ -73,13 +75,22 @@ def command(session: Session, ref: str, out: str, **options: Unpack[ExportOption
 
     dcp: a folder for torch.distributed.checkpoint. torch: a file for torch.load, if OUT ends in .pt, .pth or .bin. Both
     formats hold the whole checkpoint, but with torch, you can select tensors with --keys, --strip-prefix and --rename.
-    OUT may be a URL.
+    OUT may be a URL. {step} in OUT stands for the step.
+
+    files: the folder or file that `casckpt import --format files` stored. With --force, it takes the place of OUT in
+    one step, and files that the checkpoint does not have are moved to OUT.before.
 
     The output lists the tensors and files that were omitted.
     """
     from casckpt.frontends.interchange.export import export
 
-    checkpoint = session.store.get(ref)
+    try:
+        checkpoint = session.store.get(ref)
+    except NotFound as error:
+        if not if_any or isinstance(error, Gone):
+            raise
+        session.give({"reason": str(error)}, lambda result: say(f"nothing to export: {result['reason']}"))
+        return
     with progress_bar("exporting") as done:
         options["progress"] = done
         exported = export(session.store, checkpoint, out, **options)
@@ -91,7 +102,8 @@ def command(session: Session, ref: str, out: str, **options: Unpack[ExportOption
 
 def _text(result: dict[str, Any], *, is_file: bool, wanted: bool) -> None:
     """Print the result. ``wanted``: whether the user wants attachments."""
-    say(f"exported {name(result)}: {count(result['tensors'], 'tensor')}, {size(result['bytes'])}")
+    what = count(len(result["files"]), "file") if result["format"] == "files" else count(result["tensors"], "tensor")
+    say(f"exported {name(result)}: {what}, {size(result['bytes'])}")
     say_all(f"  {printable(path)}" for path in shortened(result["files"]))
     if result["left_out"]:
         say(f"omitted: {printable(', '.join(shortened(list(summed(result['left_out'])), _MOST)))}")

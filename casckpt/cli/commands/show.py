@@ -227,6 +227,10 @@ def differences(store: Store, old: str, new: str) -> dict[str, Any]:
     one, other = store.get(old), store.get(new)
     found = store.diff(one, other)
     result = {"old": brief(one), "new": brief(other), "changed": list(found.changed)}
+    if one.holds_files and other.holds_files:
+        from casckpt.frontends.files.comparing import file_changes
+
+        result["files"] = file_changes(one, other)._asdict()
     return result | {"bytes_changed": found.bytes_changed, **plain(found)}
 
 
@@ -240,6 +244,8 @@ def _values(store: Store, old: str, new: str, found: dict[str, Any]) -> list[dic
 def difference_text(result: dict[str, Any]) -> None:
     """Print the differences, one line for each differing tensor."""
     say(f"{name(result['old'])} -> {name(result['new'])}")
+    for sign, title in (("+", "added"), ("-", "removed"), ("~", "changed")):
+        say_all(f"  {sign} file {printable(path)}" for path in shortened(result.get("files", {}).get(title, [])))
     for sign, title in (("+", "added"), ("-", "removed")):
         say_all(f"  {sign} {printable(key)}" for key in shortened(result[title]))
     lines = [f"{one['key']}  {one['what']}, {size(one['bytes'])}" for one in result["changes"]]

@@ -14,7 +14,7 @@ from typing import Any, Final, NamedTuple
 
 from casckpt.errors import Refused
 from casckpt.format import plain
-from casckpt.format.sections.columns import unpack
+from casckpt.format.sections.columns import pack, unpack
 from casckpt.format.sections.index import TENSOR, Entry
 
 NOTE: Final = "files"
@@ -86,6 +86,33 @@ def decode_recipe(data: bytes, entries: Sequence[Entry]) -> list[Item]:
     return made
 
 
+def encode_recipe(items: Sequence[Item]) -> bytes:
+    """Encode the note. A folder must come before what it contains, and the pieces of an entry follow each other."""
+    pieces = [piece for item in items for piece in item.pieces]
+    return plain.encode(
+        {
+            "paths": [item.path for item in items],
+            "kinds": pack([item.kind for item in items]),
+            "modes": pack([item.mode for item in items]),
+            "targets": [item.target for item in items if item.kind == ItemKind.LINK],
+            "pieces": pack([len(item.pieces) for item in items if item.kind == ItemKind.FILE]),
+            "entries": pack([piece.entry for piece in pieces]),
+            "lengths": pack([piece.length for piece in pieces]),
+        }
+    )
+
+
+def stays_inside(path: str, target: str) -> bool:
+    """Return whether the link ``path`` with this target cannot lead out of the root.
+
+    As ``..`` comes only first, it leads through folders. A name may lead through another link, which stays inside too.
+    """
+    names = target.split("/")
+    behind = list(dropwhile(lambda name: name in (*_SAME, _UP), names))
+    ups = names[: len(names) - len(behind)].count(_UP)
+    return bool(target) and target[0] != "/" and _UP not in behind and ups <= path.count("/")
+
+
 def _refusal(what: str) -> Refused:
     return Refused(f"the recipe of a folder is not valid: {what}")
 
@@ -131,14 +158,8 @@ def _check_paths(paths: Sequence[str], kinds: Sequence[int]) -> None:
 
 
 def _checked_target(path: str, target: str) -> str:
-    """Return the target of a link. Raise Refused if it may lead out of the root.
-
-    As ``..`` comes only first, it leads through folders. A name may lead through another link, which stays inside too.
-    """
-    names = target.split("/")
-    behind = list(dropwhile(lambda name: name in (*_SAME, _UP), names))
-    ups = names[: len(names) - len(behind)].count(_UP)
-    if not target or target[0] == "/" or _UP in behind or ups > path.count("/"):
+    """Return the target of a link. Raise Refused if it may lead out of the root."""
+    if not stays_inside(path, target):
         raise _refusal(f"the link {path!r} leads to {target!r}, which may be outside its folder")
     return target
 

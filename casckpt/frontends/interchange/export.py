@@ -13,6 +13,7 @@ from casckpt.base.progress import Shown
 from casckpt.base.text import is_url, listed, local_path
 from casckpt.contents.checkpoint import Checkpoint
 from casckpt.errors import CasckptError, InvalidInput
+from casckpt.frontends.files.exporting import export_files
 from casckpt.frontends.interchange.new_files import file_attachments
 from casckpt.frontends.interchange.safetensors.exporting import export_safetensors
 from casckpt.frontends.interchange.safetensors.files import SUFFIX
@@ -33,7 +34,8 @@ _FOREIGN: Final = {
 }  # fmt: skip
 """Suffixes of other formats. An export to such a name would create a folder, which other programs do not expect."""
 _OF_FILES: Final = ("max_shard_size", "metadata")
-_NOT_FOR: Final = {"dcp": ("keys", "strip_prefix", "rename", *_OF_FILES), "torch": _OF_FILES}
+_OF_TENSORS: Final = ("keys", "strip_prefix", "rename", *_OF_FILES)
+_NOT_FOR: Final = {"dcp": _OF_TENSORS, "torch": _OF_FILES, "files": _OF_TENSORS}
 """Arguments that a format does not support."""
 
 
@@ -53,14 +55,18 @@ def export(
     allow_pickle: bool = False,
     progress: Shown | None = None,
 ) -> Exported:
-    """Write a checkpoint for other programs. ``path`` may be a URL. Every byte that is read is verified.
+    """Write a checkpoint for other programs. Every byte that is read is verified.
+
+    ``path``: may be a URL. ``{step}`` in it stands for the checkpoint's step.
 
     ``format``: "hf" writes only the model's weights, under their names in the model, for Transformers'
     ``from_pretrained``. "safetensors" writes all tensors under their keys. "dcp" writes the whole checkpoint for
-    `torch.distributed.checkpoint`. "torch" writes the whole checkpoint to one file for plain `torch.load`. If None,
-    the suffix of ``path`` determines the format (.safetensors; .pt, .pth or .bin for "torch"). Without such a suffix,
-    the format is "hf" if the config of a model is attached or the model has adapters, otherwise "safetensors". "hf"
-    and "safetensors" create a folder, or one file if ``path`` ends in .safetensors.
+    `torch.distributed.checkpoint`. "torch" writes the whole checkpoint to one file for plain `torch.load`. "files"
+    gives back what `import_files` stored (see `casckpt.frontends.files.exporting`), and is the only format for that.
+
+    If None, the suffix of ``path`` determines the format (.safetensors; .pt, .pth or .bin for "torch"). Without such a
+    suffix, the format is "hf" if the config of a model is attached or the model has adapters, otherwise "safetensors".
+    "hf" and "safetensors" create a folder, or one file if ``path`` ends in .safetensors.
 
     ``keys``: export only tensors whose key matches one of these fnmatch patterns. ``strip_prefix``: export only
     tensors below this prefix, and remove it from their names. ``rename``: how to map names to new names. It is a
@@ -75,13 +81,16 @@ def export(
     folder, and if several parts may be the model. After an error, no file exists under the final names.
     """
     opened = as_store(store)
+    checkpoint = opened.get(ref)
+    path = os.fspath(path).replace("{step}", str(checkpoint.step))
     _check_outside(opened.url, path)
+    if format is None and checkpoint.holds_files:
+        format = "files"
     if format is None and Path(path).suffix.lower() in _FOREIGN and not os.path.isdir(path):
         raise InvalidInput(
             f"casckpt cannot write {Path(path).suffix} files: use a name that ends in .safetensors, .pt, .pth or .bin, "
             f"use a folder, or choose one of {', '.join(FORMATS)} with format= (--format)"
         )
-    checkpoint = opened.get(ref)
     chosen = format or _by_suffix(path) or ("hf" if is_model(opened.attachments(checkpoint)) else "safetensors")
     if chosen not in FORMATS:
         raise InvalidInput(f"format={chosen!r} is not a known format; choose one of {', '.join(FORMATS)}")
@@ -90,6 +99,8 @@ def export(
     given = {"keys": keys, "strip_prefix": strip_prefix, "rename": rename, "max_shard_size": max_shard_size}
     given |= {"metadata": metadata or None}
     _check_known(chosen, [name for name, value in given.items() if value is not None])
+    if chosen == "files":
+        return export_files(opened, checkpoint, path, force=force, progress=progress)
     _warn_of_modes(opened, checkpoint)
     options: FileOptions = {"force": force, "allow_pickle": allow_pickle, "progress": progress}
     if chosen in ("hf", "safetensors"):
@@ -137,7 +148,7 @@ def _by_suffix(path: str | os.PathLike[str]) -> Format | None:
 def _check_suffix(format: Format, path: str | os.PathLike[str]) -> None:
     """Raise InvalidInput for a file with the suffix of a different format. A folder may have any name."""
     of = _by_suffix(path)
-    if of in (None, format) or (of, format) == ("safetensors", "hf") or os.path.isdir(path):
+    if format == "files" or of in (None, format) or (of, format) == ("safetensors", "hf") or os.path.isdir(path):
         return
     raise InvalidInput(
         f"{Path(path).name} has the suffix of --format {of}, but the format is {format}; choose a different name"

@@ -10,7 +10,8 @@ import secrets
 import shutil
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
-from itertools import accumulate
+from itertools import accumulate, chain, count
+from os.path import samestat
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import BinaryIO
@@ -20,6 +21,7 @@ from casckpt.base.text import is_url, local_path
 from casckpt.contents.checkpoint import Checkpoint
 from casckpt.errors import CasckptError, Conflict, InvalidInput, StorageError
 from casckpt.storage.failures import LIMITED
+from casckpt.storage.local.syscalls import Lacking, exchange
 from casckpt.store.store import Store
 
 _NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, None)  # None comes from torch.save; see `torch_saves`
@@ -77,6 +79,64 @@ def new_folder(path: Path, *, force: bool, stale: Callable[[str], bool], last: S
                 sync_folder(temporary)  # files may have been moved here
                 os.rename(temporary, path)
             sync_folder(path if exists else path.parent)
+
+
+@contextmanager
+def exchanged_folder(path: Path, *, force: bool, old: Callable[[Path], None]) -> Iterator[Path]:
+    """Yield the path of a folder to create. At the end, it takes the place of the folder ``path`` in one step.
+
+    If that is not empty, raises Conflict. ``force``: it is then renamed to ``path`` with the suffix ".before" (or
+    ".before2", ..., if that exists), and passed to ``old``. Raises StorageError, at first, if the file system cannot
+    exchange folders.
+    """
+    path = Path(os.path.realpath(path))
+    with _said_as_ours(path):
+        if os.path.lexists(path) and not path.is_dir():
+            raise Conflict(f"{path} is a file; choose the name of a folder")
+        if os.path.ismount(path):
+            raise StorageError(f"{path} is where a file system is mounted, and cannot move: export to a folder in it")
+        path.parent.mkdir(parents=True, exist_ok=True)
+        is_full = path.is_dir() and any(path.iterdir())
+        if is_full:
+            _check_empty(path, force=force)
+        with _scratch(path.parent, path.name) as scratch:
+            if is_full:
+                for name in ("one", "other"):
+                    (scratch / name).mkdir()
+                _exchange(scratch / "one", scratch / "other")
+            yield (new := scratch / "new")
+            if is_full:
+                made, names = (
+                    new.stat(),
+                    (path.with_name(f"{path.name}.before{number}") for number in chain([""], count(2))),
+                )
+                before = next(name for name in names if not os.path.lexists(name))
+                try:
+                    os.rename(new, before)  # if this process dies here, nothing is lost
+                    _exchange(path, before)
+                except BaseException:
+                    if before.exists() and samestat(made, before.stat()):  # an interrupt may come after each call
+                        os.rename(before, new)
+                    raise
+                sync_folder(path.parent)
+                old(before)
+            else:
+                if path.is_dir():  # another program may have created it in the meantime
+                    _check_empty(path, force=False)
+                os.rename(new, path)
+            sync_folder(path.parent)
+
+
+def _exchange(one: Path, other: Path) -> None:
+    handle = os.open(one.parent, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        exchange(handle, one.name, other.name)
+    except Lacking as error:
+        raise StorageError(
+            f"{one.parent} is on a file system that cannot exchange folders: export to a folder that does not exist"
+        ) from error
+    finally:
+        os.close(handle)
 
 
 @contextmanager

@@ -22,6 +22,8 @@ from casckpt.errors import InvalidInput, MissingKey
 from casckpt.format.digest import Hasher
 from casckpt.format.manifest import Manifest
 from casckpt.format.sections.index import StoredObject
+from casckpt.format.sections.recipe import ItemKind
+from casckpt.frontends.files.exporting import recipe_of, slices_of
 from casckpt.frontends.interchange.safetensors.layout import FileLayout
 from casckpt.frontends.interchange.safetensors.planned import FolderPlan
 from casckpt.frontends.views.recut import ViewTensor
@@ -169,6 +171,8 @@ class ServedFolders:
             self._held.pop(folder.checkpoint.id, None)
 
     def _made(self, checkpoint: Checkpoint) -> ServedFolder:
+        if checkpoint.holds_files:
+            return _stored(checkpoint)
         plan = self._plan(checkpoint)
         files = {file.name: file for file in plan.lay_out(self.max_shard_size)}
         for note in plan.notes:
@@ -194,6 +198,18 @@ class ServedFolders:
             return None
         text = self.store.read_attachment(checkpoint, VIEW_FILE)
         return read_rules(text, f"{VIEW_FILE} of {checkpoint.run}@{checkpoint.step}", travels=True)
+
+
+def _stored(checkpoint: Checkpoint) -> ServedFolder:
+    """Return the files of another program as they were stored, without links."""
+    manifest = Contents.open(checkpoint.repo, checkpoint.commit).manifest
+    made = dict[str, File]()
+    for one in recipe_of(manifest) or ():
+        if one.kind == ItemKind.FILE:
+            parts = tuple(ViewTensor(part.entry.key, part.entry, (part,)) for part in slices_of(manifest, [one]))
+            file = FileLayout(one.path or "file", b"", parts)
+            made[file.name] = File(file, etag_of(manifest, file))
+    return ServedFolder(checkpoint, manifest, made, ())
 
 
 def _place(checkpoint: Checkpoint) -> tuple[str, int]:

@@ -28,6 +28,7 @@ from casckpt.base.lazy import cached_property
 from casckpt.base.names import HUB_FILE, LATEST, check_attachment_name
 from casckpt.contents.checkpoint import Checkpoint
 from casckpt.errors import CasckptError, InvalidInput, Mismatch, NotFound, Unsupported
+from casckpt.frontends.files import AS_FILES
 from casckpt.frontends.interchange.new_files import new_folder
 from casckpt.frontends.interchange.safetensors.importing import Maps
 from casckpt.frontends.stores import AnyStore, as_store
@@ -55,7 +56,7 @@ _WHEN = {"save_interval", "last_step", "ephemeral_save_interval", "ephemeral_coo
 _MAX_FILE = 256 << 20  # bytes; the limit for files that are not safetensors
 _FILES = "files of the trainer, which are not compared"
 _FOREIGN = ("pytorch_model_fsdp", "optimizer_", "optimizer.bin", "global_step", "pytorch_model.bin")
-_USE_ANOTHER = "save with casckpt.frontends.trainer.Checkpointer in your own training loop"
+_USE_ANOTHER = f"save with casckpt.frontends.trainer.Checkpointer in your own training loop, or {AS_FILES}"
 
 
 class CasCheckpointCallback(TrainerCallback):
@@ -74,7 +75,7 @@ class CasCheckpointCallback(TrainerCallback):
     step in the run; ``proof`` has the result. To compare what the trainer would save, the weights are first written to
     a temporary folder.
 
-    FSDP and DeepSpeed folders raise Unsupported: use `casckpt.frontends.trainer` instead.
+    FSDP and DeepSpeed folders raise Unsupported: use `casckpt.frontends.trainer` or `casckpt import` instead.
     """
 
     def __init__(
@@ -347,8 +348,7 @@ def _refuse_foreign(folder: Path) -> None:
     for path in folder.iterdir():
         if path.name.startswith(_FOREIGN):
             raise Unsupported(
-                f"{path} was written by FSDP or DeepSpeed, or is a pickled model, which is not supported; "
-                f"{_USE_ANOTHER}"
+                f"{path} is from FSDP or DeepSpeed, or is a pickled model, which is not supported; {_USE_ANOTHER}"
             )
 
 

@@ -35,6 +35,7 @@ from casckpt.base.lazy import cached_property
 from casckpt.base.names import LATEST, check_keywords, is_reference
 from casckpt.contents.checkpoint import Checkpoint
 from casckpt.errors import InvalidInput, Mismatch, NotFound, Unsupported
+from casckpt.frontends.files import AS_FILES
 from casckpt.frontends.stores import AnyStore, advising, as_store
 from casckpt.frontends.trainer import Checkpointer, CheckpointerConfig, SaveOnSignal
 from casckpt.frontends.trainer.run_checkpoints import newest
@@ -139,7 +140,9 @@ class CasTrainerMixin(Trainer):
             ),
         }
         for what in (name for name, is_used in engines.items() if is_used):
-            raise Unsupported(f"CasTrainerMixin does not work with {what}; leave it out")
+            raise Unsupported(
+                f"CasTrainerMixin does not work with {what}; leave it out, or use Trainer alone, and {AS_FILES}"
+            )
         self._warn_of_overrides()
         SaveOnSignal(self.checkpointer, self._signals, every=self._signal_every)  # raises InvalidInput, as for settings
 

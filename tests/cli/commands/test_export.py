@@ -2,12 +2,16 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import pytest
 import safetensors
 import safetensors.torch
 import torch
+from click.testing import CliRunner
 
 import casckpt
+from casckpt.cli.main import cli
 from tests.cli.conftest import AsJson, Run
+from tests.support.stored_folder import described
 
 BRIEF = {"id", "run", "step"}
 
@@ -105,3 +109,72 @@ def test_an_export_reports_why_it_omits_a_config(tmp_path: Path, run: Run) -> No
     assert "copy the model's config.json into it" in unwanted
     assert "part of a model" not in unwanted
     assert "no names" not in said("neither", "--format", "safetensors", "--no-attachments"), "it is not why"
+
+
+# files of other programs
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    root = tmp_path / "folder"
+    (root / "empty").mkdir(parents=True)
+    torch.save({"w": torch.arange(30_000.0)}, root / "w.pt")
+    (root / "odd\n[name]").write_text("text")
+    (root / "link").symlink_to("w.pt")
+    return root
+
+
+def test_the_files_of_another_program_come_back_and_the_output_names_what_is_moved(
+    store_path: Path, folder: Path, tmp_path: Path, run: Run, as_json: AsJson
+) -> None:
+    out = tmp_path / "out"
+    made = as_json("import", store_path, folder, "--format", "files", "--run", "r", "--step", 5)
+    assert {*BRIEF, "stats"} <= set(made)
+    assert made["files"] == 2
+    assert made["bytes"] == sum(path.stat().st_size for path in (folder / "w.pt", folder / "odd\n[name]"))
+    found = as_json("export", store_path, "r@latest", out)
+    assert (found["format"], found["bytes"], found["left_out"], found["notes"]) == ("files", made["bytes"], [], [])
+    assert described(out) == described(folder)
+    assert as_json("export", store_path, "r@latest", out, status=5)["error"]["kind"] == "conflict"
+    (out / "mine\x1b[2J").touch()
+    said = run("export", store_path, "r@5", out, "--format", "files", "--force").stdout
+    assert "now in out.before" in said
+    assert "\x1b" not in said
+    assert (tmp_path / "out.before" / "mine\x1b[2J").exists()
+    assert as_json("import", store_path, folder, "--format", "files", "--run", "r", "--step", 5, status=5)
+    for option in (("--keys", "w"), ("--strip-prefix", "a"), ("--metadata", "a=b"), ("--max-shard-size", "1MB")):
+        run("export", store_path, "r@5", tmp_path / "other", *option, status=1)
+    run("export", store_path, "r@5", "s3://bucket/folder", status=1)
+    run("export", store_path, "r@5", "", status=1)
+    run("import", store_path, "", "--format", "files", "--step", 6, status=1)
+    run("import", store_path, tmp_path / "absent", "--format", "files", "--step", 6, status=3)
+
+
+def test_with_if_any_nothing_is_written_if_there_is_no_checkpoint(  # noqa: PLR0917 - fixtures
+    store: casckpt.Store, store_path: Path, folder: Path, tmp_path: Path, run: Run, as_json: AsJson
+) -> None:
+    out = tmp_path / "out"
+    command = ("export", store_path, "r@latest", out, "--format", "files")
+    assert "nothing to export: " in run(*command, "--if-any").stdout
+    assert not store_path.exists()
+    assert not out.exists()
+    run(*command, status=3)
+    first = store.import_files(folder, run="other", step=1)
+    assert "reason" in as_json(*command, "--if-any")
+    out.mkdir()
+    (out / "mine").touch()
+    assert as_json(*command, "--if-any", "--force").keys() == {"reason"}
+    assert [path.name for path in out.iterdir()] == ["mine"]
+    run("export", store_path, "other@1", out, "--if-any", status=5)  # other errors remain errors
+    run("export", store_path, "other@1", tmp_path / "new", "--if-any")
+    assert described(tmp_path / "new") == described(folder)
+    store.save({"w": torch.ones(1)}, run="other", step=2)
+    run("export", store_path, "other@2", tmp_path / "x", "--if-any", "--format", "files", status=1)
+    store.forget(first)
+    store.gc(min_age=0)
+    gone = as_json("export", store_path, first.id, tmp_path / "y", "--if-any", status=3)
+    assert gone["error"]["kind"] == "gone"
+    (store_path / "casckpt.json").chmod(0o600)
+    (store_path / "casckpt.json").write_text("damaged")
+    damaged = CliRunner().invoke(cli, [*map(str, command), "--if-any"])
+    assert damaged.exit_code not in {0, 3}

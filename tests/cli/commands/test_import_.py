@@ -91,3 +91,45 @@ def test_options_of_merge(run: Run, saved: casckpt.Store) -> None:
     run("merge", saved.url, "a@1", "--run", "m", "--step", "0", status=5)
     run("merge", saved.url, "a@1", "--run", "m", "--step", "0", "--overwrite")
     assert saved.read("m@0")["model"]["w"].tolist() == [1.0] * 3
+
+
+def test_a_watch_prints_each_checkpoint_that_it_stores(store_path: Path, tmp_path: Path, run: Run) -> None:
+    options = ["--format", "files", "--run", "r", "--watch", "--once", "--settle", 0]
+    watch = ["import", store_path, tmp_path / "out", *options]
+    assert "there is no checkpoint in" in run(*watch).stderr
+    for step in (1, 2):
+        folder = tmp_path / "out" / f"step_{step}"
+        folder.mkdir(parents=True)
+        torch.save({"w": torch.ones(3)}, folder / "model.pt")
+    done = run(*watch, "--layout", "step_{step}/model.pt", "--json")
+    rows = [json.loads(line) for line in done.stdout.splitlines()]
+    assert [(one["step"], one["path"], one["files"]) for one in rows] == [
+        (step, str(tmp_path / "out" / f"step_{step}" / "model.pt"), 1) for step in (1, 2)
+    ]
+    (tmp_path / "out" / "step_3").mkdir()
+    (tmp_path / "out" / "step_3" / "model.pt").symlink_to("/dev/null")
+    assert "is not stored" in run(*watch, "--layout", "step_{step}/model.pt", status=1).stderr
+    (tmp_path / "out" / "step_3" / "model.pt").unlink()
+    (tmp_path / "out" / "step_3" / "model.pt").write_text("3")
+    assert run(*watch, "--layout", "step_{step}/model.pt").stdout.startswith("saved r@3 (")
+
+
+@pytest.mark.parametrize(
+    ("options", "refusal"),
+    [
+        (["--watch"], "--watch applies to --format files"),
+        (["--follow-links", "--step", "1"], "--follow-links applies to --format files"),
+        (["--format", "files", "--as-is", "--step", "1"], "--as-is does not apply to --format files"),
+        (["--format", "files", "--watch", "--step", "0"], "--step does not apply to --watch"),
+        (["--format", "files", "--watch", "--overwrite"], "--overwrite does not apply to --watch"),
+        (["--format", "files", "--settle", "0", "--step", "1"], "--settle applies to --watch"),
+        (["--layout", "generic", "--step", "1"], "--layout applies to --watch"),
+        (["--once", "--step", "1"], "--once applies to --watch"),
+        (["--format", "files", "--watch", "--layout", "deepsped"], "layout='deepsped' is not valid"),
+    ],
+)
+def test_options_that_do_not_apply_are_refused(
+    store_path: Path, tmp_path: Path, run: Run, options: list[str], refusal: str
+) -> None:
+    assert refusal in run("import", store_path, tmp_path, *options, status=1).stderr
+    assert "--step" in run("import", store_path, tmp_path, "--format", "files", status=2).stderr

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import replace
-from random import Random
 from typing import Any
 
 import pytest
@@ -16,8 +15,8 @@ from casckpt.errors import Refused
 from casckpt.format import plain
 from casckpt.format.sections.columns import pack, unpack
 from casckpt.format.sections.index import ATTACHMENT, PART, TENSOR, Entry
-from casckpt.format.sections.recipe import FilePiece, Item, ItemKind, decode_recipe
-from tests.support.stored_folder import columns_of, described, encode_recipe, read_folder, rebuild
+from casckpt.format.sections.recipe import FilePiece, Item, ItemKind, decode_recipe, encode_recipe
+from tests.support.stored_folder import columns_of
 
 NAMES = ["a", "a.b", "b", "a b", "é", "名", "-", "\n", "\\", "A", "..a", "~", "x" * 255]
 
@@ -58,28 +57,6 @@ def folders(draw: st.DrawFn) -> list[Item]:
 @given(folders())
 def test_a_recipe_decodes_to_the_items_that_were_encoded(items: list[Item]) -> None:
     assert decode_recipe(encode_recipe(items), entries_of(items)) == items
-
-
-@settings(max_examples=15, deadline=None)
-@given(folders(), st.integers(0, 1 << 30))
-def test_a_folder_is_rebuilt_from_its_recipe(
-    tmp_path_factory: pytest.TempPathFactory, items: list[Item], seed: int
-) -> None:
-    """A program without rights could not read a file that its owner may not read."""
-    items = [replace(one, mode=one.mode if one.kind == ItemKind.LINK else one.mode | 0o700) for one in items]
-    entries, out = entries_of(items), tmp_path_factory.mktemp("folder") / "out"
-    data = [Random(seed + entry.number).randbytes(entry.nbytes) for entry in entries]
-
-    def read(piece: FilePiece) -> bytes:
-        return data[piece.entry][piece.offset : piece.offset + piece.length]
-
-    rebuild(decode_recipe(encode_recipe(items), entries), read, out)
-    found = list(read_folder(out))
-    assert [(one.path, one.kind, one.mode, one.target) for one, _ in found] == [
-        (one.path, one.kind, one.mode, one.target) for one in items
-    ]
-    assert [content for _, content in found] == [b"".join(map(read, one.pieces)) for one in items]
-    assert len(described(out)) == len(items)
 
 
 FOLDER = [
@@ -226,7 +203,11 @@ def test_links_never_lead_out_of_the_folder(
         return
     out = tmp_path_factory.mktemp("links") / "inner" / "out"
     out.parent.mkdir()
-    rebuild(found, lambda _: b"", out)
+    for item in found:
+        if item.kind == ItemKind.LINK:
+            (out / item.path).symlink_to(item.target)
+        else:
+            (out / item.path).mkdir() if item.kind == ItemKind.FOLDER else (out / item.path).touch()
     for item in found:
         with suppress(OSError, RuntimeError):  # it leads nowhere
             assert (out / item.path).resolve(strict=True).is_relative_to(out.resolve())

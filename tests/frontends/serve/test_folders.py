@@ -320,3 +320,16 @@ def test_a_range_is_read_from_the_elements_that_cover_it(
     widest = max((s.entry.itemsize for s in sources), default=1)
     assert skip < widest
     assert len(found) - (stop - start) < widest
+
+
+def test_a_stored_folder_of_another_program_is_served_as_it_is(tmp_path: Path) -> None:
+    store, run = small_folder(tmp_path / "store"), tmp_path / "run"
+    (run / "sub").mkdir(parents=True)
+    (run / "model.safetensors").write_bytes(save({"w": cells(40, seed=1), "b": torch.arange(7)}))
+    (run / "sub" / "config.json").write_text("{}")
+    (run / "empty").touch()
+    store.import_files(run, step=1)
+    of = folder(store)
+    assert {name: content(store, of, name) for name in of.files} == {
+        name: (run / name).read_bytes() for name in ("model.safetensors", "sub/config.json", "empty")
+    }

@@ -11,6 +11,7 @@ from benchmarks.scenarios.catalogue import catalogue
 from benchmarks.scenarios.cells import cells
 from benchmarks.scenarios.dcp import through_dcp
 from benchmarks.scenarios.deltas import coded, coding, deltas, runs
+from benchmarks.scenarios.folders import folders
 from benchmarks.scenarios.groups import ranks
 from benchmarks.scenarios.history import history
 from benchmarks.scenarios.hosts import hosts
@@ -54,4 +55,5 @@ SCENARIOS: dict[str, Callable[[Options], ScenarioResult]] = {
     "update": update,
     "serve": serve,
     "merge": merge,
+    "files": folders,
 }

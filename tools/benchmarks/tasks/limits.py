@@ -60,18 +60,24 @@ def _write_file(path: Path, buffer: memoryview, size: int) -> None:
 
 def read_and_write(here: Here, folder: str, cache: str, size: int) -> Measured:
     """Read all files of a folder, hash them cell by cell, and then write ``size`` bytes durably."""
-    path, place = Path(folder), Path(folder + ".written")
-    buffers = [_aligned(here, number, _CELL) for number in range(here.threads)]
-    todo = [(file, at, n) for file in files.files_of(path) for at, n in files.pieces(file.stat().st_size, _CELL)]
-    prepare(here, path, cache)
-    meter = Meter()
-    _shared(todo, here.threads, lambda worker, one: _read_and_hash(buffers[worker], *one))
-    read = meter.stop()
+    place = Path(folder + ".written")
+    read = read_and_hash(here, folder, cache)
     try:
         written = write(here, str(place), size, here.threads)
     finally:
         shutil.rmtree(place)
     return Measured(read.durable + written.durable, read.durable + written.durable, read.cpu + written.cpu)
+
+
+def read_and_hash(here: Here, folder: str, cache: str) -> Measured:
+    """Read all files of a folder on all cores, and hash them cell by cell."""
+    path = Path(folder)
+    buffers = [_aligned(here, number, _CELL) for number in range(here.threads)]
+    todo = [(file, at, n) for file in files.files_of(path) for at, n in files.pieces(file.stat().st_size, _CELL)]
+    prepare(here, path, cache)
+    meter = Meter()
+    _shared(todo, here.threads, lambda worker, one: _read_and_hash(buffers[worker], *one))
+    return meter.stop()
 
 
 def _read_and_hash(buffer: memoryview, path: Path, offset: int, length: int) -> None:

@@ -392,6 +392,9 @@ def _few(names: Sequence[str]) -> str:
     return ", ".join(names[:6]) + (", ..." if len(names) > 6 else "")
 
 
+_AS_FILES = "pass --format files (store.import_files) to store any folder as it is"
+
+
 def _nothing_in(folder: Path) -> Exception:
     names = {path.name for path in folder.iterdir()}
     if "casckpt.json" in names:
@@ -403,15 +406,17 @@ def _nothing_in(folder: Path) -> Exception:
     }
     for name, what in kinds.items():
         if name in names:
-            return Unsupported(f"{folder} does not hold safetensors files, but {what}")
+            return Unsupported(f"{folder} does not hold safetensors files, but {what}; {_AS_FILES}")
     deeper = sorted({path.parent.name for kind in (*kinds, "*.safetensors") for path in folder.glob(f"*/{kind}")})
     deeper += sorted(name for name in names if name.endswith((".pt", ".pth", ".ckpt")))
     if deeper:
         return InvalidInput(
-            f"{folder} is not a checkpoint itself, but contains several: {_few(deeper)}; choose one of them"
+            f"{folder} is not a checkpoint itself, but contains several: {_few(deeper)}; choose one of them, "
+            f"or {_AS_FILES}"
         )
     return NotFound(
-        f"there is no safetensors file in {folder}; pass the path of such a file, or of a folder with such files"
+        f"there is no safetensors file in {folder}; pass the path of such a file, or of a folder with such files; "
+        f"{_AS_FILES}"
     )
 
 

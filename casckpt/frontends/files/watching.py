@@ -1,0 +1,283 @@
+"""Stores each checkpoint that another program writes into a folder, while that program runs. Changes nothing there.
+
+A checkpoint is complete if its marker, which the program writes last, says so, if it lacks no file that the newest one
+has (or, if it is the newest, the one before it), and if nothing in it changes for a while. The second rule finds killed
+saves and half-deleted checkpoints that have a marker. A checkpoint that changes while it is read is not stored, but
+read again.
+"""
+
+from __future__ import annotations
+
+import fnmatch
+import glob
+import logging
+import os
+import re
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from time import monotonic, sleep
+from typing import Final, NamedTuple, Unpack
+
+from casckpt.base.names import check_keywords
+from casckpt.base.text import listed
+from casckpt.base.units import Duration, seconds_of
+from casckpt.contents.checkpoint import Checkpoint
+from casckpt.errors import CasckptError, Conflict, InvalidInput, NotFound, StorageError
+from casckpt.frontends.files.importing import STEP, is_stored, save_listing
+from casckpt.frontends.files.listing import Listing, list_folder, local_folder
+from casckpt.frontends.stores import AnyStore, as_store
+from casckpt.saving.options import ImportArguments, SaveOptions
+from casckpt.store.store import Store
+
+log = logging.getLogger(__name__)
+
+_NUMBER = r"(?<!\d)(\d+)(?!\d)"
+_LEAST_PAUSE, _MOST_PAUSE = 0.1, 15.0  # seconds between two looks
+_PASSING = (StorageError, NotFound, Conflict)  # trying again may help
+
+
+class Layout(NamedTuple):
+    """How a program names its checkpoints, and what it writes last.
+
+    ``pattern``: relative to the folder, with {step} for digits, and fnmatch's * and ?. There may be several, separated
+    by "|". ``marker``: relative to the checkpoint. If it is beside the checkpoints, its last number is the last step.
+    """
+
+    name: str
+    pattern: str
+    marker: str = ""
+
+
+FILE: Final = Layout("file", "")
+"""The watched path is a file, which the program overwrites. Its versions are counted."""
+GENERIC: Final = Layout("generic", "*{step}|*{step}.pt|*{step}.pth|*{step}.ckpt|*{step}.safetensors")
+LAYOUTS: Final = (
+    Layout("huggingface", "checkpoint-{step}", "trainer_state.json"),
+    Layout("lightning", "*step={step}*.ckpt"),
+    Layout("deepspeed", "global_step{step}", "../latest"),
+    Layout("torchtitan", "step-{step}", ".metadata"),
+    Layout("megatron", "iter_{step}", "../latest_checkpointed_iteration.txt"),
+    Layout("olmo-core", "step{step}", ".metadata.json"),
+    Layout("verl", "global_step_{step}", "../latest_checkpointed_iteration.txt"),
+    Layout("skyrl", "global_step_{step}", "../latest_ckpt_global_step.txt"),
+)
+"""The layouts that are recognized, in this order."""
+
+
+def watch_files(
+    store: AnyStore,
+    path: str | os.PathLike[str],
+    *,
+    layout: str | None = None,
+    settle: Duration = "60s",
+    once: bool = False,
+    follow_links: bool = False,
+    stop: Callable[[], bool] = lambda: False,
+    **options: Unpack[ImportArguments],
+) -> Iterator[Checkpoint]:
+    """Store and yield each checkpoint that another program completes in ``path``, the first step first.
+
+    Skips a stored step with the same contents, and replaces one that the program wrote again. Does not store truncated
+    files. Logs errors, once each, and tries again after those that may pass. ``path`` need not exist yet.
+
+    - ``layout``: the name of one of `LAYOUTS`, "generic", "file", or a pattern such as "run-1/step_{step}.pt". Default:
+      "file" for a file, and otherwise the first of `LAYOUTS` with a marked checkpoint.
+    - ``settle``: for how long a checkpoint must be unchanged.
+    - ``once``: end when what was there at the start is stored. Raises the first error of what could not be stored.
+    - ``stop``: called often. Once it returns True, the iterator ends.
+    - ``follow_links``, ``options``: those of `import_files`, except the step and ``overwrite``.
+
+    Raises InvalidInput.
+    """
+    check_keywords("watch_files", options, ImportArguments)
+    layouts = {one.name: one for one in (*LAYOUTS, GENERIC, FILE)}
+    if layout is not None and layout not in layouts and layout.count(STEP) != 1:
+        names = ", ".join(layouts)
+        raise InvalidInput(f"layout={layout!r} is not valid: pass a pattern with {STEP}, or one of {names}")
+    SaveOptions(step=0, **options).checked()
+    chosen, seconds = layout and layouts.get(layout, Layout("given", layout)), seconds_of(settle, "settle")
+    watch = _Watch(as_store(store), local_folder(path), chosen or None, seconds, follow_links, options)
+    return watch.stored(once=once, stop=stop)
+
+
+@dataclass
+class _Seen:
+    """A checkpoint, and when it was unchanged: from the end of a listing until the begin of the last equal one."""
+
+    path: Path
+    step: int
+    listing: Listing
+    since: float
+    until: float = 0.0
+    is_done: bool = False
+
+    def lacks(self, other: _Seen) -> list[str]:
+        """Return the paths in another checkpoint that this one does not have, neither as they are nor with its step."""
+        mine, others = (
+            [
+                (found.item.path, re.sub(rf"(?<!\d)0*{one.step}(?!\d)", STEP, found.item.path))
+                for found in one.listing.items
+            ]
+            for one in (self, other)
+        )
+        here = {name for pair in mine for name in pair}
+        return sorted(path for path, general in others if here.isdisjoint((path, general)))
+
+
+@dataclass
+class _Watch:
+    """A watch. ``layout``: None until one fits."""
+
+    store: Store
+    root: Path
+    layout: Layout | None
+    settle: float
+    follow_links: bool
+    options: ImportArguments
+
+    def __post_init__(self) -> None:
+        self._pause = min(max(self.settle / 4, _LEAST_PAUSE), _MOST_PAUSE)
+        self._shown = self.options.pop("progress", None)
+        self._seen, self._said, self._errors = dict[Path, _Seen](), set[str](), list[CasckptError]()
+
+    def stored(self, *, once: bool, stop: Callable[[], bool]) -> Iterator[Checkpoint]:
+        """See `watch_files`."""
+        self._look()
+        began = monotonic()
+        while not stop():
+            if (left := self._looked + self._pause - monotonic()) > 0:
+                sleep(min(left, _LEAST_PAUSE))
+                continue
+            now = monotonic()
+            self._look()
+            for one in sorted(self._seen.values(), key=lambda seen: seen.step):
+                if self._is_quiet(one) and not one.is_done and not stop() and self._is_complete(one):
+                    made = self._stored(one)
+                    if made is not None:
+                        yield made
+            if now - began >= self.settle:
+                if not self._seen:
+                    wanted = ", ".join(one.pattern for one in ([self.layout] if self.layout else LAYOUTS))
+                    self._say("no checkpoint", "there is no checkpoint in %s yet, like %s", self.root, wanted)
+                if once and self._errors:
+                    raise self._errors[0]
+                if once:
+                    return
+
+    def _look(self) -> None:
+        """List all checkpoints, and forget those that vanished."""
+        found = self._found()
+        for path in self._seen.keys() - found.keys():
+            if not self._seen.pop(path).is_done:
+                log.warning("%s vanished before it was stored", path)
+        for path, step in found.items():
+            now = monotonic()
+            try:
+                listing = list_folder(path, follow_links=self.follow_links)
+            except CasckptError as error:
+                self._note(path, error)
+                continue
+            if path not in self._seen or self._seen[path].listing != listing:
+                self._seen[path] = _Seen(path, step, listing, monotonic())
+            self._seen[path].until = now
+        self._looked = monotonic()
+
+    def _found(self) -> dict[Path, int]:
+        """Return the steps of all checkpoints, by path. Choose the layout if necessary."""
+        if self.layout is None:
+            fits = (
+                one for one in LAYOUTS if any(os.path.exists(_marker(one, path)) for path in _matches(one, self.root))
+            )
+            self.layout = FILE if os.path.isfile(self.root) else next(fits, None)
+            if self.layout is not None:
+                log.warning("the layout of %s is %s", self.root, self.layout.name)
+        if self.layout is None or not os.path.exists(self.root):
+            return {}
+        return {self.root: 0} if self.layout == FILE else _matches(self.layout, self.root)
+
+    def _is_quiet(self, one: _Seen) -> bool:
+        return one.until - one.since >= self.settle
+
+    def _is_complete(self, one: _Seen) -> bool:
+        """Return whether an unchanged checkpoint is complete. If not, say why."""
+        layout, problem = self.layout or FILE, ""
+        marker, quiet = _marker(layout, one.path), filter(self._is_quiet, self._seen.values())
+        marked = [seen for seen in quiet if os.path.exists(_marker(layout, seen.path))]
+        last = max((seen.step for seen in marked), default=-1)
+        if layout.marker.startswith(".."):
+            with suppress(OSError):
+                last = max(map(int, re.findall(r"\d+", marker.read_text(errors="replace"))[-1:]), default=-1)
+        others = [seen for seen in marked if seen.step > one.step or (layout.marker and seen.step < one.step)]
+        other = max(others, key=lambda seen: seen.step, default=one)
+        if last < one.step or not os.path.exists(marker):
+            problem = f"no {marker.name} says that it is complete"
+        elif not one.listing.nbytes:
+            problem = "it is empty"
+        elif lacks := one.lacks(other):
+            problem = f"it lacks {listed(lacks)}, which {other.path.name} has; if it is right, import it with --step"
+        if problem:
+            self._say(f"{one.path} {problem}", "%s is not stored, because it seems incomplete: %s", one.path, problem)
+        return not problem
+
+    def _stored(self, one: _Seen) -> Checkpoint | None:
+        """Store a checkpoint, unless it is stored already. Return None if it is, or after an error."""
+        try:
+            made = self._import(one)
+        except CasckptError as error:
+            self._note(one.path, error)
+            return None
+        self._said -= {error.kind for error in _PASSING}
+        one.is_done = True
+        return made
+
+    def _import(self, one: _Seen) -> Checkpoint | None:
+        stored = list[Checkpoint]()
+        with suppress(NotFound):  # the import creates the store
+            stored = self.store.checkpoints(self.options.get("run", "default"), forgotten=True)
+        same = (old for old in stored if old.step == one.step or self.layout == FILE)
+        old = max(same, key=lambda old: (old.step, not old.forgotten, old.created_at), default=None)
+        if old is not None and is_stored(old, one.listing):
+            return None
+        step = one.step if self.layout != FILE else 0 if old is None else old.step + 1
+        options: ImportArguments = {**self.options, "overwrite": old is not None, "progress": self._progress}
+        return save_listing(self.store, one.listing, step=step, whole=True, **options)
+
+    def _progress(self, done: int, total: int | None) -> None:
+        """Look while an import runs, too, so that other checkpoints settle meanwhile."""
+        if monotonic() >= self._looked + self._pause:
+            self._look()
+        if self._shown is not None:
+            self._shown(done, total)
+
+    def _note(self, path: Path, error: CasckptError) -> None:
+        """Say an error once. Try again once the checkpoint has changed, or settled anew if the error may pass."""
+        may_pass = isinstance(error, _PASSING) or not os.path.exists(path)
+        if os.path.exists(path):
+            self._say(error.kind if may_pass else f"{path} {error}", "%s is not stored: %s", path, error)
+            if not isinstance(error, Conflict):
+                self._errors.append(error)
+        if (seen := self._seen.get(path)) is not None:
+            seen.since, seen.is_done = monotonic(), not may_pass
+
+    def _say(self, key: str, message: str, *values: object) -> None:
+        if key not in self._said:
+            self._said.add(key)
+            log.warning(message, *values)
+
+
+def _marker(layout: Layout, path: Path) -> Path:
+    """Return the path of a checkpoint's marker, or the checkpoint itself."""
+    return Path(os.path.normpath(path / layout.marker))
+
+
+def _matches(layout: Layout, root: Path) -> dict[Path, int]:
+    """Return the steps of what has the names of a layout. Of several with the same step, the longest name counts."""
+    found = dict[int, Path]()
+    for pattern in layout.pattern.split("|"):
+        named = re.compile(fnmatch.translate(pattern.replace(STEP, "\0")).replace("\0", _NUMBER))
+        for name in sorted(glob.glob(pattern.replace(STEP, "*"), root_dir=root), key=lambda name: (len(name), name)):
+            if match := named.match(name):
+                found[int(match[1])] = root / name
+    return {path: step for step, path in found.items()}
