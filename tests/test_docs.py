@@ -36,7 +36,8 @@ DESIGN = DOCS / "design.md"
 PAGES = [ROOT / "README.md",
          *(DOCS / f"{name}.md" for name in (
              "index", "tutorial", "guide", "ranks", "training", "resume", "train_state", "dcp", "megatron", "howto",
-             "follow", "files", "coming_from", "running", "retention", "disk_usage", "copies", "damage", "hosts", "integrity",
+             "follow", "files", "coming_from", "running", "retention", "disk_usage", "copies", "damage", "hosts",
+             "integrity",
          )),
          *(path for path in sorted((DOCS / "api").glob("*.md")) if blocks(path))]  # fmt: skip
 REMOTE = DOCS / "remote.md"  # its examples need a server
