@@ -42,6 +42,7 @@ log = logging.getLogger(__name__)
 _PACK, _ENDS_PACK = (256 << 10, 4 << 20), 8  # the sizes from which a pack may end at one path of eight, and at any
 _MOST_METADATA = 256 << 20
 STEP: Final = "{step}"
+_LEAST_STEP: Final = 100  # in a path, smaller numbers are rather those of ranks
 
 
 def import_files(
@@ -147,7 +148,7 @@ class _Layout:
         self._cuts_small = cuts_small  # to find those that are truncated
         self.items: list[Item] = []
         self.truncated: list[str] = []
-        self._step = re.compile(rf"(?<!\d){step}(?!\d)")
+        self._step = re.compile(rf"(?<!\d){step}(?!\d)" if step >= _LEAST_STEP else "(?!)")
         self._entries: dict[str, _Entry] = {}
         self._numbers: dict[str, int] = {}
         self._pack: _Entry | None = None

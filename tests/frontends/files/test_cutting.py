@@ -449,19 +449,19 @@ def made_entries(store: casckpt.Store, made: casckpt.Checkpoint) -> Sequence[Any
 def test_every_file_comes_back_byte_for_byte_and_its_tensors_are_entries(tmp_path: Path, store: casckpt.Store) -> None:
     folder = tmp_path / "folder"
     folder.mkdir()
-    (folder / "5 step").mkdir()
+    (folder / "500 step").mkdir()
     samples = {f"safetensors {name}": data for name, (data, _) in SAFE.items()}
     samples |= {f"zip {name}": make()[0] for name, make in ZIPS.items()}
     samples |= {f"npy {name}": data for name, (data, _) in ARRAYS.items()}
     samples |= {f"pickle {name}": archive([("a/data.pkl", data), PLAIN[1]]) for name, data in hostile(tmp_path / "x")}
     for name, data in samples.items():
-        (folder / "5 step" / name).write_bytes(data)
-    made = store.import_files(folder, step=5)
+        (folder / "500 step" / name).write_bytes(data)
+    made = store.import_files(folder, step=500)
     store.export(made, tmp_path / "out")
     assert described(tmp_path / "out") == described(folder)
     assert not (tmp_path / "x").exists()
     assert any(one.key == "{step} step/safetensors one tensor/w" for one in made_entries(store, made))
     pieces = {item.path: item.pieces for item in items_of(store, made)}
-    assert len(pieces["5 step/safetensors one tensor"]) == 2
-    assert len(pieces["5 step/safetensors a NUL in a name"]) == 1  # no entry can have this name
-    assert len(pieces["5 step/zip a name that occurs twice"]) == 3
+    assert len(pieces["500 step/safetensors one tensor"]) == 2
+    assert len(pieces["500 step/safetensors a NUL in a name"]) == 1  # no entry can have this name
+    assert len(pieces["500 step/zip a name that occurs twice"]) == 3
