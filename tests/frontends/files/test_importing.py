@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 import torch
@@ -113,3 +113,28 @@ def test_each_byte_is_read_once_besides_headers(
     reads.clear()
     store.import_files(run, run="files", step=3, **options)
     assert total <= sum(reads) < total + 10_000
+
+
+def stored_bytes(store: casckpt.Store) -> int:
+    return sum(path.stat().st_size for path in Path(store.url).rglob("*") if path.is_file())
+
+
+@pytest.mark.parametrize("compress", ["off", "always"])
+def test_files_take_hardly_more_than_native_saves(tmp_path: Path, compress: Literal["off", "always"]) -> None:
+    """Six versions: of adapters beside frozen weights, or, with ``compress``, of weights that all change a little."""
+    files, native = (casckpt.open(tmp_path / name, cache_dir=tmp_path / "cache") for name in ("files", "native"))
+    torch.manual_seed(0)
+    frozen = {f"layer.{n}": torch.randn(512, 512) for n in range(8)}
+    for step in range(6):
+        adapter = {f"lora.{n}": torch.randn(512, 8) for n in range(8)}
+        if compress == "always":
+            frozen = {name: value + 1e-6 * torch.randn_like(value) for name, value in frozen.items()}
+        moments = {name: value * 0.1 for name, value in adapter.items()}
+        folder = tmp_path / f"checkpoint-{step}"
+        folder.mkdir()
+        save_file(frozen | adapter, folder / "model.safetensors")
+        torch.save(moments, folder / "optimizer.pt")
+        files.import_files(folder, run="r", step=step, compress=compress)
+        native.save({"model": frozen | adapter, "optim": moments}, run="r", step=step, compress=compress)
+    assert stored_bytes(files) <= 1.1 * stored_bytes(native)
+    assert stored_bytes(files) < sum(path.stat().st_size for path in tmp_path.glob("checkpoint-*/*")) * 0.7
