@@ -196,7 +196,7 @@ def _problem(data: Any) -> str | None:
         return (
             f"this is a placeholder of DeepSpeed's ZeRO-3 for a tensor of shape {list(data.ds_shape)}, which has no "
             f"elements here; save and load inside deepspeed.zero.GatheredParameters, or with DeepSpeed's "
-            f"save_checkpoint"
+            f"save_checkpoint, whose folders `casckpt import --format files` stores"
         )
     if data.is_nested:
         parts = "the tensors that it unbinds to" if data.layout is torch.strided else "its values() and offsets()"

@@ -377,6 +377,7 @@ def test_folders_without_safetensors_can_be_imported_or_saved_as_advised(
 
 @follows("frontends/interchange/safetensors/importing.py:", "pass --format files (store.import_files)")
 @follows("frontends/files/__init__.py:", "store the folders that it writes with")
+@follows("tensors/shards.py:_problem", "whose folders `casckpt import --format files` stores")
 def test_a_folder_of_any_program_can_be_stored_as_files_as_advised(
     store: Store, tmp_path: Path, messages: Messages, run: Run
 ) -> None:
