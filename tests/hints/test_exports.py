@@ -385,6 +385,11 @@ def test_a_folder_of_any_program_can_be_stored_as_files_as_advised(
     (tmp_path / "run" / "zero_to_fp32.py").write_text("pass")
     messages.text(run("import", store.url, tmp_path / "run", "--step", 1, status=1).output).says("--format files")
     run(*messages.text(AS_FILES).command("import"), store.url, tmp_path / "run", "--step", 1)
+    placeholder: Any = torch.nn.Parameter(torch.empty(0))
+    placeholder.ds_id, placeholder.ds_shape = 0, torch.Size([2])
+    with pytest.raises(InvalidInput) as caught:
+        store.save({"w": placeholder}, step=2)
+    run(*messages.text(caught.value).command("import"), store.url, tmp_path / "run", "--step", 2)
     store.export("default@1", tmp_path / "back")
     assert (tmp_path / "back" / "zero_to_fp32.py").read_text() == "pass"
 
