@@ -24,7 +24,9 @@ from casckpt.base.names import check_keywords
 from casckpt.base.text import listed
 from casckpt.base.units import Duration, seconds_of
 from casckpt.contents.checkpoint import Checkpoint
+from casckpt.contents.contents import Contents
 from casckpt.errors import CasckptError, Conflict, InvalidInput, NotFound, StorageError
+from casckpt.frontends.files.exporting import recipe_of
 from casckpt.frontends.files.importing import STEP, is_stored, save_listing
 from casckpt.frontends.files.listing import Listing, list_folder, local_folder
 from casckpt.frontends.stores import AnyStore, as_store
@@ -79,8 +81,9 @@ def watch_files(
 ) -> Iterator[Checkpoint]:
     """Store and yield each checkpoint that another program completes in ``path``, the first step first.
 
-    Skips a stored step with the same contents, and replaces one that the program wrote again. Does not store truncated
-    files. Logs errors, once each, and tries again after those that may pass. ``path`` need not exist yet.
+    Skips a stored step with the same contents, and replaces one that the program wrote again, unless it was imported
+    from another folder, or has files that the new one lacks. Does not store truncated files. Logs errors, once each,
+    and tries again after those that may pass. ``path`` need not exist yet.
 
     - ``layout``: the name of one of `LAYOUTS`, "generic", "file", or a pattern such as "run-1/step_{step}.pt". Default:
       "file" for a file, and otherwise the first of `LAYOUTS` with a marked checkpoint.
@@ -240,9 +243,21 @@ class _Watch:
         old = max(same, key=lambda old: (old.step, not old.forgotten, old.created_at), default=None)
         if old is not None and is_stored(old, one.listing):
             return None
+        if old is not None and self.layout != FILE and not old.forgotten:
+            self._check_again(old, one)
         step = one.step if self.layout != FILE else 0 if old is None else old.step + 1
         options: ImportArguments = {**self.options, "overwrite": old is not None, "progress": self._progress}
         return save_listing(self.store, one.listing, step=step, whole=True, **options)
+
+    def _check_again(self, old: Checkpoint, one: _Seen) -> None:
+        """Raise InvalidInput unless a checkpoint is a version of a stored one: as complete, in the same folder."""
+        name, root = f"{old.run}@{old.step}", self.root.absolute()
+        place = old.lineage.get("imported_from", {}).get("path", root)
+        if not Path(place).is_relative_to(root):
+            raise InvalidInput(f"{name} was imported from {place}: choose a different run, or forget {name}")
+        recipe = recipe_of(Contents.open(old.repo, old.commit).manifest) or ()
+        if gone := {item.path for item in recipe} - {found.item.path for found in one.listing.items}:
+            raise InvalidInput(f"it lacks {listed(sorted(gone))}, which {name} has; if it is right, forget {name}")
 
     def _progress(self, done: int, total: int | None) -> None:
         """Look while an import runs, too, so that other checkpoints settle meanwhile."""

@@ -194,6 +194,29 @@ def test_a_step_that_is_written_again_replaces_the_stored_one(scene: Scene) -> N
     assert [one.step for one in scene.store.checkpoints("r")] == [10, 5]
 
 
+def test_a_step_that_has_lost_a_file_does_not_replace_the_stored_one_until_that_is_forgotten(
+    scene: Scene, caplog: pytest.LogCaptureFixture
+) -> None:
+    scene.later(*hf(100), each=0)
+    assert scene.stored() == [100]
+    scene.write("checkpoint-100/optimizer.pt", None)
+    assert scene.stored() == []
+    assert "it lacks 'optimizer.pt', which r@100 has" in caplog.text
+    scene.store.forget("r@100")
+    assert scene.stored() == [100]
+
+
+def test_a_step_in_another_folder_does_not_replace_the_stored_one(scene: Scene, tmp_path: Path) -> None:
+    scene.later(*hf(100), each=0)
+    assert scene.stored() == [100]
+    before, scene.folder = scene.exported(100), tmp_path / "other"
+    scene.later(*hf(100), ("checkpoint-100/optimizer.pt", saved(2)), *hf(200), each=0)
+    assert scene.stored() == [200]
+    with pytest.raises(InvalidInput, match=r"r@100 was imported from .*/out/checkpoint-100: choose a different run"):
+        scene.stored(once=True)
+    assert scene.exported(100) == before
+
+
 def test_a_new_watcher_stores_nothing_twice_and_misses_nothing(scene: Scene, monkeypatch: pytest.MonkeyPatch) -> None:
     scene.later(*hf(1), *hf(2))
     assert scene.stored() == [1, 2]
