@@ -143,7 +143,8 @@ class _Watch:
     def __post_init__(self) -> None:
         self._pause = min(max(self.settle / 4, _LEAST_PAUSE), _MOST_PAUSE)
         self._shown = self.options.pop("progress", None)
-        self._seen, self._said, self._errors = dict[Path, _Seen](), set[str](), list[CasckptError]()
+        self._seen, self._said = dict[Path, _Seen](), set[str]()
+        self._error: CasckptError | None = None
 
     def stored(self, *, once: bool, stop: Callable[[], bool]) -> Iterator[Checkpoint]:
         """See `watch_files`."""
@@ -164,8 +165,8 @@ class _Watch:
                 if not self._seen:
                     wanted = ", ".join(one.pattern for one in ([self.layout] if self.layout else LAYOUTS))
                     self._say("no checkpoint", "there is no checkpoint in %s yet, like %s", self.root, wanted)
-                if once and self._errors:
-                    raise self._errors[0]
+                if once and self._error is not None:
+                    raise self._error
                 if once:
                     return
 
@@ -272,7 +273,7 @@ class _Watch:
         if os.path.exists(path):
             self._say(error.kind if may_pass else f"{path} {error}", "%s is not stored: %s", path, error)
             if not isinstance(error, Conflict):
-                self._errors.append(error)
+                self._error = self._error or error
         if (seen := self._seen.get(path)) is not None:
             seen.since, seen.is_done = monotonic(), not may_pass
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import io
 import os
 import shutil
@@ -9,6 +10,7 @@ from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any, TypeAlias
+from weakref import ref
 
 import pytest
 import torch
@@ -382,6 +384,26 @@ def test_a_checkpoint_that_cannot_be_stored_is_said_once_until_it_changes(scene:
             scene.stored(once=True)
         link.unlink()
         assert scene.stored(once=True) == [1]
+
+
+def test_a_watcher_keeps_only_the_first_error(scene: Scene, monkeypatch: pytest.MonkeyPatch) -> None:
+    errors, kept = list[ref[InvalidInput]](), list[int]()
+
+    def refuse(*_: Any, **__: Any) -> None:
+        errors.append(ref(error := InvalidInput("it has a link")))
+        raise error
+
+    def stop() -> bool:
+        if is_over := scene.now > 10 * STALL:
+            gc.collect()
+            kept.append(sum(one() is not None for one in errors))
+        return is_over
+
+    monkeypatch.setattr(watching, "list_folder", refuse)
+    scene.later(*hf(1), each=0)
+    assert scene.stored(stop=stop) == []
+    assert len(errors) > 50
+    assert kept == [1]
 
 
 def test_a_run_with_other_checkpoints_is_left_alone(scene: Scene) -> None:
