@@ -37,6 +37,7 @@ log = logging.getLogger(__name__)
 
 _NUMBER = r"(?<!\d)(\d+)(?!\d)"
 _LEAST_PAUSE, _MOST_PAUSE = 0.1, 15.0  # seconds between two looks
+_MOST_SETTLES = 10  # until it is said that something changes all the time
 _PASSING = (StorageError, NotFound, Conflict)  # trying again may help
 
 
@@ -113,6 +114,7 @@ class _Seen:
     step: int
     listing: Listing
     since: float
+    first: float  # since when it has not been stored
     until: float = 0.0
     is_done: bool = False
 
@@ -164,7 +166,9 @@ class _Watch:
             if now - began >= self.settle:
                 if not self._seen:
                     wanted = ", ".join(one.pattern for one in ([self.layout] if self.layout else LAYOUTS))
-                    self._say("no checkpoint", "there is no checkpoint in %s yet, like %s", self.root, wanted)
+                    self._say(
+                        "no checkpoint", "there is no checkpoint in %s yet, like %s (see --layout)", self.root, wanted
+                    )
                 if once and self._error is not None:
                     raise self._error
                 if once:
@@ -183,8 +187,13 @@ class _Watch:
             except CasckptError as error:
                 self._note(path, error)
                 continue
-            if path not in self._seen or self._seen[path].listing != listing:
-                self._seen[path] = _Seen(path, step, listing, monotonic())
+            old = self._seen.get(path)
+            if old is None or old.listing != listing:
+                first = now if old is None or old.is_done else old.first
+                self._seen[path] = _Seen(path, step, listing, monotonic(), first)
+                if now - first > _MOST_SETTLES * max(self.settle, 1):
+                    problem = "has changed all the time since it appeared or was stored: pass a shorter --settle"
+                    self._say(f"{path} changes", f"%s is not stored, because it {problem}", path)
             self._seen[path].until = now
         self._looked = monotonic()
 
@@ -222,7 +231,7 @@ class _Watch:
         elif lacks := one.lacks(other):
             problem = f"it lacks {listed(lacks)}, which {other.path.name} has; if it is right, import it with --step"
         if problem:
-            self._say(f"{one.path} {problem}", "%s is not stored, because it seems incomplete: %s", one.path, problem)
+            self._say(f"{one.path} {problem}", "%s is skipped, because it seems incomplete: %s", one.path, problem)
         return not problem
 
     def _stored(self, one: _Seen) -> Checkpoint | None:

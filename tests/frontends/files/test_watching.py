@@ -160,12 +160,17 @@ def test_a_checkpoint_is_stored_when_it_is_complete_and_never_before(scene: Scen
     assert f"the layout of {scene.folder / options.get('path', '')} is {name}" in messages or name == "generic"
 
 
-def test_nothing_is_stored_while_it_changes_more_often_than_it_may(scene: Scene) -> None:
-    writes = [("step-1/.metadata", b"%d" % number) for number in range(20)]
+@pytest.mark.parametrize(("count", "told"), [(10, 0), (30, 1)])
+def test_nothing_is_stored_while_it_changes_more_often_than_it_may_and_after_a_while_this_is_told(
+    scene: Scene, count: int, told: int
+) -> None:
+    writes = [("step-1/.metadata", b"%d" % number) for number in range(count)]
     scene.later(*writes, each=SETTLE * 0.75)
-    for made in scene.watch():
-        assert not scene.events
-        assert made.step == 1
+    with logged() as messages:
+        for made in scene.watch():
+            assert not scene.events
+            assert made.step == 1
+    assert len([one for one in messages if "step-1 is not stored, because it has changed all the time" in one]) == told
     assert scene.exported(1) == described(scene.folder / "step-1")
 
 
