@@ -198,7 +198,7 @@ class _Watch:
         self._looked = monotonic()
 
     def _found(self) -> dict[Path, int]:
-        """Return the steps of all checkpoints, by path. Choose the layout if necessary."""
+        """Return the steps of all checkpoints, by path. Choose the layout if necessary. No step is there twice."""
         if self.layout is None:
             fits = (
                 one for one in LAYOUTS if any(os.path.exists(_marker(one, path)) for path in _matches(one, self.root))
@@ -208,7 +208,12 @@ class _Watch:
                 log.warning("the layout of %s is %s", self.root, self.layout.name)
         if self.layout is None or not os.path.exists(self.root):
             return {}
-        return {self.root: 0} if self.layout == FILE else _matches(self.layout, self.root)
+        named = {self.root: 0} if self.layout == FILE else _matches(self.layout, self.root)
+        last = {step: path for path, step in named.items()}
+        for path, step in named.items():
+            if not str(last[step]).startswith(re.sub(r"(-v\d+)?\.\w+$", "", str(path))):  # a version of Lightning
+                self._say(f"{path} name", "%s is not stored: %s has the same step. See --layout", path, last[step].name)
+        return {path: step for step, path in last.items()}
 
     def _is_quiet(self, one: _Seen) -> bool:
         return one.until - one.since >= self.settle
@@ -298,11 +303,11 @@ def _marker(layout: Layout, path: Path) -> Path:
 
 
 def _matches(layout: Layout, root: Path) -> dict[Path, int]:
-    """Return the steps of what has the names of a layout. Of several with the same step, the longest name counts."""
-    found = dict[int, Path]()
+    """Return the steps of what has the names of a layout. Of several with the same step, the last one counts."""
+    found = dict[Path, int]()
     for pattern in layout.pattern.split("|"):
         named = re.compile(fnmatch.translate(pattern.replace(STEP, "\0")).replace("\0", _NUMBER))
         for name in sorted(glob.glob(pattern.replace(STEP, "*"), root_dir=root), key=lambda name: (len(name), name)):
             if match := named.match(name):
-                found[int(match[1])] = root / name
-    return {path: step for step, path in found.items()}
+                found[root / name] = int(match[1])
+    return found

@@ -450,6 +450,24 @@ def test_a_pattern_says_which_paths_are_checkpoints_and_of_which_step(
     assert "3.ckpt" not in made[0].lineage["imported_from"]["path"]  # Lightning's version of the step is newer
 
 
+@pytest.mark.parametrize(
+    ("layout", "names", "left_out"),
+    [
+        ("generic", ["model_1.pt", "optimizer_1.pt", "model_2.pt"], "model_1.pt"),
+        ("*/step-{step}", ["a/step-1", "b/step-1"], "a/step-1"),
+        ("lightning", ["step=3.ckpt", "step=3-v1.ckpt", "step=3-v2.ckpt", "step=30.ckpt"], None),
+    ],
+)
+def test_what_has_the_step_of_another_is_named(
+    scene: Scene, layout: str, names: Sequence[str], left_out: str | None
+) -> None:
+    scene.later(*((name, saved(1)) for name in names), each=0)
+    with logged() as messages:
+        scene.stored(layout=layout, once=True)
+    told = [one.partition(" is not stored: ")[0] for one in messages if "has the same step" in one]
+    assert told == ([str(scene.folder / left_out)] if left_out else [])
+
+
 @pytest.mark.parametrize("options", [{"layout": "deepsped"}, {"settle": "5"}, {"compress": "no"}, {"run": ""}])
 def test_arguments_are_checked_before_the_first_look(scene: Scene, options: dict[str, Any]) -> None:
     with pytest.raises(InvalidInput):
