@@ -235,8 +235,14 @@ class _Watch:
             problem = "it is empty"
         elif lacks := one.lacks(other):
             problem = f"it lacks {listed(lacks)}, which {other.path.name} has; if it is right, import it with --step"
-        if problem:
-            self._say(f"{one.path} {problem}", "%s is skipped, because it seems incomplete: %s", one.path, problem)
+        if problem and (key := f"{one.path} {problem}") not in self._said:
+            with suppress(CasckptError):
+                if (old := self._old(one)) is not None and is_stored(old, one.listing):
+                    one.is_done = True
+                    return False
+            self._say(key, "%s is skipped, because it seems incomplete: %s", one.path, problem)
+            if other.step < one.step and problem.startswith("it lacks"):  # which may be a mistake
+                self._error = self._error or InvalidInput(f"{one.path} seems incomplete: {problem}")
         return not problem
 
     def _stored(self, one: _Seen) -> Checkpoint | None:
@@ -250,12 +256,16 @@ class _Watch:
         one.is_done = True
         return made
 
-    def _import(self, one: _Seen) -> Checkpoint | None:
+    def _old(self, one: _Seen) -> Checkpoint | None:
+        """Return the stored version of a checkpoint, or the last one of a file. A visible one, if there is any."""
         stored = list[Checkpoint]()
         with suppress(NotFound):  # the import creates the store
             stored = self.store.checkpoints(self.options.get("run", "default"), forgotten=True)
         same = (old for old in stored if old.step == one.step or self.layout == FILE)
-        old = max(same, key=lambda old: (old.step, not old.forgotten, old.created_at), default=None)
+        return max(same, key=lambda old: (old.step, not old.forgotten, old.created_at), default=None)
+
+    def _import(self, one: _Seen) -> Checkpoint | None:
+        old = self._old(one)
         if old is not None and is_stored(old, one.listing):
             return None
         if old is not None and self.layout != FILE and not old.forgotten:

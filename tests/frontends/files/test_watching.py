@@ -288,6 +288,20 @@ def test_the_newest_that_lacks_a_file_of_the_one_before_it_waits_for_another_lik
     assert scene.stored() == [2, 3]
 
 
+def test_the_newest_that_lacks_a_file_ends_a_watch_with_once_unless_it_is_stored(scene: Scene) -> None:
+    """Another program may have added the file, such as the results of an evaluation."""
+    scene.later(*hf(1), ("checkpoint-1/results.json", b"{}"), *hf(2), each=0)
+    scene.sleep(1)
+    with pytest.raises(
+        InvalidInput, match=r"checkpoint-2 seems incomplete: it lacks 'results.json', which checkpoint-1 has"
+    ):
+        scene.stored(once=True)
+    scene.store.import_files(scene.folder / "checkpoint-2", run="r", step=2)
+    with logged() as messages:
+        assert scene.stored(once=True) == []
+    assert not [one for one in messages if "it lacks" in one]
+
+
 def test_what_a_trainer_deletes_is_forgotten(scene: Scene, monkeypatch: pytest.MonkeyPatch) -> None:
     """One checkpoint vanishes before it has settled, and the other while it is read."""
     save = importing.save_listing
