@@ -24,7 +24,9 @@ from casckpt.base.names import check_keywords
 from casckpt.base.text import listed
 from casckpt.base.units import Duration, seconds_of
 from casckpt.contents.checkpoint import Checkpoint
+from casckpt.contents.contents import Contents
 from casckpt.errors import CasckptError, Conflict, InvalidInput, NotFound, StorageError
+from casckpt.frontends.files.exporting import recipe_of
 from casckpt.frontends.files.importing import STEP, is_stored, save_listing
 from casckpt.frontends.files.listing import Listing, list_folder, local_folder
 from casckpt.frontends.stores import AnyStore, as_store
@@ -35,6 +37,7 @@ log = logging.getLogger(__name__)
 
 _NUMBER = r"(?<!\d)(\d+)(?!\d)"
 _LEAST_PAUSE, _MOST_PAUSE = 0.1, 15.0  # seconds between two looks
+_MOST_SETTLES = 10  # until it is said that something changes all the time
 _PASSING = (StorageError, NotFound, Conflict)  # trying again may help
 
 
@@ -79,8 +82,9 @@ def watch_files(
 ) -> Iterator[Checkpoint]:
     """Store and yield each checkpoint that another program completes in ``path``, the first step first.
 
-    Skips a stored step with the same contents, and replaces one that the program wrote again. Does not store truncated
-    files. Logs errors, once each, and tries again after those that may pass. ``path`` need not exist yet.
+    Skips a stored step with the same contents, and replaces one that the program wrote again, unless it was imported
+    from another folder, or has files that the new one lacks. Does not store truncated files. Logs errors, once each,
+    and tries again after those that may pass. ``path`` need not exist yet.
 
     - ``layout``: the name of one of `LAYOUTS`, "generic", "file", or a pattern such as "run-1/step_{step}.pt". Default:
       "file" for a file, and otherwise the first of `LAYOUTS` with a marked checkpoint.
@@ -110,6 +114,7 @@ class _Seen:
     step: int
     listing: Listing
     since: float
+    first: float  # since when it has not been stored
     until: float = 0.0
     is_done: bool = False
 
@@ -140,7 +145,8 @@ class _Watch:
     def __post_init__(self) -> None:
         self._pause = min(max(self.settle / 4, _LEAST_PAUSE), _MOST_PAUSE)
         self._shown = self.options.pop("progress", None)
-        self._seen, self._said, self._errors = dict[Path, _Seen](), set[str](), list[CasckptError]()
+        self._seen, self._said = dict[Path, _Seen](), set[str]()
+        self._error: CasckptError | None = None
 
     def stored(self, *, once: bool, stop: Callable[[], bool]) -> Iterator[Checkpoint]:
         """See `watch_files`."""
@@ -160,9 +166,11 @@ class _Watch:
             if now - began >= self.settle:
                 if not self._seen:
                     wanted = ", ".join(one.pattern for one in ([self.layout] if self.layout else LAYOUTS))
-                    self._say("no checkpoint", "there is no checkpoint in %s yet, like %s", self.root, wanted)
-                if once and self._errors:
-                    raise self._errors[0]
+                    self._say(
+                        "no checkpoint", "there is no checkpoint in %s yet, like %s (see --layout)", self.root, wanted
+                    )
+                if once and self._error is not None:
+                    raise self._error
                 if once:
                     return
 
@@ -179,13 +187,18 @@ class _Watch:
             except CasckptError as error:
                 self._note(path, error)
                 continue
-            if path not in self._seen or self._seen[path].listing != listing:
-                self._seen[path] = _Seen(path, step, listing, monotonic())
+            old = self._seen.get(path)
+            if old is None or old.listing != listing:
+                first = now if old is None or old.is_done else old.first
+                self._seen[path] = _Seen(path, step, listing, monotonic(), first)
+                if now - first > _MOST_SETTLES * max(self.settle, 1):
+                    problem = "has changed all the time since it appeared or was stored: pass a shorter --settle"
+                    self._say(f"{path} changes", f"%s is not stored, because it {problem}", path)
             self._seen[path].until = now
         self._looked = monotonic()
 
     def _found(self) -> dict[Path, int]:
-        """Return the steps of all checkpoints, by path. Choose the layout if necessary."""
+        """Return the steps of all checkpoints, by path. Choose the layout if necessary. No step is there twice."""
         if self.layout is None:
             fits = (
                 one for one in LAYOUTS if any(os.path.exists(_marker(one, path)) for path in _matches(one, self.root))
@@ -195,7 +208,12 @@ class _Watch:
                 log.warning("the layout of %s is %s", self.root, self.layout.name)
         if self.layout is None or not os.path.exists(self.root):
             return {}
-        return {self.root: 0} if self.layout == FILE else _matches(self.layout, self.root)
+        named = {self.root: 0} if self.layout == FILE else _matches(self.layout, self.root)
+        last = {step: path for path, step in named.items()}
+        for path, step in named.items():
+            if not str(last[step]).startswith(re.sub(r"(-v\d+)?\.\w+$", "", str(path))):  # a version of Lightning
+                self._say(f"{path} name", "%s is not stored: %s has the same step. See --layout", path, last[step].name)
+        return {path: step for step, path in last.items()}
 
     def _is_quiet(self, one: _Seen) -> bool:
         return one.until - one.since >= self.settle
@@ -217,8 +235,14 @@ class _Watch:
             problem = "it is empty"
         elif lacks := one.lacks(other):
             problem = f"it lacks {listed(lacks)}, which {other.path.name} has; if it is right, import it with --step"
-        if problem:
-            self._say(f"{one.path} {problem}", "%s is not stored, because it seems incomplete: %s", one.path, problem)
+        if problem and (key := f"{one.path} {problem}") not in self._said:
+            with suppress(CasckptError):
+                if (old := self._old(one)) is not None and is_stored(old, one.listing):
+                    one.is_done = True
+                    return False
+            self._say(key, "%s is skipped, because it seems incomplete: %s", one.path, problem)
+            if other.step < one.step and problem.startswith("it lacks"):  # which may be a mistake
+                self._error = self._error or InvalidInput(f"{one.path} seems incomplete: {problem}")
         return not problem
 
     def _stored(self, one: _Seen) -> Checkpoint | None:
@@ -232,17 +256,33 @@ class _Watch:
         one.is_done = True
         return made
 
-    def _import(self, one: _Seen) -> Checkpoint | None:
+    def _old(self, one: _Seen) -> Checkpoint | None:
+        """Return the stored version of a checkpoint, or the last one of a file. A visible one, if there is any."""
         stored = list[Checkpoint]()
         with suppress(NotFound):  # the import creates the store
             stored = self.store.checkpoints(self.options.get("run", "default"), forgotten=True)
         same = (old for old in stored if old.step == one.step or self.layout == FILE)
-        old = max(same, key=lambda old: (old.step, not old.forgotten, old.created_at), default=None)
+        return max(same, key=lambda old: (old.step, not old.forgotten, old.created_at), default=None)
+
+    def _import(self, one: _Seen) -> Checkpoint | None:
+        old = self._old(one)
         if old is not None and is_stored(old, one.listing):
             return None
+        if old is not None and self.layout != FILE and not old.forgotten:
+            self._check_again(old, one)
         step = one.step if self.layout != FILE else 0 if old is None else old.step + 1
         options: ImportArguments = {**self.options, "overwrite": old is not None, "progress": self._progress}
         return save_listing(self.store, one.listing, step=step, whole=True, **options)
+
+    def _check_again(self, old: Checkpoint, one: _Seen) -> None:
+        """Raise InvalidInput unless a checkpoint is a version of a stored one: as complete, in the same folder."""
+        name, root = f"{old.run}@{old.step}", self.root.absolute()
+        place = old.lineage.get("imported_from", {}).get("path", root)
+        if not Path(place).is_relative_to(root):
+            raise InvalidInput(f"{name} was imported from {place}: choose a different run, or forget {name}")
+        recipe = recipe_of(Contents.open(old.repo, old.commit).manifest) or ()
+        if gone := {item.path for item in recipe} - {found.item.path for found in one.listing.items}:
+            raise InvalidInput(f"it lacks {listed(sorted(gone))}, which {name} has; if it is right, forget {name}")
 
     def _progress(self, done: int, total: int | None) -> None:
         """Look while an import runs, too, so that other checkpoints settle meanwhile."""
@@ -257,7 +297,7 @@ class _Watch:
         if os.path.exists(path):
             self._say(error.kind if may_pass else f"{path} {error}", "%s is not stored: %s", path, error)
             if not isinstance(error, Conflict):
-                self._errors.append(error)
+                self._error = self._error or error
         if (seen := self._seen.get(path)) is not None:
             seen.since, seen.is_done = monotonic(), not may_pass
 
@@ -273,11 +313,11 @@ def _marker(layout: Layout, path: Path) -> Path:
 
 
 def _matches(layout: Layout, root: Path) -> dict[Path, int]:
-    """Return the steps of what has the names of a layout. Of several with the same step, the longest name counts."""
-    found = dict[int, Path]()
+    """Return the steps of what has the names of a layout. Of several with the same step, the last one counts."""
+    found = dict[Path, int]()
     for pattern in layout.pattern.split("|"):
         named = re.compile(fnmatch.translate(pattern.replace(STEP, "\0")).replace("\0", _NUMBER))
         for name in sorted(glob.glob(pattern.replace(STEP, "*"), root_dir=root), key=lambda name: (len(name), name)):
             if match := named.match(name):
-                found[int(match[1])] = root / name
-    return {path: step for step, path in found.items()}
+                found[root / name] = int(match[1])
+    return found

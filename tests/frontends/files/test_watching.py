@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import io
 import os
 import shutil
@@ -9,6 +10,7 @@ from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any, TypeAlias
+from weakref import ref
 
 import pytest
 import torch
@@ -158,12 +160,17 @@ def test_a_checkpoint_is_stored_when_it_is_complete_and_never_before(scene: Scen
     assert f"the layout of {scene.folder / options.get('path', '')} is {name}" in messages or name == "generic"
 
 
-def test_nothing_is_stored_while_it_changes_more_often_than_it_may(scene: Scene) -> None:
-    writes = [("step-1/.metadata", b"%d" % number) for number in range(20)]
+@pytest.mark.parametrize(("count", "told"), [(10, 0), (30, 1)])
+def test_nothing_is_stored_while_it_changes_more_often_than_it_may_and_after_a_while_this_is_told(
+    scene: Scene, count: int, told: int
+) -> None:
+    writes = [("step-1/.metadata", b"%d" % number) for number in range(count)]
     scene.later(*writes, each=SETTLE * 0.75)
-    for made in scene.watch():
-        assert not scene.events
-        assert made.step == 1
+    with logged() as messages:
+        for made in scene.watch():
+            assert not scene.events
+            assert made.step == 1
+    assert len([one for one in messages if "step-1 is not stored, because it has changed all the time" in one]) == told
     assert scene.exported(1) == described(scene.folder / "step-1")
 
 
@@ -192,6 +199,29 @@ def test_a_step_that_is_written_again_replaces_the_stored_one(scene: Scene) -> N
     assert scene.stored() == [5]
     assert scene.exported(5) == described(scene.folder / "checkpoint-5")
     assert [one.step for one in scene.store.checkpoints("r")] == [10, 5]
+
+
+def test_a_step_that_has_lost_a_file_does_not_replace_the_stored_one_until_that_is_forgotten(
+    scene: Scene, caplog: pytest.LogCaptureFixture
+) -> None:
+    scene.later(*hf(100), each=0)
+    assert scene.stored() == [100]
+    scene.write("checkpoint-100/optimizer.pt", None)
+    assert scene.stored() == []
+    assert "it lacks 'optimizer.pt', which r@100 has" in caplog.text
+    scene.store.forget("r@100")
+    assert scene.stored() == [100]
+
+
+def test_a_step_in_another_folder_does_not_replace_the_stored_one(scene: Scene, tmp_path: Path) -> None:
+    scene.later(*hf(100), each=0)
+    assert scene.stored() == [100]
+    before, scene.folder = scene.exported(100), tmp_path / "other"
+    scene.later(*hf(100), ("checkpoint-100/optimizer.pt", saved(2)), *hf(200), each=0)
+    assert scene.stored() == [200]
+    with pytest.raises(InvalidInput, match=r"r@100 was imported from .*/out/checkpoint-100: choose a different run"):
+        scene.stored(once=True)
+    assert scene.exported(100) == before
 
 
 def test_a_new_watcher_stores_nothing_twice_and_misses_nothing(scene: Scene, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -256,6 +286,20 @@ def test_the_newest_that_lacks_a_file_of_the_one_before_it_waits_for_another_lik
     assert [one for one in messages if "it lacks 'zero_pp_rank_0.pt', which global_step1 has" in one]
     scene.later(*(write for write in PROGRAMS["deepspeed"](3) if "zero_pp" not in write[0]))
     assert scene.stored() == [2, 3]
+
+
+def test_the_newest_that_lacks_a_file_ends_a_watch_with_once_unless_it_is_stored(scene: Scene) -> None:
+    """Another program may have added the file, such as the results of an evaluation."""
+    scene.later(*hf(1), ("checkpoint-1/results.json", b"{}"), *hf(2), each=0)
+    scene.sleep(1)
+    with pytest.raises(
+        InvalidInput, match=r"checkpoint-2 seems incomplete: it lacks 'results.json', which checkpoint-1 has"
+    ):
+        scene.stored(once=True)
+    scene.store.import_files(scene.folder / "checkpoint-2", run="r", step=2)
+    with logged() as messages:
+        assert scene.stored(once=True) == []
+    assert not [one for one in messages if "it lacks" in one]
 
 
 def test_what_a_trainer_deletes_is_forgotten(scene: Scene, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -361,6 +405,26 @@ def test_a_checkpoint_that_cannot_be_stored_is_said_once_until_it_changes(scene:
         assert scene.stored(once=True) == [1]
 
 
+def test_a_watcher_keeps_only_the_first_error(scene: Scene, monkeypatch: pytest.MonkeyPatch) -> None:
+    errors, kept = list[ref[InvalidInput]](), list[int]()
+
+    def refuse(*_: Any, **__: Any) -> None:
+        errors.append(ref(error := InvalidInput("it has a link")))
+        raise error
+
+    def stop() -> bool:
+        if is_over := scene.now > 10 * STALL:
+            gc.collect()
+            kept.append(sum(one() is not None for one in errors))
+        return is_over
+
+    monkeypatch.setattr(watching, "list_folder", refuse)
+    scene.later(*hf(1), each=0)
+    assert scene.stored(stop=stop) == []
+    assert len(errors) > 50
+    assert kept == [1]
+
+
 def test_a_run_with_other_checkpoints_is_left_alone(scene: Scene) -> None:
     native = scene.store.save({"w": torch.ones(3)}, run="r", step=1)
     scene.later(*hf(1), *hf(2))
@@ -398,6 +462,24 @@ def test_a_pattern_says_which_paths_are_checkpoints_and_of_which_step(
     made = list(scene.watch(layout=layout, more=4 * STALL))
     assert [one.step for one in made] == steps
     assert "3.ckpt" not in made[0].lineage["imported_from"]["path"]  # Lightning's version of the step is newer
+
+
+@pytest.mark.parametrize(
+    ("layout", "names", "left_out"),
+    [
+        ("generic", ["model_1.pt", "optimizer_1.pt", "model_2.pt"], "model_1.pt"),
+        ("*/step-{step}", ["a/step-1", "b/step-1"], "a/step-1"),
+        ("lightning", ["step=3.ckpt", "step=3-v1.ckpt", "step=3-v2.ckpt", "step=30.ckpt"], None),
+    ],
+)
+def test_what_has_the_step_of_another_is_named(
+    scene: Scene, layout: str, names: Sequence[str], left_out: str | None
+) -> None:
+    scene.later(*((name, saved(1)) for name in names), each=0)
+    with logged() as messages:
+        scene.stored(layout=layout, once=True)
+    told = [one.partition(" is not stored: ")[0] for one in messages if "has the same step" in one]
+    assert told == ([str(scene.folder / left_out)] if left_out else [])
 
 
 @pytest.mark.parametrize("options", [{"layout": "deepsped"}, {"settle": "5"}, {"compress": "no"}, {"run": ""}])
