@@ -102,13 +102,17 @@ class Contents:
 
     @cached_property
     def tree(self) -> Node:
-        """The nested containers of the state, and its leaves. Raises InvalidInput for files of another program."""
+        """The nested containers of the state, and its leaves. Raises the error of `check_loads`."""
+        self.check_loads()
+        return decode_tree(self.manifest.body.tree, self._extensions)
+
+    def check_loads(self) -> None:
+        """Raise InvalidInput for the files of another program."""
         if RECIPE in self.manifest.body.notes:
             raise InvalidInput(
                 f"{self.where} holds the files of another program: get them back with `casckpt export --format files`. "
                 "For its tensors, import these without --format files"
             )
-        return decode_tree(self.manifest.body.tree, self._extensions)
 
     @property
     def wrappers(self) -> dict[str, Wrapper]:

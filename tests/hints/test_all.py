@@ -34,7 +34,17 @@ NO_HINTS = {
 }
 """Messages that look like advice but are not, and why."""
 
+_WATCHED = "tests/frontends/files/test_watching.py::test_"
 FOLLOWED_ELSEWHERE: dict[Case, str] = {
+    Case("frontends/files/watching.py:_Watch.stored", "(see --layout)"): (
+        f"{_WATCHED}a_pattern_says_which_paths_are_checkpoints_and_of_which_step"
+    ),
+    Case("frontends/files/watching.py:_Watch._found", "See --layout"): (
+        f"{_WATCHED}a_pattern_says_which_paths_are_checkpoints_and_of_which_step"
+    ),
+    Case("frontends/files/watching.py:_Watch._look", "pass a shorter --settle"): (
+        f"{_WATCHED}nothing_is_stored_while_it_changes_more_often_than_it_may_and_after_a_while_this_is_told"
+    ),
     Case("ranks/ranks.py:_tried", "set GLOO_SOCKET_IFNAME to a network interface"): (
         "tests/ranks/test_waiting.py::test_a_gloo_startup_failure_is_reported_on_all_ranks"
     ),

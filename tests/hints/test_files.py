@@ -61,7 +61,7 @@ def test_an_import_takes_a_step_as_advised(store: Store, folder: Path, messages:
     assert store.get("default@3").metadata["folder"]["files"] == 1
 
 
-@follows("contents/contents.py:Contents.tree", "import these without --format files")
+@follows("contents/contents.py:Contents.check_loads", "import these without --format files")
 def test_the_tensors_in_stored_files_are_loaded_as_advised(
     store: Store, folder: Path, tmp_path: Path, messages: Messages, run: Run
 ) -> None:
@@ -109,6 +109,7 @@ def test_a_folder_is_imported_once_its_program_has_finished(
 
 
 @follows("frontends/files/watching.py:_Watch._is_complete", "if it is right, import it with --step")
+@follows("frontends/files/watching.py:_Watch._is_complete", "to store it all the same, import it with --step")
 def test_a_checkpoint_that_seems_incomplete_is_imported_as_advised(
     store: Store, tmp_path: Path, messages: Messages, caplog: pytest.LogCaptureFixture, run: Run
 ) -> None:
@@ -116,8 +117,16 @@ def test_a_checkpoint_that_seems_incomplete_is_imported_as_advised(
         (tmp_path / "out" / f"checkpoint-{step}").mkdir(parents=True)
         for name in names:
             (tmp_path / "out" / f"checkpoint-{step}" / name).write_text("{}")
-    assert [one.step for one in watch_files(store, tmp_path / "out", run="r", settle=0, once=True)] == [1]
-    option = messages.text(caplog.text).says("--step")
+    with messages.error(InvalidInput) as advice:
+        list(watch_files(store, tmp_path / "out", run="r", settle=0, once=True))
+    assert store.get("r@latest").step == 1
+    option = advice.says("--step")
     folder = tmp_path / "out" / "checkpoint-2"
     run("import", store.url, folder, "--format", "files", "--run", "r", option, 2)
     assert list(watch_files(store, tmp_path / "out", run="r", settle=0, once=True)) == []
+    store.forget("r@1")
+    store.gc(min_age=0)
+    caplog.clear()
+    assert list(watch_files(store, tmp_path / "out", run="r", settle=0, once=True)) == []
+    option = messages.text(caplog.text).says("--step")
+    run("import", store.url, tmp_path / "out" / "checkpoint-1", "--format", "files", "--run", "r", option, 1)

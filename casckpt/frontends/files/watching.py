@@ -1,9 +1,9 @@
 """Stores each checkpoint that another program writes into a folder, while that program runs. Changes nothing there.
 
-A checkpoint is complete if its marker, which the program writes last, says so, if it lacks no file that the newest one
-has (or, if it is the newest, the one before it), and if nothing in it changes for a while. The second rule finds killed
-saves and half-deleted checkpoints that have a marker. A checkpoint that changes while it is read is not stored, but
-read again.
+A checkpoint is complete if its marker, which the program writes last, says so, if it lacks no file that all others
+have, and if nothing in it changes for a while. The second rule finds killed saves and half-deleted checkpoints that
+have a marker. A checkpoint that changes while it is read is not stored, but read again. The latest of a run is what was
+stored last, so an older one is not stored any more, such as one that gc has purged.
 """
 
 from __future__ import annotations
@@ -13,19 +13,21 @@ import glob
 import logging
 import os
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from time import monotonic, sleep
 from typing import Final, NamedTuple, Unpack
 
+from casckpt.base.lazy import cached_property
 from casckpt.base.names import check_keywords
 from casckpt.base.text import listed
 from casckpt.base.units import Duration, seconds_of
 from casckpt.contents.checkpoint import Checkpoint
 from casckpt.contents.contents import Contents
 from casckpt.errors import CasckptError, Conflict, InvalidInput, NotFound, StorageError
+from casckpt.format.sections.recipe import ItemKind
 from casckpt.frontends.files.exporting import recipe_of
 from casckpt.frontends.files.importing import STEP, is_stored, save_listing
 from casckpt.frontends.files.listing import Listing, list_folder, local_folder
@@ -116,19 +118,29 @@ class _Seen:
     since: float
     first: float  # since when it has not been stored
     until: float = 0.0
+    is_compared: bool = False
     is_done: bool = False
 
-    def lacks(self, other: _Seen) -> list[str]:
-        """Return the paths in another checkpoint that this one does not have, neither as they are nor with its step."""
-        mine, others = (
-            [
-                (found.item.path, re.sub(rf"(?<!\d)0*{one.step}(?!\d)", STEP, found.item.path))
-                for found in one.listing.items
-            ]
-            for one in (self, other)
-        )
-        here = {name for pair in mine for name in pair}
-        return sorted(path for path, general in others if here.isdisjoint((path, general)))
+    @property
+    def written(self) -> int:
+        """The time of most of its files, which one that is added later does not change."""
+        times = sorted(found.state[2] for found in self.listing.items if found.item.kind == ItemKind.FILE)
+        return times[(len(times) - 1) // 2] if times else 0
+
+    @cached_property
+    def names(self) -> dict[str, str]:
+        """All paths, and how they read without the step."""
+        step = re.compile(rf"(?<!\d)0*{self.step}(?!\d)")
+        return {found.item.path: step.sub(STEP, found.item.path) for found in self.listing.items}
+
+    def lacks(self, others: Sequence[_Seen]) -> list[str]:
+        """Return the paths that all of these checkpoints have, and this one does not."""
+        mine, *rest = [{*one.names, *one.names.values()} for one in (self, *others)]
+        required = others[0].names.items() if others else ()
+        return sorted(
+            path for path, general in required
+            if mine.isdisjoint((path, general)) and not any(one.isdisjoint((path, general)) for one in rest)
+        )  # fmt: skip
 
 
 @dataclass
@@ -158,8 +170,8 @@ class _Watch:
                 continue
             now = monotonic()
             self._look()
-            for one in sorted(self._seen.values(), key=lambda seen: seen.step):
-                if self._is_quiet(one) and not one.is_done and not stop() and self._is_complete(one):
+            for one in self._compared():
+                if not one.is_done and not stop() and self._is_complete(one):
                     made = self._stored(one)
                     if made is not None:
                         yield made
@@ -228,25 +240,41 @@ class _Watch:
             with suppress(OSError):
                 last = max(map(int, re.findall(r"\d+", marker.read_text(errors="replace"))[-1:]), default=-1)
         others = [seen for seen in marked if seen.step > one.step or (layout.marker and seen.step < one.step)]
-        other = max(others, key=lambda seen: seen.step, default=one)
+        later = [
+            seen.path.name
+            for seen in self._seen.values()
+            if seen.is_done and seen.step > one.step and seen.written >= one.written
+        ]
         if last < one.step or not os.path.exists(marker):
             problem = f"no {marker.name} says that it is complete"
         elif not one.listing.nbytes:
             problem = "it is empty"
-        elif lacks := one.lacks(other):
-            problem = f"it lacks {listed(lacks)}, which {other.path.name} has; if it is right, import it with --step"
-        if problem and (key := f"{one.path} {problem}") not in self._said:
-            with suppress(CasckptError):
-                if (old := self._old(one)) is not None and is_stored(old, one.listing):
-                    one.is_done = True
-                    return False
-            self._say(key, "%s is skipped, because it seems incomplete: %s", one.path, problem)
-            if other.step < one.step and problem.startswith("it lacks"):  # which may be a mistake
+        elif lacks := one.lacks(others):
+            problem = f"it lacks {listed(lacks)}, which all others have; if it is right, import it with --step"
+        elif later:  # it would become the latest of the run
+            problem = (
+                f"{later[-1]}, which was written later, is stored; to store it all the same, import it with --step"
+            )
+        if problem:
+            self._say(f"{one.path} {problem}", "%s is skipped: %s", one.path, problem)
+            if others and others[-1].step < one.step and problem.startswith("it lacks"):  # which may be a mistake
                 self._error = self._error or InvalidInput(f"{one.path} seems incomplete: {problem}")
         return not problem
 
+    def _compared(self) -> list[_Seen]:
+        """Return the checkpoints that do not change, by step. Find out, once, which of them are stored already."""
+        quiet = sorted(filter(self._is_quiet, self._seen.values()), key=lambda seen: seen.step)
+        for one in quiet:
+            if not (one.is_done or one.is_compared):
+                try:
+                    one.is_done = (old := self._old(one)) is not None and is_stored(old, one.listing)
+                    one.is_compared = True
+                except CasckptError as error:
+                    self._note(one.path, error)
+        return quiet
+
     def _stored(self, one: _Seen) -> Checkpoint | None:
-        """Store a checkpoint, unless it is stored already. Return None if it is, or after an error."""
+        """Store a checkpoint. Return None after an error."""
         try:
             made = self._import(one)
         except CasckptError as error:
@@ -264,10 +292,8 @@ class _Watch:
         same = (old for old in stored if old.step == one.step or self.layout == FILE)
         return max(same, key=lambda old: (old.step, not old.forgotten, old.created_at), default=None)
 
-    def _import(self, one: _Seen) -> Checkpoint | None:
+    def _import(self, one: _Seen) -> Checkpoint:
         old = self._old(one)
-        if old is not None and is_stored(old, one.listing):
-            return None
         if old is not None and self.layout != FILE and not old.forgotten:
             self._check_again(old, one)
         step = one.step if self.layout != FILE else 0 if old is None else old.step + 1

@@ -52,6 +52,7 @@ class FolderPlan:
         self.store, self.checkpoint, self.rules = store, checkpoint, rules
         self.metadata: Mapping[str, str] = {}
         self.contents = Contents.open(store.repository, checkpoint.commit)
+        self.contents.check_loads()
         self._imported, self.notes = imported_models(store, checkpoint)
         component = (rules.strip_prefix or "").removesuffix(".")
         self._home = f"{component}/" if component and component in self._imported else ""
