@@ -23,7 +23,7 @@ class FileChanges(NamedTuple):
 
 
 class _Folder:
-    """A stored folder. What is equal in two of them, has the same cells."""
+    """A stored folder. Equal bytes of two of them are in equal cells, except in small files."""
 
     def __init__(self, checkpoint: Checkpoint) -> None:
         self._repo = checkpoint.repo

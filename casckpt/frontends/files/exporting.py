@@ -12,7 +12,7 @@ from casckpt.base.progress import Progress, Shown
 from casckpt.base.text import is_url, listed, local_path
 from casckpt.contents.checkpoint import Checkpoint
 from casckpt.contents.contents import Contents
-from casckpt.errors import InvalidInput, Unsupported
+from casckpt.errors import Conflict, InvalidInput, Unsupported
 from casckpt.format.manifest import Manifest
 from casckpt.format.sections.recipe import NOTE, Item, ItemKind, decode_recipe
 from casckpt.frontends.files.listing import SMALL
@@ -64,6 +64,8 @@ def export_files(
 
     held = target if force else None
     if job.items[0].kind == ItemKind.FILE:
+        if target.is_dir():
+            raise Conflict(f"{target} is a folder, but a file is stored; choose the name of a file in it")
         with new_file(target, force=force) as new:
             job.write(new, held)
     else:

@@ -119,7 +119,8 @@ class _Seen:
     first: float  # since when it has not been stored
     until: float = 0.0
     is_compared: bool = False
-    is_done: bool = False
+    is_done: bool = False  # it is stored
+    is_refused: bool = False  # until it changes
 
     @property
     def written(self) -> int:
@@ -171,7 +172,7 @@ class _Watch:
             now = monotonic()
             self._look()
             for one in self._compared():
-                if not one.is_done and not stop() and self._is_complete(one):
+                if not (one.is_done or one.is_refused) and not stop() and self._is_complete(one):
                     made = self._stored(one)
                     if made is not None:
                         yield made
@@ -265,7 +266,7 @@ class _Watch:
         """Return the checkpoints that do not change, by step. Find out, once, which of them are stored already."""
         quiet = sorted(filter(self._is_quiet, self._seen.values()), key=lambda seen: seen.step)
         for one in quiet:
-            if not (one.is_done or one.is_compared):
+            if not (one.is_done or one.is_refused or one.is_compared):
                 try:
                     one.is_done = (old := self._old(one)) is not None and is_stored(old, one.listing)
                     one.is_compared = True
@@ -325,7 +326,7 @@ class _Watch:
             if not isinstance(error, Conflict):
                 self._error = self._error or error
         if (seen := self._seen.get(path)) is not None:
-            seen.since, seen.is_done = monotonic(), not may_pass
+            seen.since, seen.is_refused = monotonic(), not may_pass
 
     def _say(self, key: str, message: str, *values: object) -> None:
         if key not in self._said:

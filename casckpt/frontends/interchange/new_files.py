@@ -106,11 +106,8 @@ def exchanged_folder(path: Path, *, force: bool, old: Callable[[Path], None]) ->
                 _exchange(scratch / "one", scratch / "other")
             yield (new := scratch / "new")
             if is_full:
-                made, names = (
-                    new.stat(),
-                    (path.with_name(f"{path.name}.before{number}") for number in chain([""], count(2))),
-                )
-                before = next(name for name in names if not os.path.lexists(name))
+                names = (path.with_name(f"{path.name}.before{number}") for number in chain([""], count(2)))
+                made, before = new.stat(), next(name for name in names if not os.path.lexists(name))
                 try:
                     os.rename(new, before)  # if this process dies here, nothing is lost
                     _exchange(path, before)

@@ -464,3 +464,14 @@ def test_files_whose_tensors_were_dropped_are_left_out_by_name(
     assert done.left_out == ("deep/w.pt",)
     expected = [item for item in described(folder) if item["path"] != "deep/w.pt"]
     assert described(out) == expected
+
+
+def test_a_stored_file_is_not_exported_onto_a_folder(store: casckpt.Store, tmp_path: Path, out: Path) -> None:
+    (tmp_path / "ckpt.pt").write_bytes(b"weights")
+    store.import_files(tmp_path / "ckpt.pt", run="file", step=1)
+    out.mkdir(parents=True)
+    for force in (False, True):
+        with pytest.raises(Conflict, match="choose the name of a file in it"):
+            store.export("file@1", out, force=force)
+    store.export("file@1", out / "ckpt.pt")
+    assert (out / "ckpt.pt").read_bytes() == b"weights"

@@ -406,6 +406,22 @@ def test_a_checkpoint_that_cannot_be_stored_is_said_once_until_it_changes(scene:
     assert [one for one in messages if "checkpoint-2, which was written later, is stored" in one]
 
 
+def test_a_refused_checkpoint_does_not_count_as_stored_for_an_older_one(
+    scene: Scene, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    save, calls = importing.save_listing, list[Any]()
+
+    def fail_once(*args: Any, **options: Any) -> casckpt.Checkpoint:
+        calls.append(args)
+        if len(calls) == 1:
+            raise StorageError("the bucket is away")
+        return save(*args, **options)
+
+    monkeypatch.setattr(watching, "save_listing", fail_once)
+    scene.later(*hf(1), *hf(2), ("checkpoint-2/optimizer.pt", saved(2)[:50_000]), each=0)  # truncated
+    assert scene.stored(more=5 * STALL) == [1]
+
+
 def test_what_gc_has_purged_or_what_got_another_file_does_not_become_the_latest(scene: Scene) -> None:
     scene.later(*hf(1), *hf(2), *hf(3))
     assert scene.stored() == [1, 2, 3]
