@@ -132,7 +132,7 @@ def test_earlier_results_are_plotted_and_published(smoke: Path, tmp_path: Path) 
     assert "\n| casckpt, frozen= declared |" in text
 
 
-def a_run(ours: float, peers: dict[str, float], **parameters: int) -> ScenarioResult:
+def a_run(ours: float, peers: dict[str, float], **more: int) -> ScenarioResult:
     """The results of a run with one round: the times of casckpt and of the settings of a peer."""
     rows = [Row("", OURS, "", rounds=[Measured(durable=ours)])]
     rows += [Row("", "peer", what, rounds=[Measured(durable=time)]) for what, time in peers.items()]
@@ -140,7 +140,7 @@ def a_run(ours: float, peers: dict[str, float], **parameters: int) -> ScenarioRe
     for row in rows:
         row.summarise()
     check = Check("peer / casckpt", 1.0, True, min(peers.values()) / ours)
-    return ScenarioResult("save", "Save", "durable", {"bytes": 1} | parameters, rows, ratios(rows, "durable"), [check])
+    return ScenarioResult("save", "Save", "durable", {"bytes": 1, **more}, rows, ratios(rows, "durable"), [check])
 
 
 @pytest.fixture

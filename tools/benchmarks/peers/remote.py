@@ -36,6 +36,11 @@ class S3Torch(Peer):
     }
     matters = ("threads", "part")
 
+    def __init__(self, setting: Setting, threads: int) -> None:
+        """See `Peer`."""
+        super().__init__(setting, threads)
+        self._client: Any = None  # which remains open, as casckpt's does here
+
     @classmethod
     def absent(cls) -> str | None:
         """See `Peer.absent`."""
@@ -43,21 +48,21 @@ class S3Torch(Peer):
 
     def save(self, state: State, folder: Path) -> None:
         """See `Peer.save`."""
-        import torch.distributed.checkpoint as dcp
         from s3torchconnector.dcp import S3StorageWriter
+        from torch.distributed.checkpoint.state_dict_saver import save
 
         writer = S3StorageWriter(_region(), _url(folder), thread_count=self.setting["threads"])
         writer.fs = self._file_system()
-        dcp.save({"model": state}, storage_writer=writer)
+        save({"model": state}, storage_writer=writer)
 
     def load(self, state: State, folder: Path) -> None:
         """See `Peer.load`."""
-        import torch.distributed.checkpoint as dcp
         from s3torchconnector.dcp import S3StorageReader
+        from torch.distributed.checkpoint.state_dict_loader import load
 
         reader = S3StorageReader(_region(), _url(folder))
         reader.fs = self._file_system(reader_constructor=reader._reader_constructor)
-        dcp.load({"model": state}, storage_reader=reader)
+        load({"model": state}, storage_reader=reader)
 
     def _file_system(self, **more: Any) -> Any:
         """Return its file system for another server than Amazon's, for which the writer and reader have no argument."""
@@ -66,8 +71,9 @@ class S3Torch(Peer):
         from s3torchconnector.dcp import S3FileSystem
 
         config = S3ClientConfig(force_path_style=True, part_size=self.setting["part"] * _MIB)
-        client = S3Client(_region(), endpoint=os.environ["AWS_ENDPOINT_URL"], s3client_config=config)
-        return S3FileSystem(_region(), s3_client=client, **more)
+        if self._client is None:
+            self._client = S3Client(_region(), endpoint=os.environ["AWS_ENDPOINT_URL"], s3client_config=config)
+        return S3FileSystem(_region(), s3_client=self._client, **more)
 
 
 class RunAi(Peer):
