@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import sys
 from collections.abc import Iterator
 from itertools import product
 from pathlib import Path
@@ -13,10 +14,26 @@ from typing import Any
 import pytest
 
 from benchmarks.cli import main
-from benchmarks.results import OURS, Row, ScenarioResult, read_json
+from benchmarks.environments import Absent, version_of
+from benchmarks.measure import Measured
+from benchmarks.results import (
+    OURS,
+    RUNS,
+    TO_OURS,
+    Check,
+    Report,
+    Row,
+    ScenarioResult,
+    Spread,
+    ratios,
+    read_json,
+    write_json,
+)
 from benchmarks.scenarios import SCENARIOS
 from benchmarks.scenarios.base import Bench, Options
 from benchmarks.show import cells, markdown
+from benchmarks.tasks import limits
+from benchmarks.worker import Here
 from tests.support.scripts import Done, run_script
 from tests.support.shared import made_once
 
@@ -115,6 +132,95 @@ def test_earlier_results_are_plotted_and_published(smoke: Path, tmp_path: Path) 
     assert "\n| casckpt, frozen= declared |" in text
 
 
+def a_run(ours: float, peers: dict[str, float], **more: int) -> ScenarioResult:
+    """The results of a run with one round: the times of casckpt and of the settings of a peer."""
+    rows = [Row("", OURS, "", rounds=[Measured(durable=ours)])]
+    rows += [Row("", "peer", what, rounds=[Measured(durable=time)]) for what, time in peers.items()]
+    rows.append(Row("", "disk", "", limit=True, rounds=[Measured(durable=0.5)]))
+    for row in rows:
+        row.summarise()
+    check = Check("peer / casckpt", 1.0, True, min(peers.values()) / ours)
+    return ScenarioResult("save", "Save", "durable", {"bytes": 1, **more}, rows, ratios(rows, "durable"), [check])
+
+
+@pytest.fixture
+def three_runs(tmp_path: Path) -> list[Path]:
+    """Results on three days, in the last of which casckpt is slower than its peer."""
+    runs = (a_run(1.0, {"a": 2.0, "b": 3.0}), a_run(1.0, {"a": 4.0, "b": 3.0}), a_run(2.0, {"a": 1.0, "b": 8.0}))
+    for day, run in enumerate(runs):
+        run.commit = "abc"
+        write_json(Report({"date": f"day {day}", "cpu": "one"}, [run]), tmp_path / f"{day}.json", rounds=False)
+    return [tmp_path / f"{day}.json" for day in range(3)]
+
+
+def test_runs_are_merged_into_medians_with_ranges(three_runs: list[Path], tmp_path: Path) -> None:
+    done = bench("--from", *three_runs, "--json", tmp_path / "merged.json", "--no-rounds")
+    assert done.status == 0, done.told
+    report = read_json([tmp_path / "merged.json"])
+    assert report.machine == {"date": "day 0, day 1, day 2", "cpu": "one"}
+    (found,) = report.scenarios
+    assert (found.parameters, found.commit) == ({"bytes": 1, "runs": 3}, "abc")
+    assert {row.name: row.summary["durable"] for row in found.rows} == {
+        "casckpt": Spread(1.0, 1.0, 2.0), "peer, a": Spread(2.0, 1.0, 4.0), "peer, b": Spread(3.0, 3.0, 8.0),
+        "disk": Spread(0.5, 0.5, 0.5),
+    }  # fmt: skip
+    assert [(one.peer, one.ratio) for one in found.ratios] == [
+        ("peer", Spread(2.0, 0.5, 3.0)),  # with its best setting in each run
+        ("disk", Spread(0.5, 0.25, 0.5)),
+    ]
+    assert [check.value for check in found.checks] == [2.0]
+    for shown in (done.printed, markdown.render(report)):
+        assert re.search(r"peer, a .*2\.00 \(0\.50-4\.00\), the best peer", shown)
+        assert re.search(r"peer, b .*3\.00 \(3\.00-4\.00\) ", shown)
+
+
+def test_a_row_that_a_run_lacks_is_not_merged_from_the_others(three_runs: list[Path]) -> None:
+    report = read_json(three_runs[:1])
+    report.scenarios[0].rows[1].summary.clear()
+    report.scenarios[0].rows[1].note = "failed: why"
+    write_json(report, three_runs[0], rounds=False)
+    (found,) = read_json(three_runs).scenarios
+    assert found.rows[1].summary == {}
+    assert found.rows[1].note == "measured in 2 of 3 runs; failed: why"
+    assert found.rows[2].summary["durable"].median == 3.0
+
+
+def test_runs_with_other_parameters_are_not_merged(three_runs: list[Path], tmp_path: Path) -> None:
+    write_json(Report({}, [a_run(1.0, {"a": 1.0}, rounds=9)]), tmp_path / "other.json")
+    done = bench("--from", three_runs[0], tmp_path / "other.json")
+    assert done.status == 2
+    assert "save: runs with rounds None and 9 cannot be merged" in done.told
+
+
+_FIO = """#!{python}
+import json, sys
+given = dict(one.removeprefix("--").partition("=")[::2] for one in sys.argv[1:])
+size = int(given.get("size", 0)) * int(given.get("numjobs", 0))
+found = {{"runtime": 2000, "io_bytes": size}}
+print("fio-3.33" if "version" in given else json.dumps({{"jobs": [{{given["rw"]: found}}]}}))
+"""
+
+
+@pytest.mark.process
+@pytest.mark.parametrize("installed", [True, False])
+def test_the_limit_of_the_disk_is_that_of_fio(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, installed: bool) -> None:
+    programs = tmp_path / "bin"
+    programs.mkdir()
+    if installed:
+        (programs / "fio").write_text(_FIO.format(python=sys.executable))
+        (programs / "fio").chmod(0o755)
+    monkeypatch.setenv("PATH", str(programs))
+    here = Here(0, 1, "", quick=True, threads=2)
+    job: dict[str, Any] = {"folder": str(tmp_path / "disk"), "size": 1000, "jobs": 2, "depth": 1, "block": 1 << 20}
+    if not installed:
+        with pytest.raises(Absent, match="it is not installed; on Debian and Ubuntu: apt install fio"):
+            limits.fio(here, work="write", **job)
+        return
+    measured = limits.fio(here, work="write", **job)
+    assert measured.durable == measured.blocked == 2.0 * 1000 / 8192  # it writes whole blocks
+    assert version_of(str(programs / "fio")) == "3.33"
+
+
 def test_an_unknown_contender_is_rejected() -> None:
     for arguments in (["nothing"], ["save", "--peers", "nobody"], ["save", "--size", "much"], ["save", "--from", "x"]):
         done = bench(*arguments)
@@ -125,7 +231,6 @@ def test_an_unknown_contender_is_rejected() -> None:
 def test_a_benchmark_run_ends_if_loaded_bytes_are_incorrect(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(str(ROOT / "tools"))
     from benchmarks.harness import Case, Void, run_rounds
-    from benchmarks.measure import Measured
     from benchmarks.results import Row
     from benchmarks.teams import CallFailed
 
@@ -352,11 +457,15 @@ def of_casckpt() -> Iterator[tuple[str, set[str]]]:
         metric = "blocked" if scenario.metric == "blocked" else "durable"
         rows = [row for row in scenario.rows if metric in row.summary]
         for ours in (row for row in rows if row.who == OURS):
-            ratios = [row.summary[metric].median / ours.summary[metric].median for row in rows
-                      if row.group == ours.group]  # fmt: skip
-            ratios += [one.ratio.median for one in scenario.ratios
+            here = [row for row in rows if row.group == ours.group]
+            merged = RUNS in scenario.parameters  # whose ratios are medians of ratios, with ranges
+            found = [row.summary[metric].median / ours.summary[metric].median for row in here if not merged]
+            spreads = [one.ratio for one in scenario.ratios
                        if (one.group, one.ours, one.metric) == (ours.group, ours.name, metric)]  # fmt: skip
-            yield written(ours, metric), {f"{one:.2f}" for one in ratios}
+            if ours is next(row for row in here if row.who == OURS):
+                spreads += [row.summary[TO_OURS] for row in here if TO_OURS in row.summary]
+            found += [one for spread in spreads for one in (spread.median, spread.low, spread.high)]
+            yield written(ours, metric), {f"{one:.2f}" for one in found}
 
 
 def read_all() -> Iterator[ScenarioResult]:

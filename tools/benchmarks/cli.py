@@ -40,7 +40,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if chosen.results:
         if chosen.scenarios:
             parser.error("--from shows earlier results and does not run anything")
-        report = results.read_json(chosen.results)
+        try:
+            report = results.read_json(chosen.results)
+        except ValueError as error:
+            parser.error(str(error))
         for scenario in report.scenarios:
             table.show(scenario)
     else:
@@ -73,8 +76,8 @@ def _parser() -> argparse.ArgumentParser:
     add("--json", type=Path, help="file for the results (bench-results/<time>.json)")
     add("--plot", type=Path, metavar="DIR", help="folder in which to draw a picture of each scenario")
     add("--no-rounds", action="store_true", help="write only medians and ranges, as in docs/benchmarks/")
-    add("--from", dest="results", type=Path, action="append", metavar="FILE",
-        help="do not run anything; show, draw or write these earlier results")  # fmt: skip
+    add("--from", dest="results", type=Path, action="extend", nargs="+", metavar="FILE",
+        help="do not run anything; show, draw or write earlier results; several of a scenario are merged")  # fmt: skip
     add("--quick", action="store_true", help="smoke run: tiny states, 2 rounds, meaningless figures")
     add("--full", action="store_true", help="history, experts: ten times as many saves or tensors")
     return parser

@@ -7,6 +7,7 @@ import re
 import shutil
 import subprocess
 import sys
+from collections.abc import Iterable
 from importlib.metadata import version
 from pathlib import Path
 
@@ -16,7 +17,10 @@ _ALWAYS = ("numpy", "psutil")
 REQUIREMENTS: dict[str, tuple[str, ...]] = {
     "olmo-0.1.0": ("ai2-olmo-core==0.1.0",),
     "olmo-3.0.0": ("ai2-olmo-core==3.0.0",),
+    "orbax": ("orbax-checkpoint==0.12.8", "jax==0.10.2", "tensorstore==0.1.86", "ml_dtypes==0.6.0"),
+    "buckets": ("s3torchconnector[dcp]==1.5.0", "runai-model-streamer[s3]==0.17.1", "safetensors==0.8.0"),
 }
+_HOW = {name: f"; on Debian and Ubuntu: apt install {name}" for name in ("fio", "restic")}
 PROGRAMS: dict[str, tuple[str, ...]] = {"borg": ("borgbackup==1.4.5",), "dvc": ("dvc==3.67.1",)}
 
 
@@ -35,12 +39,18 @@ def python_of(environment: str) -> Path:
     return _made(environment, (torch, *REQUIREMENTS[environment], *_ALWAYS)) / "python"
 
 
+def versions_of(environments: Iterable[str]) -> dict[str, str]:
+    """Return the versions of the packages in these environments, without torch."""
+    wanted = [one for name in environments for one in REQUIREMENTS.get(name, ())]
+    return {re.split(r"\W*==", one)[0].partition("[")[0]: one.partition("==")[2] for one in wanted}
+
+
 def program(name: str, *, create: bool) -> str:
     """Return the path of a program, which is on PATH or, with ``create``, in an environment. Raises `Absent`."""
     if found := shutil.which(name):
         return found
     if name not in PROGRAMS or not create:
-        raise Absent("it is not installed")
+        raise Absent(f"it is not installed{_HOW.get(name, '')}")
     return str(_made(name, PROGRAMS[name]) / name)
 
 

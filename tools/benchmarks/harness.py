@@ -64,7 +64,7 @@ def _attempt(case: Case, number: int) -> Measured | None:
     except Absent as error:
         case.row.note = f"absent: {error}"
     except CallFailed as error:
-        skipped = error.kind in ("NotCold", "Skipped")
+        skipped = error.kind in ("NotCold", "Skipped", "Absent")
         if error.kind == "WrongBytes" or (case.ours and not skipped):
             raise Void(f"{case.row.name}: {error}") from error
         case.row.note = f"absent: {error.text}" if skipped else f"failed: {error}"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import statistics
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
@@ -12,15 +13,22 @@ from benchmarks.measure import Measured
 
 OURS = "casckpt"
 METRICS = ("blocked", "durable", "cpu", "peak", "written", "read", "asked", "stored", "load_average")
+TO_OURS = "to casckpt"
+RUNS = "runs"
 
 
 @dataclass
 class Spread:
-    """The median, minimum and maximum of the rounds."""
+    """The median, minimum and maximum of the rounds or, in merged results, of the runs' medians."""
 
     median: float
     low: float
     high: float
+
+    @classmethod
+    def of(cls, found: Sequence[float]) -> Spread:
+        """Return the spread of some values."""
+        return cls(statistics.median(found), min(found), max(found))
 
 
 @dataclass
@@ -69,7 +77,7 @@ class Row:
         for metric in (*METRICS, *extra):
             found = self.values(metric)
             if found:
-                self.summary[metric] = Spread(statistics.median(found), min(found), max(found))
+                self.summary[metric] = Spread.of(found)
 
 
 @dataclass
@@ -126,6 +134,13 @@ class Report:
 
     machine: dict[str, str]
     scenarios: list[ScenarioResult] = field(default_factory=list)
+
+
+def best_peers(scenario: ScenarioResult) -> list[Row]:
+    """Return the row of the best peer in each group: neither casckpt nor a limit of the machine."""
+    found = [row for row in scenario.rows if row.who != OURS and not row.limit and scenario.metric in row.summary]
+    least = {row.group: row for row in sorted(found, key=lambda row: -(row.median(scenario.metric) or 0.0))}
+    return list(least.values())
 
 
 def best(rows: list[Row], who: str, metric: str, *, group: str | None = None, what: str = "") -> Row | None:
@@ -191,7 +206,85 @@ def write_json(report: Report, path: Path, *, rounds: bool = True) -> None:
 
 
 def read_json(paths: list[Path]) -> Report:
-    """Merge several files into one report. If several files contain the same scenario, the last one wins."""
+    """Merge several files into one report. A scenario in several files is merged too.
+
+    Raises ValueError if its runs had different parameters.
+    """
     reports = [msgspec.json.decode(path.read_bytes(), type=Report) for path in paths]
-    scenarios = {scenario.name: scenario for report in reports for scenario in report.scenarios}
-    return Report(reports[-1].machine, list(scenarios.values()))
+    machine = {name: _all(report.machine.get(name, "") for report in reports) for name in reports[-1].machine}
+    found: dict[str, list[ScenarioResult]] = {}
+    for scenario in (one for report in reports for one in report.scenarios):
+        found.setdefault(scenario.name, []).append(scenario)
+    return Report(machine, [merged(runs) if len(runs) > 1 else runs[0] for runs in found.values()])
+
+
+def merged(runs: Sequence[ScenarioResult]) -> ScenarioResult:
+    """Return the medians of the runs' medians and ratios, with their ranges. No run counts more than another."""
+    first = runs[0]
+    for other in runs[1:]:
+        for name in {**first.parameters, **other.parameters}:
+            one, two = first.parameters.get(name), other.parameters.get(name)
+            if one != two:
+                raise ValueError(
+                    f"{first.name}: runs with {name} {one} and {two} cannot be merged; leave out one of them"
+                )
+    keys = dict.fromkeys((row.group, row.who, row.what) for run in runs for row in run.rows)
+    return replace(
+        first,
+        parameters={**first.parameters, RUNS: len(runs)},
+        rows=[_merged_row(key, runs) for key in keys],
+        ratios=_merged_ratios(runs),
+        checks=[_merged_check(index, runs) for index in range(len(first.checks))],
+        started=_all(run.started for run in runs),
+        seconds=sum(run.seconds for run in runs),
+        commit=_all(run.commit for run in runs),
+    )
+
+
+def _merged_row(key: tuple[str, str, str], runs: Sequence[ScenarioResult]) -> Row:
+    found = [(row, run) for run in runs for row in run.rows if (row.group, row.who, row.what) == key]
+    measured = [(row, run) for row, run in found if row.summary]
+    row = replace(found[0][0], rounds=[], summary={}, note=_all(row.note for row, _ in found))
+    if len(measured) < len(runs):
+        if measured:
+            row.note = f"measured in {len(measured)} of {len(runs)} runs; {row.note}"
+        return row
+    for metric in measured[0][0].summary:
+        medians = [one.summary[metric].median for one, _ in measured if metric in one.summary]
+        row.summary[metric] = Spread.of(medians)
+    ratios = [to_ours(one, run) for one, run in measured]
+    known = [ratio for ratio in ratios if ratio is not None]
+    if known:
+        row.summary[TO_OURS] = Spread.of(known)
+    return row
+
+
+def _merged_ratios(runs: Sequence[ScenarioResult]) -> list[Ratio]:
+    """Return the ratios that all runs have. In each run, a peer's ratio is that of its best row in this run."""
+    names = {row.name: row.who for run in runs for row in run.rows}
+    found: dict[tuple[str, str, str], list[Ratio]] = {}
+    for one in (ratio for run in runs for ratio in run.ratios):
+        found.setdefault((one.group, one.ours, names[one.peer]), []).append(one)
+    return [
+        replace(each[0], peer=who if len({one.peer for one in each}) > 1 else each[0].peer,
+                ratio=Spread.of([one.ratio.median for one in each]))
+        for (_, _, who), each in found.items()
+        if len(each) == len(runs)
+    ]  # fmt: skip
+
+
+def _merged_check(index: int, runs: Sequence[ScenarioResult]) -> Check:
+    found = [run.checks[index].value for run in runs]
+    known = [value for value in found if value is not None]
+    return replace(runs[0].checks[index], value=statistics.median(known) if len(known) == len(runs) else None)
+
+
+def to_ours(row: Row, scenario: ScenarioResult) -> float | None:
+    """Return the cost as a multiple of casckpt's first row in the group."""
+    ours = next((one for one in scenario.rows if one.group == row.group and one.who == OURS), None)
+    ours = ours or best(scenario.rows, OURS, scenario.metric)
+    return over(row.median(scenario.metric), median_of(ours, scenario.metric))
+
+
+def _all(texts: Iterable[str]) -> str:
+    return ", ".join(dict.fromkeys(filter(None, texts)))

@@ -6,15 +6,23 @@ from benchmarks.peers.base import Peer
 from benchmarks.peers.dcp import Dcp
 from benchmarks.peers.meta import TorchCheckpointing
 from benchmarks.peers.olmo import Olmo1, Olmo3
+from benchmarks.peers.orbax import Orbax
 from benchmarks.peers.ours import Casckpt
+from benchmarks.peers.remote import RunAi, S3Torch
 from benchmarks.peers.safe import Safetensors
 from benchmarks.peers.torch_save import TorchSave
 
 PEERS: dict[str, type[Peer]] = {
-    peer.name: peer for peer in (TorchSave, Safetensors, Dcp, TorchCheckpointing, Olmo1, Olmo3)
+    peer.name: peer for peer in (TorchSave, Safetensors, Dcp, TorchCheckpointing, Olmo1, Olmo3, Orbax, S3Torch, RunAi)
 }
 DEFAULT = ("torch.save", "safetensors", "dcp", "torch_checkpointing")
-GROUPS = {"default": DEFAULT, "none": (), "olmo": ("olmo-0.1.0", "olmo-3.0.0"), "all": tuple(PEERS)}
+GROUPS = {
+    "default": DEFAULT,
+    "none": (),
+    "olmo": ("olmo-0.1.0", "olmo-3.0.0"),
+    "s3": ("s3torchconnector", "runai"),
+    "all": tuple(PEERS),
+}
 
 
 def peer_class(name: str) -> type[Peer]:

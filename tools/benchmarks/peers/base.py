@@ -16,6 +16,7 @@ Setting: TypeAlias = dict[str, Any]
 Best: TypeAlias = Mapping[str, Sequence[Setting]]
 SAVE, LOAD, PART, ASYNC, RANKS, RESTART = "save", "load", "part", "async", "ranks", "restart"
 MAPPED = "mapped"
+TO_BUCKET, FROM_BUCKET = "to a bucket", "from a bucket"
 DCP_SAVE, DCP_LOAD, DCP_PART = "save through DCP", "load through DCP", "part through DCP"
 
 
@@ -70,8 +71,11 @@ class Peer:
         raise NotImplementedError
 
     def load(self, state: State, folder: Path) -> Mapping[str, float] | None:
-        """Fill the tensors of ``state``, which are allocated and touched."""
+        """Fill the tensors of ``state``, which are allocated and touched, or keep new memory for `hand_over`."""
         raise NotImplementedError
+
+    def hand_over(self, state: State) -> None:
+        """Fill ``state`` after a load that returned new memory, as its users have it. This is not measured."""
 
     def load_part(self, parts: Mapping[str, Part], folder: Path) -> Mapping[str, float] | None:
         """Fill parts of tensors."""

@@ -9,10 +9,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from benchmarks.environments import Absent
+from benchmarks.environments import Absent, program, version_of, versions_of
 from benchmarks.harness import Case, Tell, run_rounds
 from benchmarks.measure import Measured
-from benchmarks.peers.base import DCP_LOAD, DCP_PART, LOAD, MAPPED, PART, RESTART, Peer, Setting
+from benchmarks.peers.base import DCP_LOAD, DCP_PART, FROM_BUCKET, LOAD, MAPPED, PART, RESTART, Peer, Setting
 from benchmarks.peers.before import Before
 from benchmarks.peers.ours import Casckpt
 from benchmarks.results import OURS, Check, Row, ScenarioResult, ratios
@@ -21,9 +21,11 @@ from benchmarks.teams import CallFailed, Team
 _NUMBERS = itertools.count()
 BLOB = 32 << 20
 WAY = "copy"
+DISK = "fio"
+_FIO = ((1, 16, 1), (4, 4, 1), (2, 4, 4), (4, 1, 32))  # jobs, blocks in flight for each, MiB of a block
 WRITERS = (2, 4)
 READERS = (2, 4)
-_LOADS = (LOAD, MAPPED, PART, RESTART, DCP_LOAD, DCP_PART)
+_LOADS = (LOAD, MAPPED, PART, RESTART, DCP_LOAD, DCP_PART, FROM_BUCKET)
 
 
 @dataclass
@@ -91,13 +93,17 @@ class Bench:
         if self.options.device != "cpu":  # the tasks of an earlier tree do not have this argument
             arguments["device"] = self.options.device
         first = self.team(ranks=ranks)
-        self._made.append((ranks, "states:make", arguments))
+        self.in_new_teams("states:make", ranks=ranks, **arguments)
         found: int = first.call("states:make", **arguments)[0]
         return found
 
+    def in_new_teams(self, task: str, *, ranks: int = 1, **arguments: Any) -> None:
+        """Call a task in each team that starts from now on."""
+        self._made.append((ranks, task, arguments))
+
     def change_state(self, name: str, prefix: str = "") -> int:
         """Change a state in all workers that have it. Return the number of changed bytes."""
-        self._made.append((1, "states:change", {"name": name, "prefix": prefix}))
+        self.in_new_teams("states:change", name=name, prefix=prefix)
         teams = [team for (_, ranks), team in self._teams.items() if ranks == 1]
         return [int(team.call("states:change", name=name, prefix=prefix)[0]) for team in teams][-1]
 
@@ -191,6 +197,15 @@ class Bench:
 
         return Case(Row(group, who, what, nbytes, limit=True), run)
 
+    def disk(self, work: str, size: int, group: str = "") -> list[Case]:
+        """Return the limits of the disk for sequential reads or writes, as fio measures them in several ways."""
+        return [
+            self.limit(DISK, f"jobs={jobs} depth={depth} block={block}M", "limits:fio", group=group, nbytes=size,
+                       folder="new" if work == "write" else self.place(), size=size, work=work, jobs=jobs, depth=depth,
+                       block=block << 20)
+            for jobs, depth, block in _FIO
+        ]  # fmt: skip
+
     def ways(self, state: str, size: int, group: str = "", *, to_gpu: bool) -> list[Case]:
         """Return the limit of copies between a GPU and pinned host memory, for a state on a GPU."""
         if self.options.device == "cpu":
@@ -210,7 +225,11 @@ class Bench:
         self, name: str, title: str, checks: list[Check], metric: str = "durable", **parameters: str | int | float
     ) -> ScenarioResult:
         """Return the results of the scenario."""
-        parameters = {"rounds": self.options.rounds, "threads": self.options.threads, **parameters}
+        measured = {row.who for row in self.rows if row.summary}
+        versions = versions_of(dict.fromkeys(one.environment for one in self.options.peers if one.name in measured))
+        if DISK in measured:
+            versions[DISK] = version_of(program(DISK, create=False))
+        parameters = {"rounds": self.options.rounds, "threads": self.options.threads, **parameters, **versions}
         return ScenarioResult(name, title, metric, parameters, self.rows, ratios(self.rows, metric), checks)
 
 
@@ -225,4 +244,4 @@ def _word(name: str, value: Any) -> str:
     return f"{name}={value}"
 
 
-__all__ = ["BLOB", "READERS", "WRITERS", "Absent", "Bench", "CallFailed", "Options", "described"]
+__all__ = ["BLOB", "DISK", "READERS", "WRITERS", "Absent", "Bench", "CallFailed", "Options", "described"]

@@ -1,15 +1,19 @@
-"""Saves and loads in a bucket, compared with raw clients on the same server."""
+"""Saves and loads in a bucket, compared with raw clients and with other libraries on the same server."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import Any
 
 from benchmarks.environments import Absent
 from benchmarks.harness import Case
 from benchmarks.measure import Measured
+from benchmarks.peers.base import FROM_BUCKET, TO_BUCKET, Peer, Setting
 from benchmarks.results import OURS, Check, Row, ScenarioResult, over
 from benchmarks.scenarios.base import Bench, Options
+from benchmarks.scenarios.loading import loads
 from benchmarks.scenarios.saving import time_of
+from benchmarks.teams import Team
 
 _STATE = "state"
 _USUAL = 1 << 29
@@ -22,9 +26,11 @@ def s3(options: Options) -> ScenarioResult:
     """Use one process and one server (SeaweedFS), which share the cores of the same machine."""
     with Bench(options) as bench:
         size = bench.make_state(_STATE, "model", options.size_or(_USUAL))
-        bench.team().call("buckets:start", folder=bench.place(), state=_STATE)
+        server = bench.team().call("buckets:start", folder=bench.place(), state=_STATE)[0]
+        bench.in_new_teams("buckets:reach", **server)
         try:
-            rows = bench.run([*_ours(bench, size), *_raw(bench, size)])
+            loaded = loads(bench, FROM_BUCKET, size, groups=(_LOAD,))
+            rows = bench.run([*_ours(bench, size), *_saves(bench, size), *loaded, *_raw(bench, size)])
         finally:
             bench.team().call("buckets:stop")
         return bench.result("s3", "A bucket on a server of this machine", _checks(rows), bytes=size)
@@ -50,9 +56,22 @@ def _ours(bench: Bench, size: int) -> Sequence[Case]:
 
     return [
         Case(Row(_SAVE, OURS, "", size), run("buckets:save"), ours=True),
-        Case(Row(_LOAD, OURS, "", size), run("buckets:load", verify=True), ours=True),
-        Case(Row(_LOAD, OURS, "verify=no", size), run("buckets:load", verify=False), ours=True),
+        Case(Row(_LOAD, OURS, "", size, verified=True), run("buckets:load", verify=True), ours=True),
+        Case(Row(_LOAD, OURS, "verify=no", size, verified=False), run("buckets:load", verify=False), ours=True),
     ]
+
+
+def _saves(bench: Bench, size: int) -> Sequence[Case]:
+    """Save with other libraries. Each save is checked by a load and then removed."""
+
+    def run(peer: type[Peer], setting: Setting, team: Team, _: int) -> Measured:
+        job: dict[str, Any] = {"peer": peer.name, "setting": setting, "state": _STATE, "folder": bench.place()}
+        measured = team.measure("storing:save", **job)
+        team.call("storing:load", **job)
+        bench.team().call("buckets:remove", folder=job["folder"])
+        return measured
+
+    return bench.cases(TO_BUCKET, run, group=_SAVE, nbytes=size)
 
 
 def _raw(bench: Bench, size: int) -> Sequence[Case]:

@@ -7,9 +7,9 @@ from typing import Any
 
 from benchmarks.harness import Case
 from benchmarks.measure import Measured
-from benchmarks.peers.base import DCP_LOAD, DCP_PART, LOAD, MAPPED, PART, Peer, Setting
+from benchmarks.peers.base import DCP_LOAD, DCP_PART, FROM_BUCKET, LOAD, MAPPED, PART, Peer, Setting
 from benchmarks.results import OURS, Check, Row, ScenarioResult, best, median_of, over
-from benchmarks.scenarios.base import READERS, Bench, Options
+from benchmarks.scenarios.base import DISK, READERS, Bench, Options
 from benchmarks.scenarios.saving import HASHES, raw_hashes, reached, time_of
 from benchmarks.teams import Team
 
@@ -20,7 +20,9 @@ _CELL = 1 << 20
 WARM, COLD, USED = "warm", "cold", "second use"
 _RAW, _BOTH = "raw read", "read and BLAKE3"
 _PARTS = (PART, DCP_PART)
-_TASKS = dict.fromkeys((LOAD, MAPPED, DCP_LOAD), "storing:load") | dict.fromkeys(_PARTS, "storing:load_part")
+_TASKS = dict.fromkeys((LOAD, MAPPED, DCP_LOAD, FROM_BUCKET), "storing:load") | dict.fromkeys(
+    _PARTS, "storing:load_part"
+)
 
 
 def load(options: Options) -> ScenarioResult:
@@ -29,7 +31,8 @@ def load(options: Options) -> ScenarioResult:
         size = bench.make_state(_STATE, "model", options.size_or(_USUAL))
         hashes = [raw_hashes(bench, size, group) for group in (WARM, COLD)]
         ways = [case for group in (WARM, COLD) for case in bench.ways(_STATE, size, group, to_gpu=True)]
-        rows = _bounded(bench.run([*loads(bench, LOAD, size), *raw_reads(bench, size), *hashes, *ways]))
+        limits = [*raw_reads(bench, size), *bench.disk("read", size, COLD), *hashes, *ways]
+        rows = _bounded(bench.run([*loads(bench, LOAD, size), *limits]), cold=DISK)
         mapped = loads(bench, MAPPED, size, groups=(USED,)) if options.device == "cpu" else []
         checks = [*_load_checks(rows), _mapped_check(bench.run(mapped))]
         return bench.result("load", "Full load, one process", checks, bytes=size)
@@ -51,12 +54,12 @@ def _load_checks(rows: list[Row]) -> list[Check]:
     ]  # fmt: skip
 
 
-def _bounded(rows: list[Row]) -> list[Row]:
+def _bounded(rows: list[Row], *, cold: str) -> list[Row]:
     """Set the limits of a load: reading or, with verification, reading and hashing in one pass from memory."""
     for row in (row for row in rows if not row.limit):
-        row.bounds = [_RAW]
+        row.bounds = [_RAW] if row.group == WARM else [cold]
         if row.verified:
-            row.bounds = [_BOTH] if row.group == WARM else [_RAW, HASHES]
+            row.bounds = [_BOTH] if row.group == WARM else [cold, HASHES]
     return rows
 
 
@@ -65,7 +68,7 @@ def partial(options: Options) -> ScenarioResult:
     with Bench(options) as bench:
         size = bench.make_state(_STATE, "model", options.size_or(_USUAL))
         cases = [*loads(bench, PART, size // 8), *raw_reads(bench, size // 8, eighth=_EIGHTH)]
-        rows = _bounded(bench.run(cases))
+        rows = _bounded(bench.run(cases), cold=_RAW)
         plain, checked = (our_row(rows, COLD, verify=verify) for verify in (False, True))
         kept = best(rows, OURS, "durable", group=WARM, what="kept")
         checks = [
@@ -133,21 +136,15 @@ def loads(
 
 
 def raw_reads(bench: Bench, size: int, *, eighth: int | None = None) -> list[Case]:
-    """Measure the limits of memory and disk: warm reads by threads, and buffered and direct cold reads."""
+    """Measure the limits of reads by threads: warm, and cold if hashed or in parts. For others, see `Bench.disk`."""
     place = bench.place()
     bench.team().call("limits:put_state", folder=place, state=_STATE)
     more: dict[str, Any] = {"state": _STATE, "folder": place, "eighth": eighth}
-    found = [
+    return [
         bench.limit(who, f"preadv, {n} threads", "limits:read", group=cache, nbytes=size, threads=n, cache=cache,
                     hashed=hashed, **more)
         for cache in (WARM, COLD)
         for who, hashed in ((_RAW, False), (_BOTH, True))
         for n in bench.several(READERS)
+        if cache == WARM or hashed or eighth is not None
     ]  # fmt: skip
-    if eighth is None:
-        found += [
-            bench.limit(_RAW, f"direct, {n} threads", "limits:read_direct", group=COLD, nbytes=size, threads=n,
-                        folder=place)
-            for n in (4, 8)
-        ]  # fmt: skip
-    return found

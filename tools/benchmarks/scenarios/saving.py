@@ -9,7 +9,7 @@ from benchmarks.harness import Case
 from benchmarks.measure import Measured
 from benchmarks.peers.base import ASYNC, SAVE, Peer, Setting
 from benchmarks.results import OURS, Check, Row, ScenarioResult, best, binding, median_of, over
-from benchmarks.scenarios.base import BLOB, WAY, WRITERS, Bench, Options
+from benchmarks.scenarios.base import BLOB, DISK, WAY, WRITERS, Bench, Options
 from benchmarks.teams import Team
 from benchmarks.values import ADAPTERS
 
@@ -17,6 +17,7 @@ _STATE = "state"
 _USUAL = 3 << 29  # 1.5 GiB
 HASHES = "raw BLAKE3"
 _COPY = "copy and BLAKE3"
+_WRITES = "raw direct write of what changed"
 
 
 def save(options: Options) -> ScenarioResult:
@@ -28,10 +29,10 @@ def save(options: Options) -> ScenarioResult:
             bench.limit(_COPY, "all cores", "limits:copy_and_hash", nbytes=size, state=_STATE),
         ]
         rows = bench.run(
-            [*full_saves(bench, size), *raw_writes(bench, size), *limits, *bench.ways(_STATE, size, to_gpu=False)]
+            [*full_saves(bench, size), *bench.disk("write", size), *limits, *bench.ways(_STATE, size, to_gpu=False)]
         )
         for row in rows:
-            row.bounds = ["raw direct write", *([HASHES] if row.who == OURS else [])] if not row.limit else []
+            row.bounds = [DISK, *([HASHES] if row.who == OURS else [])] if not row.limit else []
         ours = next(row for row in rows if row.who == OURS)
         cpu = over(ours.median("cpu"), time_of(rows, _COPY, "cpu"))
         checks = [
@@ -70,7 +71,7 @@ def frozen(options: Options) -> ScenarioResult:
         ]  # fmt: skip
         limits = [
             raw_hashes(bench, size),
-            *raw_writes(bench, changed, who="raw direct write of what changed"),
+            *_raw_writes(bench, changed),
         ]
         rows = bench.run([*ours, *full_saves(bench, size, ours=False), *limits])
         return bench.result(
@@ -81,7 +82,7 @@ def frozen(options: Options) -> ScenarioResult:
 def _frozen_checks(rows: list[Row], changed: int) -> list[Check]:
     plain = next(row for row in rows if row.who == OURS and not row.what)
     declared = next(row for row in rows if row.who == OURS and row.what)
-    hashing, writing = time_of(rows, HASHES), time_of(rows, "raw direct write of what changed")
+    hashing, writing = time_of(rows, HASHES), time_of(rows, _WRITES)
     floor = hashing + writing if hashing is not None and writing is not None else None
     return [
         Check("blob bytes written / changed bytes", 1.02, False, over(plain.median("blob_bytes"), changed)),
@@ -176,10 +177,10 @@ def _if_offered(bench: Bench, run: Callable[[int], Measured]) -> Callable[[int],
     return guarded
 
 
-def raw_writes(bench: Bench, size: int, who: str = "raw direct write") -> list[Case]:
-    """Measure the limits of the disk."""
+def _raw_writes(bench: Bench, size: int) -> list[Case]:
+    """Measure the limits of the disk for a few bytes, with which fio would take most of its time to start."""
     return [
-        bench.limit(who, f"{n} writers", "limits:write", nbytes=size, folder="new", size=size, writers=n)
+        bench.limit(_WRITES, f"{n} writers", "limits:write", nbytes=size, folder="new", size=size, writers=n)
         for n in bench.several(WRITERS)
     ]
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from benchmarks.results import OURS, Check, Row, ScenarioResult, Spread, best, binding, over
+from benchmarks.results import OURS, TO_OURS, Check, Row, ScenarioResult, Spread, best_peers, binding, over, to_ours
 
 _NOISE = 64 << 10  # bytes that any process reads and writes
 Column = tuple[str, Callable[[Row], str]]
@@ -104,8 +104,9 @@ def _of_limit(row: Row, scenario: ScenarioResult) -> str:
 
 
 def _to_ours(row: Row, scenario: ScenarioResult) -> str:
-    """Return the cost as a multiple of casckpt's first row in the group."""
-    ours = next((one for one in scenario.rows if one.group == row.group and one.who == OURS), None)
-    ours = ours or best(scenario.rows, OURS, scenario.metric)
-    ratio = over(row.median(scenario.metric), ours.median(scenario.metric)) if ours else None
-    return "" if ratio is None else f"{ratio:.2f}"
+    """Return the cost as a multiple of casckpt's, with the range over several runs. Mark the best peer of the group."""
+    value = to_ours(row, scenario)
+    if value is None:
+        return ""
+    text = ratio(row.summary[TO_OURS]) if TO_OURS in row.summary else f"{value:.2f}"
+    return f"{text}, the best peer" if row in best_peers(scenario) else text

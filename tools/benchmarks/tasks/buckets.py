@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import importlib.util
 import itertools
+import os
 import shutil
 import sys
 from collections.abc import Callable, Iterator, Sequence
@@ -17,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 from benchmarks import files, values
 from benchmarks.measure import Measured, Meter, io_counts
+from benchmarks.peers.remote import BUCKET, prefix_of
 from benchmarks.worker import WrongBytes
 
 if TYPE_CHECKING:
@@ -30,8 +32,11 @@ _LOADED = "loaded"
 _NUMBERS = itertools.count()
 
 
-def start(here: Here, folder: str, state: str) -> None:
-    """Start the server with its data in ``folder``. Store what loads read: a checkpoint, and raw objects."""
+def start(here: Here, folder: str, state: str) -> dict[str, str]:
+    """Start the server with its data in ``folder``. Store what loads read: a checkpoint, and raw objects.
+
+    Return the arguments of `reach`.
+    """
     sys.path.append(str(Path(__file__).resolve().parents[3]))
     from tests.support import servers
 
@@ -42,6 +47,27 @@ def start(here: Here, folder: str, state: str) -> None:
     here.kept["server"], here.kept["bucket"], here.kept["folder"] = server, server.new_bucket(), path
     _store(here, _LOADED).save({"model": here.states[state]}, step=0)
     _put_all(here, f"raw-{_LOADED}", state, 4)
+    return {**server.options, "bucket": here.kept["bucket"]}
+
+
+def reach(here: Here, endpoint_url: str, key: str, secret: str, bucket: str) -> None:
+    """Set the variables by which other libraries find the server."""
+    os.environ |= {
+        BUCKET: bucket,
+        "AWS_ENDPOINT_URL": endpoint_url,
+        "AWS_ACCESS_KEY_ID": key,
+        "AWS_SECRET_ACCESS_KEY": secret,
+        "AWS_REGION": "us-east-1",
+        "AWS_DEFAULT_REGION": "us-east-1",
+        "AWS_EC2_METADATA_DISABLED": "true",
+        "RUNAI_STREAMER_S3_USE_VIRTUAL_ADDRESSING": "0",
+    }
+
+
+def remove(here: Here, folder: str) -> None:
+    """Remove what another library saved, and the empty folder that stood for it."""
+    _fs(here).rm(f"{here.kept['bucket']}/{prefix_of(Path(folder))}", recursive=True)
+    shutil.rmtree(Path(folder).parent, ignore_errors=True)
 
 
 def stop(here: Here) -> None:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import mmap
 import os
 import shutil
+import subprocess
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -14,6 +16,7 @@ import blake3
 import numpy as np
 
 from benchmarks import files, values
+from benchmarks.environments import program
 from benchmarks.measure import Measured, Meter
 
 if TYPE_CHECKING:
@@ -89,7 +92,7 @@ def _read_and_hash(buffer: memoryview, path: Path, offset: int, length: int) -> 
 
 
 def put_state(here: Here, folder: str, state: str) -> None:
-    """Write a state's tensors one after the other into a file, for `read` and `read_direct`."""
+    """Write a state's tensors one after the other into a file, for `read`."""
     path = Path(folder)
     path.mkdir(parents=True)
     with (path / _RAW).open("wb", buffering=0) as file:
@@ -149,25 +152,32 @@ def _fill_and_hash(fd: int, memory: memoryview, offset: int) -> None:
     blake3.blake3(memory).digest()
 
 
-def read_direct(here: Here, folder: str, threads: int) -> Measured:
-    """Read a file that is not in the page cache directly into aligned buffers, which are reused."""
+def fio(here: Here, *, folder: str, size: int, work: str, jobs: int, depth: int, block: int) -> Measured:
+    """Read or write ``size`` bytes directly, in preallocated files, one for each of fio's ``jobs``.
+
+    ``depth``: the number of blocks of ``block`` bytes in flight, for each job. The time is fio's own. It includes the
+    sync of what is written, and not the start of fio or the creation of files. It leaves out
+    a last partial block, which the time accounts for.
+    """
     path = Path(folder)
-    prepare(here, path, "cold")
-    size = (path / _RAW).stat().st_size
-    buffers = [_aligned(here, number, _PIECE) for number in range(threads)]
-    fd = _open(path / _RAW, os.O_RDONLY)
-    try:
-        meter = Meter()
-        _shared(
-            list(files.pieces(size)), threads, lambda worker, one: _read_piece(fd, buffers[worker][:_PIECE], one[0])
-        )
-        return meter.stop()
-    finally:
-        os.close(fd)
-
-
-def _read_piece(fd: int, buffer: memoryview, offset: int) -> None:
-    os.preadv(fd, [buffer], offset)
+    path.mkdir(parents=True, exist_ok=True)
+    each = -(-size // (jobs * _BLOCK)) * _BLOCK
+    options = {
+        "name": "disk", "directory": path, "ioengine": "libaio", "direct": 1, "thread": 1, "fallocate": "posix",
+        "rw": work, "numjobs": jobs, "iodepth": depth, "bs": min(block, each), "size": each, "end_fsync": 1,
+        "group_reporting": 1, "output-format": "json",
+    }  # fmt: skip
+    command = [program("fio", create=False), *(f"--{name}={value}" for name, value in options.items())]
+    if work == "read":
+        subprocess.run([*command, "--create_only=1"], capture_output=True, check=True)
+        prepare(here, path, "cold")
+    meter = Meter()
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    measured = meter.stop()
+    found = json.loads(done.stdout)["jobs"][0][work]
+    measured.blocked = measured.durable = found["runtime"] / 1000 * size / found["io_bytes"]
+    measured.peak = None
+    return measured
 
 
 def hashes(here: Here, state: str) -> Measured:

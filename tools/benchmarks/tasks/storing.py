@@ -101,6 +101,7 @@ def load(here: Here, *, peer: str, setting: Setting, state: str, folder: str, ca
     memory = _destination(here, state, locals_)
     target = {name: _like(tensor, memory[name]) for name, tensor in wanted.items()}
     measured = _measured_load(here, path, cache, lambda: adapter.load(target, path))
+    adapter.hand_over(target)
     _compare(locals_, {name: _local(tensor) for name, tensor in target.items()}, peer, setting)
     return measured
 
