@@ -57,12 +57,14 @@ def install(store: Callable[[], str]) -> None:
     from casckpt.frontends.lightning.files import Pointer
 
     load = torch.load
-    global OfStore  # noqa: PLW0603  (so that it can be pickled)
 
     class OfStore(CasCheckpointIO):
         def __init__(self) -> None:
             in_background = bool(os.environ.get("CASCKPT_OUTSIDE_ASYNC"))
             super().__init__(store(), run="tests", async_save=in_background, allow_pickle=True)
+
+    OfStore.__qualname__ = "OfStore"
+    globals()["OfStore"] = OfStore  # so that it can be pickled
 
     def load_any(file: Any, *args: Any, **options: Any) -> Any:
         path = file if isinstance(file, str | os.PathLike) else getattr(file, "name", None)
