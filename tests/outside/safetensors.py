@@ -31,11 +31,11 @@ def install(store: Callable[[], str]) -> None:
     original = safetensors.serialize_file
     steps = itertools.count()
 
-    def serialize_file(tensors: Any, filename: str | os.PathLike[str], metadata: Any = None) -> None:
+    def serialize_file(tensor_dict: Any, filename: str | os.PathLike[str], metadata: Any = None) -> None:
         with tempfile.TemporaryDirectory() as name:
             written, exported = Path(name) / "in" / "model.safetensors", Path(name) / "out"
             written.parent.mkdir()
-            original(tensors, written, metadata=metadata)
+            original(tensor_dict, written, metadata=metadata)
             saved = import_safetensors(casckpt.open(store()), written.parent, run="files", step=next(steps))
             (file,) = casckpt.export(store(), saved, exported, format="safetensors").files
             assert Path(file).read_bytes() == written.read_bytes()
