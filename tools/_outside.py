@@ -6,6 +6,7 @@ import argparse
 import json
 import os
 import re
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -98,9 +99,13 @@ def ran(adapter: Path, source: Path, python: str, arguments: Sequence[str], *, c
         told |= {"PYTHONPATH": os.pathsep.join(map(str, paths)), "PYTHONDONTWRITEBYTECODE": "1"}
         if casckpt:
             told["CASCKPT_OUTSIDE_STORES"] = str(folder / "stores")
+        where = source
+        if hasattr(module, "FOLDER"):
+            where = shutil.copytree(source / module.FOLDER, folder / "copy")
         command = [python, "-m", "pytest", "-q", "-p", "casckpt_outside", "-p", "no:cacheprovider"]
-        command += [f"--timeout={SECONDS}", f"--basetemp={folder / 'tests'}", *(arguments or module.TESTS)]
-        status = subprocess.run(command, cwd=source, env=os.environ | told, check=False).returncode
+        command += ["--continue-on-collection-errors", f"--timeout={SECONDS}", f"--basetemp={folder / 'tests'}"]
+        command += arguments or module.TESTS
+        status = subprocess.run(command, cwd=where, env=os.environ | told, check=False).returncode
         if status not in (0, 1):
             sys.exit(f"pytest ended with status {status}")
         return outcomes(record.read_text().splitlines())
@@ -130,10 +135,11 @@ def main() -> None:
     parser.add_argument("--version", help="what the checkout is, if it is no git checkout")
     parser.add_argument("--python", default=sys.executable)
     parser.add_argument("--table", action="store_true", help="write the row of docs/reliability.md")
-    parser.add_argument("arguments", nargs="*", help="for pytest, after --")
-    asked = parser.parse_args()
+    end = sys.argv.index("--") if "--" in sys.argv else len(sys.argv)
+    parser.epilog = "What follows -- is passed to pytest, in place of the adapter's TESTS."
+    asked, arguments = parser.parse_args(sys.argv[1:end]), sys.argv[end + 1 :]
     source, adapter = asked.source.resolve(), ADAPTERS / f"{asked.name.replace('-', '_')}.py"
-    plain, ours = (ran(adapter, source, asked.python, asked.arguments, casckpt=casckpt) for casckpt in (False, True))
+    plain, ours = (ran(adapter, source, asked.python, arguments, casckpt=casckpt) for casckpt in (False, True))
     found = list(differences(plain, ours))
     counts, problems = explained(found, frame.load(adapter).REASONS)
     saving = [test for test, outcome in plain.items() if outcome.saved]

@@ -44,7 +44,7 @@ def load(path: Path) -> ModuleType:
     spec = importlib.util.spec_from_file_location(f"casckpt_outside_{path.stem}", path)
     assert spec is not None
     assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
+    module = sys.modules[spec.name] = importlib.util.module_from_spec(spec)  # so that its classes can be pickled
     spec.loader.exec_module(module)
     return module
 

@@ -103,6 +103,20 @@ def test_a_difference_needs_a_reason_and_each_save_a_store(project: Path) -> Non
     }  # fmt: skip
 
 
+def test_tests_run_in_a_copy_of_their_folder_even_if_some_cannot_be_imported(project: Path) -> None:
+    (project / "tests" / "test_writes.py").write_text("def test_writes(): open('here', 'x')")
+    (project / "tests" / "test_broken.py").write_text("import nothing_has_this_name")
+    adapter = project.parent / "adapter.py"
+    adapter.write_text(
+        ADAPTER.replace('TESTS = ["tests"]', 'TESTS = ["test_broken.py", "test_writes.py"]\nFOLDER = "tests"')
+    )
+    found = ran(adapter, project, sys.executable, [], casckpt=False)
+    assert {test: outcome.result for test, outcome in found.items()} == {
+        "test_broken.py": "failed", "test_writes.py::test_writes": "passed"
+    }  # fmt: skip
+    assert not (project / "tests" / "here").exists()
+
+
 def test_a_test_that_only_one_run_has_is_a_difference() -> None:
     lines = [json.dumps({"test": test, "what": "passed", "error": ""}) for test in ("a", "b")]
     assert list(differences(outcomes(lines), outcomes(lines[:1]))) == [("b", "runs only without casckpt")]

@@ -104,16 +104,17 @@ class RunFiles:
         self.store, self.run, self._gc = store, check_new_run(run), gc
         self._janitor = Janitor(store)
 
-    def checkpoints(self) -> list[Checkpoint]:
+    def checkpoints(self, run: str | None = None) -> list[Checkpoint]:
         """Return the checkpoints of the run, or an empty list if the store does not exist yet."""
-        return self.store.checkpoints(self.run) if self.store.exists() else []
+        return self.store.checkpoints(run or self.run) if self.store.exists() else []
 
     def place(self, pointer: Pointer, step: int) -> tuple[str, bool]:
         """Return (run, overwrite) for a save. The save replaces an existing checkpoint if no other file names it."""
-        there = next((one for one in self.checkpoints() if one.step == step), None)
-        if there is None or set(there.tags) <= {pointer.tag}:
-            return self.run, there is not None
-        return f"{self.run}/{pointer.name}", True
+        for run in (self.run, f"{self.run}/{pointer.name}"):
+            there = next((one for one in self.checkpoints(run) if one.step == step), None)
+            if there is None or set(there.tags) <= {pointer.tag}:
+                return run, there is not None
+        return f"{self.run}/{pointer.tag}", True
 
     def saved(self, pointer: Pointer, before: str | None, saved: Checkpoint) -> None:
         """Write the file that names ``saved``.

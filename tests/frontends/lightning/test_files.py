@@ -150,3 +150,17 @@ def test_a_checkpoint_with_a_user_tag_survives_the_removal_of_its_file(tmp_path:
     assert steps(store) == [("sft", 1)]
     assert store.get("sft@1").tags == ["best"]
     assert store.read("tag:best")["model"]["w"][0] == 1
+
+
+def test_files_of_one_name_and_step_in_several_folders_keep_their_checkpoints(tmp_path: Path, store: Store) -> None:
+    io = CasCheckpointIO(store, run="sft")
+    paths = [tmp_path / folder / "last.ckpt" for folder in "abcd"]
+    for value, path in enumerate(paths):
+        io.save_checkpoint(checkpoint(1, value), path)
+    io.save_checkpoint(checkpoint(1, 9), paths[2])
+    store.gc(min_age=0)
+    assert [io.load_checkpoint(path)["state_dict"]["w"][0] for path in paths] == [0, 1, 9, 3]
+    assert len(steps(store)) == len(paths)  # none is forgotten
+    for path in paths:
+        io.remove_checkpoint(path)
+    assert steps(store) == []
