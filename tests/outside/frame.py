@@ -44,7 +44,7 @@ def load(path: Path) -> ModuleType:
     spec = importlib.util.spec_from_file_location(f"casckpt_outside_{path.stem}", path)
     assert spec is not None
     assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
+    module = sys.modules[spec.name] = importlib.util.module_from_spec(spec)  # so that its classes can be pickled
     spec.loader.exec_module(module)
     return module
 
@@ -96,7 +96,7 @@ def _error(report: pytest.TestReport | pytest.CollectReport) -> str:
 
 
 def _current_test() -> str:
-    return os.environ.get("PYTEST_CURRENT_TEST", "no test").rpartition(" ")[0]
+    return os.environ.get("PYTEST_CURRENT_TEST", "").rpartition(" ")[0]
 
 
 def _found(name: str) -> Any:

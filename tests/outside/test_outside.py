@@ -9,12 +9,14 @@ from pathlib import Path
 
 import pytest
 
-from _outside import NOT_STORED, counts_of, differences, explained, outcomes, ran, version_of
+from _outside import NOT_STORED, counts_of, differences, explained, outcomes, parsed, ran, version_of
 
 PROJECT = """
 import subprocess, sys
 import pytest
 from jotter import jot, read
+
+jot({}, "/dev/null")
 
 def test_reads_back(tmp_path):
     jot({"a": 1}, tmp_path / "x")
@@ -111,3 +113,8 @@ def test_a_test_that_only_one_run_has_is_a_difference() -> None:
 def test_the_version_is_a_commit_or_the_name_of_a_folder(project: Path) -> None:
     assert len(version_of(project)) == 8
     assert version_of(project.parent) == project.parent.name
+
+
+def test_what_follows_two_dashes_is_for_pytest() -> None:
+    asked, arguments = parsed(["torch-dcp", "--source", "pytorch", "--table", "--", "-k", "hf"])
+    assert (asked.name, asked.source, asked.table, arguments) == ("torch-dcp", Path("pytorch"), True, ["-k", "hf"])
