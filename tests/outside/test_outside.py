@@ -16,8 +16,6 @@ import subprocess, sys
 import pytest
 from jotter import jot, read
 
-jot({}, "/dev/null")
-
 def test_reads_back(tmp_path):
     jot({"a": 1}, tmp_path / "x")
     assert read(tmp_path / "x") == {"a": 1}
