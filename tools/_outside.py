@@ -125,19 +125,23 @@ def version_of(source: Path) -> str:
     return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
 
 
-def main() -> None:
-    """Run the tests of one project twice, and print or record the results."""
+def parsed(given: Sequence[str]) -> tuple[argparse.Namespace, Sequence[str]]:
+    """Return the tool's own arguments, and those for pytest, which follow ``--`` and replace the adapter's TESTS."""
     names = sorted(p.stem.replace("_", "-") for p in ADAPTERS.glob("*.py") if not p.stem.startswith(("_", "test_")))
     names.remove("frame")
+    end = given.index("--") if "--" in given else len(given)
     parser = argparse.ArgumentParser(prog="tools/outside", description="See tools/outside.", allow_abbrev=False)
     parser.add_argument("name", choices=names)
     parser.add_argument("--source", type=Path, required=True, help="a checkout or unpacked archive of the project")
     parser.add_argument("--version", help="what the checkout is, if it is no git checkout")
     parser.add_argument("--python", default=sys.executable)
     parser.add_argument("--table", action="store_true", help="write the row of docs/reliability.md")
-    end = sys.argv.index("--") if "--" in sys.argv else len(sys.argv)
-    parser.epilog = "What follows -- is passed to pytest, in place of the adapter's TESTS."
-    asked, arguments = parser.parse_args(sys.argv[1:end]), sys.argv[end + 1 :]
+    return parser.parse_args(given[:end]), given[end + 1 :]
+
+
+def main() -> None:
+    """Run the tests of one project twice, and print or record the results."""
+    asked, arguments = parsed(sys.argv[1:])
     source, adapter = asked.source.resolve(), ADAPTERS / f"{asked.name.replace('-', '_')}.py"
     plain, ours = (ran(adapter, source, asked.python, arguments, casckpt=casckpt) for casckpt in (False, True))
     found = list(differences(plain, ours))

@@ -96,7 +96,7 @@ def _error(report: pytest.TestReport | pytest.CollectReport) -> str:
 
 
 def _current_test() -> str:
-    return os.environ.get("PYTEST_CURRENT_TEST", "no test").rpartition(" ")[0]
+    return os.environ.get("PYTEST_CURRENT_TEST", "").rpartition(" ")[0]
 
 
 def _found(name: str) -> Any:

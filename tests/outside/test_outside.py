@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from _outside import NOT_STORED, counts_of, differences, explained, outcomes, ran, version_of
+from _outside import NOT_STORED, counts_of, differences, explained, outcomes, parsed, ran, version_of
 
 PROJECT = """
 import subprocess, sys
@@ -125,3 +125,8 @@ def test_a_test_that_only_one_run_has_is_a_difference() -> None:
 def test_the_version_is_a_commit_or_the_name_of_a_folder(project: Path) -> None:
     assert len(version_of(project)) == 8
     assert version_of(project.parent) == project.parent.name
+
+
+def test_what_follows_two_dashes_is_for_pytest() -> None:
+    asked, arguments = parsed(["torch-dcp", "--source", "pytorch", "--table", "--", "-k", "hf"])
+    assert (asked.name, asked.source, asked.table, arguments) == ("torch-dcp", Path("pytorch"), True, ["-k", "hf"])
