@@ -12,7 +12,7 @@ import os
 from collections.abc import Callable
 from typing import Any
 
-TESTS = ["test/distributed/checkpoint", "--noconftest", "--continue-on-collection-errors"]
+TESTS = ["test/distributed/checkpoint", "--noconftest"]  # its conftest.py needs an older pytest
 SOURCE = None
 SAVES = [
     "torch.distributed.checkpoint.state_dict_saver._save_state_dict",
