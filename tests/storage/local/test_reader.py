@@ -50,6 +50,14 @@ def test_a_disk_error_during_a_read_is_reported(store: LocalStore, monkeypatch: 
         reader.read_into(0, [memoryview(bytearray(1))])
 
 
+def test_a_file_that_was_read_may_fail_to_close(store: LocalStore, monkeypatch: pytest.MonkeyPatch) -> None:
+    store.put(KEY, b"1")
+    with store.open(KEY) as reader:
+        monkeypatch.setattr(os, "close", failing(os.close, errno.EINTR))
+        reader.read_into(0, [memoryview(target := bytearray(1))])
+    assert target == b"1"
+
+
 def test_uncached_ranges_are_read_with_direct_io(store: LocalStore, monkeypatch: pytest.MonkeyPatch) -> None:
     data = os.urandom((9 << 20) + 17)
     store.put("a", data)
@@ -67,6 +75,20 @@ def test_uncached_ranges_are_read_with_direct_io(store: LocalStore, monkeypatch:
                 assert bytes(first + second) == data[offset : offset + nbytes]
             with pytest.raises(ShortObject):
                 reader.read_into(10, [memoryview(bytearray(len(data)))])
+
+
+@pytest.mark.parametrize("after", [0, 2])
+def test_a_file_system_with_a_different_alignment_is_read_through_the_page_cache(
+    store: LocalStore, monkeypatch: pytest.MonkeyPatch, after: int
+) -> None:
+    data = os.urandom((9 << 20) + 17)
+    store.put("a", data)
+    monkeypatch.setattr(localreader, "is_cached", lambda *_: False)
+    monkeypatch.setattr(os, "preadv", failing(os.preadv, errno.EINVAL, after=after))
+    target = bytearray(len(data) - 1)
+    with store.open("a") as reader:
+        reader.read_into(1, [memoryview(target)[:5], memoryview(target)[5:]])
+    assert target == data[1:]
 
 
 def test_ranges_shared_across_processes_are_read_through_the_page_cache(
