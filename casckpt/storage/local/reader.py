@@ -70,7 +70,8 @@ class LocalReader(Reader, AbstractContextManager["LocalReader"]):
     @property
     def version(self) -> str:
         """A string that changes whenever the file is replaced or changed, as in a listing."""
-        status = os.fstat(self._fd)
+        with reporting("read", self._path):
+            status = os.fstat(self._fd)
         return f"{status.st_ino} {status.st_ctime_ns}"
 
     def map_over(self, memory: memoryview, offset: int) -> None:

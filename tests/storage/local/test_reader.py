@@ -58,6 +58,16 @@ def test_a_file_that_was_read_may_fail_to_close(store: LocalStore, monkeypatch: 
     assert target == b"1"
 
 
+def test_a_file_whose_size_is_unknown_is_reported(store: LocalStore, monkeypatch: pytest.MonkeyPatch) -> None:
+    store.put(KEY, b"1")
+    with store.open(KEY) as reader:
+        for ask in (lambda: store.get(KEY, limit=1), lambda: reader.version):
+            with monkeypatch.context() as patch:
+                patch.setattr(os, "fstat", failing(os.fstat, errno.ESTALE))
+                with pytest.raises(StorageError, match=f"cannot .*{KEY}: the network file system lost the file"):
+                    ask()
+
+
 def test_uncached_ranges_are_read_with_direct_io(store: LocalStore, monkeypatch: pytest.MonkeyPatch) -> None:
     data = os.urandom((9 << 20) + 17)
     store.put("a", data)
