@@ -50,7 +50,7 @@ ROWS = {
     "randomly changed bytes for decoders": "bent bytes",
     "training runs that ckpt-chaos killed, continued with equal results": "ckpt-chaos",
     "system calls that strace failed in plain commands": "strace",
-    "kills on LazyFS, and losses of what was not synced": "lazyfs",
+    "power losses on LazyFS, during or after a command": "lazyfs",
     "planted bugs that the default run detects": "planted",
 }
 """The name of each row of the table, and the beginning of its lines in the tally."""
