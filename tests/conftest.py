@@ -44,6 +44,8 @@ def pytest_addoption(parser: pytest.Parser, pluginmanager: pytest.PytestPluginMa
     points = "with --full: at so many calls of each kind is somebody struck in a bucket (10); 0: at all, for hours"
     parser.addoption("--points", type=int, default=10, help=points)
     where = "the suites of repositories and checkpoints alone, their stores in buckets of this server"
+    lazyfs = "with --full: a checkout of LazyFS in which it was built, for tests/store/test_fault_tools.py"
+    parser.addoption("--lazyfs", type=Path, metavar="CHECKOUT", help=lazyfs)
     parser.addoption("--storage", choices=elsewhere.SERVERS, help=where)
 
 

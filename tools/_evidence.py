@@ -49,6 +49,8 @@ ROWS = {
     "randomly changed inputs of importers": "bent input",
     "randomly changed bytes for decoders": "bent bytes",
     "training runs that ckpt-chaos killed, continued with equal results": "ckpt-chaos",
+    "system calls that strace failed in plain commands": "strace",
+    "power losses on LazyFS, during or after a command": "lazyfs",
     "planted bugs that the default run detects": "planted",
 }
 """The name of each row of the table, and the beginning of its lines in the tally."""

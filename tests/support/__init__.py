@@ -59,6 +59,9 @@ Kills and power
     killed_saves, killed_thins, killed_writers, struck, chaos: programs that are killed or stopped at a chosen call
     killed_watch: a trainer and a watcher of its folder
     killed_when_full: programs that free a full disk, and are killed
+    plain_jobs: commands as users start them, and what must hold however they end
+    injected: strace makes their system calls fail
+    lost_cache: LazyFS loses what they did not sync
 
 Other programs and formats
     dcp: torch.distributed.checkpoint, and folders that it writes

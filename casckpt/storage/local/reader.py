@@ -11,6 +11,7 @@ twice.)
 from __future__ import annotations
 
 import ctypes
+import errno
 import mmap
 import os
 import re
@@ -69,7 +70,8 @@ class LocalReader(Reader, AbstractContextManager["LocalReader"]):
     @property
     def version(self) -> str:
         """A string that changes whenever the file is replaced or changed, as in a listing."""
-        status = os.fstat(self._fd)
+        with reporting("read", self._path):
+            status = os.fstat(self._fd)
         return f"{status.st_ino} {status.st_ctime_ns}"
 
     def map_over(self, memory: memoryview, offset: int) -> None:
@@ -137,7 +139,13 @@ class LocalReader(Reader, AbstractContextManager["LocalReader"]):
         while left:
             skipped = offset % BLOCK
             most = min(-(-(skipped + left) // BLOCK) * BLOCK, len(bounce))
-            held = min(os.preadv(direct, [bounce[:most]], offset - skipped) - skipped, left)
+            try:
+                held = min(os.preadv(direct, [bounce[:most]], offset - skipped) - skipped, left)
+            except OSError as error:
+                if error.errno != errno.EINVAL or direct == self._fd:
+                    raise
+                direct = self._fd  # the file system requires a different alignment
+                continue
             if held <= 0:
                 raise ShortObject(self._key, os.fstat(self._fd).st_size)
             offset, left = offset + held, left - held
@@ -190,7 +198,8 @@ class LocalReader(Reader, AbstractContextManager["LocalReader"]):
         """Close the file. Further calls do nothing."""
         for fd in (self._fd, -1 if self._direct is None else self._direct):
             if fd >= 0:
-                os.close(fd)
+                with suppress(OSError):  # a file that was only read loses nothing
+                    os.close(fd)
         self._fd = self._direct = -1
 
     def __exit__(self, *_: object) -> None:

@@ -299,10 +299,10 @@ class LocalStore(ObjectStore):
         with reporting("open", path):
             try:
                 with self._folders.open(folder) as above:
-                    fd = _open_file(above, name, path)
+                    fd, size = _open_file(above, name, path)
             except FileNotFoundError:
                 raise NotFound(f"object {key} is not in {self.url}: it was deleted or never written") from None
-        return LocalReader(fd, os.fstat(fd).st_size, key, path, shared=shared)
+        return LocalReader(fd, size, key, path, shared=shared)
 
     def _in_folder(self, folder: str, key: str, act: Callable[[int], None], freeing: float = _FREEING) -> None:
         """Call ``act`` with the open folder. Retry if another process removes the folder in the meantime.
@@ -387,7 +387,8 @@ def _entry(item: os.DirEntry[str], key: str, root: Path) -> ListedObject | None:
     return ListedObject(key, status.st_size, version, 512 * status.st_blocks, status.st_mtime_ns // 1000)
 
 
-def _open_file(folder: int, name: str, path: Path) -> int:
+def _open_file(folder: int, name: str, path: Path) -> tuple[int, int]:
+    """Open a regular file. Return its descriptor and its size."""
     try:
         fd = os.open(name, _READ, dir_fd=folder)
     except OSError as error:
@@ -396,11 +397,14 @@ def _open_file(folder: int, name: str, path: Path) -> int:
         if error.errno == errno.ENXIO:
             raise misplaced(stat.S_IFSOCK, path) from error
         raise
-    mode = os.fstat(fd).st_mode
-    if not stat.S_ISREG(mode):
+    try:
+        status = os.fstat(fd)
+        if not stat.S_ISREG(status.st_mode):
+            raise misplaced(status.st_mode, path)
+    except BaseException:
         os.close(fd)
-        raise misplaced(mode, path)
-    return fd
+        raise
+    return fd, status.st_size
 
 
 def _remove(folder: int, name: str) -> int:

@@ -50,6 +50,34 @@ def test_a_disk_error_during_a_read_is_reported(store: LocalStore, monkeypatch: 
         reader.read_into(0, [memoryview(bytearray(1))])
 
 
+def test_a_file_that_was_read_may_fail_to_close(store: LocalStore, monkeypatch: pytest.MonkeyPatch) -> None:
+    store.put(KEY, b"1")
+    with store.open(KEY) as reader:
+        monkeypatch.setattr(os, "close", failing(os.close, errno.EINTR))
+        reader.read_into(0, [memoryview(target := bytearray(1))])
+    assert target == b"1"
+
+
+def test_a_file_that_cannot_be_looked_up_is_reported(store: LocalStore, monkeypatch: pytest.MonkeyPatch) -> None:
+    store.put(KEY, b"1")
+
+    def use() -> tuple[bytes, str]:
+        with store.open(KEY) as reader:
+            return store.get(KEY, limit=1), reader.version
+
+    data, version = use()
+    outcomes = set()
+    for number in range(9):
+        with monkeypatch.context() as patch:
+            patch.setattr(os, "fstat", failing(os.fstat, errno.ESTALE, after=number))
+            try:
+                outcomes.add(use() == (data, version))
+            except StorageError as error:
+                assert f"{KEY}: the network file system lost the file" in str(error)  # noqa: PT017 - not each call fails
+                outcomes.add(False)
+    assert outcomes == {True, False}
+
+
 def test_uncached_ranges_are_read_with_direct_io(store: LocalStore, monkeypatch: pytest.MonkeyPatch) -> None:
     data = os.urandom((9 << 20) + 17)
     store.put("a", data)
@@ -67,6 +95,20 @@ def test_uncached_ranges_are_read_with_direct_io(store: LocalStore, monkeypatch:
                 assert bytes(first + second) == data[offset : offset + nbytes]
             with pytest.raises(ShortObject):
                 reader.read_into(10, [memoryview(bytearray(len(data)))])
+
+
+@pytest.mark.parametrize("after", [0, 2])
+def test_a_file_system_with_a_different_alignment_is_read_through_the_page_cache(
+    store: LocalStore, monkeypatch: pytest.MonkeyPatch, after: int
+) -> None:
+    data = os.urandom((9 << 20) + 17)
+    store.put("a", data)
+    monkeypatch.setattr(localreader, "is_cached", lambda *_: False)
+    monkeypatch.setattr(os, "preadv", failing(os.preadv, errno.EINVAL, after=after))
+    target = bytearray(len(data) - 1)
+    with store.open("a") as reader:
+        reader.read_into(1, [memoryview(target)[:5], memoryview(target)[5:]])
+    assert target == data[1:]
 
 
 def test_ranges_shared_across_processes_are_read_through_the_page_cache(
