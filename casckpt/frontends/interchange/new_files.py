@@ -21,6 +21,7 @@ from casckpt.base.text import is_url, local_path
 from casckpt.contents.checkpoint import Checkpoint
 from casckpt.errors import CasckptError, Conflict, InvalidInput, StorageError
 from casckpt.storage.failures import LIMITED
+from casckpt.storage.local import syscalls
 from casckpt.storage.local.syscalls import Lacking, exchange
 from casckpt.store.store import Store
 
@@ -323,8 +324,9 @@ def synced_file(path: Path) -> Iterator[BinaryIO]:
 
 
 def sync_folder(folder: Path) -> None:
-    """Make a folder's file names durable, if the file system supports this."""
+    """Make a folder's file names durable. Raises OSError."""
     handle = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
-    with suppress(OSError):
-        os.fsync(handle)
-    os.close(handle)
+    try:
+        syscalls.sync_folder(handle)
+    finally:
+        os.close(handle)

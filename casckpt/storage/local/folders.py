@@ -15,7 +15,6 @@ from casckpt.storage.base import split_folder
 from casckpt.storage.local import syscalls
 
 _FOLDER = os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC
-_NO_FOLDER_SYNC = (errno.EINVAL, errno.EOPNOTSUPP, errno.ENOSYS)  # file systems that do not need folder syncs
 _STAYS = (errno.ENOENT, errno.ENOTEMPTY, errno.EEXIST, errno.EACCES, errno.EPERM)  # the last two: not this user's
 _SPARE = ".spare"
 _REMEMBERED = 4096  # folders
@@ -135,12 +134,7 @@ class Folders:
         mode = self.root.stat().st_mode
         return mode & 0o077 if mode & stat.S_ISGID and mode & stat.S_IWGRP else 0
 
-    def _sync(self, fd: int) -> None:
-        try:
-            syscalls.sync(fd)
-        except OSError as error:
-            if error.errno not in _NO_FOLDER_SYNC:
-                raise
+    _sync = staticmethod(syscalls.sync_folder)
 
     def _sync_outside(self, path: Path) -> None:
         try:

@@ -96,6 +96,12 @@ def exchange(folder: int, one: str, other: str) -> None:
     _rename(folder, one, other, _RENAME_EXCHANGE)
 
 
+def sync_folder(fd: int) -> None:
+    """Make the names in an open folder durable. File systems that refuse this do not need it."""
+    with suppress(Lacking), _lacking():
+        sync(fd)
+
+
 def sync_file_system(folder: str | os.PathLike[str]) -> None:
     """Make all files of the file system of ``folder`` durable, which is far faster than one by one."""
     handle = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)

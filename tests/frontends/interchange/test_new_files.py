@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import errno
+import os
+import stat
 import subprocess
 import sys
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 
 import pytest
@@ -95,3 +98,21 @@ def test_the_error_advises_freeing_space_only_if_the_disk_is_full(tmp_path: Path
         begin("file", tmp_path / "file" / "x"),
     ):
         pass
+
+
+@pytest.mark.parametrize("kind", ["file", "folder"])
+@pytest.mark.parametrize(("code", "is_said"), [(errno.EIO, True), (errno.EDQUOT, True), (errno.EINVAL, False)])
+def test_names_that_are_not_durable_are_an_error(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str, code: int, is_said: bool
+) -> None:
+    real = os.fsync
+
+    def sync(fd: int) -> None:
+        if stat.S_ISDIR(os.fstat(fd).st_mode):
+            raise OSError(code, os.strerror(code))
+        real(fd)
+
+    monkeypatch.setattr(os, "fsync", sync)
+    expected = pytest.raises(StorageError, match=f"out cannot be written: {os.strerror(code)}")
+    with expected if is_said else nullcontext():
+        export(kind, tmp_path / "out")
