@@ -290,7 +290,7 @@ class Checkpointer:
         def decide(found: Sequence[bool]) -> Sequence[bool]:
             try:
                 if loaded is not None and (checkpoint := newest(self.store, self.run, loaded)) is not None:
-                    self.ownership.note_load(checkpoint)
+                    self.ownership.note_load(checkpoint, overwrites=self._overwrites(overwrite))
                 self.ownership.decide(step, was_loaded=any(found), overwrites=self._overwrites(overwrite))
             except (StorageError, Damaged, Refused) as error:  # it is decided before the next save
                 log.info("casckpt cannot look at run %s of %s: %s", self.run, self.store.url, error)
@@ -641,7 +641,7 @@ class Checkpointer:
         self.lineage, self._loaded = loaded.child_lineage, (loaded, wanted)
         if open_ranks(self.process_group).rank == 0:
             try:
-                self.ownership.note_load(loaded)
+                self.ownership.note_load(loaded, overwrites=self.config.overwrite)
             except CasckptError as error:  # other ranks have the loaded state
                 log.warning(
                     "retention keeps the earlier checkpoints of %s, which cannot be listed: %s", self.run, error

@@ -74,8 +74,8 @@ class RunOwnership:
         """Return whether the training replaces ``saved``: it began again, or resumed from a healthy checkpoint."""
         return saved.id in self._abandoned or (self.replaces_unhealthy and saved.healthy is False)
 
-    def note_load(self, loaded: Checkpoint) -> None:
-        """Note that this object has loaded a checkpoint. Warn if its run has later steps."""
+    def note_load(self, loaded: Checkpoint, *, overwrites: bool) -> None:
+        """Note that this object has loaded a checkpoint. Warn if its run has later steps, which saves may replace."""
         run = self._run
         last = newest(self._store, run)
         is_last = last is None or last.id == loaded.id
@@ -89,10 +89,10 @@ class RunOwnership:
             self._rest = ".."
             log.warning(
                 "%s@%d was loaded, but run %s already has later steps (%d, up to %d). %s@latest stays step %d until "
-                "this program saves, and a save of a step that exists raises Conflict. To go on from here, use a "
-                "different run, or forget the later steps first: `casckpt forget %s %s@%d..%d`", loaded.run,
-                loaded.step, run, len(later), max(later), run, last.step, self._store.url, run, min(later),
-                max(later),
+                "this program saves, and a save of a step that exists %s. To go on from here, use a different run, or "
+                "forget the later steps first: `casckpt forget %s %s@%d..%d`", loaded.run, loaded.step, run,
+                len(later), max(later), run, last.step, "replaces it" if overwrites else "raises Conflict",
+                self._store.url, run, min(later), max(later),
             )  # fmt: skip
 
     def was_loaded_here(self) -> bool:

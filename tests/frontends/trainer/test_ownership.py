@@ -234,8 +234,12 @@ def test_a_load_of_an_earlier_step_says_what_latest_stays(caplog: pytest.LogCapt
     checkpointer.load("sft@80", nn.Linear(1, 1, bias=False))
     (record,) = caplog.records
     assert (
-        "sft@80 was loaded, but run sft already has later steps (2, up to 100). sft@latest stays" in record.getMessage()
+        "sft@80 was loaded, but run sft already has later steps (2, up to 100). sft@latest stays step 100 until this "
+        "program saves, and a save of a step that exists raises Conflict." in record.getMessage()
     )
+    caplog.clear()
+    Checkpointer(store, run="sft", overwrite=True).load("sft@80", nn.Linear(1, 1, bias=False))
+    assert "a save of a step that exists replaces it." in caplog.text
     command = record.getMessage().rpartition("`casckpt forget ")[2].rstrip("`").split()
     store.forget(command[1])  # as advised
     assert visible(store) == [80]
