@@ -50,6 +50,7 @@ class Server:
     folder: Path
     environment: Mapping[str, str] = field(default_factory=dict)
     speaks_s3: bool = True
+    start_seconds: float = _START_SECONDS
     buckets: int = 0
     places: int = 0
     _taken: list[int] = field(default_factory=list)
@@ -140,7 +141,7 @@ class Server:
                 [sys.executable, "-c", _BOUND, *command], stdout=log, stderr=log, cwd=self.folder,
                 env={"PATH": "/usr/bin:/bin", "HOME": str(self.folder), **self.environment},
             )  # fmt: skip
-        end = time.monotonic() + _START_SECONDS
+        end = time.monotonic() + self.start_seconds
         while time.monotonic() < end and self._process.poll() is None:
             with suppress(OSError, BotoCoreError, ClientError):
                 self._ask()
