@@ -11,12 +11,15 @@ from typing import TypeAlias
 
 import torch
 
+from casckpt.base.groups import in_batches
+from casckpt.base.parallel import run_all, usable_threads
 from casckpt.errors import CasckptError
 from casckpt.storage.buffers import AlignedBuffer
 from casckpt.tensors.gpu import on_gpu, pin
-from casckpt.tensors.memory import as_bits
+from casckpt.tensors.memory import as_bits, copy_bytes, tensor_bytes
 
 _ALIGNMENT = 64  # bytes; a cache line, which is more than any dtype needs
+_PIECE = 16 << 20  # bytes; so large that the C library's copy bypasses the CPU's cache, unlike torch's
 _Same: TypeAlias = tuple[torch.device, int, tuple[int, ...], tuple[int, ...], torch.dtype, bool, bool]
 
 
@@ -61,12 +64,19 @@ class Staging:
         self._grow(sum(_room(data) for data in needed.values()), on_gpu(tensors))
         copies: dict[_Same, torch.Tensor] = {}
         streams: dict[torch.device, torch.cuda.Stream] = {}
+        in_place: list[tuple[memoryview, memoryview]] = []
         start = 0
         try:
             for same, data in needed.items():
                 copies[same] = self._view(data, start)
-                _copy(copies[same], data, streams)
+                source, target = tensor_bytes(data), tensor_bytes(copies[same])
+                if source is None or target is None:
+                    _copy(copies[same], data, streams)
+                else:
+                    cuts = range(0, data.nbytes, _PIECE)
+                    in_place += [(target[cut : cut + _PIECE], source[cut : cut + _PIECE]) for cut in cuts]
                 start += _room(data)
+            _copy_in_place(in_place)
         finally:
             for stream in streams.values():
                 stream.synchronize()
@@ -111,6 +121,16 @@ def _copy(target: torch.Tensor, data: torch.Tensor, streams: dict[torch.device, 
     with torch.cuda.stream(streams[data.device]):  # conjugates are resolved in the same stream
         as_bits(target).copy_(as_bits(data.detach().resolve_conj().resolve_neg()), non_blocking=True)
     data.record_stream(streams[data.device])
+
+
+def _copy_in_place(pairs: Sequence[tuple[memoryview, memoryview]]) -> None:
+    """Copy bytes in host memory with several threads."""
+
+    def copy(lot: Sequence[tuple[memoryview, memoryview]]) -> None:
+        for target, source in lot:
+            copy_bytes(target, source)
+
+    run_all(copy, in_batches(pairs, lambda pair: pair[0].nbytes, _PIECE), usable_threads(None))
 
 
 def distinct(tensors: Sequence[torch.Tensor]) -> dict[_Same, torch.Tensor]:
