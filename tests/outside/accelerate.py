@@ -25,7 +25,7 @@ def install(store: Callable[[], str]) -> None:
     import casckpt
     from casckpt.frontends.accelerate import AcceleratorCheckpointer
 
-    class Accelerator(accelerate.Accelerator):
+    class Accelerator(accelerate.Accelerator):  # type: ignore[misc]  # accelerate has no types
         def save_state(self, output_dir: Any = None, safe_serialization: bool = True) -> None:
             config = self.project_configuration
             if config.automatic_checkpoint_naming:

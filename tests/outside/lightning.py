@@ -75,7 +75,7 @@ def install(store: Callable[[], str]) -> None:
             restored = restore_checkpoint(store(), named, Path(folder) / "restored.ckpt", allow_pickle=True)
             return load(restored, *args, **options)
 
-    torch.load = load_any
+    vars(torch)["load"] = load_any
     for name, module in list(sys.modules.items()):
         is_user = name.startswith("lightning.") and name != TorchCheckpointIO.__module__
         if is_user and vars(module).get("TorchCheckpointIO") is TorchCheckpointIO:

@@ -58,7 +58,8 @@ def install(store: Callable[[], str]) -> None:
                 self.state.best_model_checkpoint = f"{self.args.output_dir}/checkpoint-{step}"
             return result
 
-    transformers.Trainer = transformers.trainer.Trainer = Trainer
+    for module in (transformers, transformers.trainer):
+        vars(module)["Trainer"] = Trainer
 
 
 def _run(output: str) -> str:

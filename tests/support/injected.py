@@ -264,8 +264,8 @@ def sweep(how: str, folder: Path, count: int, seed: int, jobs: list[str]) -> Non
         assert status == 0, told
         counted[name] = ours(lines, place.folder)
         shutil.rmtree(place.folder)
-    told = {name: {kind: sum(named) for kind, named in kinds.items() if any(named)} for name, kinds in counted.items()}
-    (folder / "counted").write_text(json.dumps(told, indent=1))
+    sums = {name: {kind: sum(named) for kind, named in kinds.items() if any(named)} for name, kinds in counted.items()}
+    (folder / "counted").write_text(json.dumps(sums, indent=1))
     faults = [draw(dice, counted) for _ in range(count)]
 
     def one(number: int, fault: Fault) -> None:

@@ -196,10 +196,9 @@ def _check_whole(store: Store, run: str, step: int, place: Place) -> None:
         shutil.rmtree(to, ignore_errors=True)
         status, told = _ended(lambda: cli(["export", str(store.url), f"{run}@{step}", str(to)]))
         assert status == 0, told
-        want = {
-            path.relative_to(place.source / "step-9"): data for path, data in files(place.source / "step-9").items()
-        }
-        assert {path.relative_to(to): data for path, data in files(to).items()} == want
+        source = place.source / "step-9"
+        there = {path.relative_to(source): data for path, data in files(source).items()}
+        assert {path.relative_to(to): data for path, data in files(to).items()} == there
         return
     want = state(step)
     if run == "imported":

@@ -50,7 +50,8 @@ def tokenizer() -> Any:
 
     made = Tokenizer(models.WordLevel({"<s>": 0, **{word: i for i, word in enumerate(WORDS, 1)}}, unk_token="<s>"))
     made.pre_tokenizer = pre_tokenizers.Whitespace()
-    return PreTrainedTokenizerFast(tokenizer_object=made, bos_token="<s>", eos_token="<s>", unk_token="<s>")
+    fast: Any = PreTrainedTokenizerFast
+    return fast(tokenizer_object=made, bos_token="<s>", eos_token="<s>", unk_token="<s>")
 
 
 @pytest.fixture
@@ -98,7 +99,7 @@ def continued(folder: Path, prompt: str) -> Sequence[int]:
     """Return the tokens with which the model continues the prompt, according to Transformers."""
     from transformers import AutoModelForCausalLM
 
-    model = AutoModelForCausalLM.from_pretrained(folder)
+    model: Any = AutoModelForCausalLM.from_pretrained(folder)
     ids = tokenizer()(prompt, return_tensors="pt").input_ids
     made = model.generate(ids, max_new_tokens=12, min_new_tokens=12, do_sample=False, suppress_tokens=[0])
     found: list[int] = made[0, ids.shape[1] :].tolist()
@@ -142,5 +143,5 @@ def test_vllm_serves_a_step_and_follows_the_run(store: casckpt.Store, tmp_path: 
             assert asked(engine, "one two six") == first
             told = recipe[1].replace("localhost:8000", engine.endpoint)
             (made,) = Follower(store, "sft", tmp_path / "serving", command=told).follow(once=True)
-            assert (made.step, made.status) == (200, 0)
+            assert (made.checkpoint.step, made.status) == (200, 0)
             assert asked(engine, "one two six") == second
