@@ -7,6 +7,7 @@ import sys
 import pytest
 import torch
 
+from casckpt.tensors import staging
 from casckpt.tensors.staging import Staging
 from tests.support.forks import forked
 from tests.support.saves import same_state
@@ -80,3 +81,9 @@ def test_memory_that_is_released_is_needed_again() -> None:
     assert staging.lacks([data, torch.ones(17)]) == 64 + 128
     staging.release()
     assert (staging.nbytes, staging.lacks([data])) == (0, 64)
+
+
+def test_large_tensors_are_copied_in_pieces_beside_small_ones(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(staging, "_PIECE", 96)
+    given = [torch.randn(n) for n in (1, 24, 25, 1000, 0, 7)]
+    assert all(map(torch.equal, Staging().copy(given), given))
