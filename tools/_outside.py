@@ -142,6 +142,8 @@ def parsed(given: Sequence[str]) -> tuple[argparse.Namespace, Sequence[str]]:
 def main() -> None:
     """Run the tests of one project twice, and print or record the results."""
     asked, arguments = parsed(sys.argv[1:])
+    if asked.table and arguments:
+        sys.exit("--table is for all TESTS of an adapter: pass options of pytest in PYTEST_ADDOPTS, not after --")
     source, adapter = asked.source.resolve(), ADAPTERS / f"{asked.name.replace('-', '_')}.py"
     plain, ours = (ran(adapter, source, asked.python, arguments, casckpt=casckpt) for casckpt in (False, True))
     found = list(differences(plain, ours))

@@ -189,7 +189,7 @@ class SaveOptions(StateOptions):
     attachments: Mapping[str, bytes] | None = None
     #: reuses cells from the whole store; `"run"` reuses only cells from this run
     dedup: Dedup = "store"
-    #: the number of threads that hash and write; by default, the number of cores, but at least 2 and at most 8
+    #: the number of threads that copy, hash, and write; by default, the number of cores, but at least 2 and at most 8
     threads: int | None = None
     #: a function that is called with the bytes done and the total bytes
     progress: Shown | None = None

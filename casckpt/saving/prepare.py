@@ -214,9 +214,9 @@ def frozen_by(frozen: Frozen) -> Callable[[str], bool]:
     return lambda key: any(fnmatchcase(key, pattern) for pattern in patterns)
 
 
-def snapshot(prepared: Prepared, staging: Staging) -> Prepared:
+def snapshot(prepared: Prepared, staging: Staging, threads: int) -> Prepared:
     """Copy all tensor data into ``staging``. Afterwards, the caller may change the original."""
-    copies = iter(staging.copy(tensors_of(prepared)))
+    copies = iter(staging.copy(tensors_of(prepared), threads))
     sources = [
         changed(source, data=next(copies), block=None)
         if isinstance(source.data, torch.Tensor)

@@ -15,6 +15,7 @@ import torch
 
 from casckpt.base.cycle_collector import collector_paused
 from casckpt.base.exit_status import ReportedFuture, unreported
+from casckpt.base.parallel import usable_threads
 from casckpt.base.units import format_size
 from casckpt.contents.checkpoint import Checkpoint
 from casckpt.errors import CasckptError, Conflict, InvalidInput, StorageError
@@ -171,7 +172,7 @@ class Saver:
                 checked, prepared, fits = self._checked(state, ranks, options, when_busy, copies=True)
                 if not fits:
                     staging.release()
-                copied = self._copy(prepared, ranks) if fits else lambda: prepared
+                copied = self._copy(prepared, ranks, checked.threads) if fits else lambda: prepared
             finally:
                 self._budget.settle(staging.nbytes)
             memory = self._memory(ranks)
@@ -273,14 +274,14 @@ class Saver:
             if getattr(error.__cause__, "errno", None) in _LASTING:
                 raise
 
-    def _copy(self, prepared: Prepared, ranks: Ranks) -> Callable[[], Prepared]:
+    def _copy(self, prepared: Prepared, ranks: Ranks, threads: int | None) -> Callable[[], Prepared]:
         """Copy all data. Return a function that returns the copy.
 
         If copying fails on one of several ranks, the function raises the error, inside an exchange.
         """
         copied = Future[Prepared]()
         try:
-            copied.set_result(snapshot(prepared, self.background.staging))
+            copied.set_result(snapshot(prepared, self.background.staging, usable_threads(threads)))
         except Exception as error:
             if ranks.size == 1 and not isinstance(error, CasckptError):  # it may come from a signal handler
                 raise

@@ -134,7 +134,7 @@ class Store:
           to each rank that asks for it.
         - ``lineage``: where the state came from (see `Checkpoint.lineage`).
         - ``allow_pickle``: pickle leaves that are neither tensors nor plain data.
-        - ``threads``: the number of threads that hash and write (default: 2 to 8, depending on the number of cores).
+        - ``threads``: the number of threads that copy, hash, and write (default: 2 to 8, by the number of cores).
         - ``progress``: called with the number of finished bytes and the total.
         - ``space``: looks after the room on the disk (`casckpt.saving.options.Space`). A `Checkpointer` sets it.
         - ``process_group``: its ranks save together (default: all ranks, if torch.distributed is initialized).

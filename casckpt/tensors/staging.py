@@ -12,7 +12,7 @@ from typing import TypeAlias
 import torch
 
 from casckpt.base.groups import in_batches
-from casckpt.base.parallel import run_all, usable_threads
+from casckpt.base.parallel import run_all
 from casckpt.errors import CasckptError
 from casckpt.storage.buffers import AlignedBuffer
 from casckpt.tensors.gpu import on_gpu, pin
@@ -58,7 +58,7 @@ class Staging:
         if self.nbytes != before:
             self._arena.zero_()
 
-    def copy(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    def copy(self, tensors: Sequence[torch.Tensor], threads: int = 1) -> list[torch.Tensor]:
         """Return contiguous, complete copies with the same bits. A tensor that is passed twice is copied only once."""
         needed = distinct(tensors)
         self._grow(sum(_room(data) for data in needed.values()), on_gpu(tensors))
@@ -76,7 +76,7 @@ class Staging:
                     cuts = range(0, data.nbytes, _PIECE)
                     in_place += [(target[cut : cut + _PIECE], source[cut : cut + _PIECE]) for cut in cuts]
                 start += _room(data)
-            _copy_in_place(in_place)
+            _copy_in_place(in_place, threads)
         finally:
             for stream in streams.values():
                 stream.synchronize()
@@ -123,14 +123,14 @@ def _copy(target: torch.Tensor, data: torch.Tensor, streams: dict[torch.device, 
     data.record_stream(streams[data.device])
 
 
-def _copy_in_place(pairs: Sequence[tuple[memoryview, memoryview]]) -> None:
-    """Copy bytes in host memory with several threads."""
+def _copy_in_place(pairs: Sequence[tuple[memoryview, memoryview]], threads: int) -> None:
+    """Copy bytes in host memory."""
 
     def copy(lot: Sequence[tuple[memoryview, memoryview]]) -> None:
         for target, source in lot:
             copy_bytes(target, source)
 
-    run_all(copy, in_batches(pairs, lambda pair: pair[0].nbytes, _PIECE), usable_threads(None))
+    run_all(copy, in_batches(pairs, lambda pair: pair[0].nbytes, _PIECE), threads)
 
 
 def distinct(tensors: Sequence[torch.Tensor]) -> dict[_Same, torch.Tensor]:

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import torch
 
+import casckpt
 from casckpt.base.digest import hex_digest
 from casckpt.frontends.files.watching import watch_files
 from tests.support.afresh import afresh
@@ -69,6 +70,9 @@ def kill_at_random(seed: int, kills: int, folder: Path, store: Path, log: Path) 
         time.sleep(draw.choice([0, 3]) * SETTLE)
         running[number] = afresh().Process(target=roles[number][0], args=roles[number][1])
         running[number].start()
+    opened = casckpt.open(store)
+    while not (opened.exists() and opened.checkpoints(RUN)):  # on a busy machine, all watchers may have died before
+        time.sleep(SETTLE)
     for process in running:
         process.kill()
         process.join()

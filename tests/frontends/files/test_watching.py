@@ -553,5 +553,4 @@ def test_what_is_stored_was_complete_if_trainer_and_watcher_are_killed_at_random
         shutil.rmtree(tmp_path / "back")
     left = {int(one.name.split("-")[1]) for one in whole(folder)[-KEPT:]}
     assert left <= {one.step for one in opened.checkpoints(RUN)}
-    if full:  # the few watchers of the default run may die before they store anything
-        assert len(opened.checkpoints(RUN)) > len(stored)
+    assert len(opened.checkpoints(RUN)) > len(stored)  # the watcher that was killed has stored some, too
