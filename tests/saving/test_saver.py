@@ -442,3 +442,20 @@ def test_ctrl_c_ends_a_save_in_the_foreground(shared_memory: Path) -> None:
         store.save_async({"w": cells(1)}, step=1)
     assert steps(store) == []
     assert store.save_async({"w": cells(1)}, step=1).result(SECONDS).step == 1
+
+
+def test_the_copy_keeps_to_the_number_of_threads(monkeypatch: pytest.MonkeyPatch) -> None:
+    copied: list[int] = []
+    copy = staging.copy_bytes
+
+    def noted(target: memoryview, source: memoryview) -> None:
+        copied.append(threading.get_ident())
+        copy(target, source)
+
+    monkeypatch.setattr(staging, "copy_bytes", noted)
+    monkeypatch.setattr(staging, "_PIECE", 1 << 10)
+    state = {"w": torch.randn(1 << 20)}
+    saved = small(memory()).save_async(state, step=1, threads=1).result(SECONDS)
+    assert set(copied) == {threading.get_ident()}
+    assert len(copied) == state["w"].nbytes >> 10
+    assert saved.step == 1
