@@ -6,6 +6,7 @@ skipped because of it: tools/setup installs all binaries.
 
 from __future__ import annotations
 
+import os
 import random
 import shutil
 import signal
@@ -129,7 +130,7 @@ class Server:
         """Stop the server as a crash would."""
         if self._process is not None:
             with suppress(ProcessLookupError):
-                self._process.send_signal(signal.SIGKILL)
+                os.killpg(self._process.pid, signal.SIGKILL)  # some servers have child processes
             self._process.wait()
             self._process = None
 
@@ -139,7 +140,7 @@ class Server:
         with (self.folder / "log").open("ab") as log:
             self._process = subprocess.Popen(
                 [sys.executable, "-c", _BOUND, *command], stdout=log, stderr=log, cwd=self.folder,
-                env={"PATH": "/usr/bin:/bin", "HOME": str(self.folder), **self.environment},
+                env={"PATH": "/usr/bin:/bin", "HOME": str(self.folder), **self.environment}, start_new_session=True,
             )  # fmt: skip
         end = time.monotonic() + self.start_seconds
         while time.monotonic() < end and self._process.poll() is None:
