@@ -22,6 +22,7 @@ from casckpt.errors import CasckptError, Conflict, InvalidInput, StorageError
 from casckpt.repository import blob_cache
 from casckpt.store.store import Store
 from casckpt.tensors import staging
+from casckpt.tensors.memory import copy_bytes
 from tests.support.faulty import Call, FaultyStore, call_first, fail_before
 from tests.support.ranks import outcome_of
 from tests.support.repositories import memory
@@ -446,7 +447,7 @@ def test_ctrl_c_ends_a_save_in_the_foreground(shared_memory: Path) -> None:
 
 def test_the_copy_keeps_to_the_number_of_threads(monkeypatch: pytest.MonkeyPatch) -> None:
     copied: list[int] = []
-    copy = staging.copy_bytes
+    copy = copy_bytes
 
     def noted(target: memoryview, source: memoryview) -> None:
         copied.append(threading.get_ident())
