@@ -20,8 +20,7 @@ from casckpt.base.units import format_size
 from casckpt.contents.checkpoint import Checkpoint
 from casckpt.errors import CasckptError, Conflict, InvalidInput, StorageError
 from casckpt.format.sections.tables import bytes_of
-from casckpt.ranks.ranks import Ranks, everyone, exchange_keeping, on_each, open_ranks
-from casckpt.repository.blob_cache import in_memory
+from casckpt.ranks.ranks import Ranks, everyone, exchange_keeping, open_ranks
 from casckpt.repository.processes import saving_here
 from casckpt.repository.repository import Repository
 from casckpt.saving.leader import GroupMemory
@@ -29,7 +28,8 @@ from casckpt.saving.options import SaveOptions, WhenBusy
 from casckpt.saving.prepare import Prepared, bytes_shared, prepare, snapshot, tensors_of
 from casckpt.saving.replicas import memory_of
 from casckpt.saving.save import compare, save
-from casckpt.saving.staging_budget import Shortage, StagingBudget, shortages
+from casckpt.saving.staging_budget import Copy, shortages
+from casckpt.storage.local.reader import headroom
 from casckpt.tensors.staging import Staging
 
 log = logging.getLogger(__name__)
@@ -144,7 +144,6 @@ class Saver:
         self.background = Background()
         self._repo, self._without_objects = repo, without_objects
         self._memories: dict[str, GroupMemory] = {}
-        self._budget = StagingBudget(in_memory(), repo.staging_bytes)
         self._has_warned = False
 
     def save(self, state: State, options: SaveOptions) -> Checkpoint:
@@ -168,13 +167,10 @@ class Saver:
         with self.background.beginning():
             ranks = open_ranks(options.process_group, no_dist=options.no_dist, purpose="async")
             begun, staging = time.monotonic(), self.background.staging
-            try:
-                checked, prepared, fits = self._checked(state, ranks, options, when_busy, copies=True)
-                if not fits:
-                    staging.release()
-                copied = self._copy(prepared, ranks, checked.threads) if fits else lambda: prepared
-            finally:
-                self._budget.settle(staging.nbytes)
+            checked, prepared, fits = self._checked(state, ranks, options, when_busy, copies=True)
+            if not fits:
+                staging.release()
+            copied = self._copy(prepared, ranks, checked.threads) if fits else lambda: prepared
             memory = self._memory(ranks)
             future = self.background.submit(
                 lambda: Checkpoint(self._repo, save(self._repo, ranks, memory, copied, checked)), here=not fits
@@ -214,12 +210,17 @@ class Saver:
         ranks = open_ranks(options.process_group, no_dist=options.no_dist, purpose="async")
         with self.background.beginning():
             state, options = self._without_objects(ranks, state, options)
-            tensors = tensors_of(on_each(ranks, lambda: _prepare(state, options, ranks)))
-            try:
-                if self._claim(tensors, ranks) is None:
-                    self.background.staging.reserve(tensors)
-            finally:
-                self._budget.settle(self.background.staging.nbytes)
+
+            def check() -> tuple[Sequence[torch.Tensor], Copy]:
+                tensors = tensors_of(_prepare(state, options, ranks))
+                return tensors, self._copy_size(tensors, ranks)
+
+            def compare_sizes(_: object, copies: Sequence[Copy]) -> Sequence[bool]:
+                return everyone(not any(shortages(copies)), ranks.size)
+
+            tensors, fits = exchange_keeping(ranks, check, compare_sizes)
+            if fits:
+                self.background.staging.reserve(tensors)
 
     def _checked(
         self, state: State, ranks: Ranks, options: SaveOptions, when_busy: WhenBusy, *, copies: bool = False
@@ -227,11 +228,11 @@ class Saver:
         """Check the arguments, every leaf and the store's path. If a check fails on one rank, all raise the error.
 
         If the previous save failed and no caller has queried its future, raise its error. ``copies``: create the store
-        if it does not exist, and claim memory for a copy. Return also whether the copies of all ranks fit.
+        if it does not exist. Return also whether the copies of all ranks fit.
         """
         state, options = self._without_objects(ranks, state, options)
 
-        def check() -> tuple[tuple[SaveOptions, Prepared], Shortage | None]:
+        def check() -> tuple[tuple[SaveOptions, Prepared], Copy]:
             if when_busy not in get_args(WhenBusy):
                 raise InvalidInput(f"when_busy={when_busy!r} is not valid: pass 'wait' or 'refuse'")
             if failed := self.background.unreported():
@@ -240,13 +241,13 @@ class Saver:
             prepared = _prepare(state, checked, ranks)
             if ranks.rank == 0:
                 self._check_path(create=copies)
-            return (checked, prepared), self._claim(tensors_of(prepared), ranks) if copies else None
+            return (checked, prepared), self._copy_size(tensors_of(prepared) if copies else (), ranks)
 
-        def compare_sizes(_: object, found: Sequence[Shortage | None]) -> Sequence[bool]:
-            lacking = shortages(found)
+        def compare_sizes(_: object, found: Sequence[Copy]) -> Sequence[bool]:
+            lacking = list(shortages(found))
             if lacking and not self._has_warned:
                 self._has_warned = True
-                (total, most, _), rank = max(lacking)
+                total, most, rank = max(lacking)
                 log.warning(
                     "the save of %s@%d runs in the foreground, because the copies on the host of rank %d would take "
                     "%s, and may take %s: free memory there, or open the store with staging_bytes=%d or more. This is "
@@ -257,10 +258,12 @@ class Saver:
         (checked, prepared), fits = exchange_keeping(ranks, check, compare_sizes)
         return checked, prepared, fits
 
-    def _claim(self, tensors: Sequence[torch.Tensor], ranks: Ranks) -> Shortage | None:
-        """Claim memory for a copy of ``tensors``, unless the present memory is enough."""
-        need, host = self.background.staging.lacks(tensors), self._repo.host if ranks.size > 1 else ""
-        return self._budget.claim(need, self.background.staging.nbytes, host) if need else None
+    def _copy_size(self, tensors: Sequence[torch.Tensor], ranks: Ranks) -> Copy:
+        """Return the memory for a copy of ``tensors``."""
+        staging, host = self.background.staging, self._repo.host if ranks.size > 1 else ""
+        if need := staging.lacks(tensors):
+            return Copy(host, need, staging.nbytes, self._repo.staging_bytes, headroom())
+        return Copy(host, staging.nbytes, staging.nbytes)
 
     def _check_path(self, *, create: bool) -> None:
         """Raise the error if the store cannot be at its path. Skip errors that may be temporary: a save raises them."""

@@ -48,9 +48,9 @@ def open(
     folder, such as one on a network file system. ``cache_saves``: whether
     saves also put their blobs into the cache, so that a restart on the same host finds them there. Without
     ``cache_dir``, they are kept in the host's memory. ``staging_bytes``: the memory that the copies of background saves
-    may take on this host, in all processes of this user ("64GiB"; default: 80 % of what is free when a copy is made).
-    If the copy of one rank does not fit, all ranks save in the foreground. ``mirror``: a second store to which casckpt
-    copies commits in the background. See `Store.wait_for_mirror`. ``single_writer``: your promise that no other job
+    of all ranks may take on this host ("64GiB"; default: 80 % of what is free when the copies are made). If the copy of
+    one rank does not fit, all ranks save in the foreground. ``mirror``: a second store to which casckpt copies commits
+    in the background. See `Store.wait_for_mirror`. ``single_writer``: your promise that no other job
     writes to the store at the same time. This allows storage that cannot create keys exclusively, such as a folder on a
     mount without hard links. ``page_cache``: for a store in a folder, True leaves saved and loaded bytes in the page
     cache for the next load, and False does not. By default, a load leaves them there if that costs nothing, which means

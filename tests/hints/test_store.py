@@ -30,7 +30,7 @@ from casckpt.errors import (
 )
 from casckpt.frontends.follow import Follower
 from casckpt.frontends.trainer import Checkpointer
-from casckpt.repository import blob_cache, catalogue, repository
+from casckpt.repository import catalogue, repository
 from casckpt.repository.repository import Repository
 from casckpt.storage.local.store import LocalStore
 from casckpt.tensors import staging
@@ -435,10 +435,7 @@ def test_a_checkpoint_without_a_signature_can_be_signed_as_advised(
 
 
 @follows("saving/saver.py:Saver._checked.compare_sizes", "or open the store with staging_bytes=%d or more")
-def test_a_larger_budget_allows_saves_in_the_background(
-    tmp_path: Path, messages: Messages, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(blob_cache, "MEMORY", tmp_path)
+def test_a_larger_budget_allows_saves_in_the_background(tmp_path: Path, messages: Messages) -> None:
     state, store = {"w": torch.arange(2000.0)}, casckpt.open(tmp_path / "store", staging_bytes="1KiB")
     with messages.log() as advice:
         assert store.save_async(state, run="a", step=1).done()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import errno
 import logging
 import signal
 import threading
@@ -18,8 +17,7 @@ import pytest
 import torch
 
 import casckpt
-from casckpt.errors import CasckptError, Conflict, InvalidInput, StorageError
-from casckpt.repository import blob_cache
+from casckpt.errors import Conflict, InvalidInput, StorageError
 from casckpt.store.store import Store
 from casckpt.tensors import staging
 from casckpt.tensors.memory import copy_bytes
@@ -318,13 +316,6 @@ def test_a_background_save_raises_immediately_if_its_path_can_never_be_a_store(t
 # the memory for copies
 
 
-@pytest.fixture
-def shared_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """This host's memory, with no copies of other tests."""
-    monkeypatch.setattr(blob_cache, "MEMORY", tmp_path)
-    return tmp_path
-
-
 def limited(nbytes: int, storage: FaultyStore | None = None) -> Store:
     store = small(storage)
     store.repository.staging_bytes = nbytes
@@ -342,9 +333,7 @@ def staged(store: Store) -> int:
     return store._saver.get().background.staging.nbytes
 
 
-def test_a_state_whose_copy_does_not_fit_is_saved_before_the_call_returns(
-    shared_memory: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_state_whose_copy_does_not_fit_is_saved_before_the_call_returns(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO, "casckpt")
     store, weight = limited(cells(4).nbytes - 1), cells(4)  # one tensor that is larger than the limit
     for step in (1, 2):
@@ -358,7 +347,7 @@ def test_a_state_whose_copy_does_not_fit_is_saved_before_the_call_returns(
     assert len([record for record in caplog.records if "ran in the foreground for" in record.message]) == 2
 
 
-def test_a_signal_handler_cannot_save_in_the_middle_of_a_foreground_save(shared_memory: Path) -> None:
+def test_a_signal_handler_cannot_save_in_the_middle_of_a_foreground_save() -> None:
     storage, errors = FaultyStore(memory()), list[Any]()
     store = limited(0, storage)
 
@@ -377,7 +366,7 @@ def test_a_signal_handler_cannot_save_in_the_middle_of_a_foreground_save(shared_
     assert steps(store) == [("default", 1), ("default", 3)]
 
 
-def test_tensors_that_share_memory_need_room_for_one_copy(shared_memory: Path) -> None:
+def test_tensors_that_share_memory_need_room_for_one_copy() -> None:
     weight, storage = cells(4), FaultyStore(memory())
     store, go = limited(weight.nbytes, storage), threading.Event()
     storage.inject(call_first("put", waiting(go), key="objects/*"))
@@ -388,36 +377,19 @@ def test_tensors_that_share_memory_need_room_for_one_copy(shared_memory: Path) -
     assert staged(store) == weight.nbytes
 
 
-def test_the_memory_is_freed_if_the_next_copy_does_not_fit(shared_memory: Path) -> None:
-    store, other = limited(cells(4).nbytes), limited(cells(4).nbytes)
+def test_the_memory_is_freed_if_the_next_copy_does_not_fit() -> None:
+    store = limited(cells(4).nbytes)
     store.save_async({"w": cells(3)}, step=1).result(SECONDS)
-    assert other.save_async({"w": cells(2)}, step=1).done()
     assert store.save_async({"w": cells(5)}, step=2).done()
     assert staged(store) == 0
-    other.save_async({"w": cells(4)}, step=2).result(SECONDS)
-    assert staged(other) == cells(4).nbytes
 
 
-def test_warm_up_does_not_exceed_the_limit(shared_memory: Path) -> None:
-    store, other = limited(cells(4).nbytes), limited(cells(4).nbytes)
+def test_warm_up_does_not_exceed_the_limit() -> None:
+    store = limited(cells(4).nbytes)
     store.warm_up({"w": cells(5)})
     assert staged(store) == 0
-    other.warm_up({"w": cells(4)})
-    store.warm_up({"w": cells(1)})
-    assert (staged(store), staged(other)) == (0, cells(4).nbytes)
-
-
-def test_warm_up_without_memory_keeps_no_claim(shared_memory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def no_memory(_: int) -> None:
-        raise OSError(errno.ENOMEM, "Cannot allocate memory")
-
-    store, other = limited(cells(4).nbytes), limited(cells(4).nbytes)
-    with monkeypatch.context() as patch:
-        patch.setattr(staging, "AlignedBuffer", no_memory)
-        with pytest.raises(CasckptError, match="Cannot allocate memory; allow this"):
-            store.warm_up({"w": cells(4)})
-    other.warm_up({"w": cells(4)})
-    assert (staged(store), staged(other)) == (0, cells(4).nbytes)
+    store.warm_up({"w": cells(4)})
+    assert staged(store) == cells(4).nbytes
 
 
 def test_an_exception_of_a_signal_handler_in_the_copy_comes_out_of_the_call(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -432,7 +404,7 @@ def test_an_exception_of_a_signal_handler_in_the_copy_comes_out_of_the_call(monk
     assert store.save_async({"w": cells(1)}, step=1).result(SECONDS).step == 1
 
 
-def test_ctrl_c_ends_a_save_in_the_foreground(shared_memory: Path) -> None:
+def test_ctrl_c_ends_a_save_in_the_foreground() -> None:
     def interrupt(_: Call) -> None:
         raise KeyboardInterrupt
 
