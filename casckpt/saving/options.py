@@ -23,7 +23,6 @@ Dedup: TypeAlias = Literal["store", "run"]
 log = logging.getLogger("casckpt")
 
 Compress: TypeAlias = Literal["auto", "off", "always"]
-WhenBusy: TypeAlias = Literal["wait", "refuse"]
 CheckReplicas: TypeAlias = Literal["raise", "sample", "off"] | bool
 """True means "raise". False means "off"."""
 Metrics: TypeAlias = Mapping[str, SupportsFloat]

@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, wait
 from contextlib import contextmanager, suppress
-from typing import Any, TypeAlias, get_args
+from typing import Any, TypeAlias
 
 import torch
 
@@ -18,13 +18,13 @@ from casckpt.base.exit_status import ReportedFuture, unreported
 from casckpt.base.parallel import usable_threads
 from casckpt.base.units import format_size
 from casckpt.contents.checkpoint import Checkpoint
-from casckpt.errors import CasckptError, Conflict, InvalidInput, StorageError
+from casckpt.errors import CasckptError, Conflict, StorageError
 from casckpt.format.sections.tables import bytes_of
 from casckpt.ranks.ranks import Ranks, everyone, exchange_keeping, open_ranks
 from casckpt.repository.processes import saving_here
 from casckpt.repository.repository import Repository
 from casckpt.saving.leader import GroupMemory
-from casckpt.saving.options import SaveOptions, WhenBusy
+from casckpt.saving.options import SaveOptions
 from casckpt.saving.prepare import Prepared, bytes_shared, prepare, snapshot, tensors_of
 from casckpt.saving.replicas import memory_of
 from casckpt.saving.save import compare, save
@@ -70,11 +70,6 @@ class Background:
                 yield
             finally:
                 self._is_beginning = False
-
-    @property
-    def busy(self) -> bool:
-        """Whether a save is running."""
-        return self._last is not None and not self._last.done()
 
     def wait(self) -> None:
         """Wait until no save is running."""
@@ -157,17 +152,15 @@ class Saver:
         memory = self._memory(ranks)
         return Checkpoint(self._repo, save(self._repo, ranks, memory, lambda: _prepare(state, checked, ranks), checked))
 
-    def save_async(self, state: State, options: SaveOptions, when_busy: WhenBusy) -> Future[Checkpoint]:
+    def save_async(self, state: State, options: SaveOptions) -> Future[Checkpoint]:
         """Check the arguments on all ranks, copy the state, and save the copy in the background.
 
         If a copy does not fit on any rank, all ranks save the state itself before the call returns.
         """
-        if when_busy == "refuse":
-            self._refuse_busy(options)
         with self.background.beginning():
             ranks = open_ranks(options.process_group, no_dist=options.no_dist, purpose="async")
             begun, staging = time.monotonic(), self.background.staging
-            checked, prepared, fits = self._checked(state, ranks, options, when_busy, copies=True)
+            checked, prepared, fits = self._checked(state, ranks, options, copies=True)
             if not fits:
                 staging.release()
             copied = self._copy(prepared, ranks, checked.threads) if fits else lambda: prepared
@@ -189,21 +182,12 @@ class Saver:
         Return, on rank 0, the size of the state in bytes. Tensors that share memory there count once.
         """
         ranks = open_ranks(options.process_group, no_dist=options.no_dist)
-        checked, prepared, _ = self._checked(state, ranks, options, "wait")
+        checked, prepared, _ = self._checked(state, ranks, options)
         streams = prepared.streams
         if ranks.size > 1:
             memory = GroupMemory(memory_of(self._repo.storage.url, ranks.group))
             streams = compare(self._repo, ranks, memory, prepared, checked)
         return max(0, bytes_of(streams) - bytes_shared(prepared))
-
-    def _refuse_busy(self, options: SaveOptions) -> None:
-        def decide(busy: Sequence[bool]) -> Sequence[None]:
-            if any(busy):
-                raise Conflict("a save is still running in the background: wait for its future, or skip this save")
-            return everyone(None, len(busy))
-
-        ranks = open_ranks(options.process_group, no_dist=options.no_dist, purpose="busy")
-        ranks.exchange(lambda: self.background.busy, decide)
 
     def warm_up(self, state: State, options: SaveOptions) -> None:
         """Allocate memory for a copy of the state, and connect the ranks."""
@@ -223,7 +207,7 @@ class Saver:
                 self.background.staging.reserve(tensors)
 
     def _checked(
-        self, state: State, ranks: Ranks, options: SaveOptions, when_busy: WhenBusy, *, copies: bool = False
+        self, state: State, ranks: Ranks, options: SaveOptions, *, copies: bool = False
     ) -> tuple[SaveOptions, Prepared, bool]:
         """Check the arguments, every leaf and the store's path. If a check fails on one rank, all raise the error.
 
@@ -233,8 +217,6 @@ class Saver:
         state, options = self._without_objects(ranks, state, options)
 
         def check() -> tuple[tuple[SaveOptions, Prepared], Copy]:
-            if when_busy not in get_args(WhenBusy):
-                raise InvalidInput(f"when_busy={when_busy!r} is not valid: pass 'wait' or 'refuse'")
             if failed := self.background.unreported():
                 raise failed
             checked = options.checked()

@@ -29,7 +29,7 @@ from casckpt.loading.options import LoadArguments, LoadOptions, MatchArguments, 
 from casckpt.plan.retention import KeepRules, Policy, Rotation, Thinning, thinning_of
 from casckpt.repository.repository import Repository, open_repository
 from casckpt.repository.signing_keys import KeyFile, private_key
-from casckpt.saving.options import SaveArguments, SaveOptions, WhenBusy
+from casckpt.saving.options import SaveArguments, SaveOptions
 from casckpt.storage import open_storage
 from casckpt.storage.base import Finding
 from casckpt.storage.forking import PerProcess
@@ -147,29 +147,20 @@ class Store:
         return self._saver.get().save(state, SaveOptions(run=run, step=step, **options))
 
     def save_async(
-        self,
-        state: State,
-        *,
-        run: str = "default",
-        step: int,
-        when_busy: WhenBusy = "wait",
-        **options: Unpack[SaveArguments],
+        self, state: State, *, run: str = "default", step: int, **options: Unpack[SaveArguments]
     ) -> Future[Checkpoint]:
         """Copy ``state`` and save the copy in the background. You may change ``state`` once the call returns.
 
         A store's saves run one after the other and share the memory of one copy. If the copy of any rank does not fit
         into ``staging_bytes`` (see `casckpt.open`), the call saves ``state`` itself, and returns when the save has
-        ended.
-
-        - ``when_busy``: if a save is still running, "wait" for it, or "refuse": raise Conflict on every rank.
-        - All else: as for `save`.
+        ended. ``options``: as for `save`.
 
         First creates the store if it does not exist. Raises, on every rank and before it copies, `save`'s errors for
         arguments and values that cannot be stored, and for a path that cannot be a store. The future raises later
         errors. If nobody queries it, the next call raises its error.
         """
         check_keywords("Store.save_async", options, SaveArguments)
-        return self._saver.get().save_async(state, SaveOptions(run=run, step=step, **options), when_busy)
+        return self._saver.get().save_async(state, SaveOptions(run=run, step=step, **options))
 
     def check(self, state: State, *, run: str = "default", **options: Unpack[SaveArguments]) -> int:
         """Raise, on every rank, the InvalidInput that `save` would raise. Writes nothing. Every rank must call this.

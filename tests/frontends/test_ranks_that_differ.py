@@ -84,10 +84,6 @@ REFUSED: dict[str, tuple[str, Call]] = {
     "a store that is none, for weights": (
         "Unsupported", lambda store, odd: casckpt.unshard_model_state("x://y" if odd else store, "r@1")
     ),
-    "no way to wait": (
-        "InvalidInput",
-        lambda store, odd: store.save_async({"a": 1}, run="r", step=7, when_busy="x" if odd else "wait").result(),  # type: ignore[arg-type]
-    ),
     "a strategy of somebody else, for a save": (
         "CheckpointingException",
         lambda store, odd: megatron.save(sharded(), f"{store.url}#m@7", sharded_strategy=("zarr", 1) if odd else None),

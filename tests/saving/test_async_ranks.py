@@ -13,13 +13,13 @@ import torch
 from torch.distributed.tensor import Shard
 
 import casckpt
-from casckpt.errors import CasckptError, Conflict, InvalidInput, StorageError
+from casckpt.errors import CasckptError, InvalidInput, StorageError
 from casckpt.repository import blob_cache
 from casckpt.storage.buffers import AlignedBuffer
 from casckpt.tensors import staging
 from tests.saving.test_replicas import Heard
 from tests.support.faulty import Call, FaultyStore, call_first, fail_before
-from tests.support.ranks import Pool, outcome_of, tell, wait_for
+from tests.support.ranks import Pool, outcome_of
 from tests.support.saves import cells, small_folder
 from tests.support.together import impatient, line, numbers, spread, watched
 
@@ -60,29 +60,6 @@ def wrong_on_one(rank: int, size: int, path: Path) -> Any:
 
 def test_an_invalid_argument_on_one_rank_raises_on_all_ranks(ranks: Pool, path: Path) -> None:
     assert ranks.run(2, wrong_on_one, path) == [([InvalidInput, InvalidInput], 0)] * 2
-
-
-def refusing(rank: int, size: int, path: Path) -> Any:
-    """Rank 1's save is still running. Rank 0's save waits for it."""
-    store, faults = watched(path)
-    state = spread({"w": numbers("w", 64, 100)}, line(size), [Shard(0)])
-
-    def hold(_: Call) -> None:
-        wait_for("refused")
-
-    if rank == 1:
-        faults.inject(call_first("put", hold, key="objects/*.safetensors"))
-    first = store.save_async(state, step=0)
-    error = outcome_of(lambda: store.save_async(state, step=1, when_busy="refuse"))
-    if rank == 0:
-        tell("refused")
-    first.result()
-    again = store.save_async(state, step=1, when_busy="refuse").result()
-    return type(error), again.step
-
-
-def test_all_ranks_reject_a_save_while_any_rank_is_still_saving(ranks: Pool, path: Path) -> None:
-    assert ranks.run(2, refusing, path) == [(Conflict, 1)] * 2
 
 
 def copied(rank: int, size: int, path: Path) -> Any:

@@ -158,19 +158,6 @@ def test_a_second_save_waits_for_the_first() -> None:
     assert steps(held.store) == [("default", 0), ("default", 1)]
 
 
-def test_a_second_save_is_rejected_on_request() -> None:
-    held = Held()
-    first = held.store.save_async({"w": cells(2)}, step=0)
-    assert held.reached.wait(SECONDS)
-    with pytest.raises(Conflict, match="still running in the background"):
-        held.store.save_async({"w": cells(2)}, step=1, when_busy="refuse")
-    held.go.set()
-    first.result(SECONDS)
-    assert held.store.save_async({"w": cells(2)}, step=1, when_busy="refuse").result(SECONDS).step == 1
-    with pytest.raises(InvalidInput, match="pass 'wait' or 'refuse'"):
-        held.store.save_async({}, step=2, when_busy="never")  # type: ignore[arg-type]  # a wrong value on purpose
-
-
 def test_a_future_raises_its_error_and_the_next_save_succeeds() -> None:
     held = Held()
     held.go.set()
@@ -287,8 +274,7 @@ def test_an_invalid_state_is_rejected_before_anything_is_copied(state: Any, argu
     store = small()
     with pytest.raises(InvalidInput):
         store.save_async(state, **({"step": 1} | arguments))
-    background = store._saver.get().background
-    assert (background.busy, background.staging.nbytes) == (False, 0)
+    assert staged(store) == 0
     assert store.save_async({"w": cells(1)}, step=1).result(SECONDS).step == 1
 
 
