@@ -182,7 +182,7 @@ class Leader:
             if not self._parent_health.is_readable:
                 self._last = None  # without the parent's health, the save must store and scan every cell
         if self.reuse:
-            offer = make_offer(self.repo, parent, streams, run=options.run, dedup=options.dedup, last=self._last)
+            offer = make_offer(self.repo, parent, streams, run=options.run, last=self._last)
         setting = None if self._transaction is None else self._transaction.settings.compress
         offer = replace(offer, compress=compress_of(options.compress, setting))
         return replace(offer, unscanned=self._parent_health.unknown) if options.health else offer
@@ -414,7 +414,7 @@ def late_offer(repo: Repository, streams: Streams, options: SaveOptions) -> Reus
     Call this after rank 0 has begun the transaction.
     """
     parent = newest_reusable(repo, options.run, anew=True)
-    offer = make_offer(repo, parent, streams, run=options.run, dedup=options.dedup)
+    offer = make_offer(repo, parent, streams, run=options.run)
     unscanned = ParentHealth.of_commit(repo, parent).unknown if options.health else None
     return replace(offer, compress=compress_of(None, repo.settings.compress), unscanned=unscanned)
 

@@ -19,7 +19,6 @@ if TYPE_CHECKING:
 
     from casckpt.base.progress import Shown
 
-Dedup: TypeAlias = Literal["store", "run"]
 log = logging.getLogger("casckpt")
 
 Compress: TypeAlias = Literal["auto", "off", "always"]
@@ -63,7 +62,6 @@ class WriterArguments(StateArguments, total=False):
     overwrite: bool
     ephemeral: bool
     attachments: Mapping[str, bytes] | None
-    dedup: Dedup
     threads: int | None
     progress: Shown | None
     lineage: Mapping[str, Any] | None
@@ -186,8 +184,6 @@ class SaveOptions(StateOptions):
     ephemeral: bool = False
     #: small files by name
     attachments: Mapping[str, bytes] | None = None
-    #: reuses cells from the whole store; `"run"` reuses only cells from this run
-    dedup: Dedup = "store"
     #: the number of threads that copy, hash, and write; by default, the number of cores, but at least 2 and at most 8
     threads: int | None = None
     #: a function that is called with the bytes done and the total bytes
@@ -208,8 +204,6 @@ class SaveOptions(StateOptions):
 
         Call this inside an exchange, so that all ranks raise the error.
         """
-        if self.dedup not in get_args(Dedup):
-            raise InvalidInput(f"dedup={self.dedup!r} is not valid: pass 'store' or 'run'")
         self.check_choices()
         if self.healthy is not None and type(self.healthy) is not bool:
             raise InvalidInput(f"healthy={self.healthy!r:.40} is not valid: pass True, False, or None for no verdict")

@@ -67,7 +67,7 @@ class ReuseOffer:
 
 
 def make_offer(
-    repo: Repository, parent: Commit | None, streams: Streams, *, run: str, dedup: str, last: LastShare | None = None
+    repo: Repository, parent: Commit | None, streams: Streams, *, run: str, last: LastShare | None = None
 ) -> ReuseOffer:
     """Offer the cells of ``parent`` for a save of ``streams``, and cells of other runs if it lacks some streams.
 
@@ -77,13 +77,12 @@ def make_offer(
     """
     if parent is not None and last is not None and last.txid == parent.places.txid:  # not if it was rewritten since
         own = last.share.extents
-        has_all = dedup != "store" or own.has_only(streams) or streams.items() <= own.streams.items()
-        if has_all:
+        if own.has_only(streams) or streams.items() <= own.streams.items():
             return ReuseOffer(last=parent.places.txid, damaged=frozenset(blobs.damaged_marks(repo)))
     manifest = None if parent is None else readable(repo, parent, warn=True)
     commits = [] if parent is None or manifest is None else [parent]
     held = {} if manifest is None else {entry.name: (entry.dtype, entry.shape) for entry in manifest.held}
-    if dedup == "store" and not streams.items() <= held.items():
+    if not streams.items() <= held.items():
         commits += newest_of_runs(repo, is_live, but=run, skip_doubtful=True)[:_MAX_BASES]
     return ReuseOffer(commits, damaged=frozenset(blobs.damaged_marks(repo) if commits else ()))
 

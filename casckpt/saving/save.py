@@ -138,7 +138,7 @@ class _OwnState:
         if alone and last is not None:
             prepared.share_streams(last.share.extents)
         return BeginRequest(
-            f"{options.run}@{options.step} (dedup={options.dedup!r}, check_replicas={options.check_replicas!r})",
+            f"{options.run}@{options.step} (check_replicas={options.check_replicas!r})",
             fingerprint,
             memory.plan_number,
             None if last is None else last.txid,

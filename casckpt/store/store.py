@@ -123,7 +123,6 @@ class Store:
         - ``ephemeral``: retention may count the checkpoint separately, and gc purges it sooner.
         - ``frozen``: patterns on flat keys, or a function of a key: tensors that you promise not to have changed since
           the run's last checkpoint. Only a sample of their cells is compared; the manifest records this.
-        - ``dedup``: "store" reuses cells of the whole store, "run" only of this run.
         - ``compress``: store differences from the previous version if they are smaller: "auto" for bfloat16 and
           float16, and for other dtypes if the storage is slow; "always" for all floats, and encode new ones; "off"
           never. Default: the store's setting, or else "off". Needs host memory for a copy of those tensors.

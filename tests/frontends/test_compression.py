@@ -155,7 +155,7 @@ def test_cells_that_equal_those_of_another_dtype_and_key_are_encoded(store: Stor
     assert same_state(reopened(store).read("other@0"), {"words": trained(8, 1).view(torch.int32)})
 
 
-@pytest.mark.parametrize("options", [{"dedup": "run"}, {"frozen": ["layer0"]}, {"threads": 1}, {"threads": 4}])
+@pytest.mark.parametrize("options", [{"frozen": ["layer0"]}, {"threads": 1}, {"threads": 4}])
 def test_every_way_to_save_writes_deltas(store: Store, options: dict[str, Any]) -> None:
     rounds(store, lambda step: state(step) | {"layer0": trained(9, 0)}, **options)
 

@@ -23,7 +23,7 @@ NOT_HERE = {
 """Hints that no test can follow, and why."""
 
 NO_HINTS = {
-    Case("saving/save.py:_OwnState.request", "(dedup=…, check_replicas=…)"): "names what a rank gave",
+    Case("saving/save.py:_OwnState.request", "(check_replicas=…)"): "names what a rank gave",
     Case("frontends/serve/app.py:Guard._refusal", 'Basic realm="casckpt"'): "is a header",
     Case("frontends/serve/folders.py:", "bytes="): "is a regular expression",
     Case("cli/commands/demo.py:Tour.run", "compared with the weights"): "tells what the demo did",

@@ -60,7 +60,7 @@ def test_metrics_and_metadata_that_cannot_be_stored_do_not_cost_a_checkpoint(cap
     "arguments",
     [
         {"run": "../up"}, {"run": ""}, {"run": "a@b"}, {"run": None}, {"step": -1}, {"step": 1.0}, {"step": True},
-        {"step": MAX_STEP + 1}, {"step": "1"}, {"dedup": "all"}, {"threads": 0},
+        {"step": MAX_STEP + 1}, {"step": "1"}, {"threads": 0},
     ],
     ids=named,
 )  # fmt: skip

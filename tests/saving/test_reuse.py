@@ -176,15 +176,6 @@ def test_a_save_of_another_run_in_the_meantime_does_not_prevent_reuse() -> None:
     assert {ckpt.run for ckpt in store.checkpoints()} == {"a", "b"}
 
 
-def test_reuse_can_be_limited_to_the_run(store: Store) -> None:
-    state = {"w": cells(10)}
-    saved(store, state, 1, run="a")
-    assert data_bytes(store, state, 1, run="b", dedup="run") == 10 * CELL
-    assert saved(store, state, 2, run="b", dedup="run") == 0
-    hashes = [key.rpartition("/")[2] for key in blob_keys(store)]
-    assert len(hashes) == 2 * len(set(hashes))  # the same blobs, in two folders
-
-
 def test_a_run_reuses_forgotten_checkpoints_but_not_purged_ones(store: Store) -> None:
     state = {"w": cells(10)}
     saved(store, state, 1)

@@ -46,11 +46,11 @@ def here(storage: FarStore) -> Store:
     return Store(Repository(storage))
 
 
-def check(storage: FarStore, run: str = "default", first: int = 0) -> None:
+def check(storage: FarStore, run: str = "default", first: int = 0, *, seed: int = 0) -> None:
     """Check that each version loads unchanged, and that all versions except the ``first`` are encoded."""
     store = here(storage)
     for step in range(STEPS):
-        assert same_state(store.read(f"{run}@{step}"), state(step)), step
+        assert same_state(store.read(f"{run}@{step}"), state(step, seed=seed)), step
         assert (store.get(f"{run}@{step}").commit.committed.bytes_deltas > 0) == (step > first), step
     assert not store.verify(decode=True).is_damaged
 
@@ -111,16 +111,15 @@ def test_a_pickled_writer_continues_encoding(tmp_path: Any) -> None:
 
 
 def test_memory_is_kept_for_a_limited_number_of_runs(storage: FarStore) -> None:
-    runs = [f"run{n}" for n in range(MAX_RUNS + 1)]
     for step in range(STEPS):
-        for run in runs[:MAX_RUNS]:
-            here(storage).save(state(step), run=run, step=step, dedup="run")
-    for run in runs[:MAX_RUNS]:
-        check(storage, run)
+        for number in range(MAX_RUNS):
+            here(storage).save(state(step, seed=10 * number), run=f"run{number}", step=step)
+    for number in range(MAX_RUNS):
+        check(storage, f"run{number}", seed=10 * number)
     with another_process():
         for step in range(STEPS):
-            for run in runs:
-                here(storage).save(state(step + 1), run=run, step=10 + step, dedup="run")
+            for number in range(MAX_RUNS + 1):
+                here(storage).save(state(step + 1, seed=10 * number), run=f"run{number}", step=10 + step)
                 assert held_bytes() <= MAX_RUNS * 1.3 * nbytes(state(0))
         assert not here(storage).get("run0@13").commit.committed.bytes_deltas
 

@@ -107,7 +107,7 @@ def save_other_arguments(rank: int, size: int, path: Path, **odd: Any) -> Any:
 
 
 @pytest.mark.parametrize(
-    "odd", [{"step": 2}, {"run": "b"}, {"dedup": "run"}, {"step": -1}, {"run": "/"}, {"threads": 0}]
+    "odd", [{"step": 2}, {"run": "b"}, {"check_replicas": "raise"}, {"step": -1}, {"run": "/"}, {"threads": 0}]
 )
 def test_all_ranks_must_make_the_same_call(ranks: Pool, path: Path, odd: dict[str, Any]) -> None:
     for error in ranks.run(4, save_other_arguments, path, **odd):

@@ -135,7 +135,7 @@ def save(  # noqa: PLR0917 - the positions of Megatron-core's
     is first applied to both. ``async_sharded_save``: copy the tensors, save in the background, and return a request
     whose ``finalize_fns`` wait for the save. ``content_metadata``: see `load_content_metadata`. ``fully_parallel``: all
     replicas, instead of only the main ones, share the writing, balanced by bytes. They must hold equal values.
-    ``options``: those of `Store.save` (``overwrite``, ``attachments``, ``metadata``, ``allow_pickle``, ``dedup``,
+    ``options``: those of `Store.save` (``overwrite``, ``attachments``, ``metadata``, ``allow_pickle``,
     ``threads``, ``check_replicas``, ``no_dist``, ...). ``sharded_strategy`` and ``common_strategy`` exist only to match
     Megatron's signature: pass None or ("casckpt", 1) for the first, and None for the second.
 

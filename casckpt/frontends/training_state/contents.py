@@ -109,7 +109,7 @@ def save_model_and_optim_state(
     ``attachments`` has one, so that Transformers can load the export.
 
     Before its first step, an optimizer has no state, and the save does not create any. ``options``: the options of
-    `Store.save` (``metadata``, ``overwrite``, ``ephemeral``, ``attachments``, ``dedup``, ``allow_pickle``,
+    `Store.save` (``metadata``, ``overwrite``, ``ephemeral``, ``attachments``, ``allow_pickle``,
     ``threads``, ...).
 
     Raises InvalidInput for an optimizer of a different model, for extra state that is not plain data, and for FSDP

@@ -199,8 +199,8 @@ def test_a_writer_accepts_the_options_of_a_save(store: Store) -> None:
     assert store.get("default@1").ephemeral
     save({"a": torch.ones(2)}, StorageWriter(store, step=2, lineage=store.get("default@1").child_lineage))
     assert store.get("default@2").lineage["resumed_from"]["step"] == 1
-    with pytest.raises(InvalidInput, match="dedup"):
-        StorageWriter(store, step=1, dedup="what")  # type: ignore[arg-type] # that it is refused is the point
+    with pytest.raises(InvalidInput, match="compress"):
+        StorageWriter(store, step=1, compress="what")  # type: ignore[arg-type] # that it is refused is the point
     with pytest.raises(InvalidInput, match="threads"):
         StorageReader(store, "a@1", threads=0)
 
