@@ -41,12 +41,11 @@ class BlobDamaged(Exception):
 class Proved:
     """The result of verifying a blob. ``why``: a description of the damage, or "" if there is none.
 
-    ``ranges``: the byte ranges that are wrong or cannot be verified. ``proof``: empty if the proof itself is wrong.
+    ``ranges``: the byte ranges that are wrong or cannot be verified.
     """
 
     why: str = ""
     ranges: tuple[Range, ...] = ()
-    proof: bytes = b""
 
 
 def fetch(storage: ObjectStore, ref: BlobRef, buffer: memoryview) -> memoryview:
@@ -99,20 +98,20 @@ def prove(reader: Reader, ref: BlobRef, buffer: memoryview, progress: Callable[[
         header = header or bytes(piece[:DATA_OFFSET])
         progress(len(piece))
     progress(len(proof))
-    return _proved(ref, check.wrong, header, proof)
+    return _proved(ref, check.wrong, header)
 
 
-def _proved(ref: BlobRef, wrong: Sequence[Leaf], header: bytes, proof: bytes) -> Proved:
+def _proved(ref: BlobRef, wrong: Sequence[Leaf], header: bytes) -> Proved:
     if wrong:
         ranges = tuple(
             (run[0].offset, run[-1].end) for run in runs(wrong, lambda run, leaf: run[-1].end == leaf.offset)
         )
-        return Proved(_words(ranges), ranges, proof)
+        return Proved(_words(ranges), ranges)
     try:
         decode_header(header, ref.size)
     except Refused as error:
-        return Proved(str(error), ((0, DATA_OFFSET),), proof)
-    return Proved(proof=proof)
+        return Proved(str(error), ((0, DATA_OFFSET),))
+    return Proved()
 
 
 def _words(ranges: Sequence[Range]) -> str:

@@ -25,15 +25,13 @@ _ATTEMPTS = 2
 class Checked:
     """The result of checking one blob. ``why``: the damage, or "" if there is none.
 
-    ``failed``: the error that prevented reading. ``ranges``: the bytes that are wrong or unverified. ``proof``: as in
-    `Proved`.
+    ``failed``: the error that prevented reading. ``ranges``: the bytes that are wrong or unverified.
     """
 
     ref: BlobRef
     why: str = ""
     failed: str = ""
     ranges: tuple[Range, ...] = ()
-    proof: bytes = b""
 
     @property
     def is_right(self) -> bool:
@@ -68,7 +66,7 @@ def _check(repo: Repository, buffers: BufferPool, progress: Callable[[int], None
                 if why := compare_size(ref, reader.size):
                     return Checked(ref, why, ranges=all_of_it)
                 proved = prove(reader, ref, buffer.view, progress)
-                return Checked(ref, proved.why, ranges=proved.ranges, proof=proved.proof)
+                return Checked(ref, proved.why, ranges=proved.ranges)
         except (NotFound, Refused, ShortObject) as error:  # Refused: the path is a pipe or a folder
             return Checked(ref, explain(ref, error), ranges=all_of_it)
         except StorageError as error:

@@ -7,7 +7,6 @@ import random
 from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, field
-from functools import lru_cache, partial
 from typing import Any, Literal, NamedTuple
 
 from casckpt.base.progress import Progress, silent
@@ -15,18 +14,15 @@ from casckpt.base.text import few
 from casckpt.contents import blobs, manifests
 from casckpt.contents.refs import resolve_many
 from casckpt.contents.signatures import is_trusted
-from casckpt.errors import CasckptError, Damaged, Gone, InvalidInput, NotFound, Refused, StorageError
-from casckpt.format.blob_writer import LEAF_BYTES
-from casckpt.format.extents import StoredCell
+from casckpt.errors import CasckptError, Damaged, Gone, InvalidInput, Refused
 from casckpt.format.keys import blob_key, commit_key, manifest_key, tag_folder
 from casckpt.format.manifest import Manifest
 from casckpt.format.names import BlobHash, TxId
-from casckpt.format.proof import Leaf, as_leaves
 from casckpt.format.records import Settings
 from casckpt.format.sections.blobs import BlobRef
 from casckpt.history.commits import Commit, CommitList, list_commits
 from casckpt.history.tags import list_tags
-from casckpt.repository.fetching import compare_size, holds_cell
+from casckpt.repository.fetching import compare_size
 from casckpt.repository.reading import PREFIX, check_requirements, read_records
 from casckpt.repository.repository import Repository
 from casckpt.upkeep.gc.recovery import faults
@@ -35,57 +31,6 @@ from casckpt.upkeep.repair.affected import DamagedBlob, describe
 from casckpt.upkeep.repair.blob_check import Checked, check_blobs
 from casckpt.upkeep.repair.frames import Frames
 from casckpt.upkeep.saves import RESTORE, about_unreadable, foreign_commits, lost_records, why_foreign
-
-_AT_ONCE = 64  # blobs whose leaves are in memory
-
-
-def wrong_rows(
-    repo: Repository, commits: Iterable[Commit], right: Sequence[Checked]
-) -> Iterator[tuple[Commit, CasckptError]]:
-    """Yield the ``commits`` whose manifests disagree with the proofs of the verified blobs ``right``.
-
-    A manifest with wrong rows has a correct hash, so only this comparison or a load detects the error.
-    `casckpt.upkeep.repair.frames` checks cells that are stored as frames.
-    """
-    proofs = {(blob.ref.uploader, blob.ref.hash): blob.proof for blob in right}
-    for commit in commits if proofs else ():
-        try:
-            _compare(repo, manifests.get(repo, commit), proofs)
-        except (Damaged, Gone):
-            continue  # the survey reports this damaged manifest
-        except Refused as error:
-            yield commit, error
-
-
-def _compare(repo: Repository, manifest: Manifest, proofs: Mapping[tuple[TxId, BlobHash], bytes]) -> None:
-    refs = list(manifest.blobs)
-    leaves_of = lru_cache(_AT_ONCE)(partial(_leaves, refs, proofs))
-    manifest.ready(objects=())
-    for entry in manifest.held:
-        if entry.nbytes < LEAF_BYTES:
-            continue
-        for cell in (link for stored in manifest.extents(entry).stored_cells() for link in stored.chain):
-            if cell.frame or cell.nbytes < LEAF_BYTES or not (leaves := leaves_of(cell.blob)):
-                continue
-            if not _holds(repo, refs[cell.blob], cell, leaves.get(cell.offset)):
-                where = f"bytes {cell.offset} to {cell.offset + cell.nbytes} of blob {refs[cell.blob].hash}"
-                raise Refused(f"key {entry.key!r}: {where} are intact, but they differ from the manifest")
-
-
-def _leaves(refs: Sequence[BlobRef], proofs: Mapping[tuple[TxId, BlobHash], bytes], number: int) -> dict[int, Leaf]:
-    """Return a blob's leaves by offset. Return no leaves if the blob was not checked or is damaged."""
-    return {leaf.offset: leaf for leaf in as_leaves(proofs.get((refs[number].uploader, refs[number].hash), b""))}
-
-
-def _holds(repo: Repository, ref: BlobRef, cell: StoredCell, leaf: Leaf | None) -> bool:
-    if leaf is not None and leaf.nbytes == cell.nbytes:
-        return leaf.digest == cell.digest
-    try:  # a foreign writer may split leaves differently
-        with repo.storage.open(blob_key(ref.uploader, ref.hash)) as reader:
-            return holds_cell(reader, cell.offset, memoryview(bytearray(cell.nbytes)), cell.digest)
-    except (NotFound, StorageError):
-        return True  # the blob was deleted meanwhile
-
 
 Mode = Literal["full", "exists"]
 Name = tuple[TxId, BlobHash]
@@ -173,11 +118,11 @@ def verify(
     """Check all objects of live checkpoints, including forgotten ones, and update the marks of damaged blobs.
 
     Skips commits that were rewritten without a loss. ``refs``: check only these checkpoints (None: all). ``mode``:
-    "full" reads and verifies every blob once, and compares the manifests with the proofs. "exists" compares presence
-    and size, and trusts the marks. ``sample``: the fraction of the blobs to check, chosen at random, in addition to
-    marked blobs. ``part``: (K, N) checks the K-th of N parts of the blobs, in addition to marked blobs. A blob is
-    always in the same part, so N calls check all. ``decode``: also decode all encoded cells and compare them; without
-    it, only those in marked blobs. ``progress``: called with the number of bytes just read.
+    "full" reads and verifies every blob once. "exists" compares presence and size, and trusts the marks. ``sample``:
+    the fraction of the blobs to check, chosen at random, in addition to marked blobs. ``part``: (K, N) checks the K-th
+    of N parts of the blobs, in addition to marked blobs. A blob is always in the same part, so N calls check all.
+    ``decode``: also decode all encoded cells and compare them; without it, only those in marked blobs. ``progress``:
+    called with the number of bytes just read.
 
     No save reuses a marked blob. Only a check of all checkpoints removes marks. If the store is not writable, the old
     marks remain and verify logs a warning. Raises `NotFound`, `InvalidInput`, and `StorageError`. Damage does not raise
@@ -203,11 +148,10 @@ def verify(
 
     by_size = mode == "exists"
     checked = list(compare_sizes(wanted, list_objects(repo), marked) if by_size else check_blobs(repo, wanted, count))
-    right = [blob for blob in checked if blob.proof and blob.is_right]
+    right = [blob for blob in checked if blob.is_right and not by_size]
     frames = Frames(repo, [blob for blob in right if decode or _name(blob) in marked], progress)
     wrong = [*(blob for blob in checked if blob.why), *frames.wrong(needs.commits)]
     damaged = describe(repo, needs.commits, wrong)
-    broken = [*needs.broken, *wrong_rows(repo, needs.commits, right)]
     unmarked = [blob for blob in damaged if mode == "full" or (blob.uploader, blob.blob) not in marked]
     healed = marked.keys() & set(map(_name, right if refs is None else ())) - set(map(_name, wrong))
     repaired = _update_marks(repo, unmarked, healed)
@@ -218,7 +162,7 @@ def verify(
         checked_checkpoints=len(chosen),
         decoded_bytes=frames.decoded_bytes,
         damaged=tuple(damaged),
-        manifests=tuple(DamagedManifest(c.id, c.run, c.step, str(error)) for c, error in broken),
+        manifests=tuple(DamagedManifest(c.id, c.run, c.step, str(error)) for c, error in needs.broken),
         records=tuple(records),
         failed=tuple(UnreadBlob(blob.ref.hash, blob.failed) for blob in checked if blob.failed),
         repaired=repaired,

@@ -62,35 +62,6 @@ def test_any_flipped_byte_is_detected(repo: Repository, position: int, why: str)
     assert (damaged.why, (damaged.keys, damaged.checkpoints)) == (why, hit)
 
 
-LEAF = 64 << 10
-
-
-def test_an_extent_row_with_a_different_cells_digest_is_manifest_damage(repo: Repository) -> None:
-    """The row's hash and all bytes of the blob are correct."""
-    one = save_arrays(repo, {"a": array(1, 16), "b": array(2, 16)}, cell=LEAF)
-    known = known_cells(repo, one)
-    (digest_a, (ref, at_a)), (digest_b, (_, at_b)) = known.items()
-    save_arrays(repo, {"a": array(1, 16)}, step=1, cell=LEAF, known={digest_a: (ref, at_b), digest_b: (ref, at_a)})
-    found = verify(repo)
-    assert found.is_damaged
-    assert found.damaged == ()
-    assert [(one.step, "'a'" in one.why) for one in found.manifests] == [(1, True)]
-
-
-@pytest.mark.parametrize("is_right", [True, False])
-def test_extent_rows_are_compared_with_blobs_that_have_different_leaves(
-    repo: Repository, is_right: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("casckpt.format.blob_writer.LEAF_BYTES", 1 << 30)  # all cells are one leaf
-    one = save_arrays(repo, {"a": array(1, 16), "b": array(2, 16)}, cell=LEAF)
-    known = known_cells(repo, one)
-    (digest_a, (ref, at_a)), (digest_b, (_, at_b)) = known.items()
-    if not is_right:
-        known = {digest_a: (ref, at_b), digest_b: (ref, at_a)}
-    save_arrays(repo, {"a": array(1, 16)}, step=1, cell=LEAF, known=known)
-    assert [one.step for one in verify(repo).manifests] == ([] if is_right else [1])
-
-
 def test_a_blob_with_a_wrong_header_is_reported_as_damaged_but_loads(repo: Repository) -> None:
     """All hashes are correct, but no writer produces such a header."""
     commit = save_arrays(repo, {"a": array(1)})
