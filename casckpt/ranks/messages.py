@@ -8,7 +8,6 @@ from dataclasses import dataclass
 from types import FrameType
 from typing import Any
 
-from casckpt.base.text import listed
 from casckpt.errors import CasckptError, InvalidInput, RankFailed
 
 
@@ -26,14 +25,6 @@ class Message:
     call: str = ""
 
 
-@dataclass(frozen=True)
-class WithObjects:
-    """A message from a rank that has whole objects. ``keys``: the keys of these objects."""
-
-    value: Any
-    keys: Sequence[str]
-
-
 def astray(messages: Sequence[Message], mine: Message) -> InvalidInput | None:
     """Return the error for a rank at a different point in the code than rank 0, or None if there is no such rank.
 
@@ -48,19 +39,10 @@ def astray(messages: Sequence[Message], mine: Message) -> InvalidInput | None:
         if call != mine.call
         else f"not at the same point in {call} as rank 0"
     )
-    text = f"rank {rank} is {where}: all ranks must make the same casckpt calls in the same order"
-    keys = {one.rank: one.value.keys for one in messages if isinstance(one.value, WithObjects) and one.value.keys}
-    without = [one.rank for one in messages if one.rank not in keys]
-    if not keys or not without:
-        return InvalidInput(
-            f"{text}. Make the calls in one thread, or pass each thread its own process_group=...", rank=rank
-        )
-    holder, held = next(iter(keys.items()))
     return InvalidInput(
-        f"{text}. Rank {holder} has the whole objects {listed(held)} in its state, but rank {without[0]} has none: "
-        "pass the objects on every rank, or pass the state_dict of each object",
+        f"rank {rank} is {where}: all ranks must make the same casckpt calls, with the same whole objects in their "
+        "states, in the same order. Make the calls in one thread, or pass each thread its own process_group=...",
         rank=rank,
-        keys=tuple(held),
     )
 
 

@@ -48,9 +48,6 @@ FOLLOWED_ELSEWHERE: dict[Case, str] = {
     Case("ranks/ranks.py:_tried", "set GLOO_SOCKET_IFNAME to a network interface"): (
         "tests/ranks/test_waiting.py::test_a_gloo_startup_failure_is_reported_on_all_ranks"
     ),
-    Case("ranks/messages.py:astray", "pass the objects on every rank, or pass the state_dict of each"): (
-        "tests/frontends/training_state/test_objects.py::test_objects_on_a_single_rank_are_rejected_on_all_ranks_without_waiting"
-    ),
     Case("loading/load_plan.py:no_entry", "Map the whole mapping, with rename="): (
         "tests/loading/test_load_plan.py::test_renaming_individual_entries_is_rejected"
     ),

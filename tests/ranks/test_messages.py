@@ -172,4 +172,4 @@ def with_objects_on_one_rank(rank: int, size: int, where: str) -> str:
 def test_a_call_with_objects_on_a_single_rank_is_reported_as_out_of_step(ranks: Pool, tmp_path: Path) -> None:
     for text in ranks.run(2, with_objects_on_one_rank, str(tmp_path / "store")):
         assert "rank 1 is not at the same point in Store.save as rank 0" in text
-        assert "Rank 1 has the whole objects 'm' in its state, but rank 0 has none" in text
+        assert "with the same whole objects in their states" in text

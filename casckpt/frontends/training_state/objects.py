@@ -28,7 +28,6 @@ from casckpt.frontends.training_state.stored import StoredTraining
 from casckpt.frontends.training_state.together import Made, find, make_state
 from casckpt.frontends.training_state.train_state import draws, fill, plain_state
 from casckpt.loading.options import LoadOptions, Renaming, renamer
-from casckpt.ranks.messages import WithObjects
 from casckpt.ranks.ranks import Ranks, everyone, exchange_keeping, on_each
 from casckpt.saving.options import SaveOptions
 from casckpt.store.store import Store
@@ -44,17 +43,13 @@ def save_objects(ranks: Ranks, state: Any, options: SaveOptions) -> tuple[dict[s
 
     ``state``: a state, or a function that returns a state. Errors of the function are raised on all ranks.
     """
-    whole, keys = list[Any](), list[str]()
+    whole = list[Any]()
 
     def make() -> Made:
         whole.append(state() if callable(state) else state)
-        if isinstance(whole[0], OfObjects):
-            return whole[0], ()
-        objects = Objects(whole[0])
-        keys.extend(objects.by_key)
-        return objects.made()
+        return (whole[0], ()) if isinstance(whole[0], OfObjects) else Objects(whole[0]).made()
 
-    made = make_state(ranks, make, keys)
+    made = make_state(ranks, make)
     return made, replace(options, attachments=with_hub_files(whole[0], options.attachments))
 
 
@@ -183,13 +178,13 @@ def load_objects(
     `Store.load` and of an object's load_state_dict, on all ranks.
     """
 
-    def hello() -> tuple[Objects, WithObjects]:
+    def hello() -> tuple[Objects, list[str]]:
         made = Objects(state)
         check_replaceable(state, made.plain)
-        return made, WithObjects(list(made.modules), list(made.by_key))
+        return made, list(made.modules)
 
-    def unite(_: Objects, messages: Sequence[WithObjects]) -> Sequence[list[str]]:
-        return everyone(sorted({key for message in messages for key in message.value}), ranks.size)
+    def unite(_: Objects, messages: Sequence[list[str]]) -> Sequence[list[str]]:
+        return everyone(sorted({key for message in messages for key in message}), ranks.size)
 
     objects, modules = exchange_keeping(ranks, hello, unite)
     stored, groups = find(

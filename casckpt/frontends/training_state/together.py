@@ -18,7 +18,6 @@ from casckpt.frontends.training_state.slices import PLAIN, Apart, NamedState, Ta
 from casckpt.frontends.training_state.stored import MODEL, OPTIM, StoredGroups, StoredTraining
 from casckpt.loading.options import Rename
 from casckpt.ranks.agreement import StoreIdentity, check_same, named
-from casckpt.ranks.messages import WithObjects
 from casckpt.ranks.ranks import Ranks, everyone, exchange_keeping
 from casckpt.store.store import Store
 from casckpt.store.types import Commit
@@ -40,25 +39,24 @@ def made_by_name(state: dict[str, Any]) -> Made:
     return state, (NamedState(OPTIM, state[OPTIM], state.get(MODEL, {})),)
 
 
-def make_state(ranks: Ranks, make: Callable[[], Made], objects: Sequence[str] = ()) -> dict[str, Any]:
+def make_state(ranks: Ranks, make: Callable[[], Made]) -> dict[str, Any]:
     """Return this rank's state. The ``param_groups`` of each optimizer are merged across all ranks.
 
-    ``make``: a function that returns the state. Its errors are raised on all ranks. ``objects``: the keys of the
-    objects in the state. The sequence is complete when ``make`` returns. Raises InvalidInput if ranks have
+    ``make``: a function that returns the state. Its errors are raised on all ranks. Raises InvalidInput if ranks have
     different kinds of optimizers at one key.
     """
 
-    def digest() -> tuple[tuple[Made, dict[str, Table]], WithObjects]:
+    def digest() -> tuple[tuple[Made, dict[str, Table]], dict[str, str]]:
         made = make()
         _, named = made
         several = ranks.size > 1
         tables = {one.key: table_of(one, several=several) for one in named}
         groups = {one.key: [(sorted(group), group["params"]) for group in one.state["param_groups"]] for one in named}
         digests = {key: hex_digest(repr((groups[key], tables[key])).encode()) for key in groups}
-        return (made, tables), WithObjects(digests, objects)
+        return (made, tables), digests
 
-    def compare(_: object, messages: Sequence[WithObjects]) -> Sequence[set[str]]:
-        distinct = {pair for message in messages for pair in message.value.items()}
+    def compare(_: object, messages: Sequence[dict[str, str]]) -> Sequence[set[str]]:
+        distinct = {pair for message in messages for pair in message.items()}
         keys = [key for key, _ in distinct]
         return everyone({key for key in keys if keys.count(key) > 1}, ranks.size)
 
