@@ -3275,7 +3275,7 @@ BUGS: dict[str, tuple[str, str, str, str]] = {
         "tests/frontends/training_state/test_hub_config.py::test_selected_keys_and_other_names_apply_to_fused_experts",
     ),
     "parts by index may repeat a tensor endlessly": (
-        "_indexed",
+        "_split",
         "not runs or left < 0",
         "not runs",
         "tests/frontends/views/test_recut.py::test_a_view_with_indices_outside_a_tensor_is_rejected",

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from itertools import accumulate, pairwise, product
+from itertools import product
 from math import prod
-from typing import Any, NamedTuple, TypeAlias
+from typing import NamedTuple, TypeAlias
 
 from casckpt.errors import InvalidInput
 from casckpt.format.regions import Shape, strides
@@ -16,10 +16,10 @@ from casckpt.loading.regions import EntrySlice
 
 Index: TypeAlias = Sequence[int | Sequence[int]]
 """An index of a tensor: for each of its first dimensions, a number, or the first and the last index plus 1."""
-Parts: TypeAlias = Sequence[str] | Mapping[str, int] | Mapping[str, Index]
-"""The names of equal parts; the names and shares of the parts; or the names and indices of the parts."""
+Parts: TypeAlias = Mapping[str, Index]
+"""The names of the parts, and their indices."""
 Split: TypeAlias = Mapping[str, Parts]
-"""Maps a regular expression for a whole name to the parts. Equal parts and shares are rows."""
+"""Maps a regular expression for a whole name to the parts."""
 Concat: TypeAlias = Mapping[str, Sequence[str]]
 """Maps a regular expression for the first part's name to the name of the whole and the names of the other parts."""
 
@@ -65,33 +65,14 @@ def _split(tensor: ViewTensor, rule: tuple[re.Match[str], Parts] | None) -> Iter
     if rule is None:
         yield tensor
         return
-    match, names = rule
-    parts = names.items() if isinstance(names, Mapping) else [(name, 1) for name in names]
-    named: list[tuple[str, Any]] = [(expanded(match, name), part) for name, part in parts]
-    is_indexed = any(not isinstance(part, int) for _, part in named)
-    yield from _indexed(tensor, named) if is_indexed else _rows(tensor, named)
-
-
-def _rows(tensor: ViewTensor, shares: Sequence[tuple[str, int]]) -> Iterator[ViewTensor]:
-    """Yield parts of a tensor along its first dimension."""
-    shape, total = tensor.entry.shape, sum(share for _, share in shares)
-    if not shape or not shares or min(share for _, share in shares) < 1 or shape[0] % total:
-        raise InvalidInput(
-            f"{tensor.name!r} of shape {shape} cannot be split by rows into {total} equal shares", key=tensor.name
-        )
-    unit = tensor.entry.numel // total
-    for (name, share), (lo, hi) in zip(shares, pairwise(accumulate((n for _, n in shares), initial=0)), strict=True):
-        rows = (shape[0] // total * share, *shape[1:])
-        yield _made(name, rows, list(_within(tensor.sources, lo * unit, hi * unit)))
-
-
-def _indexed(tensor: ViewTensor, indices: Sequence[tuple[str, Index]]) -> Iterator[ViewTensor]:
-    """Yield parts of a tensor by their indices."""
+    match, parts = rule
     shape, left = tensor.entry.shape, tensor.entry.numel
-    for name, index in indices:
+    for saved, index in parts.items():
+        name = expanded(match, saved)
         ranges = [(place, place + 1) if isinstance(place, int) else (place[0], place[-1]) for place in index]
         ranges += [(0, extent) for extent in shape[len(index) :]]
-        is_inside = len(index) <= len(shape) and all(lo < hi <= n for (lo, hi), n in zip(ranges, shape, strict=True))
+        spans = zip(ranges, shape, strict=True)
+        is_inside = len(index) <= len(shape) and all(0 <= lo < hi <= extent for (lo, hi), extent in spans)
         runs = list(_runs(ranges, shape)) if is_inside else []
         left -= sum(hi - lo for lo, hi in runs)
         if not runs or left < 0:
