@@ -3376,12 +3376,6 @@ BUGS: dict[str, tuple[str, str, str, str]] = {
         "type(new) is str and",
         "tests/frontends/training_state/test_optimizer.py::test_torch_and_torchao_load_each_others_state",
     ),
-    "invalid parts of torchao's weights stop an import": (
-        "torchao_weights",
-        "        except InvalidInput:\n            continue",
-        "        except TypeError:\n            continue",
-        "tests/frontends/views/test_torchao_names.py::test_a_llama_is_exported_as_save_pretrained_writes_it",
-    ),
     "a large lineage is missing in the record": (
         "Leader._record",
         "[1] or dict.fromkeys(lineage) or None",

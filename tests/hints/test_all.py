@@ -54,8 +54,8 @@ FOLLOWED_ELSEWHERE: dict[Case, str] = {
     Case("frontends/views/torchao_names.py:_described", "load it with cast=True into a plain model"): (
         "tests/tensors/test_kinds.py::test_a_load_with_cast_loads_the_values_into_a_plain_model"
     ),
-    Case("frontends/interchange/safetensors/importing.py:_joined", "install torchao, and import the folder again"): (
-        "tests/frontends/views/test_torchao_names.py::test_without_torchao_weights_are_exported_as_their_parts"
+    Case("frontends/interchange/safetensors/importing.py:import_safetensors", "call from_pretrained on the folder"): (
+        "tests/frontends/views/test_torchao_names.py::test_an_imported_folder_is_exported_unchanged"
     ),
     Case("tensors/shards.py:_problem", "its values() and offsets()"): (
         "tests/loading/test_wrapped.py::test_unsupported_tensor_layouts_are_refused_at_the_start_with_advice"

@@ -3,16 +3,12 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
-from typing import Any, Final
-
-import torch
+from collections.abc import Sequence
+from typing import Final
 
 from casckpt.contents.contents import Contents
-from casckpt.errors import InvalidInput, Unsupported
-from casckpt.tensors.kinds import KINDS, WEIGHTS
-from casckpt.tensors.untrusted import misread
-from casckpt.tensors.wrappers import opened
+from casckpt.errors import InvalidInput
+from casckpt.tensors.kinds import WEIGHTS
 
 TENSOR_NAMES: Final = "tensor_names"
 """The key in a file's metadata that lists the names of the described tensors, as JSON."""
@@ -46,43 +42,6 @@ def torchao_names(contents: Contents, keys: Sequence[str], names: Sequence[str])
         if len(parts := [unit for start, unit in starts.items() if name.startswith(start)]) > 1:
             raise InvalidInput(f"torchao would read {name!r} as a part of {parts[0]!r} and of {parts[1]!r}: rename one")
     return written, metadata | {TENSOR_NAMES: json.dumps(list(metadata))}
-
-
-def torchao_weights(tensors: Mapping[str, Any], metadata: Mapping[str, str]) -> dict[str, Any]:
-    """Return the tensors of files, with torchao's weights in place of their parts. The inverse of `torchao_names`.
-
-    ``metadata``: the metadata of the files. The parts of an incomplete or invalid weight remain. Raises Unsupported if
-    there are such weights, but torchao is not installed.
-    """
-    made = dict(tensors)
-    for name, text in metadata.items():
-        try:
-            with misread(InvalidInput):
-                _join(made, name, text)
-        except Unsupported:
-            raise
-        except InvalidInput:
-            continue
-    return made
-
-
-def _join(tensors: dict[str, Any], name: str, text: str) -> None:
-    """Replace the parts of a weight with the weight that ``text`` describes, if this loses nothing."""
-    described = json.loads(text)
-    kind, (above, _, last) = described["_type"], name.rpartition(".")
-    rebuild = KINDS[f"torchao:{kind}"].rebuild if kind in WEIGHTS and name not in tensors else None
-    if rebuild is None:
-        return
-    keys = {part: f"{above}._{last}_{part}" for part in described["_tensor_data_names"]}
-    inner = {part: tensors[key] for part, key in keys.items()}
-    is_free = tensors.keys().isdisjoint(f"{name}.{part}" for part in inner)
-    if is_free and all(isinstance(tensor, torch.Tensor) for tensor in inner.values()):
-        weight = rebuild(inner, described["_data"], (), torch.float32)
-        found = opened(name, weight)
-        if found is not None and found.parts.keys() == inner.keys():
-            tensors[name] = weight
-            for key in keys.values():
-                del tensors[key]
 
 
 def _described(contents: Contents, key: str, names: Sequence[str]) -> str:

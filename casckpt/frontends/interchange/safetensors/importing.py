@@ -36,7 +36,7 @@ from casckpt.frontends.interchange.safetensors.files import (
 from casckpt.frontends.interchange.safetensors.heads import MAX_HEADS_BYTES, is_index
 from casckpt.frontends.interchange.safetensors.layout import MAX_SHARD_BYTES, STEM, exported_metadata, index_name
 from casckpt.frontends.stores import AnyStore, as_store
-from casckpt.frontends.views.torchao_names import TENSOR_NAMES, torchao_weights
+from casckpt.frontends.views.torchao_names import TENSOR_NAMES
 from casckpt.saving.options import ImportArguments
 from casckpt.tensors.dtypes import dtype_name, torch_dtype
 from casckpt.tensors.memory import tensor_over
@@ -187,17 +187,12 @@ def import_safetensors(
     state: dict[str, Any] = {}
     file_metadata: dict[str, str] = {}
     heads: dict[str, bytes] = {}
-    has_joined = False
     done = options.get("progress")
     for model in sources.models:
         maps = Maps(done)
         done = maps.done
         metadata = maps.add_all(model.weights)
         tensors = _whole(model, maps)
-        if f"{model.component}/config.json".removeprefix("/") in sources.attachments:
-            parts = tensors
-            tensors, metadata = _joined(parts, metadata, notes)
-            has_joined = has_joined or tensors is not parts
         file_metadata = metadata | file_metadata
         if model.component and (key := next((key for key in state if key.partition(".")[0] == model.component), "")):
             raise InvalidInput(
@@ -208,11 +203,17 @@ def import_safetensors(
         state |= {model.component: tensors} if model.component else tensors
         if maps.has_whole_files():
             heads |= _heads(model, maps.headers)
+    if TENSOR_NAMES in file_metadata:
+        notes.append(
+            "the quantized weights of torchao are imported as their inner tensors, from which an export restores the "
+            "files; to load them into a model, call from_pretrained on the folder, and save that model"
+        )
+        log.warning("%s", notes[-1])
     attachments = {name: file.read_bytes() for name, file in sources.attachments.items()}
     if sum(map(len, heads.values())) > MAX_HEADS_BYTES:
         notes.append(f"an export will have new files: the headers have more than {MAX_HEADS_BYTES} bytes in total")
         log.warning("%s", notes[-1])
-    elif Path(path).expanduser().is_dir() and (has_joined or not _is_plain(sources, heads)):
+    elif Path(path).expanduser().is_dir() and not _is_plain(sources, heads):
         attachments |= heads
     options["progress"] = done
     options["metadata"] = {METADATA_KEY: file_metadata} | dict(options.get("metadata") or {})
@@ -232,24 +233,6 @@ def _whole(model: ModelFiles, maps: Maps) -> dict[str, Any]:
     if missing := sorted(model.keys - tensors.keys()):
         log.warning("%s names tensors that are not in any file: %s", model.index, _few(missing))
     return tensors
-
-
-def _joined(
-    tensors: dict[str, Any], metadata: dict[str, str], notes: list[str]
-) -> tuple[dict[str, Any], dict[str, str]]:
-    """Join the parts of torchao's weights. Return the tensors, and the metadata without descriptions of tensors."""
-    try:
-        joined = torchao_weights(tensors, metadata)
-    except Unsupported as error:
-        notes.append(
-            f"the parts of quantized weights are imported as plain tensors: {error}. To load them into a quantized "
-            "model, install torchao, and import the folder again"
-        )
-        log.warning("%s", notes[-1])
-        return tensors, metadata
-    if joined.keys() == tensors.keys():
-        return tensors, metadata
-    return joined, {name: text for name, text in metadata.items() if name not in joined and name != TENSOR_NAMES}
 
 
 def _heads(model: ModelFiles, headers: Mapping[Path, Header]) -> dict[str, bytes]:
