@@ -29,7 +29,7 @@ from casckpt.frontends.megatron.config import (
     save_config,
 )
 from casckpt.frontends.megatron.errors import CheckpointingException
-from casckpt.frontends.megatron.folders import forget_removed, remove_sharded_tensors, write_folder
+from casckpt.frontends.megatron.folders import remove_sharded_tensors, write_folder
 from casckpt.frontends.megatron.kinds import (
     add_prefix_for_sharding,
     apply_prefix_mapping,
@@ -134,7 +134,6 @@ __all__ = [
     "extract_sharded_tensors",
     "extract_sharded_tensors_and_factories",
     "extract_sharded_tensors_or_nonpersistent",
-    "forget_removed",
     "get_optim_param_to_id_map",
     "get_param_id_to_sharded_param_map",
     "inspect_types",

@@ -1,7 +1,6 @@
 """The folder that Megatron-core keeps for a checkpoint in a store: ``metadata.json``, ``common.pt``, ``casckpt.json``.
 
 ``casckpt.json`` names the checkpoint in the store. The checkpoint's attachment ``common.pt`` is identical to the file.
-When a folder has been removed, its checkpoint is forgotten.
 """
 
 from __future__ import annotations
@@ -12,16 +11,13 @@ import os
 from pathlib import Path
 from typing import TypeAlias
 
-from casckpt.contents.checkpoint import Checkpoint
-from casckpt.errors import CasckptError, NotFound
+from casckpt.errors import NotFound
 from casckpt.frontends.interchange.new_files import replace_file
 from casckpt.frontends.megatron.common import COMMON_NAME
 from casckpt.frontends.megatron.config import CONFIG_NAME, OURS, encoded, maybe_load_config
-from casckpt.frontends.megatron.errors import CheckpointingException, CheckpointNotFound, checkpointing_errors
+from casckpt.frontends.megatron.errors import CheckpointingException, checkpointing_errors
 from casckpt.frontends.megatron.place import CheckpointDir, StoreRef, place_of
 from casckpt.frontends.megatron.stored import MegatronCheckpoint, load_common_state_dict, read_values
-from casckpt.frontends.stores import AnyStore, as_store
-from casckpt.store.store import Store
 from casckpt.tensors.objects import write_archive
 from casckpt.tensors.values import OfObjects
 
@@ -93,67 +89,7 @@ def check_common(stored: MegatronCheckpoint, folder: Folder) -> None:
         )
 
 
-FOLDER = "megatron_folder"
-"""The key in a checkpoint's metadata for the folder from which it was saved."""
-
 log = logging.getLogger(__name__)
-
-
-def forget_removed(
-    store: AnyStore, folder: Folder, *, run: str | None = None, dry_run: bool = False
-) -> list[Checkpoint]:
-    """Forget the checkpoints whose folder was removed. One process makes the call.
-
-    They can be restored until the next gc. ``folder``: the parent of a training run's folders such as ``iter_0000100``
-    (``--save``, or ``non_persistent`` inside it). Only checkpoints that a `CasSaveShardedStrategy` saved from a direct
-    child of this folder count. Checkpoints with a tag are kept. ``run``: consider only this run. ``dry_run``: return
-    the checkpoints without forgetting them.
-
-    Raises CheckpointingException (also a NotFound) if no folder there names this store: the disk may be unmounted.
-    """
-    with checkpointing_errors():
-        opened, parent = as_store(store), os.path.realpath(folder)
-        if not any(_names(path, opened) for path in Path(parent).glob(f"*/{POINTER_NAME}")):
-            raise CheckpointNotFound(
-                f"no folder in {parent} names a checkpoint in {opened.url}. Check that the disk is mounted; nothing "
-                "was forgotten"
-            )
-        gone = [saved for saved in opened.checkpoints(run) if _is_gone(saved, parent) and not saved.tags]
-        return opened.forget(*gone, dry_run=dry_run) if gone else []
-
-
-def follow(store: Store, folder: Path, run: str) -> None:
-    """Run `forget_removed` after a save into ``folder``. Errors are only logged, because the save succeeded."""
-    try:
-        for checkpoint in forget_removed(store, folder.parent, run=run):
-            log.info("forgot %r, because its folder was removed", checkpoint)
-    except (CasckptError, OSError) as error:
-        log.warning("could not forget the checkpoints of removed folders: %s", error)
-
-
-def folder_noted(folder: Folder) -> dict[str, str]:
-    """Return the metadata that records a checkpoint's folder."""
-    path = Path(folder)
-    return {FOLDER: os.path.join(os.path.realpath(path.parent), path.name)}
-
-
-def _names(pointer: Path, store: Store) -> bool:
-    try:
-        return bool(json.loads(pointer.read_bytes())["store"] == store.url)
-    except (FileNotFoundError, NotADirectoryError, IsADirectoryError, ValueError, TypeError, KeyError):
-        return False
-
-
-def _is_gone(checkpoint: Checkpoint, parent: str) -> bool:
-    """Return whether the checkpoint's folder in ``parent`` is missing. Return False if an error prevents the check."""
-    folder = checkpoint.metadata.get(FOLDER)
-    if not isinstance(folder, str) or os.path.dirname(folder) != parent:
-        return False
-    try:
-        os.lstat(folder)
-    except FileNotFoundError:
-        return True
-    return False
 
 
 def remove_sharded_tensors(checkpoint_dir: CheckpointDir, key_prefix: str, *, allow_pickle: bool = False) -> None:

@@ -16,7 +16,7 @@ import logging
 import re
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias, Unpack
 
@@ -30,7 +30,7 @@ from casckpt.frontends.megatron import mapping as ours
 from casckpt.frontends.megatron.common import COMMON_NAME, classes_to_register, places_of
 from casckpt.frontends.megatron.config import BACKEND, VERSION
 from casckpt.frontends.megatron.errors import CheckpointingException, checkpointing_errors
-from casckpt.frontends.megatron.folders import Folder, check_common, drop, folder_noted, follow, point, pointed_at
+from casckpt.frontends.megatron.folders import Folder, check_common, drop, point, pointed_at
 from casckpt.frontends.megatron.loading import RankLoad
 from casckpt.frontends.megatron.nesting import Nested
 from casckpt.frontends.megatron.place import StoreRef
@@ -78,12 +78,10 @@ class CasSaveShardedStrategy(TorchDistSaveShardedStrategy):  # type: ignore[misc
     """A save strategy: ``dist_checkpointing.save(state, folder, sharded_strategy=CasSaveShardedStrategy(...))``.
 
     ``run``, ``step``: the run and step of all saves, or functions of the folder. If ``step`` is None, the step is the
-    number at the end of the folder's name (``iter_0000100``). ``forget_removed``: after a save, forget checkpoints
-    whose folder next to this one was removed; see `casckpt.frontends.megatron.forget_removed`. ``overwrite`` (True by
-    default): replace an existing step, just as Megatron overwrites a folder, for example after the training was rolled
-    back. ``loads``: the strategy with which this training loads; the checkpoint that it last loaded becomes the lineage
-    of all saves. ``fully_parallel``, ``options``: see `casckpt.frontends.megatron.save`. One strategy can serve many
-    saves.
+    number at the end of the folder's name (``iter_0000100``). ``overwrite`` (True by default): replace an existing
+    step, just as Megatron overwrites a folder, for example after the training was rolled back. ``loads``: the strategy
+    with which this training loads; the checkpoint that it last loaded becomes the lineage of all saves.
+    ``fully_parallel``, ``options``: see `casckpt.frontends.megatron.save`. One strategy can serve many saves.
     """
 
     can_handle_sharded_objects = True  # the store also holds objects
@@ -95,7 +93,6 @@ class CasSaveShardedStrategy(TorchDistSaveShardedStrategy):  # type: ignore[misc
         run: RunOf,
         step: StepOf = None,
         fully_parallel: bool = False,
-        forget_removed: bool = False,
         loads: CasLoadShardedStrategy | None = None,
         **options: Unpack[SaveArguments],
     ) -> None:
@@ -104,7 +101,7 @@ class CasSaveShardedStrategy(TorchDistSaveShardedStrategy):  # type: ignore[misc
         self.store = as_store(store)
         self.run, self.step = run, step
         self.fully_parallel, self.options = fully_parallel, options
-        self.forget_removed, self._loads, self._warned = forget_removed, loads, False
+        self._loads, self._warned = loads, False
 
     def save(self, sharded_state_dict: Nested, checkpoint_dir: Folder) -> None:
         """Save, and return after the commit. Raises the errors of `casckpt.frontends.megatron.save`."""
@@ -161,16 +158,10 @@ class CasSaveShardedStrategy(TorchDistSaveShardedStrategy):  # type: ignore[misc
         given: _Arguments = {
             "lineage": None if loaded is None else loaded.child_lineage, **self.options, "run": run, "step": step,
             "attachments": {**(self.options.get("attachments") or {}), **saving.files, **files},
-            "metadata": {**(self.options.get("metadata") or {}), **folder_noted(folder)},
             "overwrite": self.options.get("overwrite", True) or replaces,
         }  # fmt: skip
 
-        def finish() -> None:
-            _point(ranks, folder, place, common())
-            if self.forget_removed and ranks.rank == 0:
-                follow(self.store, folder, run)
-
-        return saving, given, finish
+        return saving, given, partial(_point, ranks, folder, place, common())
 
     def _warn_of_classes(self, common: Sequence[_Common]) -> None:
         """Warn once about the classes that a load in another program needs."""

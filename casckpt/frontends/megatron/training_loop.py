@@ -68,7 +68,6 @@ def install(
     run: str,
     step: Callable[[Path], int | None] | None = None,
     fully_parallel: bool = False,
-    forget_removed: bool = False,
     **options: Unpack[SaveArguments],
 ) -> Installed:
     """Let Megatron-core's training loop save into a store and load from it. Every rank calls this before the loop.
@@ -78,8 +77,8 @@ def install(
     are saved as before. Checkpoints in a folder ``non_persistent`` are saved to the run ``<run>-non-persistent``.
     ``step``: a function that returns the step for a folder, or None to save the folder as before.
 
-    ``fully_parallel``, ``forget_removed``: see `CasSaveShardedStrategy`. ``options``: those of `Store.save`;
-    ``allow_pickle`` also applies to loads. Raises Conflict if `install` is already in effect.
+    ``fully_parallel``: see `CasSaveShardedStrategy`. ``options``: those of `Store.save`; ``allow_pickle`` also applies
+    to loads. Raises Conflict if `install` is already in effect.
     """
     if _installed:
         raise Conflict("Megatron-core already saves into a store; call undo() on the result of install()")
@@ -87,7 +86,7 @@ def install(
     loads = _Loads(store, allow_pickle=options.get("allow_pickle", False))
     saves = CasSaveShardedStrategy(
         loads.store or store, run=partial(_run_of, run), step=cast(StepOf, step_of), fully_parallel=fully_parallel,
-        forget_removed=forget_removed, loads=loads, **options,
+        loads=loads, **options,
     )  # fmt: skip
     installed = Installed()
 

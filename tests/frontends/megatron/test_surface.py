@@ -127,7 +127,6 @@ CasSaveShardedStrategy                      test_strategies.test_megatron_core_l
 CasLoadShardedStrategy                      test_strategies.test_megatron_core_loads_in_a_new_parallel_configuration
 register_strategies                         test_strategies.test_megatron_core_finds_the_strategy_that_casckpt_registers
 remove_sharded_tensors                      test_dropping.test_keys_with_a_prefix_are_removed
-forget_removed                              test_folders_removing.test_checkpoints_of_removed_folders_are_forgotten
 install                                     test_training_loop.test_the_loop_saves_into_the_store_and_resumes
 Installed                                   test_training_loop.test_undoing_the_patch_restores_the_original_functions
 Installed.undo                              test_training_loop.test_undoing_the_patch_restores_the_original_functions
