@@ -32,7 +32,6 @@ from casckpt.tensors.objects import is_archive, refused_name
 from casckpt.tensors.state import flatten
 
 COMMON_NAME = "common.pt"
-_DEEP = 20  # the number of levels to search, because a value may contain itself
 
 _LOCK = Lock()
 # otherwise, a child that is forked during a read would inherit a locked lock
@@ -67,29 +66,7 @@ def classes_to_register(data: bytes) -> list[str]:
     registered = [kind[0] if isinstance(kind, tuple) else kind for kind in get_safe_globals()]
     names = [(kind.__module__, kind.__qualname__) for kind in registered if hasattr(kind, "__qualname__")]  # no dtypes
     used = {f"{module}.{name}" for module, name in names if f"c{module}\n{name}\n".encode() in data}  # GLOBAL opcodes
-    return sorted(used.union(get_unsafe_globals_in_checkpoint(io.BytesIO(data))) - {_name(Namespace)})
-
-
-def places_of(data: bytes, classes: Collection[str]) -> list[str]:
-    """Return the paths of values of these classes in the file, or [] if reading the file would run code from it."""
-    try:
-        return list(_places(read(data, COMMON_NAME, allow_pickle=False), classes, ""))
-    except CheckpointingException:
-        return []
-
-
-def _places(value: Any, classes: Collection[str], at: str) -> Iterator[str]:
-    if _name(type(value)) in classes:
-        yield at
-    elif isinstance(value, Namespace) and at.count(".") < _DEEP:
-        yield from _places(vars(value), classes, at)
-    elif isinstance(value, dict | list | tuple) and at.count(".") < _DEEP:
-        for key, child in value.items() if isinstance(value, dict) else enumerate(value):
-            yield from _places(child, classes, f"{at}.{key}" if at else str(key))
-
-
-def _name(kind: type) -> str:
-    return f"{kind.__module__}.{kind.__qualname__}"
+    return sorted(used.union(get_unsafe_globals_in_checkpoint(io.BytesIO(data))) - {"argparse.Namespace"})
 
 
 NOTES_NAME = "megatron.json"

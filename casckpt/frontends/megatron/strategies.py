@@ -27,7 +27,7 @@ from megatron.core.dist_checkpointing.strategies.torch import TorchDistSaveShard
 
 from casckpt.contents.checkpoint import Checkpoint
 from casckpt.frontends.megatron import mapping as ours
-from casckpt.frontends.megatron.common import COMMON_NAME, classes_to_register, places_of
+from casckpt.frontends.megatron.common import COMMON_NAME, classes_to_register
 from casckpt.frontends.megatron.config import BACKEND, VERSION
 from casckpt.frontends.megatron.errors import CheckpointingException, checkpointing_errors
 from casckpt.frontends.megatron.folders import Folder, check_common, drop, point, pointed_at
@@ -170,12 +170,10 @@ class CasSaveShardedStrategy(TorchDistSaveShardedStrategy):  # type: ignore[misc
             classes = classes_to_register(part.file)
             if classes:
                 log.warning(
-                    "common.pt holds %s, at %s. Megatron-core's load accepts only the classes that it has "
-                    "registered. A load with casckpt.frontends.megatron needs megatron.core for these classes, and "
-                    "allow_pickle=True for others",
-                    ", ".join(classes),
-                    ", ".join(places_of(part.file, classes)) or "unknown places",
-                )
+                    "common.pt holds %s. Megatron-core's load accepts only the classes that it has registered. A load "
+                    "with casckpt.frontends.megatron needs megatron.core for these classes, and allow_pickle=True for "
+                    "others", ", ".join(classes),
+                )  # fmt: skip
 
     def _step(self, folder: Path) -> int:
         if isinstance(self.step, int):
