@@ -3310,12 +3310,6 @@ BUGS: dict[str, tuple[str, str, str, str]] = {
         "self._write_files(model, trial)",
         "tests/frontends/transformers/test_mixin_misuse.py::test_no_rank_waits_for_a_rank_that_fails_at_a_save",
     ),
-    "models that drift apart are compared": (
-        "AcceleratorCheckpointer.__init__",
-        '            settings.setdefault("check_replicas", "off")\n',
-        "",
-        "tests/frontends/test_accelerate.py::test_models_that_drift_apart_are_saved_from_rank_0_on_request",
-    ),
     "a wrapper with a different context is filled": (
         "forms_differ",
         "yield from kinds or differences(here.fields, there.fields)",

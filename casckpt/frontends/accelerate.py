@@ -63,11 +63,10 @@ class AcceleratorCheckpointer:
     The optimizers' parameters that are in no model are saved as another model, with the names ``bare_0``, ...
     Data loaders resume at the correct epoch. They also resume at the correct batch if Accelerate uses stateful data
     loaders. Otherwise, call `accelerator.skip_first_batches` yourself, as with `load_state`. As there, a save in the
-    middle of an accumulation does not contain its gradients; a warning says so. ``drift``: save rank 0's model and
-    optimizer even if those of other ranks differ, as they do between the synchronizations of `LocalSGD`. ``hooks``:
-    "refuse" raises Unsupported if the accelerator has hooks for `save_state` or `load_state`, here or in the first save
-    after they were registered; "ignore" is for hooks that save nothing but prepared models, in another format.
-    ``settings``: the settings of `Checkpointer`.
+    middle of an accumulation does not contain its gradients; a warning says so. ``hooks``: "refuse" raises Unsupported
+    if the accelerator has hooks for `save_state` or `load_state`, here or in the first save after they were registered;
+    "ignore" is for hooks that save nothing but prepared models, in another format. ``settings``: the settings of
+    `Checkpointer`. With `LocalSGD`, pass ``check_replicas="off"``, because the models and optimizers of ranks differ.
     """
 
     def __init__(
@@ -76,19 +75,12 @@ class AcceleratorCheckpointer:
         store: AnyStore,
         *,
         run: str,
-        drift: bool = False,
         hooks: Hooks = "refuse",
         **settings: Unpack[TrainerArguments],
     ) -> None:
         kind = accelerator.distributed_type.name
         if kind in _OTHERS:
             raise Unsupported(f"{kind} models are not supported; save them with accelerator.save_state, and {AS_FILES}")
-        if drift:
-            settings.setdefault("check_replicas", "off")
-            log.info(
-                "with drift=True, a checkpoint holds rank 0's model and optimizer. Save at multiples of "
-                "local_sgd_steps, where all ranks have the same model. Even then, their optimizers differ"
-            )
         self.accelerator = accelerator
         self._progress, self._has_warned = _Progress(accelerator, hooks), False
         self._progress.refuse_hooks()

@@ -17,6 +17,7 @@ pytest.importorskip("accelerate", reason="needs casckpt[transformers]")
 
 import casckpt
 from casckpt.errors import InvalidInput, StorageError, Unsupported
+from casckpt.store.types import CheckReplicas
 from tests.support.parallel import everything
 from tests.support.ranks import Pool, comes_last, outcome_of
 from tests.support.saves import copied, small_folder, steps
@@ -255,7 +256,7 @@ def test_sharded_models_with_equal_parameter_names_are_stored_separately(store_p
     assert identical(ranks.run(3, sharded_gan, store_path, 1)[0], saved)
 
 
-def drifting(rank: int, size: int, path: Path, last: int, *, drift: bool) -> Any:
+def drifting(rank: int, size: int, path: Path, last: int, check: CheckReplicas) -> Any:
     """Train with LocalSGD, which synchronizes every four steps. Save the last step, and load it."""
     from accelerate import Accelerator
     from accelerate.local_sgd import LocalSGD
@@ -267,7 +268,7 @@ def drifting(rank: int, size: int, path: Path, last: int, *, drift: bool) -> Any
         accelerator = Accelerator(cpu=True)
         net = nn.Linear(3, 5)
         net, optim = accelerator.prepare(net, torch.optim.AdamW(net.parameters(), lr=0.5))
-        run = AcceleratorCheckpointer(accelerator, path, run="local", drift=drift)
+        run = AcceleratorCheckpointer(accelerator, path, run="local", check_replicas=check)
         with LocalSGD(accelerator, net, 4) as local:
             for _ in range(last):
                 accelerator.backward(net(torch.full((1, 3), 1.0 - 2 * rank)).sum())
@@ -283,28 +284,16 @@ def drifting(rank: int, size: int, path: Path, last: int, *, drift: bool) -> Any
 
 
 def test_models_that_drift_apart_are_saved_from_rank_0_on_request(store_path: Path, ranks: Pool) -> None:
-    for _, error in ranks.run(2, drifting, store_path, 3, drift=False):
+    for _, error in ranks.run(2, drifting, store_path, 3, "sample"):
         assert "differ" in error
-    (first, loaded_first), (second, loaded_second) = ranks.run(2, drifting, store_path, 3, drift=True)
+    (first, loaded_first), (second, loaded_second) = ranks.run(2, drifting, store_path, 3, "off")
     assert not torch.equal(first, second)
     assert identical([loaded_first, loaded_second], [first, first])
 
 
 def test_each_rank_loads_its_own_model_if_it_was_saved_at_a_synchronization(store_path: Path, ranks: Pool) -> None:
-    for mine, loaded_mine in ranks.run(2, drifting, store_path, 4, drift=True):
+    for mine, loaded_mine in ranks.run(2, drifting, store_path, 4, "off"):
         assert identical(loaded_mine, mine)
-
-
-def test_a_checkpointer_that_allows_drift_logs_at_which_steps_to_save(
-    store: casckpt.Store, caplog: pytest.LogCaptureFixture
-) -> None:
-    from accelerate import Accelerator
-
-    from casckpt.frontends.accelerate import AcceleratorCheckpointer
-
-    with caplog.at_level("INFO"):
-        AcceleratorCheckpointer(Accelerator(cpu=True), store, run="a", drift=True)
-    assert "Save at multiples of local_sgd_steps" in caplog.text
 
 
 def test_close_warns_about_unsaved_steps(store: casckpt.Store, caplog: pytest.LogCaptureFixture) -> None:

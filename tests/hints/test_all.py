@@ -78,9 +78,6 @@ FOLLOWED_ELSEWHERE: dict[Case, str] = {
     Case("frontends/training_state/model.py:_live_state", "remove_hook_from_submodules(model) restores"): (
         "tests/frontends/test_accelerate.py::test_an_offloaded_model_is_rejected_and_can_be_restored"
     ),
-    Case("frontends/accelerate.py:AcceleratorCheckpointer.__init__", "Save at multiples of local_sgd_steps"): (
-        "tests/frontends/test_accelerate.py::test_each_rank_loads_its_own_model_if_it_was_saved_at_a_synchronization"
-    ),
     Case("frontends/accelerate.py:_Progress.refuse_hooks", "call accelerator.register_for_checkpointing"): (
         "tests/frontends/test_accelerate.py::test_hooks_of_save_state_are_refused_by_name_unless_they_are_ignored"
     ),
