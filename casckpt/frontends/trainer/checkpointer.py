@@ -18,7 +18,7 @@ from casckpt.base.text import in_one_line, listed
 from casckpt.contents.checkpoint import Checkpoint
 from casckpt.errors import CasckptError, Conflict, Damaged, InvalidInput, Refused, StorageError
 from casckpt.frontends.stores import AnyStore, advising, as_store
-from casckpt.frontends.trainer.ownership import RunOwnership, differing_keys, unsaved_labels
+from casckpt.frontends.trainer.ownership import RunOwnership, differing_keys
 from casckpt.frontends.trainer.resumed import Resumed, check_given, excuses, of_all_ranks, outcome_of, set_loaded
 from casckpt.frontends.trainer.run_checkpoints import newest, newest_together
 from casckpt.frontends.trainer.saves import (
@@ -86,13 +86,7 @@ class CheckpointerConfig(TrainerSettings):
         self, store: AnyStore, process_group: ProcessGroup | None = None, **overrides: Unpack[_Overrides]
     ) -> Checkpointer:
         """Return a checkpointer for ``store``. ``overrides`` replace these settings. Every rank makes the call."""
-        settings = vars(self)
-        unknown = sorted(overrides.keys() - settings.keys())
-        if unknown:
-            raise InvalidInput(
-                f"a Checkpointer has no setting {unknown[0]!r}; its settings are {', '.join(sorted(settings))}"
-            )
-        return Checkpointer(store, process_group=process_group, **(settings | dict(overrides)))
+        return Checkpointer(store, process_group=process_group, **(vars(self) | dict(overrides)))
 
 
 class Checkpointer:
@@ -382,8 +376,6 @@ class Checkpointer:
                 saving = self.save_async(step, model, optim, train_state, ephemeral=kind == "ephemeral", **options)
         else:
             self.start(step)
-            if self.config.is_skipped(step, self.saved_step) and open_ranks(self.process_group).rank == 0:
-                self._events.emit(CheckpointEvent(kind="skipped", run=self.run, step=step, reason="ephemeral_cooldown"))
             self.check_first_steps(model, optim, train_state, warm_up=True)
         self._bound_risk(step)
         return saving
@@ -809,12 +801,10 @@ class Checkpointer:
                 checkpoints=(saved.id,),
             )
         if ranks.rank == 0:
-            self._tell_kept(text, saved.step, differing, minor, unsaved_labels(self.store, saved, options))
+            self._tell_kept(text, saved.step, differing, minor)
         return saved
 
-    def _tell_kept(
-        self, text: str, step: int, differing: Sequence[str], minor: Sequence[str], labels: Sequence[str]
-    ) -> None:
+    def _tell_kept(self, text: str, step: int, differing: Sequence[str], minor: Sequence[str]) -> None:
         """Log that a checkpoint of the same step stays, and emit an event."""
         if differing and not self._warned_of_repeat:
             self._warned_of_repeat = True
@@ -823,9 +813,8 @@ class Checkpointer:
                 "the counter", text, listed(differing), step,
             )  # fmt: skip
         elif not differing:
-            also = f"; not stored: its new {', '.join(labels)}" if labels else ""
             since = f" (changed since: {listed(minor)})" if minor else ""
-            log.log(logging.WARNING if labels else logging.INFO, "%s%s%s", text, since, also)
+            log.info("%s%s", text, since)
         reason = "step_repeated" if differing else "already_saved"
         self._events.emit(CheckpointEvent(kind="skipped", run=self.run, step=step, reason=reason))
 

@@ -14,7 +14,6 @@ from typing import Any, Unpack
 from casckpt.contents.checkpoint import Checkpoint
 from casckpt.errors import CasckptError, Conflict, Mismatch, MissingKey
 from casckpt.frontends.trainer.run_checkpoints import newest
-from casckpt.frontends.trainer.settings import StepArguments
 from casckpt.frontends.training_state.contents import TRAIN
 from casckpt.frontends.training_state.proof import prove
 from casckpt.plan.retention import Rotation
@@ -179,13 +178,3 @@ def differing_keys(
     minor = [key for key in changed if key.endswith(".param_groups")]
     minor += [key for key in differing if f"{key}.".startswith(f"{TRAIN}.")]
     return [key for key in differing if key not in minor], minor
-
-
-def unsaved_labels(store: Store, saved: Checkpoint, options: StepArguments) -> list[str]:
-    """Return in which respects the options of a save say more than ``saved``, such as ["metrics", "health mark"]."""
-    given: Mapping[str, Any] = options
-    has = {"metrics": saved.metrics, "metadata": saved.metadata or {}, "attachments": store.attachments(saved)}
-    named = {name: value.keys() for name, value in given.items() if isinstance(value, Mapping)}
-    labels = [name for name, there in has.items() if named.get(name, set[str]()) - there.keys()]
-    labels += ["health mark"] if given.get("healthy") not in (None, saved.healthy) else []
-    return [*labels, "permanence"] if saved.ephemeral and not given.get("ephemeral") else labels

@@ -168,10 +168,6 @@ class TrainerSettings(StateOptions):
         near = last is not None and 0 <= step - last < (self.ephemeral_cooldown or 0)
         return "ephemeral" if _is_multiple(step, self.ephemeral_save_interval) and not near else None
 
-    def is_skipped(self, step: int, last: int | None) -> bool:
-        """Return whether ``step`` would be due without ``ephemeral_cooldown``."""
-        return self.due(step, last) is None and self.due(step, None) is not None
-
     @property
     def rotation(self) -> Rotation:
         """The retention rules that apply after a save."""

@@ -16,7 +16,7 @@ from torch import nn
 
 from casckpt.errors import Conflict, InvalidInput, StorageError, Unsupported
 from casckpt.format.keys import manifest_key
-from casckpt.frontends.trainer import Checkpointer, CheckpointerConfig, CheckpointEvent
+from casckpt.frontends.trainer import Checkpointer, CheckpointEvent
 from casckpt.store.store import Store
 from tests.support.faulty import FaultyStore, fail_before, look_on
 from tests.support.pages import Reader
@@ -403,22 +403,6 @@ def test_a_failed_save_is_reported_once_with_its_error(how: str) -> None:
     assert isinstance(seen[0].error, StorageError)
     assert seen[0].reason.startswith("StorageError: injected")
     assert seen[0].checkpoint is None
-
-
-def test_a_save_within_the_cooldown_is_skipped() -> None:
-    seen = list[CheckpointEvent]()
-    model, config = (
-        nn.Linear(2, 2),
-        CheckpointerConfig(ephemeral_save_interval=2, ephemeral_cooldown=3, save_interval=5),
-    )
-    with config.build(small(), run="sft", on_event=seen.append) as checkpointer:
-        for step in range(1, 11):
-            checkpointer.save_if_due(step, model)
-            checkpointer.wait()
-    skipped = [event for event in seen if event.kind == "skipped"]
-    assert [event.step for event in seen if event.kind == "saved"] == [2, 5, 8, 10]
-    assert named(skipped) == [("skipped", 4), ("skipped", 6)]
-    assert {event.reason for event in skipped} == {"ephemeral_cooldown"}
 
 
 @pytest.mark.parametrize("error", [ValueError("from the hook"), SystemExit(3)], ids=lambda error: type(error).__name__)
