@@ -17,16 +17,16 @@ from casckpt.format import plain
 from casckpt.format.manifest import ObjectEntry
 from casckpt.format.regions import Box, Region, Shape, full_box, whole
 from casckpt.format.sections.index import TENSOR
-from casckpt.format.tree import Leaf, find
+from casckpt.format.tree import find
 from casckpt.frontends.dcp.planners import ValueStream, has_methods_of
 from casckpt.frontends.dcp.schema import Chunk, is_one_value
 from casckpt.saving.local_entries import LocalEntry
 from casckpt.saving.prepare import Prepared, prepare, stored_object
 from casckpt.tensors.dtensors import is_dtensor
 from casckpt.tensors.dtypes import dtype_name
-from casckpt.tensors.objects import TORCH_EXTENSIONS, is_archive, is_only_torchs, read_archive, write_archive
+from casckpt.tensors.objects import is_archive, is_only_torchs, read_archive
 from casckpt.tensors.shards import Piece, check_storable, data_and_shards, local_tensor
-from casckpt.tensors.state import decode_tree, encode_tree, flatten, inflate
+from casckpt.tensors.state import decode_tree, encode_tree
 from casckpt.tensors.untrusted import MISREAD
 
 WINDOW_BYTES: Final = 256 << 20
@@ -89,38 +89,18 @@ def _add_value(values: Values, item: WriteItem, planner: Resolver, allow_pickle:
     if not isinstance(stream, io.BytesIO):
         raise InvalidInput(f"{key!r}: the planner returned {type(stream).__name__} for a bytes item", key=key)
     data = stream.getvalue()
-    if is_archive(data) and _add_archive(values, key, data, planner):
-        return
-    _add_opaque(values, key, data)
+    # a planner may depend on the exact bytes, but only torch reads the values of a folder
+    if isinstance(planner, SavePlanner) or not (is_archive(data) and _add_archive(values, key, data)):
+        _add_opaque(values, key, data)
 
 
-def _add_archive(values: Values, key: str, data: bytes, planner: Resolver) -> bool:
-    """Add a value that torch.save wrote.
-
-    Return False if it cannot be read, or if saving it again would produce different bytes.
-    """
+def _add_archive(values: Values, key: str, data: bytes) -> bool:
+    """Add a value of a folder that torch.save wrote. Return False if it cannot be read, or holds more than that."""
     try:
-        value = read_archive(data)
-        # a planner may depend on the exact bytes, but only torch reads the values of a folder
-        same = (
-            write_archive(_as_loaded(key, value)) == data if isinstance(planner, SavePlanner) else is_only_torchs(data)
-        )
+        value, is_torchs = read_archive(data), is_only_torchs(data)
     except MISREAD:  # InvalidInput is a ValueError
         return False
-    return same and _add_plain(values, key, value)
-
-
-def _as_loaded(key: str, value: Any) -> Any:
-    """Return the value that a load would return. Raises InvalidInput for a value that is not plain data."""
-    flat = flatten({key: value})
-
-    def leaf(key: str, _: Leaf) -> Any:
-        value = flat.leaves[key].value
-        if flat.leaves[key].is_tensor:
-            return value.clone(memory_format=torch.contiguous_format)
-        return plain.decode(plain.encode(value, extensions=TORCH_EXTENSIONS), extensions=TORCH_EXTENSIONS)
-
-    return inflate(flat.tree, leaf, lambda _: True)[key]
+    return is_torchs and _add_plain(values, key, value)
 
 
 def _add_plain(values: Values, key: str, value: Any, allow_pickle: bool = False) -> bool:
