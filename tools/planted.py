@@ -695,12 +695,6 @@ BUGS: dict[str, tuple[str, str, str, str]] = {
         '("optimizer.pt", "optimizer.pt',
         "tests/frontends/transformers/test_callback.py::test_training_on_several_ranks_resumes_bit_for_bit",
     ),
-    "the best model of a trainer is not tagged": (
-        "CasCheckpointCallback._set_tag",
-        "self.store.tag(tag, ref)",
-        "pass",
-        "tests/frontends/transformers/test_callback.py::test_the_retention_rules_of_a_store_keep_the_best_checkpoint",
-    ),
     "a folder of FSDP is saved as a model": (
         "",
         "pytorch_model_fsdp",

@@ -27,7 +27,7 @@ from transformers import TrainerCallback
 from casckpt.base.lazy import cached_property
 from casckpt.base.names import HUB_FILE, LATEST, check_attachment_name
 from casckpt.contents.checkpoint import Checkpoint
-from casckpt.errors import CasckptError, InvalidInput, Mismatch, NotFound, Unsupported
+from casckpt.errors import InvalidInput, Mismatch, NotFound, Unsupported
 from casckpt.frontends.files import AS_FILES
 from casckpt.frontends.interchange.new_files import new_folder
 from casckpt.frontends.interchange.safetensors.importing import Maps
@@ -66,10 +66,8 @@ class CasCheckpointCallback(TrainerCallback):
     store. The metrics of a checkpoint are the values that the trainer logged at its step, so ``keep={"keep_best":
     "eval_loss:3"}`` keeps the three best checkpoints.
 
-    ``async_save``: save in the background,
-    one save at a time. Errors are raised as in `Checkpointer.save_async`, and at the end of the training.
-    ``tag_best``: a tag for the best checkpoint so far according to ``metric_for_best_model``. The tag makes retention
-    keep it.
+    ``async_save``: save in the background, one save at a time. Errors are raised as in `Checkpointer.save_async`, and
+    at the end of the training.
 
     ``prove``: before the first step after a resume, compare rank 0's model and optimizer with the checkpoint of that
     step in the run; ``proof`` has the result. To compare what the trainer would save, the weights are first written to
@@ -84,13 +82,12 @@ class CasCheckpointCallback(TrainerCallback):
         *,
         run: str,
         async_save: bool = False,
-        tag_best: str | None = None,
         prove: bool = False,
         **settings: Unpack[TrainerArguments],
     ) -> None:
         self.config = config_of(run, settings)
         self.store = as_store(store)
-        self._async, self._tag = async_save, tag_best
+        self._async = async_save
         self._is_step_checked = False
         self._is_proving, self._is_resumed = prove, False
         self.proof: Proof | None = None
@@ -160,21 +157,8 @@ class CasCheckpointCallback(TrainerCallback):
         folder = Path(args.output_dir, f"checkpoint-{state.global_step}")
         contents = _Folder(folder, kwargs.get("model"), kwargs.get("optimizer"))
         step, metadata = state.global_step, {"epoch": state.epoch}
-        best = self._tag is not None and getattr(state, "best_global_step", None) == step
-        save = self.checkpointer.save_async if self._async and not best else self.checkpointer.save
+        save = self.checkpointer.save_async if self._async else self.checkpointer.save
         save(step, contents, attachments=contents.attachments, metadata=metadata, metrics=logged_metrics(state, step))
-        if best and self._tag is not None and this_rank() == 0:
-            self._set_tag(self._tag, f"{self.config.run}@{step}")
-
-    def _set_tag(self, tag: str, ref: str) -> None:
-        """Set a tag on one rank.
-
-        An error is only logged: if this rank raised it, the other ranks would wait forever.
-        """
-        try:
-            self.store.tag(tag, ref)
-        except CasckptError as error:
-            log.error("%s is saved, but tag %s was not set: %s", ref, tag, error)
 
     def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: object) -> None:
         """Wait for the background save, and raise its error if it failed."""
