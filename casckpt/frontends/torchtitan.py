@@ -26,7 +26,7 @@ except ImportError as error:
     raise ImportError("casckpt.frontends.torchtitan needs torchtitan 0.3: pip install 'casckpt[torchtitan]'") from error
 
 from casckpt.contents.checkpoint import Checkpoint
-from casckpt.errors import InvalidInput, MissingKey, NotFound, Unsupported
+from casckpt.errors import InvalidInput, NotFound, Unsupported
 from casckpt.frontends.stores import advising
 from casckpt.frontends.trainer import Checkpointer, TrainState
 from casckpt.frontends.trainer.settings import TrainerArguments
@@ -37,10 +37,6 @@ from casckpt.store.opening import open as open_store
 
 OPTIMIZER = "optimizer"  # the names in torchtitan
 PARTS = ("lr_scheduler", "dataloader")
-_OWN_NAMES = (
-    "{}. In torchtitan, rename works only with initial_load_ref: continue as a different run, with run=..., "
-    "initial_load_ref='{}@{}', initial_load_model_only=False and that rename in the configuration"
-)
 
 
 class CasCheckpointManager(BaseCheckpointManager):  # type: ignore[misc]  # torchtitan has no types
@@ -146,7 +142,6 @@ class CasCheckpointManager(BaseCheckpointManager):  # type: ignore[misc]  # torc
         self._check()
         return found
 
-    @advising("The manager", ("cast", "rename"))
     def _load_newest(self, step: int) -> bool:
         ref = self._ref(step)
         if ref is None:
@@ -156,16 +151,13 @@ class CasCheckpointManager(BaseCheckpointManager):  # type: ignore[misc]  # torc
         excluded = set(self.config.exclude_from_loading)
         optims = None if model_only or OPTIMIZER in excluded else self.optimizers
         needed = True if own and not model_only else None
-        try:
+        call, takes = ("A load from its own run", ("cast",)) if own else ("The manager", ("cast", "rename"))
+        with advising(call, takes):
             loaded = self.checkpointer.load(
                 ref, self.model_parts, optims, load_optim_state=needed if optims else None,
                 load_trainer_state=False if model_only else needed, cast=self.config.cast,
                 options=self.config.options, rename=None if own else self.config.rename,
             )  # fmt: skip
-        except MissingKey as error:
-            if not isinstance(ref, Checkpoint):
-                raise
-            raise MissingKey(_OWN_NAMES.format(error, ref.run, ref.step), **error.__dict__) from error
         if loaded is not None:
             wanted = {name: part for name, part in self.states.items() if name not in excluded}
             TrainState(**wanted).load_state_dict(loaded)

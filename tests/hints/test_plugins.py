@@ -212,7 +212,7 @@ def test_hub_folders_can_be_imported_and_exported_with_the_suggested_commands(
     assert identical(dict(fresh.state_dict()), dict(model.state_dict()))
 
 
-@follows("frontends/torchtitan.py:", "In torchtitan, rename works only with initial_load_ref")
+@follows("frontends/stores.py:advising", "load with …, which does")
 def test_a_model_with_new_names_can_continue_in_a_different_run(store: Store, messages: Messages) -> None:
     pytest.importorskip("torchtitan", reason="needs casckpt[torchtitan]")
     from casckpt.frontends.torchtitan import CasCheckpointManager
@@ -233,7 +233,11 @@ def test_a_model_with_new_names_can_continue_in_a_different_run(store: Store, me
     with messages.error(MissingKey) as advice:
         manager_of(inside)[0].load()
     rename = advice.argument("rename", after="different names there: give")
-    begun = {**advice.argument("initial_load_ref"), **advice.argument("initial_load_model_only")}
+    advice.says("own run does not take rename= or unread=; load with casckpt.load_model_and_optim_state, which does")
+    casckpt.load_model_and_optim_state(store, "titan@2", inside, **rename)
+    assert identical(dict(fresh.state_dict()), dict(model.state_dict()))
+    fresh.reset_parameters()
+    begun = {"initial_load_ref": "titan@2", "initial_load_model_only": False}
     loading, fresh_adam = manager_of(inside, "next", **begun, **rename)
     assert loading.load()
     assert identical(dict(fresh.state_dict()), dict(model.state_dict()))
