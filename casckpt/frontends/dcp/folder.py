@@ -8,7 +8,7 @@ import pickle
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from typing import Any, BinaryIO, Final, TypeGuard
+from typing import Any, BinaryIO, Final
 
 import torch
 from torch.distributed.checkpoint import metadata as dcp
@@ -25,11 +25,12 @@ from torch.distributed.checkpoint.planner import SavePlan, TensorWriteData, Writ
 
 from casckpt.base.text import listed
 from casckpt.errors import Damaged, InvalidInput, Refused, Unsupported
-from casckpt.format.regions import Box, Region, Shape, check_shape, flat_boxes, full_box
+from casckpt.format.regions import Box, Region, Shape, flat_boxes, full_box
 from casckpt.frontends.dcp.items import BoxedStream
 from casckpt.storage.files import Files
 from casckpt.tensors.foreign import part_shape
 from casckpt.tensors.objects import is_archive, is_only_torchs, read_archive
+from casckpt.tensors.state import check_key
 from casckpt.tensors.untrusted import MISREAD, BoundedUnpickler, check_expansion, misread
 
 _CLASSES = ("Metadata", "TensorStorageMetadata", "BytesStorageMetadata", "ChunkStorageMetadata", "TensorProperties",
@@ -88,62 +89,35 @@ def read_metadata(data: bytes, where: str, *, anything: bool) -> dcp.Metadata:
                 f"{where} holds more than DCP's own metadata ({error}), so reading it runs code from the file; pass "
                 "allow_pickle=True (--allow-pickle) if you trust its source"
             ) from error
-    wrong = _wrong(metadata)
-    if wrong:
-        raise Refused(f"{where} is not valid torch.distributed.checkpoint metadata: {wrong}")
-    check_expansion(metadata.planner_data, len(data), where)
-    return metadata  # type: ignore[no-any-return] # `_wrong` has checked it
+    with misread(lambda why: Refused(f"{where} is not valid torch.distributed.checkpoint metadata: {why}")):
+        _check(metadata)
+        check_expansion(metadata.planner_data, len(data), where)
+    return metadata  # type: ignore[no-any-return] # `_check` has checked it
 
 
-def _wrong(metadata: Any) -> str:
-    """Describe what is wrong with unpickled metadata.
-
-    Return "" if it is valid. The attributes of ``metadata`` may have any type.
-    """
-    described = getattr(metadata, "state_dict_metadata", None)
-    if not isinstance(metadata, dcp.Metadata) or not isinstance(described, dict):
-        return f"it is a {type(metadata).__name__}, or it does not describe any tensors"
-    for key, value in described.items():
-        if type(key) is not str:
-            return f"a key is of type {type(key).__name__}"
-        if not isinstance(value, dcp.BytesStorageMetadata) and not _is_tensor(value):
-            return f"the description of {key!r:.200} is invalid"
-    places = metadata.storage_data
-    if places is not None and not isinstance(places, dict):
-        return "it has no valid tensor locations"
-    for index, place in (places or {}).items():
+def _check(metadata: Any) -> None:
+    """Raise one of `MISREAD` for invalid metadata, whose attributes may have any type."""
+    if not isinstance(metadata, dcp.Metadata):
+        raise TypeError(f"it is a {type(metadata).__name__}")
+    for key, value in dict(metadata.state_dict_metadata).items():
+        check_key(key)
+        if not isinstance(value, dcp.BytesStorageMetadata):
+            _check_tensor(key, value)
+    for index, place in dict(metadata.storage_data or {}).items():
         if not isinstance(index, dcp.MetadataIndex) or not _is_place(place):
-            return "the locations of some parts are missing or invalid"
-    return ""
+            raise ValueError("the locations of some parts are missing or invalid")
 
 
-def _is_tensor(value: Any) -> bool:
-    properties, size = getattr(value, "properties", None), getattr(value, "size", None)
-    chunks = getattr(value, "chunks", None)
-    if not isinstance(value, dcp.TensorStorageMetadata) or not isinstance(chunks, list | tuple):
-        return False
-    if not isinstance(getattr(properties, "dtype", None), torch.dtype) or not _is_shape(size):
-        return False
-    return all(_is_inside(chunk, tuple(size)) for chunk in chunks)
-
-
-def _is_inside(chunk: Any, size: tuple[int, ...]) -> bool:
-    offsets, sizes = getattr(chunk, "offsets", None), getattr(chunk, "sizes", None)
-    if not isinstance(chunk, dcp.ChunkStorageMetadata) or not _is_shape(offsets) or not _is_shape(sizes):
-        return False
-    if not len(offsets) == len(sizes) == len(size):
-        return False
-    return 0 in sizes or Box(tuple(offsets), tuple(sizes)).inside(full_box(size))
-
-
-def _is_shape(shape: Any) -> TypeGuard[tuple[int, ...]]:
-    if not isinstance(shape, tuple) or not all(type(extent) is int for extent in shape):
-        return False
-    try:
-        check_shape(tuple(shape))
-    except InvalidInput:
-        return False
-    return True
+def _check_tensor(key: str, value: Any) -> None:
+    is_valid = isinstance(value, dcp.TensorStorageMetadata) and isinstance(value.properties.dtype, torch.dtype)
+    full, numbers = full_box(value.size), [*value.size]
+    for chunk in value.chunks:
+        box = Box(chunk.offsets, chunk.sizes)
+        is_inside = len(box.shape) == len(full.shape) and (0 in box.shape or box.inside(full))
+        is_valid = is_valid and isinstance(chunk, dcp.ChunkStorageMetadata) and is_inside
+        numbers += [*box.offset, *box.shape]
+    if not is_valid or not all(type(number) is int for number in numbers):  # 1.0 and True equal 1
+        raise ValueError(f"the description of {key!r:.200} is invalid")
 
 
 def _is_place(place: Any) -> bool:
