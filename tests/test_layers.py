@@ -93,7 +93,6 @@ FENCES = (
     Fence(("functools.cached_property",), ("base/lazy.py",), "a forked child could wait for its lock forever"),
     Fence(("datetime.strptime", "datetime.datetime.strptime"), (), "a forked child could wait for its lock forever"),
     Fence(("starlette", "uvicorn"), ("frontends/serve/",), "one front end listens, and is an extra"),
-    Fence(("matplotlib",), ("frontends/report/",), "it is needed for charts only, and takes a while to import"),
     Fence(("click", "rich"), ("cli/",), "only the command line talks to a person"),
     Fence(("os.environ", "os.environb", "os.getenv", "os.putenv"), ("cli/",), "settings are arguments of the library"),
 )
@@ -337,7 +336,6 @@ def test_an_import_from_a_lower_layer_is_accepted(path: str, source: str) -> Non
 
 CIRCLE = (
     "cli/",
-    "frontends/report/",
     "frontends/trainer/",
     "frontends/lightning/",
     "frontends/follow.py",

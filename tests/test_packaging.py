@@ -151,7 +151,7 @@ def test_a_wheel_contains_only_the_package() -> None:
     targets = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["hatch"]["build"]["targets"]
     assert targets["wheel"] == {"packages": ["casckpt"]}
     inside = [path for path in (ROOT / "casckpt").rglob("*") if path.is_file() and "__pycache__" not in path.parts]
-    assert {path.name for path in inside if path.suffix != ".py"} == {"py.typed", "style.css"}
+    assert {path.name for path in inside if path.suffix != ".py"} == {"py.typed"}
     assert [path for path in inside if "test" in path.stem.split("_")] == []
 
 
@@ -165,7 +165,7 @@ def test_every_requested_extra_exists() -> None:
         for extra in found.split(",")
     }
     assert asked <= known
-    assert {"s3", "report", "transformers"} <= asked
+    assert {"s3", "transformers"} <= asked
 
 
 def test_tested_versions_are_within_the_declared_ranges() -> None:

@@ -3,6 +3,5 @@
 `training_state` saves models and optimizers by parameter name, and most other front ends build on it. `dcp` and
 `megatron` implement the interfaces of those libraries. `trainer`, `lightning`, `transformers`, `accelerate` and
 `torchtitan` are for training loops. `convert`, `interchange`, `views` and `serve` exchange checkpoints with other
-tools. `follow` keeps a folder up to date with the newest checkpoint of a run. `report` renders a store as an HTML
-page.
+tools. `follow` keeps a folder up to date with the newest checkpoint of a run.
 """

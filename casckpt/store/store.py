@@ -454,7 +454,7 @@ class Store:
         return self.sizes().footprint(run, branches=branches, policy=policy)
 
     def sizes(self) -> Sizes:
-        """Return the parts of `stats`, `report` and `footprint`, and the growth of the store, all from one listing.
+        """Return the parts of `stats`, `report`, `footprint` and the forecast, all from one listing.
 
         Each part is computed when you ask for it. Raises NotFound and StorageError.
         """

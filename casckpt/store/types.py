@@ -31,11 +31,11 @@ if TYPE_CHECKING:  # results of gc, copies and reports, whose modules are slow t
     from casckpt.upkeep.gc.gc import GcResult
     from casckpt.upkeep.gc.purge import Deferred
     from casckpt.upkeep.repair.verify import Mode
-    from casckpt.upkeep.sizes import Added, Freed, RuleUsage, RunUsage, StoreUsage
+    from casckpt.upkeep.sizes import Freed, RunUsage, StoreUsage
 
 __all__ = [
-    "Added", "CheckReplicas", "Commit", "Compress", "CopyResult", "Deferred", "FillArguments", "Freed", "GcResult",
-    "LoadArguments", "MatchArguments", "Metrics", "Mode", "Owners", "ReadArguments", "Rename", "RuleUsage", "RunUsage",
+    "CheckReplicas", "Commit", "Compress", "CopyResult", "Deferred", "FillArguments", "Freed", "GcResult",
+    "LoadArguments", "MatchArguments", "Metrics", "Mode", "Owners", "ReadArguments", "Rename", "RunUsage",
     "SaveArguments", "StateArguments", "StateOptions", "StoreUsage", "Unread", "loaded_here", "saved_here",
     "saving_here", "usable_metrics",
 ]  # fmt: skip

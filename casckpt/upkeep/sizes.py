@@ -7,7 +7,7 @@ that names the blob.
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields
 from datetime import datetime, timedelta
 from functools import partial
@@ -19,18 +19,16 @@ import numpy.typing as npt
 from casckpt.base.groups import grouped
 from casckpt.base.lazy import cached_property
 from casckpt.base.parallel import in_parallel
-from casckpt.base.units import format_size, time_of
+from casckpt.base.units import time_of
 from casckpt.contents import blobs, manifests
 from casckpt.errors import CasckptError
 from casckpt.format.keys import parse_object, parse_txid
-from casckpt.format.manifest import Manifest
 from casckpt.format.names import BlobHash, TxId
 from casckpt.format.notes import BLOB_PARTS, BlobParts, decode, encode
 from casckpt.format.sections.blobs import BlobRef
 from casckpt.history.commits import Commit, CommitList
 from casckpt.history.tags import Tag, tags, tags_of
 from casckpt.plan.cells import branch_of
-from casckpt.plan.difference import difference
 from casckpt.plan.retention import Policy
 from casckpt.repository.repository import Repository
 from casckpt.upkeep.copies.mirrored import ask
@@ -38,7 +36,6 @@ from casckpt.upkeep.gc.purge import GcPlan, check_metrics, plan_of
 from casckpt.upkeep.inventory import BLOB, BlobUse, Inventory, list_unguarded
 
 _NO_TIME = ("tagged", "unmirrored")
-_NAMED = 3  # state branches named in a reason
 _DAY = 86400 * 1_000_000  # microseconds
 _MOST_DAYS = 36500
 _SILENT = 3  # intervals without a save, after which a run counts as ended
@@ -200,21 +197,6 @@ class Footprint:
 
 
 @dataclass(frozen=True, slots=True)
-class Added:
-    """The growth at one visible checkpoint.
-
-    ``bytes_added``: size of the blobs that no earlier live checkpoint names. ``why``: the cause, in words.
-    ``changed``: how many bytes changed since the previous checkpoint of the run, by key. It is None for the first
-    checkpoint of a run, and for checkpoints that were not compared or cannot be read.
-    """
-
-    commit: Commit
-    bytes_added: int
-    why: str
-    changed: Mapping[str, int] | None
-
-
-@dataclass(frozen=True, slots=True)
 class Forecast:
     """When the disk is full if training goes on as it did.
 
@@ -345,28 +327,9 @@ class Sizes:
             return 0
         return sum(one.committed.bytes_written for one in of_run if one.committed.parent is not None) / span
 
-    def growth(self, runs: Collection[str], looked_at: int = 48) -> list[Added]:
-        """Return how many bytes each visible checkpoint added, oldest first.
-
-        Compares the newest ``looked_at`` checkpoints of each run in ``runs``, except those that cannot be read.
-        """
-        before: dict[str, Manifest] = {}
-        current = [commit for commit in self._commits.current() if commit.run in runs]
-        by_run = grouped(current, lambda commit: commit.run).values()
-        wanted = {commit.txid for of_run in by_run for commit in of_run[-looked_at - 1 :]}
-        added, fresh = [], self._use.bytes_new()
-        for commit in self._commits.visible():
-            changed = _changed(self._repo, commit, before) if commit.txid in wanted else None
-            added.append(Added(commit, fresh.get(commit.places.txid, 0), _why(commit, changed), changed))
-        return added
-
     def unreadable(self) -> list[str]:
         """Return the ids of the checkpoints whose manifest cannot be read."""
         return [commit.id for commit in self._live if commit.places.txid not in self._use.blobs]
-
-    def damaged(self) -> list[str]:
-        """Return the names of the blobs that are marked as damaged."""
-        return sorted(blob for _, blob in blobs.damaged_marks(self._repo))
 
     @cached_property
     def _use(self) -> BlobUse:
@@ -504,36 +467,3 @@ def _parts_of(repo: Repository, new: Mapping[TxId, Sequence[str]], commit: Commi
 
 def _name(ref: BlobRef) -> str:
     return f"{ref.uploader}/{ref.hash}"
-
-
-def _changed(repo: Repository, commit: Commit, before: dict[str, Manifest]) -> dict[str, int] | None:
-    try:
-        manifest = manifests.get_with_extents(repo, commit)
-        changes = difference(before[commit.run], manifest) if commit.run in before else None
-    except CasckptError:
-        return None
-    before[commit.run] = manifest
-    if changes is None:
-        return None
-    sizes = {key: entry.nbytes for key, entry in manifest.tensors.items()}
-    return {change.key: change.bytes for change in changes.changes} | {key: sizes[key] for key in changes.added}
-
-
-def _why(commit: Commit, changed: Mapping[str, int] | None) -> str:
-    record = commit.committed
-    if record.dropped is not None:
-        return f"thinned: {record.dropped.entries} tensors were dropped by {record.dropped.rule}"
-    coded = f"; {format_size(record.bytes_coded)} are stored as {format_size(record.bytes_frames)} of frames"
-    return _cause(record.bytes_reused, changed) + (coded if record.bytes_coded else "")
-
-
-def _cause(reused: int, changed: Mapping[str, int] | None) -> str:
-    if changed is None:
-        return f"{format_size(reused)} of it was already stored" if reused else "all of it was new"
-    if not changed:
-        return "nothing changed"
-    branches = Counter[str]()
-    for key, nbytes in changed.items():
-        branches[key.partition(".")[0]] += nbytes
-    named = ", ".join(f"{branch} {format_size(nbytes)}" for branch, nbytes in branches.most_common(_NAMED))
-    return f"changed: {named}" + (f", and {len(branches) - _NAMED} more" if len(branches) > _NAMED else "")

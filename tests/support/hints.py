@@ -51,7 +51,7 @@ _ADVICE: Final = tuple(
     )
 )
 _LOGS: Final = re.compile(r"(?:_?log\w*|warnings)\.(?:warn|warning|error)\b")
-_PAGES: Final = ("frontends/report/", "frontends/serve/app.py:page_of", "frontends/serve/app.py:_run")
+_PAGES: Final = ("frontends/serve/app.py:page_of", "frontends/serve/app.py:_run")
 """Where texts are HTML, and not messages."""
 
 Test = TypeVar("Test", bound=Callable[..., None])

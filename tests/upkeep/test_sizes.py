@@ -1,4 +1,4 @@
-"""What holds a store's bytes: runs, checkpoints, tags and branches, what each added, and what each rule would free."""
+"""What holds a store's bytes: runs, checkpoints, tags and branches, and what each rule would free."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 
 import casckpt
 from casckpt.base.units import time_of
-from casckpt.contents import blobs, manifests
+from casckpt.contents import manifests
 from casckpt.errors import NotFound
 from casckpt.history.commits import list_commits
 from casckpt.history.following import newest_of_runs
@@ -24,7 +24,7 @@ from casckpt.plan.retention import Rotation
 from casckpt.repository.repository import Repository
 from casckpt.saving import reuse_offer
 from casckpt.store.store import Store
-from casckpt.upkeep.sizes import Added, Forecast, Freed
+from casckpt.upkeep.sizes import Forecast, Freed
 from tests.support.repositories import Ticks, memory
 from tests.support.saves import cells, counted, small, small_folder, trained
 from tests.support.small_disk import SmallDisk
@@ -310,71 +310,6 @@ TestLives = pytest.mark.sweep(Lives.TestCase)
 
 
 TestLives.settings = settings(max_examples=max(6, settings().max_examples // 100), stateful_step_count=8)
-
-
-# growth
-
-
-SIZE = 4 * 4096
-
-
-def save_layers(store: Store, step: int, run: str = "a", **layers: float) -> None:
-    model = {"layers": {name[1:]: torch.full((4096,), value) for name, value in layers.items()}}
-    store.save({"model": model}, run=run, step=step)
-
-
-def growth(store: Store, *runs: str) -> list[Added]:
-    return store.sizes().growth(runs)
-
-
-def test_each_checkpoint_is_listed_with_the_bytes_that_it_added(store: Store) -> None:
-    save_layers(store, 1, _0=0.5, _1=1.5)
-    save_layers(store, 2, _0=0.5, _1=2.5)
-    save_layers(store, 3, _0=0.5, _1=2.5)
-    save_layers(store, 1, run="b", _0=0.5, _1=9.5)
-    found = growth(store, "a", "b")
-    assert [one.why for one in found] == [
-        "all of it was new", "changed: model 16.0 KiB", "nothing changed", "16.0 KiB of it was already stored",
-    ]  # fmt: skip
-    assert found[0].bytes_added >= 2 * SIZE
-    assert SIZE <= found[1].bytes_added < 2 * SIZE
-    assert found[2].bytes_added == 0
-    assert sum(one.bytes_added for one in found) == store.stats().bytes_blobs
-
-
-def test_only_the_newest_checkpoints_of_the_named_runs_are_compared(store: Store) -> None:
-    for step in range(1, 6):
-        save_layers(store, step, _0=float(step))
-    save_layers(store, 1, run="b", _0=1.0)
-    save_layers(store, 2, run="b", _0=2.0)
-    found = store.sizes().growth(["a"], looked_at=2)
-    assert [(one.commit.run, one.commit.step) for one in found if one.changed is not None] == [("a", 4), ("a", 5)]
-
-
-def test_a_forgotten_checkpoint_is_hidden_but_its_bytes_still_count(store: Store) -> None:
-    save_layers(store, 1, _0=0.5)
-    save_layers(store, 2, _0=0.5)
-    store.forget("a@1")
-    found = growth(store, "a")
-    assert [(one.commit.step, one.bytes_added) for one in found] == [(2, 0)]
-
-
-def test_blobs_marked_as_damaged_are_listed(store: Store) -> None:
-    save_layers(store, 1, _0=0.5)
-    commit = store.get("a@1").commit
-    [(uploader, blob, _)] = manifests.blobs_of(store.repository, commit)
-    blobs.mark_damaged(store.repository, uploader, blob, "a test")
-    assert store.sizes().damaged() == [blob]
-
-
-def test_an_unreadable_manifest_does_not_hide_other_checkpoints(store: Store, store_path: Path) -> None:
-    for step in (1, 2, 3):
-        save_layers(store, step, _0=float(step))
-    manifest = next(store_path.rglob(f"objects/**/{store.get('a@2').id}*"))
-    manifest.unlink()
-    found = growth(casckpt.open(store_path), "a")
-    assert [one.commit.step for one in found] == [1, 2, 3]
-    assert found[1].changed is None
 
 
 # when the disk is full

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from typing import Any
 
 import click
@@ -57,35 +56,18 @@ _RULES = (Column("RULE"), *_bytes_of("FORGETS", "FREES"))
 
 
 @store_command("report")
-@click.option(
-    "-o", "--output", type=click.Path(path_type=Path, dir_okay=False), metavar="FILE",
-    help="Write an HTML page with charts to FILE.",
-)  # fmt: skip
-def command(session: Session, output: Path | None) -> None:
+def command(session: Session) -> None:
     """Show which runs hold the bytes of the store.
 
     SIZE is the size of a run's checkpoints without sharing. STORED is their size in the store. ALONE is the part that
-    no other run uses, which a gc would free if you dropped the run. The HTML page also shows growth, the bytes that
-    each checkpoint added, the layers that changed, and any damage. It needs casckpt[report].
+    no other run uses, which a gc would free if you dropped the run.
     """
-    if output is not None:
-        _write(session, output)
-        return
     found = plain(session.store.report())
     session.give(found | {"runs": _dated(found["runs"])}, text)
 
 
 def _dated(runs: list[dict[str, Any]]) -> list[dict[str, Any]]:
     return [run | {"newest_at": time_of(run["newest_at"]).isoformat()} for run in runs]
-
-
-def _write(session: Session, output: Path) -> None:
-    from casckpt.frontends.report import write_report
-
-    nbytes = write_report(session.store, output)
-    session.give(
-        {"path": str(output), "bytes": nbytes}, lambda result: say(f"wrote {result['path']}, {size(result['bytes'])}")
-    )
 
 
 @store_command("stats")

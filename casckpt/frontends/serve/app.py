@@ -120,7 +120,7 @@ def page_of(url: str, endpoint: str, repos: Mapping[str, Sequence[Checkpoint]], 
         f"<title>casckpt serve</title><style>{_STYLE}</style><h1>{escape(url)}</h1>"
         f"<p>casckpt {__version__}, read-only. To load from it with Hugging Face Hub clients, set</p>"
         f"<pre>export HF_ENDPOINT={escape(endpoint)}</pre>"
-        f"<p><a href=report>Growth, runs and layers, in charts</a></p>{runs}</html>"
+        f"{runs}</html>"
     )
 
 
@@ -148,7 +148,6 @@ _RESOLVE = ("resolve", "raw")
 _BODY_BYTES, _BODY_SECONDS = 1 << 20, 20.0
 _SAFE: Final = {"X-Content-Type-Options": "nosniff", "Content-Security-Policy": "sandbox"}
 _PAGE: Final = {**_SAFE, "Content-Security-Policy": "default-src 'none'; style-src 'unsafe-inline'"}
-_CHARTS: Final = {**_PAGE, "Content-Security-Policy": f"{_PAGE['Content-Security-Policy']}; img-src data:"}
 
 log = logging.getLogger("casckpt.frontends.serve")
 
@@ -166,7 +165,6 @@ def app_of(hub: Hub, *, tokens: frozenset[str] | None, checks_host: bool = True)
 
     routes = [
         Route("/", partial(_page, hub)),
-        Route("/report", _report),
         Route("/{path:path}", partial(_get, hub), methods=["GET"]),
         Route("/{path:path}", partial(_post, hub), methods=["POST"]),
     ]
@@ -182,11 +180,6 @@ async def _page(hub: Hub, request: Request) -> Response:
     repos = await _desk(request).ask(hub.repos)
     tags = await _desk(request).ask(hub.tags) if repos else {}
     return HTMLResponse(page_of(hub.store.url, str(request.base_url).rstrip("/"), repos, tags), headers=_PAGE)
-
-
-async def _report(request: Request) -> Response:
-    """Return the report that `casckpt report -o` writes."""
-    return HTMLResponse(await _desk(request).charts(), headers=_CHARTS)
 
 
 async def _get(hub: Hub, request: Request) -> Response | RangeResponse:

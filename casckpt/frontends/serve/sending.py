@@ -194,8 +194,6 @@ REMEMBERED_SECONDS: Final = 5.0
 
 A client that requests the rest of the file then gets an error status immediately.
 """
-CHARTS_SECONDS: Final = 30.0
-"""How long the rendered charts are reused."""
 _ASIDE = 4  # threads for quick calls
 
 log = logging.getLogger("casckpt.frontends.serve")
@@ -211,7 +209,6 @@ class Desk:
         self.slots = asyncio.Semaphore(WINDOWS)
         self.buffers = BufferPool(WINDOWS, WINDOW_BYTES)
         self.windows: dict[object, _Held] = {}
-        self._charts: asyncio.Future[str] | None = None
         self._wrong: dict[tuple[str, str], tuple[float, int, CasckptError]] = {}
         remote = store.repository.storage.traits.remote  # in that case, threads spend most of their time waiting
         self.ahead = _AHEAD if remote else 1
@@ -225,17 +222,6 @@ class Desk:
     async def read(self, call: Callable[[], T]) -> T:
         """Run a call in a thread of the pool for large reads."""
         return await asyncio.get_running_loop().run_in_executor(self._readers, call)
-
-    async def charts(self) -> str:
-        """Return the report page, and reuse it for `CHARTS_SECONDS`. Raises the errors of `page`."""
-        if self._charts is None:
-            self._charts = asyncio.ensure_future(self.ask(partial(_drawn, self.store)))
-            self._charts.add_done_callback(self._keep_charts)
-        return await asyncio.shield(self._charts)
-
-    def _keep_charts(self, drawn: asyncio.Future[str]) -> None:
-        failed = drawn.cancelled() or drawn.exception() is not None
-        drawn.get_loop().call_later(0 if failed else CHARTS_SECONDS, setattr, self, "_charts", None)
 
     def note_wrong(self, folder: ServedFolder, file: File, at: int, error: CasckptError) -> None:
         """Remember that a read of the file failed at the byte ``at``."""
@@ -254,12 +240,6 @@ class Desk:
         self.leases.close()
         for pool in (self._readers, self._others):
             pool.shutdown(wait=False, cancel_futures=True)
-
-
-def _drawn(store: Store) -> str:
-    from casckpt.frontends.report import page  # needs matplotlib, which the extra "serve" does not install
-
-    return page(store)
 
 
 class _Held:

@@ -3,14 +3,9 @@
 from __future__ import annotations
 
 import json
-import threading
-from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
-from typing import Any
 
 import pytest
 
-from casckpt.errors import StorageError
 from casckpt.frontends.serve.hub import Hub
 from casckpt.store.store import Store
 from tests.support.serving import Served, serving
@@ -136,52 +131,6 @@ def test_pages_of_the_server_have_security_headers(served: Served) -> None:
     assert "<code>exp-a-b-" in text
     assert "revision=&quot;1&quot;" in text
     assert served.get("/sft/resolve/main/config.json").headers["X-Content-Type-Options"] == "nosniff"
-
-
-def test_the_chart_page_does_not_run_scripts(served: Served) -> None:
-    pytest.importorskip("matplotlib", reason="needs casckpt[report]")
-    assert b"href=report" in served.body("/")
-    page = served.get("/report")
-    assert page.headers["Content-Security-Policy"] == "default-src 'none'; style-src 'unsafe-inline'; img-src data:"
-    assert b"exp/a/b@1" in page.body  # type: ignore[attr-defined]
-
-
-def test_a_chart_is_drawn_once_and_does_not_block_other_requests(
-    small_store: Store, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    report: Any = pytest.importorskip("casckpt.frontends.report", reason="needs casckpt[report]")
-    begun, may_end, drawn = threading.Event(), threading.Event(), list[str]()
-
-    def page(store: Store) -> str:
-        drawn.append(store.url)
-        begun.set()
-        assert may_end.wait(60)
-        return "charts"
-
-    monkeypatch.setattr(report, "page", page)
-    with serving(small_store) as served, ThreadPoolExecutor(9) as pool:
-        asking = [pool.submit(served.body, "/report") for _ in range(8)]
-        assert begun.wait(60)
-        assert len(served.json("/api/models")) == 3
-        may_end.set()
-        assert {one.result() for one in asking} == {b"charts"}
-        assert served.body("/report") == b"charts"
-    assert len(drawn) == 1
-
-
-def test_a_chart_that_could_not_be_drawn_is_drawn_again(small_store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
-    report: Any = pytest.importorskip("casckpt.frontends.report", reason="needs casckpt[report]")
-    answers: Iterator[object] = iter([StorageError("no network"), "charts"])
-
-    def page(_: Store) -> object:
-        answer = next(answers)
-        if isinstance(answer, StorageError):
-            raise answer
-        return answer
-
-    monkeypatch.setattr(report, "page", page)
-    with serving(small_store) as served:
-        assert [served.get("/report").status for _ in range(2)] == [503, 200]
 
 
 def test_an_empty_store_also_has_a_start_page() -> None:
