@@ -2341,12 +2341,6 @@ BUGS: dict[str, tuple[str, str, str, str]] = {
         "numbers",
         "tests/upkeep/test_sizes.py::test_each_step_reports_the_bytes_that_only_it_uses",
     ),
-    "a blob with cells of a visible checkpoint counts as one with only bases": (
-        "Sizes._only_bases",
-        "not in bases] if bases else own] = True",
-        "not in bases] if bases else own[:0]] = True",
-        "tests/upkeep/test_sizes.py::test_bytes_needed_only_as_bases_are_reported",
-    ),
     "optimizer state keeps its saved dtype when its parameter is cast": (
         "_OptimizerPlan._as_cast",
         "follows = self._cast and weight",

@@ -14,8 +14,6 @@ T = TypeVar("T")
 
 FolderRow: TypeAlias = tuple[TxId, int, int, int, int]
 """A folder's guard, and the totals of what it guards."""
-BlobParts: TypeAlias = tuple[dict[str, dict[str, int]], list[str]]
-"""The number of bytes of each branch of the state in some blobs (uploader/hash), and blobs that only bases are in."""
 SignsRow: TypeAlias = tuple[int, int]
 """The number of a transaction's signs of life, and the time when the latest one was first seen."""
 Names: TypeAlias = tuple[int, list[TxId]]
@@ -33,7 +31,6 @@ class PausedGc(msgspec.Struct, frozen=True):
 
 PAUSED_GC: Decoder[PausedGc] = Decoder(PausedGc)
 FOLDERS: Decoder[dict[TxId, FolderRow]] = Decoder(dict[TxId, FolderRow])
-BLOB_PARTS: Decoder[BlobParts] = Decoder(BlobParts)
 SIGNS_OF_LIFE: Decoder[dict[TxId, SignsRow]] = Decoder(dict[TxId, SignsRow])
 FIRST_SEEN: Decoder[dict[str, int]] = Decoder(dict[str, int])
 NAMES: Decoder[Names] = Decoder(Names)
@@ -41,7 +38,7 @@ NUMBER: Decoder[int] = Decoder(int)
 """Created at import: see `casckpt.format.records.DECODERS`."""
 
 
-def encode(note: PausedGc | Mapping[TxId, Any] | Mapping[str, int] | BlobParts | Names | int) -> bytes:
+def encode(note: PausedGc | Mapping[TxId, Any] | Mapping[str, int] | Names | int) -> bytes:
     """Encode a note."""
     return msgspec.json.encode(note)
 

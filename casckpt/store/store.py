@@ -442,16 +442,13 @@ class Store:
         """Return how many bytes each run shares and does not share, and how many no checkpoint needs."""
         return self.sizes().usage()
 
-    def footprint(self, run: str | None = None, *, branches: bool = False, **keep: Unpack[KeepRules]) -> Footprint:
-        """Return how many bytes each checkpoint and tag uses, in total and exclusively. Reads new manifests.
+    def footprint(self, run: str | None = None) -> Footprint:
+        """Return how many bytes each checkpoint uses, in total and exclusively. Reads new manifests.
 
-        For forgotten checkpoints, also the earliest time at which gc may purge them. ``run``: only this run.
-        ``branches``: also by the first element of the key, and what only deltas need. ``keep_last=2`` and the other
-        rules of `gc`: also what each alone would free. Raises InvalidInput, NotFound, Damaged, and StorageError.
+        For forgotten checkpoints, also the earliest time at which gc may purge them. ``run``: only this run. Raises
+        NotFound, Damaged, and StorageError.
         """
-        check_keywords("Store.footprint", keep, KeepRules)
-        policy = Policy(**keep)
-        return self.sizes().footprint(run, branches=branches, policy=policy)
+        return self.sizes().footprint(run)
 
     def sizes(self) -> Sizes:
         """Return the parts of `stats`, `report`, `footprint` and the forecast, all from one listing.

@@ -167,9 +167,8 @@ def _load_guards(repo: Repository) -> dict[TxId, _Guarded]:
 class BlobUse:
     """The blobs that live checkpoints name. Each blob has a number and a count of the checkpoints that name it.
 
-    ``refs``: (uploader, hash, bytes) of each blob. ``names``: "uploader/hash" of each blob. ``readable``: the
-    checkpoints whose manifest can be read; the index leaves out all others. ``blobs``: the blob numbers of each
-    checkpoint, by the transaction of its places.
+    ``refs``: (uploader, hash, bytes) of each blob. ``readable``: the checkpoints whose manifest can be read; the index
+    leaves out all others. ``blobs``: the blob numbers of each checkpoint, by the transaction of its places.
     """
 
     def __init__(self, repo: Repository, live: Iterable[Commit]) -> None:
@@ -181,7 +180,6 @@ class BlobUse:
             own = [numbers.setdefault(blob, len(numbers)) for blob in manifests.blobs_of(repo, commit)]
             self.blobs[commit.places.txid] = np.unique(np.array(own, np.int64))
         self.refs = list(numbers)
-        self.names = [f"{uploader}/{blob}" for uploader, blob, _ in numbers]
         self.named = {(uploader, blob) for uploader, blob, _ in numbers}
         self.sizes = np.array([size for _, _, size in numbers], np.int64)
         self._users = self.used(self.readable)[1]
@@ -197,14 +195,11 @@ class BlobUse:
         sizes = self.sizes[numbers[counts == self._users[numbers]]]
         return Sums(blobs=len(sizes), blob_bytes=int(sizes.sum()))
 
-    def new(self, commits: Iterable[Commit]) -> Iterator[tuple[Commit, Ints]]:
-        """Yield each commit with the numbers of the blobs that no earlier commit in ``commits`` names."""
-        seen = np.zeros(len(self.refs), bool)
-        for commit in commits:
-            own = self.blobs[commit.places.txid]
-            yield commit, own[~seen[own]]
-            seen[own] = True
-
     def bytes_new(self) -> dict[TxId, int]:
         """Return, in ``readable`` order, the size of the blobs that no earlier checkpoint names."""
-        return {commit.places.txid: int(self.sizes[new].sum()) for commit, new in self.new(self.readable)}
+        seen, found = np.zeros(len(self.refs), bool), dict[TxId, int]()
+        for commit in self.readable:
+            own = self.blobs[commit.places.txid]
+            found[commit.places.txid] = int(self.sizes[own[~seen[own]]].sum())
+            seen[own] = True
+        return found

@@ -1,38 +1,28 @@
-"""What holds the bytes of a store: its runs, checkpoints, tags and state branches, and what gc and rules would free.
+"""What holds the bytes of a store: its runs and checkpoints, and what gc would free.
 
-The catalogue lists each checkpoint's blobs. A blob's branches are read once, from the manifest of the first checkpoint
-that names the blob.
+The catalogue lists each checkpoint's blobs.
 """
 
 from __future__ import annotations
 
-from collections import Counter, defaultdict
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, fields
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from datetime import datetime, timedelta
-from functools import partial
 from itertools import chain
-
-import numpy as np
-import numpy.typing as npt
 
 from casckpt.base.groups import grouped
 from casckpt.base.lazy import cached_property
-from casckpt.base.parallel import in_parallel
 from casckpt.base.units import time_of
-from casckpt.contents import blobs, manifests
-from casckpt.errors import CasckptError
+from casckpt.contents import blobs
 from casckpt.format.keys import parse_object, parse_txid
 from casckpt.format.names import BlobHash, TxId
-from casckpt.format.notes import BLOB_PARTS, BlobParts, decode, encode
-from casckpt.format.sections.blobs import BlobRef
 from casckpt.history.commits import Commit, CommitList
 from casckpt.history.tags import Tag, tags, tags_of
-from casckpt.plan.cells import branch_of
 from casckpt.plan.retention import Policy
 from casckpt.repository.repository import Repository
 from casckpt.upkeep.copies.mirrored import ask
-from casckpt.upkeep.gc.purge import GcPlan, check_metrics, plan_of
+from casckpt.upkeep.gc.purge import GcPlan, plan_of
 from casckpt.upkeep.inventory import BLOB, BlobUse, Inventory, list_unguarded
 
 _NO_TIME = ("tagged", "unmirrored")
@@ -145,54 +135,10 @@ class StepUsage:
 
 
 @dataclass(frozen=True, slots=True)
-class TagUsage:
-    """One tag or lease. A lease has an expiration time and a holder.
-
-    ``bytes_alone``: blobs that only its checkpoint uses.
-    """
-
-    name: str
-    run: str
-    step: int
-    id: str
-    expires: datetime | None
-    holder: str
-    bytes_alone: int
-
-
-@dataclass(frozen=True, slots=True)
-class BranchUsage:
-    """The blob bytes of one branch of the state (the keys with the same first element) in all live checkpoints.
-
-    ``bytes_bases``: the part of ``bytes_blobs`` in blobs that visible checkpoints use only as bases of their frames.
-    """
-
-    branch: str
-    bytes_blobs: int
-    bytes_bases: int
-
-
-@dataclass(frozen=True, slots=True)
-class RuleUsage:
-    """The effect of one retention rule if it were the only rule.
-
-    ``checkpoints``: how many checkpoints the rule forgets. ``bytes``: how many bytes gc frees once these are purged,
-    not counting checkpoints that are already forgotten.
-    """
-
-    rule: str
-    checkpoints: int
-    bytes: int
-
-
-@dataclass(frozen=True, slots=True)
 class Footprint:
-    """The footprint of a store. ``branches``: empty unless requested. ``unreadable``: ids of skipped checkpoints."""
+    """The footprint of a store. ``unreadable``: ids of skipped checkpoints."""
 
     steps: Sequence[StepUsage]
-    tags: Sequence[TagUsage]
-    branches: Sequence[BranchUsage]
-    rules: Sequence[RuleUsage]
     unreadable: Sequence[str]
 
 
@@ -277,32 +223,13 @@ class Sizes:
             unreadable=self.unreadable(),
         )
 
-    def footprint(self, run: str | None = None, *, branches: bool = False, policy: Policy) -> Footprint:
+    def footprint(self, run: str | None = None) -> Footprint:
         """Return the footprint of the store, or of ``run``. Other runs still count as users of the run's blobs.
 
-        ``policy``: the rules to report, one by one. Raises InvalidInput for a metric that no checkpoint has, and
-        Damaged or Refused if a tag cannot be read.
+        Raises Damaged or Refused if a tag cannot be read.
         """
-        check_metrics(self._repo, policy, run)
-        named = tags(self._repo)
         wanted = [commit for commit in self._use.readable if run is None or commit.run == run]
-        ids = {commit.id for commit in wanted}
-        return Footprint(
-            steps=self._steps(wanted, named),
-            tags=[self._tag(tag) for tag in named.values() if tag.manifest in ids],
-            branches=self._branches(wanted) if branches else (),
-            rules=self.rules(policy, run),
-            unreadable=self.unreadable(),
-        )
-
-    def rules(self, policy: Policy, run: str | None = None) -> list[RuleUsage]:
-        """Return the effect of each rule of ``policy`` on ``run``, or on all runs."""
-        gone, found = self._use.alone(self._gone).blob_bytes, []
-        for rule, alone in _each_rule(policy):
-            forgets = plan_of(self._repo, self._commits, alone, run).forget
-            freed = self._use.alone([*self._gone, *forgets]).blob_bytes - gone
-            found.append(RuleUsage(rule, len(forgets), freed))
-        return found
+        return Footprint(self._steps(wanted, tags(self._repo)), self.unreadable())
 
     def forecast(self, run: str | None = None) -> Forecast:
         """Return when the disk is full, from the growth of all runs, or only of ``run``."""
@@ -385,85 +312,8 @@ class Sizes:
             steps.append(made)
         return steps
 
-    def _tag(self, tag: Tag) -> TagUsage:
-        same = [commit for commit in self._live if commit.id == tag.manifest]
-        end = None if tag.expires is None else time_of(tag.expires)
-        alone = self._use.alone(same).blob_bytes
-        return TagUsage(tag.name, same[-1].run, same[-1].step, tag.manifest, end, tag.holder, alone)
-
-    def _branches(self, wanted: Sequence[Commit]) -> list[BranchUsage]:
-        """Divide each blob among the branches of the first checkpoint that names it."""
-        use, totals, bases = self._use, defaultdict[str, float](float), defaultdict[str, float](float)
-        first = [(commit, own) for commit, own in use.new(wanted) if len(own)]
-        new = {commit.places.txid: [use.names[number] for number in own] for commit, own in first}
-        is_base, parts = self._only_bases(new), self._parts([commit for commit, _ in first], new)
-        for (_, own), (shares, _) in zip(first, parts, strict=True):
-            for number in own.tolist():
-                held = shares.get(use.names[number], {"": 1})
-                for branch, nbytes in held.items():
-                    part = int(use.sizes[number]) * nbytes / sum(held.values())
-                    totals[branch] += part
-                    bases[branch] += part if is_base[number] else 0
-        rows = [BranchUsage(branch, round(nbytes), round(bases[branch])) for branch, nbytes in totals.items()]
-        return sorted(rows, key=lambda row: (-row.bytes_blobs, row.branch))
-
-    def _only_bases(self, new: Mapping[TxId, Sequence[str]]) -> npt.NDArray[np.bool_]:
-        """Return, for each blob, whether visible checkpoints use it only for bases."""
-        visible = [commit for commit in self._use.readable if commit.visible]
-        coded = [commit for commit in visible if commit.committed.bytes_deltas]
-        only_bases = {one.txid: bases for one, (_, bases) in zip(coded, self._parts(coded, new), strict=True)}
-        needed, direct = np.zeros((2, len(self._use.names)), bool)
-        for commit in visible:
-            own, bases = self._use.blobs[commit.places.txid], {*only_bases.get(commit.txid, ())}
-            needed[own] = True
-            direct[[number for number in own if self._use.names[number] not in bases] if bases else own] = True
-        return needed & ~direct
-
-    def _parts(self, commits: Sequence[Commit], new: Mapping[TxId, Sequence[str]]) -> Iterator[BlobParts]:
-        return in_parallel(self._repo.storage.traits.requests, partial(_parts_of, self._repo, new), commits)
-
 
 def _state(commit: Commit) -> str:
     if commit.visible:
         return "visible"
     return "replaced" if commit.is_old_places else "forgotten"
-
-
-def _each_rule(policy: Policy) -> Iterator[tuple[str, Policy]]:
-    """Yield each rule of a policy as a string, with a policy that consists only of this rule."""
-    for name in (field.name for field in fields(policy)):
-        value = getattr(policy, name)
-        for each in value if isinstance(value, list | tuple) else [value]:
-            if each is not None:
-                yield f"{name.replace('_', '-')} {each}", Policy(**{name: each})
-
-
-def _parts_of(repo: Repository, new: Mapping[TxId, Sequence[str]], commit: Commit) -> BlobParts:
-    """Return each branch's bytes in the ``new`` blobs of a checkpoint, and the blobs that it uses only for bases.
-
-    Returns nothing if they are unreadable. Caches them in the catalogue.
-    """
-    names = new.get(commit.places.txid, ())
-    note = f"branches/{commit.places.txid}/{commit.committed.head}"
-    known = decode(repo.catalogue.note(note), BLOB_PARTS)
-    if known is not None and known[0].keys() >= {*names}:
-        return known
-    shares, direct = defaultdict[int, Counter[str]](Counter), set[int]()
-    try:
-        manifest = manifests.get_with_extents(repo, commit)
-        for entry in manifest.held:
-            table, branch = manifest.extents(entry), branch_of(entry.kind, entry.key)
-            direct.update(extent.blob for extent in table.extents)
-            for link in (link for extent in table.extents for link in extent.chain):
-                shares[link.blob][branch] += table.stored_bytes(link)
-        numbers = {_name(manifest.blob(number)): number for number in shares}
-    except CasckptError:
-        return {}, []
-    bases = sorted(name for name, number in numbers.items() if number not in direct)
-    made = {name: dict(shares[numbers[name]]) if name in numbers else {"": 1} for name in names}, bases
-    repo.catalogue.set_note(note, encode(made))
-    return made
-
-
-def _name(ref: BlobRef) -> str:
-    return f"{ref.uploader}/{ref.hash}"

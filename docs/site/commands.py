@@ -15,7 +15,7 @@ GROUPS = {
     "All commands": COMMON,
     "All commands except cache and demo": ON_STORES,
     "export, follow, merge, serve, verify": [REQUIRE_SIGNATURE],
-    "Retention rules of gc, stats and thin": click.command("rules")(keep_options(lambda: None)).params,
+    "Retention rules of gc and thin": click.command("rules")(keep_options(lambda: None)).params,
 }
 """Options that many commands share."""
 

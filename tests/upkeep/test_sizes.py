@@ -1,4 +1,4 @@
-"""What holds a store's bytes: runs, checkpoints, tags and branches, and what each rule would free."""
+"""What holds a store's bytes: runs and checkpoints, and what gc would free."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from casckpt.saving import reuse_offer
 from casckpt.store.store import Store
 from casckpt.upkeep.sizes import Forecast, Freed
 from tests.support.repositories import Ticks, memory
-from tests.support.saves import cells, counted, small, small_folder, trained
+from tests.support.saves import cells, small, small_folder, trained
 from tests.support.small_disk import SmallDisk
 
 # runs
@@ -92,7 +92,7 @@ def test_stats_are_zero_for_an_empty_store_and_an_error_for_a_missing_one(tmp_pa
         casckpt.open(tmp_path / "none").report()
 
 
-# checkpoints, tags, branches and rules
+# checkpoints
 
 
 def state(step: int) -> dict[str, Any]:
@@ -146,9 +146,8 @@ def test_deferred_bytes_are_listed_with_a_time_and_a_reason() -> None:
     assert all(abs(one.until - datetime.now(one.until.tzinfo) - day) < timedelta(minutes=5)
                for one in (gone[0], gone[2]) if one.until)  # fmt: skip
     assert gone[0].until is not None
-    (lease,) = found.tags
-    assert (lease.name, lease.step, lease.expires is not None) == ("lease-1", 1, True)
-    assert lease.bytes_alone == gone[1].bytes_alone > 0
+    assert gone[1].tags == ("lease-1",)
+    assert gone[1].bytes_alone > 0
 
 
 def test_a_thinned_checkpoint_counts_its_remaining_bytes() -> None:
@@ -161,43 +160,6 @@ def test_a_thinned_checkpoint_counts_its_remaining_bytes() -> None:
     assert old.bytes_alone >= 0.95 * dropped
     assert store.stats().bytes_logical == store.report().runs[0].bytes_logical == whole - dropped
     assert freed(store) == old.bytes_alone
-
-
-@pytest.mark.sweep
-@pytest.mark.parametrize(("first", "every", "best"), [(1, 2, "loss:1"), (2, 3, "loss:max:2"), (9, 1, "loss:9")])
-def test_each_rule_frees_the_number_of_bytes_that_was_reported(first: int, every: int, best: str) -> None:
-    rules: dict[str, Any] = {"keep_last": first, "keep_every": every, "keep_best": [best]}
-    for number, (name, value) in enumerate(rules.items()):
-        store = small()
-        for step in range(5):  # pairs share a blob, which gc frees only with the second checkpoint of the pair
-            store.save(state(step) | {"two": cells(300, step // 2 + 500)}, run="r", step=step, metrics={"loss": step})
-        store.forget("r@3")
-        before = store.stats().bytes_freed_later
-        told = store.footprint(**rules).rules[number]
-        assert told.rule == f"{name.replace('_', '-')} {value if name != 'keep_best' else best}"
-        assert freed(store, **{name: value}) == before + told.bytes
-        assert len(store.checkpoints()) == 4 - told.checkpoints
-
-
-def test_branches_account_for_all_bytes_and_are_read_once(tmp_path: Path) -> None:
-    store = filled(small_folder(tmp_path))
-    found = store.footprint(branches=True).branches
-    assert [one.branch for one in found] == ["optim", "model"]
-    assert sum(one.bytes_blobs for one in found) == store.stats().bytes_blobs
-    assert found[0].bytes_blobs == pytest.approx(4 * 600 * 4096, rel=0.1)
-    again = casckpt.open(tmp_path)
-    with counted(again) as counts:
-        assert again.footprint(branches=True).branches == found
-    assert counts.reads < 10
-    assert store.footprint().branches == ()
-
-
-def test_the_bytes_of_a_shared_blob_are_divided_between_small_branches() -> None:
-    store = small()
-    store.save({"a": cells(3), "b": cells(1), "c": torch.ones(3)}, step=1)
-    found = store.footprint(branches=True).branches
-    assert [one.branch for one in found] == ["a", "b", "c"]
-    assert sum(one.bytes_blobs for one in found) == pytest.approx(store.stats().bytes_blobs, abs=3)
 
 
 @pytest.mark.sweep
@@ -223,32 +185,6 @@ def test_bases_are_freed_with_the_cells_encoded_against_them() -> None:
     store.gc(min_age=0)
     told = store.thin(drop="optim.*", keep_last=1)
     assert freed(store) == told.freed_bytes > trained(700, 0).nbytes
-
-
-def test_bytes_needed_only_as_bases_are_reported(tmp_path: Path) -> None:
-    store = small_folder(tmp_path)
-    for step in range(3):
-        held = {"model": {"w": trained(400, step, 1)}, "optim": {"m": trained(700, step, 2)}, "one": cells(3, 1)}
-        store.save(held, step=step, compress="auto")
-
-    def bases(store: Store) -> dict[str, tuple[int, bool]]:
-        found = store.footprint(branches=True).branches
-        return {one.branch: (one.bytes_bases, one.bytes_bases <= one.bytes_blobs) for one in found}
-
-    assert bases(store) == dict.fromkeys(("model", "optim", "one"), (0, True))
-    store.forget("default@0")
-    gone = bases(store)
-    assert gone["model"][0] >= trained(400, 0).nbytes
-    assert gone["optim"][0] >= trained(700, 0).nbytes
-    assert gone["one"] == (0, True)
-    again = casckpt.open(tmp_path)
-    with counted(again) as counts:
-        assert bases(again) == gone
-    assert counts.reads < 10
-    store.gc(min_age=0)
-    assert bases(store) == gone  # none of their blobs was deleted
-    store.forget("default@1", "default@2")
-    assert all(one == (0, True) for one in bases(store).values())
 
 
 class Lives(RuleBasedStateMachine):
@@ -288,7 +224,7 @@ class Lives(RuleBasedStateMachine):
 
     @invariant()
     def adds_up(self) -> None:
-        repo, found, report = self.store.repository, self.store.footprint(branches=True), self.store.report()
+        repo, found, report = self.store.repository, self.store.footprint(), self.store.report()
         live = list_commits(repo).placed()
         named = {one.places.txid: {blob[:2]: blob[2] for blob in manifests.blobs_of(repo, one)} for one in live}
         users = Counter(blob for blobs in named.values() for blob in blobs)
@@ -296,14 +232,8 @@ class Lives(RuleBasedStateMachine):
         total, shared = sum(sizes.values()), sum(size for blob, size in sizes.items() if users[blob] > 1)
         assert sum(one.bytes_new for one in found.steps) == total
         assert sum(one.bytes_alone for one in found.steps) + shared == total
-        assert sum(one.bytes_blobs for one in found.branches) == pytest.approx(total, abs=3)
         assert sum(one.bytes_alone for one in report.runs) + report.bytes_shared == total
         assert total + report.bytes_unneeded == report.bytes_blobs == self.store.stats().bytes_blobs
-        for tag in found.tags:
-            mine = {commit.txid for commit in live if commit.id == tag.id}
-            others = {blob for txid, blobs in named.items() if txid not in mine for blob in blobs}
-            alone = {blob for txid in mine for blob in named[txid]} - others
-            assert tag.bytes_alone == sum(sizes[blob] for blob in alone)
 
 
 TestLives = pytest.mark.sweep(Lives.TestCase)

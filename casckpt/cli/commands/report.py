@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import click
@@ -11,8 +11,7 @@ from casckpt.base.units import time_of
 from casckpt.cli.describe import doubt, plain
 from casckpt.cli.session import Session, store_command
 from casckpt.cli.text import Column, coded, count, facts, freed, moment, say, size, table
-from casckpt.cli.types import RUN, keep_options
-from casckpt.plan.retention import Policy
+from casckpt.cli.types import RUN
 
 
 def _run_cells(one: dict[str, Any]) -> tuple[str, ...]:
@@ -20,20 +19,11 @@ def _run_cells(one: dict[str, Any]) -> tuple[str, ...]:
     return one["run"], str(one["checkpoints"]), str(one["newest_step"]), moment(one["newest_at"]), *sizes
 
 
-def _branch_cells(one: dict[str, Any]) -> tuple[str, ...]:
-    return f"{one['branch']}.*" if one["branch"] else "others", size(one["bytes_blobs"]), size(one["bytes_bases"])
-
-
 def _step_cells(one: dict[str, Any]) -> tuple[str, ...]:
     notes = [*one["tags"], *([one["state"]] if one["state"] != "visible" else []), *["thin"] * one["thin"]]
     notes += [f"until {moment(one['until'])}"] if one["until"] else [one["waits_for"]] if one["waits_for"] else []
     sizes = (size(one[f"bytes_{what}"]) for what in ("logical", "used", "new", "alone"))
     return one["run"], str(one["step"]), *sizes, ", ".join(notes)
-
-
-def _tag_cells(one: dict[str, Any]) -> tuple[str, ...]:
-    end = moment(one["expires"]) if one["expires"] else "never"
-    return one["name"], f"{one['run']}@{one['step']}", end, one["holder"], size(one["bytes_alone"])
 
 
 def _bytes_of(*titles: str) -> tuple[Column, ...]:
@@ -44,15 +34,10 @@ _RUNS = (
     *(Column("RUN"), *_bytes_of("CKPTS", "NEWEST"), Column("SAVED (UTC)", fixed=True, spare=1)),
     *(Column("SIZE", "right", fixed=True, spare=2), *_bytes_of("STORED", "ALONE")),
 )
-_STEPS = (Column("RUN"), Column("STEP", "right", fixed=True), *_bytes_of("SIZE", "STORED", "NEW", "ALONE"))
-_TAGS = (Column("TAG"), Column("CHECKPOINT"), Column("ENDS (UTC)", fixed=True), Column("SET BY"), *_bytes_of("ALONE"))
-_BY: dict[str, tuple[str, tuple[Column, ...], Callable[[dict[str, Any]], tuple[str, ...]]]] = {
-    "run": ("runs", _RUNS, _run_cells),
-    "step": ("steps", (*_STEPS, Column("NOTES")), _step_cells),
-    "key": ("branches", (Column("KEYS"), *_bytes_of("STORED", "BASES")), _branch_cells),
-    "tag": ("tags", _TAGS, _tag_cells),
-}
-_RULES = (Column("RULE"), *_bytes_of("FORGETS", "FREES"))
+_STEPS = (
+    *(Column("RUN"), Column("STEP", "right", fixed=True)),
+    *(*_bytes_of("SIZE", "STORED", "NEW", "ALONE"), Column("NOTES")),
+)
 
 
 @store_command("report")
@@ -71,30 +56,23 @@ def _dated(runs: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 @store_command("stats")
-@click.option("--by", multiple=True, type=click.Choice(list(_BY)), help="What to group the bytes by. May be repeated.")
+@click.option("--by", type=click.Choice(["step"]), help="What to group the bytes by.")
 @click.option("--plan", is_flag=True, help="Show how fast the store grows, and when the disk is full.")
-@click.option("--run", type=RUN, help="With --by, --plan or a rule: include only this run.")
-@keep_options
-def stats(session: Session, *, by: tuple[str, ...], plan: bool, run: str | None, **rules: Any) -> None:
+@click.option("--run", type=RUN, help="With --by or --plan: include only this run.")
+def stats(session: Session, *, by: str | None, plan: bool, run: str | None) -> None:
     """Show the size of the store.
 
-    Also shows the size that the checkpoints would have without sharing. --by key groups the bytes by the first element
-    of the keys. BASES are bytes that visible checkpoints need only as bases for their deltas. With --keep rules, stats
-    shows the bytes that each rule would free on its own. It does not forget any checkpoints. --plan shows by how much
-    the checkpoints that remain grow per day, at the interval of the saves so far.
+    Also shows the size that the checkpoints would have without sharing. --by step shows the bytes of each checkpoint.
+    --plan shows by how much the checkpoints that remain grow per day, at the interval of the saves so far.
     """
     sizes = session.store.sizes()
     result = plain(sizes.stats())
-    given: Any = {name: list(value) if isinstance(value, tuple) else value for name, value in rules.items()}
-    if by or any(value is not None and value != [] for value in given.values()):
+    if by or plan:
         doubt(session.store, run)
-        found = plain(sizes.footprint(run, branches="key" in by, policy=Policy(**given)))
-        runs = _dated(plain(sizes.usage().runs)) if "run" in by else []
-        found["runs"] = [one for one in runs if run in (None, one["run"])]
-        result |= {f"by_{one}": found[_BY[one][0]] for one in by}
-        result |= {"rules": found["rules"], "unreadable": found["unreadable"]}
+    if by:
+        found = plain(sizes.footprint(run))
+        result |= {"by_step": found["steps"], "unreadable": found["unreadable"]}
     if plan:
-        doubt(session.store, run)
         result |= plain(sizes.forecast(run))
     session.give(result, stats_text)
 
@@ -150,11 +128,7 @@ def stats_text(result: dict[str, Any]) -> None:
         *([("plan", _plan(result))] if "full_at" in result else []),
         *(("damaged", advice) for advice in damaged if result["damaged_blobs"]),
     ])  # fmt: skip
-    for name, (_, columns, cells) in _BY.items():
-        if result.get(f"by_{name}"):
-            say()
-            table(columns, map(cells, result[f"by_{name}"]))
-    if result.get("rules"):
+    if result.get("by_step"):
         say()
-        table(_RULES, ((one["rule"], str(one["checkpoints"]), size(one["bytes"])) for one in result["rules"]))
+        table(_STEPS, map(_step_cells, result["by_step"]))
     say_unreadable(result.get("unreadable", ()))

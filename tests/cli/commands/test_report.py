@@ -3,7 +3,6 @@ from __future__ import annotations
 from datetime import datetime
 from pathlib import Path
 
-import pytest
 import torch
 
 import casckpt
@@ -13,18 +12,11 @@ from tests.cli.conftest import AsJson, Run
 
 def test_stats_show_what_uses_the_space(saved: Path, store: casckpt.Store, as_json: AsJson, run: Run) -> None:
     store.tag("best", "b@1")
-    found = as_json("stats", saved, "--by", "run", "--by", "step", "--by", "key", "--by", "tag", "--keep-last", "1")
-    assert {*as_json("stats", saved)} == {*found} - {
-        "by_run", "by_step", "by_key", "by_tag", "rules", "unreadable",
-    }  # fmt: skip
-    assert [one["run"] for one in found["by_run"]] == [one["run"] for one in as_json("report", saved)["runs"]]
+    found = as_json("stats", saved, "--by", "step")
+    assert {*found} - {*as_json("stats", saved)} == {"by_step", "unreadable"}
     assert sum(one["bytes_new"] for one in found["by_step"]) == found["bytes_blobs"]
-    assert sum(one["bytes_blobs"] for one in found["by_key"]) == pytest.approx(found["bytes_blobs"], abs=9)
-    assert [(one["name"], one["run"], one["step"]) for one in found["by_tag"]] == [("best", "b", 1)]
-    assert [one["rule"] for one in found["rules"]] == ["keep-last 1"]
-    text = run("stats", saved, "--by", "step", "--by", "key", "--by", "tag", "--run", "b", "--keep-last", "1").stdout
-    assert all(word in text for word in ("ALONE", "best", "shared.*", "keep-last 1"))
-    assert {one["run"] for one in as_json("stats", saved, "--by", "run", "--run", "b")["by_run"]} == {"b"}
+    text = run("stats", saved, "--by", "step", "--run", "b").stdout
+    assert all(word in text for word in ("ALONE", "best"))
 
 
 def test_stats_show_when_the_disk_is_full(saved: Path, as_json: AsJson, run: Run) -> None:
