@@ -13,7 +13,7 @@ from casckpt.cli.types import keep_options
 WIDTH = 88
 GROUPS = {
     "All commands": COMMON,
-    "All commands except cache and demo": ON_STORES,
+    "All commands except cache": ON_STORES,
     "export, follow, merge, serve, verify": [REQUIRE_SIGNATURE],
     "Retention rules of gc and thin": click.command("rules")(keep_options(lambda: None)).params,
 }

@@ -21,7 +21,7 @@ from casckpt.errors import CasckptError, Conflict, Damaged, InvalidInput, Missin
 from tests.cli.conftest import AsJson, Run
 from tests.support.signing import pair
 
-WITHOUT_STORE = {"cache", "demo"}
+WITHOUT_STORE = {"cache"}
 
 
 @pytest.fixture

@@ -26,8 +26,6 @@ NO_HINTS = {
     Case("saving/save.py:_OwnState.request", "(check_replicas=…)"): "names what a rank gave",
     Case("frontends/serve/app.py:Guard._refusal", 'Basic realm="casckpt"'): "is a header",
     Case("frontends/serve/folders.py:", "bytes="): "is a regular expression",
-    Case("cli/commands/demo.py:Tour.run", "compared with the weights"): "tells what the demo did",
-    Case("cli/commands/demo.py:Tour.run", "gc --run … --keep-last 1"): "tells what the demo does",
     Case("frontends/trainer/resumed.py:", "all options are left unchanged"): "tells what was asked for",
     Case("frontends/trainer/resumed.py:", "the given schedule continues at the saved position"): "the same",
     Case("tensors/values.py:Shard.__repr__", "Shard(… of …, …)"): "is no message",
