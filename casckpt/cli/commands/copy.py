@@ -12,7 +12,7 @@ from casckpt.cli.describe import brief, doubt, plain
 from casckpt.cli.progress import progress_bar
 from casckpt.cli.session import Session, store_command
 from casckpt.cli.text import count, name, printable, say, say_all, say_some, shortened, size
-from casckpt.cli.types import REF, RUN, SETTING, SIZE, STORE
+from casckpt.cli.types import SETTING, SIZE, STORE
 from casckpt.errors import Damaged
 
 if TYPE_CHECKING:
@@ -21,8 +21,8 @@ if TYPE_CHECKING:
 
 @store_command("copy")
 @click.argument("destination", metavar="DST", type=STORE)
-@click.argument("refs", type=REF, nargs=-1, metavar="[REF]...")
-@click.option("--run", type=RUN, help="Copy only checkpoints of this run.")
+@click.argument("refs", nargs=-1, metavar="[REF]...")
+@click.option("--run", help="Copy only checkpoints of this run.")
 @click.option(
     "--tags/--no-tags",
     default=None,

@@ -14,7 +14,7 @@ from casckpt.cli.describe import brief, plain
 from casckpt.cli.progress import progress_bar
 from casckpt.cli.session import Session, store_command
 from casckpt.cli.text import count, name, printable, say, say_all, shortened, size, summed
-from casckpt.cli.types import REF, RENAMING, SIZE, TEXT_SETTING
+from casckpt.cli.types import RENAMING, SIZE, TEXT_SETTING
 from casckpt.errors import Gone, InvalidInput, NotFound, StorageError, Unsupported
 
 if TYPE_CHECKING:
@@ -30,7 +30,7 @@ _NO_MODEL = {
 
 
 @store_command("export", loads=True)
-@click.argument("ref", type=REF)
+@click.argument("ref")
 @click.argument("out")
 @click.option(
     "--format", type=click.Choice(["hf", "safetensors", "dcp", "torch", "files"]),

@@ -9,11 +9,10 @@ import click
 from casckpt.cli.describe import brief, plain
 from casckpt.cli.session import Session, store_command
 from casckpt.cli.text import name, printable, say_all
-from casckpt.cli.types import FORGOTTEN, REF
 
 
 @store_command("forget")
-@click.argument("refs", type=REF, nargs=-1, required=True, metavar="REF...")
+@click.argument("refs", nargs=-1, required=True, metavar="REF...")
 @click.option("--tagged", is_flag=True, help="Also forget tagged checkpoints.")
 @click.option("--dry-run", is_flag=True, help="Show which checkpoints would be forgotten.")
 def command(session: Session, refs: tuple[str, ...], tagged: bool, dry_run: bool) -> None:
@@ -32,7 +31,7 @@ def _text(result: dict[str, Any]) -> None:
 
 
 @store_command("restore")
-@click.argument("refs", type=FORGOTTEN, nargs=-1, required=True, metavar="REF...")
+@click.argument("refs", nargs=-1, required=True, metavar="REF...")
 @click.option("--whole", is_flag=True, help="Bring back the tensors that `casckpt thin` dropped.")
 @click.option("--dry-run", is_flag=True, help="Show which checkpoints would be restored.")
 def restore(session: Session, refs: tuple[str, ...], *, whole: bool, dry_run: bool) -> int:

@@ -12,14 +12,14 @@ from casckpt.cli.failures import FAILED, beside
 from casckpt.cli.progress import progress_bar
 from casckpt.cli.session import Session, store_command
 from casckpt.cli.text import count, moment, name, printable, say, say_all, say_some, shortened, size
-from casckpt.cli.types import AT_LEAST_ONE, DURATION, REF, RUN, keep_options
+from casckpt.cli.types import AT_LEAST_ONE, DURATION, keep_options
 
 if TYPE_CHECKING:
     from casckpt.store.types import Deferred, GcResult
 
 
 @store_command("thin")
-@click.argument("refs", type=REF, nargs=-1, metavar="[REF...]")
+@click.argument("refs", nargs=-1, metavar="[REF...]")
 @click.option(
     "--drop",
     multiple=True,
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     metavar="PATTERN",
     help="Drop the tensors whose key matches. May be repeated.",
 )
-@click.option("--run", type=RUN, help="Thin only checkpoints of this run.")
+@click.option("--run", help="Thin only checkpoints of this run.")
 @keep_options
 @click.option("--tagged", is_flag=True, help="Also thin tagged checkpoints.")
 @click.option("--dry-run", is_flag=True, help="Show what would be done, without doing it.")
@@ -75,10 +75,10 @@ _KNOWN_BY_THEN: Final = (
 
 
 @store_command("gc")
-@click.option("--run", type=RUN, multiple=True, metavar="PATTERN", help="Only runs that match. May be repeated.")
+@click.option("--run", multiple=True, metavar="PATTERN", help="Only runs that match. May be repeated.")
 @keep_options
 @click.option("--drop-idle", type=DURATION, help="Forget runs without a save for this long. Requires min_age=7d.")
-@click.option("--erase", type=RUN, help="Remove a run for good, its names, metadata and metrics included.")
+@click.option("--erase", help="Remove a run for good, its names, metadata and metrics included.")
 @click.option("--confirm", metavar="RUN", help="The name of the run to erase, once more.")
 @click.option("--keep-in-mirror", is_flag=True, help="Erase the run although the mirror has it.")
 @click.option(

@@ -14,7 +14,7 @@ from casckpt.cli.describe import brief, summary
 from casckpt.cli.progress import progress_bar
 from casckpt.cli.session import Session, store_command
 from casckpt.cli.text import name, printable, say, shortened, size
-from casckpt.cli.types import DURATION, NAMES_FILE, REF, RUN
+from casckpt.cli.types import DURATION, NAMES_FILE
 from casckpt.errors import InvalidInput
 
 if TYPE_CHECKING:
@@ -30,7 +30,7 @@ _NATIVE = ("as_is", "parameter_names", "allow_pickle")
     "--format", type=click.Choice(["files"]),
     help="files: store the file or folder of any program as it is.  [default: by its content]",
 )  # fmt: skip
-@click.option("--run", default="default", show_default=True, type=RUN, help="The run to save the checkpoint under.")
+@click.option("--run", default="default", show_default=True, help="The run to save the checkpoint under.")
 @click.option("--step", type=click.IntRange(min=0), help="The step to save the checkpoint under. Required.")
 @click.option("--overwrite", is_flag=True, help="Replace an existing checkpoint with this run and step.")
 @click.option(
@@ -137,8 +137,8 @@ def _text(result: dict[str, Any]) -> None:
 
 
 @store_command("merge", loads=True)
-@click.argument("refs", nargs=-1, required=True, type=REF, metavar="REF...")
-@click.option("--run", required=True, type=RUN, help="The run to save the result under.")
+@click.argument("refs", nargs=-1, required=True, metavar="REF...")
+@click.option("--run", required=True, help="The run to save the result under.")
 @click.option("--step", type=click.IntRange(min=0), required=True, help="The step to save the result under.")
 @click.option(
     "--weights",

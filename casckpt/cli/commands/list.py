@@ -27,7 +27,6 @@ from casckpt.cli.text import (
     table,
     unusual,
 )
-from casckpt.cli.types import RUN
 from casckpt.errors import InvalidInput
 
 if TYPE_CHECKING:
@@ -47,7 +46,7 @@ log = logging.getLogger(__name__)
 
 
 @store_command("list")
-@click.option("--run", type=RUN, help="List only checkpoints of this run.")
+@click.option("--run", help="List only checkpoints of this run.")
 @click.option(
     "--all",
     "everything",

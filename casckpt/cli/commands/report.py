@@ -11,7 +11,6 @@ from casckpt.base.units import time_of
 from casckpt.cli.describe import doubt, plain
 from casckpt.cli.session import Session, store_command
 from casckpt.cli.text import Column, coded, count, facts, freed, moment, say, size, table
-from casckpt.cli.types import RUN
 
 
 def _run_cells(one: dict[str, Any]) -> tuple[str, ...]:
@@ -58,7 +57,7 @@ def _dated(runs: list[dict[str, Any]]) -> list[dict[str, Any]]:
 @store_command("stats")
 @click.option("--by", type=click.Choice(["step"]), help="What to group the bytes by.")
 @click.option("--plan", is_flag=True, help="Show how fast the store grows, and when the disk is full.")
-@click.option("--run", type=RUN, help="With --by or --plan: include only this run.")
+@click.option("--run", help="With --by or --plan: include only this run.")
 def stats(session: Session, *, by: str | None, plan: bool, run: str | None) -> None:
     """Show the size of the store.
 

@@ -28,7 +28,6 @@ from casckpt.cli.text import (
     table,
     unusual,
 )
-from casckpt.cli.types import REF
 from casckpt.errors import MissingKey, NotFound
 
 if TYPE_CHECKING:
@@ -47,7 +46,7 @@ _HEALTH = (Column("LARGEST", "right", fixed=True), Column("UNUSUAL", fixed=True)
 
 
 @store_command("show")
-@click.argument("ref", type=REF)
+@click.argument("ref")
 @click.option("--tensors", "all_tensors", is_flag=True, help="List all tensors, no matter how many there are.")
 @click.option("--keys", multiple=True, metavar="PATTERN", help="Show only tensors whose key matches. May be repeated.")
 @click.option("--digests", is_flag=True, help="Show the BLAKE3 hash of each tensor's bytes. This may read the bytes.")
@@ -191,8 +190,8 @@ _VALUE_COLUMNS = (
 
 
 @store_command("diff")
-@click.argument("old", type=REF)
-@click.argument("new", type=REF, required=False)
+@click.argument("old")
+@click.argument("new", required=False)
 @click.option("--values", is_flag=True, help="Also show the largest values and NaN counts, if the saves recorded them.")
 def diff(session: Session, old: str, new: str | None, *, values: bool) -> None:
     """Show which tensors differ between two checkpoints.

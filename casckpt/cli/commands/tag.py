@@ -11,7 +11,7 @@ import click
 from casckpt.cli.describe import brief, plain
 from casckpt.cli.session import Session, store_command
 from casckpt.cli.text import Column, moment, name, printable, say, table
-from casckpt.cli.types import DURATION, REF
+from casckpt.cli.types import DURATION
 from casckpt.errors import NotFound
 
 _COLUMNS = (
@@ -26,7 +26,7 @@ log = logging.getLogger(__name__)
 
 @store_command("tag")
 @click.argument("tag", required=False, metavar="[NAME]")
-@click.argument("ref", type=REF, required=False)
+@click.argument("ref", required=False)
 @click.option("--delete", metavar="NAME", help="Delete this tag, but not its checkpoint.")
 @click.option("--expires", type=DURATION, help="Make the tag expire after this time (12h, 7d).")
 def command(session: Session, tag: str | None, ref: str | None, delete: str | None, expires: timedelta | None) -> None:

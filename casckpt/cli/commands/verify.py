@@ -11,7 +11,7 @@ from casckpt.cli.failures import FAILED
 from casckpt.cli.progress import progress_bar
 from casckpt.cli.session import Session, store_command
 from casckpt.cli.text import count, name, printable, say, say_all, shortened, size
-from casckpt.cli.types import PART, REF
+from casckpt.cli.types import PART
 from casckpt.errors import Damaged
 
 if TYPE_CHECKING:
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 
 @store_command("verify", loads=True)
-@click.argument("refs", type=REF, nargs=-1, metavar="[REF]...")
+@click.argument("refs", nargs=-1, metavar="[REF]...")
 @click.option(
     "--quick", is_flag=True, help="Only check that blobs exist, have the right size, and are not marked as damaged."
 )
@@ -46,7 +46,7 @@ def command(session: Session, refs: tuple[str, ...], quick: bool, **options: Any
 
 
 @store_command("sign")
-@click.argument("refs", type=REF, nargs=-1, required=True, metavar="REF...")
+@click.argument("refs", nargs=-1, required=True, metavar="REF...")
 @click.option(
     "--key", required=True, metavar="FILE", help="The private key: an Ed25519 key made by OpenSSL or ssh-keygen."
 )

@@ -12,14 +12,12 @@ import click
 from casckpt.cli.describe import brief, summary
 from casckpt.cli.session import Session, finite, store_command
 from casckpt.cli.text import moment, name, printable, say
-from casckpt.cli.types import DURATION, REF, RUN
+from casckpt.cli.types import DURATION
 
 
 @store_command("watch")
-@click.argument("run", type=RUN)
-@click.option(
-    "--after", type=REF, metavar="REF", help='Begin after this checkpoint. "start" begins with the first one.'
-)
+@click.argument("run")
+@click.option("--after", metavar="REF", help='Begin after this checkpoint. "start" begins with the first one.')
 @click.option("--latest-only", is_flag=True, help="If there are several new checkpoints, print only the latest one.")
 @click.option(
     "--timeout", type=DURATION, help="Exit after this long without a new checkpoint (10m, 0).  [default: never]"
@@ -42,7 +40,7 @@ def _line(row: dict[str, Any]) -> str:
 
 
 @store_command("follow", loads=True)
-@click.argument("run", type=RUN)
+@click.argument("run")
 @click.option("--to", "folder", required=True, type=click.Path(path_type=Path), help="The folder to keep up to date.")
 @click.option(
     "--keys", multiple=True, metavar="PATTERN", help="Export only tensors whose key matches. May be repeated."
