@@ -26,7 +26,7 @@ from casckpt.history import commits as commit_log
 from casckpt.history import tags
 from casckpt.history.leases import hold
 from casckpt.loading.options import LoadArguments, LoadOptions, MatchArguments, ReadArguments, UpdateArguments
-from casckpt.plan.retention import KeepRules, Policy, Rotation, Thinning, thinning_of
+from casckpt.plan.retention import KeepRules, Policy, Rotation, Thinning
 from casckpt.repository.repository import Repository, open_repository
 from casckpt.repository.signing_keys import KeyFile, private_key
 from casckpt.saving.options import SaveArguments, SaveOptions
@@ -630,7 +630,6 @@ class Store:
     def gc(
         self,
         *,
-        thin: Mapping[str, Any] | None = None,
         run: Runs = None,
         min_age: Duration | None = None,
         drop_idle: Duration | None = None,
@@ -648,7 +647,6 @@ class Store:
         - ``keep_last``, ``keep_every`` (step % N == 0), ``keep_within``, ``keep_daily``, ``keep_weekly``,
           ``keep_monthly``, ``keep_best`` ("loss:3", "acc:max:1"): each run keeps what any rule keeps, its newest
           checkpoint, its newest one that is not unhealthy, and tagged ones. Without a rule, gc does not forget any.
-        - ``thin``: tensors to drop from the others, such as ``{"drop": ["optim.*"], "keep_last": 2}``.
         - ``run``: only this run, or only runs whose names match an fnmatch pattern, or one of several.
         - ``drop_idle``: forget all checkpoints of runs without a save for this long, at least a day. Spares runs with a
           tag, a lease or a save in progress, and runs that a visible checkpoint of another run came from. Requires a
@@ -666,15 +664,14 @@ class Store:
 
         A duration is a timedelta or a string with a unit ("7d", "90s"); 0 does not need a unit. Raises Damaged if a
         live checkpoint cannot be read; gc then neither forgets nor deletes anything. Raises InvalidInput (for example
-        for a metric that no checkpoint has), MissingKey if ``thin`` matches nothing, and StorageError. Every error,
-        even an interrupt, has a `GcResult` as ``done``, with the changes before the error or, with ``dry_run``, the
-        plan.
+        for a metric that no checkpoint has), and StorageError. Every error, even an interrupt, has a `GcResult` as
+        ``done``, with the changes before the error or, with ``dry_run``, the plan.
         """
         from casckpt.upkeep.gc.gc import collect
 
         check_keywords("Store.gc", keep, KeepRules)
         return collect(
-            self.repository, Policy(**keep), thin=thinning_of(thin), run=run, dry_run=dry_run,
+            self.repository, Policy(**keep), run=run, dry_run=dry_run,
             min_age=optional_seconds(min_age, "min-age"), drop_idle=optional_seconds(drop_idle, "drop-idle"),
             erase=erase, keep_in_mirror=keep_in_mirror,
             wait=seconds_of(wait, "wait"),

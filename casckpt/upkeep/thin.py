@@ -30,7 +30,7 @@ from casckpt.format.records import Dropped, Rewritten, changed
 from casckpt.format.sections.index import ATTACHMENT, Entry
 from casckpt.history.commits import Commit, CommitList, list_commits
 from casckpt.history.tags import Tag, tagged_txids, tags, tags_of, write_generation
-from casckpt.plan.retention import Policy, Thinning, patterns_of, reasons_to_keep
+from casckpt.plan.retention import Policy, patterns_of, reasons_to_keep
 from casckpt.plan.reuse import coded_bytes
 from casckpt.repository.reading import check_requirements
 from casckpt.repository.repository import Repository
@@ -102,14 +102,13 @@ def plan_thin(
     keep: Policy | None = None,
     run: Runs = None,
     tagged: bool = False,
-    spare: Iterable[Commit] = (),
     among: Container[str] | None = None,
 ) -> ThinPlan:
     """Plan to drop the entries that match ``drop`` (fnmatch patterns on keys), from ``refs`` or by a rule.
 
     ``keep``: a policy that selects the checkpoints to leave whole. The newest checkpoint of each run is always left
-    whole. ``tagged``: also thin checkpoints that have a tag without an expiration time. ``spare``: checkpoints to
-    skip. ``among``: the ids of the only checkpoints that may be thinned; None for all. Writes nothing.
+    whole. ``tagged``: also thin checkpoints that have a tag without an expiration time. ``among``: the ids
+    of the only checkpoints that may be thinned; None for all. Writes nothing.
 
     Raises `Conflict` if one of ``refs`` is tagged, `InvalidInput`, `NotFound`, and `StorageError`.
     """
@@ -124,8 +123,7 @@ def plan_thin(
     else:
         check_own(repo, listed.visible())
         chosen = _beyond(listed, keep or Policy(), repo.clock(), tagged_txids(named, listed.visible()), run)
-    spared = {commit.txid for commit in spare}
-    left = [commit for commit in chosen if commit.txid not in spared and (among is None or commit.id in among)]
+    left = [commit for commit in chosen if among is None or commit.id in among]
     done = tuple(commit for commit in left if rule <= _rule(commit))
     todo = [commit for commit in left if not rule <= _rule(commit)]
     plans = list(in_parallel(repo.storage.traits.requests, partial(_plan_one, repo, rule), todo))
@@ -250,23 +248,6 @@ def thin_chosen(
     result = thin(repo, plan, dry_run=dry_run)
     check(plan)
     return result
-
-
-def thin_by(
-    repo: Repository, rule: Thinning, run: Runs, *, spare: Iterable[Commit] = (), dry_run: bool = False
-) -> ThinResult:
-    """Thin by a rule, or return the expected result with ``dry_run``.
-
-    Logs a warning for each checkpoint that cannot be thinned. Before it changes anything, raises MissingKey if no key
-    of the chosen checkpoints matches, and InvalidInput. Also raises the errors of `execute`.
-    """
-    check_metrics(repo, rule.keep, run)
-    plan = plan_thin(repo, drop=rule.drop, keep=rule.keep, run=run, spare=spare)
-    if not plan.failed:
-        check(plan)
-    for error in plan.failed:
-        log.warning("not thinned: %s", error)
-    return thin(repo, plan, dry_run=dry_run)
 
 
 def _thin(repo: Repository, plan: Thin, drop: Iterable[str]) -> Commit | None:

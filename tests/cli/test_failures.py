@@ -103,7 +103,6 @@ def test_messages_contain_no_terminal_sequences(failing: Any, run: Run) -> None:
         ["gc", "s", "--keep-last"],
         ["gc", "s", "--keep-last", "-1"],
         ["gc", "s", "--keep-every", "0"],
-        ["gc", "s", "--thin-keep-last", "1"],
         ["transactions", "s", "--revoke", "a", "--give-up", "b"],
     ],
     ids=" ".join,

@@ -33,27 +33,6 @@ def test_storage_option_values_are_json_or_strings(text: str, value: Any) -> Non
     assert SETTING.convert(text, None, None) == ("a", value)
 
 
-def test_gc_thins_by_a_rule(saved: Path, store: casckpt.Store, as_json: AsJson, run: Run) -> None:
-    key = next(iter(store.get("a@1").tensors))
-    rules = ("--thin", key, "--thin-keep-last", 1, "--keep-last", 2)
-    planned = as_json("gc", saved, *rules, "--dry-run")
-    assert (named(planned["forgotten"]), named(planned["thin"]["thinned"])) == (["a@1"], ["a@2"])
-    assert "thinned a@2" in run("gc", saved, *rules, "--min-age", 0).stdout
-    assert [(row["step"], bool(row["dropped"])) for row in as_json("list", saved, "--run", "a")] == [
-        (2, True),
-        (3, False),
-    ]
-    assert as_json("gc", saved, *rules)["thin"]["thinned"] == []
-
-
-def test_a_pattern_that_matches_nothing_stops_a_gc_before_it_forgets(saved: Path, as_json: AsJson, run: Run) -> None:
-    for more in ((), ("--dry-run",)):
-        told = run("gc", saved, "--keep-last", 2, "--thin", "nix.*", *more, status=3)
-        assert "no tensor of the chosen checkpoints matches 'nix.*'" in told.stderr
-    assert named(as_json("list", saved)) == ["a@1", "a@2", "a@3", "b@1"]
-    assert as_json("gc", saved, "--thin", "nix.*", "--thin-keep-last", 3)["thin"]["thinned"] == [], "all stay whole"
-
-
 def test_a_metric_that_no_checkpoint_has_does_not_forget_or_thin_anything(
     saved: Path, store: casckpt.Store, as_json: AsJson, run: Run
 ) -> None:

@@ -107,16 +107,6 @@ def test_serve_works_with_the_port_that_the_error_suggests(
         assert "serving" in run("serve", store_path, advice.says("--port"), "0").output
 
 
-@follows("cli/commands/gc.py:command", "also pass --thin PATTERN")
-def test_thinning_by_a_rule_works_with_the_suggested_pattern(
-    saved: Store, store_path: Path, messages: Messages, run: Run
-) -> None:
-    saved.save({"w": torch.ones(2), "b": torch.ones(1)}, run="a", step=2)
-    advice = messages.text(run("gc", store_path, "--thin-keep-last", 1, status=2).output)
-    run("gc", store_path, "--thin-keep-last", 1, *advice.says("--thin PATTERN").replace("PATTERN", "b").split())
-    assert saved.get("a@1").commit.dropped is not None
-
-
 @follows("cli/commands/list.py:checkpoint_rows", "the record of %s cannot be read; run `casckpt verify` for details")
 @follows("cli/commands/tag.py:_rows", "tag %s names a checkpoint with an unreadable record (run `casckpt verify`")
 def test_verify_explains_an_unreadable_record(saved: Store, store_path: Path, messages: Messages, run: Run) -> None:

@@ -14,6 +14,7 @@ import torch
 
 import casckpt
 from casckpt.errors import InvalidInput
+from casckpt.plan.retention import thinning_of
 from tests.support.hints import Messages, follows
 
 Store = casckpt.Store
@@ -98,10 +99,9 @@ def test_a_thinning_rule_names_the_checkpoints_to_keep_complete(saved: Store, me
     rule: dict[str, Any] = {"drop": ["b"]}
     saved.save({"w": torch.ones(2), "b": torch.ones(1)}, run="a", step=2)
     with messages.error(InvalidInput) as advice:
-        saved.gc(thin=rule)
-    result = saved.gc(thin=rule | advice.argument("keep_last"))
-    assert result.thin is not None
-    assert [one.step for one in result.thin.thinned] == [1]
+        thinning_of(rule)
+    thinned = saved.thin_now("a", thinning_of(rule | advice.argument("keep_last")))
+    assert [one.step for one in thinned] == [1]
 
 
 @follows("plan/retention.py:runs_without", "save with metrics={...}, or omit this rule")

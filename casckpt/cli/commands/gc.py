@@ -12,7 +12,7 @@ from casckpt.cli.failures import FAILED, beside
 from casckpt.cli.progress import progress_bar
 from casckpt.cli.session import Session, store_command
 from casckpt.cli.text import count, moment, name, printable, say, say_all, say_some, shortened, size
-from casckpt.cli.types import AT_LEAST_ONE, DURATION, keep_options
+from casckpt.cli.types import DURATION, keep_options
 
 if TYPE_CHECKING:
     from casckpt.store.types import Deferred, GcResult
@@ -42,13 +42,13 @@ def thin(session: Session, refs: tuple[str, ...], **options: Any) -> None:
     session.give(plain(session.store.thin(*refs, **options)), thinned_text)
 
 
-def thinned_text(result: dict[str, Any], *, with_space: bool = True) -> None:
+def thinned_text(result: dict[str, Any]) -> None:
     """Print the thinned checkpoints, and how many bytes a gc will free."""
     done = "would thin" if result["dry_run"] else "thinned"
     say_some([f"{done} {name(one)}" for one in result["thinned"]])
     left = f"{count(result['entries'], 'tensor')} of {size(result['nbytes'])} dropped from "
     say(f"{left}{count(len(result['thinned']), 'checkpoint')}")
-    if result["thinned"] and with_space:
+    if result["thinned"]:
         when = (
             f"after {moment(result['until'])} UTC; --min-age 0 frees them immediately, but purges all forgotten "
             "checkpoints (not if the settings have a min_age)"
@@ -56,7 +56,7 @@ def thinned_text(result: dict[str, Any], *, with_space: bool = True) -> None:
             else "now"
         )
         say(f"{size(result['freed_bytes'])} in blobs will be freed by a gc {when}")
-    if result["shared_bytes"] and with_space:
+    if result["shared_bytes"]:
         say(f"{size(result['shared_bytes'])} more will be freed once other checkpoints no longer need them")
 
 
@@ -68,7 +68,6 @@ _KNOWN_BY_THEN: Final = (
     "purged",
     "waiting",
     "revoked",
-    "thin",
     "dry_run",
     "refused",
 )
@@ -82,18 +81,6 @@ _KNOWN_BY_THEN: Final = (
 @click.option("--confirm", metavar="RUN", help="The name of the run to erase, once more.")
 @click.option("--keep-in-mirror", is_flag=True, help="Erase the run although the mirror has it.")
 @click.option(
-    "--thin",
-    multiple=True,
-    metavar="PATTERN",
-    help="Drop these tensors from the checkpoints that remain (see thin). May be repeated.",
-)
-@click.option(
-    "--thin-keep-last",
-    type=AT_LEAST_ONE,
-    metavar="N",
-    help="Keep the N newest checkpoints of each run whole.  [default: 1]",
-)
-@click.option(
     "--min-age",
     type=DURATION,
     help="Purge checkpoints that were forgotten at least this long ago. Not less than the setting.  [default: 24h]",
@@ -105,14 +92,7 @@ _KNOWN_BY_THEN: Final = (
     "--revoke-after", type=DURATION, help="Revoke saves that have shown no sign of life for this long.  [default: 1h]"
 )
 @click.option("--dry-run", is_flag=True, help="Show what would be done, without doing it.")
-def command(
-    session: Session,
-    dry_run: bool,
-    run: tuple[str, ...],
-    thin: tuple[str, ...],
-    thin_keep_last: int | None,
-    **options: Any,
-) -> int:
+def command(session: Session, dry_run: bool, run: tuple[str, ...], **options: Any) -> int:
     """Forget checkpoints by rules, and delete unused files.
 
     gc can run during saves and loads. It keeps a checkpoint if any --keep rule keeps it. Without a rule, gc forgets
@@ -123,16 +103,13 @@ def command(
     """
     if options.pop("confirm") != options["erase"] or (options["erase"] and run):
         raise click.UsageError("--erase requires its own run twice: pass --erase RUN --confirm RUN, without --run")
-    if thin_keep_last is not None and not thin:
-        raise click.UsageError("--thin-keep-last requires --thin: also pass --thin PATTERN")
     if any(pattern.startswith("-") for pattern in run):
         raise click.UsageError(f"the name of a run does not begin with '-': {', '.join(run)}")
     unknown = doubt(session.store, *run)
-    rule = {"drop": thin, "keep_last": thin_keep_last or 1} if thin else None
     try:
         with progress_bar("deleting", of_bytes=False) as done:
             options |= {"run": run or None, "progress": done, "tell": _WaitReport()}
-            result = session.store.gc(dry_run=dry_run, thin=rule, **options)
+            result = session.store.gc(dry_run=dry_run, **options)
     except BaseException as error:
         _say_by_then(session, error)
         raise
@@ -181,8 +158,6 @@ def text(result: dict[str, Any]) -> None:
     forget, restore, purge, delete = ("would forget", "would restore", "would purge", "would delete")
     if not result["dry_run"]:
         forget, restore, purge, delete = ("forgot", "restored", "purged", "deleted")
-    if result["thin"]:
-        thinned_text(result["thin"], with_space=result["dry_run"])
     purged = {item["id"] for item in result["purged"]}
     forgotten = {item["id"]: item for item in result["forgotten"] if item["id"] not in purged}
     young = {item["id"]: item for item in result["waiting"] if item["reason"] == "young"}

@@ -46,7 +46,7 @@ from casckpt.history.commits import PREFIX as COMMITS
 from casckpt.history.commits import Commit, CommitList, list_commits, list_names
 from casckpt.history.tags import remove_old_generations
 from casckpt.history.transactions import OpenTransaction, closed_files, end, has_died, open_transactions
-from casckpt.plan.retention import Policy, Thinning
+from casckpt.plan.retention import Policy
 from casckpt.repository.exclusive import remove_leftovers
 from casckpt.repository.reading import check_requirements
 from casckpt.repository.repository import Repository
@@ -71,7 +71,6 @@ from casckpt.upkeep.gc.purge import (
 from casckpt.upkeep.gc.recovery import settle
 from casckpt.upkeep.inventory import BLOB, BlobUse, Inventory, list_unguarded, sums_of
 from casckpt.upkeep.saves import check_recorded
-from casckpt.upkeep.thin import ThinResult, thin_by
 
 T = TypeVar("T")
 Sleep: TypeAlias = Callable[[float], None]
@@ -204,8 +203,7 @@ class GcResult:
 
     ``later_blobs``, ``later_bytes``: number and size of the kept blobs that gc can delete once recently forgotten
     checkpoints are purged. ``waiting``: the work that remains for a later gc, with reasons. ``revoked``: transactions
-    that were revoked. ``foreign``: keys under objects/ that casckpt did not create, and that gc ignores. ``thin``: the
-    result of thinning, or None without a thinning rule. The other fields do not include this result. ``restored``:
+    that were revoked. ``foreign``: keys under objects/ that casckpt did not create, and that gc ignores. ``restored``:
     checkpoints that received a tag while an earlier gc was forgetting them, if that gc was killed before it could
     restore them. ``refused``: files of other users that gc may not delete or create. If it may not create a record of a
     checkpoint, it does not purge that checkpoint. ``kept``: why the other visible checkpoints stay, by run@step:
@@ -229,7 +227,6 @@ class GcResult:
     revoked: tuple[str, ...] = ()
     foreign: tuple[str, ...] = ()
     dry_run: bool = False
-    thin: ThinResult | None = None
     refused: tuple[RefusedFile, ...] = ()
     kept: Mapping[str, Sequence[str]] = field(default_factory=dict)
     erased: Erased | None = None
@@ -272,7 +269,6 @@ def collect(
     repo: Repository,
     policy: Policy,
     *,
-    thin: Thinning | None = None,
     run: Runs = None,
     min_age: float | None = None,
     drop_idle: float | None = None,
@@ -281,7 +277,7 @@ def collect(
     dry_run: bool = False,
     **options: Unpack[GcOptions],
 ) -> GcResult:
-    """Run a complete gc: `plan_gc`, `thin_by`, and then `execute`, or `preview` with ``dry_run``.
+    """Run a complete gc: `plan_gc`, and then `execute`, or `preview` with ``dry_run``.
 
     ``erase``: a run of which nothing stays. ``keep_in_mirror``: see `check_erasable`.
 
@@ -290,15 +286,10 @@ def collect(
     if erase is not None:
         check_erasable(repo, erase, keep_in_mirror=keep_in_mirror)
     check_metrics(repo, policy, run, trims=True)
-    planned = partial(plan_gc, repo, policy, run=run, min_age=min_age, drop_idle=drop_idle)
-    plan, thinned = planned(), None
-    if thin is not None:
-        thinned = with_room(repo, partial(thin_by, repo, thin, run, spare=plan.forget, dry_run=dry_run))
-        if not dry_run:
-            plan = planned()  # includes the commits that thinning made
+    plan = plan_gc(repo, policy, run=run, min_age=min_age, drop_idle=drop_idle)
     if erase is not None:
         plan = with_erased(plan, erase)
-    return preview(repo, plan, thin=thinned) if dry_run else execute(repo, plan, thin=thinned, **options)
+    return preview(repo, plan) if dry_run else execute(repo, plan, **options)
 
 
 def plan_gc(
@@ -323,14 +314,14 @@ def plan_gc(
     return without_unmirrored(repo, plan_retiring(repo, commits, policy or Policy(), ages, run, idle=idle))
 
 
-def preview(repo: Repository, plan: GcPlan, *, thin: ThinResult | None = None) -> GcResult:
+def preview(repo: Repository, plan: GcPlan) -> GcResult:
     """Return the result that `execute` would have with ``plan``. Writes nothing.
 
     Counts deleted objects as if all purges had happened and no open transaction would commit. Raises the errors of
     `execute`, with the plan as ``done``.
     """
     as_purged = {commit.places.txid for commit in plan.purge}
-    done = GcResult(plan.forget, plan.restore, plan.purge, waiting=plan.waiting, dry_run=True, thin=thin)
+    done = GcResult(plan.forget, plan.restore, plan.purge, waiting=plan.waiting, dry_run=True)
     with _noting(lambda: done):
         stock = list_unguarded(repo, plan.listed, as_purged=as_purged)
         found, listed = _candidates(repo, stock, plan, as_purged)
@@ -348,14 +339,13 @@ def execute(
     progress: Progress = silent,
     tell: Tell = lambda waiting: None,
     sleep: Sleep = time.sleep,
-    thin: ThinResult | None = None,
 ) -> GcResult:
     """Carry out ``plan``, and delete the objects that no checkpoint needs.
 
     ``wait``: total seconds to wait for open transactions. After that, gc ends, and the next gc continues from there.
     ``revoke_after``: seconds without a new sign of life after which gc revokes a transaction (None: the store's
     setting, or else an hour). ``progress``: called with the number of objects just deleted. ``tell``: called with the
-    transactions that gc is waiting for. ``thin``: the result of an earlier thinning, to include in this gc's result.
+    transactions that gc is waiting for.
 
     Raises `Damaged`, with the checkpoints, if a manifest or a record cannot be read. In that case, gc does not delete
     anything. If it finds the damage early enough, it does not forget or purge anything either. Raises `Conflict` if
@@ -371,7 +361,7 @@ def execute(
     done = RetireProgress()
     plan = plan if plan.min_age is not None else replace(plan, min_age=ages_of(repo))
     gc = _Collection(repo, plan, Limits(wait, revoke_after, sleep, done=done), progress, tell)
-    with _noting(lambda: _so_far(plan, done, thin)):
+    with _noting(lambda: _so_far(plan, done)):
         if plan.forget or plan.purge:
             _check_first(repo, plan)
         if plan.erase is not None:
@@ -381,7 +371,7 @@ def execute(
         plan = without_unmirrored(repo, plan)  # again: the mirror may have lost copies since
         _retire_and_delete(gc, plan)
         listed = settle(repo, revoke_after, done.refused, run_hash(plan.erase) if plan.erase and not gc.still else "")
-        so_far = _so_far(plan, done, thin)
+        so_far = _so_far(plan, done)
         note_gc(repo, waiting=len(plan.waiting), refused=len(so_far.refused), opened=len(gc.still))
         return _counted(repo, so_far, plan, gc.stock, deleted=gc.deleted, opened=gc.still, listed=listed)
 
@@ -445,7 +435,7 @@ def _check_first(repo: Repository, plan: GcPlan) -> None:
     _candidates(repo, stock, plan, {commit.places.txid for commit in plan.purge})
 
 
-def _so_far(plan: GcPlan, done: RetireProgress, thin: ThinResult | None) -> GcResult:
+def _so_far(plan: GcPlan, done: RetireProgress) -> GcResult:
     """Return the partial results. ``waiting`` contains only checkpoints that this gc has forgotten."""
     forgotten = {places.txid for commit in done.forgotten for places in commit.existing}
     return GcResult(
@@ -454,7 +444,6 @@ def _so_far(plan: GcPlan, done: RetireProgress, thin: ThinResult | None) -> GcRe
         purged=tuple(done.purged),
         waiting=tuple(deferred for deferred in plan.waiting if deferred.txid in forgotten),
         revoked=tuple(done.revoked),
-        thin=thin,
         refused=refusals(done.refused, plan.listed),
     )
 
