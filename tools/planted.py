@@ -545,12 +545,6 @@ BUGS: dict[str, tuple[str, str, str, str]] = {
         "plain = any(_PART.",
         "tests/frontends/serve/test_hub.py::test_runs_are_mapped_to_repository_names",
     ),
-    "the page of a server shows no run": (
-        "page_of",
-        '"".join(_run(repo, of_run, tags) for repo, of_run in repos.items()) or "<p>There are no checkpoints yet.</p>"',
-        '("<p>There are no checkpoints yet.</p>")',
-        "tests/frontends/serve/test_app.py::test_pages_of_the_server_have_security_headers",
-    ),
     "a range of a file begins where it ends": (
         "parse_range",
         "_number(first), min(_number(last) + 1, size) if last else size",

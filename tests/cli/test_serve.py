@@ -77,7 +77,7 @@ def test_serve_ends_on_a_signal(store: Path, number: signal.Signals, status: int
         line = process.stdout.readline()
         assert "export HF_ENDPOINT=http://127.0.0.1:" in line
         with socket.create_connection(("127.0.0.1", int(line.rpartition(":")[2]))) as one:
-            one.sendall(b"GET / HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n\r\n")
+            one.sendall(b"GET /api/models HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n\r\n")
             assert one.recv(12) == b"HTTP/1.1 200"  # it answers, so it has its signal handlers
         process.send_signal(number)
         assert process.wait(30) == status

@@ -24,7 +24,6 @@ NOT_HERE = {
 
 NO_HINTS = {
     Case("saving/save.py:_OwnState.request", "(check_replicas=…)"): "names what a rank gave",
-    Case("frontends/serve/app.py:Guard._refusal", 'Basic realm="casckpt"'): "is a header",
     Case("frontends/serve/folders.py:", "bytes="): "is a regular expression",
     Case("frontends/trainer/resumed.py:", "all options are left unchanged"): "tells what was asked for",
     Case("frontends/trainer/resumed.py:", "the given schedule continues at the saved position"): "the same",

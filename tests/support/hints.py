@@ -51,8 +51,6 @@ _ADVICE: Final = tuple(
     )
 )
 _LOGS: Final = re.compile(r"(?:_?log\w*|warnings)\.(?:warn|warning|error)\b")
-_PAGES: Final = ("frontends/serve/app.py:page_of", "frontends/serve/app.py:_run")
-"""Where texts are HTML, and not messages."""
 
 Test = TypeVar("Test", bound=Callable[..., None])
 
@@ -82,8 +80,6 @@ def hints_in(module: str, source: str) -> Iterator[Hint]:
     for statement, function in _statements(ast.parse(source), ()):
         kind = _kind(statement)
         where = f"{module}:{'.'.join(function)}"
-        if kind == "part" and where.startswith(_PAGES):
-            continue
         for text in _texts(statement):
             if is_advice(text):
                 yield Hint(where, text, kind)

@@ -24,7 +24,7 @@ class Refusal(Exception):
 
 def no_repository(repo: str) -> Refusal:
     """Return the response for a run that does not exist."""
-    return Refusal(404, "RepoNotFound", f"this store does not contain run {repo!r:.200}; open / for a list of its runs")
+    return Refusal(404, "RepoNotFound", f"this store does not contain run {repo!r:.200}; /api/models lists its runs")
 
 
 def no_revision(repo: str, revision: str) -> Refusal:

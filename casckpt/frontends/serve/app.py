@@ -1,16 +1,14 @@
-"""The application of a hub: who may ask, which call answers a request, and the page that lists all runs."""
+"""The application of a hub: who may ask, and which call answers a request."""
 
 from __future__ import annotations
 
 import asyncio
 import hmac
 import logging
-from base64 import b64decode
-from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from functools import partial
-from html import escape
 from ipaddress import ip_address
 from typing import Any, Final
 from urllib.parse import parse_qs, quote, unquote_to_bytes
@@ -19,13 +17,10 @@ from starlette.applications import Starlette
 from starlette.datastructures import Headers
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect, Request
-from starlette.responses import HTMLResponse, JSONResponse, Response
+from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from casckpt._version import __version__
-from casckpt.base.units import format_size
-from casckpt.contents.checkpoint import Checkpoint
 from casckpt.errors import CasckptError, InvalidInput
 from casckpt.frontends.serve.answers import Refusal, no_repository, refusal_of
 from casckpt.frontends.serve.folders import File, FileSpan, ServedFolder, Unsatisfiable, parse_range
@@ -84,70 +79,22 @@ class Guard:
             return None if is_ours or not self.checks_host else Refusal(403, "", f"host {host!r:.80} is not allowed")
         given = _given(headers.get("authorization", ""))
         if given is None:
-            return Refusal(401, "", "a token is required: set HF_TOKEN", WWW_Authenticate='Basic realm="casckpt"')
+            return Refusal(401, "", "a token is required: set HF_TOKEN", WWW_Authenticate="Bearer")
         if not any([hmac.compare_digest(given.encode(), one.encode()) for one in self.tokens]):  # noqa: C419 - all
             return Refusal(401, "", "Invalid credentials in Authorization header", WWW_Authenticate="Bearer")
         return None
 
 
 def _given(header: str) -> str | None:
-    """Return the token in a header: a Bearer token, or the password that a browser sends."""
+    """Return the token in a header."""
     kind, _, value = header.partition(" ")
-    if kind.lower() == "bearer":
-        return value.strip()
-    if kind.lower() != "basic":
-        return None
-    try:
-        return b64decode(value, validate=True).decode().partition(":")[2]
-    except ValueError:  # neither base64 nor UTF-8
-        return ""
-
-
-_MOST = 50  # checkpoints shown per run
-_STYLE = (
-    ":root{color-scheme:light dark}body{font:15px/1.5 system-ui,sans-serif;max-width:60rem;margin:2rem auto;"
-    "padding:0 1rem}pre{overflow-x:auto;padding:.6rem;border:1px solid #8886;border-radius:4px}"
-    "table{border-collapse:collapse;width:100%}td,th{text-align:left;padding:.2rem .8rem .2rem 0;"
-    "border-bottom:1px solid #8884}code{font-size:.9em}"
-)
-
-
-def page_of(url: str, endpoint: str, repos: Mapping[str, Sequence[Checkpoint]], tags: Mapping[str, Checkpoint]) -> str:
-    """Return the page that lists all runs. ``endpoint``: the URL of this server."""
-    runs = "".join(_run(repo, of_run, tags) for repo, of_run in repos.items()) or "<p>There are no checkpoints yet.</p>"
-    return (
-        f"<!doctype html><html lang=en><meta charset=utf-8><meta name=viewport content='width=device-width'>"
-        f"<title>casckpt serve</title><style>{_STYLE}</style><h1>{escape(url)}</h1>"
-        f"<p>casckpt {__version__}, read-only. To load from it with Hugging Face Hub clients, set</p>"
-        f"<pre>export HF_ENDPOINT={escape(endpoint)}</pre>"
-        f"{runs}</html>"
-    )
-
-
-def _run(repo: str, checkpoints: Sequence[Checkpoint], tags: Mapping[str, Checkpoint]) -> str:
-    run, newest = checkpoints[-1].run, checkpoints[-1]
-    called = "" if repo == run else f"<p>Hub clients do not accept this name: use <code>{escape(repo)}</code>.</p>"
-    call = f'AutoModel.from_pretrained("{repo}", revision="{newest.step}")'
-    more = f"<p>... and {len(checkpoints) - _MOST} older ones.</p>" if len(checkpoints) > _MOST else ""
-    rows = "".join(_rows(checkpoints[: -_MOST - 1 : -1], tags))
-    return (
-        f"<h2>{escape(run)}</h2>{called}<pre>{escape(call)}\nhf download {escape(repo)} --revision {newest.step}</pre>"
-        f"<table><tr><th>revision<th>saved<th>size<th>tags<th>commit</tr>{rows}</table>{more}"
-    )
-
-
-def _rows(checkpoints: Sequence[Checkpoint], tags: Mapping[str, Checkpoint]) -> Iterator[str]:
-    for saved in checkpoints:
-        names = ", ".join(sorted(name for name, tagged in tags.items() if tagged.id == saved.id))
-        size, time = format_size(saved.stats.bytes_total), f"{saved.created_at:%Y-%m-%d %H:%M} UTC"
-        yield f"<tr><td>{saved.step}<td>{time}<td>{size}<td>{escape(names)}<td><code>{commit_of(saved.id)}</code></tr>"
+    return value.strip() if kind.lower() == "bearer" else None
 
 
 _VERBS = ("revision", "tree", "refs", "commits", "paths-info")
 _RESOLVE = ("resolve", "raw")
 _BODY_BYTES, _BODY_SECONDS = 1 << 20, 20.0
 _SAFE: Final = {"X-Content-Type-Options": "nosniff", "Content-Security-Policy": "sandbox"}
-_PAGE: Final = {**_SAFE, "Content-Security-Policy": "default-src 'none'; style-src 'unsafe-inline'"}
 
 log = logging.getLogger("casckpt.frontends.serve")
 
@@ -164,7 +111,6 @@ def app_of(hub: Hub, *, tokens: frozenset[str] | None, checks_host: bool = True)
             app.state.desk.close()
 
     routes = [
-        Route("/", partial(_page, hub)),
         Route("/{path:path}", partial(_get, hub), methods=["GET"]),
         Route("/{path:path}", partial(_post, hub), methods=["POST"]),
     ]
@@ -174,12 +120,6 @@ def app_of(hub: Hub, *, tokens: frozenset[str] | None, checks_host: bool = True)
     app = Starlette(routes=routes, exception_handlers=handlers, lifespan=desk)
     app.router.redirect_slashes = False  # the redirect would go to a URL built from the client's Host header
     return Guard(app, tokens, checks_host)
-
-
-async def _page(hub: Hub, request: Request) -> Response:
-    repos = await _desk(request).ask(hub.repos)
-    tags = await _desk(request).ask(hub.tags) if repos else {}
-    return HTMLResponse(page_of(hub.store.url, str(request.base_url).rstrip("/"), repos, tags), headers=_PAGE)
 
 
 async def _get(hub: Hub, request: Request) -> Response | RangeResponse:

@@ -194,7 +194,7 @@ def test_clients_that_do_not_read_hold_windows_only_until_they_are_disconnected(
             assert len(served.body(WEIGHTS)) > 60 << 20  # other clients are not delayed for long
             while len([one for one in caplog.records if "disconnected after" in one.message]) < sending.WINDOWS + 4:
                 time.sleep(0.05)
-        assert served.get("/").status == 200
+        assert served.get("/api/models").status == 200
 
 
 def test_a_client_that_disconnects_ends_its_response(

@@ -106,7 +106,7 @@ def test_a_server_with_too_many_connections_closes_new_ones(
                 assert more.recv(1) == b""
         while True:
             with suppress(ConnectionResetError, http.client.RemoteDisconnected):
-                assert served.get("/").status == 200
+                assert served.get("/api/models").status == 200
                 return
 
 
