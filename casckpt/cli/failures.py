@@ -8,7 +8,7 @@ import sys
 import traceback
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import Any, Final
+from typing import Final
 
 import click
 
@@ -17,7 +17,6 @@ from casckpt.errors import CasckptError
 
 FAILED: Final = 1
 INTERRUPTED: Final = 130
-_BESIDE: Final = "_beside"  # the attribute of an error
 _HELP = getattr(click.exceptions, "NoArgsIsHelpError", ())  # its message is the help text
 
 
@@ -36,37 +35,32 @@ class Reporter:
             traceback.print_exception(error)
         if isinstance(error, BrokenPipeError):
             return _reader_is_gone()
-        more: dict[str, Any] = getattr(error, _BESIDE, {})
+        notes = "".join(f"\n{note}" for note in getattr(error, "__notes__", ()))  # such as what gc did before the error
         if isinstance(error, KeyboardInterrupt | click.Abort):
-            return self._say("interrupted", "interrupted", INTERRUPTED, more)
+            return self._say("interrupted", f"interrupted{notes}", INTERRUPTED)
         if isinstance(error, CasckptError):
-            return self._say(error.kind, str(error), error.exit_status, more)
+            return self._say(error.kind, f"{error}{notes}", error.exit_status)
         if isinstance(error, click.ClickException):
             _show_usage(error)
-            return self._as_json("usage", error.format_message(), error.exit_code, {})
+            return self._as_json("usage", error.format_message(), error.exit_code)
         from casckpt.base.text import in_one_line
 
-        return self._say("error", f"{in_one_line(error)}\n{self._hint()}", FAILED, more)
+        return self._say("error", f"{in_one_line(error)}{notes}\n{self._hint()}", FAILED)
 
     def _hint(self) -> str:
         if self.debug:
             return "The traceback above shows where the error occurred. If the next step is not clear, report it."
         return "Rerun the command with --debug to see where the error occurred."
 
-    def _say(self, kind: str, message: str, status: int, more: dict[str, Any]) -> int:
+    def _say(self, kind: str, message: str, status: int) -> int:
         click.echo(f"casckpt: {printable(message, lines=True)}", err=True)
-        return self._as_json(kind, message, status, more)
+        return self._as_json(kind, message, status)
 
-    def _as_json(self, kind: str, message: str, status: int, more: dict[str, Any]) -> int:
+    def _as_json(self, kind: str, message: str, status: int) -> int:
         if self.as_json:
             with suppress(OSError):  # stdout may have failed
-                click.echo(json.dumps({"error": {"kind": kind, "message": message}} | more, indent=2))
+                click.echo(json.dumps({"error": {"kind": kind, "message": message}}, indent=2))
         return status
-
-
-def beside(error: BaseException, found: dict[str, Any]) -> None:
-    """Add ``found`` to an error's JSON, next to "error"."""
-    vars(error)[_BESIDE] = found
 
 
 def _show_usage(error: click.ClickException) -> None:

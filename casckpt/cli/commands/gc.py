@@ -8,14 +8,14 @@ from typing import TYPE_CHECKING, Any, Final
 import click
 
 from casckpt.cli.describe import doubt, plain
-from casckpt.cli.failures import FAILED, beside
+from casckpt.cli.failures import FAILED
 from casckpt.cli.progress import progress_bar
 from casckpt.cli.session import Session, store_command
 from casckpt.cli.text import count, moment, name, printable, say, say_all, say_some, shortened, size
 from casckpt.cli.types import DURATION, keep_options
 
 if TYPE_CHECKING:
-    from casckpt.store.types import Deferred, GcResult
+    from casckpt.store.types import Deferred
 
 
 @store_command("thin")
@@ -61,16 +61,6 @@ def thinned_text(result: dict[str, Any]) -> None:
 
 
 _OLD: Final = "the old locations of "  # of a rewritten checkpoint
-# fields that are set when a gc fails
-_KNOWN_BY_THEN: Final = (
-    "forgotten",
-    "restored",
-    "purged",
-    "waiting",
-    "revoked",
-    "dry_run",
-    "refused",
-)
 
 
 @store_command("gc")
@@ -106,33 +96,11 @@ def command(session: Session, dry_run: bool, run: tuple[str, ...], **options: An
     if any(pattern.startswith("-") for pattern in run):
         raise click.UsageError(f"the name of a run does not begin with '-': {', '.join(run)}")
     unknown = doubt(session.store, *run)
-    try:
-        with progress_bar("deleting", of_bytes=False) as done:
-            options |= {"run": run or None, "progress": done, "tell": _WaitReport()}
-            result = session.store.gc(dry_run=dry_run, **options)
-    except BaseException as error:
-        _say_by_then(session, error)
-        raise
-    session.give(described(result) | {"unmatched": unknown}, text)
+    with progress_bar("deleting", of_bytes=False) as done:
+        options |= {"run": run or None, "progress": done, "tell": _WaitReport()}
+        result = session.store.gc(dry_run=dry_run, **options)
+    session.give(plain(result) | {"waiting": list(map(_known, result.waiting)), "unmatched": unknown}, text)
     return FAILED if result.refused or unknown or (result.erased and not (dry_run or result.erased.finished)) else 0
-
-
-def _say_by_then(session: Session, error: BaseException) -> None:
-    """Print what a failed or interrupted gc did before it stopped, because purges cannot be undone."""
-    done: GcResult | None = getattr(error, "done", None)
-    if done is None:
-        return
-    known = {name: value for name, value in described(done).items() if name in _KNOWN_BY_THEN}
-    if session.as_json:
-        beside(error, known)
-    else:
-        text(known)
-
-
-def described(result: GcResult) -> dict[str, Any]:
-    """Convert the result of a gc to plain data."""
-    found: dict[str, Any] = plain(result)
-    return found | {"waiting": list(map(_known, result.waiting))}
 
 
 def _known(one: Deferred) -> dict[str, Any]:
@@ -165,16 +133,14 @@ def text(result: dict[str, Any]) -> None:
     say_some([f"{restore} {name(item)}, which is tagged" for item in result["restored"]])
     say_some(_once(f"{purge} {_name(item)}" for item in result["purged"]))
     say_all(f"gave up on save {txid}" for txid in result["revoked"])
-    if "kept" in result:
-        _say_kept(result["kept"])
-    if result.get("erased"):
+    _say_kept(result["kept"])
+    if result["erased"]:
         _say_erased(result["erased"], dry_run=result["dry_run"])
-    if "deleted_blobs" in result:
-        _say_space(delete, result)
+    _say_space(delete, result)
     later = [item for item in result["waiting"] if item.get("id") not in forgotten]
     say_some(_once(f"left for later: {_waits(item)}" for item in later))
     say_some([f"refused: {printable(one['why'])} (owner: {one['owner'] or 'unknown'})" for one in result["refused"]])
-    if result.get("foreign"):
+    if result["foreign"]:
         say(f"kept unknown files: {printable(', '.join(shortened(result['foreign'], 5)))}")
 
 

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import os
+import re
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 
@@ -166,20 +167,16 @@ def test_gc_reports_the_process_that_it_waits_for(saved: Path, store: casckpt.St
     assert as_json("gc", saved)["deleted_blobs"] > 0
 
 
-def test_gc_with_an_unreadable_manifest_prints_its_plan_and_changes_nothing(
+def test_gc_with_an_unreadable_manifest_changes_nothing(
     saved: Path, store: casckpt.Store, as_json: AsJson, run: Run
 ) -> None:
     next(saved.glob(f"objects/*/{store.get('a@3').id}.manifest")).unlink()
     rule = ("gc", saved, "--keep-last", 1, "--min-age", 0)
-    planned = as_json(*rule, "--dry-run", status=4)
-    assert (planned["error"]["kind"], planned["dry_run"]) == ("damaged", True)
-    assert named(planned["forgotten"]) == named(planned["purged"]) == ["a@1", "a@2"]
-    assert "would purge a@1 (" in (told := run(*rule, "--dry-run", status=4)).stdout
-    assert "would delete" not in told.stdout
-    assert "gc deletes nothing" in told.stderr
-    done = as_json(*rule, status=4)
-    assert (done["error"]["kind"], done["forgotten"], done["purged"]) == ("damaged", [], [])
-    assert run(*rule, status=4).stdout == ""
+    for options in (["--dry-run"], []):
+        error = as_json(*rule, *options, status=4)["error"]
+        assert (error["kind"], "before this error" in error["message"]) == ("damaged", False)
+        told = run(*rule, *options, status=4)
+        assert (told.stdout, "gc deletes nothing" in told.stderr) == ("", True)
     assert named(as_json("list", saved)) == ["a@1", "a@2", "a@3", "b@1"]
 
 
@@ -193,12 +190,9 @@ def test_an_interrupted_gc_reports_forgotten_and_purged_checkpoints(
     transaction = begin(store.repository, "a", 4)
     done = as_json("gc", saved, "--keep-last", 2, "--min-age", 0, status=130)
     assert done["error"]["kind"] == "interrupted"
-    assert named(done["forgotten"]) == named(done["purged"]) == ["a@1"]
-    assert "deleted_blobs" not in done
-    told = run("gc", saved, "--keep-last", 1, status=130)
-    assert "forgot a@2 (" in told.stdout
-    assert ", can be restored until " in told.stdout
-    assert told.stderr.strip() == "casckpt: interrupted"
+    assert re.search(r"gc had forgotten a@1.*; purged a@1.*; restored nothing", done["error"]["message"])
+    told = run("gc", saved, "--keep-last", 1, status=130).stderr
+    assert "casckpt: interrupted\nbefore this error, gc had forgotten a@2" in told
     transaction.abort("test")
 
 

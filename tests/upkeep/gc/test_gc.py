@@ -14,7 +14,7 @@ import msgspec
 import pytest
 
 from casckpt.base.progress import Progress
-from casckpt.cli.commands.gc import described
+from casckpt.cli.describe import plain
 from casckpt.contents import manifests
 from casckpt.errors import Damaged, NotFound, StorageError
 from casckpt.format.keys import blob_key, commit_key, manifest_key
@@ -329,7 +329,7 @@ def test_a_dry_run_reports_what_a_real_run_would_do_and_writes_nothing(tmp_path:
     assert not real.dry_run
 
     def told(result: GcResult) -> dict[str, Any]:
-        return {name: value for name, value in described(result).items() if name != "dry_run"}
+        return {name: value for name, value in plain(result).items() if name != "dry_run"}
 
     assert told(dry) == told(real)
 
@@ -348,7 +348,7 @@ def test_a_gc_result_converts_to_plain_json(remote: Repository) -> None:
     old, _ = save(remote, step=0, texts=["a"]), save(remote, step=1, texts=["b"])
     txid = begin_elsewhere(remote)
     put_blob(remote, txid, "half")
-    found = json.loads(json.dumps(described(run_gc(remote, LAST, min_age=None, dry_run=True))))
+    found = json.loads(json.dumps(plain(run_gc(remote, LAST, min_age=None, dry_run=True))))
     assert found["forgotten"] == [{"id": old.id, "run": "run", "step": 0}]
     assert {"purged", "deleted_blobs", "deleted_bytes", "kept_blobs", "kept_bytes", "dry_run"} <= found.keys()
     assert [one["reason"] for one in found["waiting"]] == ["young", "transaction"]
@@ -540,7 +540,7 @@ def test_gc_skips_a_blob_that_it_may_not_delete_and_names_it(repo: Repository, f
     assert (result.deleted_blobs, result.deleted_manifests) == (1, 2)
     (refusal,) = result.refused
     assert (refusal.path, refusal.run, refusal.why) == (f"/store/{blob}", "b", "permission denied")
-    assert described(result)["refused"] == [vars(refusal)]
+    assert plain(result)["refused"] == [vars(refusal)]
     assert blob in keys(repo)
     faults.heal()
     again = run_gc(repo)
