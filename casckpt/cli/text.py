@@ -1,10 +1,8 @@
-"""Text output: sizes, times, and tables that fit the terminal. Control characters from a store are escaped."""
+"""Text output: sizes, times, and tables. Control characters from a store are escaped."""
 
 from __future__ import annotations
 
 import os
-import shutil
-import sys
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -18,7 +16,6 @@ from casckpt.base.units import format_size
 SHORT_ID: Final = 12
 _MANY: Final = 20
 _GAP: Final = 2
-_LEAST: Final = 12  # the minimum columns of a truncated cell
 
 say = click.echo
 size = format_size
@@ -88,63 +85,23 @@ def summed(keys: Sequence[str]) -> Iterator[str]:
 
 @dataclass(frozen=True)
 class Column:
-    """A table column. ``side``: its alignment. ``fixed``: its cells are never truncated to fit the terminal.
-
-    ``spare``: if truncation is not enough, columns are dropped in ascending order of this number. A column with 0 is
-    never dropped.
-    """
+    """A table column. ``side``: its alignment."""
 
     title: str
     side: Literal["left", "right"] = "left"
-    fixed: bool = False
-    spare: int = 0
 
 
 def table(columns: Sequence[Column], rows: Iterable[Sequence[str]]) -> None:
-    """Print a table, one line per row. On a terminal, truncate long lines with an ellipsis.
+    """Print a table, one line per row.
 
     This does not use rich, because rich would take half a second for a thousand rows.
     """
     cells = [tuple(map(printable, row)) for row in rows]
-    room = terminal_width()
     widths = [len(column.title) for column in columns]
     for row in cells:
         widths = [max(width, cell_width(cell)) for width, cell in zip(widths, row, strict=True)]
-    kept = _kept(columns, widths, room)
-    columns, widths = [columns[i] for i in kept], [widths[i] for i in kept]
-    widths = _cut_widths(columns, widths, room)
-    say(bold(_cut(_line(columns, widths, [column.title for column in columns]), room)))
-    for row in cells:
-        say(_cut(_line(columns, widths, [_cut(row[i], width) for i, width in zip(kept, widths, strict=True)]), room))
-
-
-def terminal_width() -> int:
-    """Return the width of the terminal at stdout. Without a terminal, return a number larger than any line's width."""
-    return shutil.get_terminal_size().columns if sys.stdout is not None and sys.stdout.isatty() else sys.maxsize
-
-
-def _kept(columns: Sequence[Column], widths: Sequence[int], room: int) -> list[int]:
-    """Return the indices of the columns to show: as many as fit after truncation."""
-    kept = list(range(len(columns)))
-    least = [width if c.fixed else min(width, _LEAST) for c, width in zip(columns, widths, strict=True)]
-    for i in sorted((i for i in kept if columns[i].spare), key=lambda i: columns[i].spare):
-        if sum(least[k] for k in kept) + _GAP * (len(kept) - 1) <= room:
-            break
-        kept.remove(i)
-    return kept
-
-
-def _cut_widths(columns: Sequence[Column], wanted: Sequence[int], room: int) -> list[int]:
-    """Return the column widths. If a line is too long, the widest column that is not fixed is narrowed first."""
-    widths = list(wanted)
-    excess = sum(widths) + _GAP * (len(widths) - 1) - room
-    while excess > 0:
-        may = [not c.fixed and width > len(c.title) for c, width in zip(columns, widths, strict=True)]
-        if not any(may):
-            break
-        widths[max(range(len(widths)), key=lambda i: widths[i] * may[i])] -= 1
-        excess -= 1
-    return widths
+    say(bold(_line(columns, widths, [column.title for column in columns])))
+    say_all(_line(columns, widths, row) for row in cells)
 
 
 def _line(columns: Sequence[Column], widths: Sequence[int], cells: Iterable[str]) -> str:
@@ -153,15 +110,6 @@ def _line(columns: Sequence[Column], widths: Sequence[int], cells: Iterable[str]
         room = " " * (width - cell_width(cell))
         shown.append(room + cell if column.side == "right" else cell + room)
     return (" " * _GAP).join(shown).rstrip()
-
-
-def _cut(text: str, width: int) -> str:
-    """Truncate ``text`` with an ellipsis if it is too long."""
-    if cell_width(text) <= width:
-        return text
-    from rich.cells import set_cell_size
-
-    return set_cell_size(text, width - 1) + "…"
 
 
 def cell_width(text: str) -> int:

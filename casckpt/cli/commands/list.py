@@ -33,13 +33,13 @@ if TYPE_CHECKING:
     from casckpt.store.listing import Listing
 
 _COLUMNS = (
-    Column("ID", fixed=True, spare=5),  # RUN and STEP also name a checkpoint
+    Column("ID"),
     Column("RUN"),
-    Column("STEP", "right", fixed=True),
-    Column("CREATED (UTC)", fixed=True, spare=3),
-    Column("WHO", spare=1),
-    Column("SIZE", "right", fixed=True, spare=4),
-    Column("NEW", "right", fixed=True, spare=2),
+    Column("STEP", "right"),
+    Column("CREATED (UTC)"),
+    Column("WHO"),
+    Column("SIZE", "right"),
+    Column("NEW", "right"),
     Column("NOTES"),
 )
 log = logging.getLogger(__name__)

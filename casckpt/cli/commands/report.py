@@ -25,18 +25,12 @@ def _step_cells(one: dict[str, Any]) -> tuple[str, ...]:
     return one["run"], str(one["step"]), *sizes, ", ".join(notes)
 
 
-def _bytes_of(*titles: str) -> tuple[Column, ...]:
-    return tuple(Column(title, "right", fixed=True) for title in titles)
+def _right(*titles: str) -> tuple[Column, ...]:
+    return tuple(Column(title, "right") for title in titles)
 
 
-_RUNS = (
-    *(Column("RUN"), *_bytes_of("CKPTS", "NEWEST"), Column("SAVED (UTC)", fixed=True, spare=1)),
-    *(Column("SIZE", "right", fixed=True, spare=2), *_bytes_of("STORED", "ALONE")),
-)
-_STEPS = (
-    *(Column("RUN"), Column("STEP", "right", fixed=True)),
-    *(*_bytes_of("SIZE", "STORED", "NEW", "ALONE"), Column("NOTES")),
-)
+_RUNS = (Column("RUN"), *_right("CKPTS", "NEWEST"), Column("SAVED (UTC)"), *_right("SIZE", "STORED", "ALONE"))
+_STEPS = (Column("RUN"), *_right("STEP", "SIZE", "STORED", "NEW", "ALONE"), Column("NOTES"))
 
 
 @store_command("report")

@@ -87,7 +87,7 @@ def reindex(session: Session) -> None:
     session.give({"checkpoints": known, "path": path}, lambda result: say(line))
 
 
-_CACHES = (Column("FOLDER"), Column("BLOBS", "right", fixed=True), Column("SIZE", "right", fixed=True))
+_CACHES = (Column("FOLDER"), Column("BLOBS", "right"), Column("SIZE", "right"))
 
 
 @plain_command("cache")

@@ -38,11 +38,11 @@ FEW = 20
 _FEW_VALUES = 8  # on one line; Lightning's loops have hundreds
 _COLUMNS = (
     Column("TENSOR"),
-    Column("DTYPE", fixed=True, spare=1),
-    Column("SHAPE", fixed=True),
-    Column("SIZE", "right", fixed=True),
+    Column("DTYPE"),
+    Column("SHAPE"),
+    Column("SIZE", "right"),
 )
-_HEALTH = (Column("LARGEST", "right", fixed=True), Column("UNUSUAL", fixed=True))
+_HEALTH = (Column("LARGEST", "right"), Column("UNUSUAL"))
 
 
 @store_command("show")
@@ -135,7 +135,7 @@ def _text(result: dict[str, Any], with_tensors: bool) -> None:
     if with_tensors and result["tensors"]:
         say()
         looked = any(item["health"] for item in result["tensors"])
-        digest = (Column("BLAKE3", fixed=True),) if "digest" in result["tensors"][0] else ()
+        digest = (Column("BLAKE3"),) if "digest" in result["tensors"][0] else ()
         table((*_COLUMNS, *(_HEALTH if looked else ()), *digest), (_cells(item, looked) for item in result["tensors"]))
     elif result["tensors"]:
         say("list all of them with --tensors, or some of them with --keys PATTERN")
@@ -183,9 +183,9 @@ def health_cells(health: dict[str, Any] | None) -> tuple[str, str]:
 
 _VALUE_COLUMNS = (
     Column("TENSOR"),
-    Column("LARGEST OLD", "right", fixed=True),
-    Column("NEW", "right", fixed=True),
-    Column("UNUSUAL IN IT", fixed=True),
+    Column("LARGEST OLD", "right"),
+    Column("NEW", "right"),
+    Column("UNUSUAL IN IT"),
 )
 
 

@@ -57,7 +57,7 @@ def text(found: dict[str, Any]) -> None:
     ])  # fmt: skip
     for title in ("run", "user"):
         rows = ((one or "(none)", size(nbytes)) for one, nbytes in found[f"by_{title}"].items())
-        table((Column(title.upper()), Column("ON DISK", "right", fixed=True)), rows)
+        table((Column(title.upper()), Column("ON DISK", "right")), rows)
     save = "saving: {run}@{step}, since {since} UTC, on {host} ({txid})"
     say_some([printable(save.format(**one | {"since": moment(one["since"])})) for one in found["saves"]])
     say_some([printable(f"damaged: {one['key']}: {one['why']}") for one in found["damaged"]])

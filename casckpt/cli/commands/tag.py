@@ -15,10 +15,10 @@ from casckpt.cli.types import DURATION
 from casckpt.errors import NotFound
 
 _COLUMNS = (
-    Column("NAME", fixed=True),
+    Column("NAME"),
     Column("CHECKPOINT"),
-    Column("UNTIL (UTC)", fixed=True),
-    Column("HOLDER", spare=1),
+    Column("UNTIL (UTC)"),
+    Column("HOLDER"),
 )
 
 log = logging.getLogger(__name__)

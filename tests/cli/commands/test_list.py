@@ -141,21 +141,6 @@ def _with_twin(twin: Any) -> Any:
     return listed
 
 
-@pytest.mark.parametrize("columns", [40, 60, 80, 120])
-def test_tables_fit_the_width_of_the_terminal(
-    saved: Path, store: casckpt.Store, run: Run, monkeypatch: pytest.MonkeyPatch, columns: int
-) -> None:
-    monkeypatch.setattr("casckpt.cli.text.terminal_width", lambda: columns)
-    long = "a-rather-long-name/of-a-run/that-somebody-chose/for-some-good-reason"
-    store.save({"a" * 100: torch.zeros(2)}, run=long, step=123456789, ephemeral=True)
-    store.tag("a-tag-with-a-rather-long-name", "latest")
-    for command in (("list", saved), ("show", saved, "latest", "--tensors"), ("report", saved)):
-        lines = run(*command).stdout.splitlines()
-        table = [line for line in lines if command[0] != "show" or "float32" in line]
-        assert max(map(len, table)) <= columns
-        assert [line for line in lines if line != line.rstrip()] == []
-
-
 # tags and removal
 
 
