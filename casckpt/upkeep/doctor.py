@@ -1,16 +1,13 @@
-"""Checks of storage: the guarantees that a store needs, its speed, and its settings.
+"""Checks of storage: the guarantees that a store needs, and its settings.
 
 The checks write objects under probes/ and then delete them. They do not touch the store itself.
 """
 
 from __future__ import annotations
 
-from collections import defaultdict, deque
+from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext, suppress
-from functools import partial
-from statistics import median
-from typing import TypeVar
 
 from casckpt.base.parallel import in_parallel
 from casckpt.contents.manifests import stored_blobs
@@ -21,10 +18,8 @@ from casckpt.repository.exclusive import PREFIX, new_name, probe, remove_leftove
 from casckpt.repository.repository import Repository
 from casckpt.storage.base import AlreadyExists, Examinable, Finding, ShortObject
 
-T = TypeVar("T")
 RACERS = 8
 _SMALL = 20  # objects
-_LARGE, _LARGE_BYTES = 4, 8 << 20
 _FIX = "fix this error, then rerun doctor"
 _USE_ANOTHER = "checkpoints are not safe here: use a different storage, or repair this one"
 
@@ -100,7 +95,6 @@ class _Probes:
     def __init__(self, repo: Repository) -> None:
         self.repo, self._storage = repo, repo.storage
         self.folder = new_name(repo.clock, repo.entropy)
-        self._seconds = defaultdict[str, list[float]](list)
 
     def checks(self) -> dict[str, Callable[[], Finding]]:
         """Return the checks by name, in the order in which they must run."""
@@ -108,9 +102,7 @@ class _Probes:
             "read-after-write": self.read,
             "ranges": self.ranges,
             "list-after-write": self.list,
-            "throughput": self.throughput,
             "delete": self.delete,
-            "latency": self.latency,
         }
 
     def write(self) -> Finding:
@@ -118,14 +110,14 @@ class _Probes:
         with suppress(StorageError):  # the list check reports this error
             next(iter(self._storage.list(f"{self.folder}/")), None)
         for number in range(_SMALL):
-            self._timed("put", partial(self._put, self._key(number), self._data(number)))
+            self._put(self._key(number), self._data(number))
         return Finding("write", True, f"{_SMALL} objects were written")
 
     def read(self) -> Finding:
         """Check that each object can be read immediately and is complete."""
         for number in range(_SMALL):
             data = self._data(number)
-            found = self._timed("get", partial(self._storage.get, self._key(number), limit=1 << 20))
+            found = self._storage.get(self._key(number), limit=1 << 20)
             if found != data or self._storage.size(self._key(number)) != len(data):
                 why = f"{self._key(number)} differs from the bytes that were just written"
                 return Finding("read-after-write", False, why, _USE_ANOTHER)
@@ -160,33 +152,11 @@ class _Probes:
         order = "" if in_order else ", in no particular order, and casckpt needs none"
         return Finding("list-after-write", True, f"new objects are listed immediately{order}")
 
-    def throughput(self) -> Finding:
-        """Measure the speed of concurrent writes and reads of large objects."""
-        payload = self.repo.entropy(_LARGE_BYTES)
-        keys = [f"{self.folder}/large-{number}" for number in range(_LARGE)]
-        total = _LARGE * _LARGE_BYTES / 1e6
-        begun = self.repo.clock()
-        try:
-            deque(in_parallel(_LARGE, lambda key: self._put(key, payload), keys), maxlen=0)
-            put, begun = self._seconds_since(begun), self.repo.clock()
-            deque(in_parallel(_LARGE, self._read_large, keys), maxlen=0)
-            got = self._seconds_since(begun)
-        finally:
-            for key in keys:
-                with suppress(StorageError):  # the delete check reports this error
-                    self._storage.delete(key)
-        speed = f"{total / put:.0f} MB/s written, {total / got:.0f} MB/s read"
-        return Finding("throughput", None, f"{speed}, {_LARGE} concurrent objects of 8 MiB")
-
-    def _read_large(self, key: str) -> None:
-        with self._storage.open(key) as reader:
-            reader.read_into(0, [memoryview(bytearray(_LARGE_BYTES))])
-
     def delete(self) -> Finding:
         """Check that deleted objects are neither read nor listed."""
         try:
             for number in range(_SMALL):
-                self._timed("delete", partial(self._storage.delete, self._key(number)))
+                self._storage.delete(self._key(number))
         except StorageError as error:
             found = f"objects cannot be deleted: {error}"
             return Finding("delete", None, found, "saves work, but gc needs credentials that allow deletes")
@@ -198,11 +168,6 @@ class _Probes:
         if left or self._is_there(self._key(0)):
             return Finding("delete", False, "deleted objects can still be read or listed", _USE_ANOTHER)
         return Finding("delete", True, "deleted objects disappear immediately")
-
-    def latency(self) -> Finding:
-        """Report the median time of each kind of small request."""
-        medians = (f"{name} {1000 * median(times):.1f} ms" for name, times in self._seconds.items())
-        return Finding("latency", None, ", ".join(medians))
 
     @contextmanager
     def sample(self) -> Iterator[str]:
@@ -230,13 +195,3 @@ class _Probes:
     def _data(self, number: int) -> bytes:
         """Return the bytes of an object. No object is empty, and no two objects have the same size."""
         return bytes((number + i) % 251 for i in range(1000 + number))
-
-    def _timed(self, name: str, call: Callable[[], T]) -> T:
-        begun = self.repo.clock()
-        answer = call()
-        self._seconds[name].append(self._seconds_since(begun))
-        return answer
-
-    def _seconds_since(self, begun: int) -> float:
-        """Return the seconds since ``begun``. The result is at least a microsecond, because callers divide by it."""
-        return max(self.repo.clock() - begun, 1) / 1e6

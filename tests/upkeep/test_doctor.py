@@ -99,7 +99,7 @@ def test_doctor_accepts_storage_that_keeps_all_guarantees(tmp_path: Path) -> Non
     assert [name for name, one in found.items() if one.ok] == [
         "write", "create-only", "read-after-write", "ranges", "list-after-write", "delete",
     ]  # fmt: skip
-    assert {name for name, one in found.items() if one.ok is None} == {"latency", "throughput", "store"}
+    assert {name for name, one in found.items() if one.ok is None} == {"store"}
     assert list(storage.list("")) == []
 
 
@@ -109,7 +109,7 @@ def test_doctor_accepts_storage_that_keeps_all_guarantees(tmp_path: Path) -> Non
         (Replacing, {"create-only"}),
         (Forgetful, {"read-after-write", "create-only"}),
         (Misaligned, {"ranges"}),
-        (Cutting, {"ranges", "throughput"}),
+        (Cutting, {"ranges"}),
         (Lagging, {"list-after-write"}),
         (Undead, {"delete"}),
         (Stale, {"list-after-write"}),

@@ -131,8 +131,8 @@ _WORDS: Final = {True: "ok", False: "NOT OK", None: "note"}
 def doctor(session: Session) -> int:
     """Check whether storage is safe for a store.
 
-    Also measures its speed. STORE need not exist. The command writes small objects and a few 8 MiB objects under
-    probes/, and then deletes them. The exit status is 1 if a check fails.
+    STORE need not exist. The command writes small objects under probes/, and then deletes them. The exit status is 1 if
+    a check fails.
     """
     checks = []
     for finding in session.store.doctor():
