@@ -767,7 +767,6 @@ class Store:
         run: str | None = None,
         tags: bool | None = None,
         jobs: int | None = None,
-        part: tuple[int, int] = (0, 1),
         blob_bytes: int | None = None,
         compress: Literal["off", "always"] | None = None,
         dry_run: bool = False,
@@ -783,7 +782,6 @@ class Store:
         - ``run``: copy only this run.
         - ``tags``: also set the tags. By default, a copy of the whole store sets those that ``target`` lacks.
         - ``jobs``: how many files to copy in parallel.
-        - ``part``: (rank, number of ranks), if several processes share the work.
         - ``blob_bytes``: repack the cells into blobs of this size. ``target`` may then be this store itself, whose
           small and worn blobs are packed together.
         - ``compress``: "always" encodes floats, except in checkpoints with encoded cells; "off" and None change
@@ -800,7 +798,7 @@ class Store:
         plan = copying.plan_copy(source, other, map(plain, refs), run=run, blob_bytes=blob_bytes, compress=compress)
         if dry_run:
             return copying.preview(source, other, plan, with_tags=tags)
-        result = copying.execute(source, other, plan, with_tags=tags, jobs=jobs, part=part, progress=Progress(progress))
+        result = copying.execute(source, other, plan, with_tags=tags, jobs=jobs, progress=Progress(progress))
         if check:
             result.raise_failure()
         return result

@@ -48,26 +48,6 @@ def beside(option: str, values: Iterable[str]) -> list[str]:
     return [word for value in values for word in (option, value)]
 
 
-@follows("cli/commands/copy.py:_part", "RANK and WORLD_SIZE in the environment must be numbers")
-@follows("cli/commands/copy.py:_part", "in the environment contradict each other: unset both")
-def test_launched_processes_can_share_a_copy_as_advised(
-    saved: Store, tmp_path: Path, messages: Messages, run: Run, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    store_path = saved.url
-    monkeypatch.setenv("RANK", "first")
-    messages.text(run("copy", store_path, tmp_path / "copy", status=2).output).says("RANK and WORLD_SIZE")
-    monkeypatch.setenv("RANK", "3")
-    monkeypatch.setenv("WORLD_SIZE", "2")
-    messages.text(run("copy", store_path, tmp_path / "copy", status=2).output).says("unset both")
-    monkeypatch.setenv("RANK", "0")
-    monkeypatch.setenv("WORLD_SIZE", "1")
-    run("copy", store_path, tmp_path / "copy")
-    monkeypatch.delenv("RANK")
-    monkeypatch.delenv("WORLD_SIZE")
-    run("copy", store_path, tmp_path / "other")
-    assert len(casckpt.open(tmp_path / "other").checkpoints()) == 1
-
-
 class Once:
     """A server that ends before its first response."""
 

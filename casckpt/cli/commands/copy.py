@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -44,7 +43,7 @@ def command(session: Session, destination: str, refs: tuple[str, ...], *, dst_op
 
     Copies all visible checkpoints, or the ones that you name, but transfers only the bytes that DST lacks. The copies
     keep their ids, times and order. The command verifies every byte, and creates DST if necessary. If it is killed,
-    the next copy continues where it stopped. Under torchrun, the processes share the work. Checkpoints that are
+    the next copy continues where it stopped. Copies that run at the same time share the work. Checkpoints that are
     forgotten in DST remain forgotten unless you name them. The exit status is 4 if damaged data was not copied, and 5
     if DST has a different checkpoint under the same run and step.
     """
@@ -56,12 +55,10 @@ def command(session: Session, destination: str, refs: tuple[str, ...], *, dst_op
     target = open_store(
         destination, storage_options=dict(dst_options), cache_dir=session.cache_dir, single_writer=session.single_writer
     )
-    part = _part()
     doubt(session.store, options["run"])
     with progress_bar("copying") as done:
-        result = session.store.copy_to(target, *refs, part=part, progress=done, check=False, **options)
-    if part[0] == 0:  # under torchrun, only one of the processes prints
-        session.give(_described(result), text)
+        result = session.store.copy_to(target, *refs, progress=done, check=False, **options)
+    session.give(_described(result), text)
     found = [one.error.exit_status for one in result.failed] + [Damaged.exit_status for _ in result.records]
     return max(found, key=(0, 1, 5, 4).index, default=0)
 
@@ -73,19 +70,6 @@ def _described(result: CopyResult) -> dict[str, Any]:
     ]
     found: dict[str, Any] = plain(result)
     return found | {"failed": failed, "blobs_copied": found.pop("blobs"), "bytes_copied": found.pop("nbytes")}
-
-
-def _part() -> tuple[int, int]:
-    """Return the rank and the number of processes from the variables that torchrun sets."""
-    try:
-        number, total = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
-    except ValueError as error:
-        raise click.UsageError(f"RANK and WORLD_SIZE in the environment must be numbers: {error}") from error
-    if not 0 <= number < total:
-        raise click.UsageError(
-            f"RANK={number} and WORLD_SIZE={total} in the environment contradict each other: unset both"
-        )
-    return number, total
 
 
 def text(result: dict[str, Any]) -> None:

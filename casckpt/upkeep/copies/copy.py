@@ -28,7 +28,6 @@ from casckpt.repository.repository import Repository
 from casckpt.upkeep.copies.mirrored import unsafe_in
 from casckpt.upkeep.copies.replication import (
     BlobLocations,
-    Part,
     Work,
     copy_signatures,
     occupant,
@@ -81,9 +80,9 @@ class CopyPlan:
 class CopyResult:
     """The result of a copy or, with ``dry_run``, the expected result. ``copied``: the new commits in the target.
 
-    ``blobs``, ``nbytes``: number and size of the blobs that all processes that share the work uploaded.
-    ``made_store``: whether the target was created. ``tags``: names of the tags that were set in the target.
-    ``tags_left``: why other tags were not set, in a copy of the whole store without ``tags``.
+    ``blobs``, ``nbytes``: number and size of the blobs that this process uploaded. ``made_store``: whether the target
+    was created. ``tags``: names of the tags that were set in the target. ``tags_left``: why other tags were not set, in
+    a copy of the whole store without ``tags``.
     ``records``: unreadable records of the source, whose checkpoints were not copied.
     """
 
@@ -265,26 +264,24 @@ def execute(
     *,
     with_tags: bool | None = False,
     jobs: int | None = None,
-    part: Part = (0, 1),
     progress: Progress = silent,
 ) -> CopyResult:
     """Carry out ``plan``. If the target does not exist, create it with the source's cell and blob sizes.
 
     ``with_tags``: set the source's tags on the copied and present checkpoints (None: those that the target does not
-    have). ``jobs``: number of concurrent
-    transfers. ``part``: (number, count) of this process among the processes that make the same copy. ``progress``:
-    called with the number of bytes of finished blobs, `CopyPlan.total` in all.
+    have). ``jobs``: number of concurrent transfers. ``progress``: called with the number of bytes of finished blobs,
+    `CopyPlan.total` in all.
 
     The result lists the checkpoints that cannot be copied. Raises `Unsupported` if this version does not know one of a
     store's requirements for writers. Raises `StorageError`; the next copy then continues the work.
     """
     progress.expect(plan.total)
     blob_bytes = plan.blob_bytes
-    each = Work(_jobs(source, target, jobs), _checked_part(part), progress=progress)
     places = BlobLocations(target, {ref.hash for ref in _named(source, plan.missing)})
-    work = replace(each, blob_bytes=blob_bytes, compress=plan.compress, places=places, for_mirror=plan.for_mirror)
-    if (blob_bytes is not None or plan.compress) and part != (0, 1):
-        raise InvalidInput("processes cannot share a copy that repacks cells: use a single process")
+    work = Work(
+        _jobs(source, target, jobs), for_mirror=plan.for_mirror, progress=progress, blob_bytes=blob_bytes,
+        compress=plan.compress, places=places,
+    )  # fmt: skip
     made = _create_target(source, target, blob_bytes)
     copy_signatures(source, target, {commit.id for commit in (*plan.missing, *plan.present)})
 
@@ -296,11 +293,9 @@ def execute(
     copied, not_copied = _each(plan.missing, copy)
     restored, not_restored = _each(plan.forgotten, lambda commit: restore(target, commit))
     failed = (*plan.failed, *not_copied, *not_restored)
-    shared = [one.committed for one in copied] if work.part != (0, 1) else []  # with the blobs of other processes
     result = CopyResult(
         tuple(copied), tuple(restored), plan.present, plan.left, failed, plan.records,
-        blobs=sum(one.blobs_written for one in shared) or len(work.uploaded),
-        nbytes=sum(one.bytes_written for one in shared) or sum(work.uploaded), made_store=made,
+        blobs=len(work.uploaded), nbytes=sum(work.uploaded), made_store=made,
     )  # fmt: skip
     return result if with_tags is False else _with_tags(source, target, result, with_tags)
 
@@ -338,13 +333,6 @@ def _jobs(source: Repository, target: Repository, jobs: int | None) -> int:
     if type(jobs) is not int or jobs < 1:
         raise InvalidInput(f"jobs={jobs!r} is not valid: pass a positive number")
     return jobs
-
-
-def _checked_part(part: Part) -> Part:
-    number, count = part
-    if not 0 <= number < count:
-        raise InvalidInput(f"part={part!r} is not valid: pass (number, count), where number is from 0 to count - 1")
-    return part
 
 
 def _with_tags(source: Repository, target: Repository, result: CopyResult, with_tags: bool | None) -> CopyResult:

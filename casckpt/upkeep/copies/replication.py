@@ -2,10 +2,10 @@
 
 A copy follows the save protocol in docs/format.md. Its transaction has the id of the save in the first store, or the
 next free id. Therefore, all processes that copy the same places of a checkpoint use the same transaction, and share the
-work without exchanging messages. Each process begins with its own part, continues with blobs that no process has
-uploaded yet, and commits when all blobs have been uploaded. Another process can continue a killed copy, unless gc has
-revoked its transaction. If the target has the checkpoint, but lacks some of its entries, the copy is a rewrite there. A
-copy includes the signatures of the checkpoint.
+work without exchanging messages. Each process skips blobs that another one has uploaded, and commits when all blobs
+have been uploaded. Another process can continue a killed copy, unless gc has revoked its transaction. If the target has
+the checkpoint, but lacks some of its entries, the copy is a rewrite there. A copy includes the signatures of the
+checkpoint.
 """
 
 from __future__ import annotations
@@ -82,9 +82,6 @@ _TRIES = 4  # revoked transactions after which the copy fails
 _MEMORY = 1 << 30  # bytes of buffers
 _AHEAD = timedelta(days=1)  # allowed lead of another host's clock
 
-Part = tuple[int, int]
-"""(number, count): the part of the work that a process does first if ``count`` processes make the same copy."""
-
 
 @dataclass(frozen=True)
 class Work:
@@ -100,7 +97,6 @@ class Work:
     """
 
     jobs: int = 4
-    part: Part = (0, 1)
     for_mirror: bool = False
     progress: Progress = silent
     blob_bytes: int | None = None
@@ -320,7 +316,9 @@ class _Copy:
             missing = [ref for ref in new if there.get(blob_key(self.txid, ref.hash)) != ref.size]
             log.info("%s: %d of %d blobs to upload", self.commit, len(missing), len(wanted))
             self.work.progress(sum(ref.size for ref in new) - sum(ref.size for ref in missing))
-            self._upload(self._ordered(missing))
+            if self.joined:
+                random.Random(self.target.entropy(8)).shuffle(missing)  # noqa: S311 - so that processes rarely collide
+            self._upload(missing)
 
         def exclude(lost: Collection[BlobRef]) -> None:
             for ref in lost:
@@ -336,21 +334,6 @@ class _Copy:
         folder = uploader_folder(self.txid)
         return {entry.key: entry.size for entry in self.target.storage.list(f"{folder}/")}
 
-    def _ordered(self, refs: Sequence[BlobRef]) -> list[BlobRef]:
-        """Return this process's part first, then the others in random order, so that processes rarely collide."""
-        number, count = self.work.part
-        low, high = len(refs) * number // count, len(refs) * (number + 1) // count
-        own, rest = list(refs[low:high]), [*refs[high:], *refs[:low]]
-        draw = random.Random(self.target.entropy(8))  # noqa: S311 - nothing secret
-        draw.shuffle(rest)
-        if self._is_shared and count == 1:
-            draw.shuffle(own)
-        return own + rest
-
-    @property
-    def _is_shared(self) -> bool:
-        return self.joined or self.work.part[1] > 1
-
     def _upload(self, refs: Sequence[BlobRef]) -> None:
         if not refs:
             return
@@ -364,7 +347,7 @@ class _Copy:
 
     def _move(self, buffers: BufferPool, ref: BlobRef) -> BlobRef:
         own = self.txid
-        if self._is_shared and self.target.storage.size(blob_key(own, ref.hash)) == ref.size:
+        if self.target.storage.size(blob_key(own, ref.hash)) == ref.size:
             return ref
         with buffers.borrow() as buffer:
             try:

@@ -182,15 +182,6 @@ def test_copy_reports_forgotten_checkpoints(run: Run, saved: Path, there: Path) 
     assert "restored a@1" in run("copy", saved, there, "a@1").output
 
 
-def test_an_invalid_environment_variable_is_a_usage_error(
-    run: Run, saved: Path, there: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    for rank, world in (("2", "2"), ("x", "2")):
-        monkeypatch.setenv("RANK", rank)
-        monkeypatch.setenv("WORLD_SIZE", world)
-        run("copy", saved, there, status=2)
-
-
 # processes
 
 
@@ -257,27 +248,20 @@ def test_gc_revokes_a_killed_copy_and_the_next_copy_starts_over(
     assert same_state(other.read("latest"), many.read("latest"))
 
 
-@pytest.mark.parametrize("world", [1, 2], ids=["both copy all", "as torchrun starts them"])
-def test_two_processes_can_copy_the_same_checkpoints_while_gc_runs(
-    many: casckpt.Store, there: Path, world: int
-) -> None:
+def test_two_processes_can_copy_the_same_checkpoints_while_gc_runs(many: casckpt.Store, there: Path) -> None:
     many.save({"w": cells(200, seed=4)}, step=2)
     started = [
         subprocess.Popen(
             [*CASCKPT, "copy", many.url, str(there), "--json", "--jobs", "2"],
-            env=os.environ | {"RANK": str(rank if world > 1 else 0), "WORLD_SIZE": str(world)},
-            stdout=subprocess.PIPE,
-            text=True,
+            stdout=subprocess.DEVNULL,
         )
-        for rank in range(2)
+        for _ in range(2)
     ]
     other = casckpt.open(there)
     while any(process.poll() is None for process in started):
         if (there / "casckpt.json").exists():
             other.gc(wait=0, min_age=0)
-    said = [process.communicate()[0] for process in started]
-    assert [process.returncode for process in started] == [0, 0]
-    assert bool(said[1]) == (world == 1)  # of several ranks, only the first one prints
+    assert [process.wait() for process in started] == [0, 0]
     assert steps(other) == [("default", 1), ("default", 2)]
     assert not other.verify().is_damaged
     for step in (1, 2):

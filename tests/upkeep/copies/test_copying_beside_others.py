@@ -49,7 +49,7 @@ class Copier:
             for _ in range(2):
                 copy(repo, repo, run="copied", blob_bytes=1 << 20, jobs=1)
             return
-        work = Work(jobs=1, part=(int(name[-1]), 2), blob_bytes=1 << 20 if name == "r0" else None)
+        work = Work(jobs=1, blob_bytes=1 << 20 if name == "r0" else None)
         for commit in list_commits(self.source).live():
             try:
                 replicate(self.source, repo, commit, work)

@@ -139,8 +139,6 @@ def test_invalid_repacking_options_are_rejected(source: Repository, target: Repo
     for blob_bytes in (0, 4095, (1 << 30) + 1):
         with pytest.raises(InvalidInput, match="from 4KiB to 1GiB"):
             recode(source, target, blob_bytes=blob_bytes)
-    with pytest.raises(InvalidInput, match="cannot share"):
-        recode(source, target, part=(0, 2))
     assert not target.exists()
 
 
@@ -446,7 +444,5 @@ def test_unsupported_encoding_options_are_rejected() -> None:
     store.save({"w": trained(20, 0)}, step=0)
     with pytest.raises(InvalidInput, match="in place"):
         encoded(store, store, blob_bytes=LARGE)
-    with pytest.raises(InvalidInput, match="share"):
-        encoded(store, target, part=(0, 2))
     with pytest.raises(InvalidInput, match="always"):
         store.copy_to(target, compress="auto")  # type: ignore[arg-type]  # wrong on purpose

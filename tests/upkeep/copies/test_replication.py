@@ -306,37 +306,17 @@ def test_two_processes_share_a_copy_and_one_of_them_commits(tmp_path: Path, sour
     check_clean(first)
 
 
-def test_processes_that_share_a_copy_report_their_combined_bytes(tmp_path: Path, source: Repository) -> None:
-    inner, said = memory(), []
+def test_a_process_skips_blobs_that_another_one_has_uploaded(tmp_path: Path, source: Repository) -> None:
+    inner = memory()
     other = elsewhere(tmp_path, inner, seed=5)
 
     def join_in() -> None:
-        said.append(copy(source, other, "run@3", part=(1, 2), jobs=1))
+        copy(source, other, "run@3", jobs=1)
 
-    first = elsewhere(tmp_path, FaultyStore(inner, [call_first("put", meanwhile(join_in), key="*.safetensors")]))
-    said.append(copy(source, first, "run@3", part=(0, 2), jobs=1))
-    sizes = [entry.size for entry in inner.list("objects/") if entry.key.endswith(".safetensors")]
-    assert [(one.blobs, one.nbytes) for one in said] == [(len(sizes), sum(sizes))] * 2
-
-
-@pytest.mark.parametrize("part", [(0, 3), (1, 3), (2, 3)])
-def test_a_process_copies_everything_if_the_other_processes_are_absent(
-    tmp_path: Path, source: Repository, part: tuple[int, int]
-) -> None:
-    target = elsewhere(tmp_path)
-    copy(source, target, part=part).raise_failure()
-    assert contents(target) == contents(source)
-
-
-def test_each_process_that_shares_a_copy_starts_with_its_own_part(tmp_path: Path) -> None:
-    source = chain(repository(tmp_path), 6)
-    wanted = [ref.hash for ref in manifests.get(source, resolve(source, "run@5")).blobs]
-    for number in range(3):
-        storage = FaultyStore(memory())
-        copy(source, elsewhere(tmp_path / str(number), storage), "run@5", part=(number, 3), jobs=1)
-        put = [key.split("/")[2].split(".")[0] for key in blob_puts(storage)]
-        assert put[:2] == wanted[2 * number : 2 * number + 2]
-        assert sorted(put) == sorted(wanted)
+    storage = FaultyStore(inner, [call_first("put", meanwhile(join_in), key="*.safetensors")])
+    first = elsewhere(tmp_path, storage)
+    assert copy(source, first, "run@3", jobs=1).blobs == len(blob_puts(storage)) == 1
+    check_clean(first)
 
 
 def test_a_joined_transaction_outlives_the_process_that_began_it(tmp_path: Path, source: Repository) -> None:
