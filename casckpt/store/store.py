@@ -730,23 +730,21 @@ class Store:
         self,
         *refs: str | Checkpoint,
         mode: Mode = "full",
-        sample: float = 1.0,
         part: tuple[int, int] = (0, 1),
         decode: bool = False,
         progress: Shown | None = None,
     ) -> VerifyResult:
         """Check all objects of live checkpoints, or of ``refs``. Record damaged blobs in the store.
 
-        ``mode``: "full" reads every blob and checks its hash, and "exists" checks presence and size. ``sample``: the
-        fraction of the blobs to check, chosen at random. ``part``: (K, N) checks the K-th of N parts of the blobs, so N
-        calls with K from 0 to N - 1 check all. ``decode``: also decode encoded cells and check their
-        digests. ``progress``: called with the number of bytes read so far and the total. The result lists the damage.
-        Raises NotFound, InvalidInput, and StorageError.
+        ``mode``: "full" reads every blob and checks its hash, and "exists" checks presence and size. ``part``:
+        (K, N) checks the K-th of N parts of the blobs, so N calls with K from 0 to N - 1 check all. ``decode``: also
+        decode encoded cells and check their digests. ``progress``: called with the number of bytes read so far and the
+        total. The result lists the damage. Raises NotFound, InvalidInput, and StorageError.
         """
         from casckpt.upkeep.repair.verify import verify
 
         chosen, shown = [plain(ref) for ref in refs] or None, Progress(progress)
-        return verify(self.repository, refs=chosen, mode=mode, sample=sample, part=part, decode=decode, progress=shown)
+        return verify(self.repository, refs=chosen, mode=mode, part=part, decode=decode, progress=shown)
 
     def repair(self, *sources: Store | str | os.PathLike[str], progress: Shown | None = None) -> RepairResult:
         """Restore missing and damaged manifests and blobs. Damaged blobs are those that `verify` or a save has marked.

@@ -14,14 +14,12 @@ from itertools import chain
 from casckpt.base.groups import grouped
 from casckpt.base.lazy import cached_property
 from casckpt.base.units import time_of
-from casckpt.contents import blobs
 from casckpt.format.keys import parse_object, parse_txid
 from casckpt.format.names import BlobHash, TxId
 from casckpt.history.commits import Commit, CommitList
 from casckpt.history.tags import Tag, tags, tags_of
 from casckpt.plan.retention import Policy
 from casckpt.repository.repository import Repository
-from casckpt.upkeep.copies.mirrored import ask
 from casckpt.upkeep.gc.purge import GcPlan, plan_of
 from casckpt.upkeep.inventory import BLOB, BlobUse, Inventory, list_unguarded
 
@@ -40,9 +38,6 @@ class StoreStats:
     stored as frames. ``bytes_frames``: the size of these frames. ``bytes_deltas``: the size of the frames that have a
     base. ``forgotten``: checkpoints that are waiting to be purged. ``bytes_freed_now``: blobs that gc without rules
     deletes. ``bytes_freed_later``: blobs that gc deletes after all currently forgotten checkpoints have been purged.
-    ``mirror``: URL of the store's mirror, or None if it has none. ``mirror_found``: whether a store exists at that
-    URL, or None if it cannot be asked. ``mirrored``, ``unmirrored``: number of checkpoints, including forgotten ones,
-    that are safe in the mirror, and of the others. ``damaged_blobs``: marked blobs that checkpoints need.
     """
 
     checkpoints: int
@@ -58,11 +53,6 @@ class StoreStats:
     bytes_deltas: int = 0
     bytes_freed_now: int = 0
     bytes_freed_later: int = 0
-    mirror: str | None = None
-    mirror_found: bool | None = None
-    mirrored: int = 0
-    unmirrored: int = 0
-    damaged_blobs: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,7 +68,7 @@ class RunUsage:
     """The space that one run uses. Sizes count blob files, except ``bytes_logical``, which counts visible tensors.
 
     ``bytes_used``: all blobs that its live checkpoints name. ``bytes_alone``: the blobs that no other run names, which
-    gc frees if the run is purged. ``bytes_newest``: the blobs that its newest checkpoint names.
+    gc frees if the run is purged.
     """
 
     run: str
@@ -89,7 +79,6 @@ class RunUsage:
     bytes_logical: int
     bytes_used: int
     bytes_alone: int
-    bytes_newest: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -167,12 +156,9 @@ class Sizes:
         self._gone = [commit for commit in self._live if not commit.visible]
 
     def stats(self) -> StoreStats:
-        """Return the counts of the store. Lists the mirror's commits."""
-        commits, mirror = self._commits, self._repo.settings.mirror
-        current, needed = commits.current(), [] if mirror is None else commits.live()
+        """Return the counts of the store."""
+        commits, current = self._commits, self._commits.current()
         total, freed = self._stock.total(), self.freed()
-        answer = ask(self._repo, needed, many=True)
-        marked = blobs.damaged_marks(self._repo)  # gc deletes the marked blobs that no checkpoint needs
         return StoreStats(
             checkpoints=len(current),
             forgotten=sum(commit.is_forgotten for commit in commits.live()),
@@ -187,11 +173,6 @@ class Sizes:
             bytes_deltas=sum(commit.committed.bytes_deltas for commit in current),
             bytes_freed_now=freed.now,
             bytes_freed_later=freed.later,
-            mirror=mirror,
-            mirror_found=answer.found,
-            mirrored=len(needed) - len(answer.unsafe),
-            unmirrored=len(answer.unsafe),
-            damaged_blobs=len(marked & self._use.named) if marked else 0,
         )
 
     def freed(self, *, leftovers: bool = True) -> Freed:
@@ -284,7 +265,6 @@ class Sizes:
         return int(self._use.sizes[self._use.used(commits)[0]].sum())
 
     def _run(self, commits: Sequence[Commit]) -> RunUsage:
-        readable = [commit for commit in commits if commit.places.txid in self._use.blobs]
         return RunUsage(
             run=commits[-1].run,
             checkpoints=sum(commit.visible for commit in commits),
@@ -294,7 +274,6 @@ class Sizes:
             bytes_logical=sum(commit.bytes_held for commit in commits if commit.visible),
             bytes_used=self._used(commits),
             bytes_alone=self._use.alone(commits).blob_bytes,
-            bytes_newest=self._used(readable[-1:]),
         )
 
     def _steps(self, wanted: Sequence[Commit], named: Mapping[str, Tag]) -> list[StepUsage]:

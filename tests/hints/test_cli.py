@@ -303,19 +303,14 @@ def test_verify_explains_a_checkpoint_that_cannot_be_measured(
     assert id in run(*advice.command("verify"), store_path, status=4).output
 
 
-@follows("cli/commands/report.py:stats_text", "run `casckpt repair`, or `casckpt verify` for details")
 @follows("cli/commands/verify.py:_to_do", "damaged: run `casckpt repair`")
 def test_known_damage_can_be_repaired_as_advised(saved: Store, tmp_path: Path, messages: Messages, run: Run) -> None:
     path = tmp_path / "store"
     shutil.copytree(path, tmp_path / "copy")
-    damaged = changed_blob(path)
+    changed_blob(path)
     advice = messages.text(run("verify", path, status=4).output)
-    advice.command("repair")
-    stats = messages.text(run("stats", path).output)
-    assert damaged.path.stem in run(*stats.command("verify"), path, status=4).output
-    for said in (advice, stats):
-        run(*said.command("repair"), path, "--from", tmp_path / "copy")
-    run("verify", path)
+    run(*advice.command("repair"), path, "--from", tmp_path / "copy")
+    assert "all is well" in run("verify", path).output
 
 
 @follows("cli/commands/show.py:_text", "list all of them with --tensors, or some of them with --keys PATTERN")

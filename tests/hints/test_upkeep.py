@@ -382,7 +382,7 @@ def test_a_lost_mirror_can_be_restored_refilled_or_unset_as_advised(
 
 
 @follows("upkeep/repair/verify.py:_check_arguments", "pass mode='full', or omit decode")
-@follows("upkeep/repair/verify.py:_check_arguments", "pass the mode 'full' or 'exists', and a sample")
+@follows("upkeep/repair/verify.py:_check_arguments", "pass mode='full' or mode='exists'")
 def test_contradictory_options_of_verify_can_be_corrected_as_advised(trained: Store, messages: Messages) -> None:
     with messages.error(InvalidInput) as advice:
         trained.verify(mode="exists", decode=True)
@@ -390,10 +390,10 @@ def test_contradictory_options_of_verify_can_be_corrected_as_advised(trained: St
     advice.says("omit decode")
     assert not trained.verify(mode="exists").is_damaged
     with messages.error(InvalidInput) as advice:
-        trained.verify(mode="all", sample=0)  # type: ignore[arg-type]
-    advice.says("pass the mode 'full' or 'exists', and a sample")
+        trained.verify(mode="all")  # type: ignore[arg-type]
+    advice.says("pass mode='full' or mode='exists'")
     for mode in ("full", "exists"):
-        assert not trained.verify(mode=mode, sample=0.5).is_damaged
+        assert not trained.verify(mode=mode).is_damaged
 
 
 @follows("cli/commands/gc.py:command", "pass --erase RUN --confirm RUN")

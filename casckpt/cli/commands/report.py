@@ -90,14 +90,6 @@ def say_unreadable(ids: Sequence[str]) -> None:
         say(f"{count(len(ids), 'checkpoint')} could not be read; run `casckpt verify` for details")
 
 
-def _mirror(result: dict[str, Any]) -> str:
-    """Format what the mirror says, if it answers."""
-    if result["mirror_found"] is None:
-        return "mirror cannot be reached"
-    state = f"{count(result['unmirrored'], 'checkpoint')} behind" if result["unmirrored"] else "up to date"
-    return state if result["mirror_found"] else f"{state}, mirror not found"
-
-
 def _plan(result: dict[str, Any]) -> str:
     """Format the forecast."""
     free = "free space unknown" if result["bytes_free"] is None else f"{size(result['bytes_free'])} free"
@@ -109,17 +101,13 @@ def stats_text(result: dict[str, Any]) -> None:
     """Print the figures."""
     stored, logical = result["bytes_stored"], result["bytes_logical"]
     saving = f" ({logical / stored:.1f} times the stored size)" if stored and logical else ""
-    mirror = [] if result["mirror"] is None else [("mirror", f"{result['mirror']}, {_mirror(result)}")]
-    damaged = [f"{count(result['damaged_blobs'], 'blob')}: run `casckpt repair`, or `casckpt verify` for details"]
     facts([
         ("checkpoints", f"{result['checkpoints']} of {count(result['runs'], 'run')}, {result['forgotten']} forgotten"),
         ("their size", f"{size(logical)}{saving}"),
         *coded(result),
         ("stored", f"{size(stored)} in {count(result['blobs'], 'blob')}, {size(result['bytes_manifests'])} manifests"),
         ("a gc frees", freed(result["bytes_freed_now"], result["bytes_freed_later"])),
-        *mirror,
         *([("plan", _plan(result))] if "full_at" in result else []),
-        *(("damaged", advice) for advice in damaged if result["damaged_blobs"]),
     ])  # fmt: skip
     if result.get("by_step"):
         say()

@@ -23,10 +23,6 @@ if TYPE_CHECKING:
 @click.option(
     "--quick", is_flag=True, help="Only check that blobs exist, have the right size, and are not marked as damaged."
 )
-@click.option(
-    "--sample", type=click.FloatRange(0, 1, min_open=True), default=1.0, metavar="FRACTION",
-    help="Check only a random sample of the blobs: 0.1 for a tenth.",
-)  # fmt: skip
 @click.option("--part", type=PART, default="1/1", metavar="K/N", help="Check only the K-th of N parts of the blobs.")
 @click.option("--decode", is_flag=True, help="Also decode encoded cells, and compare them with their digests.")
 def command(session: Session, refs: tuple[str, ...], quick: bool, **options: Any) -> int:

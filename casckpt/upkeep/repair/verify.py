@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import logging
-import random
-from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple
@@ -110,7 +109,6 @@ def verify(
     *,
     refs: Iterable[str | Commit] | None = None,
     mode: Mode = "full",
-    sample: float = 1.0,
     part: tuple[int, int] = (0, 1),
     decode: bool = False,
     progress: Progress = silent,
@@ -118,25 +116,23 @@ def verify(
     """Check all objects of live checkpoints, including forgotten ones, and update the marks of damaged blobs.
 
     Skips commits that were rewritten without a loss. ``refs``: check only these checkpoints (None: all). ``mode``:
-    "full" reads and verifies every blob once. "exists" compares presence and size, and trusts the marks. ``sample``:
-    the fraction of the blobs to check, chosen at random, in addition to marked blobs. ``part``: (K, N) checks the K-th
-    of N parts of the blobs, in addition to marked blobs. A blob is always in the same part, so N calls check all.
-    ``decode``: also decode all encoded cells and compare them; without it, only those in marked blobs. ``progress``:
-    called with the number of bytes just read.
+    "full" reads and verifies every blob once. "exists" compares presence and size, and trusts the marks. ``part``: (K,
+    N) checks the K-th of N parts of the blobs, in addition to marked blobs. A blob is always in the same part, so N
+    calls check all. ``decode``: also decode all encoded cells and compare them; without it, only those in marked blobs.
+    ``progress``: called with the number of bytes just read.
 
     No save reuses a marked blob. Only a check of all checkpoints removes marks. If the store is not writable, the old
     marks remain and verify logs a warning. Raises `NotFound`, `InvalidInput`, and `StorageError`. Damage does not raise
     an error; it is reported in the result.
     """
-    _check_arguments(mode, sample, part, decode)
+    _check_arguments(mode, part, decode)
     listed = list_commits(repo, anew=mode == "full")
     chosen = listed.placed() if refs is None else resolve_many(repo, refs, listed)
     records = damaged_records(repo, listed, is_all=refs is None, anew=mode == "full")
     needs = survey(repo, chosen, with_extents=mode == "full")
     needed, marked = needs.refs(), marked_blobs(repo)
     index, parts = part
-    of_part = [ref for ref in needed if int(ref.hash[:8], 16) % parts == index or (ref.uploader, ref.hash) in marked]
-    wanted = _sampled(repo, of_part, sample, marked.keys())
+    wanted = [ref for ref in needed if int(ref.hash[:8], 16) % parts == index or (ref.uploader, ref.hash) in marked]
     log.info("%d checkpoints, %d blobs to check", len(needs.commits), len(wanted))
     progress.expect(sum(ref.size for ref in wanted) if mode == "full" else 0)
     read = 0
@@ -221,18 +217,15 @@ def known_damage(repo: Repository, listed: CommitList, objects: Mapping[str, int
     return found + damaged_records(repo, listed, anew=near, objects=objects)
 
 
-def _check_arguments(mode: Any, sample: Any, part: tuple[int, int], decode: bool) -> None:
+def _check_arguments(mode: Any, part: tuple[int, int], decode: bool) -> None:
     if not 0 <= part[0] < part[1]:
         raise InvalidInput(f"part={part!r} is not valid: pass (K, N), with K from 0 to N - 1")
     if decode and mode != "full":
         raise InvalidInput(
             f"mode={mode!r} does not read cells, so it cannot decode them: pass mode='full', or omit decode"
         )
-    if mode not in ("full", "exists") or not isinstance(sample, int | float) or not 0 < sample <= 1:
-        raise InvalidInput(
-            f"mode={mode!r}, sample={sample!r} are not valid: pass the mode 'full' or 'exists', and a "
-            "sample above 0 and at most 1"
-        )
+    if mode not in ("full", "exists"):
+        raise InvalidInput(f"mode={mode!r} is not valid: pass mode='full' or mode='exists'")
 
 
 def survey(repo: Repository, commits: Iterable[Commit], *, with_extents: bool = False) -> Survey:
@@ -276,14 +269,6 @@ def _name(blob: Checked) -> Name:
 def marked_blobs(repo: Repository) -> dict[Name, str]:
     """Return the marked blobs, and the reason for each mark."""
     return {(mark.uploader, mark.blob): mark.why for mark in blobs.marks(repo) if mark.state != blobs.REPAIRED}
-
-
-def _sampled(repo: Repository, refs: list[BlobRef], fraction: float, marked: Container[Name]) -> list[BlobRef]:
-    if fraction >= 1 or not refs:
-        return refs
-    count = max(1, round(fraction * len(refs)))
-    chosen = set(random.Random(repo.entropy(8)).sample(range(len(refs)), count))  # noqa: S311  # nothing secret
-    return [ref for index, ref in enumerate(refs) if index in chosen or (ref.uploader, ref.hash) in marked]
 
 
 def compare_sizes(refs: Iterable[BlobRef], sizes: Mapping[str, int], marked: Mapping[Name, str]) -> Iterator[Checked]:

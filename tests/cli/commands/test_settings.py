@@ -42,7 +42,7 @@ def test_gc_follows_the_settings(saved: Path, as_json: AsJson, run: Run) -> None
 def test_a_mirror_is_stored_as_a_full_url(saved: Path, tmp_path: Path, as_json: AsJson) -> None:
     there = casckpt.open(tmp_path / "there")
     assert as_json("settings", saved, "--set", f"mirror={tmp_path / 'there'}")["mirror"] == there.url
-    assert as_json("stats", saved)["mirror"] == there.url
+    assert as_json("status", saved)["mirror"] == there.url
     assert as_json("settings", saved, "--unset", "mirror")["mirror"] is None
 
 
