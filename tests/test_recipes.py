@@ -13,6 +13,7 @@ import torch
 import casckpt
 from tests.support.pages import commands_of, pattern
 from tests.support.recipes import Batch, Seen, Start, Training, says_kill_it, train
+from tests.support.saves import hashes
 from tests.support.torch_versions import needs_torch
 
 EXAMPLES = Path(__file__).resolve().parent.parent / "docs" / "examples"
@@ -120,8 +121,8 @@ def up_to_the_kill(recipe: Recipe) -> list[Start]:
 
 
 def last_checkpoint(folder: Path, run: str) -> dict[str, str]:
-    """Return the digests of the tensors by key. Lightning's keys contain paths, and other values may be times."""
-    found = casckpt.open(folder / "checkpoints").digests(f"{run}@latest")
+    """Return the hashes of the tensors by key. Lightning's keys contain paths, and other values may be times."""
+    found = hashes(casckpt.open(folder / "checkpoints"), f"{run}@latest")
     return {key.replace(str(folder), ""): digest for key, digest in found.items()}
 
 

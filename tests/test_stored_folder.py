@@ -12,6 +12,7 @@ import torch
 import casckpt
 from casckpt.contents import manifests
 from casckpt.format.sections.recipe import ItemKind
+from tests.support.saves import hashes
 from tests.support.stored_folder import described, items_of
 
 DATA = Path(__file__).parent / "data" / "folder_store"
@@ -44,7 +45,7 @@ def test_a_folder_is_an_ordinary_checkpoint(store: casckpt.Store, tmp_path: Path
     store.copy_to(other)
     assert items_of(other, other.get(checkpoint.id)) == items_of(store, checkpoint)
     assert not other.verify().is_damaged
-    assert other.digests(checkpoint) == store.digests(checkpoint)
+    assert hashes(other, checkpoint.id) == hashes(store, checkpoint.id)
     other.gc()
     assert other.stats().checkpoints == 1
 

@@ -2311,12 +2311,6 @@ BUGS: dict[str, tuple[str, str, str, str]] = {
         "        return False\n",
         "tests/saving/test_health.py::test_a_save_logs_bad_health_unless_healthy_overrides_it",
     ),
-    "the digest of a tensor ignores the order of its cells": (
-        "_name",
-        "form.encode() + bytes(manifest.raw_cells(entry))",
-        "form.encode() + bytes().join(extent.digests for extent in manifest.cells(entry).extents)",
-        "tests/loading/test_comparison.py::test_equal_cells_in_a_different_order_produce_a_different_digest",
-    ),
     "copies from one read have the same location": (
         "_targets",
         "loose, used = [], used + offset - start",

@@ -393,20 +393,6 @@ class Store:
         """Return which tensors were added, removed, changed and unchanged. Reads only the manifests."""
         return reading.diff(self.repository, old, new)
 
-    def digests(
-        self, ref: str | Checkpoint, *, keys: Sequence[str] | None = None, progress: Shown | None = None
-    ) -> dict[str, str]:
-        """Return the BLAKE3 hash of each tensor's bytes in row-major order, as 64 hex digits, by key.
-
-        It does not depend on ranks and shards. Of values that differ by rank, the lowest rank's is hashed. ``keys``:
-        patterns on flat keys. Bytes whose hashes are not in this host's catalogue are read and verified; ``progress``
-        counts them. Thinned tensors are omitted. Raises MissingKey for a pattern that matches nothing, Damaged, and
-        StorageError.
-        """
-        from casckpt.loading.comparison import digests_of
-
-        return digests_of(self.repository, resolve(self.repository, ref), keys, Progress(progress))
-
     def compare(
         self,
         state: Mapping[Any, Any],

@@ -77,7 +77,6 @@ READERS: dict[str, Reader] = {
     "torch.save": lambda store, _, folder: store.export(REF, folder / "all.pt"),
     "a folder of DCP": lambda store, _, folder: store.export(REF, folder / "all", format="dcp"),
     "download": lambda store, _, __: store.pre_download(REF),
-    "digests": lambda store, _, __: store.digests(REF),
     "compare": lambda store, _, __: store.compare(zeros(), REF),
     "copy": copy,
 }

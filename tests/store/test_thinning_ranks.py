@@ -15,6 +15,7 @@ import casckpt
 from casckpt.saving.options import SaveOptions
 from casckpt.store.store import Store
 from tests.support.ranks import Pool
+from tests.support.saves import hashes
 from tests.support.simulated import Simulated
 
 DROP, FEATURES, STEPS = "optim.*", 700, 20
@@ -27,7 +28,7 @@ def thin_all(store: Store, tags: dict[str, str]) -> None:
     signed = [f"signatures/{id}/{'a' * 64}" for id in before.values()]
     for key in signed:
         store.repository.storage.put(key, b"mine")
-    weights = {step: store.digests(id, keys=["model.*"]) for step, id in before.items()}
+    weights = {step: hashes(store, id, "model.*") for step, id in before.items()}
     for name, ref in tags.items():
         store.tag(name, ref)
     dropped = store.thin(drop=DROP, keep_last=2, tagged=True).nbytes
@@ -36,7 +37,7 @@ def thin_all(store: Store, tags: dict[str, str]) -> None:
     assert {one.step: one.id for one in store.checkpoints()} == before
     assert {name: f"{one.run}@{one.step}" for name, one in store.tags().items()} == tags
     assert {entry.key for entry in store.repository.storage.list("signatures/")} == {*signed}
-    assert {step: store.digests(id, keys=["model.*"]) for step, id in before.items()} == weights
+    assert {step: hashes(store, id, "model.*") for step, id in before.items()} == weights
     assert [bool(one.dropped) for one in store.checkpoints()] == [True] * (len(before) - 2) + [False] * 2
     assert not store.verify().is_damaged
 

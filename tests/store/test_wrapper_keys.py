@@ -46,7 +46,6 @@ def saved(path: Path | None = None) -> Store:
 @OUTER
 def test_the_key_of_a_wrapper_selects_its_tensors(tmp_path: Path, pattern: str) -> None:
     store = saved()
-    assert [*store.digests("r@1", keys=[pattern])] == INNER
     assert [one["key"] for one in details(store, "r@1", (pattern,))["tensors"]] == INNER
     assert store.get("r@1").matching(pattern) == INNER
     (read,) = store.read("r@1", keys=[pattern])["model"]["a"].values()
@@ -76,7 +75,7 @@ def test_a_wrapper_is_thinned_by_its_key(pattern: str) -> None:
 def test_the_key_of_a_tensor_in_a_wrapper_selects_that_tensor() -> None:
     """A read returns the whole wrapper, because its tensors have no meaning alone."""
     store, pattern = saved(), "*.codes"
-    assert [*store.digests("r@1", keys=[pattern])] == store.get("r@1").matching(pattern) == INNER[:1]
+    assert store.get("r@1").matching(pattern) == INNER[:1]
     assert bits(store.read("r@1", keys=[pattern])["model"]["a"]["w"]) == bits(scaled(1, 8, 16))
     store.save(state(2), run="r", step=2)
     assert store.thin("r@1", drop=[pattern]).entries == 1
@@ -86,7 +85,6 @@ def test_the_key_of_a_tensor_in_a_wrapper_selects_that_tensor() -> None:
 def test_a_pattern_that_matches_neither_a_wrapper_nor_its_tensors_is_reported(tmp_path: Path, pattern: str) -> None:
     store = saved()
     calls: list[Any] = [
-        lambda: store.digests("r@1", keys=[pattern]),
         lambda: details(store, "r@1", (pattern,)),
         lambda: store.read("r@1", keys=[pattern]),
         lambda: store.export("r@1", tmp_path / "out", format="safetensors", keys=[pattern]),

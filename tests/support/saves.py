@@ -9,13 +9,18 @@ from collections import OrderedDict
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import fields
+from fnmatch import fnmatch
 from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
 
+from casckpt.base.digest import hex_digest
+from casckpt.base.progress import Progress
+from casckpt.contents import manifests
 from casckpt.format.blob import decode_header
 from casckpt.format.keys import parse_object
+from casckpt.loading.regions import EntrySlice, RegionReader
 from casckpt.repository.repository import Repository
 from casckpt.saving import encoder as kept
 from casckpt.storage.base import ObjectStore
@@ -124,6 +129,17 @@ def flip(store: Store, key: str, position: int) -> None:
     data = bytearray(content(store, key))
     data[position] ^= 1
     overwrite(store, key, bytes(data))
+
+
+def hashes(store: Store, ref: str, pattern: str = "*") -> dict[str, str]:
+    """Return the hash of the stored bytes of each tensor whose key matches ``pattern``, in row-major order, by key."""
+    manifest = manifests.get(store.repository, store.get(ref).commit)
+    reader = RegionReader(store.repository, manifest, 0, Progress())
+    return {
+        key: hex_digest(b"".join(map(bytes, reader.read_joined([EntrySlice(entry, 0, entry.numel)]))))
+        for key, entry in manifest.tensors.items()
+        if fnmatch(key, pattern)
+    }
 
 
 def steps(store: Store) -> list[tuple[str, int]]:

@@ -9,7 +9,6 @@ import click
 
 from casckpt.base.text import lineage_text
 from casckpt.cli.describe import brief, plain, summary
-from casckpt.cli.progress import progress_bar
 from casckpt.cli.session import Session, store_command
 from casckpt.cli.text import (
     Column,
@@ -49,18 +48,13 @@ _HEALTH = (Column("LARGEST", "right"), Column("UNUSUAL"))
 @click.argument("ref")
 @click.option("--tensors", "all_tensors", is_flag=True, help="List all tensors, no matter how many there are.")
 @click.option("--keys", multiple=True, metavar="PATTERN", help="Show only tensors whose key matches. May be repeated.")
-@click.option("--digests", is_flag=True, help="Show the BLAKE3 hash of each tensor's bytes. This may read the bytes.")
-def command(session: Session, ref: str, *, all_tensors: bool, keys: tuple[str, ...], digests: bool) -> None:
+def command(session: Session, ref: str, *, all_tensors: bool, keys: tuple[str, ...]) -> None:
     """Show the content of a checkpoint.
 
     Also shows statistics of its save. With --json, the output lists all tensors.
     """
     result = details(session.store, ref, keys)
-    if digests:
-        with progress_bar("hashing") as done:
-            found = session.store.digests(result["id"], keys=keys or None, progress=done)
-        result["tensors"] = [one | {"digest": found.get(one["key"])} for one in result["tensors"]]
-    shown = all_tensors or bool(keys) or digests or len(result["tensors"]) <= FEW
+    shown = all_tensors or bool(keys) or len(result["tensors"]) <= FEW
     session.give(result, lambda result: _text(result, shown))
 
 
@@ -135,8 +129,7 @@ def _text(result: dict[str, Any], with_tensors: bool) -> None:
     if with_tensors and result["tensors"]:
         say()
         looked = any(item["health"] for item in result["tensors"])
-        digest = (Column("BLAKE3"),) if "digest" in result["tensors"][0] else ()
-        table((*_COLUMNS, *(_HEALTH if looked else ()), *digest), (_cells(item, looked) for item in result["tensors"]))
+        table((*_COLUMNS, *(_HEALTH if looked else ())), (_cells(item, looked) for item in result["tensors"]))
     elif result["tensors"]:
         say("list all of them with --tensors, or some of them with --keys PATTERN")
 
@@ -172,8 +165,7 @@ def _health(health: dict[str, Any] | None, tensors: list[dict[str, Any]]) -> str
 
 def _cells(one: dict[str, Any], looked: bool) -> tuple[str, ...]:
     cells = one["key"], one["dtype"], "x".join(map(str, one["shape"])) or "scalar", size(one["bytes"])
-    digest = (one["digest"] or "",) if "digest" in one else ()
-    return (*cells, *(health_cells(one["health"]) if looked else ()), *digest)
+    return (*cells, *(health_cells(one["health"]) if looked else ()))
 
 
 def health_cells(health: dict[str, Any] | None) -> tuple[str, str]:
