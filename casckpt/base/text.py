@@ -1,11 +1,10 @@
-"""Formatting for messages: lists of names, one-line errors and HTML tables. It also recognizes URLs."""
+"""Formatting for messages: lists of names and one-line errors. It also recognizes URLs."""
 
 from __future__ import annotations
 
 import os
 import re
-from collections.abc import Iterable, Mapping, Sequence
-from html import escape
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 from urllib.parse import unquote
@@ -60,10 +59,3 @@ def local_path(path: str | os.PathLike[str]) -> Path:
     if not text:
         raise InvalidInput("'' does not name a file or folder; pass a path or a URL")
     return Path(unquote(text.removeprefix("file://")) if text.startswith("file://") else text).expanduser()
-
-
-def html_table(title: str, columns: Sequence[str], rows: Iterable[Sequence[object]]) -> str:
-    """Render a title and a table as HTML, with all cells escaped."""
-    head = "".join(f"<th>{escape(column)}</th>" for column in columns)
-    body = "".join(f"<tr>{''.join(f'<td>{escape(str(cell))}</td>' for cell in row)}</tr>" for row in rows)
-    return f"<div><b>{escape(title)}</b><table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table></div>"

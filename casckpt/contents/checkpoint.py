@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from copy import deepcopy
 from dataclasses import dataclass, field, fields
 from datetime import datetime
@@ -12,8 +12,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 
 from casckpt.base.groups import grouped
 from casckpt.base.lazy import cached_property
-from casckpt.base.text import html_table
-from casckpt.base.units import format_size, time_of
+from casckpt.base.units import time_of
 from casckpt.errors import ForgottenWarning
 from casckpt.format.metrics import metric_values
 from casckpt.format.records import Committed, Dropped
@@ -27,8 +26,6 @@ if TYPE_CHECKING:
 
 Frames: TypeAlias = "dict[str, dict[Link, bytes]]"
 """The frames of cells by tensor key."""
-
-_SHOWN = 20  # the number of checkpoints that a notebook shows
 
 
 @dataclass(frozen=True, slots=True)
@@ -306,15 +303,6 @@ class Checkpoint:
     def __repr__(self) -> str:
         return f"<Checkpoint {self.run}@{self.step} {self.id[:12]}>"
 
-    def _repr_html_(self) -> str:
-        stats, created = self.stats, f"{self.created_at:%Y-%m-%d %H:%M} UTC"
-        rows = [
-            ("id", self.id), ("created", created), ("size", format_size(stats.bytes_total)),
-            ("new", format_size(stats.bytes_written)), ("tensors", self._record.tensors),
-            ("tags", ", ".join(self.tags)), *self.metrics.items(), *self.metadata.items(),
-        ]  # fmt: skip
-        return html_table(f"{self.run}@{self.step}", ("", ""), rows)
-
     def __eq__(self, other: object) -> bool:
         return isinstance(other, Checkpoint) and self.commit.places.txid == other.commit.places.txid
 
@@ -328,20 +316,6 @@ class Arrival:
 
     checkpoint: Checkpoint
     late: bool
-
-
-def html_of(url: str, checkpoints: Sequence[Checkpoint]) -> str:
-    """Return the HTML that a notebook displays for the store at ``url``: a table of its last ``checkpoints``."""
-    rows = [
-        (
-            shown.run, shown.step, f"{shown.created_at:%Y-%m-%d %H:%M} UTC", format_size(shown.stats.bytes_total),
-            format_size(shown.stats.bytes_written), shown.id[:12],
-        )
-        for shown in checkpoints[-_SHOWN:]
-    ]  # fmt: skip
-    more = f", of which the last {_SHOWN}" if len(checkpoints) > _SHOWN else ""
-    title = f"{url}: {len(checkpoints)} checkpoints{more}"
-    return html_table(title, ("RUN", "STEP", "CREATED", "SIZE", "NEW", "ID"), rows)
 
 
 def warn_if_forgotten(commit: Commit) -> None:

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from casckpt.base.text import html_table
-from casckpt.base.units import format_size
 from casckpt.format.manifest import Manifest
 from casckpt.format.sections.index import Entry
 from casckpt.format.sections.tables import encode_cells
@@ -50,12 +48,6 @@ class Difference:
     def bytes_changed(self) -> int:
         """The number of bytes in the changed cells of tensors that are in both checkpoints."""
         return sum(change.bytes for change in self.changes)
-
-    def _repr_html_(self) -> str:
-        rows = [("added", key, "") for key in self.added] + [("removed", key, "") for key in self.removed]
-        rows += [(change.what, change.key, format_size(change.bytes)) for change in self.changes]
-        title = f"{len(self.changes)} changed ({format_size(self.bytes_changed)}), {len(self.unchanged)} unchanged"
-        return html_table(title, ("WHAT", "TENSOR", "SIZE"), rows)
 
 
 def difference(old: Manifest, new: Manifest) -> Difference:

@@ -18,7 +18,7 @@ from casckpt.base.names import LATEST, Runs, check_keywords, is_reference
 from casckpt.base.progress import Progress, Shown
 from casckpt.base.units import Duration, optional_seconds, seconds_of
 from casckpt.contents import refs
-from casckpt.contents.checkpoint import Arrival, Checkpoint, html_of
+from casckpt.contents.checkpoint import Arrival, Checkpoint
 from casckpt.errors import InvalidInput, NotFound
 from casckpt.format.names import TxId
 from casckpt.format.records import Marker
@@ -97,9 +97,6 @@ class Store:
 
     def __repr__(self) -> str:
         return f"casckpt.open({self.url!r})"
-
-    def _repr_html_(self) -> str:
-        return html_of(self.url, self.checkpoints() if self.exists() else [])
 
     # saving and loading
 

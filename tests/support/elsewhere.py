@@ -21,7 +21,6 @@ if TYPE_CHECKING:
 
 SERVERS: Final = ("moto", "seaweed")
 _SUITES: Final = {
-    "base": ("keywords", "notebook"),
     "repository": ("commit_damage", "repository"),
     "history": ("commits", "tags", "transactions"),
     "contents": ("blobs", "checkpoint", "manifests", "refs"),
