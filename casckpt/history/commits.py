@@ -202,8 +202,8 @@ def commit(repo: Repository, record: Committed, *, seen: int | None = None) -> N
 def gone(named: object, id: ManifestId, when: str, **attributes: object) -> Gone:
     """Return the error for a purged checkpoint. ``when``: the part of the message that says when it was purged."""
     return Gone(
-        f"checkpoint {named} was purged {when}. Load a different one (see `casckpt list`); lease=True, or Store.lease, "
-        "keeps a checkpoint while it is being read",
+        f"checkpoint {named} was purged {when}. Load a different one (see `casckpt list`); Store.lease keeps a "
+        "checkpoint while it is being read",
         checkpoints=(id,),
         **attributes,
     )

@@ -58,7 +58,6 @@ class FillArguments(MatchArguments, total=False):
 
     unread: Unread
     cast: bool
-    lease: bool
 
 
 class LoadArguments(RankArguments, FillArguments, total=False):
@@ -91,7 +90,6 @@ class LoadOptions:
     meant: Sequence[str] = ()
     rename: Rename = None
     cast: bool = False
-    lease: bool = False
     updates: bool = False
     held: Checkpoint | None = None
     check: bool = False

@@ -6,7 +6,6 @@ Like `Store`'s methods, these functions accept a reference as a string or a `Che
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -14,7 +13,7 @@ from casckpt.base.progress import Progress
 from casckpt.base.units import Duration, optional_seconds, seconds_of
 from casckpt.contents import refs
 from casckpt.contents.checkpoint import Arrival, Checkpoint, warn_if_forgotten
-from casckpt.errors import Damaged, InvalidInput, NotFound, StorageError, Unsupported
+from casckpt.errors import Damaged, InvalidInput, NotFound
 from casckpt.history.commits import Commit, exists, gone
 from casckpt.history.leases import Lease
 from casckpt.loading.options import LoadOptions, MatchArguments
@@ -32,7 +31,6 @@ if TYPE_CHECKING:
     from casckpt.plan.difference import Difference
     from casckpt.ranks.ranks import Ranks
 
-AN_HOUR = 3600.0  # duration of a lease in seconds
 _MOST_OFTEN = 0.1  # minimum seconds between two polls of a watch
 
 
@@ -53,17 +51,11 @@ def resolve_to_load(repo: Repository, ref: str | Checkpoint) -> Commit:
     """
     commit = resolve(repo, ref)
     warn_if_forgotten(commit)
-    return _trusted(repo, commit)
+    if repo.trusted is not None:
+        from casckpt.contents.signatures import check_trusted  # slow to import
 
-
-def resolve_held(repo: Repository, ref: str | Checkpoint, held: ExitStack) -> Commit:
-    """Return the commit that ``ref`` names, and hold a lease on it until ``held`` is closed."""
-    try:
-        commit = held.enter_context(lease(repo, ref, AN_HOUR)).commit
-    except (StorageError, Unsupported) as error:
-        more = "A lease is a small record in leases/: if you cannot write there, load without lease=True"
-        raise type(error)(f"{error}. {more}", **error.__dict__) from error
-    return _trusted(repo, commit)
+        check_trusted(repo, commit.id, str(commit))
+    return commit
 
 
 def lease(repo: Repository, ref: str | Checkpoint, seconds: float) -> Lease:
@@ -75,14 +67,6 @@ def lease(repo: Repository, ref: str | Checkpoint, seconds: float) -> Lease:
         if resolve(repo, ref) == commit:
             raise
     return lease(repo, ref, seconds)  # RUN@latest may now name a different checkpoint
-
-
-def _trusted(repo: Repository, commit: Commit) -> Commit:
-    if repo.trusted is not None:
-        from casckpt.contents.signatures import check_trusted  # slow to import
-
-        check_trusted(repo, commit.id, str(commit))
-    return commit
 
 
 def load(repo: Repository, store: object, state: Any, ref: str | Checkpoint, given: LoadOptions) -> Checkpoint:
@@ -104,9 +88,7 @@ def load(repo: Repository, store: object, state: Any, ref: str | Checkpoint, giv
 def _load_tensors(repo: Repository, ranks: Ranks, state: Any, ref: str | Checkpoint, given: LoadOptions) -> Checkpoint:
     from casckpt.loading.load import load_together
 
-    with ExitStack() as held:
-        find = partial(resolve_held, held=held) if given.lease else resolve_to_load
-        return load_together(repo, ranks, state, ref, given, resolve=partial(find, repo, ref))
+    return load_together(repo, ranks, state, ref, given, resolve=partial(resolve_to_load, repo, ref))
 
 
 def pre_download(

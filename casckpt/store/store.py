@@ -199,7 +199,6 @@ class Store:
         - ``cast``: convert dtypes.
         - ``verify`` (default): compare every cell with its digest.
         - ``allow_pickle``: unpickle values that were stored as pickles.
-        - ``lease``: rank 0 holds a lease during the load.
         - ``threads``, ``progress``, ``process_group``, ``no_dist``: as for `save`.
 
         Raises, before anything changes, NotFound, MissingKey, Mismatch, InvalidInput, or Conflict (ranks pass different

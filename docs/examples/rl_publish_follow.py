@@ -116,8 +116,8 @@ def act(store: casckpt.Store, steps: int) -> None:
     whole = {key: torch.empty_like(value) for key, value in weights.items()}
     held = None
     for new in store.watch(RUN, after="start", latest_only=True, timeout="5m", poll="0.1s"):
-        with Cost() as update:
-            held = store.update(weights, new.checkpoint, held=held, lease=True)
+        with Cost() as update, store.lease(new.checkpoint):
+            held = store.update(weights, new.checkpoint, held=held)
         with Cost() as load:
             store.load(whole, new.checkpoint)
         assert all(torch.equal(weights[key], whole[key]) for key in whole)

@@ -105,7 +105,7 @@ FOLLOWED_ELSEWHERE: dict[Case, str] = {
         "tests/frontends/training_state/test_optimizer.py::test_tensors_composed_of_tensors_are_stored_if_pickles_are_allowed"
     ),
     Case(
-        "history/commits.py:gone", "lease=True, or Store.lease"
+        "history/commits.py:gone", "Store.lease keeps a checkpoint"
     ): "tests/store/test_gone.py::test_following_the_advice_in_a_gone_error_helps",
 }
 """Hints that a test elsewhere triggers and follows, and that test."""

@@ -37,7 +37,6 @@ from casckpt.tensors import staging
 from tests.hints.conftest import Run, changed_blob, words
 from tests.repository.test_exclusive import Ignoring
 from tests.support.far import FarStore, far
-from tests.support.faulty import FaultyStore, fail_before
 from tests.support.hints import Messages, follows
 from tests.support.local import without_links
 from tests.support.signing import pair
@@ -355,22 +354,6 @@ def test_a_damaged_lease_can_be_ended_as_advised(saved: Store, store_path: Path,
         run(*advice.command("tag", STORE=store_path))
         opened.forget("a@1")
         assert opened.checkpoints("a") == []
-
-
-@follows("store/reading.py:resolve_held", "if you cannot write there, load without lease=True")
-def test_a_checkpoint_that_cannot_be_leased_can_be_loaded_without_hold(
-    tmp_path: Path, messages: Messages, weights: dict[str, torch.Tensor]
-) -> None:
-    faulty = FaultyStore(LocalStore(tmp_path / "store"))
-    store = Store(Repository(faulty, tmp_path / "cache"))
-    store.save(weights, run="a", step=1)
-    faulty.inject(fail_before("put", key="leases/*", times=99))
-    state = {key: torch.zeros_like(value) for key, value in weights.items()}
-    with messages.error(StorageError) as advice:
-        store.load(state, "a@1", lease=True)
-    advice.says("load without lease=True")
-    store.load(state, "a@1")
-    assert torch.equal(state["w"], weights["w"])
 
 
 # manifests, blobs, signatures

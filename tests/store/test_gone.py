@@ -128,19 +128,21 @@ def test_a_checkpoint_purged_while_its_manifest_is_read_is_reported_as_gone(
 
 def test_following_the_advice_in_a_gone_error_helps(store: Store, faults: FaultyStore) -> None:
     faults.inject(call_first("open", meanwhile(lambda: purge(faults)), key="*.safetensors"))
-    with pytest.raises(NotFound, match="lease=True") as caught:
+    with pytest.raises(NotFound, match=r"Store\.lease keeps a checkpoint") as caught:
         store.load(zeros(), REF)
     assert caught.value.checkpoints
     state = zeros()
     state["w0"] += 1
-    store.load(state, "run@latest", lease=True)
+    with store.lease("run@latest") as held:
+        store.load(state, held)
     assert same_state(state, zeros())
 
 
 def test_a_checkpoint_with_a_lease_is_kept_during_a_read(store: Store, faults: FaultyStore) -> None:
     faults.inject(call_first("open", meanwhile(lambda: purge(faults)), key="*.safetensors"))
     state = zeros()
-    store.load(state, REF, lease=True)
+    with store.lease(REF) as held:
+        store.load(state, held)
     assert same_state(state, second())
 
 

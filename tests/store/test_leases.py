@@ -92,7 +92,7 @@ def test_a_forgotten_checkpoint_is_neither_leased_nor_restored(store: Store) -> 
     (gone,) = store.forget("run@0")
     with pytest.raises(NotFound, match="only a visible checkpoint can be leased"):
         store.tag("eval", gone.id, expires="1h")
-    with pytest.raises(NotFound), store.lease(gone.id):
+    with pytest.raises(NotFound, match="only a visible checkpoint can be leased"), store.lease(gone.id):
         pass
     assert steps(store) == [("run", 1), ("run", 2)]
     assert store.tags() == {}
@@ -133,14 +133,14 @@ def test_a_lease_can_be_ended_by_its_name_and_is_found_by_it(store: Store) -> No
         assert store.tags() == {}
 
 
-# loads that lease their checkpoint
+# loads under a lease
 
 
 def empty() -> dict[str, Any]:
     return {"w": torch.zeros_like(state(0)["w"])}
 
 
-def test_a_load_holds_a_lease_on_its_checkpoint_until_it_ends(store: Store) -> None:
+def test_a_leased_checkpoint_is_kept_until_its_load_ends(store: Store) -> None:
     held: list[int] = []
 
     def look(done: int, total: int | None) -> None:
@@ -148,38 +148,28 @@ def test_a_load_holds_a_lease_on_its_checkpoint_until_it_ends(store: Store) -> N
         assert gc(store) in ([1], [])
 
     found = empty()
-    loaded = store.load(found, "run@0", lease=True, progress=look)
+    with store.lease("run@0") as leased:
+        assert store.load(found, leased, progress=look) == leased
     assert same_state(found, state(0))
     assert set(held) == {1}
-    assert loaded.step == 0
     assert store.tags() == {}
     assert gc(store) == [0]
 
 
-def test_a_failed_load_ends_its_lease(store: Store) -> None:
-    with pytest.raises(MissingKey):
-        store.load({"other": torch.zeros(1)}, "run@0", lease=True)
+def test_an_error_in_the_block_ends_the_lease(store: Store) -> None:
+    with pytest.raises(MissingKey), store.lease("run@0") as held:
+        store.load({"other": torch.zeros(1)}, held)
     assert store.tags() == {}
 
 
-def test_a_forgotten_checkpoint_is_not_loaded_with_a_lease(store: Store) -> None:
-    (gone,) = store.forget("run@0")
-    with pytest.raises(NotFound, match="only a visible checkpoint can be leased"):
-        store.load(empty(), gone.id, lease=True)
-
-
 @pytest.mark.parametrize("error", [StorageError("access denied"), Unsupported("it can only be read")])
-def test_a_load_that_cannot_get_a_lease_fails_before_changing_anything(error: Exception) -> None:
+def test_a_lease_that_cannot_be_written_is_an_error(error: Exception) -> None:
     storage = FaultyStore(memory())
     store = small(storage)
     store.save(state(0), run="run", step=0)
     storage.inject(fail_before("put", key="leases/*", times=99, error=error))
-    found = empty()
-    with pytest.raises(type(error), match=f"{error}. A lease is a small record .* load without lease=True"):
-        store.load(found, "run@0", lease=True)
-    assert same_state(found, empty())
-    store.load(found, "run@0")
-    assert same_state(found, state(0))
+    with pytest.raises(type(error), match=str(error)), store.lease("run@0"):
+        pytest.fail("the block must not run")
 
 
 def test_a_lease_on_latest_holds_the_checkpoint_that_is_latest_at_that_time(store: Store) -> None:
@@ -204,15 +194,18 @@ def leases_of(rank: int, size: int, path: Path) -> tuple[int, int]:
     def look(done: int, total: int | None) -> None:
         most.append(len(store.tags()))
 
-    store.load(found, "run@0", lease=True, progress=look)
+    with store.lease("run@0") as held:
+        torch.distributed.barrier()
+        store.load(found, held, progress=look)
+        torch.distributed.barrier()
     assert same_state(found, state(0))
     torch.distributed.barrier()
     return max(most), len(store.tags())
 
 
-def test_rank_0_holds_a_lease_for_all_ranks(ranks: Pool, tmp_path: Path) -> None:
+def test_several_ranks_load_the_checkpoint_that_each_has_leased(ranks: Pool, tmp_path: Path) -> None:
     small_folder(tmp_path / "store").save(state(0), run="run", step=0)
-    assert ranks.run(2, leases_of, tmp_path / "store") == [(1, 0)] * 2
+    assert ranks.run(2, leases_of, tmp_path / "store") == [(2, 0)] * 2
     assert list((tmp_path / "store" / "leases").iterdir()) == []
 
 
@@ -263,8 +256,9 @@ def test_gc_does_not_delete_leased_checkpoints(tmp_path: Path) -> None:
             with mine.lease("run@latest") as ckpt:
                 assert same_state(mine.read(ckpt), state(ckpt.step))
             found = empty()
-            loaded = mine.load(found, "run@latest", lease=True)
-            assert same_state(found, state(loaded.step))
+            with mine.lease("run@latest") as ckpt:
+                mine.load(found, ckpt)
+            assert same_state(found, state(ckpt.step))
             read.append(ckpt.step)
 
     def collects() -> None:

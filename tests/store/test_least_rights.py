@@ -192,7 +192,7 @@ def test_a_reader_loads_without_changing_anything(role: Role, tmp_path: Path) ->
         lambda: reader.save(state(2), run="run", step=2),
         lambda: reader.tag("mine", "run@1"),
         lambda: reader.forget("run@1"),
-        lambda: reader.load({"model": state(0)}, "run@1", lease=True),
+        lambda: reader.lease("run@1").__enter__(),
     ):
         with pytest.raises(StorageError, match="denied"):
             refused()
