@@ -1579,7 +1579,7 @@ BUGS: dict[str, tuple[str, str, str, str]] = {
         "remove_signatures",
         "    gone = purged - {commit.id for commit in commits.live()} - copied",
         "    gone = purged",
-        "tests/store/test_signatures.py::test_signatures_remain_valid_after_repair_repacking_thinning_and_copies",
+        "tests/store/test_signatures.py::test_signatures_remain_valid_after_repair_rewrites_thinning_and_copies",
     ),
     "a copy skips signatures": (
         "execute",

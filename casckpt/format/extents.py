@@ -223,12 +223,6 @@ def build(shape: Shape, itemsize: int, cell: int, cells: Sequence[StoredCell]) -
     return ExtentTable(shape, itemsize, cell, boxes, _joined(ordered, cell))
 
 
-def moved(table: ExtentTable, place: Callable[[StoredCell], tuple[int, int]]) -> ExtentTable:
-    """Return a table of the same cells at new locations. ``place`` returns (blob, offset) for each cell and base."""
-    cells = ((extent.box, cell.moved(place)) for extent in table.extents for cell in table.stored_cells([extent]))
-    return msgspec.structs.replace(table, extents=_joined(cells, table.cell))
-
-
 def _joined(cells: Iterable[tuple[int, StoredCell]], cell: int) -> tuple[Extent, ...]:
     """Join cells into extents. Each cell comes with its box number."""
     joined = runs(cells, lambda run, one: run[-1][0] == one[0] and _follows(one[1], run[-1][1], cell))

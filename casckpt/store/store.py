@@ -747,7 +747,6 @@ class Store:
         run: str | None = None,
         tags: bool | None = None,
         jobs: int | None = None,
-        blob_bytes: int | None = None,
         compress: Literal["off", "always"] | None = None,
         dry_run: bool = False,
         check: bool = True,
@@ -762,8 +761,6 @@ class Store:
         - ``run``: copy only this run.
         - ``tags``: also set the tags. By default, a copy of the whole store sets those that ``target`` lacks.
         - ``jobs``: how many files to copy in parallel.
-        - ``blob_bytes``: repack the cells into blobs of this size. ``target`` may then be this store itself, whose
-          small and worn blobs are packed together.
         - ``compress``: "always" encodes floats, except in checkpoints with encoded cells; "off" and None change
           nothing.
         - ``check``: raise errors at the end; otherwise, the result lists them as ``failed``.
@@ -775,7 +772,7 @@ class Store:
 
         source, other = self.repository, repository_of(target, self.repository.cache_dir)
         tags = bool(tags) if refs or run is not None else tags
-        plan = copying.plan_copy(source, other, map(plain, refs), run=run, blob_bytes=blob_bytes, compress=compress)
+        plan = copying.plan_copy(source, other, map(plain, refs), run=run, compress=compress)
         if dry_run:
             return copying.preview(source, other, plan, with_tags=tags)
         result = copying.execute(source, other, plan, with_tags=tags, jobs=jobs, progress=Progress(progress))

@@ -1,16 +1,15 @@
-"""Repacking: reads and verifies stored cells, packs them as a save does, and writes them into different blobs.
+"""Repacking: reads and verifies stored cells, encodes them, packs them as a save does, and writes them into new blobs.
 
-Repacking changes the location and the encoding of each cell, but not the saved bytes. Copies with a different blob
-size, copies that encode, and in-place rewrites use this module. The manifest contains the digest of each cell, so
-repacking does not read cells that the target already has. It needs a few hundred bytes of memory per cell, plus memory
-for a few blobs.
+Repacking changes the location and the encoding of each cell, but not the saved bytes. Copies that encode use this
+module. The manifest contains the digest of each cell, so repacking does not read cells that the target already has. It
+needs a few hundred bytes of memory per cell, plus memory for a few blobs.
 """
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Collection, Container, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
 from typing import NamedTuple
 
@@ -27,7 +26,7 @@ from casckpt.format.blob_writer import LEAF_BYTES, BlobWriter, buffer_bytes, pad
 from casckpt.format.digest import cell_digest
 from casckpt.format.dtypes import FLOATS, coded_width
 from casckpt.format.encodings.frames import decodes, encode_planes
-from casckpt.format.extents import ExtentTable, Frame, StoredCell, build, moved
+from casckpt.format.extents import ExtentTable, Frame, StoredCell, build
 from casckpt.format.keys import blob_key, uploader_folder
 from casckpt.format.manifest import Encoded, Manifest, placed
 from casckpt.format.names import BlobHash, CellDigest, TxId
@@ -73,12 +72,11 @@ _Part = tuple[_Cell, memoryview]
 
 @dataclass(frozen=True)
 class Recoding:
-    """Repacks cells of a checkpoint from ``source`` into ``target``, under the transaction ``uploader``.
+    """Repacks the cells of a checkpoint from ``source`` into ``target``, under the transaction ``uploader``.
 
-    ``listed``: the commits of the target, listed after that transaction began. ``moving``: numbers of the blobs whose
-    cells move: all blobs, unless the source is the target. ``blob_bytes``: data bytes per new blob (None: the target's
-    blob size). ``jobs``: number of concurrent blobs, each with a buffer. ``progress``: called with the number of bytes
-    of each moved blob. ``compress``: encode floats where that saves bytes.
+    Encodes floats where that saves bytes. ``listed``: the commits of the target, listed after that transaction began.
+    ``jobs``: number of concurrent blobs, each with two buffers. ``progress``: called with the number of bytes of each
+    repacked blob.
     """
 
     source: Repository
@@ -86,11 +84,8 @@ class Recoding:
     manifest: Manifest
     uploader: TxId
     listed: CommitList
-    moving: Collection[int]
-    blob_bytes: int | None = None
     jobs: int = 4
     progress: Progress = silent
-    compress: bool = False
 
     def run(self) -> Encoded:
         """Store the cells durably, and return the manifest with their new locations. The caller must put the manifest.
@@ -98,12 +93,12 @@ class Recoding:
         Raises `BlobDamaged` if bytes of the source are wrong, `Refused` for an unknown format, `Revoked`, and
         `StorageError`.
         """
-        cells, known, places = cells_of(self.manifest, self.moving), self._known(), dict[CellDigest, CellPlace]()
+        cells, known, places = cells_of(self.manifest), self._known(), dict[CellDigest, CellPlace]()
 
         def place() -> None:
             rest = [cell for cell in cells if cell.digest not in places]
             found = ((cell.digest, known.find(cell.digest)) for cell in rest)
-            usable = ((digest, cell) for digest, cell in found if cell and self._is_usable(cell))
+            usable = ((digest, cell) for digest, cell in found if cell and _is_usable(cell))
             places.update((digest, CellPlace(known.blobs[at.blob], at.offset, at.frame)) for digest, at in usable)
             self._store([cell for cell in rest if cell.digest not in places], places)
 
@@ -116,29 +111,22 @@ class Recoding:
         blobs.store(self.target, self.uploader, place, lambda _: (at.ref for at in places.values()), exclude)
         self.target.storage.settle(uploader_folder(self.uploader))
         stored = sum(cell.nbytes for cell in cells if places[cell.digest].ref.uploader == self.uploader)
-        self.progress(max(0, sum(self.manifest.blob_sizes[number] for number in self.moving) - stored))
+        self.progress(max(0, sum(self.manifest.blob_sizes) - stored))
         return self._placed(places)
-
-    def _is_usable(self, cell: StoredCell) -> bool:
-        """Return whether the copy can reuse a cell that is in the target."""
-        return cell.frame is None or (self.compress and cell.frame.base is None)
 
     # cells of the target
 
     def _known(self) -> ReusableCells:
-        """Return the cells of related checkpoints in the target, except cells in damaged, worn or moving blobs."""
+        """Return the cells of related checkpoints in the target, except cells in damaged or worn blobs."""
         related = self._related()
         avoided = blobs.damaged_marks(self.target) if related else set[tuple[TxId, BlobHash]]()
-        if self.source is self.target:
-            avoided |= {(ref.uploader, ref.hash) for ref in map(self.manifest.blob, self.moving)}
         bases = [CellSource.of(manifest) for _, manifest in manifests.readable(self.target, related)]
         return ReusableCells(None, bases, lambda ref: ref.worn or (ref.uploader, ref.hash) in avoided)
 
     def _related(self) -> list[Commit]:
         """Return the target's visible checkpoints that share blobs with this one in the source, most blobs first."""
-        listed = self.listed if self.source is self.target else list_commits(self.source)
         own, shared = _heads(self.manifest.blob_list), dict[str, int]()
-        for commit in manifests.learn(self.source, listed.placed()):
+        for commit in manifests.learn(self.source, list_commits(self.source).placed()):
             both = np.isin(_heads(manifests.blob_list(self.source, commit)), own).sum()
             shared[commit.id] = max(shared.get(commit.id, 0), int(both))
         related = [commit for commit in reversed(self.listed.visible()) if shared.get(commit.id)]
@@ -148,12 +136,11 @@ class Recoding:
 
     def _store(self, cells: Sequence[_Cell], places: dict[CellDigest, CellPlace]) -> None:
         """Put cells into new blobs, and add their locations to ``places``."""
-        lots = packed(cells, self.blob_bytes or self.target.marker.blob_bytes)
+        lots = packed(cells, self.target.marker.blob_bytes)
         size = buffer_bytes(max((padded(sum(cell.nbytes for cell in lot)) for lot in lots), default=1))
-        each = 2 if self.compress else 1
-        buffers = BufferPool(max(1, min(self.jobs, len(lots), _MEMORY // (each * size))) * each, size)
+        buffers = BufferPool(max(1, min(self.jobs, len(lots), _MEMORY // (2 * size))) * 2, size)
         try:
-            for made in in_parallel(buffers.count // each, partial(self._make, buffers), lots, name="recode"):
+            for made in in_parallel(buffers.count // 2, partial(self._make, buffers), lots, name="recode"):
                 places |= made
         finally:
             buffers.close()
@@ -169,8 +156,6 @@ class Recoding:
             deque(in_parallel(max(1, self.jobs // buffers.count), self._read, reads), maxlen=0)
             for part in parts:
                 self._check(*part)
-            if not self.compress:
-                return self._put([(cell, None) for cell, _ in parts], borrowed.view)
             with buffers.borrow() as other:
                 return self._put_smaller(parts, other.view)
 
@@ -227,20 +212,19 @@ class Recoding:
 
     def _placed(self, places: Mapping[CellDigest, CellPlace]) -> Encoded:
         numbers: dict[BlobRef, int] = {}
-        before, live = list(self.manifest.blobs), {commit.places.txid for commit in self.listed.placed()}
+        live = {commit.places.txid for commit in self.listed.placed()}
 
         def place(cell: StoredCell) -> tuple[int, int]:
-            moving = cell.blob in self.moving
-            ref, offset, _ = places[cell.digest] if moving else CellPlace(before[cell.blob], cell.offset)
-            return numbers.setdefault(replace(ref, worn=False) if ref.worn else ref, len(numbers)), offset
+            ref, offset, _ = places[cell.digest]
+            return numbers.setdefault(ref, len(numbers)), offset
 
-        def coded(table: ExtentTable) -> ExtentTable:
+        def coded(entry: Entry) -> ExtentTable:
+            table = self.manifest.extents(entry)
             cells = (cell.moved(place)._replace(frame=places[cell.digest].frame) for cell in table.stored_cells())
             return build(table.shape, table.itemsize, table.cell, list(cells))
 
-        make = coded if self.compress else partial(moved, place=place)
         entries = _stored_entries(self.manifest)
-        tables = {entry.number: make(self.manifest.extents(entry)) for entry in entries}
+        tables = {entry.number: coded(entry) for entry in entries}
         extents = Extents.of({entry.name: (entry.dtype, tables[entry.number]) for entry in entries})
         refs = mark_worn(extents, list(numbers), self.manifest.body.run, live.__contains__)
         made = placed(self.manifest, encode_blobs(refs), tables)
@@ -250,30 +234,14 @@ class Recoding:
         return made
 
 
-def poor_blobs(manifest: Manifest, blob_bytes: int, kept: Container[tuple[TxId, BlobHash]]) -> frozenset[int]:
-    """Return the numbers of the blobs to repack, if this leaves fewer blobs or replaces worn blobs.
-
-    A poor blob is worn or smaller than half of ``blob_bytes``, and is not in ``kept``. Blobs with encoded cells or
-    their bases are never poor. Raises the same errors as reading a manifest.
-    """
-    chained = blobs_of_chains(manifest)
-    every = ((number, ref) for number, ref in enumerate(manifest.blobs) if number not in chained)
-    refs = [(number, ref) for number, ref in every if (ref.uploader, ref.hash) not in kept]
-    poor = {number: ref for number, ref in refs if ref.worn or 2 * ref.size < blob_bytes}
-    is_gain = any(ref.worn for ref in poor.values())
-    is_gain = is_gain or len(packed(cells_of(manifest, poor), blob_bytes)) < len(poor)
-    return frozenset(poor if is_gain else ())
-
-
-def blobs_of_chains(manifest: Manifest) -> frozenset[int]:
-    """Return the numbers of the blobs that hold encoded cells or their bases. Copies never repack these blobs."""
+def is_coded(manifest: Manifest) -> bool:
+    """Return whether a checkpoint has encoded cells. Copies never repack such a checkpoint."""
     tables = (manifest.extents(entry) for entry in _stored_entries(manifest))
-    coded = (extent for table in tables for extent in table.extents if extent.coding)
-    return frozenset(link.blob for extent in coded for link in extent.chain)
+    return any(extent.coding for table in tables for extent in table.extents)
 
 
-def cells_of(manifest: Manifest, wanted: Container[int]) -> list[_Cell]:
-    """Return each cell in the blobs ``wanted`` once, in the order in which a save packs cells."""
+def cells_of(manifest: Manifest) -> list[_Cell]:
+    """Return each cell of a checkpoint once, in the order in which a save packs cells."""
     ranked: dict[CellDigest, tuple[tuple[object, ...], _Cell]] = {}
     branches = branch_numbers(branch_of(entry.kind, entry.key) for entry in manifest.entries)
     for entry in _stored_entries(manifest):
@@ -283,7 +251,7 @@ def cells_of(manifest: Manifest, wanted: Container[int]) -> list[_Cell]:
             cells = list(table.stored_cells([extent]))
             is_small = begins_small.setdefault(extent.box, cells[0].nbytes < LEAF_BYTES)
             rank = (order(entry.dtype), is_small, entry.key, entry.kind, entry.number)
-            for cell in cells if extent.blob in wanted else ():
+            for cell in cells:
                 if cell.digest not in ranked or rank < ranked[cell.digest][0]:
                     moved_cell = _Cell(cell.digest, cell.nbytes, entry.dtype, branch, cell.blob, cell.offset)
                     ranked[cell.digest] = rank, moved_cell
@@ -307,6 +275,11 @@ def _parts(lot: Iterable[_Cell], buffer: memoryview) -> Iterator[_Part]:
         start = place_behind(end, cell.nbytes)
         end = start + cell.nbytes
         yield cell, buffer[start:end]
+
+
+def _is_usable(cell: StoredCell) -> bool:
+    """Return whether a copy can reuse a cell that is in the target."""
+    return cell.frame is None or cell.frame.base is None
 
 
 def _frame_of(cell: _Cell, plain: memoryview) -> bytes | None:

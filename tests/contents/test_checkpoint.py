@@ -16,7 +16,7 @@ from casckpt.format.sections.index import lineage_of
 from casckpt.store.opening import open as open_store
 from casckpt.store.store import Store
 from tests.support.rewrites import move
-from tests.support.saves import BLOB, small
+from tests.support.saves import small
 from tests.support.signing import pair
 
 STATE = {"w": torch.arange(6.0), "x": [1]}
@@ -66,7 +66,7 @@ def test_the_lineage_survives_copies_thinning_repacking_and_rewrites() -> None:
     store, other, repacked = small(), small(), small()
     saved = store.save({"w": torch.ones(3000), "x": torch.ones(4)}, step=1, lineage=LINEAGE)
     store.copy_to(other)
-    other.copy_to(repacked, blob_bytes=2 * BLOB)
+    other.copy_to(repacked, compress="always")
     move(store.repository, saved.commit)
     store.thin("default@1", drop="w")
     for place in (store, other, repacked):

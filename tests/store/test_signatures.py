@@ -30,7 +30,8 @@ from tests.support.faulty import FaultyStore, fail_before
 from tests.support.forging import gone_to, passed_off
 from tests.support.ranks import Pool
 from tests.support.repositories import memory
-from tests.support.saves import CELL, cells, same_state, small, small_folder
+from tests.support.rewrites import move
+from tests.support.saves import cells, same_state, small, small_folder
 from tests.support.signing import Pair, pair
 
 PACKAGE = Path(casckpt.__file__).parent
@@ -195,11 +196,11 @@ def test_a_follower_skips_unsigned_checkpoints(
 # later changes
 
 
-def test_signatures_remain_valid_after_repair_repacking_thinning_and_copies(
+def test_signatures_remain_valid_after_repair_rewrites_thinning_and_copies(
     tmp_path: Path, store: Store, alice: Pair, trusting: Callable[..., Store]
 ) -> None:
     store.thin("run@1", drop="optim.*")
-    store.copy_to(store, blob_bytes=64 * CELL)
+    move(store.repository, store.get("run@2").commit)
     store.copy_to(tmp_path / "copy")
     twin = casckpt.open(tmp_path / "copy")
     twin.thin("run@2", drop="optim.*")

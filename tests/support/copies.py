@@ -40,7 +40,7 @@ def elsewhere(tmp_path: Path, storage: ObjectStore | None = None, seed: int = 2)
 
 def copy(source: Repository, target: Repository, *refs: str | Commit, **options: object) -> CopyResult:
     """Copy everything, or the checkpoints in ``refs``."""
-    planned = {name: options.pop(name, None) for name in ("run", "blob_bytes")}
+    planned = {name: options.pop(name, None) for name in ("run", "compress")}
     return execute(source, target, plan_copy(source, target, refs, **planned), **options)  # type: ignore[arg-type]  # any of their arguments
 
 

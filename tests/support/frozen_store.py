@@ -40,7 +40,7 @@ from casckpt.history.commits import Commit, forget, list_commits, purge, trim
 from casckpt.repository.repository import Repository
 from casckpt.saving.options import SaveOptions
 from casckpt.upkeep.gc.recovery import drop_logs
-from tests.support import stored_folder
+from tests.support import rewrites, stored_folder
 from tests.support.repositories import Ticks, half_rewrite
 from tests.support.signing import pair
 from tests.support.simulated import Simulated
@@ -308,7 +308,7 @@ def _drop_a_log(store: casckpt.Store) -> None:
 
 
 def _change_logs(store: casckpt.Store) -> None:
-    """Forget, restore, purge, revoke, thin, bring back, trim, and repack."""
+    """Forget, restore, purge, revoke, thin, bring back, trim, and rewrite."""
     repo = store.repository
     store.forget("train@3")
     store.restore(store.forget("train@4")[0])
@@ -320,7 +320,7 @@ def _change_logs(store: casckpt.Store) -> None:
     store.forget("moved@1")
     found = store.gc(min_age=0, run="moved")
     assert found.deleted_manifests == 2, found  # of moved@1, and of places of thin@3
-    assert len(store.copy_to(store, "moved@2", blob_bytes=BLOB, jobs=1).copied) == 1
+    rewrites.move(repo, store.get("moved@2").commit)
     base = store.get("train@5").commit
     begun = transactions.begin(repo, "train", 5, after=[base.txid], slot=(base.txid, base.number + 1))
     begun.abort("the rewrite was stopped")

@@ -18,15 +18,15 @@ from casckpt.errors import Refused, Revoked, StorageError
 from casckpt.format.blob import order
 from casckpt.format.blob_writer import buffer_bytes
 from casckpt.format.keys import blob_key
-from casckpt.format.manifest import Encoded, Manifest, placed
-from casckpt.format.sections.blobs import encode_blobs
+from casckpt.format.manifest import Encoded
 from casckpt.format.sections.tables import ROW
 from casckpt.history import transactions
 from casckpt.history.commits import Commit, forget, list_commits
 from casckpt.repository.fetching import BlobDamaged
 from casckpt.repository.repository import Repository
 from casckpt.upkeep.copies.copy import CopyResult
-from casckpt.upkeep.repack import Recoding, cells_of, packed, poor_blobs
+from casckpt.upkeep.repack import Recoding, cells_of, packed
+from casckpt.upkeep.repair.frames import locate
 from tests.support.checkpoints import CELL, array, read_arrays, save_arrays
 from tests.support.copies import check_clean, contents, copy, elsewhere
 from tests.support.faulty import FaultyStore, corrupt, fail_before
@@ -41,36 +41,27 @@ ARRAYS = st.dictionaries(
 )
 
 
-def recoding(source: Repository, target: Repository, commit: Commit, **options: object) -> Recoding:
+def recoding(
+    source: Repository, target: Repository, commit: Commit, *, blob_bytes: int = 1 << 20, jobs: int = 4
+) -> Recoding:
     """Repack everything in a new transaction."""
-    target.create()
+    target.create(cell_bytes=CELL, blob_bytes=blob_bytes)
     transaction = transactions.begin(target, commit.run, commit.step, after=[commit.txid])
     transaction.leave()
-    manifest, options = manifests.get(source, commit), {"blob_bytes": 1 << 20} | options
-    return Recoding(source, target, manifest, transaction.txid, list_commits(target), numbered(manifest), **options)  # type: ignore[arg-type]  # any of its arguments
+    return Recoding(source, target, manifests.get(source, commit), transaction.txid, list_commits(target), jobs)
 
 
 def content(repo: Repository, made: Encoded) -> dict[str, bytes]:
     """Return the bytes of every tensor."""
     manifest, found = made.manifest(), {}
     for entry in manifest.entries:
-        data = b""
-        for cell in manifest.extents(entry).stored_cells():
-            ref = manifest.blob(cell.blob)
-            with repo.storage.open(blob_key(ref.uploader, ref.hash)) as reader:
-                part = bytearray(cell.nbytes)
-                reader.read_into(cell.offset, [memoryview(part)])
-            data += part
-        found[entry.key] = data
+        cells = manifest.extents(entry).stored_cells()
+        found[entry.key] = b"".join(bytes(locate(repo, manifest, cell).read()) for cell in cells)
     return found
 
 
 def stored(arrays: dict[str, npt.NDArray[np.generic]]) -> dict[str, bytes]:
     return {name: data.tobytes() for name, data in arrays.items()}
-
-
-def numbered(manifest: Manifest) -> range:
-    return range(len(manifest.blob_list))
 
 
 @given(ARRAYS, ARRAYS, st.sampled_from([CELL, 5 * CELL, 1 << 20]), st.integers(1, 3))
@@ -99,7 +90,7 @@ def test_repacking_lays_out_cells_as_a_save_does(
 ) -> None:
     repo = repository(tmp_path_factory.mktemp("any"))
     manifest = manifests.get(repo, save_arrays(repo, arrays, cell=32 * CELL))
-    found = cells_of(manifest, numbered(manifest))
+    found = cells_of(manifest)
     digests = {cell.digest for entry in manifest.entries for cell in manifest.extents(entry).stored_cells()}
     assert len(found) == len(digests)
     assert {cell.digest for cell in found} == digests
@@ -111,9 +102,9 @@ def test_repacking_lays_out_cells_as_a_save_does(
     assert all(0 < sum(cell.nbytes for cell in lot) <= room for lot in lots)
 
 
-def large(source: Repository, target: Repository, *refs: str, **options: object) -> CopyResult:
-    """Return a copy of the source in large blobs."""
-    return copy(source, target, *refs, **{"blob_bytes": 1 << 20, "jobs": 1} | options)
+def encoded(source: Repository, target: Repository, *refs: str, **options: object) -> CopyResult:
+    """Return a copy of the source that encodes. No cell of these arrays becomes smaller."""
+    return copy(source, target, *refs, **{"compress": "always", "jobs": 1} | options)
 
 
 def test_cells_that_the_target_already_has_are_reused_and_not_read(tmp_path: Path, source: Repository) -> None:
@@ -121,11 +112,11 @@ def test_cells_that_the_target_already_has_are_reused_and_not_read(tmp_path: Pat
     save_arrays(source, {"t0": array(0), "own": array(9)}, "other", reuse=resolve(source, "run@0"))
     reads = FaultyStore(source.storage)
     user = Repository(reads, tmp_path / "cache")
-    for options in ({"blob_bytes": None}, {}):
+    for options in ({"compress": None}, {}):
         target = elsewhere(tmp_path)
-        large(source, target, "run@2", **options)
+        encoded(source, target, "run@2", **options)
         reads.calls.clear()
-        result = large(user, target, "run@3", "other@0")
+        result = encoded(user, target, "run@3", "other@0")
         assert [one.error for one in result.failed] == []
         assert [one.committed.blobs_reused > 0 for one in result.copied] == [True, True]
         assert result.blobs == 2
@@ -135,10 +126,10 @@ def test_cells_that_the_target_already_has_are_reused_and_not_read(tmp_path: Pat
 
 
 def test_marked_blobs_of_the_target_are_not_reused(source: Repository, target: Repository) -> None:
-    large(source, target, "run@1")
+    encoded(source, target, "run@1")
     (ref,) = manifests.get(target, resolve(target, "run@1")).blobs
     blobs.mark_damaged(target, ref.uploader, ref.hash, "test")
-    (made,) = large(source, target, "run@2").copied
+    (made,) = encoded(source, target, "run@2").copied
     assert (made.committed.blobs_written, made.committed.blobs_reused) == (1, 0)
 
 
@@ -148,12 +139,12 @@ def test_cells_are_moved_out_of_worn_blobs(tmp_path: Path, target: Repository) -
     for step in (1, 2):
         arrays = {"t0": arrays["t0"]} | {f"own{n}": array(9 + n, 4) for n in range(step)}
         last = save_arrays(source, arrays, step=step, reuse=last)
-    large(source, target, "run@0")
-    large(source, target, "run@1")
+    encoded(source, target, "run@0")
+    encoded(source, target, "run@1")
     first, second = (manifests.get(target, resolve(target, f"run@{step}")) for step in (0, 1))
     assert [(ref.uploader, ref.worn) for ref in second.blobs if ref.worn] == [(next(first.blobs).uploader, True)]
     forget(target, resolve(target, "run@0"))
-    large(source, target, "run@2")
+    encoded(source, target, "run@2")
     third = manifests.get(target, resolve(target, "run@2"))
     assert {ref.hash for ref in third.blobs} & {ref.hash for ref in second.blobs if not ref.worn}
     assert not {ref.hash for ref in third.blobs} & {ref.hash for ref in first.blobs}
@@ -161,31 +152,29 @@ def test_cells_are_moved_out_of_worn_blobs(tmp_path: Path, target: Repository) -
 
 
 def test_blob_names_are_durable_before_the_record(tmp_path: Path, source: Repository) -> None:
-    for base in (None, "run@3"):
-        storage = FaultyStore(source.storage if base else memory())
-        repo = Repository(storage, tmp_path / "cache", clock=source.clock) if base else elsewhere(tmp_path, storage)
-        large(repo if base else source, repo, "run@3").raise_failure()
-        calls = [(call.method, call.key) for call in storage.calls]
-        settled = max(i for i, (method, key) in enumerate(calls) if method == "settle" and key.startswith("objects/"))
-        last_blob = max(i for i, (method, key) in enumerate(calls) if method == "put" and key.endswith(".safetensors"))
-        record = next(i for i, (method, key) in enumerate(calls) if method == "put" and key.startswith("commits/"))
-        assert last_blob < settled < record
+    storage = FaultyStore(memory())
+    encoded(source, elsewhere(tmp_path, storage), "run@3").raise_failure()
+    calls = [(call.method, call.key) for call in storage.calls]
+    settled = max(i for i, (method, key) in enumerate(calls) if method == "settle" and key.startswith("objects/"))
+    last_blob = max(i for i, (method, key) in enumerate(calls) if method == "put" and key.endswith(".safetensors"))
+    record = next(i for i, (method, key) in enumerate(calls) if method == "put" and key.startswith("commits/"))
+    assert last_blob < settled < record
 
 
 def test_blobs_missing_from_the_target_are_marked_and_not_reused(source: Repository, target: Repository) -> None:
-    large(source, target, "run@1")
+    encoded(source, target, "run@1")
     (ref,) = manifests.get(target, resolve(target, "run@1")).blobs
     target.storage.delete(blob_key(ref.uploader, ref.hash))
-    result = large(source, target, "run@2")
+    result = encoded(source, target, "run@2")
     assert (result.blobs, len(blobs.damaged_marks(target))) == (2, 1)
-    assert large(source, target, "run@3").blobs == 1
+    assert encoded(source, target, "run@3").blobs == 1
     for step in (2, 3):
         commit = resolve(target, f"run@{step}")
         assert read_arrays(target, commit) == read_arrays(source, resolve(source, commit.id))
 
 
 def test_a_reused_blob_that_is_missing_after_a_revocation_is_an_error(source: Repository, target: Repository) -> None:
-    large(source, target, "run@1")
+    encoded(source, target, "run@1")
     made = recoding(source, target, resolve(source, "run@2"))
     (ref,) = manifests.get(target, resolve(target, "run@1")).blobs
     target.storage.delete(blob_key(ref.uploader, ref.hash))
@@ -242,35 +231,13 @@ def test_repacking_does_not_restore_thinned_entries(source: Repository, target: 
     assert len(manifest.blob_list) == 1
 
 
-# which blobs are repacked
-
-
-def test_small_blobs_are_repacked_if_that_reduces_their_number(source: Repository) -> None:
-    manifest = manifests.get(source, resolve(source, "run@3"))
-    assert poor_blobs(manifest, 1 << 20, ()) == {0, 1, 2, 3}
-    assert poor_blobs(manifest, 2 * CELL, ()) == frozenset()  # the blobs have exactly this size
-    assert poor_blobs(manifests.get(source, resolve(source, "run@0")), 1 << 20, ()) == frozenset()
-
-
 def test_repacking_keeps_branches_in_separate_blobs(tmp_path: Path) -> None:
     repo = repository(tmp_path)
     older = save_arrays(repo, {"a.x": array(1, 300), "b.x": array(2, 300)})
     commit = save_arrays(repo, {"a.x": array(1, 300), "b.x": array(3, 300)}, step=1, reuse=older)
     manifest = manifests.get(repo, commit)
-    lots = packed(cells_of(manifest, numbered(manifest)), 1 << 30)
+    lots = packed(cells_of(manifest), 1 << 30)
     assert [{cell.branch for cell in lot} for lot in lots] == [{0}, {1}]
-    assert poor_blobs(manifest, 1 << 30, ()) == frozenset()  # two blobs before, and two after
-
-
-def test_worn_blobs_are_repacked_unless_a_different_checkpoint_uses_them(tmp_path: Path) -> None:
-    repo = repository(tmp_path)
-    first = save_arrays(repo, {"a": array(1), "b": array(2, 20)})
-    commit = save_arrays(repo, {"a": array(1)}, step=1, reuse=first)
-    (ref,) = manifests.get(repo, commit).blobs
-    worn = replace(recoding(repo, elsewhere(tmp_path), commit)).manifest
-    worn = placed(worn, encode_blobs([replace(ref, worn=True)])).manifest()
-    assert poor_blobs(worn, CELL, ()) == {0}
-    assert poor_blobs(worn, CELL, {(ref.uploader, ref.hash)}) == frozenset()
 
 
 def test_a_storage_error_during_repacking_is_raised(tmp_path: Path, source: Repository) -> None:

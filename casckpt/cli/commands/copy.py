@@ -11,7 +11,7 @@ from casckpt.cli.describe import brief, doubt, plain
 from casckpt.cli.progress import progress_bar
 from casckpt.cli.session import Session, store_command
 from casckpt.cli.text import count, name, printable, say, say_all, say_some, shortened, size
-from casckpt.cli.types import SETTING, SIZE, STORE
+from casckpt.cli.types import SETTING, STORE
 from casckpt.errors import Damaged
 
 if TYPE_CHECKING:
@@ -31,10 +31,6 @@ if TYPE_CHECKING:
 @click.option(
     "--jobs", type=click.IntRange(min=1), help="The number of files to copy in parallel.  [default: 4; 16 for a bucket]"
 )
-@click.option(
-    "--blob-size", "blob_bytes", type=SIZE,
-    help="Repack the data into blobs of about this size. DST may be the same as STORE.",
-)  # fmt: skip
 @click.option("--compress", type=click.Choice(["off", "always"]), help="always: encode floats to save space.")
 @click.option("--dry-run", is_flag=True, help="Show what would be copied, without copying anything.")
 @click.option("--dst-option", "dst_options", type=SETTING, multiple=True, help="Like --storage-option, for DST.")

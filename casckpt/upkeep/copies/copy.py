@@ -8,7 +8,6 @@ has its run and step, the others are still copied.
 
 from __future__ import annotations
 
-import logging
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -19,7 +18,6 @@ from casckpt.contents import manifests
 from casckpt.contents.refs import resolve_many, unread_within
 from casckpt.errors import Conflict, Damaged, Gone, InvalidInput, Refused, StorageError
 from casckpt.format.keys import commit_key
-from casckpt.format.names import TxId
 from casckpt.format.sections.blobs import BlobRef
 from casckpt.history.commits import Commit, CommitList, list_commits, restore
 from casckpt.history.tags import Tag, TagList, get_tag, list_tags, set_tag
@@ -31,21 +29,17 @@ from casckpt.upkeep.copies.replication import (
     Work,
     copy_signatures,
     occupant,
-    repack,
     replicate,
     taken,
     twin,
 )
 from casckpt.upkeep.gc.forgetting import CommitFailure
-from casckpt.upkeep.repack import poor_blobs
 from casckpt.upkeep.repair.verify import DamagedRecord
 
 REMOTE_JOBS, LOCAL_JOBS = 16, 4
 _NOT_COPIED = (Conflict, Damaged, Gone, Refused)
 
 T = TypeVar("T")
-
-log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -55,11 +49,9 @@ class CopyPlan:
     ``missing``: checkpoints to copy. ``forgotten``: commits of the target to restore. ``present``: checkpoints that
     the target has. ``left``: checkpoints that the target has forgotten or purged and that the call did not name.
     ``failed``: checkpoints that cannot be copied. ``nbytes``: size of the blobs that the target lacks. ``total``: the
-    total for progress reports. It is ``nbytes`` or, if cells are repacked, the size of all blobs of each missing
-    checkpoint. ``blob_bytes``: repack the cells into blobs of this size. ``compress``: encode the cells. ``moving``:
-    for repacking in place (newest first), the numbers of the blobs to replace, by transaction. None for a copy into a
-    different store. ``for_mirror``: whether the target is the source's mirror. ``records``: unreadable records of the
-    source, which may belong to checkpoints to copy.
+    total for progress reports. It is ``nbytes`` or, if cells are encoded, the size of all blobs of each missing
+    checkpoint. ``compress``: encode the cells. ``for_mirror``: whether the target is the source's mirror. ``records``:
+    unreadable records of the source, which may belong to checkpoints to copy.
     """
 
     missing: tuple[Commit, ...] = ()
@@ -70,8 +62,6 @@ class CopyPlan:
     records: tuple[DamagedRecord, ...] = ()
     nbytes: int = 0
     total: int = 0
-    blob_bytes: int | None = None
-    moving: Mapping[TxId, frozenset[int]] | None = None
     compress: bool = False
     for_mirror: bool = False
 
@@ -119,47 +109,31 @@ def plan_copy(
     refs: Iterable[str | Commit] = (),
     *,
     run: str | None = None,
-    blob_bytes: int | None = None,
     compress: Literal["off", "always"] | None = None,
 ) -> CopyPlan:
     """Plan a copy of the checkpoints or ranges in ``refs``, or of all visible checkpoints, or of those of ``run``.
 
-    ``blob_bytes``: repack the cells into blobs of this size. ``target`` may then be ``source``. ``compress``: "always"
-    encodes the cells of floats, except in checkpoints that already have encoded cells. Writes nothing. Raises
-    `NotFound`, `InvalidInput`, and `StorageError`.
+    ``compress``: "always" encodes the cells of floats, except in checkpoints that already have encoded cells. Writes
+    nothing. Raises `NotFound`, `InvalidInput`, and `StorageError`.
     """
     if compress not in {None, "off", "always"}:
         raise InvalidInput(f"compress={compress!r} is not valid for a copy: pass 'always' or 'off'")
     encodes = compress == "always"
-    in_place = source.exists() and target.exists() and source.storage.url == target.storage.url
-    if in_place and encodes:
-        raise InvalidInput(f"{source.storage.url} cannot be encoded in place: copy it into a different store")
-    if in_place and blob_bytes is None:
-        raise InvalidInput(
-            f"{source.storage.url} cannot be copied into itself: specify a different store, or a blob size"
-        )
-    if blob_bytes is not None and not 4096 <= blob_bytes <= 1 << 30:
-        raise InvalidInput(f"blobs of {blob_bytes} bytes are not supported: pass a size from 4KiB to 1GiB")
+    if source.exists() and target.exists() and source.storage.url == target.storage.url:
+        raise InvalidInput(f"{source.storage.url} cannot be copied into itself: specify a different store")
     named = list(refs)
     listed = list_commits(source)
     source.check_exists()  # a missing store is an error, unlike an empty one
     chosen = resolve_many(source, named, listed) if named else listed.current()
     chosen = sorted((commit for commit in chosen if run is None or commit.run == run), key=lambda commit: commit.txid)
     records = _unread(source, listed, named, chosen, run)
-    if in_place and blob_bytes is not None:
-        return replace(_in_place(source, chosen, listed, blob_bytes), records=records)
-    if blob_bytes is not None and any(commit.committed.bytes_coded for commit in chosen):
-        log.warning("blobs with encoded cells are copied without repacking")
-        blob_bytes = None
     there, settings = list_commits(target) if target.exists() else CommitList({}, {}), source.settings
     is_mirror = settings.mirror == target.storage.url
     thinned = bool(settings.mirror_thinned)
     behind = unsafe_in(target, chosen, thinned=thinned, listed=there) if is_mirror else ()
     plan = _plan_for(source, target, chosen, there, behind, named=bool(named))
-    total = plan.total if encodes or blob_bytes is not None else plan.nbytes
-    return replace(
-        plan, records=records, blob_bytes=blob_bytes, compress=encodes, for_mirror=is_mirror, total=total
-    )  # fmt: skip
+    total = plan.total if encodes else plan.nbytes
+    return replace(plan, records=records, compress=encodes, for_mirror=is_mirror, total=total)
 
 
 def _unread(
@@ -173,25 +147,6 @@ def _unread(
         for txid in unread_within(listed, named, run)
         if txid not in seen
     )
-
-
-def _in_place(repo: Repository, chosen: Sequence[Commit], listed: CommitList, blob_bytes: int) -> CopyPlan:
-    """Plan in-place repacking, newest checkpoint first, so that older checkpoints share its new blobs."""
-    named = _named(repo, listed.placed())
-    kept = {(ref.uploader, ref.hash) for ref in named if not ref.worn and 2 * ref.size >= blob_bytes}
-    moving: dict[TxId, frozenset[int]] = {}
-
-    def look(commit: Commit) -> None:
-        manifest = manifests.get(repo, commit)
-        moving[commit.txid] = numbers = poor_blobs(manifest, blob_bytes, kept)
-        kept.update((ref.uploader, ref.hash) for number, ref in enumerate(manifest.blobs) if number not in numbers)
-
-    _, failed = _each(reversed(chosen), look)
-    missing = [commit for commit in reversed(chosen) if moving.get(commit.txid)]
-    present = [commit for commit in chosen if moving.get(commit.txid) == frozenset()]
-    nbytes = sum(manifests.blob_list(repo, one)[number].size for one in missing for number in moving[one.txid])
-    plan = CopyPlan(tuple(missing), present=tuple(present), failed=tuple(failed), nbytes=nbytes, total=nbytes)
-    return replace(plan, blob_bytes=blob_bytes, moving=moving)
 
 
 def _plan_for(
@@ -276,21 +231,14 @@ def execute(
     store's requirements for writers. Raises `StorageError`; the next copy then continues the work.
     """
     progress.expect(plan.total)
-    blob_bytes = plan.blob_bytes
     places = BlobLocations(target, {ref.hash for ref in _named(source, plan.missing)})
     work = Work(
-        _jobs(source, target, jobs), for_mirror=plan.for_mirror, progress=progress, blob_bytes=blob_bytes,
-        compress=plan.compress, places=places,
+        _jobs(source, target, jobs), for_mirror=plan.for_mirror, progress=progress, compress=plan.compress,
+        places=places,
     )  # fmt: skip
-    made = _create_target(source, target, blob_bytes)
+    made = _create_target(source, target)
     copy_signatures(source, target, {commit.id for commit in (*plan.missing, *plan.present)})
-
-    def copy(commit: Commit) -> Commit:
-        if plan.moving is not None:
-            return repack(source, commit, plan.moving[commit.txid], work)
-        return replicate(source, target, commit, work)
-
-    copied, not_copied = _each(plan.missing, copy)
+    copied, not_copied = _each(plan.missing, lambda commit: replicate(source, target, commit, work))
     restored, not_restored = _each(plan.forgotten, lambda commit: restore(target, commit))
     failed = (*plan.failed, *not_copied, *not_restored)
     result = CopyResult(
@@ -300,10 +248,10 @@ def execute(
     return result if with_tags is False else _with_tags(source, target, result, with_tags)
 
 
-def _create_target(source: Repository, target: Repository, blob_bytes: int | None) -> bool:
+def _create_target(source: Repository, target: Repository) -> bool:
     """Create ``target`` if it is missing. Return whether it was missing. Raises `Unsupported` if it refuses writers."""
     sizes = source.marker
-    made = target.create(cell_bytes=sizes.cell_bytes, blob_bytes=max(blob_bytes or sizes.blob_bytes, sizes.cell_bytes))
+    made = target.create(cell_bytes=sizes.cell_bytes, blob_bytes=sizes.blob_bytes)
     check_requirements(target)  # check now: after a refused commit, the copy could not use its own transaction id
     return made
 

@@ -47,9 +47,9 @@ from casckpt.repository.reading import fetch_record
 from casckpt.repository.repository import Repository
 from casckpt.storage.base import AlreadyExists
 from casckpt.storage.buffers import BufferPool
-from casckpt.upkeep.repack import Recoding, blobs_of_chains
+from casckpt.upkeep.repack import Recoding, is_coded
 from casckpt.upkeep.repair.affected import keys_of
-from casckpt.upkeep.rewrite import rewrite, rewritten
+from casckpt.upkeep.rewrite import rewrite
 
 
 class BlobLocations:
@@ -89,17 +89,15 @@ class Work:
 
     ``progress``: called with the number of bytes of finished blobs. ``for_mirror``: copy a checkpoint even if a
     different checkpoint in the target has its run and step (otherwise, this raises Conflict), or if the target has the
-    checkpoint under a transaction at which gc does not look. ``blob_bytes``: repack the cells into blobs with this many
-    data bytes. None copies whole blobs. Checkpoints with encoded cells are never repacked. ``compress``: encode the
-    cells of other checkpoints. ``places``: locations of blobs in the target that earlier copies found. ``damaged``:
-    damaged blobs of the source that earlier copies found. ``uploaded``: the sizes of the blobs that this process has
-    uploaded.
+    checkpoint under a transaction at which gc does not look. ``compress``: encode the cells of checkpoints that have no
+    encoded cells; otherwise, whole blobs are copied. ``places``: locations of blobs in the target that earlier copies
+    found. ``damaged``: damaged blobs of the source that earlier copies found. ``uploaded``: the sizes of the blobs that
+    this process has uploaded.
     """
 
     jobs: int = 4
     for_mirror: bool = False
     progress: Progress = silent
-    blob_bytes: int | None = None
     compress: bool = False
     places: BlobLocations | None = None
     damaged: dict[BlobRef, BlobDamaged] = field(default_factory=dict)
@@ -135,7 +133,7 @@ def _replicate(source: Repository, target: Repository, commit: Commit, work: Wor
     known = next((work.damaged[ref] for ref in map(_bare, manifest.blobs) if ref in work.damaged), None)
     if known is not None:  # raise before beginning a transaction for each checkpoint that shares the damaged blob
         raise _damaged_blob(source, commit, manifest, known)
-    kind = _Copy if not _repacks(work) or blobs_of_chains(manifest) else _Recoded
+    kind = _Recoded if work.compress and not is_coded(manifest) else _Copy
     copy, attempt = partial(kind, source, target, commit, manifest, work), 0
     for _ in range(_TRIES):
         found, attempt = _join(target, commit, attempt)
@@ -148,10 +146,6 @@ def _replicate(source: Repository, target: Repository, commit: Commit, work: Wor
     raise Conflict(
         f"the copy of {commit} was revoked {_TRIES} times, by gc or because other processes failed; copy it again"
     )
-
-
-def _repacks(work: Work) -> bool:
-    return work.compress or work.blob_bytes is not None
 
 
 def _check(target: Repository, commit: Commit) -> None:
@@ -235,28 +229,6 @@ def _complete(target: Repository, there: Commit, commit: Commit, work: Work, mak
     return rewrite(target, there, save)
 
 
-def repack(repo: Repository, commit: Commit, moving: frozenset[int], work: Work) -> Commit:
-    """Rewrite a checkpoint: move the cells of the blobs ``moving`` (numbers) into new blobs.
-
-    Raises `Damaged` or `Refused` as `replicate` does, and `Conflict` if the checkpoint is not visible or another
-    process changed it. After these errors, the checkpoint is unchanged. Raises `StorageError`; the rewrite may still
-    be committed.
-    """
-    manifest = manifests.get(repo, commit)
-
-    def save(txid: TxId) -> Rewritten:
-        listed = list_commits(repo)
-        recoding = Recoding(repo, repo, manifest, txid, listed, moving, work.blob_bytes, work.jobs, work.progress)
-        made = recoding.run()
-        work.uploaded.extend(ref.size for ref in made.manifest().blobs if ref.uploader == txid)
-        return rewritten(repo, txid, commit, made)
-
-    try:
-        return rewrite(repo, refresh(repo, commit), save)
-    except BlobDamaged as error:
-        raise _damaged_blob(repo, commit, manifest, error) from error
-
-
 def _bare(ref: BlobRef) -> BlobRef:
     """Return a blob's location without its ``worn`` flag."""
     return replace(ref, worn=False)
@@ -306,7 +278,7 @@ class _Copy:
         wanted = {ref.hash: ref for ref in self.manifest.blobs}
         known = self.work.places or BlobLocations(self.target, wanted.keys())
         self.places = known.locate(listed, wanted)
-        if _repacks(self.work):  # see `CopyPlan.total`
+        if self.work.compress:  # see `CopyPlan.total`
             self.work.progress(sum(ref.size for ref in self.places.values()))
 
         def place() -> None:
@@ -420,16 +392,13 @@ class _Copy:
 
 
 class _Recoded(_Copy):
-    """A copy that repacks cells. A process that joins it without repacking shares the commit, but not the work."""
+    """A copy that encodes cells. A process that joins it without encoding shares the commit, but not the work."""
 
     made: Encoded
 
     def _copy_blobs(self, listed: CommitList) -> None:
-        work, own, every = self.work, self.txid, range(len(self.manifest.blob_list))
-        recoding = Recoding(
-            self.source, self.target, self.manifest, own, listed, every, work.blob_bytes, work.jobs, work.progress,
-            compress=work.compress,
-        )  # fmt: skip
+        work, own = self.work, self.txid
+        recoding = Recoding(self.source, self.target, self.manifest, own, listed, work.jobs, work.progress)
         try:
             self.made = recoding.run()
         except BlobDamaged as error:

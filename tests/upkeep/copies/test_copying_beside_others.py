@@ -17,10 +17,9 @@ from casckpt.history.commits import list_commits
 from casckpt.repository.repository import Repository
 from casckpt.upkeep.copies.replication import Work, replicate
 from tests.support.checkpoints import array, read_arrays, save_arrays
-from tests.support.copies import copy
 from tests.support.gcs import collect
 from tests.support.repositories import repository
-from tests.upkeep.gc.play import Play
+from tests.upkeep.gc.play import Play, rewrite_some
 
 pytestmark = pytest.mark.sweep
 ROUNDS = 4
@@ -30,9 +29,7 @@ Cast = Callable[[Play, "Copier"], None]
 class Copier:
     """An actor that copies a whole source, and repeats the copy if others destroy it.
 
-    The actor r0 also repacks.
-
-    The actor p0 repacks in the store itself.
+    The actor r0 also encodes. The actor p0 rewrites checkpoints of the store itself.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -46,10 +43,9 @@ class Copier:
 
     def __call__(self, play: Play, repo: Repository, name: str) -> None:
         if name == "p0":
-            for _ in range(2):
-                copy(repo, repo, run="copied", blob_bytes=1 << 20, jobs=1)
+            rewrite_some(play, repo)
             return
-        work = Work(jobs=1, blob_bytes=1 << 20 if name == "r0" else None)
+        work = Work(jobs=1, compress=name == "r0")
         for commit in list_commits(self.source).live():
             try:
                 replicate(self.source, repo, commit, work)
@@ -85,13 +81,13 @@ def a_copy_a_save_and_a_user(play: Play, copier: Copier) -> None:
     play.gc("g0", revoke_after=1e9, runs=3)
 
 
-def a_copy_one_that_packs_and_a_patient_gc(play: Play, copier: Copier) -> None:
+def a_copy_one_that_encodes_and_a_patient_gc(play: Play, copier: Copier) -> None:
     play.writer("r0", copier)
     play.writer("c1", copier)
     play.gc("g0", revoke_after=1e9)
 
 
-def copies_that_pack_in_place_too_and_a_user(play: Play, copier: Copier) -> None:
+def a_copy_that_encodes_rewrites_and_a_user(play: Play, copier: Copier) -> None:
     play.writer("r0", copier)
     play.writer("p0", copier)
     play.user("user")
@@ -102,8 +98,8 @@ CASTS = [
     two_copies_and_a_patient_gc,
     two_copies_and_a_gc_that_gives_up_on_all,
     a_copy_a_save_and_a_user,
-    a_copy_one_that_packs_and_a_patient_gc,
-    copies_that_pack_in_place_too_and_a_user,
+    a_copy_one_that_encodes_and_a_patient_gc,
+    a_copy_that_encodes_rewrites_and_a_user,
 ]
 
 
@@ -116,7 +112,7 @@ def test_copies_run_concurrently_with_saves_and_gcs(tmp_path: Path, seed: int, f
         cast(play, copier)
         play.run()
         copied += sum(commit.run == "copied" for commit in list_commits(play.watcher).live())
-        if cast in (two_copies_and_a_patient_gc, a_copy_one_that_packs_and_a_patient_gc):
+        if cast in (two_copies_and_a_patient_gc, a_copy_one_that_encodes_and_a_patient_gc):
             assert copier.conflicts == 0
             copier.check(play.watcher)
         for name in tags.tags(play.watcher):

@@ -1,8 +1,7 @@
-"""Copies into blobs of a different size, and repacking in place: killed, concurrent, undone, and followed by saves."""
+"""Copies that encode: killed, concurrent, and followed by saves."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -13,32 +12,25 @@ import torch
 
 from casckpt.contents import manifests
 from casckpt.contents.refs import resolve
-from casckpt.errors import CasckptError, Conflict, Damaged, InvalidInput
+from casckpt.errors import CasckptError, Damaged, InvalidInput
 from casckpt.format.encodings.frames import encode_planes
-from casckpt.format.names import ManifestId
-from casckpt.history import commits
 from casckpt.history.commits import list_commits
-from casckpt.history.tags import set_tag
 from casckpt.repository.repository import Repository
-from casckpt.storage.base import ObjectStore
 from casckpt.store.store import Store
 from casckpt.upkeep import repack as recoding
-from casckpt.upkeep.copies.copy import CopyResult, plan_copy
-from casckpt.upkeep.repair.verify import verify
-from tests.support.announced import undecided
-from tests.support.checkpoints import array, flip, only_blob, read_arrays, save_arrays
-from tests.support.copies import chain, check_clean, contents, copy, elsewhere
+from casckpt.upkeep.copies.copy import CopyResult
+from tests.support.checkpoints import flip, only_blob
+from tests.support.copies import check_clean, contents, copy, elsewhere
 from tests.support.dying import WAYS, Dying, Killed
 from tests.support.faulty import FaultyStore, call_first
-from tests.support.gcs import collect, snapshot
-from tests.support.repositories import meanwhile, memory, repository
-from tests.support.saves import blob_keys, cells, data_of, same_state, small, trained
+from tests.support.repositories import meanwhile, memory
+from tests.support.saves import BLOB, blob_keys, cells, data_of, same_state, small, trained
 
 LARGE = 1 << 20
 
 
 def recode(source: Repository, target: Repository, *refs: str, **options: object) -> CopyResult:
-    return copy(source, target, *refs, **{"blob_bytes": LARGE, "jobs": 1} | options)
+    return copy(source, target, *refs, **{"compress": "always", "jobs": 1} | options)
 
 
 def sizes(repo: Repository) -> dict[int, int]:
@@ -65,16 +57,15 @@ def odd_state() -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("blob_bytes", [4096, 32 << 10, 1 << 20])
-@pytest.mark.parametrize("where", ["elsewhere", "in place"])
-def test_a_repacked_checkpoint_keeps_its_id_and_content(where: str, blob_bytes: int) -> None:
+def test_a_repacked_checkpoint_keeps_its_id_and_content(blob_bytes: int) -> None:
     source = small()
     files = {"short.txt": b"a" * 10, "long.bin": bytes(range(256)) * 300}
     for step in range(3):
         source.save(odd_state() | {"own": cells(3, seed=step)}, run="a", step=step, attachments=files)
     source.tag("best", "a@1")
     before = [(one.id, one.step, one.commit.committed.created_at) for one in source.checkpoints()]
-    target = source if where == "in place" else Store(Repository(memory(near=False)))
-    done = source.copy_to(target, tags=where == "elsewhere", blob_bytes=blob_bytes)
+    target = small(blob_bytes=blob_bytes)
+    done = encoded(source, target, tags=True)
     assert [(one.id, one.step, one.commit.committed.created_at) for one in target.checkpoints()] == before
     for step in range(3):
         assert same_state(target.read(f"a@{step}"), odd_state() | {"own": cells(3, seed=step)})
@@ -82,12 +73,9 @@ def test_a_repacked_checkpoint_keeps_its_id_and_content(where: str, blob_bytes: 
     assert target.get("tag:best").id == target.get("a@1").id
     assert target.get("latest").step == 2
     assert not target.verify().is_damaged
-    if where == "elsewhere":
-        assert all(data_of(target, key) <= max(blob_bytes, 4096) for key in blob_keys(target))
-        assert target.repository.marker.blob_bytes == blob_bytes
-    again = source.copy_to(target, blob_bytes=blob_bytes)
-    assert (list(again.copied), len(again.present)) == ([], 3)
-    assert len(done.copied) == 3 or blob_bytes < 1 << 20
+    assert all(data_of(target, key) <= blob_bytes for key in blob_keys(target))
+    again = encoded(source, target)
+    assert (list(again.copied), len(again.present), len(done.copied)) == ([], 3, 3)
     later = target.save(odd_state() | {"own": cells(3, seed=2)}, run="a", step=3, attachments=files)
     assert later.stats.bytes_written == 0
     target.gc(min_age=0)
@@ -101,134 +89,32 @@ def test_many_small_blobs_are_merged_into_one(source: Repository, target: Reposi
     check_clean(target)
 
 
-def test_repacking_in_place_starts_with_the_newest_checkpoint_and_shares_its_blobs(source: Repository) -> None:
-    before = contents(source)
-    plan = plan_copy(source, source, blob_bytes=LARGE)
-    assert [one.step for one in plan.missing] == [3, 2, 1]
-    assert [one.step for one in plan.present] == [0]
-    result = recode(source, source)
-    assert ([one.step for one in result.copied], result.blobs) == ([3, 2, 1], 1)
-    assert (sizes(source), contents(source)) == ({0: 1, 1: 1, 2: 1, 3: 1}, before)
-    assert [one.committed.parent for one in list_commits(source).visible()] == [None] * 4
-    assert recode(source, source).copied == ()
-    check_clean(source)
-    assert contents(source) == before
-
-
-def test_small_blobs_that_a_newer_checkpoint_uses_remain_shared(source: Repository) -> None:
-    save_arrays(source, {"t0": array(0), "own": array(9)}, step=4, reuse=resolve(source, "run@0"))
-    recode(source, source)
-    found = snapshot(source)
-    assert recode(source, source).copied == ()
-    assert snapshot(source) == found
-    sharing = [set(manifests.blob_list(source, one).names()) for one in list_commits(source).visible()]
-    assert set.intersection(*sharing[1:])  # the first checkpoint had a single blob
-
-
-def test_a_dry_run_in_place_writes_nothing(source: Repository) -> None:
-    before = snapshot(source)
-    plan = plan_copy(source, source, ["run@2"], blob_bytes=LARGE)
-    assert [one.step for one in plan.missing] == [2]
-    assert plan.nbytes == sum(manifests.get(source, resolve(source, "run@2")).blob_sizes)
-    assert snapshot(source) == before
-
-
-def test_invalid_repacking_options_are_rejected(source: Repository, target: Repository) -> None:
-    with pytest.raises(InvalidInput, match="or a blob size"):
-        copy(source, source)
-    for blob_bytes in (0, 4095, (1 << 30) + 1):
-        with pytest.raises(InvalidInput, match="from 4KiB to 1GiB"):
-            recode(source, target, blob_bytes=blob_bytes)
-    assert not target.exists()
-
-
-@pytest.mark.parametrize("where", ["elsewhere", "in place"])
 @pytest.mark.parametrize("how", ["flipped", "gone"])
-def test_damage_in_the_source_is_reported_and_nothing_changes(
-    source: Repository, target: Repository, where: str, how: str
+def test_damage_in_the_source_is_reported_and_nothing_is_copied(
+    source: Repository, target: Repository, how: str
 ) -> None:
     blob = only_blob(source, resolve(source, "run@2"))
     if how == "gone":
         source.storage.delete(blob)
     else:
         flip(source, blob, 5000)
-    into = source if where == "in place" else target
-    visible = [one.txid for one in list_commits(source).visible()]
-    result = recode(source, into, "run@2")
+    result = recode(source, target, "run@2")
     (failed,) = result.failed
     assert isinstance(failed.error, Damaged)
     assert (failed.error.blob, failed.error.keys) == (blob.split("/")[2].split(".")[0], ("t2",))
-    assert [one.txid for one in list_commits(into).visible()] == (visible if into is source else [])
-    if into is target:
-        check_clean(target)
+    assert list_commits(target).visible() == []
+    check_clean(target)
 
 
-def test_a_damaged_manifest_does_not_stop_repacking_of_other_checkpoints(source: Repository) -> None:
+def test_a_damaged_manifest_does_not_stop_copies_of_other_checkpoints(source: Repository, target: Repository) -> None:
     commit = resolve(source, "run@2")
     flip(source, f"objects/{commit.txid}/{commit.id}.manifest", 40)
-    result = recode(Repository(source.storage, source.cache_dir), source)
+    result = recode(Repository(source.storage, source.cache_dir), target)
     assert [one.commit.step for one in result.failed] == [2]
-    assert [one.step for one in result.copied] == [3, 1]
+    assert [one.step for one in result.copied] == [0, 1, 3]
 
 
 # killed at any call, or left without its response
-
-
-class Start:
-    """A store with run@1 in several blobs, one of which it shares with run@0, and its successor run@2.
-
-    The store can be recreated.
-    """
-
-    def __init__(self, folder: Path) -> None:
-        repo = chain(repository(folder / "first", memory()), 3)
-        self.id = resolve(repo, "run@1").id
-        set_tag(repo, "best", resolve(repo, "run@1"))
-        self.arrays = contents(repo)
-        self.objects = {entry.key: repo.storage.get(entry.key, limit=1 << 24) for entry in repo.storage.list("")}
-
-    def again(self) -> ObjectStore:
-        storage = memory()
-        for key, data in self.objects.items():
-            storage.put(key, data)
-        return storage
-
-
-def check_now(repo: Repository, id: ManifestId, arrays: dict[str, bytes]) -> None:
-    """Check the invariants of a store that is being repacked in place."""
-    (visible,) = (one for one in list_commits(repo).visible() if one.id == id)
-    assert resolve(repo, "run@1") == resolve(repo, id) == resolve(repo, "tag:best") == visible
-    assert resolve(repo, "run@latest").step == 2
-    assert read_arrays(repo, visible) == arrays
-
-
-@pytest.mark.sweep
-@pytest.mark.parametrize("way", WAYS)
-def test_repacking_in_place_survives_a_kill_at_any_call(tmp_path: Path, way: str) -> None:
-    start = Start(tmp_path)
-    at, ended = 0, False
-    while not ended:
-        at += 1
-        folder, storage = tmp_path / f"{at}", start.again()
-        dying = Dying(storage, at, way)
-        with suppress(Killed, CasckptError):
-            repo = repository(folder / "cut off", dying, seed=3)
-            recode(repo, repo, "run@1")
-        ended = dying.changes < at
-        repo = repository(folder / "next", storage, seed=4)
-        check_now(repo, start.id, start.arrays["run@1"])
-        recode(repo, repo).raise_failure()
-        check_now(repo, start.id, start.arrays["run@1"])
-        for _ in range(3):
-            collect(repo, wait=0.0, revoke_after=0.0)
-            check_now(repo, start.id, start.arrays["run@1"])
-        assert (sizes(repo)[1], contents(repo)) == (1, start.arrays)
-        assert not verify(repo).is_damaged
-        listed = list_commits(repo)
-        assert listed.live() == listed.visible()
-        assert (undecided(repo), list(storage.list("transactions/"))) == ([], [])
-        assert contents(repository(folder / "new", storage, seed=5)) == start.arrays
-    assert at > 5
 
 
 @pytest.mark.sweep
@@ -248,7 +134,7 @@ def test_a_repacking_copy_killed_at_any_call_is_resumed(
         target = elsewhere(tmp_path / f"next {at}", storage, seed=4)
         if target.exists():
             assert contents(target) in ({}, {"run@3": contents(source)["run@3"]})
-        copy(source, target, "run@3", blob_bytes=LARGE if next_one == "recoded" else None).raise_failure()
+        copy(source, target, "run@3", compress="always" if next_one == "recoded" else None).raise_failure()
         (commit,) = list_commits(target).visible()
         assert commit.id == resolve(source, "run@3").id
         assert contents(target) == {"run@3": contents(source)["run@3"]}
@@ -260,16 +146,16 @@ def test_a_repacking_copy_killed_at_any_call_is_resumed(
 # concurrent processes
 
 
-@pytest.mark.parametrize("other", ["recoded", "as it is", "of another size"])
+@pytest.mark.parametrize("other", ["recoded", "as it is"])
 @pytest.mark.parametrize("where", ["*.safetensors", "*.manifest", "commits/*"])
 def test_simultaneous_repacking_copies_create_a_single_commit(
     tmp_path: Path, source: Repository, other: str, where: str
 ) -> None:
     inner = memory()
-    blob_bytes = {"recoded": LARGE, "as it is": None, "of another size": 8192}[other]
+    compress = "always" if other == "recoded" else None
 
     def another() -> None:
-        copy(source, elsewhere(tmp_path / "other", inner, seed=9), "run@3", blob_bytes=blob_bytes).raise_failure()
+        copy(source, elsewhere(tmp_path / "other", inner, seed=9), "run@3", compress=compress).raise_failure()
 
     first = elsewhere(tmp_path, FaultyStore(inner, [call_first("put", meanwhile(another), key=where)]))
     assert len(recode(source, first, "run@3").copied) == 1
@@ -277,79 +163,6 @@ def test_simultaneous_repacking_copies_create_a_single_commit(
     assert contents(first) == {"run@3": contents(source)["run@3"]}
     check_clean(first)
     assert contents(first) == {"run@3": contents(source)["run@3"]}
-
-
-CHANGES: dict[str, Callable[[Repository], object]] = {
-    "forgotten": lambda repo: commits.forget(repo, resolve(repo, "run@3")),
-    "packed by another": lambda repo: recode(repo, repo, "run@3"),
-    "forgotten and restored": lambda repo: commits.restore(repo, commits.forget(repo, resolve(repo, "run@3"))),
-}
-
-
-@pytest.mark.parametrize("change", CHANGES)
-@pytest.mark.parametrize("where", ["objects/*", "commits/*", "commits/*.1"])
-def test_a_change_to_a_checkpoint_made_during_repacking_takes_precedence(
-    tmp_path: Path, change: str, where: str
-) -> None:
-    inner = memory()
-    arrays = contents(chain(repository(tmp_path / "other", inner, seed=5)))
-    other = repository(tmp_path / "other", inner, seed=6)
-    repo = repository(
-        tmp_path, FaultyStore(inner, [call_first("put", meanwhile(lambda: CHANGES[change](other)), key=where)]), seed=7
-    )
-    result = recode(repo, repo, "run@3")
-    assert [type(one.error) for one in result.failed] == [Conflict]
-    found = contents(repository(tmp_path / "new", inner, seed=8))
-    assert found == {name: data for name, data in arrays.items() if change != "forgotten" or name != "run@3"}
-    for _ in range(2):
-        collect(other, wait=0.0, revoke_after=0.0)
-    assert contents(other) == found
-    assert list_commits(other).live() == list_commits(other).visible()
-    check_clean(other)
-
-
-def test_a_running_load_continues_from_the_new_location() -> None:
-    faults = FaultyStore(memory(near=False))
-    store = small(faults)
-    state = {f"w{n}": cells(15, seed=n) for n in range(6)}
-    store.save(state, step=1)
-    other = Repository(faults.inner)
-
-    def change() -> None:
-        assert len(recode(other, other).copied) == 1
-        collect(other)
-
-    faults.inject(call_first("read_into", meanwhile(change), key="objects/*.safetensors", at=3))
-    assert same_state(store.read("default@1"), state)
-    assert len(blob_keys(store)) == 1
-
-
-def test_a_restore_undoes_repacking(source: Repository) -> None:
-    before, old = contents(source), resolve(source, "run@3")
-    recode(source, source, "run@3")
-    assert resolve(source, "run@3").places != old.places
-    commits.restore(source, old)
-    assert (resolve(source, "run@3").places, contents(source)) == (old.places, before)
-    check_clean(source)
-    assert contents(source) == before
-
-
-def test_repacking_frees_the_space_of_worn_blobs(tmp_path: Path) -> None:
-    """The run still uses small parts of old blobs."""
-    store = small(blob_bytes=LARGE)
-    first = {f"w{n}": cells(10, seed=n) for n in range(10)}
-    store.save(first, run="a", step=0)
-    last = {f"w{n}": cells(10, seed=n if n < 1 else 100 + n) for n in range(10)}
-    store.save(last, run="a", step=1)
-    assert store.copy_to(store, "a@1", blob_bytes=4096, dry_run=True).copied == ()  # step 0 uses all of these blobs
-    store.forget("a@0")
-    store.gc(min_age=0)
-    before = sum(data_of(store, key) for key in blob_keys(store))
-    assert len(store.copy_to(store, blob_bytes=4096).copied) == 1
-    store.gc(min_age=0)
-    assert sum(data_of(store, key) for key in blob_keys(store)) < 0.6 * before
-    assert same_state(store.read("a@1"), last)
-    assert not store.verify().is_damaged
 
 
 # encoded
@@ -368,12 +181,12 @@ def encoded(store: Store, target: Store, *refs: str, **options: Any) -> CopyResu
     return store.copy_to(target, *refs, compress="always", **options)
 
 
-@pytest.mark.parametrize("options", [{}, {"blob_bytes": LARGE}, {"blob_bytes": 8192, "jobs": 1}])
-def test_repacking_encodes_floats_and_preserves_values(options: dict[str, Any]) -> None:
-    store, target = small(), small()
+@pytest.mark.parametrize(("blob_bytes", "jobs"), [(BLOB, None), (LARGE, None), (8192, 1)])
+def test_repacking_encodes_floats_and_preserves_values(blob_bytes: int, jobs: int | None) -> None:
+    store, target = small(), small(blob_bytes=blob_bytes)
     for step in range(3):
         store.save(floats() | {"n": torch.full((3000,), step / 7).bfloat16()}, step=step, metadata={"step": step})
-    result = encoded(store, target, **options)
+    result = encoded(store, target, jobs=jobs)
     assert len(result.copied) == 3
     for mine, other in zip(store.checkpoints(), target.checkpoints(), strict=True):
         assert (mine.id, mine.metadata, mine.created_at) == (other.id, other.metadata, other.created_at)
@@ -442,7 +255,7 @@ def test_an_interrupted_encoding_copy_is_complete_or_absent() -> None:
 def test_unsupported_encoding_options_are_rejected() -> None:
     store, target = small(), small()
     store.save({"w": trained(20, 0)}, step=0)
-    with pytest.raises(InvalidInput, match="in place"):
-        encoded(store, store, blob_bytes=LARGE)
+    with pytest.raises(InvalidInput, match="into itself"):
+        encoded(store, store)
     with pytest.raises(InvalidInput, match="always"):
         store.copy_to(target, compress="auto")  # type: ignore[arg-type]  # wrong on purpose

@@ -18,13 +18,13 @@ from casckpt.format.names import BlobHash
 from casckpt.format.proof import encode_proof
 from casckpt.history import commits, tags
 from casckpt.repository.repository import Repository
-from casckpt.upkeep.copies.replication import Work, repack
 from casckpt.upkeep.repair.verify import verify
 from tests.support.checkpoints import CELL, array, flip, known_cells, only_blob, put_cells, save_arrays
 from tests.support.faulty import FaultyStore, call_first, corrupt, fail_before
 from tests.support.gcs import collect
 from tests.support.progress_calls import ProgressCalls
 from tests.support.repositories import commit_draft, draft, repository
+from tests.support.rewrites import move
 from tests.upkeep.repair.conftest import hash_in, marks
 
 
@@ -145,7 +145,7 @@ def test_what_is_purged_during_verify_is_neither_reported_nor_marked(
         if what == "the checkpoint":
             commits.forget(repo, one)
         else:
-            repack(repo, one, frozenset({0}), Work())
+            move(repo, one)
         assert collect(repo).deleted_blobs == 1
 
     faults.inject(call_first("open", purge, key=only_blob(repo, one)))
