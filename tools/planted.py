@@ -773,12 +773,6 @@ BUGS: dict[str, tuple[str, str, str, str]] = {
         'later", again=False)',
         "tests/storage/remote/test_faults.py::test_a_put_with_network_faults_raises_conflict_if_the_key_exists",
     ),
-    "a bucket without object locks counts as locked": (
-        "_lock",
-        'lock.get("ObjectLockEnabled") != "Enabled"',
-        "False",
-        "tests/storage/remote/s3/test_facts.py::test_object_locks_are_reported",
-    ),
     "unreadable lifecycle rules count as absent": (
         "_rules",
         (

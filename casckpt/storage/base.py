@@ -84,11 +84,10 @@ class Finding:
 class Examinable(Protocol):
     """Storage whose settings `casckpt doctor` can check."""
 
-    def examine(self, sample: str | None = None) -> Iterator[Finding]:
+    def examine(self) -> Iterator[Finding]:
         """Yield facts about the settings without writing anything. Raises `casckpt.errors.StorageError`.
 
         The first fact decides whether a store may be created.
-        ``sample``: the key of an object that was just put, or None if nothing can be put.
         """
 
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext, suppress
+from contextlib import suppress
 
 from casckpt.base.parallel import in_parallel
 from casckpt.contents.manifests import stored_blobs
@@ -36,7 +36,7 @@ def examine(repo: Repository) -> Iterator[Finding]:
         for name, check in probes.checks().items():
             yield _safely(name, check)
     if isinstance(repo.storage, Examinable):
-        yield from _settings_of(repo.storage, probes if writes.ok and repo.storage.traits.remote else None)
+        yield from _settings_of(repo.storage)
     yield _safely("store", lambda: _reads(repo.fresh()))
 
 
@@ -58,10 +58,9 @@ def _reads(repo: Repository) -> Finding:
     return Finding("store", True, f"checkpoints listed: {len(listed.visible())}; the newest is readable")
 
 
-def _settings_of(storage: Examinable, probes: _Probes | None) -> Iterator[Finding]:
+def _settings_of(storage: Examinable) -> Iterator[Finding]:
     try:
-        with probes.sample() if probes else nullcontext() as sample:
-            yield from storage.examine(sample)
+        yield from storage.examine()
     except CasckptError as error:
         yield Finding("settings", False, str(error), "see above")
 
@@ -168,16 +167,6 @@ class _Probes:
         if left or self._is_there(self._key(0)):
             return Finding("delete", False, "deleted objects can still be read or listed", _USE_ANOTHER)
         return Finding("delete", True, "deleted objects disappear immediately")
-
-    @contextmanager
-    def sample(self) -> Iterator[str]:
-        """Put an object, yield its key, and delete it if the storage allows it."""
-        self._put(key := self._key(0), self._data(0))
-        try:
-            yield key
-        finally:
-            with suppress(StorageError):
-                self._storage.delete(key)
 
     def _is_there(self, key: str) -> bool:
         with suppress(NotFound):

@@ -217,7 +217,7 @@ class Expiring(Unknown):
 
     may_read = True
 
-    def examine(self, sample: str | None = None) -> Iterator[Finding]:
+    def examine(self) -> Iterator[Finding]:
         if not self.may_read:
             raise StorageError("the settings cannot be read")
         yield Finding("lifecycle", False, "a rule deletes objects", "remove the rule")

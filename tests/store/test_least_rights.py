@@ -31,7 +31,6 @@ PLACE = ("my-bucket", "team/ckpts")
 
 _ASKING = {
     "versions": "ListBucketVersions", "versioning": "GetBucketVersioning", "lifecycle": "GetLifecycleConfiguration",
-    "object-lock": "GetBucketObjectLockConfiguration", "uploads": "ListBucketMultipartUploads",
     "delete": "DeleteObject",
 }  # fmt: skip
 _OF_OBJECTS = {"GET": "GetObject", "HEAD": "GetObject", "PUT": "PutObject", "DELETE": "DeleteObject"}

@@ -88,7 +88,7 @@ class ReadOnly(Own):
 
 
 class Set(Own):
-    def examine(self, sample: str | None = None) -> Iterator[Finding]:
+    def examine(self) -> Iterator[Finding]:
         yield Finding("lifecycle", False, "a rule deletes all", "remove it")
 
 

@@ -280,7 +280,7 @@ class LocalStore(ObjectStore):
                 return status.f_bavail * status.f_frsize
         return None
 
-    def examine(self, sample: str | None = None) -> Iterator[Finding]:
+    def examine(self) -> Iterator[Finding]:
         """Yield findings on whether listings are reliable on this mount, on full disks, links, and permissions."""
         stale = self.traits.stale
         found = stale or "this mount does not cache file attributes that other hosts may change"

@@ -108,5 +108,5 @@ class Client(Protocol):
     def delete(self, key: str) -> None:
         """Remove the object. Does nothing if it does not exist."""
 
-    def examine(self, sample: str | None = None) -> Iterator[Finding]:
-        """Yield facts about the bucket for `casckpt doctor`. ``sample``: the key of an object that was just put."""
+    def examine(self) -> Iterator[Finding]:
+        """Yield facts about the bucket for `casckpt doctor`."""

@@ -165,7 +165,7 @@ class FsspecClient:
         except (FileNotFoundError, NotADirectoryError):
             return
 
-    def examine(self, sample: str | None = None) -> Iterator[Finding]:
+    def examine(self) -> Iterator[Finding]:
         """See `casckpt.storage.remote.client.Client`. Only gcsfs reports a setting: whether a bucket is zonal."""
         if hasattr(self._fs, "_is_zonal_bucket") and self._ask("is_zonal_bucket", self._root.partition("/")[0]):
             found = "the bucket is zonal: gcsfs replaces existing objects there, and does not report failed writes"

@@ -187,18 +187,15 @@ class RemoteStore(ObjectStore):
         self.again("delete", key, lambda client: client.delete(key))
 
     def sweep(self, folder: str, *, below: bool = False) -> int:
-        """Do nothing, because a failed put does not leave an object, and casckpt does not use multipart uploads.
-
-        `examine` reports the multipart uploads of other programs.
-        """
+        """Do nothing, because a failed put does not leave an object, and casckpt does not use multipart uploads."""
         split_folder(folder)
         return 0
 
-    def examine(self, sample: str | None = None) -> Iterator[Finding]:
+    def examine(self) -> Iterator[Finding]:
         """See `casckpt.storage.base.Examinable`. Does not retry."""
         client = self._clients.get()
         try:
-            yield from client.examine(sample)
+            yield from client.examine()
         except client.failures as error:
             raise StorageError(f"cannot read the settings of {self.url}: {client.explain(error).why}") from error
 

@@ -39,8 +39,9 @@ from casckpt.storage.remote.s3.errors import (
     size_from,
     status_of,
 )
-from casckpt.storage.remote.s3.facts import PUT_ID, examine
+from casckpt.storage.remote.s3.facts import examine
 
+_PUT_ID = "casckpt-put"  # the name of the metadata that identifies the put that created an object
 MOST = 16 << 20  # bytes in a response other than an object: ten times the size of a listing of a thousand long names
 _PIECE = 256 << 10  # bytes: the most that is copied if the socket does not accept everything immediately
 
@@ -235,7 +236,7 @@ class S3Client:
 
     def _put(self, key: str, data: memoryview, put_id: str, **condition: str) -> None:
         answer = self.call(
-            "put_object", Key=self.prefix + key, Metadata={PUT_ID: put_id}, Body=PutBody(data), **condition
+            "put_object", Key=self.prefix + key, Metadata={_PUT_ID: put_id}, Body=PutBody(data), **condition
         )
         if self._unread_frames:
             if not any(name.startswith("Checksum") for name in answer):
@@ -251,7 +252,7 @@ class S3Client:
 
     def put_id(self, key: str) -> str | None:
         """See `casckpt.storage.remote.client.Client`."""
-        put_id: str | None = (self._head(key) or {}).get("Metadata", {}).get(PUT_ID)
+        put_id: str | None = (self._head(key) or {}).get("Metadata", {}).get(_PUT_ID)
         return put_id
 
     def get(self, key: str, limit: int) -> bytes:
@@ -335,9 +336,9 @@ class S3Client:
             if status_of(error) not in (400, 403, 405, 501):
                 raise
 
-    def examine(self, sample: str | None = None) -> Iterator[Finding]:
+    def examine(self) -> Iterator[Finding]:
         """See `casckpt.storage.remote.client.Client`."""
-        return examine(self.call, self.prefix, sample)
+        return examine(self.call, self.prefix)
 
     # requests
 

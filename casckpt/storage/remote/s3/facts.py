@@ -1,10 +1,8 @@
-"""Checks what matters to a store in a bucket: metadata, versions, locks, lifecycle rules, unfinished uploads."""
+"""Checks the settings that matter to a store in a bucket: lifecycle rules and old versions."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from datetime import UTC, datetime
-from email.utils import parsedate_to_datetime
 from typing import Any, TypeAlias
 
 from botocore.exceptions import ClientError
@@ -15,24 +13,15 @@ from casckpt.storage.remote.s3.errors import status_of
 Call: TypeAlias = Callable[..., Any]
 """Sends one request, given the operation's name and its arguments without the bucket."""
 
-PUT_ID = "casckpt-put"
-"""The name of the metadata that identifies the put that created an object."""
-
 _PAGES = 10  # of 1,000 versions each: enough to show that there are many
-_SKEW = 300.0  # seconds; S3 refuses requests at 900
 _FROZEN = frozenset({"GLACIER", "DEEP_ARCHIVE"})
 _EXPIRE_OLD = "set a lifecycle rule with NoncurrentVersionExpiration and ExpiredObjectDeleteMarker"
 
 
-def examine(call: Call, prefix: str, sample: str | None = None) -> Iterator[Finding]:
-    """Yield the facts for `casckpt doctor` without writing anything. ``sample``: the key of an object of a put."""
+def examine(call: Call, prefix: str) -> Iterator[Finding]:
+    """Yield the facts for `casckpt doctor` without writing anything."""
     yield _ask("lifecycle", lambda: _lifecycle(call, prefix))
-    yield _ask("clock", lambda: _clock(call))
-    if sample is not None:
-        yield _ask("metadata", lambda: _metadata(call, prefix + sample))
     yield _ask("versions", lambda: _versions(call, prefix))
-    yield _ask("lock", lambda: _lock(call))
-    yield _ask("multipart", lambda: _multipart(call, prefix))
 
 
 def _ask(name: str, look: Callable[[], Finding]) -> Finding:
@@ -42,28 +31,6 @@ def _ask(name: str, look: Callable[[], Finding]) -> Finding:
     except ClientError as error:
         code = error.response["Error"].get("Code", status_of(error))
         return Finding(name, None, f"unknown: the server answers {code}")
-
-
-def _clock(call: Call) -> Finding:
-    try:
-        meta = call("list_objects_v2", MaxKeys=1)["ResponseMetadata"]
-    except ClientError as error:  # even a refusal, perhaps caused by the clock, contains the time
-        meta = error.response["ResponseMetadata"]
-    date = meta.get("HTTPHeaders", {}).get("date")
-    if not date:
-        return Finding("clock", None, "unknown: the server does not report its time")
-    skew = (datetime.now(UTC) - parsedate_to_datetime(date)).total_seconds()
-    found = f"this host is {abs(skew):.0f} s {'ahead of' if skew > 0 else 'behind'} the server"
-    if abs(skew) > _SKEW:
-        return Finding("clock", False, found, "set this host's clock, for example with NTP")
-    return Finding("clock", True, found)
-
-
-def _metadata(call: Call, key: str) -> Finding:
-    if PUT_ID in call("head_object", Key=key).get("Metadata", {}):
-        return Finding("metadata", True, "objects keep their metadata")
-    found = "objects lose their metadata, so if the response to a put is lost, casckpt compares the object instead"
-    return Finding("metadata", None, found)
 
 
 def _versions(call: Call, prefix: str) -> Finding:
@@ -90,27 +57,6 @@ def _hidden(call: Call, prefix: str) -> tuple[int, int, bool]:
             return count, nbytes, False
         at = {"KeyMarker": page["NextKeyMarker"], "VersionIdMarker": page["NextVersionIdMarker"]}
     return count, nbytes, True
-
-
-def _lock(call: Call) -> Finding:
-    try:
-        lock = call("get_object_lock_configuration").get("ObjectLockConfiguration", {})
-    except ClientError as error:
-        if status_of(error) != 404:
-            raise
-        lock = {}
-    if lock.get("ObjectLockEnabled") != "Enabled":
-        return Finding("lock", True, "objects are not locked")
-    retention = lock.get("Rule", {}).get("DefaultRetention")
-    if not retention:
-        return Finding("lock", True, "objects can be locked, but they are not locked by default")
-    span = f"{retention['Days']} days" if "Days" in retention else f"{retention.get('Years')} years"
-    return Finding(
-        "lock",
-        None,
-        f"new objects are locked for {span}: until then, gc only hides them and frees no space",
-        _EXPIRE_OLD,
-    )
 
 
 def _lifecycle(call: Call, prefix: str) -> Finding:
@@ -149,12 +95,3 @@ def _start(rule: Mapping[str, Any]) -> str:
     chosen = rule.get("Filter", {})
     start: str = rule.get("Prefix") or chosen.get("Prefix") or chosen.get("And", {}).get("Prefix") or ""
     return start
-
-
-def _multipart(call: Call, prefix: str) -> Finding:
-    uploads = call("list_multipart_uploads", Prefix=prefix).get("Uploads", ())
-    if not uploads:
-        return Finding("multipart", True, "there are no unfinished multipart uploads")
-    oldest = min(upload["Initiated"] for upload in uploads)
-    what = f"{len(uploads)} unfinished multipart uploads by others use space; the oldest is from {oldest:%Y-%m-%d}"
-    return Finding("multipart", None, what, "set a lifecycle rule with AbortIncompleteMultipartUpload")

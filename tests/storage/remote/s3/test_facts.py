@@ -2,29 +2,12 @@
 
 from __future__ import annotations
 
-from datetime import UTC, datetime, timedelta
-from email.utils import format_datetime
 from typing import Any
 
 import pytest
 from botocore.exceptions import ClientError
 
-from casckpt.storage.remote.s3.facts import _PAGES, _SKEW, examine
-
-
-@pytest.mark.parametrize(("hours", "says"), [(5, "s behind the server"), (-5, "s ahead of the server")])
-def test_a_clock_rejected_by_the_server_is_reported(hours: int, says: str) -> None:
-    there = format_datetime(datetime.now(UTC) + timedelta(hours=hours), usegmt=True)
-
-    def refuse(operation: str, **_: Any) -> Any:
-        meta = {"HTTPStatusCode": 403, "HTTPHeaders": {"date": there}}
-        raise ClientError({"Error": {"Code": "RequestTimeTooSkewed"}, "ResponseMetadata": meta}, operation)
-
-    _, clock, *others = examine(refuse, "store/")
-    assert (clock.name, clock.ok) == ("clock", False)
-    assert says in clock.found
-    assert "NTP" in clock.advice
-    assert all(finding.ok is None for finding in others)
+from casckpt.storage.remote.s3.facts import _PAGES, examine
 
 
 class Bucket:
@@ -52,16 +35,10 @@ def told(name: str, **answers: Any) -> tuple[bool | None, str]:
 
 
 RULES = "get_bucket_lifecycle_configuration"
-LOCK = "get_object_lock_configuration"
 
 
 def rule(start: str = "", status: str = "Enabled", **more: Any) -> dict[str, Any]:
     return {"Rules": [{"ID": "r", "Status": status, "Filter": {"Prefix": start}, **more}]}
-
-
-def locked(**retention: int) -> dict[str, Any]:
-    found: dict[str, Any] = {"ObjectLockEnabled": "Enabled"}
-    return {"ObjectLockConfiguration": found | ({"Rule": {"DefaultRetention": retention}} if retention else {})}
 
 
 def test_old_versions_are_counted_across_all_pages() -> None:
@@ -93,25 +70,6 @@ def test_old_versions_are_counted_across_all_pages() -> None:
 
 
 @pytest.mark.parametrize(
-    ("answer", "ok", "says"),
-    [
-        (404, True, "objects are not locked"),
-        (403, None, "unknown: the server answers E403"),
-        ({"ObjectLockConfiguration": {"ObjectLockEnabled": "Disabled"}}, True, "objects are not locked"),
-        (locked(), True, "objects can be locked, but they are not locked by default"),
-        (locked(Days=3), None, "new objects are locked for 3 days: until then, gc only hides them and frees no space"),
-        (
-            locked(Years=2),
-            None,
-            "new objects are locked for 2 years: until then, gc only hides them and frees no space",
-        ),
-    ],
-)
-def test_object_locks_are_reported(answer: Any, ok: bool | None, says: str) -> None:
-    assert told("lock", **{LOCK: answer}) == (ok, says)
-
-
-@pytest.mark.parametrize(
     ("rules", "ok"),
     [
         (404, True), (403, None), (rule(Expiration={"Days": 3}), False),
@@ -129,20 +87,3 @@ def test_object_locks_are_reported(answer: Any, ok: bool | None, says: str) -> N
 )  # fmt: skip
 def test_lifecycle_rules_that_affect_the_store_are_reported(rules: Any, ok: bool | None) -> None:
     assert told("lifecycle", **{RULES: rules})[0] is ok
-
-
-def test_unfinished_uploads_are_reported() -> None:
-    began = [datetime(2026, 5, day, tzinfo=UTC) for day in (7, 3)]
-    found = {"Uploads": [{"Initiated": at} for at in began]}
-    assert told("multipart", list_multipart_uploads=found) == (
-        None, "2 unfinished multipart uploads by others use space; the oldest is from 2026-05-03",
-    )  # fmt: skip
-    assert told("multipart", list_multipart_uploads={})[0] is True
-
-
-def test_clocks_that_match_or_are_unknown_are_not_reported() -> None:
-    for seconds, ok in ((0, True), (-2 * _SKEW, False)):
-        date = format_datetime(datetime.now(UTC) + timedelta(seconds=seconds), usegmt=True)
-        meta = {"ResponseMetadata": {"HTTPHeaders": {"date": date}}}
-        assert told("clock", list_objects_v2=meta)[0] is ok
-    assert told("clock") == (None, "unknown: the server does not report its time")
