@@ -16,7 +16,6 @@ from typing import NamedTuple, TypeAlias
 
 import numpy as np
 
-from casckpt.base.parallel import usable_cores
 from casckpt.errors import CasckptError, NotFound
 from casckpt.format import dtypes
 from casckpt.format.encodings.frames import MIN_CELL, decode_chain, decodes, encode_delta, encode_planes, undo
@@ -60,23 +59,6 @@ MAX_RUNS = 2
 """The maximum number of runs that a process keeps in memory. It drops the least recently saved run first."""
 
 
-@dataclass
-class PutRate:
-    """The measured speed of puts to a storage. It is infinite before the first put."""
-
-    nbytes: int = 0
-    seconds: float = 0.0
-
-    def note(self, nbytes: int, seconds: float) -> None:
-        """Add the size and duration of one put."""
-        self.nbytes, self.seconds = self.nbytes + nbytes, self.seconds + seconds
-
-    @property
-    def bytes_per_second(self) -> float:
-        """The speed of one writer."""
-        return self.nbytes / self.seconds if self.seconds else float("inf")
-
-
 class Pause(NamedTuple):
     """A break in the encoding of a stream. ``until``: the number of the save that resumes encoding."""
 
@@ -93,7 +75,6 @@ class RunMemory:
     become smaller as frames.
     """
 
-    rate: PutRate
     held: dict[CellName, HeldCell] = field(default_factory=dict)
     saves: int = 0
     in_vain: dict[Name, Pause] = field(default_factory=dict)
@@ -139,13 +120,11 @@ class _Runs:
 
     def of(self, store: str, run: str) -> RunMemory:
         with self._lock:
-            if (store, run) not in self._memories:
-                rates = (memory.rate for (other, _), memory in self._memories.items() if other == store)
-                self._memories[store, run] = RunMemory(next(rates, None) or PutRate())
+            memory = self._memories.setdefault((store, run), RunMemory())
             self._memories.move_to_end((store, run))
             while len(self._memories) > MAX_RUNS:
                 self._memories.popitem(last=False)
-            return self._memories[store, run]
+            return memory
 
     def forget(self, store: str, run: str) -> None:
         with self._lock:
@@ -168,10 +147,8 @@ def forget_run(repo: Repository, run: str) -> None:
 log = logging.getLogger(__name__)
 
 _HALVES = frozenset({"bfloat16", "float16"})
-_CODER_RATE = 0.8e9  # bytes per second that one core encodes without a base
 _TRIES = 8  # cells of a stream to try; only one if all earlier attempts saved nothing
 _PAUSE, _LONGEST_PAUSE = 8, 64  # saves until the next attempt to encode a stream; doubled after each failure
-_SAVED = 0.2  # the fraction of bytes that encoding without a base saves in most states
 
 
 @contextmanager
@@ -191,18 +168,12 @@ def coding(
     memory = run_memory(repo, options.run)
     memory.saves += 1
     with ExitStack() as opened:
-        alone = compress == "always" or _is_slow(repo, memory.rate)
-        log.debug("cells without a base are %s", "encoded" if alone else "stored unencoded: the storage is fast")
+        alone = compress == "always" or repo.storage.traits.remote  # on a local disk, it takes longer than it saves
         coder = Coder(repo, known, memory, dtypes.FLOATS if compress == "always" else _HALVES, alone, opened)
         yield coder
     for name in list(memory.held):
         if name not in coder.names:  # the state no longer has the cell, or divides the tensor differently
             memory.take(name)
-
-
-def _is_slow(repo: Repository, rate: PutRate) -> bool:
-    """Return whether a save is probably faster if it encodes cells without a base."""
-    return repo.storage.traits.uploads * rate.bytes_per_second < _SAVED * _CODER_RATE * usable_cores()
 
 
 @dataclass

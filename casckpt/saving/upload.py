@@ -30,7 +30,6 @@ from dataclasses import dataclass, field
 from functools import partial
 from random import Random
 from threading import BoundedSemaphore, Event, Lock
-from time import perf_counter
 
 import numpy as np
 import numpy.typing as npt
@@ -307,12 +306,9 @@ class Upload:
             self._put_frames(queue.frames.take(packing.capacity), packing, buffer)
 
     def _put(self, blob: BlobRef, buffer: memoryview) -> None:
-        start = perf_counter()
         blobs.put(self.repo, self.uploader, blob.hash, buffer[: blob.size])
         if self.repo.cache_saves:
             self.repo.blob_cache.add(blob, buffer[: blob.size])
-        if self.coder is not None:
-            self.coder.memory.rate.note(blob.size, perf_counter() - start)
 
     def _fill(self, queue: _Queue, packing: _Packing, buffer: memoryview, copier: Copier) -> BlobRef | None:
         """Fill one blob at the start of the buffer, and return its name. Return None if there is no blob to put."""

@@ -14,7 +14,7 @@ from casckpt.errors import StorageError
 from casckpt.frontends.dcp import StorageWriter
 from casckpt.frontends.trainer import Checkpointer
 from casckpt.repository.repository import Repository
-from casckpt.saving.encoder import MAX_RUNS, Pause, PutRate, RunMemory, run_memory
+from casckpt.saving.encoder import MAX_RUNS, Pause, RunMemory
 from casckpt.store.store import Store
 from tests.support import dcp
 from tests.support.far import FarStore, far
@@ -170,18 +170,9 @@ def test_a_save_without_encoding_releases_everything(storage: FarStore) -> None:
         assert not here(storage).get("default@3").commit.committed.bytes_deltas
 
 
-def test_all_runs_share_the_measured_speed_of_their_storage(storage: FarStore) -> None:
-    with another_process():
-        by_save(storage, 0)
-        repo, other = here(storage).repository, small().repository
-        assert run_memory(repo, "default").rate.nbytes > 0
-        assert run_memory(repo, "another").rate is run_memory(repo, "default").rate
-        assert run_memory(other, "default").rate.bytes_per_second == float("inf")
-
-
 def test_the_pause_doubles_each_time_encoding_turns_out_to_be_useless() -> None:
     stream, tried = ("tensor", "w", 0, None), list[int]()
-    kept = RunMemory(PutRate())
+    kept = RunMemory()
     for kept.saves in range(1, 200):
         if not kept.pauses(stream):
             tried.append(kept.saves)
@@ -199,5 +190,5 @@ def test_a_different_thread_can_resume_encoding_at_any_time() -> None:
             self.clear()  # by the other thread, right after this check
             return found
 
-    kept = RunMemory(PutRate(), saves=9, in_vain=Shared({stream: Pause(9, 8)}))
+    kept = RunMemory(saves=9, in_vain=Shared({stream: Pause(9, 8)}))
     assert not kept.pauses(stream)
