@@ -429,7 +429,7 @@ BUGS: dict[str, tuple[str, str, str, str]] = {
         "_within",
         "+ min(hi, count)",
         "",
-        "tests/frontends/views/test_recut.py::test_splitting_and_concatenating_restores_the_tensors",
+        "tests/frontends/views/test_recut.py::test_an_index_selects_the_same_elements_as_in_numpy",
     ),
     "a safetensors file accepts a dtype that it cannot name": (
         "file_type",
@@ -508,12 +508,6 @@ BUGS: dict[str, tuple[str, str, str, str]] = {
         "isinstance(imported, dict) and all(isinstance(value, str) for value in imported.values())",
         "False",
         "tests/frontends/test_convert.py::test_an_imported_file_is_exported_byte_for_byte",
-    ),
-    "an attachment replaces the file that describes a view": (
-        "ServedFolders._made",
-        "file.name not in files and file.name != VIEW_FILE",
-        "(file.name not in files)",
-        "tests/frontends/serve/test_folders.py::test_a_view_can_split_and_concatenate_tensors",
     ),
     "the digest of a file does not depend on its contents": (
         "etag_of",

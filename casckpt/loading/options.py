@@ -25,7 +25,6 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 Rename: TypeAlias = Callable[[str], str] | Mapping[str, str] | None
-FullMatch: TypeAlias = "Callable[[re.Pattern[str], str], re.Match[str] | None]"
 Unread: TypeAlias = Literal["warn", "ignore"]
 
 
@@ -150,7 +149,7 @@ def check_used(patterns: Sequence[str] | None, names: Collection[str], where: st
             )
 
 
-def renamer(rename: Any, fullmatch: FullMatch = re.Pattern.fullmatch) -> Callable[[str], str]:
+def renamer(rename: Any) -> Callable[[str], str]:
     """Return a function that maps template keys to checkpoint keys.
 
     Both this call and the returned function can raise InvalidInput.
@@ -165,7 +164,7 @@ def renamer(rename: Any, fullmatch: FullMatch = re.Pattern.fullmatch) -> Callabl
     rules = compiled(rename, "rename: ")
 
     def apply(key: str) -> str:
-        rule = first_match(rules, key, fullmatch)
+        rule = first_match(rules, key)
         return key if rule is None else expanded(*rule, "rename: ")
 
     return apply
@@ -190,12 +189,10 @@ def _compiled(pattern: str, where: str) -> re.Pattern[str]:
         raise InvalidInput(f"{where}{pattern!r:.80} is not a regular expression: {error}") from error
 
 
-def first_match(
-    rules: Iterable[tuple[re.Pattern[str], T]], name: str, fullmatch: FullMatch
-) -> tuple[re.Match[str], T] | None:
+def first_match(rules: Iterable[tuple[re.Pattern[str], T]], name: str) -> tuple[re.Match[str], T] | None:
     """Return the match of the first rule that matches ``name`` in full, and the rule's value."""
     for pattern, value in rules:
-        match = fullmatch(pattern, name)
+        match = pattern.fullmatch(name)
         if match:
             return match, value
     return None

@@ -45,11 +45,6 @@ def test_a_token_file_without_tokens_is_rejected(tmp_path: Path, text: str, matc
     assert "cannot read" in refused(tmp_path / "store", "--token-file", tmp_path / "none")
 
 
-def test_serve_rejects_an_unknown_view(tmp_path: Path) -> None:
-    (tmp_path / "view").write_text("[]")
-    assert "is not valid (Expected `object`" in refused(tmp_path / "store", "--view", tmp_path / "view")
-
-
 def test_serve_fails_if_there_is_no_store_at_the_path(tmp_path: Path) -> None:
     assert "there is no store at" in refused(tmp_path / "nope", status=3)
     assert not (tmp_path / "nope").exists()

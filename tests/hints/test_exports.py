@@ -28,7 +28,6 @@ from casckpt.frontends.interchange.safetensors import files, layout
 from casckpt.frontends.interchange.safetensors.importing import import_safetensors
 from casckpt.frontends.interchange.torch_files import casckpt_to_torch_save, torch_save_to_casckpt
 from casckpt.frontends.training_state import load_model_and_optim_state, save_model_and_optim_state
-from casckpt.frontends.views.view_file import read_rules
 from tests.hints.conftest import Run
 from tests.support.dcp import stock
 from tests.support.fuzz import KINDS
@@ -587,26 +586,6 @@ def test_the_suggested_environment_variable_sets_a_token(
     assert names_in(path) == {"w", "b"}
 
 
-@follows("frontends/views/view_file.py:_refused", "Simplify it, or start casckpt serve with --view FILE")
-def test_a_slow_view_can_be_simplified_or_replaced_on_the_server(store: Store, messages: Messages) -> None:
-    name = "a" * 60
-    slow, simple = "a?" * 25 + "a*", "(.*)"
-    for step, pattern in ((1, slow), (2, simple)):
-        view = json.dumps({"rename": {pattern: "w"}, "model": False}).encode()
-        store.save({name: torch.ones(2)}, run="a", step=step, attachments={"casckpt.view.json": view})
-    with serving(store) as served:
-        advice = messages.text(served.get("/a/resolve/1/model.safetensors").headers["X-Error-Message"])
-        advice.says("Simplify it")
-        assert names_of(served.body("/a/resolve/2/model.safetensors")) == {"w"}
-    rules = read_rules(json.dumps({"rename": {"a{30}a*": "v"}, "model": False}).encode(), advice.says("--view FILE"))
-    with serving(store, rules=rules) as served:
-        assert names_of(served.body("/a/resolve/1/model.safetensors")) == {"v"}
-
-
-def names_of(data: bytes) -> set[str]:
-    return set(safetensors.torch.load(data))
-
-
 @follows("loading/tied_tensors.py:_mismatch", "set tie_word_embeddings=False in its config, and create it again")
 def test_a_model_with_its_own_head_loads_if_it_is_created_untied(
     store: Store, tmp_path: Path, messages: Messages, run: Run
@@ -654,14 +633,6 @@ def test_an_export_can_ignore_invalid_name_rules(
     store: Store, tmp_path: Path, messages: Messages, run: Run, way: list[str]
 ) -> None:
     check_ignored(store, tmp_path, messages, run, views={"../x": {}}, way=way)
-
-
-@follows("frontends/views/view_file.py:_refused", "An export with --strip-prefix or --rename does not use it")
-def test_an_export_can_ignore_name_rules_that_take_long_to_match(
-    store: Store, tmp_path: Path, messages: Messages, run: Run
-) -> None:
-    views = {"model": {"rename": {"(w+)+": "v"}}}
-    check_ignored(store, tmp_path, messages, run, views=views, way=["--strip-prefix", "model"])
 
 
 def check_ignored(store: Store, tmp_path: Path, messages: Messages, run: Run, *, views: Any, way: list[str]) -> None:

@@ -88,7 +88,7 @@ def streams(kinds: list[tuple[str, int]]) -> list[ViewTensor]:
 
 def served(store: casckpt.Store, ref: str | Checkpoint = "latest") -> dict[str, bytes]:
     """Return the bytes of each file, by path."""
-    folder = ServedFolders(store, None, None).of(store.get(ref))
+    folder = ServedFolders(store, None).of(store.get(ref))
     found: dict[str, bytes] = {}
     for name, file in folder.files.items():
         reader = RangeReader(store.repository, folder, file, FileSpan(0, file.nbytes))

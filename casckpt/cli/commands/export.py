@@ -128,17 +128,13 @@ def _text(result: dict[str, Any], *, is_file: bool, wanted: bool) -> None:
 )
 @click.option("--no-token", is_flag=True, help="Serve all clients without tokens.")
 @click.option(
-    "--view", type=click.Path(path_type=Path, dir_okay=False), help="A view that applies to all checkpoints, as JSON."
-)
-@click.option(
     "--max-shard-size",
     type=SIZE,
     help="The largest size of a safetensors file.  [default: 5GB]",
 )
 def serve(
-    session: Session, *, host: str, port: int, token_file: Path | None, no_token: bool, view: Path | None,
-    max_shard_size: int | None,
-) -> None:  # fmt: skip
+    session: Session, *, host: str, port: int, token_file: Path | None, no_token: bool, max_shard_size: int | None
+) -> None:
     """Serve the store in the same way as the Hugging Face Hub.
 
     Set HF_ENDPOINT to the printed address. Then from_pretrained, hf download, HfFileSystem and inference engines can
@@ -151,16 +147,14 @@ def serve(
         from casckpt.frontends.serve.app import app_of, is_loopback, tokens_in
         from casckpt.frontends.serve.hub import Hub
         from casckpt.frontends.serve.server import endpoint_of, listen, server_of
-        from casckpt.frontends.views.view_file import read_rules
     except ModuleNotFoundError as error:
         raise Unsupported(f"serve needs {error.name}, which is not installed: pip install 'casckpt[serve]'") from error
 
     if not (is_loopback(host) or token_file or no_token):
         raise InvalidInput(f"other machines can reach the store at {host}: pass --token-file or --no-token")
     tokens = None if token_file is None else tokens_in(_content(token_file).decode("utf-8", "replace"), str(token_file))
-    rules = None if view is None else read_rules(_content(view), str(view))
     _ = session.store.marker  # raises NotFound, so that a mistyped store is not served as an empty one
-    hub = Hub(session.store, rules=rules, max_shard_size=max_shard_size)
+    hub = Hub(session.store, max_shard_size=max_shard_size)
     app = app_of(hub, tokens=tokens, checks_host=is_loopback(host))
     try:
         listening = listen(host, port)

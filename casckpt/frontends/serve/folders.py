@@ -28,7 +28,6 @@ from casckpt.frontends.interchange.safetensors.layout import FileLayout
 from casckpt.frontends.interchange.safetensors.planned import FolderPlan
 from casckpt.frontends.views.recut import ViewTensor
 from casckpt.frontends.views.view import Rules
-from casckpt.frontends.views.view_file import VIEW_FILE, read_rules
 from casckpt.loading.regions import EntrySlice
 from casckpt.store.store import Store
 
@@ -129,13 +128,9 @@ class ServedFolder:
 
 @dataclass
 class ServedFolders:
-    """The most recently used folders.
-
-    ``rules``: the rules for all checkpoints; if None, each checkpoint's own rules.
-    """
+    """The most recently used folders."""
 
     store: Store
-    rules: Rules | None
     max_shard_size: int | None
     _held: OrderedDict[str, ServedFolder] = field(default_factory=OrderedDict)
     _lock: threading.Lock = field(default_factory=threading.Lock)
@@ -179,25 +174,16 @@ class ServedFolders:
             log.info("%s: %s", checkpoint, note)
         names, _ = plan.attachments()
         manifest, attached = plan.contents.manifest, (_attached(plan.contents, *name) for name in names.items())
-        files |= {file.name: file for file in attached if file.name not in files and file.name != VIEW_FILE}
+        files |= {file.name: file for file in attached if file.name not in files}
         made = {name: File(file, etag_of(manifest, file)) for name, file in sorted(files.items())}
         return ServedFolder(checkpoint, manifest, made, plan.view.tensors)
 
     def _plan(self, checkpoint: Checkpoint) -> FolderPlan:
-        rules = self.rules or self._own_rules(checkpoint)
-        if rules is not None:
-            return FolderPlan(self.store, checkpoint, rules)
         try:
             return FolderPlan(self.store, checkpoint, Rules(model=True))
         except (InvalidInput, MissingKey) as error:
             log.info("casckpt serves all tensors of %s under their keys: %s", checkpoint, error)
             return FolderPlan(self.store, checkpoint, Rules())
-
-    def _own_rules(self, checkpoint: Checkpoint) -> Rules | None:
-        if VIEW_FILE not in self.store.attachments(checkpoint):
-            return None
-        text = self.store.read_attachment(checkpoint, VIEW_FILE)
-        return read_rules(text, f"{VIEW_FILE} of {checkpoint.run}@{checkpoint.step}", travels=True)
 
 
 def _stored(checkpoint: Checkpoint) -> ServedFolder:

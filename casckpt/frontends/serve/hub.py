@@ -18,7 +18,6 @@ from casckpt.frontends.interchange.safetensors.layout import MAX_SHARD_BYTES, pl
 from casckpt.frontends.interchange.safetensors.planned import CONFIG
 from casckpt.frontends.serve.answers import no_file, no_repository, no_revision
 from casckpt.frontends.serve.folders import File, ServedFolder, ServedFolders
-from casckpt.frontends.views.view import Rules
 from casckpt.store.store import Store
 
 MAIN: Final = "main"
@@ -101,17 +100,17 @@ _COMMIT = re.compile(rf"[0-9a-f]{{{COMMIT_DIGITS},}}")
 
 
 class Hub:
-    """A store under hub names. ``rules``: the view rules for every checkpoint; if None, each checkpoint's own rules.
+    """A store under hub names.
 
     Raises InvalidInput if ``max_shard_size`` is below 1. The methods raise `Refusal` for anything that does not exist.
     They also raise the errors of the store.
     """
 
-    def __init__(self, store: Store, *, rules: Rules | None = None, max_shard_size: int | None = None) -> None:
+    def __init__(self, store: Store, *, max_shard_size: int | None = None) -> None:
         # raises an error for an invalid size now instead of at each request
         plan_shards((), MAX_SHARD_BYTES if max_shard_size is None else max_shard_size)
         self.store = store
-        self.folders = ServedFolders(store, rules, max_shard_size)
+        self.folders = ServedFolders(store, max_shard_size)
 
     def repos(self) -> dict[str, list[Checkpoint]]:
         """Return the visible checkpoints of each repository, oldest first.

@@ -32,7 +32,6 @@ Parts: TypeAlias = Mapping[str, Mapping[str, Index]]
 """For each tensor, by name: the names of the parts that are saved instead of it, and their indices."""
 
 _NUMBER = re.compile(r"\d+")
-_MOST_GROUPS = 3  # a pattern with more groups could match a name in too many ways
 
 
 def is_transformers(model: Any) -> bool:
@@ -231,8 +230,6 @@ def _common(names: Sequence[str], parts: Parts) -> dict[str, Mapping[str, Index]
     numbers = [_NUMBER.findall(name) for name in names]
     columns = list(zip(*numbers, strict=True))
     varying = [at for at, column in enumerate(columns) if len(set(column)) > 1]
-    if len(varying) > _MOST_GROUPS:
-        return None
     groups = {columns[at]: rf"\g<{number}>" for number, at in enumerate(varying, 1)}
     pieces = [re.escape(piece) for piece in _NUMBER.split(names[0])]
     ways = [r"(\d+)" if at in varying else column[0] for at, column in enumerate(columns)]
@@ -255,7 +252,7 @@ def _check(parts: Parts, rename: Mapping[str, str], split: Mapping[str, Mapping[
     renamed, rules = renamer(rename), compiled(split)
     for name, of in parts.items():
         found: list[str] = [renamed(name)]
-        rule = first_match(rules, found[0], re.Pattern.fullmatch)
+        rule = first_match(rules, found[0])
         if rule is not None:
             found = [expanded(rule[0], saved) for saved in rule[1]]
         if found != list(of):

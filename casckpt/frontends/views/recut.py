@@ -1,4 +1,4 @@
-"""Splits and concatenates tensors of a view, without moving data."""
+"""Splits tensors of a view, without moving data."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import NamedTuple, TypeAlias
 from casckpt.errors import InvalidInput
 from casckpt.format.regions import Shape, strides
 from casckpt.format.sections.index import Entry
-from casckpt.loading.options import FullMatch, compiled, expanded, first_match
+from casckpt.loading.options import compiled, expanded, first_match
 from casckpt.loading.regions import EntrySlice
 
 Index: TypeAlias = Sequence[int | Sequence[int]]
@@ -20,8 +20,6 @@ Parts: TypeAlias = Mapping[str, Index]
 """The names of the parts, and their indices."""
 Split: TypeAlias = Mapping[str, Parts]
 """Maps a regular expression for a whole name to the parts."""
-Concat: TypeAlias = Mapping[str, Sequence[str]]
-"""Maps a regular expression for the first part's name to the name of the whole and the names of the other parts."""
 
 _MOST_RUNS = 100_000  # of consecutive elements in one part
 
@@ -29,8 +27,8 @@ _MOST_RUNS = 100_000  # of consecutive elements in one part
 class ViewTensor(NamedTuple):
     """A tensor from a checkpoint, and its name in a view.
 
-    ``parts``: for a tensor that was split or concatenated, its slices in order. In that case, ``entry`` is the entry
-    of the first part, but with the shape of the result.
+    ``parts``: for a part of a tensor, its slices in order. In that case, ``entry`` is the entry of the tensor, but with
+    the shape of the part.
     """
 
     name: str
@@ -48,17 +46,14 @@ def sources_of(tensors: Iterable[ViewTensor]) -> Iterator[EntrySlice]:
     return (source for tensor in tensors for source in tensor.sources)
 
 
-def recut(
-    tensors: Iterable[ViewTensor], split: Split, concat: Concat, fullmatch: FullMatch = re.Pattern.fullmatch
-) -> list[ViewTensor]:
-    """Split the tensors that ``split`` matches, then concatenate those that ``concat`` matches.
+def recut(tensors: Iterable[ViewTensor], split: Split) -> list[ViewTensor]:
+    """Split the tensors that ``split`` matches.
 
-    ``fullmatch`` matches the regular expressions. Raises InvalidInput, naming the tensor, for parts that do not match,
-    and for a string that is not a valid regular expression.
+    Raises InvalidInput, naming the tensor, for parts that do not match, and for a string that is not a valid regular
+    expression.
     """
     rules = compiled(split)
-    parts = [part for tensor in tensors for part in _split(tensor, first_match(rules, tensor.name, fullmatch))]
-    return list(_concatenated(parts, concat, fullmatch))
+    return [part for tensor in tensors for part in _split(tensor, first_match(rules, tensor.name))]
 
 
 def _split(tensor: ViewTensor, rule: tuple[re.Match[str], Parts] | None) -> Iterator[ViewTensor]:
@@ -106,40 +101,6 @@ def _within(sources: Iterable[EntrySlice], lo: int, hi: int) -> Iterator[EntrySl
         if lo < count and hi > 0:
             yield source._replace(lo=source.lo + max(lo, 0), hi=source.lo + min(hi, count))
         lo, hi = lo - count, hi - count
-
-
-def _concatenated(tensors: Sequence[ViewTensor], concat: Concat, fullmatch: FullMatch) -> Iterator[ViewTensor]:
-    by_name = {tensor.name: tensor for tensor in tensors}
-    rules, made, used = compiled(concat), [], set[str]()
-    for tensor in tensors:
-        rule = first_match(rules, tensor.name, fullmatch)
-        if rule is None:
-            continue
-        whole, *others = (expanded(rule[0], name) for name in rule[1])
-        parts = [tensor, *(_named(by_name, other, whole) for other in others)]
-        made.append(_put_together(whole, parts))
-        used.update(part.name for part in parts)
-    yield from (tensor for tensor in tensors if tensor.name not in used)
-    yield from made
-
-
-def _put_together(name: str, parts: Sequence[ViewTensor]) -> ViewTensor:
-    first = parts[0].entry
-    for part in parts:
-        if not part.entry.shape or (part.entry.dtype, part.entry.shape[1:]) != (first.dtype, first.shape[1:]):
-            raise InvalidInput(
-                f"{part.name!r} differs from {parts[0].name!r} in dtype or row shape, so they cannot "
-                f"be concatenated as {name!r}",
-                key=part.name,
-            )
-    rows = sum(part.entry.shape[0] for part in parts)
-    return _made(name, (rows, *first.shape[1:]), [source for part in parts for source in part.sources])
-
-
-def _named(by_name: Mapping[str, ViewTensor], name: str, whole: str) -> ViewTensor:
-    if name not in by_name:
-        raise InvalidInput(f"there is no tensor {name!r} to concatenate into {whole!r}", key=name)
-    return by_name[name]
 
 
 def _made(name: str, shape: Shape, sources: Sequence[EntrySlice]) -> ViewTensor:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
@@ -10,9 +9,9 @@ from casckpt.contents.contents import Contents
 from casckpt.errors import InvalidInput, MissingKey
 from casckpt.format.sections.index import TENSOR, Entry
 from casckpt.frontends.views.model_part import check_no_adapters, model_part, plain_names
-from casckpt.frontends.views.recut import Concat, Split, ViewTensor, recut
+from casckpt.frontends.views.recut import Split, ViewTensor, recut
 from casckpt.frontends.views.torchao_names import torchao_names
-from casckpt.loading.options import FullMatch, Rename, check_used, renamer, usable_patterns
+from casckpt.loading.options import Rename, check_used, renamer, usable_patterns
 
 
 @dataclass(frozen=True)
@@ -22,8 +21,8 @@ class Rules:
     ``strip_prefix``: show only the tensors below this prefix, and remove it from their names; "" for all. ``model``:
     show only the weights of the model, under their names in the unwrapped model. In that case, ``strip_prefix`` is the
     prefix of the model, and None means that the view finds it. ``rename``: maps the resulting names to new names, as
-    in `casckpt.Store.load`, but starts from the checkpoint's names. ``split``, ``concat``: the tensors to split, and
-    then those to concatenate, by their new names. ``fullmatch``: matches the regular expressions of all three.
+    in `casckpt.Store.load`, but starts from the checkpoint's names. ``split``: the tensors to split, by their
+    new names.
     """
 
     keys: Sequence[str] | None = None
@@ -31,8 +30,6 @@ class Rules:
     rename: Rename = None
     model: bool = False
     split: Split = field(default_factory=dict)
-    concat: Concat = field(default_factory=dict)
-    fullmatch: FullMatch = re.Pattern.fullmatch
 
     @property
     def is_plain(self) -> bool:
@@ -73,11 +70,11 @@ def view_of(contents: Contents, rules: Rules) -> View:
         names, metadata = torchao_names(contents, keys, names)
     tensors = [ViewTensor(name, asked[key]) for key, name in zip(keys, names, strict=True)]
     contents.check_whole([tensor.entry for tensor in tensors])
-    if rules.split or rules.concat:
-        tensors = recut(tensors, rules.split, rules.concat, rules.fullmatch)
+    if rules.split:
+        tensors = recut(tensors, rules.split)
         _check_names((tensor.name, tensor.entry.key) for tensor in tensors)
         if metadata and any(name not in {tensor.name for tensor in tensors} for name in names):
-            raise InvalidInput("split and concat do not apply to a checkpoint with torchao's weights: leave them out")
+            raise InvalidInput("split does not apply to a checkpoint with torchao's weights: leave it out")
     seen = {source.entry.number for tensor in tensors for source in tensor.sources}
     objects = [key for key in contents.objects if matches(key, patterns)]
     others = [_other(entry) for entry in contents.manifest.entries
@@ -103,7 +100,7 @@ def _names(keys: Sequence[str], prefix: str, rules: Rules) -> list[str]:
     names = [key.removeprefix(prefix) for key in keys]
     if rules.model:
         names = plain_names(names)
-    rename: Callable[[str], str] = renamer(rules.rename, rules.fullmatch)
+    rename: Callable[[str], str] = renamer(rules.rename)
     names = [rename(name) for name in names]
     if rules.model and rules.strip_prefix is None and prefix:  # the prefix was found, but the user has not confirmed it
         check_no_adapters(names, prefix)

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import json
-import re
-from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
@@ -15,29 +12,25 @@ from hypothesis import strategies as st
 from safetensors.torch import load, save
 
 import casckpt
-from casckpt.errors import InvalidInput
 from casckpt.format.dtypes import itemsize
 from casckpt.format.sections.index import Entry
 from casckpt.frontends.interchange.safetensors.layout import FileLayout
 from casckpt.frontends.serve.folders import File, FileSpan, ServedFolder, ServedFolders, Unsatisfiable, parse_range
 from casckpt.frontends.serve.sending import WINDOW_BYTES, RangeReader
 from casckpt.frontends.views.recut import ViewTensor
-from casckpt.frontends.views.view import Rules
-from casckpt.frontends.views.view_file import VIEW_FILE, read_rules
 from casckpt.store.store import Store
 from tests.support.coded import code
 from tests.support.saves import CELL, blob_keys, cells, flip, small, small_folder, trained
-from tests.test_docs import DOCS
 
 SHARD = 12 * CELL
 
 
-def folder(store: Store, ref: str = "latest", rules: Rules | None = None) -> ServedFolder:
-    return ServedFolders(store, rules, SHARD).of(store.get(ref))
+def folder(store: Store, ref: str = "latest") -> ServedFolder:
+    return ServedFolders(store, SHARD).of(store.get(ref))
 
 
-def etags(store: Store, ref: str = "latest", rules: Rules | None = None) -> dict[str, str]:
-    return {name: file.etag for name, file in folder(store, ref, rules).files.items()}
+def etags(store: Store, ref: str = "latest") -> dict[str, str]:
+    return {name: file.etag for name, file in folder(store, ref).files.items()}
 
 
 def content(store: Store, of: ServedFolder, name: str, start: int = 0, stop: int | None = None) -> bytes:
@@ -70,7 +63,7 @@ def test_served_files_equal_an_export(tmp_path: Path) -> None:
 def test_any_range_of_a_file_is_served(data: st.DataObject) -> None:
     store = small()
     store.save(state(1), step=1)
-    whole = ServedFolders(store, Rules(model=True), 1 << 30).of(store.get("latest"))
+    whole = ServedFolders(store, 1 << 30).of(store.get("latest"))
     (name,) = whole.files
     every = content(store, whole, name)
     assert load(every).keys() == state(1)["model"].keys()
@@ -149,95 +142,24 @@ def test_a_checkpoint_without_a_model_is_served_without_config() -> None:
 def test_an_attachment_with_the_name_of_a_weight_file_is_not_served() -> None:
     store = small()
     store.save(state(1), step=1, attachments={"model.safetensors": b"old", "model.safetensors.index.json": b"old"})
-    of = ServedFolders(store, None, 1 << 30).of(store.get("latest"))
+    of = ServedFolders(store, 1 << 30).of(store.get("latest"))
     assert set(of.files) == {"model.safetensors"}
     assert set(load(content(store, of, "model.safetensors"))) == set(state(1)["model"])
 
 
-@pytest.mark.parametrize("travels", [True, False])
-def test_a_view_can_split_and_concatenate_tensors(travels: bool) -> None:
-    qkv, gate, up = (torch.randn(rows, 700) for rows in (8, 3, 5))
-    view = b'{"strip_prefix": "net", "rename": {"old(.*)": "new\\\\1"}, ' + VIEW[1:]
-    store = small()
-    saved = {"net": {"a.qkv": qkv, "a.gate": gate, "a.up": up, "old": cells(1)}, "rest": {"x": cells(1)}}
-    store.save(saved, step=1, attachments={VIEW_FILE: view} if travels else {})
-    of = ServedFolders(store, None if travels else read_rules(view, "view"), 1 << 30).of(store.get("latest"))
-    assert set(of.files) == {"model.safetensors"}
-    every = content(store, of, "model.safetensors")
-    found = load(every)
-    wanted = {"a.q": qkv[:4], "a.k": qkv[4:6], "a.v": qkv[6:], "a.up_gate": torch.cat([gate, up]),
-              "new": saved["net"]["old"]}  # fmt: skip
-    assert found.keys() == wanted.keys()
-    assert all(torch.equal(found[name], value) for name, value in wanted.items())
-    assert every == save({name: value.contiguous() for name, value in wanted.items()}, {"format": "pt"})
-
-
-VIEW = (
-    b'{"split": {"(.*)\\\\.qkv": {"\\\\1.q": [[0, 4]], "\\\\1.k": [[4, 6]], "\\\\1.v": [[6, 8]]}}, '
-    b'"concat": {"(.*)\\\\.gate": ["\\\\1.up_gate", "\\\\1.up"]}}'
-)
-
-
-@pytest.mark.parametrize(
-    ("text", "match"),
-    [
-        (b"{", "truncated"),
-        (b"[]", "Expected `object`"),
-        (b'{"foo": 1}', "unknown field `foo`"),
-        (b'{"keys": "a"}', r"\$\.keys"),
-        (b'{"keys": [1]}', r"\$\.keys"),
-        (b'{"model": 1}', r"\$\.model"),
-        (b'{"rename": {"a": 1}}', r"\$\.rename"),
-        (b"[" * 100_000, "Expected `object`"),
-        (b" " * (1 << 20) + b"{}", "more than 1 MiB"),
-        (b'{"rename": {"(": "a"}}', "not a regular expression"),
-        (b'{"concat": {"*": ["a"]}}', "not a regular expression"),
-        (b'{"split": {"' + b"(" * 9999 + b'": {"a": []}}}', "not a regular expression"),
-        (b'{"split": {"a": 1}}', "split"),
-        (b'{"split": {"a": {}}}', "split"),
-        (b'{"split": {"a": {"b": "c"}}}', "split"),
-        (b'{"split": {"a": {"b": 1}}}', "split"),
-        (b'{"split": {"a": {"b": [true]}}}', "split"),
-        (b'{"split": {"a": {"b": [[0, 1, 2]]}}}', "split"),
-        (b'{"concat": {"a": ["b", 1]}}', "concat"),
-        (b'{"concat": {"a": []}}', "concat"),
-    ],
-)
-def test_an_invalid_view_file_is_rejected(text: bytes, match: str) -> None:
-    with pytest.raises(InvalidInput, match=match):
-        read_rules(text, "the file")
-
-
-@pytest.mark.parametrize(
-    "view",
-    [{"rename": {"(a|a)*b": "x"}}, {"split": {"(a+)+b": {"x": []}}}, {"concat": {"(.*)(.*)(.*)(.*)(.*)b": ["x", "y"]}}],
-    ids=lambda view: next(iter(view)),
-)
-def test_a_slow_expression_in_an_attachment_is_rejected(view: dict[str, object]) -> None:
-    store = small()
-    store.save({"model": {"a" * 90 + "!": cells(1)}}, step=1, attachments={VIEW_FILE: json.dumps(view).encode()})
-    with pytest.raises(
-        InvalidInput,
-        match=r"casckpt\.view\.json of default@1 .*saved with the checkpoint.*start casckpt serve with --view",
-    ):
-        ServedFolders(store, None, 1 << 30).of(store.get("latest"))
-    read_rules(json.dumps(view).encode(), "the user's")
-
-
-def test_the_documented_view_works() -> None:
-    (found,) = re.findall(r"^```json\n(.*?)^```$", (DOCS / "serving.md").read_text(), re.MULTILINE | re.DOTALL)
-    rules = read_rules(found.encode(), "the page")
-    assert set(json.loads(found)) == {one.name for one in fields(Rules)} - {"fullmatch"}
-    read_rules(found.encode(), "the page", travels=True)
-    (parts,) = rules.split.values()
-    assert [name.partition(".")[2] for name in parts] == ["q.weight", "k.weight", "v.weight"]
+def test_a_hand_written_view_is_an_ordinary_attachment() -> None:
+    store, view = small(), b'{"rename": {"x": "y"}}'
+    store.save({"model": {"x": cells(1)}}, step=1, attachments={"casckpt.view.json": view})
+    of = folder(store)
+    assert content(store, of, "casckpt.view.json") == view
+    assert load(content(store, of, "model.safetensors")).keys() == {"x"}
 
 
 def test_folders_that_are_served_are_cached_and_later_dropped() -> None:
     store = small()
     for step in range(12):
         store.save({"model": {"x": cells(1)}}, step=step)
-    folders = ServedFolders(store, None, 1 << 30)
+    folders = ServedFolders(store, 1 << 30)
     made = [folders.of(one) for one in store.checkpoints()]
     assert folders.held(made[-1].checkpoint.id[:40]) is made[-1]
     assert folders.held(made[0].checkpoint.id[:40]) is None

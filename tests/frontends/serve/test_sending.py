@@ -142,7 +142,7 @@ def test_a_server_without_leases_warns_once(
 def test_a_window_needed_by_several_clients_is_read_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     store = casckpt.open(tmp_path / "store")
     store.save({"model": {"w": torch.arange(3 << 20, dtype=torch.int64)}}, run="sft", step=1)
-    folders = ServedFolders(store, None, 1 << 30)
+    folders = ServedFolders(store, 1 << 30)
     folder, read, read_of = folders.of(store.get("sft@1")), list[int](), RangeReader.read
     file = folder.files["model.safetensors"]
 

@@ -20,48 +20,26 @@ def tensor(name: str, *shape: int, number: int = 0, dtype: str = "float32") -> V
 
 def test_a_tensor_is_split_into_parts() -> None:
     parts = {r"\1.q": [[0, 8]], r"\1.k": [[8, 10]], r"\1.v": [[10, 12]]}
-    q, k, v = recut([tensor("h.0.qkv.weight", 12, 5)], {r"(.*)\.qkv\.weight": parts}, {})
+    q, k, v = recut([tensor("h.0.qkv.weight", 12, 5)], {r"(.*)\.qkv\.weight": parts})
     assert [(p.name, p.entry.shape) for p in (q, k, v)] == [
         ("h.0.q", (8, 5)), ("h.0.k", (2, 5)), ("h.0.v", (2, 5))
     ]  # fmt: skip
     assert [(s.lo, s.hi) for p in (q, k, v) for s in p.sources] == [(0, 40), (40, 50), (50, 60)]
 
 
-def test_a_view_concatenates_tensors() -> None:
-    parts = [tensor("a.gate", 3, 2, number=0), tensor("b", 1, number=1), tensor("a.up", 5, 2, number=2)]
-    found = recut(parts, {}, {r"(.*)\.gate": [r"\1.gate_up", r"\1.up"]})
-    assert [(one.name, one.entry.shape) for one in found] == [("b", (1,)), ("a.gate_up", (8, 2))]
-    assert [(s.entry.number, s.lo, s.hi) for s in found[1].sources] == [(0, 0, 6), (2, 0, 10)]
-
-
-@pytest.mark.parametrize(
-    ("split", "concat", "match"),
-    [
-        ({"(": {"a": []}}, {}, "not a regular expression"),
-        ({"x": {r"\3": []}}, {}, "not a replacement"),
-        ({}, {"x": ["whole", "z"]}, "no tensor 'z'"),
-        ({}, {"x": ["whole", "other"]}, "cannot be concatenated"),
-    ],
-)
-def test_invalid_splits_and_concatenations_are_rejected(
-    split: dict[str, Any], concat: dict[str, Any], match: str
-) -> None:
-    with pytest.raises(InvalidInput, match=match):
-        recut([tensor("x", 4, 2), tensor("other", 4, 3, number=1)], split, concat)
+def test_a_split_that_is_no_rule_is_rejected() -> None:
+    for split, match in (({"(": {"a": []}}, "not a regular expression"), ({"x": {r"\3": []}}, "not a replacement")):
+        with pytest.raises(InvalidInput, match=match):
+            recut([tensor("x", 4, 2)], split)
 
 
 @given(rows=st.lists(st.integers(1, 4), min_size=1, max_size=4), width=st.integers(1, 3))
-def test_splitting_and_concatenating_restores_the_tensors(rows: list[int], width: int) -> None:
-    one = tensor("x", sum(rows), width)
+def test_parts_of_a_part_are_parts_of_the_tensor(rows: list[int], width: int) -> None:
     names = {f"p{n}": [span] for n, span in enumerate(pairwise(accumulate(rows, initial=0)))}
-    apart = recut([one], {"x": names}, {})
-    assert sum(prod(part.entry.shape) for part in apart) == one.entry.numel
-    (whole,) = recut(apart, {}, {"p0": ["x", *list(names)[1:]]})
-    assert whole.entry.shape == one.entry.shape
-    spans = [(s.lo, s.hi) for s in whole.sources]
-    assert spans[0][0] == 0
-    assert spans[-1][1] == one.entry.numel
-    assert all(one[1] == other[0] for one, other in pairwise(spans))
+    apart = recut([tensor("x", sum(rows), width)], {"x": names})
+    again = recut(apart, {r"p(\d+)": {r"q\1": [[0, 1]]}})
+    spans = [(s.lo, s.hi) for part in again for s in part.sources]
+    assert spans == [(lo * width, (lo + 1) * width) for lo, _ in pairwise(accumulate(rows, initial=0))]
 
 
 @given(
@@ -75,7 +53,7 @@ def test_an_index_selects_the_same_elements_as_in_numpy(shape: tuple[int, ...], 
         index.append(lo if data.draw(st.booleans()) else [lo, data.draw(st.integers(lo + 1, extent))])
     whole = np.arange(prod(shape)).reshape(shape)
     expected = whole[tuple(one if isinstance(one, int) else slice(*one) for one in index)]
-    (part,) = recut([tensor("x", *shape)], {"x": {"p": index}}, {})
+    (part,) = recut([tensor("x", *shape)], {"x": {"p": index}})
     assert part.entry.shape == expected.shape
     assert [at for source in part.sources for at in range(source.lo, source.hi)] == list(expected.ravel())
 
@@ -95,9 +73,9 @@ def test_an_index_selects_the_same_elements_as_in_numpy(shape: tuple[int, ...], 
 )
 def test_a_view_with_indices_outside_a_tensor_is_rejected(parts: dict[str, Any]) -> None:
     with pytest.raises(InvalidInput, match="has no part"):
-        recut([tensor("x", 4, 2)], {"x": parts}, {})
+        recut([tensor("x", 4, 2)], {"x": parts})
 
 
 def test_parts_with_equal_names_are_not_joined() -> None:
     split = {"x(.*)": {"a": [[0, 2]], r"a\1": [[2, 4]]}}
-    assert [one.name for one in recut([tensor("x", 4)], split, {})] == ["a", "a"]
+    assert [one.name for one in recut([tensor("x", 4)], split)] == ["a", "a"]

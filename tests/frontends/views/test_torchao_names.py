@@ -138,5 +138,5 @@ def test_a_rename_or_a_split_inside_a_weight_is_refused() -> None:
     assert set(renamed.metadata) == {"x.w", "x.b", "tensor_names"}
     with pytest.raises(InvalidInput, match="which torchao cannot read"):
         view_of(contents, Rules(model=True, rename={r"(.*)\.qdata": r"\1.data"}))
-    with pytest.raises(InvalidInput, match="split and concat do not apply to a checkpoint with torchao's weights"):
+    with pytest.raises(InvalidInput, match="split does not apply to a checkpoint with torchao's weights"):
         view_of(contents, Rules(model=True, split={r"a\._w_qdata": {"x": [[0, 2]], "y": [[2, 4]]}}))
