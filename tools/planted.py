@@ -471,13 +471,19 @@ BUGS: dict[str, tuple[str, str, str, str]] = {
         "FolderPlan.lay_out",
         'sorted(files, key=lambda file: file.name.endswith(".json"))',
         "files",
-        "tests/frontends/interchange/safetensors/test_heads.py::test_indexes_are_written_after_the_files_of_all_components",
+        "tests/frontends/interchange/safetensors/test_imported_folders.py::test_indexes_are_written_after_the_files_of_all_components",
     ),
-    "a stored head is used for tensors of a different shape": (
-        "ImportedModel.fits",
-        "(found.entry.dtype, found.entry.shape) != (tensor.dtype, tensor.shape)",
-        "found.entry.dtype != tensor.dtype",
-        "tests/frontends/interchange/safetensors/test_heads.py::test_a_changed_model_is_exported_to_new_files",
+    "the model of a folder includes its modules": (
+        "_view",
+        '{model.stem: {"keys": [',
+        '{model.stem: {} and {"keys": [',
+        "tests/frontends/interchange/safetensors/test_imported_folders.py::test_a_module_beside_a_root_model_has_its_own_folder",
+    ),
+    "the names of an imported folder replace those of a trained adapter": (
+        "with_hub_files",
+        "if name == HUB_FILE",
+        "if False",
+        "tests/frontends/training_state/test_hub_config.py::test_an_adapter_keeps_its_names_beside_the_files_of_an_import",
     ),
     "one file holds all tensors of any size": (
         "plan_shards",
@@ -3222,8 +3228,8 @@ BUGS: dict[str, tuple[str, str, str, str]] = {
     ),
     "the names of the library replace those that the user asked for": (
         "FolderPlan._names",
-        "replace(self.rules, keys=None) == Rules(model=True)",
-        "self.rules.model",
+        "replace(rules, keys=None, model=True) == Rules(model=True)",
+        "rules.model",
         "tests/frontends/training_state/test_hub_config.py::test_selected_keys_and_other_names_apply_to_fused_experts",
     ),
     "parts by index may repeat a tensor endlessly": (

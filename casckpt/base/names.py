@@ -20,9 +20,9 @@ TAG = "tag:"
 ID = re.compile("[0-9a-f]{6,64}")
 """The parts of references. See `casckpt.contents.refs`."""
 HEADS = "casckpt.heads/"
-"""The prefix of attachments that describe imported files. See `casckpt.frontends.interchange.safetensors.heads`."""
+"""The prefix of attachments in which older versions described imported files. Exports do not write them."""
 HUB_FILE = "casckpt.hub.json"
-"""The attachment that defines the names of the tensors in an export. It has one view for each exported model."""
+"""The attachment that defines the names of files and tensors in an export. It has one view for each model."""
 _SIMILAR, _ALMOST = 5, 0.8
 _MAX_ATTACHMENT_NAME = 1024
 _LEAP_YEAR = "(?:[0-9]{2}(?:0[48]|[2468][048]|[13579][26])|(?:[02468][048]|[13579][26])00)"

@@ -65,7 +65,7 @@ class Exported:
 
     ``skipped``: the attachments that were not exported. ``nbytes``: the total size of all tensors. ``prefix``: the
     prefix common to all keys, which is omitted from the names in the files. ``notes``: what is unusual about the
-    files, such as imported files that were not restored.
+    files, such as config.json tying tensors that differ.
     """
 
     checkpoint: Checkpoint

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import safetensors
 import safetensors.torch
@@ -14,6 +15,8 @@ import casckpt
 from casckpt.contents.checkpoint import Checkpoint
 from casckpt.format.dtypes import itemsize
 from casckpt.format.sections.index import Entry
+from casckpt.frontends.interchange.safetensors.files import SUFFIX, decode_head
+from casckpt.frontends.interchange.safetensors.layout import is_index, stem_of
 from casckpt.frontends.serve.folders import FileSpan, ServedFolders
 from casckpt.frontends.serve.sending import WINDOW_BYTES, RangeReader
 from casckpt.frontends.views.recut import ViewTensor
@@ -77,6 +80,33 @@ def hugging_face(folder: Path, state: Tensors) -> Path:
 def contents(folder: Path) -> dict[str, bytes]:
     """Return the files in a folder tree, by relative path."""
     return {path.relative_to(folder).as_posix(): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+
+
+def unpacked(files: Mapping[str, bytes]) -> dict[str, Any]:
+    """Return the content of a folder, however its models are divided into files.
+
+    For each model, its dtypes, shapes, bits and metadata, under the stem of its files; for other files, their bytes.
+    The metadata always has the format, which an export of a model adds.
+    """
+    found: dict[str, Any] = {}
+    for path, data in files.items():
+        folder, slash, name = path.rpartition("/")
+        if is_index(name):
+            held = json.loads(data)["weight_map"]
+            for file in set(held.values()):
+                listed = {key for key in held if held[key] == file}
+                assert safetensors.torch.load(files[f"{folder}{slash}{file}"]).keys() == listed
+        elif name.endswith(SUFFIX):
+            header = decode_head(data[: 8 + int.from_bytes(data[:8], "little")])
+            model = found.setdefault(f"{folder}{slash}{stem_of(name)}*{SUFFIX}", {"metadata": {"format": "pt"}})
+            model["metadata"] |= {key: one for key, one in header.metadata.items() if not key.startswith("DCP_")}
+            for key, tensor in safetensors.torch.load(data).items():
+                assert key not in model
+                bits = tensor.contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
+                model[key] = tensor.dtype, tensor.shape, bits
+        else:
+            found[path] = data
+    return found
 
 
 def streams(kinds: list[tuple[str, int]]) -> list[ViewTensor]:

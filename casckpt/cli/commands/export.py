@@ -97,11 +97,12 @@ def command(session: Session, ref: str, out: str, *, if_any: bool, **options: Un
     result = {name: value for name, value in plain(exported).items() if name not in ("checkpoint", "nbytes")}
     result |= {"files": [str(path) for path in exported.files], "bytes": exported.nbytes}
     is_file = len(exported.files) == 1 and Path(exported.files[0]).name == Path(out).name
-    session.give(brief(checkpoint) | result, partial(_text, is_file=is_file, wanted=options["attachments"]))
+    needs_config = not is_file and (options["format"] == "hf" or "config.json" in exported.skipped)
+    session.give(brief(checkpoint) | result, partial(_text, needs_config=needs_config, wanted=options["attachments"]))
 
 
-def _text(result: dict[str, Any], *, is_file: bool, wanted: bool) -> None:
-    """Print the result. ``wanted``: whether the user wants attachments."""
+def _text(result: dict[str, Any], *, needs_config: bool, wanted: bool) -> None:
+    """Print the result. ``needs_config``: whether a model needs one. ``wanted``: whether the user wants attachments."""
     what = count(len(result["files"]), "file") if result["format"] == "files" else count(result["tensors"], "tensor")
     say(f"exported {name(result)}: {what}, {size(result['bytes'])}")
     say_all(f"  {printable(path)}" for path in shortened(result["files"]))
@@ -112,7 +113,7 @@ def _text(result: dict[str, Any], *, is_file: bool, wanted: bool) -> None:
     say_all(f"note: {printable(note)}" for note in result["notes"])
     if wanted and "config.json" in result["skipped"] and result["format"] in _NO_MODEL:
         say(_NO_MODEL[result["format"]])
-    elif result["format"] == "hf" and _CONFIGS.isdisjoint(result["attachments"]) and not is_file:
+    elif result["format"] == "hf" and needs_config and _CONFIGS.isdisjoint(result["attachments"]):
         say("the folder has no config.json, which from_pretrained needs: copy the model's config.json into it")
 
 

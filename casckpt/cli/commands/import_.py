@@ -53,8 +53,8 @@ def command(session: Session, path: str, *, format: str | None, **options: Any) 
 
     Detects the format: a safetensors file, a Hugging Face folder, a torch.save file, a torch.distributed.checkpoint
     folder (including Megatron's torch_dist), or an OLMo-core folder. PATH may be a URL. Small files next to the
-    weights become attachments, and an export restores the files of an imported Hugging Face folder. The command creates
-    the store if necessary.
+    weights become attachments, and an export of an imported Hugging Face folder contains them. The command creates the
+    store if necessary.
 
     If a torch.save file holds a model and its optimizer, casckpt stores the optimizer by parameter name, and the rest
     as train state, so that training can resume from it. --as-is keeps the file's own structure.

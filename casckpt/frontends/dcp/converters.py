@@ -134,7 +134,7 @@ def casckpt_to_dcp(
         place_for(path, force=force, is_last=METADATA.__eq__) as place,
         new_folder(place, force=force, stale=_is_ours, last=(METADATA,)) as folder,
     ):
-        write_attached(opened_store, checkpoint, {name: name for name in attached}, folder)
+        write_attached(opened_store, checkpoint, attached, folder)
         boxed = MEGATRON in attached and is_megatron(opened_store.read_attachment(checkpoint, MEGATRON))
         metadata = _Writer(folder, opened, reader, boxed=boxed).write()
         write_durably(folder / METADATA, pickle.dumps(metadata))

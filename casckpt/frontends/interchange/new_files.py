@@ -8,7 +8,7 @@ import os
 import resource
 import secrets
 import shutil
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from itertools import accumulate, chain, count
 from os.path import samestat
@@ -285,10 +285,10 @@ def file_attachments(store: Store, checkpoint: Checkpoint) -> list[str]:
     return [name for name in store.attachments(checkpoint) if not name.startswith(HEADS) and name != HUB_FILE]
 
 
-def write_attached(store: Store, checkpoint: Checkpoint, files: Mapping[str, str], folder: Path) -> None:
-    """Write attachments into a folder. ``files`` maps the names of the files to those of the attachments."""
-    for file, name in files.items():
-        write_durably(folder / file, store.read_attachment(checkpoint, name))
+def write_attached(store: Store, checkpoint: Checkpoint, names: Iterable[str], folder: Path) -> None:
+    """Write attachments into a folder."""
+    for name in names:
+        write_durably(folder / name, store.read_attachment(checkpoint, name))
 
 
 def write_durably(path: Path, data: bytes) -> None:

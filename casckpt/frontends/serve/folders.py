@@ -173,7 +173,7 @@ class ServedFolders:
         for note in plan.notes:
             log.info("%s: %s", checkpoint, note)
         names, _ = plan.attachments()
-        manifest, attached = plan.contents.manifest, (_attached(plan.contents, *name) for name in names.items())
+        manifest, attached = plan.contents.manifest, (_attached(plan.contents, name) for name in names)
         files |= {file.name: file for file in attached if file.name not in files}
         made = {name: File(file, etag_of(manifest, file)) for name, file in sorted(files.items())}
         return ServedFolder(checkpoint, manifest, made, plan.view.tensors)
@@ -202,12 +202,12 @@ def _place(checkpoint: Checkpoint) -> tuple[str, int]:
     return checkpoint.run, checkpoint.step
 
 
-def _attached(contents: Contents, file: str, name: str) -> FileLayout:
+def _attached(contents: Contents, name: str) -> FileLayout:
     """Return the file of an attachment: the bytes of a small one, or the entry of a large one."""
     attached = contents.attachments[name]
     if isinstance(attached, StoredObject):
-        return FileLayout(file, contents.manifest.data(attached))
-    return FileLayout(file, b"", (ViewTensor(name, attached),))
+        return FileLayout(name, contents.manifest.data(attached))
+    return FileLayout(name, b"", (ViewTensor(name, attached),))
 
 
 def etag_of(manifest: Manifest, file: FileLayout) -> str:

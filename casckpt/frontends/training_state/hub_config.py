@@ -67,10 +67,12 @@ def hub_files(model: Any, processor: Any = None) -> dict[str, bytes]:
 def with_hub_files(model: Any, attachments: Any, files: Mapping[str, bytes] = MappingProxyType({})) -> Any:
     """Return ``attachments`` merged with ``files`` and `hub_files`.
 
-    ``attachments``: None or a mapping. Any other value is returned unchanged, and `Store.save` rejects it.
+    ``attachments``: None or a mapping. Any other value is returned unchanged, and `Store.save` rejects it. The names in
+    it, which may be those of an imported folder, do not replace the names of the model.
     """
-    given = attachments or {}
-    return hub_files(model) | dict(files) | dict(given) if isinstance(given, Mapping) else given
+    given, own = attachments or {}, hub_files(model)
+    names = {name: data for name, data in own.items() if name == HUB_FILE}
+    return own | dict(files) | dict(given) | names if isinstance(given, Mapping) else given
 
 
 # Transformers

@@ -10,7 +10,7 @@ from casckpt.errors import InvalidInput
 from casckpt.format.views import ViewFile, decode
 from casckpt.frontends.views.view import Rules
 
-_MOST_VIEWS: Final = 100
+_MOST_VIEWS: Final = 1000
 _SIMPLE: Final = re.compile(r"(?s:[^\\\[\](){}|*+?^$.]|\\[^0-9A-Za-z]|\(\\d\+\)(?!\\?\d|\()){0,1000}")
 r"""An expression of letters, escaped characters, and numbers, (\d+), that end where the digits end.
 

@@ -21,6 +21,7 @@ from torch.nn.parallel import DistributedDataParallel
 hub: Any = pytest.importorskip("transformers", reason="needs casckpt[transformers]")
 
 from casckpt.base.names import HUB_FILE
+from casckpt.frontends.convert import import_safetensors
 from casckpt.frontends.trainer import CheckpointerConfig
 from casckpt.frontends.training_state import hub_files, save_model_and_optim_state
 from casckpt.store.store import Store
@@ -201,7 +202,7 @@ def test_several_adapters_have_their_own_folders(tmp_path: Path, store: Store) -
         assert identical(load_file(tmp_path / "expected" / name), load_file(tmp_path / "out" / name))
     assert (tmp_path / "out" / "other" / "adapter_config.json").is_file()
     found = export(store.url, "a@1", tmp_path / "one.safetensors", "--format", "hf", status=1)
-    assert "several adapters" in str(found)
+    assert "several models" in str(found)
 
 
 def test_a_model_with_its_own_adapter_is_exported_as_an_adapter(tmp_path: Path, store: Store) -> None:
@@ -227,6 +228,19 @@ def test_resized_embeddings_are_part_of_an_adapter(tmp_path: Path, store: Store)
     expected, written = (load_file(tmp_path / name / "adapter_model.safetensors") for name in ("expected", "out"))
     assert "base_model.model.model.embed_tokens.weight" in written
     assert identical(expected, written)
+
+
+def test_an_adapter_keeps_its_names_beside_the_files_of_an_import(tmp_path: Path, store: Store) -> None:
+    model = lora(llama().float())
+    model.save_pretrained(tmp_path / "expected")
+    made = import_safetensors(store, tmp_path / "expected", run="adapter", step=0)
+    files = {name: store.read_attachment(made, name) for name in store.attachments(made)}
+    assert HUB_FILE in files
+    save_model_and_optim_state(store, model, run="a", step=1, attachments=files)
+    for ref in ("adapter@0", "a@1"):
+        export(store.url, ref, tmp_path / ref)
+        expected, written = (load_file(tmp_path / name / "adapter_model.safetensors") for name in ("expected", ref))
+        assert identical(expected, written)
 
 
 @pytest.mark.parametrize("base", ["/moved/model", "./runs/base/1", "a/b/c", "C:\\base"])

@@ -28,9 +28,9 @@ def test_a_tensor_is_split_into_parts() -> None:
 
 
 def test_a_split_that_is_no_rule_is_rejected() -> None:
-    for split, match in (({"(": {"a": []}}, "not a regular expression"), ({"x": {r"\3": []}}, "not a replacement")):
+    for pattern, name, match in (("(", "a", "not a regular expression"), ("x", r"\3", "not a replacement")):
         with pytest.raises(InvalidInput, match=match):
-            recut([tensor("x", 4, 2)], split)
+            recut([tensor("x", 4, 2)], {pattern: {name: []}})
 
 
 @given(rows=st.lists(st.integers(1, 4), min_size=1, max_size=4), width=st.integers(1, 3))

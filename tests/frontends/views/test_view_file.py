@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import json
 import re
+from typing import Any
 
 import pytest
 
@@ -42,7 +43,7 @@ def test_accepted_expressions_match_in_linear_time() -> None:
 
 
 def test_replacements_that_could_grow_without_bound_are_rejected() -> None:
-    long = {"views": {"model": {"split": {"a": {"x" * 1001: []}}}}}
+    long: Any = {"views": {"model": {"split": {"a": {"x" * 1001: []}}}}}
     for text in (renamed("a", "x" * 1001), json.dumps(long).encode()):
         with pytest.raises(InvalidInput, match="the file is not valid"):
             read_hub_names(text, "the file")
@@ -71,7 +72,7 @@ def test_replacements_that_could_grow_without_bound_are_rejected() -> None:
         b'{"views": {"model": {"split": {"a": {"b": "c"}}}}}',
         b'{"views": {"model": {"split": {"a": {"b": [true]}}}}}',
         b'{"views": {"model": {"split": {"a": {"b": [[2, 1, 0]]}}}}}',
-        json.dumps({"views": {f"m{number}": {} for number in range(101)}}).encode(),
+        json.dumps({"views": {f"m{number}": {} for number in range(1001)}}).encode(),
         b'{"notes": "x"}',
         b'{"notes": [1]}',
         b'{"tied": ["a"]}',

@@ -29,8 +29,7 @@ from casckpt.frontends.interchange.new_files import (
     write_attached,
 )
 from casckpt.frontends.interchange.safetensors.files import SUFFIX
-from casckpt.frontends.interchange.safetensors.heads import is_index, stem_of
-from casckpt.frontends.interchange.safetensors.layout import FileLayout
+from casckpt.frontends.interchange.safetensors.layout import FileLayout, is_index, stem_of
 from casckpt.frontends.interchange.safetensors.planned import CONFIG, FolderPlan
 from casckpt.frontends.stores import AnyStore, as_store
 from casckpt.frontends.views.recut import ViewTensor, sources_of
@@ -69,13 +68,12 @@ def export_safetensors(
     """Write a checkpoint's tensors as safetensors under their flat keys. Every byte that is read is verified.
 
     ``out``: a path, or a URL to which a temporary copy is uploaded. With the suffix ".safetensors", the export is one
-    file. Otherwise, it is a folder with the imported files, or ``model.safetensors`` (or several files of at most
-    ``max_shard_size``, 5GB by default, and their index), and, unless ``attachments=False``, all attachments. The files
-    of an imported folder are restored unless a file is larger than ``max_shard_size``, or the names, dtypes or shapes
-    of its tensors have changed. The result's ``notes`` and the log report such changes. ``metadata``: strings to add to
-    the ``__metadata__`` of the files, which are then new ones. ``force``: overwrite existing files. ``progress``:
-    counts tensor bytes. ``base``: an earlier export. Its files are hashed completely, and reused if their layout is
-    unchanged. The log names what is left out, unless ``model`` is set.
+    file. Otherwise, it is a folder with ``model.safetensors`` (or several files of at most ``max_shard_size``, 5GB by
+    default, and their index), and, unless ``attachments=False``, all attachments. The weights of an imported folder
+    have the beginning of their files' names, and their subfolders. ``metadata``: strings to add to the
+    ``__metadata__`` of the files. ``force``: overwrite existing files. ``progress``: counts tensor bytes. ``base``: an
+    earlier export. Its files are hashed completely, and reused if their layout is unchanged. The log names what is left
+    out, unless ``model`` is set. The result's ``notes`` and the log report what else the user should know.
 
     ``keys``, ``strip_prefix``, ``rename``: see `casckpt.frontends.views.view.Rules`. ``model``: write only the model's
     weights, for Transformers' `from_pretrained`. Otherwise, config.json is not written if the folder is not a model.

@@ -93,11 +93,6 @@ def encode_header(tensors: Iterable[TensorHeader], metadata: Mapping[str, str]) 
     return len(text).to_bytes(8, "little") + text
 
 
-def library_head(tensors: Iterable[TensorHeader], metadata: Mapping[str, str]) -> bytes:
-    """Return the bytes before the data of the file that the safetensors library writes; see `encode_header`."""
-    return encode_header(sorted(tensors, key=order), metadata)
-
-
 def file_type(key: str, dtype: str, shape: Shape) -> tuple[str, list[int]]:
     """Return the dtype and shape of a tensor in a safetensors file. Raises InvalidInput, naming the key."""
     name = NAMES.get(dtype)
@@ -222,13 +217,8 @@ def read_index(path: Path, suffix: str = SUFFIX) -> dict[str, str]:
         raise InvalidInput(f"{path} is not a file, or is a link to a missing file; get a complete copy of the folder")
     if path.stat().st_size > MAX_INDEX_BYTES:
         raise InvalidInput(f"{path} has more than {MAX_INDEX_BYTES} bytes: it is not an index of safetensors files")
-    return decode_index(path.read_bytes(), path, suffix)
-
-
-def decode_index(data: bytes, path: object, suffix: str = SUFFIX) -> dict[str, str]:
-    """Decode the index at ``path``; see `read_index`."""
     try:
-        found = json.loads(data)
+        found = json.loads(path.read_bytes())
     except (ValueError, RecursionError) as error:
         raise InvalidInput(f"{path} is not valid JSON ({error}); get a complete copy of the file") from error
     weights = found.get("weight_map") if isinstance(found, dict) else None

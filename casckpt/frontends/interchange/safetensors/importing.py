@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
+import glob
 import json
 import logging
 import mmap
 import os
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -16,7 +16,7 @@ from typing import Any, Final, Unpack
 
 import torch
 
-from casckpt.base.names import HEADS, check_keywords, is_attachment_name
+from casckpt.base.names import HUB_FILE, check_keywords, is_attachment_name
 from casckpt.base.progress import Shown
 from casckpt.contents.checkpoint import Checkpoint
 from casckpt.errors import InvalidInput, NotFound, Unsupported
@@ -25,20 +25,15 @@ from casckpt.frontends.interchange.resident import letting_go
 from casckpt.frontends.interchange.safetensors.files import (
     SUFFIX,
     Header,
-    TensorHeader,
     check_safetensors,
-    decode_head,
-    encode_index,
-    library_head,
     read_header,
     read_index,
 )
-from casckpt.frontends.interchange.safetensors.heads import MAX_HEADS_BYTES, is_index
-from casckpt.frontends.interchange.safetensors.layout import MAX_SHARD_BYTES, STEM, exported_metadata, index_name
+from casckpt.frontends.interchange.safetensors.layout import STEM, exported_metadata, index_name, is_index, stem_of
 from casckpt.frontends.stores import AnyStore, as_store
 from casckpt.frontends.views.torchao_names import TENSOR_NAMES
 from casckpt.saving.options import ImportArguments
-from casckpt.tensors.dtypes import dtype_name, torch_dtype
+from casckpt.tensors.dtypes import torch_dtype
 from casckpt.tensors.memory import tensor_over
 from casckpt.tensors.values import Shard
 
@@ -143,6 +138,14 @@ class ModelFiles:
     keys: frozenset[str] = frozenset()
     component: str = ""
 
+    @property
+    def stem(self) -> str:
+        """See `stem_of`. The stem of the index takes precedence. That of a torch.save file is the one in an export."""
+        name = (self.index or self.weights[0]).name
+        name = re.sub(rf"^{_TORCH_STEMS[0]}(?=\{_TORCH})", STEM, name)
+        stem = stem_of(name.removesuffix(_TORCH_INDEX).removesuffix(_TORCH))
+        return stem if is_attachment_name(stem) else STEM
+
 
 @dataclass(frozen=True)
 class ImportSources:
@@ -173,7 +176,7 @@ def import_safetensors(
 
     The keys of a component's tensors begin with the name of its subfolder. The config, the tokenizer and other small
     files in a folder become attachments. The ``__metadata__`` of the files is stored in the checkpoint's metadata
-    under "safetensors". `export_safetensors` restores all of it, and the files themselves.
+    under "safetensors". `export_safetensors` restores all of it, but divides the tensors into files of its own.
 
     Raises NotFound, InvalidInput or Unsupported for files that cannot be imported, and the errors of `Store.save`.
     """
@@ -186,7 +189,7 @@ def import_safetensors(
         log.warning("left out: %s%s", ", ".join(sources.skipped), advice)
     state: dict[str, Any] = {}
     file_metadata: dict[str, str] = {}
-    heads: dict[str, bytes] = {}
+    views: dict[str, Any] = {}
     done = options.get("progress")
     for model in sources.models:
         maps = Maps(done)
@@ -201,8 +204,8 @@ def import_safetensors(
                 key=key,
             )
         state |= {model.component: tensors} if model.component else tensors
-        if maps.has_whole_files():
-            heads |= _heads(model, maps.headers)
+        if tensors:
+            views |= _view(model, tensors, is_alone=len(sources.models) == 1)
     if TENSOR_NAMES in file_metadata:
         notes.append(
             "the quantized weights of torchao are imported as their inner tensors, from which an export restores the "
@@ -210,11 +213,8 @@ def import_safetensors(
         )
         log.warning("%s", notes[-1])
     attachments = {name: file.read_bytes() for name, file in sources.attachments.items()}
-    if sum(map(len, heads.values())) > MAX_HEADS_BYTES:
-        notes.append(f"an export will have new files: the headers have more than {MAX_HEADS_BYTES} bytes in total")
-        log.warning("%s", notes[-1])
-    elif Path(path).expanduser().is_dir() and not _is_plain(sources, heads):
-        attachments |= heads
+    if views and Path(path).expanduser().is_dir():
+        attachments[HUB_FILE] = json.dumps({"views": views}).encode()
     options["progress"] = done
     options["metadata"] = {METADATA_KEY: file_metadata} | dict(options.get("metadata") or {})
     saved = as_store(store).save(state, step=step, attachments=attachments, no_dist=True, **options)
@@ -235,34 +235,17 @@ def _whole(model: ModelFiles, maps: Maps) -> dict[str, Any]:
     return tensors
 
 
-def _heads(model: ModelFiles, headers: Mapping[Path, Header]) -> dict[str, bytes]:
-    """Return the attachments from which an export restores the files of a model."""
-    home = HEADS + (model.component and f"{model.component}/")
-    heads = {f"{home}{_exported_name(path.name)}": headers[path].head for path in model.weights}
-    if model.index is not None and model.index.name.endswith(_TORCH_INDEX):
-        held = {tensor.key: (path.name, tensor.nbytes) for path in model.weights for tensor in headers[path].tensors}
-        files = {key: _exported_name(name) for key, (name, _) in held.items()}
-        heads[f"{home}{_exported_name(model.index.name)}"] = encode_index(files, sum(n for _, n in held.values()))
-    elif model.index is not None:
-        heads[f"{home}{model.index.name}"] = model.index.read_bytes()
-    return heads
+def _view(model: ModelFiles, tensors: Iterable[str], *, is_alone: bool) -> dict[str, Any]:
+    """Return the view in which an export finds a model, under the stem of its files. See `casckpt.format.views`.
 
-
-def _exported_name(name: str) -> str:
-    """Return the name of the safetensors file that an export writes for a torch.save file; likewise for an index."""
-    if name.endswith((_TORCH, _TORCH_INDEX)):
-        stem, _, rest = name.rpartition(_TORCH)
-        return f"{re.sub('^pytorch_model', STEM, stem)}{SUFFIX}{rest}"
-    return name
-
-
-def _is_plain(sources: ImportSources, heads: Mapping[str, bytes]) -> bool:
-    """Return whether an export needs no heads, because it writes the same single file without them."""
-    if list(heads) != [f"{HEADS}{STEM}{SUFFIX}"] or sources.nbytes > MAX_SHARD_BYTES:
-        return False
-    (head,) = heads.values()
-    header = decode_head(head)
-    return head == library_head(header.tensors, exported_metadata(header.metadata, is_model=True))
+    ``is_alone``: whether the folder has no other models.
+    """
+    if model.component:
+        return {f"{model.component}/{model.stem}": {"strip_prefix": model.component}}
+    if is_alone:
+        return {} if model.stem == STEM else {model.stem: {}}
+    heads = dict.fromkeys(key.partition(".")[:2] for key in tensors)
+    return {model.stem: {"keys": [f"{glob.escape(head)}{dot and '.*'}" for head, dot in heads]}}
 
 
 def find_sources(path: str | os.PathLike[str]) -> ImportSources:
@@ -406,12 +389,11 @@ def _nothing_in(folder: Path) -> Exception:
 class Maps:
     """Memory-mapped files. ``state``: whole tensors. ``parts``: parts of tensors, each with its offset.
 
-    ``headers``: the files' headers. ``done``: the progress to pass to the save; see `letting_go`.
+    ``done``: the progress to pass to the save; see `letting_go`.
     """
 
     def __init__(self, shown: Shown | None) -> None:
         self.state: dict[str, Any] = {}
-        self.headers: dict[Path, Header] = {}
         self.parts: dict[str, list[Part]] = {}
         self._let_go: list[Callable[[], object]] = []
         self.done = letting_go(shown, self._release)
@@ -421,43 +403,21 @@ class Maps:
         metadata: dict[str, str] = {}
         for path in weights:
             if path.suffix == _TORCH:
-                header, tensors = self._read_torch(path)
+                from casckpt.frontends.interchange.torch_files import mapped_weights  # takes a while to import
+
+                held, let_go = mapped_weights(path)
+                self._let_go.append(let_go)
+                self._add(path, held.items(), None)
+                metadata = exported_metadata({}, is_model=True) | metadata
             else:
                 header = read_header(path)
-                tensors = self.mapped(path, header)
-            self.headers[path] = header
-            metadata = dict(header.metadata) | metadata
-            self._add(path, tensors, offsets_of(path, header))
+                self._add(path, self.mapped(path, header), offsets_of(path, header))
+                metadata = dict(header.metadata) | metadata
         return {name: text for name, text in metadata.items() if name not in WRITERS_OWN}
 
     def _release(self) -> None:
         for let_go in self._let_go:
             let_go()
-
-    def has_whole_files(self) -> bool:
-        """Return whether each tensor is in one file, and no file is named after a rank or lacks a head."""
-        is_split = any(len(parts) > 1 for parts in self.parts.values())
-        return not is_split and all(
-            head.head and not _OF_RANK.fullmatch(path.name) for path, head in self.headers.items()
-        )
-
-    def _read_torch(self, path: Path) -> tuple[Header, Iterable[tuple[str, torch.Tensor]]]:
-        """Return the header that a torch.save file would have as a safetensors file, and its tensors by key.
-
-        The head is empty if a safetensors file cannot hold the tensors.
-        """
-        from casckpt.frontends.interchange.torch_files import mapped_weights  # takes a while to import
-
-        tensors, let_go = mapped_weights(path)
-        self._let_go.append(let_go)
-        headers = [
-            TensorHeader(key, dtype_name(tensor.dtype), tuple(tensor.shape), tensor.nbytes)
-            for key, tensor in tensors.items()
-        ]
-        metadata, head = exported_metadata({}, is_model=True), b""
-        with suppress(InvalidInput):
-            head = library_head(headers, metadata)
-        return Header(tuple(headers), head, metadata), tensors.items()
 
     def _add(
         self, path: Path, tensors: Iterable[tuple[str, torch.Tensor]], offsets: Mapping[str, Shape] | None

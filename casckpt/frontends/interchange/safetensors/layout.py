@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Final
@@ -21,6 +22,8 @@ from casckpt.frontends.views.recut import ViewTensor
 STEM: Final = "model"
 MAX_SHARD_BYTES: Final = 5_000_000_000
 """The default maximum number of data bytes in a file."""
+_INDEX = re.compile(r"(.+)\.safetensors\.index(\.[^.]+)?\.json")
+_SHARD = re.compile(r"-[0-9]+-of-[0-9]+")
 
 
 @dataclass(frozen=True)
@@ -85,6 +88,17 @@ def plan_shards(streams: Sequence[ViewTensor], most: int) -> list[list[ViewTenso
             f"files of at most {most} bytes are too small to hold any tensor; pass a larger --max-shard-size"
         )
     return list(in_batches(streams, lambda tensor: tensor.entry.nbytes, most)) or [[]]
+
+
+def is_index(name: str) -> bool:
+    """Return whether a file has the name of an index."""
+    return _INDEX.fullmatch(name) is not None
+
+
+def stem_of(name: str) -> str:
+    """Return the part of a file's name that the files of one model share, such as "model" or "model.fp16"."""
+    match = _INDEX.fullmatch(name)
+    return _SHARD.sub("", name.removesuffix(SUFFIX)) if match is None else match[1] + (match[2] or "")
 
 
 def index_name(stem: str) -> str:

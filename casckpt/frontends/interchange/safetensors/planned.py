@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping
 from contextlib import suppress
 from dataclasses import replace
 from typing import Final
@@ -18,10 +18,9 @@ from casckpt.base.progress import Progress
 from casckpt.base.text import listed
 from casckpt.contents.checkpoint import Checkpoint
 from casckpt.contents.contents import Contents
-from casckpt.errors import Damaged, InvalidInput, MissingKey
+from casckpt.errors import InvalidInput, MissingKey
 from casckpt.frontends.interchange.new_files import file_attachments
 from casckpt.frontends.interchange.safetensors.files import INDEX_SUFFIX, SUFFIX
-from casckpt.frontends.interchange.safetensors.heads import imported_models
 from casckpt.frontends.interchange.safetensors.importing import METADATA_KEY
 from casckpt.frontends.interchange.safetensors.layout import (
     MAX_SHARD_BYTES,
@@ -30,7 +29,6 @@ from casckpt.frontends.interchange.safetensors.layout import (
     exported_metadata,
     lay_out,
 )
-from casckpt.frontends.views.recut import ViewTensor
 from casckpt.frontends.views.view import Rules, View, view_of
 from casckpt.frontends.views.view_file import HubNames, HubView, read_hub_names
 from casckpt.loading.regions import RegionReader
@@ -44,8 +42,7 @@ _OF_TRAINING = re.compile(r"optimizer\.(pt|bin)|scheduler\.pt|scaler\.pt|trainin
 class FolderPlan:
     """The plan for one checkpoint under the given rules. Raises the errors of `Contents.open` and `view_of`.
 
-    An imported folder is restored with its own files, unless ``metadata`` is set, which adds to the metadata of files.
-    ``notes``: the reasons, if this is not possible.
+    ``metadata`` adds to the metadata of files. ``notes``: messages for the user.
     """
 
     def __init__(self, store: Store, checkpoint: Checkpoint, rules: Rules) -> None:
@@ -53,51 +50,36 @@ class FolderPlan:
         self.metadata: Mapping[str, str] = {}
         self.contents = Contents.open(store.repository, checkpoint.commit)
         self.contents.check_loads()
-        self._imported, self.notes = imported_models(store, checkpoint)
-        component = (rules.strip_prefix or "").removesuffix(".")
-        self._home = f"{component}/" if component and component in self._imported else ""
-        if self._home:
-            self._imported = {"": self._imported[component]}
-        is_whole = bool(self._imported) and rules == Rules(model=True)
-        self._stems, self._rules = dict[str, str](), rules
-        self._folders: dict[str, dict[str, ViewTensor]] = {}
         names = self._names()
-        if names.views:
-            self._see_all(names.views)
-        else:
-            self.is_as_imported = has_components = False
-            if is_whole:
-                with suppress(MissingKey, Damaged):  # such as a thinned optimizer, which the model does not need
-                    self._see(Rules())
-                    has_components = "" not in self._folders and all(self._folders.values())
-            if not self.is_as_imported and not has_components:
-                self._see(rules)
-        self.notes += [*names.notes, *self._untied(names.tied)]
+        self._has_names, roots = bool(names.views), names.views or (HubView(STEM, rules),)
+        views = [view_of(self.contents, root.rules) for root in roots]
+        left = set.intersection(*(set(view.left_out) for view in views))
+        tensors = tuple(tensor for view in views for tensor in view.tensors)
+        metadata = {key: text for view in views for key, text in view.metadata.items()}
+        left_out = tuple(key for key in views[0].left_out if key in left)
+        self.view, self._rules = View(tensors, left_out, views[0].prefix, metadata), roots[0].rules
+        self._models = {root.stem: view.tensors for root, view in zip(roots, views, strict=True)}
+        self.notes = [*names.notes, *self._untied(names.tied)]
 
     def _names(self) -> HubNames:
-        """Return the tensor names that the model's own library uses, unless the caller asks for different names."""
-        is_plain = replace(self.rules, keys=None) == Rules(model=True)
+        """Return the names that the model's own library uses, unless the caller asks for different names.
+
+        In other formats, only an imported folder has the names of its files.
+        """
+        rules = self.rules
+        is_asked = rules.model or METADATA_KEY in self.checkpoint.metadata
+        is_plain = is_asked and replace(rules, keys=None, model=True) == Rules(model=True)
         if not is_plain or HUB_FILE not in self.store.attachments(self.checkpoint):
             return HubNames()
         text = self.store.read_attachment(self.checkpoint, HUB_FILE)
         names = read_hub_names(text, f"{HUB_FILE} of {self.checkpoint.run}@{self.checkpoint.step}")
-        if not self.rules.keys:
-            return names
-        views = () if any(view.rules.keys for view in names.views) else names.views
-        return names._replace(
-            views=tuple(view._replace(rules=replace(view.rules, keys=self.rules.keys)) for view in views)
+        if rules.keys and (len(names.views) != 1 or names.views[0].rules.keys):
+            return names._replace(views=())
+        adapted = (
+            (stem, replace(view, keys=rules.keys or view.keys, model=view.model and rules.model))
+            for stem, view in names.views
         )
-
-    def _see_all(self, roots: Sequence[HubView]) -> None:
-        """Set the view to the combined views of all ``roots``. Tensors of different roots may have the same name."""
-        views = [view_of(self.contents, root.rules) for root in roots]
-        left = set.intersection(*(set(view.left_out) for view in views))
-        tensors = tuple(tensor for view in views for tensor in view.tensors)
-        self.view = View(tensors, tuple(key for key in views[0].left_out if key in left), views[0].prefix)
-        self._rules, self.is_as_imported = roots[0].rules, False
-        for root, view in zip(roots, views, strict=True):
-            folder, _, self._stems[folder] = root.stem.rpartition("/")
-            self._folders[folder] = {tensor.name: tensor for tensor in view.tensors}
+        return names._replace(views=tuple(HubView(*root) for root in adapted))
 
     def _untied(self, ties: Collection[tuple[str, str]]) -> list[str]:
         """Return a note about the tensors that the model's config ties, but that differ."""
@@ -115,70 +97,40 @@ class FolderPlan:
         )
         return [note] if differ else []
 
-    def _see(self, rules: Rules) -> None:
-        """Set the view, its tensors by folder and name, and whether they are those of the imported files."""
-        self.view = view_of(self.contents, rules)
-        self._folders = {folder: {} for folder in self._imported} or {"": {}}
-        for tensor in self.view.tensors:
-            folder, _, name = tensor.name.partition(".")
-            if not folder or folder not in self._imported:
-                folder, name = "", tensor.name
-            self._folders.setdefault(folder, {})[name] = tensor._replace(name=name)
-        self.is_as_imported = self._folders.keys() == self._imported.keys() and all(
-            self._imported[folder].fits(tensors) for folder, tensors in self._folders.items()
-        )
-
     def lay_out(self, most: int | None) -> list[FileLayout]:
-        """Return the files with tensors, and then their indexes. Imported files are restored unless they have changed.
+        """Return the files with tensors, and then their indexes.
 
-        ``most``: the maximum number of data bytes in a file. By default, it is unlimited for imported files, and
-        `MAX_SHARD_BYTES` for other files. Raises InvalidInput if safetensors cannot hold a tensor.
+        ``most``: the maximum number of data bytes in a file, `MAX_SHARD_BYTES` by default. Raises InvalidInput if
+        safetensors cannot hold a tensor.
         """
-        files = [
-            replace(file, name=f"{folder}/{file.name}" if folder else file.name)
-            for folder, tensors in self._folders.items()
-            for file in self._files(folder, tensors, most)
-        ]
+        files = []
+        for path, tensors in self._models.items():
+            folder, slash, stem = path.rpartition("/")
+            made = lay_out(tensors, self._metadata, MAX_SHARD_BYTES if most is None else most, stem)
+            files += [replace(file, name=f"{folder}{slash}{file.name}") for file in made]
         return sorted(files, key=lambda file: file.name.endswith(".json"))
-
-    def _files(self, folder: str, tensors: Mapping[str, ViewTensor], most: int | None) -> Sequence[FileLayout]:
-        imported = self._imported.get(folder)
-        if imported is not None and imported.fits(tensors):
-            files = list(imported.files(tensors))
-            if not self.metadata and all(most is None or file.nbytes - len(file.head) <= most for file in files):
-                return files
-        elif imported is not None:
-            where = f"{self._home}{folder and f'{folder}/'}{imported.stem}*{SUFFIX}"
-            self.notes.append(f"the tensors are not those of the imported files {where}, so these are not restored")
-            if not tensors:
-                return ()
-        stem = self._stems.get(folder) or (imported.stem if imported else STEM)
-        most = MAX_SHARD_BYTES if most is None else most
-        return lay_out(tensors.values(), self._metadata, most, stem)
 
     @property
     def _metadata(self) -> dict[str, str]:
         return {**file_metadata(self.checkpoint, self.rules), **self.view.metadata, **self.metadata}
 
     def lay_out_file(self) -> FileLayout:
-        """Return one file with all tensors: the imported file if there was only one."""
-        files = self.lay_out(None) if self.is_as_imported and "" in self._folders else []
-        if len(self._stems) > 1:
-            raise InvalidInput(f"{self.checkpoint} has several adapters, which need a folder: leave out {SUFFIX}")
-        if len(files) != 1:
-            files = lay_out(self.view.tensors, self._metadata)
-        return files[0]
+        """Return one file with all tensors, under their keys unless it is a model."""
+        if len(self._models) > 1 and self.rules.model:
+            raise InvalidInput(f"{self.checkpoint} has several models, which need a folder: leave out {SUFFIX}")
+        is_renamed = self._has_names and not self.rules.model
+        view = view_of(self.contents, self.rules) if is_renamed else self.view
+        return lay_out(view.tensors, self._metadata)[0]
 
     def reader(self, progress: Progress) -> RegionReader:
         """Return a reader for the view's tensors."""
         return RegionReader(self.store.repository, self.contents.manifest, self.view.nbytes, progress)
 
-    def attachments(self, *, wanted: bool = True) -> tuple[dict[str, str], list[str]]:
-        """Return the names of the attachments for the folder, by file name, and those of skipped attachments."""
+    def attachments(self, *, wanted: bool = True) -> tuple[list[str], list[str]]:
+        """Return the names of the attachments for the folder, and those of skipped attachments."""
         names = file_attachments(self.store, self.checkpoint)
-        of_file = {name.removeprefix(self._home): name for name in names if wanted and name.startswith(self._home)}
-        files = {file: name for file, name in of_file.items() if not self._is_skipped(file)}
-        return files, [name for name in names if name not in files.values()]
+        files = [name for name in names if wanted and not self._is_skipped(name)]
+        return files, [name for name in names if name not in files]
 
     def _is_skipped(self, name: str) -> bool:
         """Return whether to skip an old index, a training file next to a model, or a config.json without a model."""
@@ -189,11 +141,9 @@ class FolderPlan:
     def is_no_model(self) -> bool:
         """Whether `from_pretrained` would load random weights from a folder with these names and a config.json."""
         rules, whole = self.rules, Rules(model=True)
-        if self.is_as_imported:
+        if not rules.keys and (self._has_names or (rules.model and rules.strip_prefix is None)):
             return False
         if rules.model:
-            if rules.strip_prefix is None and not rules.keys:
-                return False
             whole = replace(self._rules, keys=None, strip_prefix=self.view.prefix or None)
         try:
             view = view_of(self.contents, whole)
