@@ -48,11 +48,14 @@ FOLLOWED_ELSEWHERE: dict[Case, str] = {
     Case("loading/load_plan.py:no_entry", "Map the whole mapping, with rename="): (
         "tests/loading/test_load_plan.py::test_renaming_individual_entries_is_rejected"
     ),
-    Case("frontends/views/torchao_names.py:_described", "load it with cast=True into a plain model"): (
+    Case("frontends/views/view.py:_check_no_wrappers", "load it with cast=True into a plain model"): (
         "tests/tensors/test_kinds.py::test_a_load_with_cast_loads_the_values_into_a_plain_model"
     ),
+    Case("frontends/views/view.py:_check_no_wrappers", "call its save_pretrained"): (
+        "tests/frontends/views/test_torchao_exports.py::test_a_quantized_model_is_exported_by_its_library"
+    ),
     Case("frontends/interchange/safetensors/importing.py:import_safetensors", "call from_pretrained on the folder"): (
-        "tests/frontends/views/test_torchao_names.py::test_an_imported_folder_is_exported_unchanged"
+        "tests/frontends/views/test_torchao_exports.py::test_an_imported_folder_is_exported_with_the_same_tensors"
     ),
     Case("tensors/shards.py:_problem", "its values() and offsets()"): (
         "tests/loading/test_wrapped.py::test_unsupported_tensor_layouts_are_refused_at_the_start_with_advice"

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 
 from casckpt.contents.contents import Contents
@@ -10,7 +10,6 @@ from casckpt.errors import InvalidInput, MissingKey
 from casckpt.format.sections.index import TENSOR, Entry
 from casckpt.frontends.views.model_part import check_no_adapters, model_part, plain_names
 from casckpt.frontends.views.recut import Split, ViewTensor, recut
-from casckpt.frontends.views.torchao_names import torchao_names
 from casckpt.loading.options import Rename, check_used, renamer, usable_patterns
 
 
@@ -39,15 +38,11 @@ class Rules:
 
 @dataclass(frozen=True)
 class View:
-    """A view: ``tensors`` by name, ``left_out`` (hidden keys that match), and the ``prefix`` of all shown keys.
-
-    ``metadata``: what files with these tensors must say about them; see `casckpt.frontends.views.torchao_names`.
-    """
+    """A view: ``tensors`` by name, ``left_out`` (hidden keys that match), and the ``prefix`` of all shown keys."""
 
     tensors: tuple[ViewTensor, ...]
     left_out: tuple[str, ...] = ()
     prefix: str = ""
-    metadata: Mapping[str, str] = field(default_factory=dict)
 
     @property
     def nbytes(self) -> int:
@@ -58,28 +53,26 @@ class View:
 def view_of(contents: Contents, rules: Rules) -> View:
     """Return the view of a checkpoint under the given rules. It does not depend on the ranks that saved the state.
 
-    Raises MissingKey if a pattern or prefix matches nothing, InvalidInput if two tensors would have the same name or
-    several parts may be the model, and Damaged for an incomplete tensor.
+    Raises MissingKey if a pattern or prefix matches nothing, and Damaged for an incomplete tensor. Raises InvalidInput
+    if two tensors would have the same name, if several parts may be the model, or if its weights consist of others.
     """
     patterns, matches = usable_patterns(rules.keys) or None, contents.manifest.matches
     asked = {key: entry for key, entry in contents.tensors.items() if matches(key, patterns)}
     check_used(patterns, [*contents.tensors, *contents.wrappers], contents.where)
     prefix, keys = _part(contents, list(asked), rules)
-    names, metadata = _names(keys, prefix, rules), dict[str, str]()
+    names = _names(keys, prefix, rules)
     if rules.model:
-        names, metadata = torchao_names(contents, keys, names)
+        _check_no_wrappers(contents, keys)
     tensors = [ViewTensor(name, asked[key]) for key, name in zip(keys, names, strict=True)]
     contents.check_whole([tensor.entry for tensor in tensors])
     if rules.split:
         tensors = recut(tensors, rules.split)
         _check_names((tensor.name, tensor.entry.key) for tensor in tensors)
-        if metadata and any(name not in {tensor.name for tensor in tensors} for name in names):
-            raise InvalidInput("split does not apply to a checkpoint with torchao's weights: leave it out")
     seen = {source.entry.number for tensor in tensors for source in tensor.sources}
     objects = [key for key in contents.objects if matches(key, patterns)]
     others = [_other(entry) for entry in contents.manifest.entries
               if entry.kind == TENSOR and entry.number not in seen and matches(entry.key, patterns)]  # fmt: skip
-    return View(tuple(sorted(tensors, key=lambda tensor: tensor.name)), (*objects, *others), prefix, metadata)
+    return View(tuple(sorted(tensors, key=lambda tensor: tensor.name)), (*objects, *others), prefix)
 
 
 def _part(contents: Contents, keys: Sequence[str], rules: Rules) -> tuple[str, Sequence[str]]:
@@ -106,6 +99,17 @@ def _names(keys: Sequence[str], prefix: str, rules: Rules) -> list[str]:
         check_no_adapters(names, prefix)
     _check_names(zip(names, keys, strict=True))
     return names
+
+
+def _check_no_wrappers(contents: Contents, keys: Sequence[str]) -> None:
+    for key in keys:
+        if key in contents.outer:
+            raise InvalidInput(
+                f"{contents.outer[key]!r} consists of other tensors, so from_pretrained could not load it from such a "
+                "file. Load the checkpoint into a model with such weights, and call its save_pretrained; or load it "
+                "with cast=True into a plain model, and export a checkpoint of that model",
+                key=contents.outer[key],
+            )
 
 
 def _check_names(named: Iterable[tuple[str, str]]) -> None:

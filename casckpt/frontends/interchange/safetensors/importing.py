@@ -31,7 +31,6 @@ from casckpt.frontends.interchange.safetensors.files import (
 )
 from casckpt.frontends.interchange.safetensors.layout import STEM, exported_metadata, index_name, is_index, stem_of
 from casckpt.frontends.stores import AnyStore, as_store
-from casckpt.frontends.views.torchao_names import TENSOR_NAMES
 from casckpt.saving.options import ImportArguments
 from casckpt.tensors.dtypes import torch_dtype
 from casckpt.tensors.memory import tensor_over
@@ -206,7 +205,7 @@ def import_safetensors(
         state |= {model.component: tensors} if model.component else tensors
         if tensors:
             views |= _view(model, tensors, is_alone=len(sources.models) == 1)
-    if TENSOR_NAMES in file_metadata:
+    if "tensor_names" in file_metadata:  # Transformers lists the names of quantized weights
         notes.append(
             "the quantized weights of torchao are imported as their inner tensors, from which an export restores the "
             "files; to load them into a model, call from_pretrained on the folder, and save that model"

@@ -55,9 +55,8 @@ class FolderPlan:
         views = [view_of(self.contents, root.rules) for root in roots]
         left = set.intersection(*(set(view.left_out) for view in views))
         tensors = tuple(tensor for view in views for tensor in view.tensors)
-        metadata = {key: text for view in views for key, text in view.metadata.items()}
         left_out = tuple(key for key in views[0].left_out if key in left)
-        self.view, self._rules = View(tensors, left_out, views[0].prefix, metadata), roots[0].rules
+        self.view, self._rules = View(tensors, left_out, views[0].prefix), roots[0].rules
         self._models = {root.stem: view.tensors for root, view in zip(roots, views, strict=True)}
         self.notes = [*names.notes, *self._untied(names.tied)]
 
@@ -112,7 +111,7 @@ class FolderPlan:
 
     @property
     def _metadata(self) -> dict[str, str]:
-        return {**file_metadata(self.checkpoint, self.rules), **self.view.metadata, **self.metadata}
+        return {**file_metadata(self.checkpoint, self.rules), **self.metadata}
 
     def lay_out_file(self) -> FileLayout:
         """Return one file with all tensors, under their keys unless it is a model."""
