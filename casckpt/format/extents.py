@@ -12,7 +12,7 @@ belongs to its cell, and is not in any of the extents that cover the tensor.
 from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
-from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence, Set
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from itertools import accumulate, repeat
 from typing import NamedTuple
 
@@ -152,13 +152,6 @@ class ExtentTable(msgspec.Struct, frozen=True, gc=False):
         """Iterate, in order, over the cells that hold any of the elements [lo, hi) of the box with this number."""
         for extent in self.extents_in(box, lo, hi):
             yield from self._cells(extent, lo, hi)
-
-    def cells_within(self, blobs: Container[int]) -> Iterator[StoredCell]:
-        """Iterate over the cells in the blobs with these numbers, including cells that are only bases."""
-        for extent in self.extents:
-            for link in extent.chain:
-                if link.blob in blobs:
-                    yield from self._cells(link, link.lo, link.hi)
 
     def extents_in(self, box: int, lo: int, hi: int) -> Sequence[Extent]:
         """Find, in order, the extents that hold any of the elements [lo, hi) of the box with this number."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, TypeAlias
 
 from casckpt.base.groups import runs
@@ -37,17 +36,6 @@ class BlobDamaged(Exception):
         self.ref = ref
 
 
-@dataclass(frozen=True)
-class Proved:
-    """The result of verifying a blob. ``why``: a description of the damage, or "" if there is none.
-
-    ``ranges``: the byte ranges that are wrong or cannot be verified.
-    """
-
-    why: str = ""
-    ranges: tuple[Range, ...] = ()
-
-
 def fetch(storage: ObjectStore, ref: BlobRef, buffer: memoryview) -> memoryview:
     """Read a blob into the start of ``buffer``, verify it, and return that part of the buffer.
 
@@ -57,7 +45,7 @@ def fetch(storage: ObjectStore, ref: BlobRef, buffer: memoryview) -> memoryview:
     for _ in range(_ATTEMPTS):
         try:
             with storage.open(blob_key(ref.uploader, ref.hash)) as reader:
-                why = prove(reader, ref, view).why
+                why = prove(reader, ref, view)
         except (NotFound, ShortObject) as error:
             raise BlobDamaged(ref, explain(ref, error)) from error
         if not why:
@@ -65,8 +53,8 @@ def fetch(storage: ObjectStore, ref: BlobRef, buffer: memoryview) -> memoryview:
     raise BlobDamaged(ref, why)
 
 
-def prove(reader: Reader, ref: BlobRef, buffer: memoryview, progress: Callable[[int], None] = silent) -> Proved:
-    """Read and verify a whole blob.
+def prove(reader: Reader, ref: BlobRef, buffer: memoryview, progress: Callable[[int], None] = silent) -> str:
+    """Read and verify a whole blob. Return a description of the damage, or "" if there is none.
 
     This function first verifies the proof against the blob's name, and then the rest in pieces that fill ``buffer``. If
     ``buffer`` is large enough, the whole blob is read in one piece. ``progress``: called with the number of bytes just
@@ -88,7 +76,7 @@ def prove(reader: Reader, ref: BlobRef, buffer: memoryview, progress: Callable[[
         proof = read_proof(tail, ref.size, ref.hash)
         leaves = decode_proof(proof)
     except Refused as error:
-        return Proved(str(error), ((0, ref.size),))
+        return str(error)
     check, header = LeafCheck(leaves), b""
     for start in range(0, leaves[-1].end, len(view)):
         piece = view[: min(len(view), leaves[-1].end - start)]
@@ -98,24 +86,22 @@ def prove(reader: Reader, ref: BlobRef, buffer: memoryview, progress: Callable[[
         header = header or bytes(piece[:DATA_OFFSET])
         progress(len(piece))
     progress(len(proof))
-    return _proved(ref, check.wrong, header)
+    return _damage(ref, check.wrong, header)
 
 
-def _proved(ref: BlobRef, wrong: Sequence[Leaf], header: bytes) -> Proved:
+def _damage(ref: BlobRef, wrong: Sequence[Leaf], header: bytes) -> str:
     if wrong:
-        ranges = tuple(
-            (run[0].offset, run[-1].end) for run in runs(wrong, lambda run, leaf: run[-1].end == leaf.offset)
-        )
-        return Proved(_words(ranges), ranges)
+        joined = runs(wrong, lambda run, leaf: run[-1].end == leaf.offset)
+        return _words([(run[0].offset, run[-1].end) for run in joined])
     try:
         decode_header(header, ref.size)
     except Refused as error:
-        return Proved(str(error), ((0, DATA_OFFSET),))
-    return Proved()
+        return str(error)
+    return ""
 
 
 def _words(ranges: Sequence[Range]) -> str:
-    if ranges == ((0, DATA_OFFSET),):
+    if ranges == [(0, DATA_OFFSET)]:
         return "its header is not what was written"
     shown = ", ".join(f"{start} to {end}" for start, end in ranges[:_SHOWN])
     more = f" and {len(ranges) - _SHOWN} more ranges" if ranges[_SHOWN:] else ""

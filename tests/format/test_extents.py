@@ -107,9 +107,3 @@ def test_tables_from_several_ranks_are_joined_into_one_table(case: Case, data: s
     assert sorted(found, key=repr) == sorted(want, key=repr)
     _check_order(joined)
     assert encode_cells(joined) == encode_cells(case.table), "whichever rank held which of them"
-
-
-@given(cases(), st.sets(st.integers(0, 2)))
-def test_cells_and_bases_are_found_by_their_blobs(case: Case, blobs: set[int]) -> None:
-    wanted = [link for cell in case.cells for link in cell.chain if link.blob in blobs]
-    assert sorted(case.table.cells_within(blobs), key=repr) == sorted(wanted, key=repr)

@@ -90,7 +90,7 @@ def say_damage(
 
 
 def needed(damaged: dict[str, Any]) -> str:
-    """Format the names of the checkpoints that need the damaged bytes of a blob."""
+    """Format the names of the checkpoints and keys that need a damaged blob."""
     if not damaged["keys"]:
         return "not needed by any checkpoint"
     users = list(dict.fromkeys(f"{printable(one['run'])}@{one['step']}" for one in damaged["needed_by"]))

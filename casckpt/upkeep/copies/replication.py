@@ -239,7 +239,8 @@ def _damaged_blob(source: Repository, commit: Commit, manifest: Manifest, error:
     if not exists(source, commit):
         return Gone(f"{commit} was purged from {source.storage.url} during the copy; copy a different checkpoint")
     ref = error.ref
-    keys = keys_of(manifest, [number for number, other in enumerate(manifest.blobs) if other.hash == ref.hash])
+    numbers = [number for number, other in enumerate(manifest.blobs) if other.hash == ref.hash]
+    keys = sorted(set().union(*keys_of(manifest, numbers).values()))
     return Damaged(
         f"blob {ref.hash}, which holds {listed(keys)}, is damaged: {error}. Checkpoint {commit} of "
         f"{source.storage.url} needs it, and was not copied. Run `casckpt verify` and `casckpt repair` on that store, "

@@ -11,7 +11,7 @@ from casckpt.base.parallel import in_parallel
 from casckpt.errors import NotFound, Refused, StorageError
 from casckpt.format.keys import blob_key
 from casckpt.format.sections.blobs import BlobRef
-from casckpt.repository.fetching import Range, compare_size, explain, prove
+from casckpt.repository.fetching import compare_size, explain, prove
 from casckpt.repository.repository import Repository
 from casckpt.storage.base import ShortObject
 from casckpt.storage.buffers import BufferPool
@@ -25,13 +25,12 @@ _ATTEMPTS = 2
 class Checked:
     """The result of checking one blob. ``why``: the damage, or "" if there is none.
 
-    ``failed``: the error that prevented reading. ``ranges``: the bytes that are wrong or unverified.
+    ``failed``: the error that prevented reading.
     """
 
     ref: BlobRef
     why: str = ""
     failed: str = ""
-    ranges: tuple[Range, ...] = ()
 
     @property
     def is_right(self) -> bool:
@@ -59,16 +58,15 @@ def threads_for(repo: Repository) -> int:
 
 
 def _check(repo: Repository, buffers: BufferPool, progress: Callable[[int], None], ref: BlobRef) -> Checked:
-    all_of_it, failed = ((0, ref.size),), ""
+    failed = ""
     for _ in range(_ATTEMPTS):
         try:
             with buffers.borrow() as buffer, repo.storage.open(blob_key(ref.uploader, ref.hash)) as reader:
                 if why := compare_size(ref, reader.size):
-                    return Checked(ref, why, ranges=all_of_it)
-                proved = prove(reader, ref, buffer.view, progress)
-                return Checked(ref, proved.why, ranges=proved.ranges)
+                    return Checked(ref, why)
+                return Checked(ref, prove(reader, ref, buffer.view, progress))
         except (NotFound, Refused, ShortObject) as error:  # Refused: the path is a pipe or a folder
-            return Checked(ref, explain(ref, error), ranges=all_of_it)
+            return Checked(ref, explain(ref, error))
         except StorageError as error:
             failed = str(error)
     return Checked(ref, failed=failed)

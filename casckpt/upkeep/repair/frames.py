@@ -92,7 +92,7 @@ class Frames:
         for cell, key, why in self._wrong_cells(commits if by_key else (), by_key):
             if key in by_key:
                 wrong.setdefault(by_key[key], {})[cell.offset, cell.offset + cell.stored] = why
-        return [Checked(ref, _explained(ranges), ranges=tuple(sorted(ranges))) for ref, ranges in wrong.items()]
+        return [Checked(ref, _explained(ranges)) for ref, ranges in wrong.items()]
 
     def _wrong_cells(self, commits: Iterable[Commit], wanted: Container[str]) -> Iterator[_Wrong]:
         roots, count = dict[_Name, _Node](), 0

@@ -79,7 +79,7 @@ def repair(repo: Repository, *, sources: Sequence[Repository] = (), progress: Pr
         ref = blob.ref
         data = copies.fetch(ref)
         if data is None:
-            lost.append(replace(blob, why=blob.why or blob.failed, ranges=blob.ranges or ((0, ref.size),)))
+            lost.append(replace(blob, why=blob.why or blob.failed))
             continue
         _put_back(repo, ref.uploader, blob_key(ref.uploader, ref.hash), data)
         blobs.mark_repaired(repo, ref.uploader, ref.hash, "from another copy")
@@ -143,7 +143,7 @@ class _BlobCopies:
         data = memoryview(bytearray(ref.size))
         for reader in self._readers(ref):
             try:
-                if reader.size == ref.size and not prove(reader, ref, data).why:
+                if reader.size == ref.size and not prove(reader, ref, data):
                     return data
             except (CasckptError, ShortObject):
                 continue

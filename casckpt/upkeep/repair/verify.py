@@ -277,9 +277,9 @@ def compare_sizes(refs: Iterable[BlobRef], sizes: Mapping[str, int], marked: Map
         size, mark = sizes.get(blob_key(ref.uploader, ref.hash)), marked.get((ref.uploader, ref.hash))
         why = compare_size(ref, size)
         if not why and mark is not None:
-            yield Checked(ref, f"it was marked as damaged before: {mark}", ranges=((0, ref.size),))
+            yield Checked(ref, f"it was marked as damaged before: {mark}")
         else:
-            yield Checked(ref, why, ranges=((min(size or 0, ref.size), ref.size),))
+            yield Checked(ref, why)
 
 
 def _update_marks(repo: Repository, damaged: Sequence[DamagedBlob], healed: AbstractSet[Name]) -> tuple[BlobHash, ...]:

@@ -29,7 +29,7 @@ def test_verify_finds_and_counts_damage(saved: Path, store: casckpt.Store, as_js
     assert [(its["run"], its["step"]) for its in one["needed_by"]] == [("a", 1), ("a", 2), ("a", 3), ("b", 1)]
     text = run("verify", saved, status=4).stdout
     assert blob in text
-    assert "  needed by a@1, a@2, a@3, b@1: shared" in text
+    assert "  needed by a@1, a@2, a@3, b@1: own, shared" in text
     assert text.splitlines()[-1] == "1 damaged: run `casckpt repair`"
 
 

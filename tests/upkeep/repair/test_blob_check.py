@@ -32,8 +32,7 @@ def test_missing_and_truncated_blobs_are_found_in_both_modes(repo: Repository, m
         hash_in(gone): "it is gone",
         hash_in(short): f"it has {size - 1} bytes instead of {size}",
     }
-    keys = {one.blob: one.keys for one in found.damaged}
-    assert keys == {hash_in(gone): ("a",), hash_in(short): ()}, "what was cut off is of the proof"
+    assert [one.keys for one in found.damaged] == [("a",)] * 2
     assert marks(repo) == {hash_in(gone), hash_in(short)}
     assert found.checked_blobs == 3
 
