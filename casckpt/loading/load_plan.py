@@ -30,12 +30,11 @@ from casckpt.loading.mapped import MappedTensors
 from casckpt.loading.options import LoadOptions
 from casckpt.loading.tied_tensors import Content, TiedTensors
 from casckpt.loading.update import Update, plan_update, update
-from casckpt.loading.wrapped import dequantizes, fill_dequantized
 from casckpt.plan.reads import covers
 from casckpt.repository.repository import Repository
 from casckpt.tensors.dtensors import is_dtensor
 from casckpt.tensors.dtypes import check_cast, dtype_name, torch_dtype
-from casckpt.tensors.kinds import PLAIN, holds_wrapper
+from casckpt.tensors.kinds import PLAIN
 from casckpt.tensors.memory import Destination, new_empty
 from casckpt.tensors.objects import decode_object, refuse_pickle
 from casckpt.tensors.shards import LocalTensor, check_apart, check_in_place, local_tensor
@@ -123,7 +122,6 @@ class LoadPlan:
         self._values: dict[str, Any] = {}
         self._objects: dict[str, tuple[StoredObject, list[torch.Tensor]]] = {}
         self._below: dict[str, tuple[Node, str, LoadPlan]] = {}
-        self._casts: dict[str, LocalTensor] = {}
         self._entries: dict[str, Entries] = {}
         self._tied = TiedTensors(contents.manifest)
         self._planned: _Planned | None = None
@@ -138,8 +136,7 @@ class LoadPlan:
     @property
     def replaced(self) -> list[str]:
         """The template keys that receive new values."""
-        below = [key for key in self._below if key not in self._casts]
-        return [*self._values, *self._objects, *below, *self._entries]
+        return [*self._values, *self._objects, *self._below, *self._entries]
 
     def add(self, key: str, name: str, leaf: LeafValue) -> bool:
         """Add the template leaf ``key``, which is filled from ``name``.
@@ -189,8 +186,8 @@ class LoadPlan:
         if not (leaf.value is None or (isinstance(leaf.value, list | tuple) and isinstance(node, list | tuple))):
             kind = "a tensor" if leaf.is_tensor else type(leaf.value).__name__
             hint = ""
-            if leaf.is_tensor and isinstance(node, Wrapper) and dequantizes(node):
-                hint = f" of shape {list(node.shape)}" if self.options.cast else "; pass cast=True to load its values"
+            if leaf.is_tensor and isinstance(node, Wrapper):
+                hint = "; call dequantize() (sparse: to_dense()) on what store.read returns, or on each of its parts"
             raise Mismatch(
                 f"{key!r} is {kind} here, but a {kind_of(node)} in the checkpoint (key {name!r}){hint}", key=key
             )
@@ -203,21 +200,6 @@ class LoadPlan:
             below.new(join((name, *path)), torch.device("cpu"))
         self.named.update(below.named)
         return below
-
-    def add_cast(self, leaf: LeafValue, name: str) -> bool:
-        """Add a plain tensor that receives the values of a stored wrapper. Return False if that is impossible."""
-        node = self.contents.wrappers.get(name)
-        if not self.options.cast or node is None or not dequantizes(node):
-            return False
-        if not leaf.is_tensor or holds_wrapper(leaf.value):
-            return False
-        local = local_tensor(leaf.key, leaf.value)
-        if local.shape != node.shape:
-            return False
-        for piece in local.pieces:
-            check_apart(leaf.key, piece.data)
-        self._below[leaf.key], self._casts[leaf.key] = (node, name, self._plan_below(node, name)), local
-        return True
 
     def _add_tensor(self, leaf: LeafValue, local: LocalTensor, entry: Entry) -> None:
         key, contents = leaf.key, self.contents
@@ -356,8 +338,6 @@ class LoadPlan:
             values[key] = self._decoded(key, stored, parts)
         for key, (node, name, below) in self._below.items():
             values[key] = below._inflated(node, name)
-            if key in self._casts and isinstance(node, Wrapper):
-                fill_dequantized(key, node, values.pop(key), self._casts[key])
         saved = [entries.decode() for entries in self._entries.values()]
         for (key, entries), mapping in zip(self._entries.items(), saved, strict=True):  # after all entries were decoded
             fill_entries(entries.target, mapping)

@@ -136,8 +136,6 @@ class Template:
                     lacking.append(leaf)
             except Mismatch as error:
                 done.add(leaf.unit.key)
-                if self.reads.add_cast(leaf.unit, self._names[leaf.unit.key]):
-                    continue
                 if self._is_ignored(leaf.unit.key):
                     left.append(leaf.unit.key)
                 else:

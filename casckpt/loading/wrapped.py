@@ -1,30 +1,20 @@
 """Loads wrappers (see `casckpt.tensors.kinds`): compares those of a template with those of a checkpoint.
 
-A template's wrapper must be equal to the stored one, except for the values of its tensors. With ``cast=True``, a plain
-tensor is filled with the values of a stored wrapper, which is rebuilt on the CPU for this purpose and dequantized.
+A template's wrapper must be equal to the stored one, except for the values of its tensors.
 """
 
 from __future__ import annotations
 
-import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from itertools import islice
-from typing import Any
-
-import numpy as np
-import torch
 
 from casckpt.contents.contents import Contents
-from casckpt.errors import Mismatch, Refused
+from casckpt.errors import Mismatch
 from casckpt.format.forms import differences
-from casckpt.format.regions import Box, Region, Shape, full_box
-from casckpt.format.tree import TENSOR, Element, Node, Wrapper, kind_of
+from casckpt.format.tree import Element, Wrapper, kind_of
 from casckpt.tensors.dtypes import dtype_name
-from casckpt.tensors.kinds import KINDS, dequantized
-from casckpt.tensors.memory import Destination, note_writes, tensor_bytes
-from casckpt.tensors.shards import LocalTensor, local_tensor
+from casckpt.tensors.shards import local_tensor
 from casckpt.tensors.state import LeafValue
-from casckpt.tensors.untrusted import misread
 
 _SHOWN = 3
 
@@ -90,53 +80,3 @@ def forms_differ(here: Wrapper, there: Wrapper) -> Iterator[str]:
             yield from forms_differ(own, saved)
         elif kind_of(own) != kind_of(saved):
             yield f"{name!r} is a {kind_of(own)} here, but a {kind_of(saved)}"
-
-
-# values
-
-
-def dequantizes(node: Node) -> bool:
-    """Return whether casckpt can return the values of a stored wrapper as a plain tensor."""
-    if not isinstance(node, Wrapper):
-        return node == TENSOR
-    if node.in_parts:
-        return all(map(dequantizes, node.nodes.values()))
-    kind = KINDS.get(str(node.fields["kind"]))
-    return kind is not None and kind.rebuild is not None and kind.dequantize is not None
-
-
-def fill_dequantized(key: str, node: Wrapper, value: Any, local: LocalTensor) -> None:
-    """Copy the values of a stored wrapper into the local pieces of a plain tensor, and convert them."""
-    parts: Mapping[Element, tuple[Node, Any]] = {0: (TENSOR, value)}
-    if node.in_parts:
-        parts = {name: (below, value.tensors[str(name)]) for name, below in node.nodes.items()}
-    filled = 0
-    for name, (below, part) in parts.items():
-        start, values = 0, dequantized(part).detach()
-        with misread(lambda why: Refused(f"the parts of {key!r} are invalid: {why}", key=key)):
-            regions = _regions(name, below, tuple(values.shape), node.shape)
-        for region in regions:
-            _copy(region, values.reshape(-1)[start : start + region.numel].contiguous(), local)
-            start += region.numel
-        filled += start
-    if filled != math.prod(node.shape):
-        raise Refused(f"the parts of {key!r} have {filled} elements, but its shape is {list(node.shape)}", key=key)
-    note_writes(piece.data for piece in local.pieces)
-
-
-def _regions(first: Element, node: Node, part: Shape, shape: Shape) -> list[Region]:
-    """Return the regions of a part, in the order of its elements. ``first``: the number of its first element."""
-    if isinstance(node, Wrapper):
-        rows = node.fields["regions"]
-        return [Region(Box(tuple(offset), tuple(extents)), lo, hi) for offset, extents, lo, hi in rows]
-    numel = math.prod(part)
-    if len(part) != len(shape) or not numel:
-        return [Region(full_box(shape), int(first), int(first) + numel)]
-    return [Region(Box(tuple(map(int, np.unravel_index(int(first), shape))), part), 0, numel)]
-
-
-def _copy(region: Region, values: torch.Tensor, local: LocalTensor) -> None:
-    buffer = tensor_bytes(values)
-    for piece in local.pieces:
-        if buffer is not None and region.numel and piece.data.numel():
-            Destination(piece.region, piece.data, values.dtype).copy_in(region, buffer)

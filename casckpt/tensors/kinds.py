@@ -10,7 +10,6 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from importlib import import_module
-from operator import methodcaller
 from typing import Any, Final, TypeAlias
 
 import torch
@@ -29,7 +28,6 @@ _NO_WRAPPERS: Final = frozenset({"AsyncCollectiveTensor", "FakeTensor", "Functio
 
 Inner: TypeAlias = Mapping[str, Any]
 Cut: TypeAlias = Callable[[Any], Mapping[str, int]]
-Dequantize: TypeAlias = Callable[[Any], torch.Tensor]
 Flatten: TypeAlias = Callable[[Any], tuple[Inner, Any]]
 Rebuild: TypeAlias = Callable[[Inner, Any, Shape, torch.dtype], torch.Tensor]
 
@@ -39,16 +37,15 @@ class Kind:
     """What is known about a kind of wrapper. Each function may be None.
 
     ``name``: its top-level package and its qualified name, as in "torchao:Int8Tensor". ``rebuild``: returns a new
-    wrapper from the inner tensors, the context as JSON, the shape and the dtype. ``dequantize``: returns the values of
-    a wrapper as a plain tensor. ``cut``: returns, for each inner tensor, how it is cut along with a sharded wrapper: 1
-    if it has the wrapper's shape, q if element k belongs to elements kq to kq + q - 1 of the wrapper, and 0 if it is
-    the same for all parts. ``flatten``: returns the inner tensors and the context, if not as ``__tensor_flatten__``
-    does. ``type``: the only class that has this kind; None stands for any class with this name.
+    wrapper from the inner tensors, the context as JSON, the shape and the dtype. ``cut``: returns, for each inner
+    tensor, how it is cut along with a sharded wrapper: 1 if it has the wrapper's shape, q if element k belongs to
+    elements kq to kq + q - 1 of the wrapper, and 0 if it is the same for all parts. ``flatten``: returns the inner
+    tensors and the context, if not as ``__tensor_flatten__`` does. ``type``: the only class that has this kind; None
+    stands for any class with this name.
     """
 
     name: str
     rebuild: Rebuild | None = None
-    dequantize: Dequantize | None = None
     cut: Cut | None = None
     flatten: Flatten | None = None
     type: type | None = None
@@ -62,7 +59,6 @@ def register_wrapper(
     cls: type[torch.Tensor],
     *,
     rebuild: Rebuild | None = None,
-    dequantize: Dequantize | None = None,
     cut: Cut | None = None,
     flatten: Flatten | None = None,
 ) -> None:
@@ -72,13 +68,12 @@ def register_wrapper(
     example TransformerEngine's Float8Tensor.
 
     ``rebuild``: a function of the inner tensors by name, the context as JSON, the shape and the dtype, for
-    `Store.read` and for optimizers that have no state yet. ``dequantize``: a function that returns a wrapper's values,
-    for a load with ``cast=True``. ``cut``: a function that returns how each inner tensor of a sharded wrapper is cut,
-    so that a different number of ranks can load it: ``{"data": 1, "scale": 256, "table": 0}`` for data with the shape
-    of the wrapper, one scale for each 256 consecutive elements, and a table that all parts share. ``flatten``: a
-    function that returns the inner tensors by name and the context, in place of ``__tensor_flatten__``, whose context
-    must consist of JSON values, dtypes, enum members and dataclasses. Raises InvalidInput if a different class with
-    the same name is registered.
+    `Store.read` and for optimizers that have no state yet. ``cut``: a function that returns how each inner tensor of a
+    sharded wrapper is cut, so that a different number of ranks can load it: ``{"data": 1, "scale": 256, "table": 0}``
+    for data with the shape of the wrapper, one scale for each 256 consecutive elements, and a table that all parts
+    share. ``flatten``: a function that returns the inner tensors by name and the context, in place of
+    ``__tensor_flatten__``, whose context must consist of JSON values, dtypes, enum members and dataclasses. Raises
+    InvalidInput if a different class with the same name is registered.
     """
     given: Any = cls
     if not (isinstance(given, type) and issubclass(given, torch.Tensor)):
@@ -87,7 +82,7 @@ def register_wrapper(
     known = KINDS.get(name)
     if known is not None and known.type not in (None, cls):
         raise InvalidInput(f"a different class {name!r} is already registered: rename one of the two classes")
-    KINDS[name] = Kind(name, rebuild, dequantize, cut, flatten, cls)
+    KINDS[name] = Kind(name, rebuild, cut, flatten, cls)
 
 
 def _class_name(cls: type) -> str:
@@ -133,13 +128,6 @@ def holds_wrapper(value: Any) -> bool:
     if is_dtensor(value):
         return is_wrapper(value._local_tensor)
     return is_wrapper(value.data if isinstance(value, Shard) else value)
-
-
-def dequantized(value: Any) -> torch.Tensor:
-    """Return the values of a wrapper as a plain tensor if its kind supports this, and any other value unchanged."""
-    dequantize = kind_of(value).dequantize if is_wrapper(value) else None
-    values: torch.Tensor = value if dequantize is None else dequantize(value)
-    return values
 
 
 # torchao
@@ -273,13 +261,11 @@ def layout_name(layout: torch.layout) -> str:
 
 
 def _known() -> list[Kind]:
-    dequantize: Dequantize = methodcaller("dequantize")
-    weights = [Kind(f"torchao:{name}", partial(_weight, name), dequantize) for name in WEIGHTS]
-    states = [Kind(f"torchao:{name}", partial(_state, name), dequantize, _cut_state, _flat_state) for name in _STATES]
-    nf4 = Kind("torchao:NF4Tensor", _nf4, methodcaller("get_original_weight"))
-    dense = torch.Tensor.to_dense
-    coo = Kind(layout_name(torch.sparse_coo), _coo, dense, None, _flat_coo)
-    rows = [Kind(layout_name(one), partial(_compressed, one), dense, None, _flat_compressed) for one in _COMPRESSED]
+    weights = [Kind(f"torchao:{name}", partial(_weight, name)) for name in WEIGHTS]
+    states = [Kind(f"torchao:{name}", partial(_state, name), _cut_state, _flat_state) for name in _STATES]
+    nf4 = Kind("torchao:NF4Tensor", _nf4)
+    coo = Kind(layout_name(torch.sparse_coo), _coo, None, _flat_coo)
+    rows = [Kind(layout_name(one), partial(_compressed, one), None, _flat_compressed) for one in _COMPRESSED]
     return [*weights, *states, nf4, coo, *rows]
 
 

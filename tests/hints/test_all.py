@@ -48,9 +48,6 @@ FOLLOWED_ELSEWHERE: dict[Case, str] = {
     Case("loading/load_plan.py:no_entry", "Map the whole mapping, with rename="): (
         "tests/loading/test_load_plan.py::test_renaming_individual_entries_is_rejected"
     ),
-    Case("frontends/views/view.py:_check_no_wrappers", "load it with cast=True into a plain model"): (
-        "tests/tensors/test_kinds.py::test_a_load_with_cast_loads_the_values_into_a_plain_model"
-    ),
     Case("frontends/views/view.py:_check_no_wrappers", "call its save_pretrained"): (
         "tests/frontends/views/test_torchao_exports.py::test_a_quantized_model_is_exported_by_its_library"
     ),

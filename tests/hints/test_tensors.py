@@ -159,14 +159,20 @@ def test_a_wrapper_can_be_created_as_it_was_for_the_save(store: Store, messages:
     store.load({"w": scaled(2, 2, 4), "b": torch.zeros(1)}, "a@1")
 
 
-@follows("loading/load_plan.py:LoadPlan._add_container", "pass cast=True to load its values")
-def test_the_values_of_a_wrapper_can_be_cast_as_advised(store: Store, messages: Messages) -> None:
-    store.save({"w": torch.eye(3).to_sparse()}, run="a", step=1)
-    template = {"w": torch.zeros(3, 3)}
+@follows("loading/load_plan.py:LoadPlan._add_container", "call dequantize() (sparse: to_dense()) on what store.read")
+@follows("frontends/views/torchao_names.py:_described", "call dequantize() (sparse: to_dense()) on what store.read")
+def test_the_values_of_a_wrapper_can_be_read_as_advised(store: Store, messages: Messages, tmp_path: Path) -> None:
+    store.save({"model": {"a": {"w": torch.eye(3).to_sparse()}}}, run="a", step=1)
     with messages.error(Mismatch) as advice:
-        store.load(template, "a@1")
-    store.load(template, "a@1", **advice.argument("cast"))
-    assert torch.equal(template["w"], torch.eye(3))
+        store.load({"model": {"a": {"w": torch.zeros(3, 3)}}}, "a@1")
+    advice.says("to_dense()) on what store.read returns")
+    with messages.error(InvalidInput) as advice:
+        store.export("a@1", tmp_path / "hf", format="hf")
+    advice.says("to_dense()) on what store.read returns, and export a checkpoint of the result")
+    dense = store.read("a@1")["model"]["a"]["w"].to_dense()
+    assert torch.equal(dense, torch.eye(3))
+    store.save({"model": {"a": {"w": dense}}}, run="a", step=2)
+    store.export("a@2", tmp_path / "hf", format="hf")
 
 
 @follows("loading/wrapped.py:has_wrapper", "ignore_mismatched= leaves it unchanged")

@@ -32,7 +32,7 @@ def register(known: bool) -> None:
     """Register the kind, or not. A worker may have registered it for an earlier job."""
     KINDS.pop("tests:Scaled", None)
     if known:
-        casckpt.register_wrapper(Scaled, rebuild=rebuild, dequantize=Scaled.dequantize, cut=cut)
+        casckpt.register_wrapper(Scaled, rebuild=rebuild, cut=cut)
 
 
 def sharded(seed: int, size: int, *, mesh: Any = None, placements: Any = None) -> Any:
@@ -210,31 +210,6 @@ def test_ranks_that_hold_a_tensor_as_different_types_store_parts(
     assert ranks.run(size, differing, tmp_path, background) == [([True] * 4, sorted(keys))] * size
 
 
-def cast(rank: int, size: int, path: Path, like: bool) -> Any:
-    register(True)
-    if like:
-        mesh = init_device_mesh("cpu", (size,))
-        local = torch.zeros(-(-SHAPE[0] // size), SHAPE[1])[: max(SHAPE[0] - rank * -(-SHAPE[0] // size), 0)]
-        value: Any = DTensor.from_local(
-            local, mesh, [Shard(0)], run_check=False, shape=torch.Size(SHAPE), stride=(SHAPE[1], 1)
-        )
-    else:
-        value = torch.zeros(SHAPE)
-    casckpt.open(path).load({"w": value}, "r@2", cast=True, unread="ignore")
-    return (value._local_tensor if like else value).tolist()
-
-
-def test_cast_loads_the_values_of_parts_on_any_number_of_ranks(tmp_path: Path, ranks: Pool) -> None:
-    ranks.run(4, differing, tmp_path, False)
-    rows = SHAPE[0] // 4
-    expected = [torch.full((rows, SHAPE[1]), float(rank + 2)) for rank in range(4)]
-    expected[1] = scaled(2, rows, SHAPE[1]).dequantize()
-    whole = torch.cat(expected).tolist()
-    for size, like in ((1, False), (1, True), (2, True), (3, True)):
-        found = ranks.run(size, cast, tmp_path, like)
-        assert [row for local in found for row in local] == whole
-
-
 # torchao's optimizers
 
 
@@ -263,7 +238,7 @@ def everything(model: Any, optimizer: Any) -> Any:
 
 
 def resumed(  # noqa: PLR0917 - a job
-    rank: int, size: int, path: Path, kind: str, sides: tuple[int, int], save: bool, cast: bool = False
+    rank: int, size: int, path: Path, kind: str, sides: tuple[int, int], save: bool
 ) -> Any:
     model, optimizer = trained(size, kind, 1, sides)
     if save:
@@ -272,7 +247,7 @@ def resumed(  # noqa: PLR0917 - a job
         with casckpt.Checkpointer(casckpt.open(path), run="r") as checkpointer:
             checkpointer.save(1, model, optimizer)
     fresh, other = trained(size, kind, 2, sides)
-    error = outcome_of(lambda: load_model_and_optim_state(path, "r@1", fresh, other, cast=cast))
+    error = outcome_of(lambda: load_model_and_optim_state(path, "r@1", fresh, other))
     if isinstance(error, Exception):
         return f"{type(error).__name__}: {error}"
     if not save:
@@ -301,5 +276,4 @@ def test_uneven_parts_of_an_optimizer_of_torchao_are_resumed_on_the_same_ranks(t
     assert ranks.run(2, resumed, tmp_path, "AdamW8bit", (128, 65), True) == [True, True]
     (text,) = ranks.run(1, resumed, tmp_path, "AdamW8bit", (128, 65), False)
     assert "'optim.state.0.weight.exp_avg' is a tensor here, but a wrapper in the checkpoint" in text
-    assert "pass cast=True to load its values" in text
-    assert ranks.run(1, resumed, tmp_path, "AdamW8bit", (128, 65), False, True) == [["Tensor", "Tensor", "Tensor"]]
+    assert "call dequantize()" in text

@@ -183,18 +183,6 @@ def test_a_different_kernel_or_kind_is_refused_and_nothing_changes() -> None:
         assert bits(template["w"]) == before
 
 
-@pytest.mark.parametrize("name", [name for name in MAKE if name not in NOT_REBUILT and "stand-in" not in name])
-def test_a_load_with_cast_loads_the_values_into_a_plain_model(name: str) -> None:
-    store, saved = small(), make(name, 1)
-    save_model_and_optim_state(
-        store, nn.ParameterDict({"w": nn.Parameter(saved, requires_grad=False)}), run="r", step=1
-    )
-    plain = nn.ParameterDict({"w": nn.Parameter(torch.zeros(tuple(saved.shape)))})
-    load_model_and_optim_state(store, "r@1", plain, cast=True)
-    values = saved.get_original_weight() if name == "NF4" else saved.dequantize()
-    assert torch.equal(plain["w"], values.float())
-
-
 def test_a_trainable_weight_has_the_same_next_step_after_a_load() -> None:
     store, steps = small(), []
     model = nn.ParameterDict({"w": trained(torch.randn(64, 128))})

@@ -167,8 +167,7 @@ def _look(
     excused = {key: why for key in differs if (why := _excuse(key, train_rank, stored, known)) is not None}
     for key in differs.keys() - excused.keys():
         leaf = flat.leaves.get(key)
-        # the second case: a wrapper, or one whose dequantized values were loaded
-        if options.cast and (differs[key] == "dtype" or key in contents.wrappers or key in contents.outer):
+        if options.cast and differs[key] == "dtype":
             excused[key] = CAST
         elif differs[key] in {_PICKLED, _RENAMED, _LEFT_OUT}:
             excused[key] = differs[key]

@@ -106,8 +106,7 @@ def _check_no_wrappers(contents: Contents, keys: Sequence[str]) -> None:
         if key in contents.outer:
             raise InvalidInput(
                 f"{contents.outer[key]!r} consists of other tensors, so from_pretrained could not load it from such a "
-                "file. Load the checkpoint into a model with such weights, and call its save_pretrained; or load it "
-                "with cast=True into a plain model, and export a checkpoint of that model",
+                "file. Load the checkpoint into a model with such weights, and call its save_pretrained",
                 key=contents.outer[key],
             )
 
