@@ -1823,36 +1823,6 @@ BUGS: dict[str, tuple[str, str, str, str]] = {
         'yield from (("newest", []), ("newest',
         "tests/plan/test_retention.py::test_keep_every_keeps_multiples_of_a_step",
     ),
-    "a run is erased although a gc has not yet waited for saves": (
-        "execute",
-        "if plan.erase and not gc.still",
-        "if plan.erase",
-        "tests/upkeep/gc/test_erasing.py::test_a_lost_manifest_is_no_sign_that_a_gc_has_waited",
-    ),
-    "the floor holds for an erased run, too": (
-        "MinAge.young",
-        " and one.run != self.erased",
-        "",
-        "tests/upkeep/gc/test_erasing.py::test_nothing_of_the_run_is_left_but_what_others_share",
-    ),
-    "records of an erased run stay while others share its blobs": (
-        "_due",
-        "held if is_erased else uploaders",
-        "uploaders",
-        "tests/upkeep/gc/test_erasing.py::test_nothing_of_the_run_is_left_but_what_others_share",
-    ),
-    "an erased run waits for the mirror": (
-        "without_unmirrored",
-        " if one.run != plan.erase}",
-        "}",
-        "tests/upkeep/gc/test_erasing.py::test_no_answer_of_the_mirror_is_needed",
-    ),
-    "who may not delete begins to erase a run": (
-        "let_go",
-        "repo.storage.delete(new_name(repo.clock, repo.entropy))  #",
-        "pass  #",
-        "tests/upkeep/gc/test_erasing.py::test_who_may_not_delete_erases_nothing",
-    ),
     "an idle run is dropped although a save of it is in progress": (
         "idle_runs",
         "run_hash(run) in opened or ",

@@ -5,7 +5,7 @@ slept for a month creates one. A reader reads the log first and the lists afterw
 first record of its logs is deleted. tests/model/protocol/folding.py explores the interleavings.
 
 Readers of a single log spare the request if the transaction is young. gc does not delete the log of such a transaction,
-except for its first record if the run is erased, and then the later records still say that it was purged.
+but a list may name it, if an earlier version has erased its run. Its later records then say that it was purged.
 """
 
 from __future__ import annotations
@@ -63,7 +63,8 @@ def find(repo: Repository, txid: TxId, *, young: bool = False) -> Over | None:
     """Return the line of a transaction, or None if there is none. Call this after reading its log or writing to it.
 
     Makes one LIST, but no request for a young transaction. ``young``: also look for the line of a young transaction,
-    whose run may have been erased. Raises `StorageError`, and `Damaged` or `Refused` if a list cannot be read.
+    whose run an earlier version may have erased. Raises `StorageError`, and `Damaged` or `Refused` if a list cannot be
+    read.
     """
     if not young and not is_older(repo, txid, TRUSTED):
         return None

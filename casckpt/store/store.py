@@ -615,8 +615,6 @@ class Store:
         run: Runs = None,
         min_age: Duration | None = None,
         drop_idle: Duration | None = None,
-        erase: str | None = None,
-        keep_in_mirror: bool = False,
         wait: Duration = "60s",
         revoke_after: Duration | None = None,
         dry_run: bool = False,
@@ -633,9 +631,6 @@ class Store:
         - ``drop_idle``: forget all checkpoints of runs without a save for this long, at least a day. Spares runs with a
           tag, a lease or a save in progress, and runs that a visible checkpoint of another run came from. Requires a
           ``min_age`` of at least 7 days in the store's settings.
-        - ``erase``: a run of which nothing stays, at once and for good: no checkpoints, tags, names, metadata, or
-          metrics. ``erased`` in the result says what other runs share, and which checkpoints name it. Raises Conflict
-          if a save of it is in progress or, unless ``keep_in_mirror``, if the mirror has it; NotFound if it is unknown.
         - ``min_age``: time between forgetting and purging, in which `restore` brings a checkpoint back (default: the
           store's setting, or else 24 h, and 15 minutes for ephemeral checkpoints). Not less than the setting.
         - ``wait``: total time to wait for saves in progress. The next gc continues where this one stopped.
@@ -655,7 +650,6 @@ class Store:
         return collect(
             self.repository, Policy(**keep), run=run, dry_run=dry_run,
             min_age=optional_seconds(min_age, "min-age"), drop_idle=optional_seconds(drop_idle, "drop-idle"),
-            erase=erase, keep_in_mirror=keep_in_mirror,
             wait=seconds_of(wait, "wait"),
             revoke_after=optional_seconds(revoke_after, "revoke-after"),
             progress=Progress(progress), tell=tell or (lambda waiting: None),

@@ -394,26 +394,3 @@ def test_contradictory_options_of_verify_can_be_corrected_as_advised(trained: St
     advice.says("pass mode='full' or mode='exists'")
     for mode in ("full", "exists"):
         assert not trained.verify(mode=mode).is_damaged
-
-
-@follows("cli/commands/gc.py:command", "pass --erase RUN --confirm RUN")
-@follows("upkeep/gc/erasing.py:check_erasable", "or `casckpt transactions STORE --revoke")
-@follows("upkeep/gc/erasing.py:check_erasable", "pass --keep-in-mirror (keep_in_mirror=True), and erase it there too")
-def test_a_run_is_erased_after_each_reason_against_it_has_gone(
-    trained: Store, store_path: Path, messages: Messages, run: Run
-) -> None:
-    mirror = store_path.with_name("mirror")
-    trained.copy_to(mirror)
-    trained.change_settings(mirror=str(mirror))
-    save = begin(trained.repository, "a", 3)
-    save.leave()
-    advice = messages.text(run("gc", store_path, "--erase", "a", status=2).output)
-    twice = advice.says("--erase RUN --confirm RUN").replace("RUN", "a").split()
-    with messages.error(Conflict) as advice:
-        trained.gc(erase="a")
-    run(*advice.command("transactions", STORE=store_path))
-    with messages.error(Conflict) as advice:
-        trained.gc(erase="a")
-    run("gc", store_path, *twice, advice.says("--keep-in-mirror"))
-    run("gc", mirror, *twice)
-    assert trained.checkpoints() == casckpt.open(mirror).checkpoints() == []

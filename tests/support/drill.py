@@ -294,15 +294,6 @@ class Drill:
         self.keeper.run("forget", f"{self.removed.name}@0..")
         self.auditor.do(look, {})
 
-    def erase(self) -> None:
-        """The keeper erases the run of the user who left, although it is younger than the floor."""
-        run = self.removed.name
-        assert f"erased run {run}" in self.keeper.run("gc", "--erase", run, "--confirm", run)
-        self.saved = {id: ref for id, ref in self.saved.items() if ref[0] != run}
-        assert {one["id"] for one in self.keeper.json("list", "--all")} == self.saved.keys()
-        files = (path for part in ("commits", "runs", "tags") for path in (self.at / "ckpts" / part).rglob("*"))
-        assert [path for path in files if path.is_file() and f'"{run}"'.encode() in path.read_bytes()] == []
-
     def plant(self) -> None:
         """Plant troubles, let the auditor find them, and mend them."""
         limits = ("--max-save-age", "1d", "--max-mirror-age", "1d", "--max-gc-age", "1d", "--min-free", "1MB")
@@ -362,7 +353,7 @@ def main(folder: Path, *, acl: bool) -> None:
     at = mount("tmpfs", "bytes", folder, 128 << 20)
     folder.chmod(0o755)
     drill = Drill(at, acl=acl)
-    for scene in (drill.set_up, drill.work, drill.copy_by_hand, drill.undo, drill.erase, drill.plant, drill.check):
+    for scene in (drill.set_up, drill.work, drill.copy_by_hand, drill.undo, drill.plant, drill.check):
         began = time.monotonic()
         scene()
         sys.stderr.write(f"{scene.__name__}: {time.monotonic() - began:.1f} s\n")

@@ -67,9 +67,6 @@ _OLD: Final = "the old locations of "  # of a rewritten checkpoint
 @click.option("--run", multiple=True, metavar="PATTERN", help="Only runs that match. May be repeated.")
 @keep_options
 @click.option("--drop-idle", type=DURATION, help="Forget runs without a save for this long. Requires min_age=7d.")
-@click.option("--erase", help="Remove a run for good, its names, metadata and metrics included.")
-@click.option("--confirm", metavar="RUN", help="The name of the run to erase, once more.")
-@click.option("--keep-in-mirror", is_flag=True, help="Erase the run although the mirror has it.")
 @click.option(
     "--min-age",
     type=DURATION,
@@ -89,10 +86,8 @@ def command(session: Session, dry_run: bool, run: tuple[str, ...], **options: An
     nothing. It always keeps tagged checkpoints and the newest one of each run. You can restore a forgotten checkpoint
     for a day, or for --min-age. The first gc after that deletes it. If a save in progress may use a file, gc leaves the
     file for the next gc. The exit status is 1 if another user's permissions keep gc from a file, or if no run matches
-    a --run; it does the rest. It is also 1 if a run is not erased completely: then repeat the command.
+    a --run; it does the rest.
     """
-    if options.pop("confirm") != options["erase"] or (options["erase"] and run):
-        raise click.UsageError("--erase requires its own run twice: pass --erase RUN --confirm RUN, without --run")
     if any(pattern.startswith("-") for pattern in run):
         raise click.UsageError(f"the name of a run does not begin with '-': {', '.join(run)}")
     unknown = doubt(session.store, *run)
@@ -100,7 +95,7 @@ def command(session: Session, dry_run: bool, run: tuple[str, ...], **options: An
         options |= {"run": run or None, "progress": done, "tell": _WaitReport()}
         result = session.store.gc(dry_run=dry_run, **options)
     session.give(plain(result) | {"waiting": list(map(_known, result.waiting)), "unmatched": unknown}, text)
-    return FAILED if result.refused or unknown or (result.erased and not (dry_run or result.erased.finished)) else 0
+    return FAILED if result.refused or unknown else 0
 
 
 def _known(one: Deferred) -> dict[str, Any]:
@@ -134,8 +129,6 @@ def text(result: dict[str, Any]) -> None:
     say_some(_once(f"{purge} {_name(item)}" for item in result["purged"]))
     say_all(f"gave up on save {txid}" for txid in result["revoked"])
     _say_kept(result["kept"])
-    if result["erased"]:
-        _say_erased(result["erased"], dry_run=result["dry_run"])
     _say_space(delete, result)
     later = [item for item in result["waiting"] if item.get("id") not in forgotten]
     say_some(_once(f"left for later: {_waits(item)}" for item in later))
@@ -149,15 +142,6 @@ def _say_kept(kept: dict[str, list[str]]) -> None:
     say_some([f"kept {printable(ref)}: {', '.join(why)}" for ref, why in kept.items() if "no rule" not in why])
     runs = {ref.rpartition("@")[0] for ref in kept}
     say(f"{count(len(kept), 'checkpoint')} of {count(len(runs), 'run')} stay")
-
-
-def _say_erased(erased: dict[str, Any], *, dry_run: bool) -> None:
-    """Print whether the run is gone, and what is left of it."""
-    say_some([f"{name(one)} names run {erased['run']}" for one in erased["named_by"]])
-    if (shared := erased["shared"]) and (dry_run or erased["finished"]):
-        say(f"kept {count(len(shared), 'file')} of it, {size(sum(shared.values()))}, for other checkpoints")
-    done = "would erase" if dry_run else "erased" if erased["finished"] else "repeat the command to finish erasing"
-    say(f"{done} run {erased['run']}")
 
 
 def _say_space(delete: str, result: dict[str, Any]) -> None:

@@ -92,17 +92,6 @@ def _open(repo: Repository, url: str) -> Repository:
     return replace(repo, storage=brief(storage), mirror=None)
 
 
-def has_run(repo: Repository, run: str) -> bool:
-    """Return whether records in the store's mirror name a run. If it cannot be asked, log a warning."""
-    url = repo.settings.mirror
-    try:
-        saved = list_commits(_open(repo, url)).commits.values() if url is not None else ()
-    except CasckptError as error:
-        log.warning("casckpt cannot ask the mirror %s (%s): erase run %s there, too, if it has it", url, error, run)
-        return False
-    return any(one.last != "revoked" and one.run == run for one in saved)
-
-
 def unsafe_in(
     there: Repository, commits: Iterable[Commit], *, thinned: bool, listed: CommitList | None = None
 ) -> list[Commit]:

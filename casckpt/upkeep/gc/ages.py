@@ -54,15 +54,13 @@ class RecordTimes:
 class MinAge:
     """The minimum time between the `forgotten` record and the purge, in seconds.
 
-    ``has_floor``: whether the store's settings have one. ``times``: None if the times in the records count. ``erased``:
-    a run without a minimum age, because its user erases it.
+    ``has_floor``: whether the store's settings have one. ``times``: None if the times in the records count.
     """
 
     usual: float
     ephemeral: float
     has_floor: bool = False
     times: RecordTimes | None = None
-    erased: str | None = None
 
     def of(self, commit: Commit, seen: Container[str] | None = None) -> int:
         """Return the minimum age of a commit, in microseconds.
@@ -79,7 +77,7 @@ class MinAge:
         if self.times is None:
             return []
         times, seen = self.times, {commit.run for commit in listed.visible()}
-        every = (one for one in listed.commits.values() if one.ended and one.run != self.erased)
+        every = (one for one in listed.commits.values() if one.ended)
         ended = [(one.at(places), by) for one in every for places, by in zip(one.ended, one.hidden_by, strict=True)]
         return [one for one, by in ended if (age := self.of(one, seen)) and times.of(one.txid, *by) + age > times.now]
 

@@ -30,7 +30,7 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import TypeAlias, TypedDict, TypeVar, Unpack
 
-from casckpt.base.names import Runs, run_hash
+from casckpt.base.names import Runs
 from casckpt.base.parallel import in_parallel
 from casckpt.base.progress import Progress, silent
 from casckpt.base.text import few
@@ -53,7 +53,6 @@ from casckpt.repository.repository import Repository
 from casckpt.storage.failures import noting, unless_full
 from casckpt.upkeep.gc.ages import A_DAY, ages_of
 from casckpt.upkeep.gc.candidates import Candidates, Unreadable, candidates, commits_without_doubt, spare_roots
-from casckpt.upkeep.gc.erasing import Erased, check_erasable, left_of, let_go, with_erased
 from casckpt.upkeep.gc.idle import idle_runs
 from casckpt.upkeep.gc.purge import (
     Deferred,
@@ -207,7 +206,7 @@ class GcResult:
     checkpoints that received a tag while an earlier gc was forgetting them, if that gc was killed before it could
     restore them. ``refused``: files of other users that gc may not delete or create. If it may not create a record of a
     checkpoint, it does not purge that checkpoint. ``kept``: why the other visible checkpoints stay, by run@step:
-    "newest", "keep-last 2", "tag best", or "no rule". ``erased``: what is left of the erased run, or None without one.
+    "newest", "keep-last 2", "tag best", or "no rule".
 
     If gc fails, its error has this result as ``done``. It lists the changes to checkpoints before the error, and all
     its counts are 0.
@@ -229,7 +228,6 @@ class GcResult:
     dry_run: bool = False
     refused: tuple[RefusedFile, ...] = ()
     kept: Mapping[str, Sequence[str]] = field(default_factory=dict)
-    erased: Erased | None = None
 
 
 def _counted(
@@ -260,7 +258,6 @@ def _counted(
         later_bytes=later.blob_bytes,
         foreign=tuple(stock.foreign),
         kept=plan.kept,
-        erased=None if plan.erase is None else left_of(repo, plan, plan.erase, listed, deleted),
         waiting=(*plan.waiting, *map(waiting_for, opened)),
     )
 
@@ -272,23 +269,15 @@ def collect(
     run: Runs = None,
     min_age: float | None = None,
     drop_idle: float | None = None,
-    erase: str | None = None,
-    keep_in_mirror: bool = False,
     dry_run: bool = False,
     **options: Unpack[GcOptions],
 ) -> GcResult:
     """Run a complete gc: `plan_gc`, and then `execute`, or `preview` with ``dry_run``.
 
-    ``erase``: a run of which nothing stays. ``keep_in_mirror``: see `check_erasable`.
-
     Raises InvalidInput for a metric that no checkpoint has, and the errors of these functions.
     """
-    if erase is not None:
-        check_erasable(repo, erase, keep_in_mirror=keep_in_mirror)
     check_metrics(repo, policy, run, trims=True)
     plan = plan_gc(repo, policy, run=run, min_age=min_age, drop_idle=drop_idle)
-    if erase is not None:
-        plan = with_erased(plan, erase)
     return preview(repo, plan) if dry_run else execute(repo, plan, **options)
 
 
@@ -364,13 +353,11 @@ def execute(
     with _noting(lambda: _so_far(plan, done)):
         if plan.forget or plan.purge:
             _check_first(repo, plan)
-        if plan.erase is not None:
-            let_go(repo, plan.erase)
         with unless_full():
             bring_back(repo, plan, done)
         plan = without_unmirrored(repo, plan)  # again: the mirror may have lost copies since
         _retire_and_delete(gc, plan)
-        listed = settle(repo, revoke_after, done.refused, run_hash(plan.erase) if plan.erase and not gc.still else "")
+        listed = settle(repo, revoke_after, done.refused)
         so_far = _so_far(plan, done)
         note_gc(repo, waiting=len(plan.waiting), refused=len(so_far.refused), opened=len(gc.still))
         return _counted(repo, so_far, plan, gc.stock, deleted=gc.deleted, opened=gc.still, listed=listed)

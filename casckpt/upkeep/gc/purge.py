@@ -127,7 +127,6 @@ class GcPlan:
     ``restore``: forgotten commits that have a tag without an expiration time. All of these are oldest first.
     ``listed``: the listing that the plan is based on. Checks use it to find guards, but no step of the protocol uses
     it. ``kept``: why visible checkpoints stay, by run@step. ``min_age``: None if the store's settings say it.
-    ``erase``: a run of which nothing stays, not even records.
     """
 
     forget: tuple[Commit, ...]
@@ -138,7 +137,6 @@ class GcPlan:
     listed: CommitList = field(default_factory=lambda: CommitList({}, {}), repr=False, compare=False)
     kept: Mapping[str, Sequence[str]] = field(default_factory=dict)
     min_age: MinAge | None = field(default=None, repr=False, compare=False)
-    erase: str | None = None
 
 
 @dataclass
@@ -218,12 +216,11 @@ def plan_retiring(
 def without_unmirrored(repo: Repository, plan: GcPlan) -> GcPlan:
     """Return ``plan`` without the checkpoints that are not safe in the store's mirror. They wait for it.
 
-    A run that is erased does not wait.
     Call this for the plan, and again right before `retire`. If the mirror cannot be asked, no checkpoint is safe, and
     this logs a warning.
     """
     # at old places, if they are to be trimmed
-    asked = {one.txid: one for one in (*plan.purge, *plan.forget) if one.run != plan.erase}
+    asked = {one.txid: one for one in (*plan.purge, *plan.forget)}
     answer = ask(repo, asked.values())
     if not answer.unsafe:
         return plan

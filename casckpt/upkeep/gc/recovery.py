@@ -13,7 +13,7 @@ belongs to it. Then a whole gc has run since it ended.
 from __future__ import annotations
 
 import logging
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import suppress
 from dataclasses import replace
 
@@ -32,7 +32,6 @@ from casckpt.repository.caches import RunCache
 from casckpt.repository.repository import Repository
 from casckpt.storage.failures import noting, unless_full
 from casckpt.upkeep.gc.purge import thinned_though_claimed
-from casckpt.upkeep.inventory import list_objects
 
 _UNREADABLE = (
     "it is missing or damaged, so readers of its run list all of commits/ instead. Restore it from a copy of the "
@@ -47,21 +46,19 @@ _AT_ONCE = 1000  # transactions in one list
 log = logging.getLogger(__name__)
 
 
-def settle(repo: Repository, seconds: float, refused: list[StorageError], erase: str = "") -> CommitList:
+def settle(repo: Repository, seconds: float, refused: list[StorageError]) -> CommitList:
     """Fill each number that was announced at least ``seconds`` ago and has no record.
 
     Announce commits without an announcement. Also brings back checkpoints that were thinned at least ``seconds`` ago
     although a tag protects them. This is safe at any time: a late process finds that its number is taken, and announces
     the next number. Each host reads each announcement only once. Ends, and notes it in ``refused``, if this user may
-    not write a record. Also ends if there is no room for one. ``erase``: the hash of a run whose logs are deleted,
-    after the caller has deleted their objects. Returns the first listing that it makes; the same commits are live
-    afterwards. Raises `Damaged` or `Refused` if a tag cannot be read, and `StorageError`.
+    not write a record. Also ends if there is no room for one. Returns the first listing that it makes; the same commits
+    are live afterwards. Raises `Damaged` or `Refused` if a tag cannot be read, and `StorageError`.
     """
     listed = list_commits(repo)  # list commits first: each listed record was already announced
     since = repo.clock() - round(1e6 * seconds)
     with noting(refused), unless_full():
-        erased = {one.txid for one in listed.commits.values() if f"-{erase}-" in one.txid and not one.live}
-        listed = drop_logs(repo, listed, erased)
+        listed = drop_logs(repo, listed)
         for commit in thinned_though_claimed(repo, listed, since):
             log.warning("%s was thinned by a process that died, although it has a tag; gc restores it", commit)
             with suppress(Conflict):  # another process restored it first
@@ -84,25 +81,22 @@ def settle(repo: Repository, seconds: float, refused: list[StorageError], erase:
     return listed
 
 
-def drop_logs(repo: Repository, listed: CommitList, erased: Collection[TxId] = ()) -> CommitList:
+def drop_logs(repo: Repository, listed: CommitList) -> CommitList:
     """Delete the logs that have been over for a month, if there are many. Return the listing without them.
 
-    Keeps the newest log of each run, so that later saves sort after it. ``erased``: transactions that have ended, whose
-    logs are deleted even if they are few. If they were purged, this does not wait for a month, but deletes only the
-    first records of those that began within the last month. These hold names, metadata and metrics; a later gc deletes
-    the others. This is safe at any time, but others may share the blobs of these transactions: a whole gc must have run
-    since they were purged. Raises `StorageError`.
+    Keeps the newest log of each run, so that later saves sort after it. This is safe at any time. Raises
+    `StorageError`.
     """
     since = repo.clock() - MIN_AGE
-    ended = [one for one in listed.commits.values() if not one.live and (one.changed_at < since or one.txid in erased)]
-    due = list(_due(repo, listed, ended, erased)) if erased or len(ended) >= FEWEST else []
-    if erased or len(due) >= FEWEST:
+    ended = [one for one in listed.commits.values() if not one.live and one.changed_at < since]
+    due = list(_due(repo, listed, ended)) if len(ended) >= FEWEST else []
+    if len(due) >= FEWEST:
         for batch in in_batches(due, lambda one: 1 + len(line_of(one).places), _AT_ONCE):
             write_list(repo, lines := {one.txid: line_of(one) for one in batch})
             names = {(one.txid, number) for one in batch for number in range(one.number + 1)}
             kept = {txid: one for txid, one in listed.commits.items() if txid not in lines}
             listed = replace(listed, commits=kept, over={**listed.over, **lines}, late=listed.late | names)
-    late = [commit_key(*name) for name in sorted(listed.late) if name[1] == 0 or is_older(repo, name[0], MIN_AGE)]
+    late = [commit_key(*name) for name in sorted(listed.late) if is_older(repo, name[0], MIN_AGE)]
     if late:
         repo.storage.settle(PREFIX.rstrip("/"))  # a gc that wrote a list may have died before the list was durable
         log.info("%s: deleting %d records of logs that are over", repo.storage.url, len(late))
@@ -111,24 +105,18 @@ def drop_logs(repo: Repository, listed: CommitList, erased: Collection[TxId] = (
     return listed
 
 
-def _due(repo: Repository, listed: CommitList, ended: Iterable[Commit], erased: Collection[TxId]) -> Iterator[Commit]:
+def _due(repo: Repository, listed: CommitList, ended: Iterable[Commit]) -> Iterator[Commit]:
     """Yield those of the ``ended`` commits whose logs may be deleted. Looks for what may still need them."""
     newest = {parse_txid(txid).run_hash: txid for txid in sorted(listed.commits)}
     files = (parse_txid(txid) for txid, _ in names_in(repo, TRANSACTIONS))
     opened = {(name.run_hash, name.step) for name in files}
     uploaders = {TxId(folder.rpartition("/")[2]) for folder in repo.storage.list_folder("objects")[1]}
-    # others may share the blobs of an erased run; gc deletes manifests last
-    held = {TxId(key.split("/")[1]) for key in (list_objects(repo) if erased else ()) if key.endswith(".manifest")}
     signed = set(list_signatures(repo).values())
-    since = repo.clock() - MIN_AGE
     for one in sorted(ended, key=lambda one: one.txid):
         name = parse_txid(one.txid)
-        is_old = one.changed_at < since and is_older(repo, one.txid, MIN_AGE) and newest[name.run_hash] != one.txid
-        is_erased = one.txid in erased and one.last == "purged"
-        left = held if is_erased else uploaders
-        is_free = (name.run_hash, name.step) not in opened and left.isdisjoint([one.txid, *line_of(one).places])
-        is_due = is_old if one.last == "revoked" else (is_old or is_erased) and one.id not in signed
-        if is_free and is_due:
+        is_old = is_older(repo, one.txid, MIN_AGE) and newest[name.run_hash] != one.txid
+        is_free = (name.run_hash, name.step) not in opened and uploaders.isdisjoint([one.txid, *line_of(one).places])
+        if is_old and is_free and (one.last == "revoked" or one.id not in signed):
             yield one
 
 

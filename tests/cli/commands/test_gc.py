@@ -241,28 +241,3 @@ def test_min_age_below_the_setting_is_refused_by_name(saved: Path, store: casckp
     assert "min-age: 0 is less than the store's setting min_age (7d): pass at least that" in refused
     assert store.checkpoints(forgotten=True) == store.checkpoints()
     assert "can be restored until" in run("gc", saved, "--keep-last", 1, "--min-age", "2w").stdout
-
-
-def test_gc_erases_a_run_whose_name_is_given_twice(
-    saved: Path, store: casckpt.Store, as_json: AsJson, run: Run
-) -> None:
-    store.save({"w": 9}, run="heir", step=1, lineage={"merged_from": [{"run": "a"}]})
-    for confirmed in ([], ["--confirm", "b"]):
-        as_json("gc", saved, "--erase", "a", *confirmed, status=2)
-    as_json("gc", saved, "--confirm", "a", status=2)
-    erase = ("gc", saved, "--erase", "a", "--confirm", "a")
-    assert "without --run" in run(*erase, "--run", "b", status=2).stderr
-    assert "does not begin with '-': --dry-run" in run("gc", saved, "--run", "--dry-run", status=2).stderr
-    told = run(*erase, "--dry-run").stdout
-    assert "heir@1 " in told
-    assert "would erase run a\n" in told
-    assert named(as_json("list", saved)) == ["a@1", "a@2", "a@3", "b@1", "heir@1"]
-    opened = begin(store.repository, "b", 2)
-    assert "repeat the command to finish erasing run a\n" in run(*erase, "--wait", 0, status=1).stdout
-    assert "--revoke" in run("gc", saved, "--erase", "b", "--confirm", "b", status=5).stderr
-    opened.abort("done")
-    erased = as_json(*erase)["erased"]
-    assert named(erased.pop("named_by")) == ["heir@1"]
-    assert erased["finished"]
-    assert len(erased["shared"]) == 1
-    assert named(as_json("list", saved, "--all")) == ["b@1", "heir@1"]

@@ -8,9 +8,10 @@ Folded is a log that ends itself, if no file in transactions/ names its txid or 
 the folders of its places, so that a whole gc has run since it ended. No rule needs a minimum age: it only bounds how
 long a process may sleep that does not look into `ended` before it says that it is done.
 
-`eraser` folds at once what is purged, even if others share its cells: it only looks whether the manifests are gone, the
-last that a gc deletes. Until a month has passed, at ("young", txid), it deletes only the first record, which has the
-names and metadata; that of `purged` stays, because who reads or writes a young log by keys does not look into `ended`.
+`eraser`, the gc of an earlier version, folds at once what is purged, even if others share its cells: it only looks
+whether the manifests are gone, the last that a gc deletes. Until a month has passed, at ("young", txid), it deletes
+only the first record, which has the names and metadata; that of `purged` stays, because who reads or writes a young log
+by keys does not look into `ended`.
 
 The checkpoint X has a rewrite T. C0, C1 are copies of one checkpoint under the txids of a fixed sequence.
 """

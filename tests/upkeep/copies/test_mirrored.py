@@ -152,7 +152,7 @@ def test_more_dropped_patterns_leave_fewer_entries(pair: Pair) -> None:
 
 
 def end(repo: Repository, copy: Commit, days: int) -> None:
-    """Purge a copy, and do with its log what a gc does later. (If it is young, its run was erased.)"""
+    """Purge a copy, and do with its log what a gc does later. (If it is young, an earlier version erased its run.)"""
     now = commits.refresh(repo, copy)
     gone = purge(repo, now if now.is_forgotten else forget(repo, now))
     assert isinstance(repo.clock, Ticks)
