@@ -1823,23 +1823,11 @@ BUGS: dict[str, tuple[str, str, str, str]] = {
         'yield from (("newest", []), ("newest',
         "tests/plan/test_retention.py::test_keep_every_keeps_multiples_of_a_step",
     ),
-    "an idle run is dropped although a save of it is in progress": (
-        "idle_runs",
-        "run_hash(run) in opened or ",
-        "",
-        "tests/upkeep/gc/test_idle.py::test_an_idle_run_is_spared_if_somebody_holds_or_names_it",
-    ),
-    "an idle run is dropped although a visible checkpoint came from it": (
-        "idle_runs",
-        " or any(naming[one] - {run} for one in names)",
-        "",
-        "tests/upkeep/gc/test_idle.py::test_an_idle_run_is_spared_if_somebody_holds_or_names_it",
-    ),
-    "the ephemeral checkpoints of a dropped run are purged at once": (
+    "the ephemeral checkpoints of a run that is forgotten as a whole are purged at once": (
         "plan_retiring",
-        "{commit.run for commit in commits.visible()} - idle",
         "{commit.run for commit in commits.visible()}",
-        "tests/upkeep/gc/test_idle.py::test_a_dropped_run_can_be_restored_for_a_week_even_if_it_is_ephemeral",
+        "{commit.run for commit in commits.live()}",
+        "tests/upkeep/gc/test_ages.py::test_an_ephemeral_checkpoint_of_a_forgotten_run_waits_as_long_as_others",
     ),
     "verify puts a blob into several parts": (
         "verify",

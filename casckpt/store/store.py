@@ -614,7 +614,6 @@ class Store:
         *,
         run: Runs = None,
         min_age: Duration | None = None,
-        drop_idle: Duration | None = None,
         wait: Duration = "60s",
         revoke_after: Duration | None = None,
         dry_run: bool = False,
@@ -628,9 +627,6 @@ class Store:
           ``keep_monthly``, ``keep_best`` ("loss:3", "acc:max:1"): each run keeps what any rule keeps, its newest
           checkpoint, its newest one that is not unhealthy, and tagged ones. Without a rule, gc does not forget any.
         - ``run``: only this run, or only runs whose names match an fnmatch pattern, or one of several.
-        - ``drop_idle``: forget all checkpoints of runs without a save for this long, at least a day. Spares runs with a
-          tag, a lease or a save in progress, and runs that a visible checkpoint of another run came from. Requires a
-          ``min_age`` of at least 7 days in the store's settings.
         - ``min_age``: time between forgetting and purging, in which `restore` brings a checkpoint back (default: the
           store's setting, or else 24 h, and 15 minutes for ephemeral checkpoints). Not less than the setting.
         - ``wait``: total time to wait for saves in progress. The next gc continues where this one stopped.
@@ -649,7 +645,7 @@ class Store:
         check_keywords("Store.gc", keep, KeepRules)
         return collect(
             self.repository, Policy(**keep), run=run, dry_run=dry_run,
-            min_age=optional_seconds(min_age, "min-age"), drop_idle=optional_seconds(drop_idle, "drop-idle"),
+            min_age=optional_seconds(min_age, "min-age"),
             wait=seconds_of(wait, "wait"),
             revoke_after=optional_seconds(revoke_after, "revoke-after"),
             progress=Progress(progress), tell=tell or (lambda waiting: None),

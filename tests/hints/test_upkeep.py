@@ -114,19 +114,6 @@ def test_gc_can_run_after_lost_records_are_replaced_or_revoked(
     assert [one.step for one in casckpt.open(store_path).checkpoints()] == ([2] if way == "give up" else [1, 2])
 
 
-@follows(
-    "upkeep/gc/idle.py:idle_runs", "give users at least 7 days to undo it: `casckpt settings STORE --set min_age=7d`"
-)
-def test_idle_runs_can_be_dropped_once_users_have_a_week_to_undo_it(
-    trained: Store, store_path: Path, messages: Messages, run: Run
-) -> None:
-    with messages.error(InvalidInput) as advice:
-        trained.gc(drop_idle="1h", min_age=0)
-    run(*advice.command("settings", STORE=store_path))
-    advice.says("omit min-age")
-    assert trained.gc(drop_idle=advice.says("90d")).forgotten == ()
-
-
 @follows("upkeep/copies/copy.py:_unread", "Restore the record from a copy of …; `casckpt verify` shows the details")
 def test_an_unreadable_record_can_be_replaced_before_a_copy(
     trained: Store, store_path: Path, tmp_path: Path, messages: Messages, run: Run

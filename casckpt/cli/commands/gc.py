@@ -66,7 +66,6 @@ _OLD: Final = "the old locations of "  # of a rewritten checkpoint
 @store_command("gc")
 @click.option("--run", multiple=True, metavar="PATTERN", help="Only runs that match. May be repeated.")
 @keep_options
-@click.option("--drop-idle", type=DURATION, help="Forget runs without a save for this long. Requires min_age=7d.")
 @click.option(
     "--min-age",
     type=DURATION,

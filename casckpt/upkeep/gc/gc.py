@@ -51,9 +51,8 @@ from casckpt.repository.exclusive import remove_leftovers
 from casckpt.repository.reading import check_requirements
 from casckpt.repository.repository import Repository
 from casckpt.storage.failures import noting, unless_full
-from casckpt.upkeep.gc.ages import A_DAY, ages_of
+from casckpt.upkeep.gc.ages import ages_of
 from casckpt.upkeep.gc.candidates import Candidates, Unreadable, candidates, commits_without_doubt, spare_roots
-from casckpt.upkeep.gc.idle import idle_runs
 from casckpt.upkeep.gc.purge import (
     Deferred,
     GcPlan,
@@ -268,7 +267,6 @@ def collect(
     *,
     run: Runs = None,
     min_age: float | None = None,
-    drop_idle: float | None = None,
     dry_run: bool = False,
     **options: Unpack[GcOptions],
 ) -> GcResult:
@@ -277,30 +275,24 @@ def collect(
     Raises InvalidInput for a metric that no checkpoint has, and the errors of these functions.
     """
     check_metrics(repo, policy, run, trims=True)
-    plan = plan_gc(repo, policy, run=run, min_age=min_age, drop_idle=drop_idle)
+    plan = plan_gc(repo, policy, run=run, min_age=min_age)
     return preview(repo, plan) if dry_run else execute(repo, plan, **options)
 
 
-def plan_gc(
-    repo: Repository, policy: Policy | None = None, *, run: Runs = None, min_age: Age = None, drop_idle: Age = None
-) -> GcPlan:
+def plan_gc(repo: Repository, policy: Policy | None = None, *, run: Runs = None, min_age: Age = None) -> GcPlan:
     """Plan which checkpoints gc forgets and purges. Writes nothing.
 
     ``policy``: the retention rules (None: forget nothing). ``run``: forget and purge only checkpoints of these runs.
     ``min_age``: seconds between forgetting and purging a checkpoint (None: the store's setting, or else 24 h, and 15
-    minutes for ephemeral checkpoints). ``drop_idle``: forget all checkpoints of the runs that have been idle for this
-    many seconds. The plan leaves out checkpoints that are not safe in the store's mirror.
+    minutes for ephemeral checkpoints). The plan leaves out checkpoints that are not safe in the store's mirror.
 
-    Raises `InvalidInput` for an invalid ``drop_idle``, `NotFound` if there is no store, `Damaged` if records or tags
-    cannot be read, `Unsupported` for storage on which gc cannot work, and `StorageError`.
+    Raises `NotFound` if there is no store, `Damaged` if records or tags cannot be read, `Unsupported` for storage on
+    which gc cannot work, and `StorageError`.
     """
     _check_storage(repo)
-    ages, idle = ages_of(repo, min_age), set[str]()  # before the listing: what it alone has is new
+    ages = ages_of(repo, min_age)  # before the listing: what it alone has is new
     commits = commits_without_doubt(repo, anew=not repo.storage.traits.remote)  # only if reading is cheap
-    if drop_idle is not None:
-        later = repo.settings.min_age_seconds or A_DAY.usual  # the floor may still be higher, but not for a week
-        idle = idle_runs(repo, drop_idle, undo=min(ages.usual, later))
-    return without_unmirrored(repo, plan_retiring(repo, commits, policy or Policy(), ages, run, idle=idle))
+    return without_unmirrored(repo, plan_retiring(repo, commits, policy or Policy(), ages, run))
 
 
 def preview(repo: Repository, plan: GcPlan) -> GcResult:

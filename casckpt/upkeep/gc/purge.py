@@ -13,7 +13,7 @@ tags of a checkpoint first, so the checkpoint remains forgotten. An overwritten 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable, Mapping, Sequence, Set
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from datetime import datetime
@@ -163,12 +163,9 @@ def plan_of(repo: Repository, commits: CommitList, policy: Policy, run: str | No
         return GcPlan((), ())
 
 
-def plan_retiring(
-    repo: Repository, commits: CommitList, policy: Policy, min_age: MinAge, run: Runs, *, idle: Set[str] = frozenset()
-) -> GcPlan:
+def plan_retiring(repo: Repository, commits: CommitList, policy: Policy, min_age: MinAge, run: Runs) -> GcPlan:
     """Plan step 1 for ``commits``, without asking the mirror. Writes nothing.
 
-    ``idle``: runs to forget whole.
     Raises `Damaged` or `Refused` if a tag cannot be read, if the settings are lost, or if a commit came from another
     store, and `StorageError`.
     """
@@ -177,7 +174,7 @@ def plan_retiring(
     named = tags(repo, anew=not repo.storage.traits.remote, slack=FOREIGN_CLOCKS, listed=commits)
     now = repo.clock()
     wanted = [commit for commit in commits.visible() if is_among(commit.run, run)]
-    rated = [kept_of(commit) for commit in wanted if commit.run not in idle]
+    rated = [kept_of(commit) for commit in wanted]
     reasons = reasons_to_keep(rated, policy, now, without_best=unmeasured(rated, policy))
     tagged = tagged_txids(named, wanted)
     for commit in (commit for commit in wanted if commit.txid in tagged):
@@ -192,7 +189,7 @@ def plan_retiring(
     gone = [one for one in live if one not in back and (one.is_forgotten or one.txid in forgets or one.old)]
     ruined = _without_manifests(repo, [one for one in gone if one.is_forgotten] if min_age.has_floor else [])
     purges, waiting, young = list[Commit](), list[Deferred](), list[Commit]()
-    claims, seen = _Claims(named, commits), {commit.run for commit in commits.visible()} - idle
+    claims, seen = _Claims(named, commits), {commit.run for commit in commits.visible()}
     now = now if min_age.times is None else min_age.times.now
     for commit in gone:
         ends = (*commit.old, commit) if commit.is_forgotten or commit.txid in forgets else tuple(commit.old)

@@ -86,16 +86,6 @@ def test_gc_does_the_runs_that_match_and_fails_for_a_pattern_that_matches_none(
     assert as_json("gc", saved, "--run", "a*")["unmatched"] == []
 
 
-def test_gc_drops_an_idle_run(saved: Path, store: casckpt.Store, as_json: AsJson, run: Run) -> None:
-    assert "--set min_age=7d" in run("gc", saved, "--drop-idle", "90d", status=1).stderr
-    store.change_settings(min_age="7d")
-    assert as_json("gc", saved, "--drop-idle", "90d")["forgotten"] == []
-    clock = store.repository.clock
-    later = casckpt.open(saved)
-    later.repository.clock = lambda: clock() + 91 * 86400 * 10**6
-    assert {str(one.run) for one in later.gc(drop_idle="90d").forgotten} == {"a", "b"}
-
-
 def test_a_run_without_any_metric_is_trimmed_by_the_other_rule(
     saved: Path, store: casckpt.Store, as_json: AsJson, run: Run
 ) -> None:

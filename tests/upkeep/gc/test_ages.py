@@ -270,6 +270,17 @@ def test_an_age_of_0_compares_nothing(tmp_path: Path) -> None:
     assert ([one.txid for one in result.purged], result.deleted_blobs) == ([txid], 1)
 
 
+def test_an_ephemeral_checkpoint_of_a_forgotten_run_waits_as_long_as_others(tmp_path: Path) -> None:
+    world = World(tmp_path)
+    world.repo.change_settings(min_age_seconds=100.0, min_age_ephemeral_seconds=0.0)
+    txid = world.repo.new_txid("short", 0)
+    refs = [put_blob(world.repo, txid, "0")]
+    commits.forget(world.repo, commit_draft(world.repo, txid, draft(refs, "short", 0), ephemeral=True))
+    assert run_gc(world.repo, min_age=None).purged == ()
+    ticking(world.repo)(101)
+    assert [one.txid for one in run_gc(world.repo, min_age=None).purged] == [txid]
+
+
 def test_an_estimate_asks_for_no_manifests(tmp_path: Path) -> None:
     world = World(tmp_path)
     world.repo.change_settings(min_age_seconds=100.0)
