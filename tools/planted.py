@@ -3372,29 +3372,11 @@ BUGS: dict[str, tuple[str, str, str, str]] = {
         "for name in excluded - excluded}",
         "tests/frontends/test_torchtitan.py::test_a_right_resume_of_torchtitan_is_proved",
     ),
-    "a proof of DCP excuses all of a part that was read incompletely": (
-        "StorageReader._left_by",
-        "left[key if top in tops else top]",
-        "left[top]",
-        "tests/frontends/dcp/test_proof.py::test_keys_that_the_load_did_not_read_or_fill_are_listed",
-    ),
-    "a proof ignores the options in the flat state of an optimizer": (
-        "_look",
-        "for at in optims)",
-        "for at in state)",
-        "tests/frontends/dcp/test_proof.py::test_each_way_to_resume_wrongly_is_found",
-    ),
     "a proof does not compare lists whose items were stored separately": (
         "_objects_that_differ",
         "or key in split)",
         ")",
         "tests/frontends/dcp/test_proof.py::test_a_list_that_dcp_stores_as_one_value_is_compared",
-    ),
-    "a proof of DCP does not require the names of the checkpoint": (
-        "StorageReader.prove",
-        "by_name=True",
-        "by_name=False",
-        "tests/frontends/dcp/test_proof.py::test_a_state_is_compared_under_its_exact_names",
     ),
     "a proof takes a value that cannot be encoded for any other": (
         "_objects_that_differ",
@@ -3407,12 +3389,6 @@ BUGS: dict[str, tuple[str, str, str, str]] = {
         "_PICKLED if encoded == {None} else None",
         "None",
         "tests/frontends/training_state/test_proof.py::test_options_that_are_not_plain_data_are_compared_or_listed",
-    ),
-    "a proof of Megatron compares only main replicas": (
-        "Saving.select_all",
-        "[True] * len(self.sharded)",
-        "[claim.main for claim in claims_of(self.sharded)]",
-        "tests/frontends/megatron/test_loading_proof.py::test_a_replica_that_differs_is_found",
     ),
     "a proof of a callback excuses the optimizer": (
         "CasCheckpointCallback._prove",
@@ -4025,12 +4001,6 @@ BUGS: dict[str, tuple[str, str, str, str]] = {
         'at.startswith(f"{start}.")',
         "at.startswith(start)",
         "tests/frontends/training_state/test_proof.py::test_a_value_that_a_load_leaves_out_excuses_no_other_value",
-    ),
-    "a key that a load of DCP does not read excuses all others": (
-        "StorageReader._left_by",
-        "key if top in tops else top",
-        "top",
-        "tests/frontends/dcp/test_proof.py::test_a_key_that_the_load_left_out_excuses_no_other_key",
     ),
     "every metadata.json is one of Megatron": (
         "is_megatron",

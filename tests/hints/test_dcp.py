@@ -130,16 +130,6 @@ def test_a_store_and_a_checkpoint_can_be_passed_to_the_reader_or_to_the_call(sto
     assert load({"a": torch.zeros(1)}, StorageReader(store), **given)["a"] == 2
 
 
-@follows("frontends/dcp/reader.py:StorageReader.prove.live", "call dcp.load() first")
-def test_a_state_is_compared_with_the_checkpoint_that_dcp_loaded_first(store: Store, messages: Messages) -> None:
-    save({"a": torch.ones(1)}, StorageWriter(store, step=1))
-    reader, state = StorageReader(store, "default@1"), {"a": torch.zeros(1)}
-    with messages.error(InvalidInput) as advice:
-        reader.prove(state)
-    advice.says("call dcp.load() first")
-    assert reader.prove(load(state, reader)).proved == 1
-
-
 @follows("frontends/dcp/reader.py:StorageReader._now", "pass the reader to dcp.load")
 @follows("frontends/dcp/writer.py:StorageWriter._session", "pass the writer to dcp.save")
 def test_readers_and_writers_work_when_they_are_passed_to_dcp_as_advised(store: Store, messages: Messages) -> None:

@@ -6,10 +6,9 @@ import io
 import logging
 import os
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from types import MappingProxyType
-from typing import TYPE_CHECKING, Any
+from typing import Any
 from uuid import uuid4
 
 import torch
@@ -32,26 +31,19 @@ from casckpt.frontends.dcp.ids import hook, is_usable, reference_of
 from casckpt.frontends.dcp.items import WINDOW_BYTES, check_planned
 from casckpt.frontends.dcp.planners import PickleFreeLoadPlanner, ValueStream, has_methods_of
 from casckpt.frontends.stores import AnyStore, as_store
-from casckpt.frontends.training_state.proof import CAST, NOT_THERE, Proof, prove
 from casckpt.loading.entry_reader import EntryReader, RegionRequest
 from casckpt.loading.fit import Fit, check_fit, log_once, saved_shapes, shape_of
 from casckpt.loading.job_reads import MEETING, WAIT_SHARE, Deal, JobReads, Needs, deals, passing
 from casckpt.loading.options import LoadOptions, Unread
 from casckpt.loading.tied_tensors import Content, TiedTensors
 from casckpt.plan.reads import covers
-from casckpt.ranks.ranks import connect_all, job_size, job_timeout, on_each, open_ranks, this_rank
+from casckpt.ranks.ranks import connect_all, job_size, job_timeout, this_rank
 from casckpt.tensors.dtensors import is_dtensor
 from casckpt.tensors.dtypes import check_cast, torch_dtype
 from casckpt.tensors.memory import Destination
 from casckpt.tensors.shards import check_destination
-from casckpt.tensors.state import is_object
-
-if TYPE_CHECKING:
-    from torch.distributed import ProcessGroup
 
 log = logging.getLogger(__name__)
-_NOT_READ = "not read by the load"
-_IN_PARTS = "stored in parts, by this rank alone, so it was not compared"
 
 
 @dataclass(frozen=True)
@@ -126,8 +118,6 @@ class StorageReader(Protocol):
         self._absent = False  # whether no checkpoint of all ranks has this name
         self._alone = False
         self._opened: DcpContents | None = None
-        self._left: dict[str, str] | None = None  # what the last load left out, with the reasons
-        self._converted = dict[str, None]()  # the names of the tensors that it converted
 
     @hook
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
@@ -136,39 +126,6 @@ class StorageReader(Protocol):
             self._ref = reference_of(checkpoint_id, self._run)
         self._load_id = str(uuid4())
         self._opened, self._failed, self._absent = None, None, False
-
-    def prove(
-        self,
-        state: Mapping[str, Any],
-        model: Any = None,
-        *,
-        process_group: ProcessGroup | None = None,
-        no_dist: bool = False,
-        excused: Mapping[str, str] = MappingProxyType({}),
-    ) -> Proof:
-        """Compare the live state with the checkpoint that `dcp.load` last loaded with this reader.
-
-        ``state``: what the next `dcp.save` would store. Create it after the loaded state is set, for example with
-        `get_state_dict` after `set_state_dict`. ``model``: the module, in which hooks may change values. Every rank of
-        the load makes the call, with the same ``process_group`` and ``no_dist``. Each rank hashes all its values, and
-        copies those on a device to the host. ``excused``: why values may differ, by key or by the beginning of keys.
-        Keys that the load did not read or fill are listed as not proved. Raises Mismatch, which names the keys, if
-        anything else differs, and InvalidInput if nothing was loaded.
-        """
-        no_dist = no_dist or self._alone
-
-        def live() -> tuple[Checkpoint, dict[str, Any], dict[str, str]]:
-            if self._left is None:
-                raise InvalidInput("there is no loaded checkpoint to compare the state with; call dcp.load() first")
-            plain = {key: value.state_dict() if is_object(value) else value for key, value in state.items()}
-            return self._now.checkpoint, plain, self._left
-
-        loaded, plain, left = on_each(open_ranks(process_group, no_dist=no_dist), live)
-        return prove(
-            self._store, loaded, plain, model, excused={**left, **excused}, by_name=True,
-            allow_pickle=self._options.allow_pickle, threads=self._threads, process_group=process_group,
-            no_dist=no_dist,
-        )  # fmt: skip
 
     @hook
     def read_metadata(self, *args: object, rank: int | None = None, **kwargs: object) -> Metadata:
@@ -196,7 +153,7 @@ class StorageReader(Protocol):
             raise InvalidInput(
                 "the StorageReader has no checkpoint to load; pass ref=, or pass checkpoint_id=REF to each load"
             )
-        self._alone, self._left, self._converted = rank is not None, None, {}
+        self._alone = rank is not None
         checkpoint = self._of_all(self._ref) if rank is None else self._of_rank(self._ref, rank)
         options = replace(self._options, rank=this_rank() if rank is None else rank)
         self._opened = DcpContents(self._store, checkpoint, options)
@@ -292,24 +249,9 @@ class StorageReader(Protocol):
                 download.reads.begin(download.ranges(parts))
             for window in _windows(plan.items, planner):
                 self._read_tensors(download, window, planner)
-        self._left = self._left_by(plan, planner)
         future: Future[None] = Future()
         future.set_result(None)
         return future
-
-    def _left_by(self, plan: LoadPlan, planner: LoadPlanner) -> dict[str, str]:
-        """Return why parts of the state may differ on this rank, by key or by the beginning of keys."""
-        wanted = planner.state_dict if isinstance(planner, DefaultLoadPlanner) else {}
-        left = dict.fromkeys(wanted.keys() - self._known, NOT_THERE) | dict.fromkeys(self._converted, CAST)
-        for key, (_, parts) in self._now.note.chunks.items():
-            left |= dict.fromkeys((key, *(part.key for part in parts)), _IN_PARTS)
-        read, values = {item.storage_index.fqn for item in plan.items}, self._now.schema.values
-        tops = {key.partition(".")[0] for key in read}
-        for name in self._known - read:
-            key = values[name].key if name in values else name
-            top = key.partition(".")[0]
-            left[key if top in tops else top] = _NOT_READ
-        return left
 
     def _reader(self, reply: _Reply) -> EntryReader:
         repo, manifest, progress = self._store.repository, self._now.contents.manifest, Progress(self._shown).of(None)
@@ -361,7 +303,6 @@ class StorageReader(Protocol):
             download.fill(turn)
         if converted:
             log.warning("converted to the dtype of the target tensor: %s", ", ".join(list(converted)[:8]))
-            self._converted |= converted
         for item, target in pairs:
             planner.commit_tensor(item, target)
 

@@ -40,7 +40,7 @@ from casckpt.frontends.megatron.kinds import (
     extract_sharded_tensors_or_nonpersistent,
     replace_prefix_for_sharding,
 )
-from casckpt.frontends.megatron.loading import StrictHandling, load, parse_strict_flag, prove
+from casckpt.frontends.megatron.loading import StrictHandling, load, parse_strict_flag
 from casckpt.frontends.megatron.mapping import (
     FactoryBuildFn,
     FactoryMergeFn,
@@ -153,7 +153,6 @@ __all__ = [
     "nested_values",
     "optim_state_to_sharding_state",
     "parse_strict_flag",
-    "prove",
     "remove_sharded_tensors",
     "replace_prefix_for_sharding",
     "save",

@@ -1,4 +1,4 @@
-"""Loads a checkpoint into a sharded state dict, whatever saved it, and proves that the state equals the checkpoint.
+"""Loads a checkpoint into a sharded state dict, whatever saved it.
 
 `StrictHandling` determines how a load behaves if the state dict and the checkpoint have different keys.
 """
@@ -6,32 +6,27 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Collection, Iterator, Mapping
-from dataclasses import replace
+from collections.abc import Collection, Iterator
 from enum import Enum
 from functools import partial
-from types import MappingProxyType
-from typing import TYPE_CHECKING, Any, Unpack
+from typing import Any, Unpack
 
 import torch
 
 from casckpt.base.text import listed
 from casckpt.format.regions import Box, Shape, full_box
 from casckpt.frontends.megatron.claims import Claim, check_claims, claims_of
-from casckpt.frontends.megatron.common import COMMON_NAME
 from casckpt.frontends.megatron.errors import (
     CheckpointingException,
     ShardedKeyMissing,
     ShardedMismatch,
     checkpointing_errors,
 )
-from casckpt.frontends.megatron.folders import pointed_at
 from casckpt.frontends.megatron.kinds import (
     extract_nonpersistent,
     extract_sharded_base,
     is_factory,
     is_sharded_object,
-    is_sharded_tensor,
 )
 from casckpt.frontends.megatron.mapping import Copies, apply_factory_merges, boxes_of, copies
 from casckpt.frontends.megatron.nesting import (
@@ -42,21 +37,15 @@ from casckpt.frontends.megatron.nesting import (
     merge,
     nested_values,
 )
-from casckpt.frontends.megatron.place import CheckpointDir, StoreRef, folder_of, place_of
-from casckpt.frontends.megatron.saving import Saving, is_empty, located
-from casckpt.frontends.megatron.stored import CONTENT_METADATA, MegatronCheckpoint, ReadRequest, object_key, read_common
-from casckpt.frontends.stores import as_store
-from casckpt.frontends.training_state.proof import Proof
-from casckpt.frontends.training_state.proof import prove as prove_state
+from casckpt.frontends.megatron.place import CheckpointDir
+from casckpt.frontends.megatron.saving import is_empty, located
+from casckpt.frontends.megatron.stored import MegatronCheckpoint, ReadRequest, object_key, read_common
 from casckpt.loading.options import RankArguments
-from casckpt.ranks.ranks import everyone, on_each, open_ranks
+from casckpt.ranks.ranks import everyone, open_ranks
 from casckpt.tensors.foreign import flat_range, megatron_shard, part_shape
 from casckpt.tensors.memory import narrow
 from casckpt.tensors.state import check_nesting
 from casckpt.tensors.values import Shard
-
-if TYPE_CHECKING:
-    from torch.distributed import ProcessGroup
 
 log = logging.getLogger(__name__)
 _SHOWN = 10
@@ -357,66 +346,3 @@ def _outside(data: torch.Tensor, box: Box) -> Iterator[torch.Tensor]:
     for axis, (start, end) in enumerate(zip(box.offset, box.end, strict=True)):
         yield data.narrow(axis, 0, start)
         yield data.narrow(axis, end, data.shape[axis] - end)
-
-
-_FILE = "a file of Megatron-core, which is not compared"
-_BESIDE = "an argument of the save"
-_SHAPE = "stored with a different shape, so it was not compared"
-
-
-def prove(
-    sharded_state_dict: dict[Any, Any],
-    checkpoint_dir: CheckpointDir,
-    *,
-    excused: Mapping[str, str] = MappingProxyType({}),
-    allow_pickle: bool = False,
-    process_group: ProcessGroup | None = None,
-    no_dist: bool = False,
-) -> Proof:
-    """Compare the live state with the checkpoint that was loaded. Every rank makes the call with its own part.
-
-    ``sharded_state_dict``: what the next `save` would get. Create it after the whole loaded state was handed to the
-    modules and optimizers. ``checkpoint_dir``: as for `load`, or a folder that `CasSaveShardedStrategy` wrote. Each
-    rank compares all its sharded values, including replicas; rank 0 also compares the common part, unless it is in
-    ``common.pt``. The values are hashed, and those on a device are copied to the host. ``excused``: why values may
-    differ, by key or by the beginning of keys. For the other arguments, see `load`.
-
-    Raises Mismatch, which names the keys, if anything else differs, and the errors of `load`.
-    """
-    with checkpointing_errors():
-        ranks = open_ranks(process_group, no_dist=no_dist)
-        stored = MegatronCheckpoint.together(ranks, lambda: _located(checkpoint_dir), common=True)
-
-        def live() -> tuple[dict[Any, Any], dict[str, str]]:
-            saving = Saving(sharded_state_dict, ranks.rank)
-            saving.select_all({*stored.tensors, *stored.objects})
-            if stored.file is not None:
-                saving.common = {}
-            tensors = [value for value in saving.sharded if is_sharded_tensor(value) and value.key in stored.tensors]
-            resized = [value.key for value in tensors if _may_differ(value, stored.tensors[value.key].shape)]
-            return saving.state(), dict.fromkeys(resized, _SHAPE)
-
-        state, resized = on_each(ranks, live)
-        proof = prove_state(
-            stored.store, stored.checkpoint, state, None, excused={CONTENT_METADATA: _BESIDE, **resized, **excused},
-            by_name=True, cast=True, allow_pickle=allow_pickle, process_group=process_group, no_dist=no_dist,
-        )  # fmt: skip
-    if stored.file is None:
-        return proof
-    if ranks.rank == 0:
-        log.warning("%s: not proved: %s (%s)", stored.where, COMMON_NAME, _FILE)
-    return replace(proof, unproved={**proof.unproved, COMMON_NAME: _FILE})
-
-
-def _may_differ(tensor: Any, stored: Shape) -> bool:
-    """Return whether a load accepts a tensor whose global shape is not the stored one."""
-    shape = tuple(tensor.global_shape)
-    return shape != stored and (tensor.allow_shape_mismatch or part_shape(shape, stored) is not None)
-
-
-def _located(checkpoint_dir: CheckpointDir) -> StoreRef:
-    folder = folder_of(checkpoint_dir)
-    if folder is None:
-        return place_of(checkpoint_dir)
-    url, ref = pointed_at(folder)
-    return StoreRef(as_store(url), ref)

@@ -287,12 +287,6 @@ class Saving:
 
         return [[is_selected(claim) for claim in claims] for claims in gathered]
 
-    def select_all(self, keys: set[str]) -> None:
-        """Select all values, including all replicas, to compare them with a checkpoint that has these ``keys``."""
-        self._sort(None)
-        self._make_room(keys)
-        self.selected = [True] * len(self.sharded)
-
     def leave_out(self, key: str) -> None:
         """Omit the value with this key from the save."""
         pairs = zip(self.sharded, self.selected, strict=True)

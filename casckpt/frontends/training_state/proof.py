@@ -30,7 +30,7 @@ from casckpt.tensors.state import LeafValue, flatten, is_part
 log = logging.getLogger(__name__)
 
 _HOOKED = "changed by a hook of its module, so its digest proves nothing"
-CAST = "converted by the cast, so its digest proves nothing"
+_CAST = "converted by the cast, so its digest proves nothing"
 _PICKLED = "stored as a pickle, which is not compared"
 _TRAIN = re.compile(r"^train\.(\d+)\.")
 _RENAMED = "stored under a different name, so it was not compared"
@@ -168,7 +168,7 @@ def _look(
     for key in differs.keys() - excused.keys():
         leaf = flat.leaves.get(key)
         if options.cast and differs[key] == "dtype":
-            excused[key] = CAST
+            excused[key] = _CAST
         elif differs[key] in {_PICKLED, _RENAMED, _LEFT_OUT}:
             excused[key] = differs[key]
         elif leaf is not None and memory_of(leaf.unit.value) in hooked:

@@ -64,3 +64,12 @@ def test_a_fully_parallel_save_divides_writing_among_replicas(tmp_path: Path, wh
     topology = Topology(tp=2, dp=2)
     ranks.run(topology.size, saved, place, topology, fully_parallel=True, check_replicas=True)
     assert loaded(0, 1, place, Topology()) == []
+
+
+def test_a_store_compares_a_sharded_tensor_with_the_checkpoint(where: str) -> None:
+    path, _, ref = where.partition("#")
+    state = gpt.state(Topology(tp=2, pp=2).at(1))
+    for tensor in (state["model"]["layers.0.attention"], state["model"]["layers.1.attention"]):
+        assert casckpt.open(path).compare({tensor.key: tensor}, ref, no_dist=True).is_same
+        tensor.data.add_(1)
+        assert not casckpt.open(path).compare({tensor.key: tensor}, ref, no_dist=True).is_same

@@ -77,7 +77,6 @@ apply_factory_merges                        test_mapping.test_a_factory_outside_
 is_main_replica                             test_mapping.test_the_main_replica_has_the_id_zero_or_all_zeros
 save                                        test_gpt.test_a_model_loads_in_a_different_configuration
 load                                        test_loading.test_tensors_are_filled_in_place_and_plain_values_are_ignored
-prove                                       test_loading_proof.test_each_way_to_resume_wrongly_is_found
 load_common_state_dict                      test_stored.test_parts_of_a_checkpoint_can_be_loaded
 load_plain_tensors                          test_stored.test_parts_of_a_checkpoint_can_be_loaded
 load_tensors_metadata                       test_stored.test_parts_of_a_checkpoint_can_be_loaded
