@@ -64,7 +64,7 @@ class MovingAverage:
                 why, _, advice = str(error).rpartition(": ")
                 if "select other keys" not in advice:  # all checkpoints fit together
                     raise
-                if exact is None and new[1:] and "leave it out" in advice:
+                if exact is None and new[1:] and "keep=" not in advice:
                     log.warning("the average of %s begins after step %d: %s", self.run, new[0].step, why)
                     new = new[1:]
                     continue

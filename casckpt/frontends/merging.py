@@ -72,7 +72,7 @@ _REAL = (
     "float8_e5m2fnuz",
 )
 _COMPLEX = ("complex32", "complex64", "complex128")
-_LEAVE_OUT = "leave it out with strict=False (--no-strict), or select other keys with keys= (--keys)"
+_OTHERS = "select other keys with keys= (--keys)"
 
 log = logging.getLogger("casckpt")
 
@@ -96,19 +96,18 @@ def merge(
     steps = [checkpoint.step for checkpoint in chosen]
     terms = terms_of(steps, given.get("weights"), given.get("ema"), given.get("half_life"))
     weighed = [(checkpoint, term) for checkpoint, term in zip(chosen, terms, strict=True) if term.weight]
-    dtype, into = given.get("dtype"), given.get("accumulate", "float32")
+    dtype = given.get("dtype")
     merging = _Merging(
         store.repository,
         [_Version(checkpoint, term) for checkpoint, term in weighed],
-        torch_dtype(_known(into, "accumulate", ("float32", "float64"))),
-        None if dtype is None else _known(str(dtype).removeprefix("torch."), "dtype", _REAL),
+        None if dtype is None else _real(str(dtype).removeprefix("torch.")),
         # the sum of large fractions is slow
         is_average=given.get("weights") is None or sum(term.weight for _, term in weighed) == 1,
         progress=Progress(given.get("progress")),
         dtype_of=dtype_of,
     )
     keep = usable_patterns(given.get("keep"), "keep") or ()
-    merging.choose(usable_patterns(given.get("keys")), keep, strict=given.get("strict", True))
+    merging.choose(usable_patterns(given.get("keys")), keep)
     if given.get("weights") is None and len(weighed) < len(chosen):
         merging.note("not read, because their weights are less than any float",
                      [f"{one.run}@{one.step}" for one in chosen[: -len(weighed)]])  # fmt: skip
@@ -127,10 +126,10 @@ def merge(
     return Checkpoint(store.repository, saved, notes=tuple(merging.notes))
 
 
-def _known(value: str, name: str, known: Sequence[str]) -> str:
-    if value not in known:
-        raise InvalidInput(f"{name}={value!r:.40} is not valid: pass one of {', '.join(known)}")
-    return value
+def _real(dtype: str) -> str:
+    if dtype not in _REAL:
+        raise InvalidInput(f"dtype={dtype!r:.40} is not valid: pass one of {', '.join(_REAL)}")
+    return dtype
 
 
 class _Version:
@@ -154,7 +153,7 @@ class _Version:
 
 @dataclass
 class _Merging:
-    """One merge. ``accumulator``: the least dtype to compute in. ``dtype``: of the results, or None for their own.
+    """One merge. ``dtype``: of the results, or None for their own.
 
     ``is_average``: whether the weights sum to 1. ``entries``, ``objects``: what to store, of the last version.
     ``combined``: the names of the entries to combine, with the dtype to compute in. ``is_chosen``: whether to store a
@@ -163,7 +162,6 @@ class _Merging:
 
     repo: Repository
     versions: Sequence[_Version]
-    accumulator: torch.dtype
     dtype: str | None
     is_average: bool
     progress: Progress
@@ -182,7 +180,7 @@ class _Merging:
 
     # what to merge
 
-    def choose(self, patterns: Sequence[str] | None, keep: Sequence[str], *, strict: bool) -> None:
+    def choose(self, patterns: Sequence[str] | None, keep: Sequence[str]) -> None:
         """Choose what to store. Raises MissingKey and Mismatch for what cannot be combined."""
         contents, manifest = self.last.contents, self.last.contents.manifest
         for given in (patterns, keep):
@@ -191,11 +189,8 @@ class _Merging:
         wanted = {key for version in self.versions for key in _matching(version.contents, patterns)} - kept
         for version in self.versions:
             version.contents.ready(wanted | kept)
-        left_out = {str(error.key): error for error in self._misfits(wanted)}
-        if strict and left_out:
-            raise next(iter(left_out.values()))
-        absent = self._with_parts({*left_out}, wanted)
-        wanted -= absent
+        if (misfit := next(self._misfits(wanted), None)) is not None:
+            raise misfit
         self.entries = [one for one in manifest.entries if one.kind == ATTACHMENT or one.key in wanted | kept]
         self.objects = [one for one in manifest.objects if one.key in wanted | kept]
         named = [entry for entry in self.entries if entry.kind != ATTACHMENT and entry.key in wanted]
@@ -221,23 +216,14 @@ class _Merging:
                 "(--keys)",
                 key=contents.outer[key],
             )
-        for keys, what in ((absent, "left out"), (differing, f"not combined, but taken from {contents.where}")):
-            if keys:
-                self.note(what, sorted(keys))
+        if differing:
+            self.note(f"not combined, but taken from {contents.where}", sorted(differing))
 
     def note(self, what: str, names: Iterable[str]) -> None:
         """Add a note for the user, and log it."""
         self.notes.append(f"{what}: {listed([*names], _NAMED)}")
         if self.dtype_of is None:
             log.warning("%s", self.notes[-1])
-
-    def _with_parts(self, keys: set[str], wanted: set[str]) -> set[str]:
-        """Return the keys, and those of ``wanted`` that belong to the same wrapper in any version."""
-        found = {*keys}
-        for outer in (version.contents.outer for version in self.versions):
-            wrappers = {outer[key] for key in keys if key in outer}
-            found |= {key for key in wanted if outer.get(key) in wrappers}
-        return found
 
     def _misfits(self, wanted: set[str]) -> Iterator[CasckptError]:
         """Return an error for each key that a version lacks or has in a different shape."""
@@ -252,13 +238,13 @@ class _Merging:
                 elif there.shape != last.tensors[key].shape:
                     yield Mismatch(
                         f"{key!r} has the shape {list(there.shape)} in {contents.where}, but "
-                        f"{list(last.tensors[key].shape)} in {last.where}: {_LEAVE_OUT}",
+                        f"{list(last.tensors[key].shape)} in {last.where}: {_OTHERS}",
                         key=key,
                     )
             for key in sorted(lacking):
                 why = contents.manifest.left_out if key in contents.tensors else None
                 more = f" ({why})" if why else ""
-                yield MissingKey(f"{contents.where} does not hold {key!r}{more}: {_LEAVE_OUT}", key=key, keys=(key,))
+                yield MissingKey(f"{contents.where} does not hold {key!r}{more}: {_OTHERS}", key=key, keys=(key,))
 
     def _dtypes(self, name: Name) -> set[str]:
         """Return the dtypes of an entry. One that a version lacks has none there."""
@@ -271,7 +257,7 @@ class _Merging:
         if not is_plain or not (found <= {*_REAL} or found <= {*_COMPLEX}):
             return None
         # torch does not promote dtypes of 8 bits
-        return reduce(torch.promote_types, [torch_dtype(one) for one in found if "float8" not in one], self.accumulator)
+        return reduce(torch.promote_types, [torch_dtype(one) for one in found if "float8" not in one], torch.float32)
 
     def _is_same(self, entry: Entry) -> bool:
         """Return whether all versions are known to hold the same entry."""

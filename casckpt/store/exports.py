@@ -52,8 +52,6 @@ class MergeOptions(TypedDict, total=False):
     keys: Sequence[str] | None
     keep: Sequence[str] | None
     dtype: str | torch.dtype | None
-    accumulate: Literal["float32", "float64"]
-    strict: bool
     overwrite: bool
     metadata: Mapping[str, Any] | None
     progress: Shown | None

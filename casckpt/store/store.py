@@ -300,9 +300,6 @@ class Store:
         - ``keys``: fnmatch patterns for what to merge (default: all except optimizers and other training state).
         - ``keep``: patterns for what to take from the last checkpoint, such as ``["optimizer.*"]``.
         - ``dtype``: that of the result (default: that of the last checkpoint).
-        - ``accumulate``: "float32" or "float64", in which floats are added; a wider dtype of a tensor wins.
-        - ``strict``: if False, a key that a checkpoint lacks or has in a different shape is left out, and ``notes``
-          name it.
         - ``metadata``: that of the result. All else is that of the last checkpoint; a warning names what differs.
 
         If the weights sum to exactly 1, what is equal in all checkpoints is neither read nor stored again. Raises

@@ -154,18 +154,13 @@ def _text(result: dict[str, Any]) -> None:
 )  # fmt: skip
 @click.option("--keep", multiple=True, metavar="PATTERN", help="Take what matches from the last REF. May be repeated.")
 @click.option("--dtype", metavar="DTYPE", help="The dtype of the combined tensors.  [default: that in the last REF]")
-@click.option(
-    "--accumulate", type=click.Choice(["float32", "float64"]), default="float32", show_default=True,
-    help="The dtype to compute in, unless a tensor has a wider one.",
-)  # fmt: skip
-@click.option("--no-strict", "strict", flag_value=False, default=True, help="Leave out keys that a REF lacks.")
 @click.option("--overwrite", is_flag=True, help="Replace an existing checkpoint with this run and step.")
 def merge(session: Session, refs: tuple[str, ...], run: str, step: int, **options: Unpack[MergeOptions]) -> None:
     """Save the mean or a weighted sum of checkpoints.
 
     Adds weight times value in the order of the checkpoints. Other tensors and values are those of the last REF, as are
     metadata and attachments. RUN@100..500 names several checkpoints, in the order of their steps. A warning lists what
-    was left out, and what differs and was taken from the last REF.
+    differs and was taken from the last REF.
     """
     options["keys"] = options["keys"] or None
     with progress_bar("merging") as done:

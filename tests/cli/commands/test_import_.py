@@ -82,7 +82,7 @@ def test_options_of_merge(run: Run, saved: casckpt.Store) -> None:
             (["--weights=-1,0,2"], 4.0),
             (["--ema", "0.5"], 1.25),
             (["--half-life", "1"], 1.25),
-            (["--dtype", "bfloat16", "--accumulate", "float64", "--keep", "optimizer.*", "--no-strict"], 1.0),
+            (["--dtype", "bfloat16", "--keep", "optimizer.*"], 1.0),
         ]
     ):
         run("merge", saved.url, "a@..", "--run", "m", "--step", str(step), *options)
