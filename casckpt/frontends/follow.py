@@ -7,8 +7,8 @@
     .told                    a link to the last generation for which the command returned 0
     000007-average/          the unrounded average that the generation holds, if it holds an average
 
-A new generation copies the current one (with shared blocks if the file system supports them) or reuses the files of an
-old one. Only the differences are read from the store.
+A new generation copies the current one, with shared blocks if the file system supports them. Only the differences are
+read from the store.
 
 If the process dies, the next process removes temporary folders and generations without a link. It reruns the command
 if the command may not have finished.
@@ -65,8 +65,8 @@ class Follower:
     ``keys``: fnmatch patterns for the tensors to write. ``command``: a shell command that runs after each switch, with
     CASCKPT_FOLDER, CASCKPT_RUN, CASCKPT_STEP and CASCKPT_ID; if the process is killed, it may run twice for the same
     id. ``keep``: the number of older generations to keep. Earlier ones are removed once the command has returned 0.
-    ``reuse``: keep one more generation, whose files the next one reuses. ``merge``: "ema:0.99" writes the exponential
-    moving average of the run's checkpoints up to the newest, with this decay per checkpoint.
+    ``merge``: "ema:0.99" writes the exponential moving average of the run's checkpoints up to the newest, with this
+    decay per checkpoint.
     """
 
     store: Store
@@ -75,7 +75,6 @@ class Follower:
     keys: Sequence[str] = ()
     command: str | None = None
     keep: int = 1
-    reuse: bool = False
     merge: str | None = None
     _warned: list[bool] = field(default_factory=list, init=False, repr=False, compare=False)
 
@@ -192,24 +191,17 @@ class Follower:
             store = Store(checkpoint.repo)
         model = is_model(store.attachments(checkpoint))
         export_safetensors(store, checkpoint, folder, model=model, keys=keys, base=base)
-        if base is not None and base.is_taken:
-            shutil.rmtree(base.folder)
 
     def _base(self) -> Base | None:
-        """Return the base for the next generation: an old generation, which is renamed first, or the current one."""
-        current, spare = self._at(CURRENT), self._spare()
+        """Return the base for the next generation: the current one."""
+        current = self._at(CURRENT)
         if current is None or self._average is not None:  # all of an average is new
             return None
         try:
-            checkpoint = self.store.get(_id_of(spare or current))
+            checkpoint = self.store.get(_id_of(current))
         except NotFound:  # the checkpoint was purged, so a comparison is impossible
             return None
-        return Base(checkpoint, current if spare is None else _hidden(spare), spare is not None)
-
-    def _spare(self) -> Path | None:
-        """Return the old generation to reuse, or None if there is none."""
-        old = self._old()
-        return old[-1] if old and self.reuse and self._average is None else None
+        return Base(checkpoint, current)
 
     def _old(self) -> list[Path]:
         """Return the generations to remove.
@@ -262,13 +254,12 @@ class Follower:
         for path in self.folder.iterdir():
             if _LEFT.fullmatch(path.name):
                 _remove(path)
-        current, every, spare = self._at(CURRENT), self._generations(), self._spare()
+        current, every = self._at(CURRENT), self._generations()
         unfinished = every[every.index(current) + 1 :] if current in every else every
         averages = [path for path in self.folder.iterdir() if _AVERAGE.fullmatch(path.name)]
         unused = [path for path in averages if current is None or path != _average_of(current)]
         for path in [*self._old(), *unfinished, *unused]:
-            if path != spare:
-                _remove(path)
+            _remove(path)
 
 
 def _number_of(folder: Path) -> int:

@@ -50,12 +50,6 @@ def _line(row: dict[str, Any]) -> str:
 @click.option(
     "--keep", type=click.IntRange(min=0), default=1, show_default=True, help="The number of older versions to keep."
 )
-@click.option(
-    "--reuse",
-    is_flag=True,
-    help="Keep one extra version, and write the next version into its files. Do not use this with engines that "
-    "memory-map files.",
-)
 @click.option("--merge", metavar="ema:DECAY", help="Write the moving average of all checkpoints, as merge --ema does.")
 @click.option("--poll", type=DURATION, default="1s", show_default=True, help="How often to look for a new checkpoint.")
 def follow(

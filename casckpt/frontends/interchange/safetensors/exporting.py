@@ -42,11 +42,10 @@ log = logging.getLogger(__name__)
 
 
 class Base(NamedTuple):
-    """A folder that holds an earlier export of ``checkpoint``. ``is_taken``: whether its files may be moved."""
+    """A folder that holds an earlier export of ``checkpoint``."""
 
     checkpoint: Checkpoint
     folder: Path
-    is_taken: bool
 
 
 def export_safetensors(
@@ -139,11 +138,7 @@ class _Job(FolderPlan):
     def revise(self, path: Path, file: FileLayout, base: Base) -> bool:
         """Create one file from a base's file. Return False if the base does not have a file with the same layout."""
         old = base.folder / file.name
-        if not _is_like(old, file):
-            return False
-        if base.is_taken:
-            os.rename(old, path)
-        elif not copied(old, path):
+        if not _is_like(old, file) or not copied(old, path):
             return False
         with path.open("r+b") as opened:
             opened.seek(len(file.head))
