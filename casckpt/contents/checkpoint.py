@@ -205,8 +205,8 @@ class Checkpoint:
         """The checkpoints or files that the saved state came from; empty if the save recorded none.
 
         "resumed_from": the ``id``, ``run`` and ``step`` of the checkpoint that the training last loaded.
-        "imported_from": the ``path`` that an import read, and its ``digest``. "merged_from": a list of checkpoints. Any
-        of them may no longer exist. Raises Unsigned if the store requires a signature and there is none.
+        "imported_from": the ``path`` that an import read. "merged_from": a list of checkpoints. Any of them may no
+        longer exist. Raises Unsigned if the store requires a signature and there is none.
         """
         recorded = self._record.lineage or {}
         if self.repo.trusted is None and None not in recorded.values():  # a signature does not cover the record

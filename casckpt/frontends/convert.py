@@ -12,7 +12,6 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Unpack
 
-from casckpt.base.digest import files_digest
 from casckpt.base.text import is_url, local_path
 from casckpt.contents.checkpoint import Checkpoint
 from casckpt.errors import InvalidInput, NotFound
@@ -72,15 +71,11 @@ class DetectedFormat:
 
     @property
     def origin(self) -> dict[str, str]:
-        """The lineage of an import: the ``path`` or URL without passwords and parameters, and the files' ``digest``.
-
-        There is no digest if the import reads a URL directly. Raises OSError.
-        """
+        """The lineage of an import: the ``path`` or URL without passwords and parameters."""
         if not isinstance(self.path, Path):
             return {"path": _public(self.path)}
         named = os.fsencode(self.path.absolute()).decode(errors="replace")
-        digest = files_digest(self.path, self.sources.weights)
-        return {"path": _public(self.url) if self.url else named, "digest": digest}
+        return {"path": _public(self.url) if self.url else named}
 
 
 @contextmanager
@@ -155,7 +150,7 @@ def import_any(
     """Import a checkpoint with the import function for its detected format. ``options``: those of `ImportArguments`.
 
     ``as_is``, ``parameter_names``: for a torch.save file; other formats are always saved unchanged. The checkpoint's
-    ``lineage`` names the path, with the digest of the files with weights, which are read once more for it.
+    ``lineage`` names the path.
     """
     log.info("reading %s as %s", detected.path, detected.kind)
     with _reading(detected.path):

@@ -12,7 +12,6 @@ import safetensors.torch
 import torch
 
 import casckpt
-from casckpt.base.digest import hex_digest
 from casckpt.errors import Conflict, NotFound
 from casckpt.frontends.convert import (
     DetectedFormat,
@@ -124,4 +123,4 @@ def test_a_file_that_is_fetched_from_a_url_is_named_by_the_url(store: casckpt.St
     fsspec.filesystem("memory").pipe("/lineage/w.safetensors", data)
     with looked_at("memory://lineage/w.safetensors") as found:
         made = import_any(store, found, step=1)
-    assert made.lineage == {"imported_from": {"path": "memory://lineage/w.safetensors", "digest": hex_digest(data)}}
+    assert made.lineage == {"imported_from": {"path": "memory://lineage/w.safetensors"}}
