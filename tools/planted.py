@@ -561,7 +561,7 @@ BUGS: dict[str, tuple[str, str, str, str]] = {
         "BufferPool._take_back",
         "self._free.append(buffer)",
         "pass",
-        "tests/frontends/serve/test_sending.py::test_a_window_needed_by_several_clients_is_read_once",
+        "tests/frontends/serve/test_sending.py::test_many_clients_read_at_the_same_time_in_bounded_memory",
     ),
     "a hanging server stops without a message": (
         "Connection._watch",

@@ -1,4 +1,4 @@
-"""Sends ranges of files under leases. It reads ahead in bounded memory, which all clients share."""
+"""Sends ranges of files under leases. It reads ahead in memory that is bounded across all clients."""
 
 from __future__ import annotations
 
@@ -208,7 +208,6 @@ class Desk:
         self.leases = Leases(store)
         self.slots = asyncio.Semaphore(WINDOWS)
         self.buffers = BufferPool(WINDOWS, WINDOW_BYTES)
-        self.windows: dict[object, _Held] = {}
         self._wrong: dict[tuple[str, str], tuple[float, int, CasckptError]] = {}
         remote = store.repository.storage.traits.remote  # in that case, threads spend most of their time waiting
         self.ahead = _AHEAD if remote else 1
@@ -242,47 +241,11 @@ class Desk:
             pool.shutdown(wait=False, cancel_futures=True)
 
 
-class _Held:
-    """A window that is in memory or being read. All responses that send it share it, and the last of these frees it."""
+class _Held(NamedTuple):
+    """A window in memory. ``taken``: closing it frees the memory."""
 
-    def __init__(self, desk: Desk, key: object, reader: RangeReader, window: Window) -> None:
-        self.data = memoryview(b"")
-        self._desk, self._key, self._users = desk, key, 0
-        self._taken = ExitStack()
-        self._reading = asyncio.ensure_future(self._read(reader, window))
-
-    async def _read(self, reader: RangeReader, window: Window) -> None:
-        desk = self._desk
-        with ExitStack() as taken:
-            await desk.slots.acquire()
-            taken.callback(desk.slots.release)
-            buffer = taken.enter_context(desk.buffers.borrow())  # never waits: there are as many as `desk.slots`
-            reading = asyncio.ensure_future(desk.read(partial(reader.read, window, buffer.view)))
-            try:
-                self.data = await asyncio.shield(reading)
-            except asyncio.CancelledError:
-                await asyncio.wait([reading])  # until then, the thread writes to the buffer
-                raise
-            self._taken = taken.pop_all()
-
-    async def join(self) -> _Held:
-        """Wait until the window is in memory. Call `leave` afterwards. Raises the errors of the read."""
-        self._users += 1
-        try:
-            await asyncio.shield(self._reading)
-        except BaseException:
-            self.leave()
-            raise
-        return self
-
-    def leave(self) -> None:
-        """Stop using the window, because it was sent or the client disconnected."""
-        self._users -= 1
-        if not self._users:
-            if self._desk.windows.get(self._key) is self:
-                del self._desk.windows[self._key]
-            self._reading.cancel()  # has no effect if the read has finished
-            self._taken.close()
+    data: memoryview
+    taken: ExitStack
 
 
 class RangeResponse:
@@ -328,7 +291,7 @@ class RangeResponse:
         """
         self._desk.check(self._folder, self._file, self._span)
         reader = RangeReader(self._desk.store.repository, self._folder, self._file, self._span)
-        held = await self._join(reader, reader.next())
+        held = await self._read(reader, reader.next())
         self._window = reader.next()
         ahead: deque[asyncio.Future[_Held | None]] = deque()
         try:
@@ -337,13 +300,15 @@ class RangeResponse:
             while held is not None and not gone.done():
                 self._read_ahead(reader, ahead)
                 await self._send(send, gone, held.data)
-                held.leave()
+                held.taken.close()
                 held = None
-                held = await (ahead.popleft() if ahead else self._join_next(reader))
+                held = await (ahead.popleft() if ahead else self._read_next(reader))
         finally:
-            for joining in ahead:
-                joining.cancel()
-            _leave(held, *await asyncio.gather(*ahead, return_exceptions=True))
+            for reading in ahead:
+                reading.cancel()
+            for each in (held, *await asyncio.gather(*ahead, return_exceptions=True)):
+                if isinstance(each, _Held):
+                    each.taken.close()
         if not gone.done():
             await send({"type": "http.response.body", "body": b"", "more_body": False})
 
@@ -355,32 +320,30 @@ class RangeResponse:
 
     def _read_ahead(self, reader: RangeReader, ahead: deque[asyncio.Future[_Held | None]]) -> None:
         """Start reading the next windows as far as memory allows."""
-        while self._window is not None and len(ahead) < self._desk.ahead and self._has_room(self._window):
-            ahead.append(asyncio.ensure_future(self._join_next(reader)))
+        while self._window is not None and len(ahead) < self._desk.ahead and not self._desk.slots.locked():
+            ahead.append(asyncio.ensure_future(self._read_next(reader)))
 
-    def _join_next(self, reader: RangeReader) -> Coroutine[object, object, _Held | None]:
+    def _read_next(self, reader: RangeReader) -> Coroutine[object, object, _Held | None]:
         window = self._window
         self._window = None if window is None else reader.next()
-        return self._join(reader, window)
+        return self._read(reader, window)
 
-    def _key(self, window: Window) -> object:
-        """Return the key by which responses share windows."""
-        return self._folder.checkpoint.id, self._file.etag, window.start, window.stop
-
-    def _has_room(self, window: Window) -> bool:
-        return self._key(window) in self._desk.windows or not self._desk.slots.locked()
-
-    async def _join(self, reader: RangeReader, window: Window | None) -> _Held | None:
-        """Return a window in memory: one that other responses share, or one that is read now.
-
-        Return None at the end.
-        """
+    async def _read(self, reader: RangeReader, window: Window | None) -> _Held | None:
+        """Read a window as soon as there is memory for it. Return None at the end."""
         if window is None:
             return None
-        windows, key = self._desk.windows, self._key(window)
-        if key not in windows:
-            windows[key] = _Held(self._desk, key, reader, window)
-        return await windows[key].join()
+        desk = self._desk
+        with ExitStack() as taken:
+            await desk.slots.acquire()
+            taken.callback(desk.slots.release)
+            buffer = taken.enter_context(desk.buffers.borrow())  # never waits: there are as many as `desk.slots`
+            reading = asyncio.ensure_future(desk.read(partial(reader.read, window, buffer.view)))
+            try:
+                data = await asyncio.shield(reading)
+            except asyncio.CancelledError:
+                await asyncio.wait([reading])  # until then, the thread writes to the buffer
+                raise
+            return _Held(data, taken.pop_all())
 
     async def _send(self, send: Send, gone: asyncio.Future[None], data: memoryview) -> None:
         for start in range(0, len(data), _CHUNK_BYTES):
@@ -395,12 +358,6 @@ class RangeResponse:
         host, _ = scope.get("client") or ("?", 0)
         saved = self._folder.checkpoint
         return f"{saved.run}@{saved.step}/{self._file.name} [{self._span.start}-{self._span.stop}) to {host}"
-
-
-def _leave(*windows: object) -> None:
-    for window in windows:
-        if isinstance(window, _Held):
-            window.leave()
 
 
 async def _gone(receive: Receive) -> None:
