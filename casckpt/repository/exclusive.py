@@ -32,8 +32,6 @@ def require_exclusive(
     ``known``: the result of an earlier probe. ``single_writer``: the caller promises to be the only writer.
     """
     traits = storage.traits
-    if traits.read_only:
-        raise Unsupported(f"{storage.url} is read-only: save to a different store, or copy this one there")
     if single_writer or (traits.exclusive is None and known):
         return
     why = {True: "", False: "it cannot check and create in one step", None: None}[traits.exclusive]

@@ -95,7 +95,7 @@ def _open_remote(scheme: str, rest: str, options: Options, *, single_writer: boo
     from casckpt.storage.remote.urls import open_remote  # fsspec is slow to import
 
     if not _is_known(scheme):
-        known = ", ".join(f"{name}://" for name in ("file", "memory", "s3", "gs", "az", "http", "https"))
+        known = ", ".join(f"{name}://" for name in ("file", "memory", "s3", "gs", "az"))
         raise Unsupported(f"casckpt cannot open {scheme}:// URLs: use a path or one of {known}")
     return open_remote(scheme, rest, options, single_writer=single_writer)
 

@@ -58,7 +58,6 @@ class Traits:
     exclusive: bool | None
     stale: str = ""
     uploads: int = 1
-    read_only: bool = False
     page_cache: bool | None = False
 
     @property

@@ -37,7 +37,7 @@ def open(
 ) -> Store:
     """Open a store at a path, ``s3://bucket/prefix``, ``memory://`` or any other URL that fsspec supports.
 
-    The first save creates the store. ``http://`` and ``https://`` stores are read-only.
+    The first save creates the store.
 
     ``storage_options``: options for the storage's client (fsspec). ``cache_dir``: the folder for this host's catalogue
     of the store (default: the user's cache folder). If you pass it and the store is remote, the folder also caches each

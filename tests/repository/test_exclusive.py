@@ -28,7 +28,6 @@ class Unknown(MemoryStore):
     """Storage whose creates are exclusive, but which does not declare this."""
 
     exclusive: bool | None = None
-    read_only = False
 
     def __init__(self, name: str | None = None) -> None:
         super().__init__(name or uuid4().hex)
@@ -36,7 +35,7 @@ class Unknown(MemoryStore):
 
     @property
     def traits(self) -> Traits:
-        return Traits(remote=True, read_gap=0, parallel=4, exclusive=self.exclusive, read_only=self.read_only)
+        return Traits(remote=True, read_gap=0, parallel=4, exclusive=self.exclusive)
 
     def put(self, key: str, data: memoryview | bytes, *, settle: bool = True) -> None:
         self.puts.append(key)
@@ -161,14 +160,6 @@ def test_storage_known_to_be_exclusive_is_not_probed(tmp_path: Path) -> None:
             with pytest.raises(Unsupported, match="in one step"):
                 repo.create()
         assert not any(key.startswith(PREFIX) for key in store.puts)  # type: ignore[attr-defined]  # of Unknown
-
-
-def test_read_only_storage_is_reported_even_to_a_single_writer(tmp_path: Path) -> None:
-    store = Unknown()
-    store.read_only = True
-    for single in (False, True):
-        with pytest.raises(Unsupported, match="is read-only"):
-            Repository(store, tmp_path / "cache", single_writer=single).create()
 
 
 def test_a_failing_probe_is_inconclusive(tmp_path: Path) -> None:

@@ -9,7 +9,6 @@ from uuid import uuid4
 
 import pytest
 
-from casckpt.errors import Unsupported
 from casckpt.repository.repository import Repository
 from casckpt.storage.base import Finding, Known, ListedObject, Traits
 from casckpt.storage.local.store import LocalStore
@@ -79,12 +78,6 @@ class Stale(Own):
     @property
     def traits(self) -> Traits:
         return Traits(remote=False, read_gap=0, parallel=1, exclusive=True, stale="it is on NFS")
-
-
-class ReadOnly(Own):
-    @property
-    def traits(self) -> Traits:
-        return Traits(remote=True, read_gap=0, parallel=1, exclusive=False, read_only=True)
 
 
 class Set(Own):
@@ -176,15 +169,6 @@ def test_the_next_doctor_or_gc_removes_what_a_killed_doctor_left(next_one: str, 
         deque(examine(repo), maxlen=0) if next_one == "doctor" else run_gc(repo)
         assert {entry.key for entry in repo.storage.list("probes/")} == expected
     assert [*(tmp_path / "store").glob("probes/*")] == []  # gc leaves folders at the top
-
-
-def test_doctor_says_that_storage_is_read_only_and_what_that_means(tmp_path: Path) -> None:
-    (finding,) = findings(ReadOnly(), tmp_path).values()
-    assert finding == Finding(
-        "write", None, "the storage is read-only, so no other check ran", "save to a different store"
-    )
-    with pytest.raises(Unsupported, match="is read-only: run gc where the store can be written"):
-        run_gc(Repository(ReadOnly(), tmp_path, clock=Ticks()))
 
 
 def test_doctor_says_what_a_user_of_the_store_would_meet(tmp_path: Path) -> None:

@@ -65,8 +65,6 @@ class Client(Protocol):
     """The time limits."""
     exclusive: bool | None
     """Whether `create` refuses an existing key, even among concurrent calls. None: unknown, so it must be probed."""
-    read_only: bool
-    """Whether the storage is read-only."""
     failures: tuple[type[Exception], ...]
     """The errors that calls may raise."""
 

@@ -13,7 +13,7 @@ from casckpt.base.text import in_one_line
 from casckpt.errors import NotFound, Refused, Unsupported
 from casckpt.storage.base import AlreadyExists, Finding, ListedObject, ShortObject
 from casckpt.storage.failures import ROOM, is_full
-from casckpt.storage.remote.calls import WEB, calls_of, with_timeouts
+from casckpt.storage.remote.calls import Calls, with_timeouts
 from casckpt.storage.remote.client import ExplainedFailure, Page, microseconds_of
 from casckpt.storage.remote.patience import Patience
 
@@ -36,11 +36,10 @@ class FsspecClient:
         self.patience = patience
         self._scheme = url.partition("://")[0]
         self._fs, root = url_to_fs(url, **with_timeouts(self._scheme, options, patience))
-        self._ask = calls_of(self._fs, self._scheme, patience)
+        self._ask = Calls(self._fs, patience)
         self._root = root.rstrip("/")
         self._listing = threading.Lock()
         self.exclusive: bool | None = None if self._scheme in _ATOMIC else False
-        self.read_only = self._scheme in WEB
 
     def explain(self, error: Exception) -> ExplainedFailure:
         """See `casckpt.storage.remote.client.Client`."""
@@ -74,8 +73,6 @@ class FsspecClient:
         return None
 
     def _write(self, key: str, data: memoryview, mode: str) -> None:
-        if self.read_only:
-            raise Unsupported(f"{self._scheme}:// storage is read-only: save to a different store")
         path = self._path(key)
         if self._scheme not in _ATOMIC:  # `_ATOMIC` storage has no folders
             self._ask("makedirs", path.rpartition("/")[0], exist_ok=True)
@@ -104,12 +101,10 @@ class FsspecClient:
             info = self._ask("info", self._path(key))
         except (FileNotFoundError, NotADirectoryError) as error:
             if isinstance(why := error.__cause__, Exception) and not _is_absence(why):
-                raise why from None  # fsspec reports every web server failure as a missing file
+                raise why from None  # fsspec reports some failures of servers as missing files
             return None
         if info["type"] != "file":
             return None
-        if info["size"] is None:
-            raise Unsupported(f"the server does not report the size of {self._path(key)}, so casckpt cannot use it")
         return int(info["size"])
 
     def read(self, key: str, offset: int, end: int) -> bytes:
@@ -130,11 +125,6 @@ class FsspecClient:
         return [entry for entry in entries if entry is not None and entry.key.startswith(prefix)]
 
     def _right_in(self, folder: str) -> Page:
-        if self.read_only:
-            entries = self._all(f"{folder}/")
-            depth = folder.count("/") + 1
-            deeper = {"/".join(entry.key.split("/")[: depth + 1]) for entry in entries if entry.key.count("/") > depth}
-            return Page([entry for entry in entries if entry.key.count("/") == depth], sorted(deeper))
         with self._listing:
             self._fs.invalidate_cache()
             try:
@@ -150,16 +140,11 @@ class FsspecClient:
         key = path.removeprefix(self._root).removeprefix("/")
         if about.get("type") == "directory" or not _KEY.fullmatch(key):
             return None
-        size = about.get("size")
-        if size is None:  # a listing made from links has no sizes
-            size = self.size(key)
         time = microseconds_of(about.get("mtime") or about.get("last_modified"))
-        return None if size is None else ListedObject(key, int(size), _version(about), time=time)
+        return ListedObject(key, int(about["size"]), _version(about), time=time)
 
     def delete(self, key: str) -> None:
         """See `casckpt.storage.remote.client.Client`."""
-        if self.read_only:
-            raise Unsupported(f"{self._scheme}:// storage is read-only: casckpt cannot delete anything there")
         try:
             self._ask("rm_file", self._path(key))
         except (FileNotFoundError, NotADirectoryError):

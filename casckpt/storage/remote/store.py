@@ -96,8 +96,7 @@ class RemoteStore(ObjectStore):
         """The traits of this storage. Few clients report ``exclusive`` creates; a probe detects the others."""
         client = self._clients.get()
         return Traits(
-            remote=True, read_gap=GAP, parallel=REQUESTS, exclusive=client.exclusive, uploads=UPLOADS,
-            read_only=client.read_only,
+            remote=True, read_gap=GAP, parallel=REQUESTS, exclusive=client.exclusive, uploads=UPLOADS
         )  # fmt: skip
 
     def put(self, key: str, data: memoryview | bytes, *, settle: bool = True) -> None:

@@ -16,9 +16,8 @@ from casckpt.storage.remote.store import RemoteStore
 _BUCKET = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{1,254}")
 _NEEDS = {
     "s3": "s3fs", "gs": "gcsfs", "gcs": "gcsfs", "az": "adlfs", "abfs": "adlfs", "abfss": "adlfs",
-    "http": "aiohttp", "https": "aiohttp",
 }  # fmt: skip
-_EXTRAS = {"gcsfs": "gcs", "adlfs": "azure", "s3fs": "s3", "aiohttp": "https"}
+_EXTRAS = {"gcsfs": "gcs", "adlfs": "azure", "s3fs": "s3"}
 _SHORTEST = {"s3": 3, "gs": 3, "gcs": 3}  # minimum length of a bucket name
 
 
@@ -67,6 +66,11 @@ def open_remote(scheme: str, rest: str, options: Mapping[str, Any], *, single_wr
     host, *parts = rest.split("/")
     if "@" in host:
         raise InvalidInput(f"a {scheme}:// URL must not contain credentials: pass them in storage_options")
+    if scheme in ("http", "https"):
+        raise Unsupported(
+            f"casckpt cannot open a store on a web server ({scheme}://{host[:200]}): copy the store's folder to this "
+            "machine, or mount it, and open that folder"
+        )
     if any(character in rest for character in "?#\\") or "::" in rest:
         raise InvalidInput(
             f"the {scheme}:// URL of a store must not have a query or fragment: pass {scheme}://bucket/prefix"

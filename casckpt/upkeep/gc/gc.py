@@ -607,8 +607,6 @@ def last_gc(repo: Repository) -> Ran | None:
 
 
 def _check_storage(repo: Repository) -> None:
-    if repo.storage.traits.read_only:
-        raise Unsupported(f"{repo.storage.url} is read-only: run gc where the store can be written")
     if repo.storage.traits.stale:
         raise Unsupported(f"gc cannot run, because the listings may be out of date: {repo.storage.traits.stale}")
     refuses = repo.storage.traits.exclusive

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
@@ -11,10 +11,8 @@ from typing import Any
 
 import pytest
 
-import casckpt
 from casckpt.errors import NotFound, StorageError, Unsupported
 from casckpt.repository.repository import Repository
-from casckpt.storage import open_storage
 from casckpt.storage.base import ObjectStore
 from casckpt.storage.remote.client import Client
 from casckpt.storage.remote.fsspec_client import FsspecClient
@@ -22,8 +20,6 @@ from casckpt.storage.remote.patience import Backoff
 from casckpt.storage.remote.store import RemoteStore
 from casckpt.storage.remote.urls import RemoteLocation
 from tests.storage.contract import Peek, StorageContract
-from tests.support import servers
-from tests.support.servers import Server
 
 
 @dataclass(frozen=True)
@@ -65,45 +61,6 @@ def test_storage_without_exclusive_creates_rejects_a_second_writer(tmp_path: Pat
         Repository(storage, tmp_path / "cache").create()
     assert not (tmp_path / "store").exists()
     assert Repository(storage, tmp_path / "cache", single_writer=True).create()
-
-
-@pytest.fixture(scope="module")
-def web(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    with servers.running(servers.web(tmp_path_factory.mktemp("web"))) as server:
-        yield server
-
-
-def test_a_store_on_a_web_server_can_be_read(web: Server, store_path: Path, tmp_path: Path) -> None:
-    import torch
-
-    state: dict[str, Any] = {"w": torch.arange(1000), "note": "x"}
-    saved = casckpt.open(web.folder / "data" / "a" / "store").save(state, step=3)
-    store = casckpt.open(f"{web.endpoint}/a/store", cache_dir=tmp_path / "cache")
-    assert [ckpt.id for ckpt in store.checkpoints()] == [saved.id]
-    found = store.read("default@3")
-    assert torch.equal(found["w"], state["w"])
-    assert found["note"] == "x"
-    assert not store.verify().is_damaged
-    assert store.stats().blobs == store.stats().blobs == 1
-    entries, folders = store.repository.storage.list_folder("commits")
-    assert ([entry.key for entry in entries], folders) == ([f"commits/{saved.commit.txid}"], [])
-
-
-def test_a_web_server_is_read_only(web: Server, tmp_path: Path) -> None:
-    for single in (False, True):
-        store = casckpt.open(f"{web.endpoint}/none", cache_dir=tmp_path / "cache", single_writer=single)
-        with pytest.raises(Unsupported, match=r"(are|is) read-only"):
-            store.save({"a": 1}, step=0)
-        with pytest.raises(Unsupported, match=r"(are|is) read-only"):
-            store.repository.storage.delete("casckpt.json")
-
-
-def test_missing_objects_on_a_web_server_are_not_found(web: Server) -> None:
-    storage = open_storage(f"{web.endpoint}/nowhere")
-    assert storage.size("casckpt.json") is None
-    assert list(storage.list("commits/")) == []
-    with pytest.raises(NotFound):
-        storage.get("casckpt.json", limit=100)
 
 
 def test_a_retry_is_skipped_if_its_pause_exceeds_the_remaining_time(tmp_path: Path) -> None:

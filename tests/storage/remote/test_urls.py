@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import importlib.util
 import re
+import shutil
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+import casckpt
 from casckpt.errors import InvalidInput, Unsupported
 from casckpt.storage import open_storage
 
@@ -26,7 +28,7 @@ def test_credentials_in_a_url_are_rejected_and_not_shown(scheme: str) -> None:
     assert "secret" not in str(caught.value)
 
 
-@pytest.mark.parametrize("scheme", ["s3", "http", "sftp", "github"])
+@pytest.mark.parametrize("scheme", ["s3", "sftp", "github"])
 def test_an_fsspec_protocol_is_opened_without_a_request(scheme: str) -> None:
     assert open_storage(f"{scheme}://bucket/a/b/").url == f"{scheme}://bucket/a/b"
 
@@ -37,13 +39,20 @@ def test_a_bucket_name_that_is_too_short_is_rejected(scheme: str) -> None:
         open_storage(f"{scheme}://b/x")
 
 
-@pytest.mark.parametrize(
-    ("scheme", "package"), [("gs", "'casckpt[gcs]'"), ("az", "'casckpt[azure]'"), ("https", "'casckpt[https]'")]
-)
+@pytest.mark.parametrize(("scheme", "package"), [("gs", "'casckpt[gcs]'"), ("az", "'casckpt[azure]'")])
 def test_the_error_for_a_missing_package_names_it(scheme: str, package: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     with pytest.raises(Unsupported, match=re.escape(f"pip install {package}")):
         open_storage(f"{scheme}://bucket/prefix")
+
+
+def test_a_store_on_a_web_server_is_refused_and_a_copy_of_its_folder_opens(tmp_path: Path) -> None:
+    saved = casckpt.open(tmp_path / "store").save({"x": 1}, step=1)
+    for scheme in ("http", "https"):
+        with pytest.raises(Unsupported, match="copy the store's folder to this machine, or mount it, and open that"):
+            casckpt.open(f"{scheme}://server/store?token=secret")
+    shutil.copytree(tmp_path / "store", tmp_path / "copy")
+    assert casckpt.open(tmp_path / "copy").get("default@1").id == saved.id
 
 
 def test_an_unknown_scheme_is_rejected() -> None:

@@ -158,7 +158,6 @@ class S3Client:
     """
 
     exclusive: bool | None = None  # some servers silently ignore the condition
-    read_only = False
     failures = FAILURES
 
     def __init__(
