@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import logging
 from collections.abc import Sequence
-from math import isnan
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -27,7 +26,6 @@ from casckpt.cli.text import (
     table,
     unusual,
 )
-from casckpt.errors import InvalidInput
 
 if TYPE_CHECKING:
     from casckpt.store.listing import Listing
@@ -53,24 +51,11 @@ log = logging.getLogger(__name__)
     is_flag=True,
     help="Also list forgotten checkpoints and the old locations of rewritten ones, until a gc purges them.",
 )
-@click.option(
-    "--limit",
-    type=click.IntRange(min=1),
-    metavar="N",
-    help="List only the N newest checkpoints, or with --sort, the first N.",
-)
-@click.option(
-    "--sort",
-    "by",
-    metavar="NAME",
-    help="Sort by step, size, new, a metric or metadata. -NAME sorts in descending order.",
-)
+@click.option("--limit", type=click.IntRange(min=1), metavar="N", help="List only the N newest checkpoints.")
 @click.option(
     "--show", multiple=True, metavar="NAME", help="Add a column for this metric or metadata. May be repeated."
 )
-def command(
-    session: Session, *, run: str | None, everything: bool, limit: int | None, by: str | None, show: tuple[str, ...]
-) -> None:
+def command(session: Session, *, run: str | None, everything: bool, limit: int | None, show: tuple[str, ...]) -> None:
     """List the checkpoints, oldest first.
 
     NEW is the size of the data that the save wrote. The rest of SIZE was already in the store. "superseded" means that
@@ -82,11 +67,7 @@ def command(
     if run is not None and not rows:
         log.warning("%s", listing.about_run(run))
     _warn_of_unknown(rows, show)
-    if by is None:
-        rows = rows[-limit:] if limit else rows
-    else:
-        rows, name = _sorted(rows, by)[:limit], by.removeprefix("-")
-        show = show if name in {*_KEYS, *show} else (*show, name)
+    rows = rows[-limit:] if limit else rows
     session.give(rows, lambda rows: text(rows, show))
     if not session.as_json and run is None:
         _say_forgotten(listing, is_remote=session.store.is_remote, shown=everything)
@@ -101,43 +82,9 @@ def _warn_of_unknown(rows: list[dict[str, Any]], show: Sequence[str]) -> None:
             log.warning("no listed checkpoint has %r in its metrics or metadata%s", name, there)
 
 
-_KEYS = {
-    "created": lambda row: row["created_at"],
-    "run": lambda row: row["run"],
-    "step": lambda row: row["step"],
-    "size": lambda row: row["bytes_held"],
-    "new": lambda row: row["stats"]["bytes_written"],
-}
-
-
-def _sorted(rows: list[dict[str, Any]], by: str) -> list[dict[str, Any]]:
-    """Sort by a column, or by a number in the metrics or metadata. Rows without this value come last.
-
-    Raises InvalidInput.
-    """
-    name, backwards = by.removeprefix("-"), by.startswith("-")
-    if name in _KEYS:
-        return sorted(rows, key=_KEYS[name], reverse=backwards)
-    numbers = {id(row): found for row in rows if (found := _number(row, name)) is not None}
-    if rows and not numbers:
-        numeric = {key for row in rows for key in _user_values(row) if _number(row, key) is not None}
-        known = sorted({*_KEYS, *numeric})
-        raise InvalidInput(
-            f"no listed checkpoint has a numeric value of {name!r} to sort by; pass one of {', '.join(known)}"
-        )
-    first = sorted((row for row in rows if id(row) in numbers), key=lambda row: numbers[id(row)], reverse=backwards)
-    return first + [row for row in rows if id(row) not in numbers]
-
-
 def _user_values(row: dict[str, Any]) -> dict[str, Any]:
     """Return a checkpoint's metadata and metrics, by name."""
     return {**(row["metadata"] or {}), **row["metrics"]}
-
-
-def _number(row: dict[str, Any], name: str) -> float | None:
-    found = _user_values(row).get(name)
-    is_number = isinstance(found, int | float) and not isinstance(found, bool) and not isnan(found)
-    return found if is_number else None
 
 
 def checkpoint_rows(listing: Listing, run: str | None = None, *, everything: bool = False) -> list[dict[str, Any]]:
