@@ -70,7 +70,7 @@ def test_an_imported_folder_is_exported_with_the_same_tensors(tmp_path: Path, co
 
 @pytest.mark.parametrize("kind", ["Int8Tensor", "Scaled"])
 def test_a_model_with_wrappers_is_not_exported_as_one(tmp_path: Path, kind: str) -> None:
-    weight = scaled(1, 4, 4)
+    weight: torch.Tensor = scaled(1, 4, 4)
     if kind == "Int8Tensor":
         linear = nn.Linear(64, 64, bias=False)
         torchao.quantize_(linear, torchao.Int8WeightOnlyConfig())

@@ -237,7 +237,7 @@ def test_a_follower_updates_the_files_of_components(store: casckpt.Store, tmp_pa
         if step > 1:
             state = {"unet": {key: tensor * step for key, tensor in STATE.items()}, "vae": STATE}
             store.save(state, run="a", step=step, attachments=attachments(store, made))
-        (switch,) = Follower(store, "a", tmp_path / "follow", keep=0, reuse=True).follow(once=True)
+        (switch,) = Follower(store, "a", tmp_path / "follow", keep=0).follow(once=True)
         store.export(f"a@{step}", tmp_path / f"{step}")
         assert contents(switch.folder) == contents(tmp_path / f"{step}")
     assert unpacked(contents(tmp_path / "4")).keys() == unpacked(contents(folder)).keys()
