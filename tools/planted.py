@@ -2175,7 +2175,7 @@ BUGS: dict[str, tuple[str, str, str, str]] = {
     ),
     "a damaged copy of a blob is restored": (
         "_BlobCopies.fetch",
-        " and not prove(reader, ref, data).why:",
+        " and not prove(reader, ref, data):",
         ":",
         "tests/upkeep/repair/test_repair.py::test_a_blob_is_restored_from_a_different_uploader",
     ),

@@ -84,6 +84,7 @@ def test_gc_does_the_runs_that_match_and_fails_for_a_pattern_that_matches_none(
     assert (named(done["forgotten"]), done["unmatched"]) == (["a@1"], ["nix*"])
     assert "no checkpoint of run 'nix*'" in run(*rule, status=1).stderr
     assert as_json("gc", saved, "--run", "a*")["unmatched"] == []
+    assert "does not begin with '-': --dry-run" in run("gc", saved, "--run", "--dry-run", status=2).stderr
 
 
 def test_a_run_without_any_metric_is_trimmed_by_the_other_rule(
