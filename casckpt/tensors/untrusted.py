@@ -1,20 +1,17 @@
-"""Readers for other programs' pickles that do not run code or exhaust memory."""
+"""Readers for other programs' pickles that do not run code, or end the process."""
 
 from __future__ import annotations
 
 import io
 import pickle
 import struct
-from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import is_dataclass
 from typing import Any, ClassVar, Final
 
-import torch
-
 from casckpt.base.text import in_one_line
-from casckpt.errors import CasckptError, Refused
+from casckpt.errors import CasckptError
 
 MISREAD: Final[tuple[type[Exception], ...]] = (
     pickle.PickleError, struct.error, ArithmeticError, AssertionError, AttributeError, BufferError, EOFError,
@@ -26,7 +23,6 @@ Warning is included because torch warns about an unexpected protocol, and some u
 """
 
 _KEY_PARTS: Final = 64
-_MORE_VALUES, _MOST_VALUES, _MORE_BYTES = 1 << 20, 1 << 26, 4 << 30
 
 
 @contextmanager
@@ -99,11 +95,6 @@ class BoundedUnpickler(pickle._Unpickler):
             raise pickle.UnpicklingError(f"it sets attributes of a {type(self.stack[-2]).__name__}")
         _AS_PYTHON[pickle.BUILD[0]](self)
 
-    def _bytearray(self) -> None:
-        if not self._anything:  # a bytearray is allocated before its bytes are read
-            raise pickle.UnpicklingError("it contains a bytearray")
-        _AS_PYTHON[pickle.BYTEARRAY8[0]](self)
-
     def check_keys(self, keys: Sequence[Any]) -> None:
         """Reject keys with many parts, because nested tuples may take forever to hash or overflow the stack."""
         for key in keys:
@@ -119,40 +110,4 @@ class BoundedUnpickler(pickle._Unpickler):
                     raise pickle.UnpicklingError(f"it contains a key with more than {_KEY_PARTS} parts")
 
     dispatch[pickle.BUILD[0]] = _build
-    dispatch[pickle.BYTEARRAY8[0]] = _bytearray
     dispatch.update({code[0]: _checking_keys(code[0], keys) for code, keys in _KEYS.items()})
-
-
-def check_expansion(value: Any, nbytes: int, where: str) -> None:
-    """Raise Refused for a value that would be far larger than its file's ``nbytes`` if it were written out.
-
-    A list that contains a second list twice, which contains a third list twice, and so on, is small in memory, but
-    takes a very long time to walk. The same is true for a list that contains itself, and for a tensor whose elements
-    share memory. Also raises Refused for a mapping or a tensor with attributes that hide its methods.
-    """
-    most, room = min(_MOST_VALUES, _MORE_VALUES + 4 * nbytes), _MORE_BYTES + 16 * nbytes
-    waiting, seen = [value], 0
-    while waiting:
-        item = waiting.pop()
-        seen += 1
-        if isinstance(item, torch.Tensor):
-            _check_methods(item, where)
-            room -= item.numel() * item.element_size()
-        elif isinstance(item, Mapping):
-            _check_methods(item, where)
-            waiting.extend((*item.values(), getattr(item, "_metadata", None)))
-        elif isinstance(item, list | tuple | set | frozenset):
-            waiting.extend(item)
-        if seen > most or room < 0:
-            raise Refused(
-                f"{where} contains itself, or contains the same value many times, so its data would be far larger "
-                "than the file"
-            )
-
-
-def _check_methods(item: torch.Tensor | Mapping[Any, Any], where: str) -> None:
-    if not isinstance(item, torch.Tensor | OrderedDict):
-        return  # other types do not have attributes
-    hidden = [name for name in vars(item) if hasattr(type(item), name)]
-    if hidden:
-        raise Refused(f"{where} is damaged or hostile: it replaces {type(item).__name__}.{hidden[0]}")

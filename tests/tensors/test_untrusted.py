@@ -1,9 +1,8 @@
-"""A hostile pickle cannot run code, allocate memory, hang, or reach values outside."""
+"""A hostile pickle cannot run code, end the process, or reach values outside."""
 
 from __future__ import annotations
 
 import pickle
-from collections import OrderedDict
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,8 +10,7 @@ import pytest
 import torch
 
 from casckpt.errors import Damaged, Refused
-from casckpt.tensors import untrusted
-from casckpt.tensors.untrusted import MISREAD, BoundedUnpickler, check_expansion, misread
+from casckpt.tensors.untrusted import MISREAD, BoundedUnpickler, misread
 from tests.support.fuzz import Canary, sung
 
 HERE = __name__
@@ -88,54 +86,3 @@ def test_reader_errors_are_converted_to_an_error_that_names_the_source() -> None
 
 def _refused(why: str) -> Refused:
     return Refused(f"the file: {why}")
-
-
-def shared(depth: int) -> Any:
-    value: Any = [1]
-    for _ in range(depth):
-        value = [value, value]
-    return value
-
-
-def looped() -> Any:
-    value: list[Any] = []
-    value.append({"again": (value,)})
-    return value
-
-
-def of_state_dict() -> Any:
-    state: OrderedDict[str, Any] = OrderedDict(a=1)
-    vars(state)["_metadata"] = shared(60)
-    return state
-
-
-def shadowed() -> Any:
-    state: OrderedDict[str, Any] = OrderedDict(a=1)
-    vars(state)["items"] = 5
-    return state
-
-
-def shadowed_tensor() -> Any:
-    tensor = torch.ones(2)
-    vars(tensor)["detach"] = 5
-    return tensor
-
-
-@pytest.mark.parametrize(
-    "make",
-    [
-        lambda: shared(60), looped, of_state_dict, shadowed, shadowed_tensor,
-        lambda: torch.zeros(1).expand(1 << 40), lambda: {(1, 2): {"x": shared(60)}},
-    ],
-)  # fmt: skip
-def test_a_value_of_exponential_size_is_rejected(monkeypatch: pytest.MonkeyPatch, make: Any) -> None:
-    monkeypatch.setattr(untrusted, "_MORE_VALUES", 1000)
-    with pytest.raises(Refused, match="the file"):
-        check_expansion({"a": make()}, 1000, "the file")
-
-
-def test_a_value_with_little_sharing_is_accepted() -> None:
-    tensor = torch.ones(1000).expand(1000, 1000)
-    parameter = torch.nn.Parameter(torch.ones(2))
-    vars(parameter)["tensor_model_parallel"] = True  # as Megatron sets it
-    check_expansion({"a": shared(10), "b": [tensor, tensor], "c": parameter, "d": OrderedDict(a=1)}, 1000, "the file")

@@ -31,7 +31,7 @@ from casckpt.storage.files import Files
 from casckpt.tensors.foreign import part_shape
 from casckpt.tensors.objects import is_archive, is_only_torchs, read_archive
 from casckpt.tensors.state import check_key
-from casckpt.tensors.untrusted import MISREAD, BoundedUnpickler, check_expansion, misread
+from casckpt.tensors.untrusted import MISREAD, BoundedUnpickler, misread
 
 _CLASSES = ("Metadata", "TensorStorageMetadata", "BytesStorageMetadata", "ChunkStorageMetadata", "TensorProperties",
             "MetadataIndex", "StorageMeta", "_MEM_FORMAT_ENCODING")  # fmt: skip
@@ -91,7 +91,6 @@ def read_metadata(data: bytes, where: str, *, anything: bool) -> dcp.Metadata:
             ) from error
     with misread(lambda why: Refused(f"{where} is not valid torch.distributed.checkpoint metadata: {why}")):
         _check(metadata)
-        check_expansion(metadata.planner_data, len(data), where)
     return metadata  # type: ignore[no-any-return] # `_check` has checked it
 
 
@@ -313,9 +312,9 @@ class Folder:
 
 
 def _is_readable(data: bytes) -> bool:
-    """Return whether torch's restricted unpickler can read a value, and the value's size is acceptable."""
+    """Return whether torch's restricted unpickler can read a value."""
     try:
-        check_expansion(read_archive(data), len(data), "a value")
-    except MISREAD:  # Refused is a ValueError
+        read_archive(data)
+    except MISREAD:
         return False
     return is_archive(data)
