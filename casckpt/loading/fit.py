@@ -10,7 +10,7 @@ import re
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from itertools import takewhile
+from itertools import count, takewhile
 from typing import Any, TypeAlias
 
 from casckpt.base.groups import grouped
@@ -18,6 +18,7 @@ from casckpt.base.text import listed
 from casckpt.errors import InvalidInput, Mismatch, MissingKey
 from casckpt.format.manifest import Manifest
 from casckpt.format.regions import Shape
+from casckpt.loading.options import Rename, Renaming, renamer
 from casckpt.tensors.dtensors import local_of
 from casckpt.tensors.values import Shard
 
@@ -73,7 +74,7 @@ def merged(fits: Sequence[Fit]) -> Fit:
     return Fit(filled, unfilled, frozenset[str]().union(*(fit.misfits for fit in fits)))
 
 
-def check_fit(fit: Fit, saved: Shapes, where: str, way: str = "give") -> str | None:
+def check_fit(fit: Fit, saved: Shapes, where: str, rename: Rename = None, way: str = "give") -> str | None:
     """Return a log message about the tensors that remain unfilled, or None if there are none.
 
     ``saved``: the tensors of the checkpoint. ``way``: how the caller passes a ``rename``. Raises MissingKey if nothing
@@ -90,7 +91,7 @@ def check_fit(fit: Fit, saved: Shapes, where: str, way: str = "give") -> str | N
     filled = f"{len(fit.filled)} of {fit.count} tensors from {where}"
     lacking, there = listed(list(fit.unfilled), _SHOWN), listed(list(unread), _SHOWN)
     lost = _why_unfilled(fit.unfilled, saved)
-    hint = rename_hint(pairs, way)
+    hint = rename_hint(pairs, fit.filled, rename, way)
     if len(pairs) * _SHARE > fit.count or not (fit.filled or fit.misfits):
         raise MissingKey(
             f"this load would fill {filled}: the checkpoint {lost}, and has {there or 'no other tensors'}. "
@@ -205,12 +206,50 @@ def _common_parts(one: str, other: str) -> int:
     return sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], pairs))
 
 
-def rename_hint(pairs: Mapping[str, str], way: str = "give") -> str:
-    """Return advice that names the first of ``pairs``, or "" if there are none. ``way``: see `check_fit`."""
+# the rename that would load the missed pairs
+
+
+def rename_hint(pairs: Mapping[str, str], filled: Mapping[str, str], rename: Rename = None, way: str = "give") -> str:
+    """Describe the ``rename`` that fills ``pairs``. Return "" if there are no pairs."""
     if not pairs:
         return ""
-    key, name = next(iter(pairs.items()))
-    return f"{len(pairs)} of them have different names there: {key!r} here looks like {name!r} there, so {way} rename="
+    while isinstance(rename, Renaming):
+        rename = rename.given
+    rules, more = rename_for(pairs, filled), " for these, in addition to what your own function does"
+    if rename is None or isinstance(rename, Mapping):
+        rules, more = rules | {old: new for old, new in (rename or {}).items() if old not in rules}, ""
+    return f"{len(pairs)} of them have different names there: {way} rename={rules!r}{more}"
+
+
+def rename_for(pairs: Mapping[str, str], filled: Mapping[str, str]) -> dict[str, str]:
+    """Return regular expressions and replacements that map each key of ``pairs`` to its partner.
+
+    A rule replaces the start of a name, but keeps the numbers in it. Rules that would change names in ``filled`` are
+    omitted. Keys without a rule are mapped one by one.
+    """
+    found = sorted(dict.fromkeys(_rule(*pair) for pair in pairs.items()), key=lambda rule: -rule[0].count(r"\."))
+    rules = {pattern: new for pattern, new in dict(found).items() if _spares(pattern, new, filled)}
+    apply = renamer(rules)
+    alone = {re.escape(key): name.replace("\\", r"\\") for key, name in pairs.items() if apply(key) != name}
+    return alone | rules
+
+
+def _spares(pattern: str, new: str, filled: Mapping[str, str]) -> bool:
+    """Return whether a rule leaves the names in ``filled`` unchanged."""
+    matches = ((match, name) for key, name in filled.items() if (match := re.fullmatch(pattern, key)))
+    return all(match.expand(new) == name for match, name in matches)
+
+
+def _rule(key: str, name: str) -> tuple[str, str]:
+    """Return the rule that replaces everything before the longest common suffix of two names."""
+    same = _common_parts(key, name)
+    head, new = key.split(".")[: -same or None], name.split(".")[: -same or None]
+    keeps = [part for part in head if part.isdecimal()] == [part for part in new if part.isdecimal()]
+    groups = count(1)
+    pattern = "".join((r"(\d+)" if keeps and part.isdecimal() else re.escape(part)) + r"\." for part in head)
+    parts = (rf"\{next(groups)}" if keeps and part.isdecimal() else part.replace("\\", r"\\") for part in new)
+    replacement = "".join(f"{part}." for part in parts)
+    return f"{pattern}(.*)", rf"{replacement}\{next(groups)}"
 
 
 # the contents of templates and checkpoints

@@ -115,6 +115,21 @@ class LoadOptions:
         return replace(self, ignore_mismatched=tuple(patterns), threads=usable_threads(self.threads))
 
 
+@dataclass(frozen=True)
+class Renaming:
+    """A function of a key, which a front end passes as ``rename``.
+
+    ``given``: the argument that the user passed to the front end, for messages.
+    """
+
+    function: Callable[[str], str]
+    given: Rename
+
+    def __call__(self, key: str) -> str:
+        """Return the checkpoint key."""
+        return self.function(key)
+
+
 def usable_device(device: str | torch.device) -> torch.device:
     """Return ``device`` as a `torch.device`. Raises InvalidInput if torch does not know it."""
     import torch

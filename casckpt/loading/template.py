@@ -182,7 +182,7 @@ class Template:
     def check_fit(self, fits: Sequence[Fit]) -> str | None:
         """Return, on rank 0, the result of `casckpt.loading.fit.check_fit` for all ranks."""
         saved = saved_shapes(self.reads.contents.manifest)
-        return check_fit(merged(fits), saved, self._where)
+        return check_fit(merged(fits), saved, self._where, self.reads.options.rename)
 
     @property
     def per_rank(self) -> dict[str, list[int]]:
@@ -239,9 +239,9 @@ class Template:
         hint = f" Did you mean {near[0]!r}?" if near else ""
         if near == [names[0]]:
             hint = f" It was removed: {self.reads.contents.manifest.left_out}."
-        saved = saved_shapes(self.reads.contents.manifest)
-        unread = {key: saved[key] for key in saved.keys() - set(self.fit.filled.values())}
-        mapped = rename_hint(missed_pairs(self.fit.unfilled, unread))
+        filled, saved = self.fit.filled, saved_shapes(self.reads.contents.manifest)
+        unread = {key: saved[key] for key in saved.keys() - set(filled.values())}
+        mapped = rename_hint(missed_pairs(self.fit.unfilled, unread), filled, self.reads.options.rename)
         return MissingKey(
             f"{self._where} lacks {listed(names)}.{hint} Pass rename= to map them, or strict=False to leave them as "
             f"they are, which is random in a new model{f'. {mapped}' if mapped else ''}",

@@ -17,7 +17,7 @@ from casckpt.frontends.convert import import_safetensors
 from casckpt.frontends.trainer import Checkpointer
 from casckpt.store.store import Store
 from tests.support.ranks import Pool
-from tests.support.renames import rename_for
+from tests.support.renames import rename_in
 from tests.support.saves import small, small_folder
 from tests.support.training import identical
 
@@ -73,13 +73,13 @@ def test_a_model_with_different_top_level_names_is_reported(load: Load) -> None:
 
 
 @pytest.mark.parametrize("load", LOADS)
-def test_a_model_stored_under_a_different_key_loads_with_a_rename_of_the_names_in_the_error(load: Load) -> None:
+def test_a_model_stored_under_a_different_key_loads_with_the_suggested_rename(load: Load) -> None:
     store = small()
     store.save({"net": {"0.weight": torch.ones(2, 2), "0.bias": torch.ones(2)}}, run="base", step=0)
     model: Any = nn.Sequential(nn.Linear(2, 2))
     with pytest.raises(MissingKey, match=r"has 'net\.0\.weight'") as caught:
         load(store, "base@0", model)
-    load(store, "base@0", model, rename=rename_for(str(caught.value)))
+    load(store, "base@0", model, rename=rename_in(str(caught.value)))
     assert model[0].weight.eq(1).all()
 
 

@@ -28,7 +28,6 @@ from tests.support.forks import forked
 from tests.support.hints import Advice, Messages, follows
 from tests.support.logs import logged
 from tests.support.ranks import Pool, outcome_of
-from tests.support.renames import rename_for
 from tests.support.saves import trained
 from tests.support.torch_versions import needs_torch
 
@@ -92,14 +91,13 @@ def test_verify_names_a_damaged_frame_as_advised(
 
 @follows("loading/fit.py:check_fit", "rename=")
 @follows("loading/fit.py:rename_hint", "of them have different names there")
-def test_a_rename_of_the_names_in_the_error_loads_the_weights(
+def test_the_suggested_rename_loads_weights_with_different_names(
     saved: casckpt.Store, weights: Weights, messages: Messages
 ) -> None:
     state = {"net": zeros(weights)}
     with messages.error(MissingKey) as advice:
         saved.load(state, "a@1", strict=False)
-    advice.says("here looks like")
-    saved.load(state, "a@1", rename=rename_for(advice.message))
+    saved.load(state, "a@1", **advice.argument("rename"))
     assert equal(state["net"], weights)
 
 
@@ -249,8 +247,7 @@ def test_keys_that_a_checkpoint_lacks_can_be_left_unchanged_or_renamed(
     nested = {"net": zeros(weights)}
     with messages.error(MissingKey) as advice:
         saved.load(nested, "a@1")
-    advice.says("Pass rename= to map them")
-    saved.load(nested, "a@1", rename=rename_for(advice.message))
+    saved.load(nested, "a@1", **advice.argument("rename"))
     assert equal(nested["net"], weights)
 
 

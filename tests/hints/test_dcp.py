@@ -24,7 +24,6 @@ from tests.hints.conftest import Run
 from tests.support.dcp import causes, failed, failure, load, save
 from tests.support.hints import Advice, Messages, follows
 from tests.support.ranks import Pool
-from tests.support.renames import rename_for
 
 Store = casckpt.Store
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is")
@@ -155,7 +154,7 @@ def test_keys_with_different_names_can_be_renamed_on_save_or_on_load(store: Stor
     named = load({"net": state}, StorageReader(store, "default@1"))
     assert torch.equal(named["net"]["w"], torch.ones(2))
     state = {"w": torch.zeros(2), "b": torch.zeros(3)}
-    store.load(state, "default@1", rename=rename_for(advice.message))
+    store.load(state, "default@1", **advice.argument("rename"))
     assert torch.equal(state["b"], torch.ones(3))
 
 

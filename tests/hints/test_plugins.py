@@ -32,7 +32,6 @@ from casckpt.frontends.transformers import CasCheckpointCallback
 from casckpt.frontends.transformers import restore_checkpoint as restore_folder
 from tests.hints.conftest import Run
 from tests.support.hints import Messages, follows
-from tests.support.renames import rename_for
 from tests.support.signing import pair
 from tests.support.training import identical
 
@@ -233,19 +232,19 @@ def test_a_model_with_new_names_can_continue_in_a_different_run(store: Store, me
     inside = nn.Sequential(OrderedDict(net=fresh))
     with messages.error(MissingKey) as advice:
         manager_of(inside)[0].load()
-    rename = rename_for(advice.message)
+    rename = advice.argument("rename", after="different names there: give")
     advice.says("own run does not take rename= or unread=; load with casckpt.load_model_and_optim_state, which does")
-    casckpt.load_model_and_optim_state(store, "titan@2", inside, rename=rename)
+    casckpt.load_model_and_optim_state(store, "titan@2", inside, **rename)
     assert identical(dict(fresh.state_dict()), dict(model.state_dict()))
     fresh.reset_parameters()
     begun = {"initial_load_ref": "titan@2", "initial_load_model_only": False}
-    loading, fresh_adam = manager_of(inside, "next", **begun, rename=rename)
+    loading, fresh_adam = manager_of(inside, "next", **begun, **rename)
     assert loading.load()
     assert identical(dict(fresh.state_dict()), dict(model.state_dict()))
     assert identical(fresh_adam.state_dict()["state"], adam.state_dict()["state"])
     loading.save(3)
     loading.maybe_wait_for_saving()
-    assert manager_of(inside, "next", **begun, rename=rename)[0].load()  # the manager's own names are not changed
+    assert manager_of(inside, "next", **begun, **rename)[0].load()  # the manager's own names are not changed
 
 
 # Transformers

@@ -28,7 +28,6 @@ from tests.support.hints import Advice, Messages, follows
 from tests.support.logs import logged
 from tests.support.parallel import Stack, joined, tp
 from tests.support.ranks import Pool, outcome_of
-from tests.support.renames import rename_for
 from tests.support.repositories import memory
 from tests.support.saves import CELL, cells, small
 from tests.support.small_disk import SmallDisk
@@ -407,7 +406,7 @@ def test_no_hint_loads_raw_weights_as_an_average(store: Store) -> None:
     assert "give rename=" not in str(caught.value)
     with pytest.raises(MissingKey) as caught:
         store.load({"state_dict_ema": fresh}, "a@1", unread="ignore")
-    store.load({"state_dict_ema": fresh}, "a@1", unread="ignore", rename=rename_for(str(caught.value)))
+    store.load({"state_dict_ema": fresh}, "a@1", unread="ignore", **Advice(str(caught.value)).argument("rename"))
     assert identical(fresh, ema)
 
 

@@ -1,4 +1,4 @@
-"""Names that do not match: which names are paired, and what an error says about them."""
+"""Names that do not match: which names are paired, and the suggested rename that loads them."""
 
 from __future__ import annotations
 
@@ -7,8 +7,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from casckpt.errors import InvalidInput, Mismatch, MissingKey
-from casckpt.loading.fit import Fit, check_fit, chosen, merged, missed_pairs, name_without_adapters, plain
-from tests.support.renames import pair_in
+from casckpt.loading.fit import Fit, check_fit, chosen, merged, missed_pairs, name_without_adapters, plain, rename_for
+from casckpt.loading.options import renamer
+from tests.support.renames import rename_in
 
 W = (2, 3)
 
@@ -79,22 +80,35 @@ def test_the_most_similar_of_equal_unwrapped_names_are_a_pair() -> None:
         assert missed_pairs(dict.fromkeys(keys, W), saved) == {key: f"model.{key}" for key in keys}
 
 
+def test_a_rename_rule_preserves_numbers_and_filled_keys() -> None:
+    layers = {f"m.layers.{n}.wrap.a.w": f"layers.{n}.a.w" for n in range(12)}
+    assert rename_for(layers, {}) == {r"m\.layers\.(\d+)\.wrap\.(.*)": r"layers.\1.\2"}
+    pairs, filled = {"model.a.w": "model.x.a.w"}, {"model.b.w": "model.b.w"}
+    rules = rename_for(pairs, filled)
+    assert [renamer(rules)(key) for key in (*pairs, *filled)] == ["model.x.a.w", "model.b.w"]
+
+
 PART = st.sampled_from(
     ["a", "b", "0", "1", "17", "w", "module", "_orig_mod", "base_layer", "q+", "back\\slash", "lora_A"]
 )
 NAMES = st.dictionaries(st.lists(PART, min_size=1, max_size=5).map(".".join), st.sampled_from([W, (4,)]), max_size=12)
 
 
-@given(unfilled=NAMES, unread=NAMES)
-def test_names_are_paired_by_their_ends_and_shapes(
-    unfilled: dict[str, tuple[int, ...]], unread: dict[str, tuple[int, ...]]
+@given(unfilled=NAMES, unread=NAMES, filled=NAMES)
+def test_the_rename_maps_every_pair_and_leaves_filled_keys_unchanged(
+    unfilled: dict[str, tuple[int, ...]], unread: dict[str, tuple[int, ...]], filled: dict[str, tuple[int, ...]]
 ) -> None:
+    unfilled = {key: shape for key, shape in unfilled.items() if key not in filled}
+    unread = {key: shape for key, shape in unread.items() if key not in filled}
     pairs = missed_pairs(unfilled, unread)
     assert len(set(pairs.values())) == len(pairs)
     for key, name in pairs.items():
         one, other = plain(key), plain(name)
         assert unfilled[key] == unread[name]
         assert one == other or one.endswith(f".{other}") or other.endswith(f".{one}")
+    apply = renamer(rename_for(pairs, {key: key for key in filled}))
+    assert {key: apply(key) for key in pairs} == pairs
+    assert [apply(key) for key in filled] == list(filled)
 
 
 @given(unfilled=NAMES, unread=NAMES)
@@ -118,12 +132,12 @@ def part_of(count: int, total: int) -> tuple[Fit, dict[str, tuple[int, ...]]]:
 
 
 @pytest.mark.parametrize("count", [0, 5, 261])
-def test_a_load_that_misses_over_a_tenth_by_name_raises_an_error_with_the_names(count: int) -> None:
+def test_a_load_that_misses_over_a_tenth_by_name_raises_an_error_with_the_rename(count: int) -> None:
     fit, saved = part_of(count, 291)
     with pytest.raises(MissingKey, match=f"would fill {count} of 291 tensors") as caught:
         check_fit(fit, saved, "a@1")
-    key, name = pair_in(str(caught.value))
-    assert (key in fit.unfilled, name) == (True, key.replace("model.", "model.net."))
+    apply = renamer(rename_in(str(caught.value)))
+    assert {apply(key) for key in (*fit.filled, *fit.unfilled)} == saved.keys()
     assert caught.value.keys == tuple(fit.unfilled)
 
 

@@ -14,7 +14,7 @@ import casckpt
 from casckpt.errors import InvalidInput, Mismatch, MissingKey
 from tests.support.logs import warnings_in
 from tests.support.ranks import Pool
-from tests.support.renames import rename_for
+from tests.support.renames import rename_in
 from tests.support.saves import new_run, same_state, small, small_folder
 from tests.support.tensors import same
 from tests.support.training import Network, identical, train
@@ -147,17 +147,17 @@ def test_a_load_that_would_fill_nothing_raises_an_error_unless_allowed(caplog: p
     assert (loaded.missing_keys, loaded.unread_keys, loaded.unread_subtrees) == (("module.w",), ("w",), ())
     assert warnings_in(caplog) == []
     assert not state["module.w"].any()
-    store.load(state, f"{run}@1", rename=rename_for(str(caught.value)))
+    store.load(state, f"{run}@1", rename=rename_in(str(caught.value)))
     assert state["module.w"].eq(1).all()
 
 
-def test_an_error_for_missing_keys_shows_the_names_that_match_them() -> None:
+def test_an_error_for_missing_keys_shows_the_rename_that_loads_them() -> None:
     store = small()
     store.save({"model": {"body.w": torch.ones(2), "head.w": torch.ones(3)}}, step=1)
     state = {"model": {"body.w": torch.zeros(2), "net.head.w": torch.zeros(3)}}
     with pytest.raises(MissingKey, match=r"lacks 'model\.net\.head\.w'") as caught:
         store.load(state, "default@1")
-    store.load(state, "default@1", rename=rename_for(str(caught.value)))
+    store.load(state, "default@1", rename=rename_in(str(caught.value)))
     assert all(value.eq(1).all() for value in state["model"].values())
 
 

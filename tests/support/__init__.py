@@ -14,7 +14,7 @@ States, models and their comparison
     plain_examples: plain values of every type
     logs: what casckpt logs
     ids: names and combinations of the cases of a table
-    renames: the ``rename`` that an error or a warning suggests
+    renames: the ``rename`` that an error suggests
     progress_calls: what a progress function received
 
 Repositories without tensors

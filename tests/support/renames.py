@@ -1,25 +1,17 @@
-"""The ``rename`` that an error or a warning suggests."""
+"""Extracts the suggested ``rename`` from an error or a warning, as a user would copy it."""
 
 from __future__ import annotations
 
 import ast
-import re
-
-_NAME = r"""('(?:[^'\\]|\\.)*'|"(?:[^"\\]|\\.)*")"""
-_PAIR = re.compile(f"{_NAME} here looks like {_NAME} there")
 
 
-def pair_in(text: str) -> tuple[str, str]:
-    """Return the names here and there that the text shows."""
-    found = _PAIR.search(text)
-    assert found is not None, text
-    return ast.literal_eval(found[1]), ast.literal_eval(found[2])
-
-
-def rename_for(text: str) -> dict[str, str]:
-    """Return the rule that a user writes after reading the two names. It replaces what is before their equal end."""
-    here, there = (name.split(".") for name in pair_in(text))
-    while here and there and here[-1] == there[-1]:
-        here, there = here[:-1], there[:-1]
-    before, after = ("".join(f"{part}." for part in parts) for parts in (here, there))
-    return {f"{re.escape(before)}(.*)": after.replace("\\", r"\\") + r"\1"}
+def rename_in(text: str) -> dict[str, str]:
+    """Return the literal after ``rename=``. Raise ValueError if there is none."""
+    start = text.index("rename={") + len("rename=")
+    for end in (at + 1 for at, character in enumerate(text) if character == "}" and at > start):
+        try:
+            found: dict[str, str] = ast.literal_eval(text[start:end])
+        except (SyntaxError, ValueError):
+            continue  # a brace inside a pattern
+        return found
+    raise ValueError(text)

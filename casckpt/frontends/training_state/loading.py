@@ -55,7 +55,7 @@ from casckpt.loading.fit import (
     rename_hint,
     shape_of,
 )
-from casckpt.loading.options import LoadOptions, matches, renamer, usable_patterns
+from casckpt.loading.options import LoadOptions, Renaming, matches, renamer, usable_patterns
 from casckpt.loading.unread import that_hold
 from casckpt.ranks.ranks import Ranks, everyone, exchange_keeping
 from casckpt.tensors.dtensors import described_like, local_of
@@ -79,7 +79,7 @@ def renamed_beside(given: LoadOptions, home: str) -> LoadOptions:
     def saved_key(key: str) -> str:
         return key if key.startswith(f"{home}.") else renamer(given.rename)(key)
 
-    return replace(given, rename=saved_key)
+    return replace(given, rename=Renaming(saved_key, given.rename))
 
 
 @dataclass(frozen=True)
@@ -149,7 +149,8 @@ class TrainingStateLoad:
         ``fill``: a function that loads into a state with the given options.
         """
         self.prepare(ranks, make, optims)
-        given = replace(self._given, rename=self.saved_key, ignore_mismatched=self.ignored, unread="ignore")
+        rename = Renaming(self.saved_key, self._given.rename)
+        given = replace(self._given, rename=rename, ignore_mismatched=self.ignored, unread="ignore")
         return self.install(fill(self.state, given))
 
     def prepare(
@@ -196,7 +197,7 @@ class TrainingStateLoad:
             bare = len(readings) > 1 and chosen(where, *readings)
             self._filled = _all_of(readings[bare])
             if self._warns:
-                self._said.append(check_fit(readings[bare], self._stored.weights(), where))
+                self._said.append(check_fit(readings[bare], self._stored.weights(), where, self._given.rename))
             return everyone(bare, ranks.size)
 
         fits, bare = exchange_keeping(ranks, measure, settled)
@@ -297,7 +298,7 @@ class TrainingStateLoad:
                 starts[path] = converter.start
                 mine += here
         new = {name: places.get(name, above + name) for name in mine if name not in lacking}
-        hint = rename_hint(pairs)
+        hint = rename_hint(pairs, fit.filled, self._given.rename)
         self._conversions[bare] = Conversion(
             starts, new, lacking.keys() & {*mine}, f"{refusal}. {hint}" if refusal else "", saved
         )

@@ -27,7 +27,7 @@ from casckpt.frontends.training_state.slices import NamedState, is_sharded
 from casckpt.frontends.training_state.stored import StoredTraining
 from casckpt.frontends.training_state.together import Made, find, make_state
 from casckpt.frontends.training_state.train_state import draws, fill, plain_state
-from casckpt.loading.options import LoadOptions, renamer
+from casckpt.loading.options import LoadOptions, Renaming, renamer
 from casckpt.ranks.ranks import Ranks, everyone, exchange_keeping, on_each
 from casckpt.saving.options import SaveOptions
 from casckpt.store.store import Store
@@ -237,4 +237,4 @@ def _template(
         return next((place for at, place in models.items() if key.startswith(f"{at}.")), rename)(key)
 
     ignored = [pattern for module_load in loads for pattern in module_load.ignored] or given.ignore_mismatched
-    return objects.nested(values), replace(given, rename=saved_key, ignore_mismatched=ignored)
+    return objects.nested(values), replace(given, rename=Renaming(saved_key, given.rename), ignore_mismatched=ignored)

@@ -22,7 +22,7 @@ from casckpt.frontends.dcp import reader as reading
 from tests.support.counting import count_io
 from tests.support.dcp import causes, failure, load, save
 from tests.support.faulty import corrupt
-from tests.support.renames import rename_for
+from tests.support.renames import rename_in
 from tests.support.together import numbers, watched
 from tests.support.torch_versions import has_torch
 from tests.support.training import identical
@@ -56,7 +56,7 @@ def test_a_partial_load_fails_if_the_names_do_not_match(store: Store) -> None:
     error = causes(failure(by))[0]
     assert isinstance(error, MissingKey)
     assert "would fill 0 of 2 tensors from default@1" in str(error)
-    assert rename_for(str(error)) == {r"model\.(.*)": r"\1"}
+    assert rename_in(str(error)) == {r"model\.(.*)": r"\1"}
     by(unread="ignore")
     assert not any(value.any() for value in state.values())
 
