@@ -282,6 +282,7 @@ def test_damage_can_be_repaired_from_a_copy_or_its_checkpoint_forgotten_as_advis
 def test_undamaged_tensors_of_a_lost_blob_can_be_exported_as_advised(
     saved: Store, store_path: Path, tmp_path: Path, messages: Messages, run: Run
 ) -> None:
+    saved.save({"w": torch.ones(3)}, run="a", step=2)
     changed_blob(store_path)
     run("verify", store_path, status=4)
     (lost,) = json.loads(run("repair", store_path, "--json", status=4).output)["lost"]

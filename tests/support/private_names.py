@@ -44,7 +44,7 @@ HOLDERS = {
     "torch.distributed.ProcessGroupGloo._Options": "_devices _threads _timeout",
     "torch.UntypedStorage": "_cdata",
     "torch.Tensor": "_indices _values",
-    "torchao.prototype.safetensors.safetensors_utils": "_type _data _tensor_data_names",
+    "torchao.prototype.safetensors.safetensors_utils": "_type _data",
     "accelerate.accelerator.Accelerator": "_models _optimizers _schedulers _dataloaders _custom_objects "
     "_save_model_state_pre_hook _load_model_state_pre_hook",
     "accelerate.hooks": "_hf_hook",
