@@ -93,7 +93,7 @@ def test_without_an_earlier_average_a_new_one_begins(store: Store, tmp_path: Pat
 def test_only_the_average_of_the_current_folder_is_kept(store: Store, tmp_path: Path) -> None:
     folder = tmp_path / "to"
     for step in range(1, 5):
-        once(store, folder, keep=0)
+        once(store, folder)
         save(store, step)
     assert sorted(path.name[:8] for path in folder.glob("0*")) == ["000003-2", "000004-3", "000004-a"]
 
