@@ -155,7 +155,8 @@ def _fill_and_hash(fd: int, memory: memoryview, offset: int) -> None:
 def fio(here: Here, *, folder: str, size: int, work: str, jobs: int, depth: int, block: int) -> Measured:
     """Read or write ``size`` bytes directly, in preallocated files, one for each of fio's ``jobs``.
 
-    ``depth``: the number of blocks of ``block`` bytes in flight, for each job. The time is fio's own. It includes the
+    ``depth``: the number of blocks of ``block`` bytes in flight, for each job. fio's memory is in huge pages, since a
+    device takes only some hundred segments per request. The time is fio's own. It includes the
     sync of what is written, and not the start of fio or the creation of files. It leaves out
     a last partial block, which the time accounts for.
     """
@@ -168,11 +169,12 @@ def fio(here: Here, *, folder: str, size: int, work: str, jobs: int, depth: int,
         "group_reporting": 1, "output-format": "json",
     }  # fmt: skip
     command = [program("fio", create=False), *(f"--{name}={value}" for name, value in options.items())]
+    environment = os.environ | {"GLIBC_TUNABLES": "glibc.malloc.hugetlb=1"}
     if work == "read":
         subprocess.run([*command, "--create_only=1"], capture_output=True, check=True)
         prepare(here, path, "cold")
     meter = Meter()
-    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    done = subprocess.run(command, capture_output=True, text=True, check=True, env=environment)
     measured = meter.stop()
     found = json.loads(done.stdout)["jobs"][0][work]
     measured.blocked = measured.durable = found["runtime"] / 1000 * size / found["io_bytes"]
