@@ -51,6 +51,10 @@ FOLLOWED_ELSEWHERE: dict[Case, str] = {
     Case("frontends/views/view.py:_check_no_wrappers", "call its save_pretrained"): (
         "tests/frontends/views/test_torchao_exports.py::test_a_quantized_model_is_exported_by_its_library"
     ),
+    Case("frontends/interchange/safetensors/importing.py:_check_whole", "with consolidate_safetensors_files"): (
+        "tests/frontends/interchange/safetensors/test_importing.py::"
+        "test_parts_of_several_ranks_are_refused_with_two_ways_to_join_them"
+    ),
     Case("frontends/interchange/safetensors/importing.py:import_safetensors", "call from_pretrained on the folder"): (
         "tests/frontends/views/test_torchao_exports.py::test_an_imported_folder_is_exported_with_the_same_tensors"
     ),

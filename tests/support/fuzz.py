@@ -67,15 +67,6 @@ def _hugging_face(path: Path, rare: Any) -> Path:
     return path
 
 
-def _parts(path: Path, rare: Any) -> Path:
-    for rank in (0, 1):
-        held = {key: value[rank : rank + 1].clone() for key, value in _state(rare)["model"].items()}
-        places = {key: {"saved_offsets": [rank, 0]} for key in held}
-        name = f"shard-0000{rank + 1}-model-00001-of-00001.safetensors"
-        save_file(held, path / name, metadata={"DCP_SHARDING_INFO": json.dumps(places), "format": "pt"})
-    return path
-
-
 def _dcp(path: Path, rare: Any) -> Path:
     save(_state(rare), FileSystemWriter(path))
     if isinstance(rare, Canary):
@@ -127,7 +118,7 @@ def _torch_dist(path: Path, rare: Any) -> Path:
 
 
 KINDS: Final[dict[str, Callable[[Path, Any], Path]]] = {
-    "safetensors": _safetensors, "hugging-face": _hugging_face, "parts": _parts, "dcp": _dcp, "torch-zip": _zip,
+    "safetensors": _safetensors, "hugging-face": _hugging_face, "dcp": _dcp, "torch-zip": _zip,
     "torch-legacy": _legacy, "olmo": _olmo, "olmo-trainer": _olmo_trainer, "torch-dist": _torch_dist,
 }  # fmt: skip
 """For each kind of input, what creates it in an empty folder, and the path to import."""

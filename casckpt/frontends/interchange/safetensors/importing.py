@@ -20,7 +20,6 @@ from casckpt.base.names import HUB_FILE, check_keywords, is_attachment_name
 from casckpt.base.progress import Shown
 from casckpt.contents.checkpoint import Checkpoint
 from casckpt.errors import InvalidInput, NotFound, Unsupported
-from casckpt.format.regions import Box, Region, Shape, holes_and_overlaps
 from casckpt.frontends.interchange.resident import letting_go
 from casckpt.frontends.interchange.safetensors.files import (
     SUFFIX,
@@ -34,40 +33,26 @@ from casckpt.frontends.stores import AnyStore, as_store
 from casckpt.saving.options import ImportArguments
 from casckpt.tensors.dtypes import torch_dtype
 from casckpt.tensors.memory import tensor_over
-from casckpt.tensors.values import Shard
 
 PLACES: Final = "DCP_SHARDING_INFO"
-"""The key in a file's metadata that holds the offsets of its parts, as JSON."""
+"""The key in a file's metadata that holds the offsets of its tensors in whole tensors, as JSON."""
 WRITERS_OWN: Final = frozenset((PLACES, "DCP_VERSION"))
 """Metadata keys that describe only the file itself. They are not saved with the checkpoint."""
 
-_OF_RANK = re.compile(r"shard-([0-9]{1,9})-model-[0-9]+-of-[0-9]+\.safetensors")
+_OF_RANK = re.compile(r"shard-[0-9]{1,9}-model-[0-9]+-of-[0-9]+\.safetensors")
+_AN_OFFSET = re.compile(r'"saved_offsets": *\[[^\]]*[1-9]')
 _OTHERS = re.compile(r"(?:rank_?|model-rank-)([0-9]{1,9})(?:-part-[0-9]+)?\.safetensors")
 """Names of files with parts but without offsets, from OLMo-core, TensorRT-LLM and vLLM's sharded state."""
 
-Part = tuple[Shape, torch.Tensor]
 
-
-def offsets_of(path: Path, header: Header) -> Mapping[str, Shape] | None:
-    """Return the offset of each of a file's tensors in the whole tensor, or None if the file has no offsets.
-
-    Raises InvalidInput for invalid offsets.
-    """
-    text = header.metadata.get(PLACES)
-    if text is None:
-        return None
-    try:
-        places = json.loads(text)
-        return {part.key: _offset(places[part.key]["saved_offsets"], len(part.shape)) for part in header.tensors}
-    except (LookupError, TypeError, ValueError, RecursionError) as error:
-        raise InvalidInput(f"{path} has no valid offsets for its tensor parts ({error!r:.100})") from error
-
-
-def _offset(given: Any, dimensions: int) -> Shape:
-    offset = tuple(given)
-    if len(offset) != dimensions or any(type(start) is not int or not 0 <= start < 2**62 for start in offset):
-        raise ValueError(f"{given!r:.60} is not an offset")
-    return offset
+def _check_whole(path: Path, places: str = "") -> None:
+    """Raise Unsupported for a file with one rank's parts of tensors. ``places``: the offsets in its metadata."""
+    if _OF_RANK.fullmatch(path.name) or _AN_OFFSET.search(places):
+        raise Unsupported(
+            f"{path} holds one rank's parts of tensors. Join all files with consolidate_safetensors_files of torch, "
+            "unless the model has scalars, for which it writes 0; or load the folder into the model with torch's "
+            "HuggingFaceStorageReader, and save that model"
+        )
 
 
 def _is_of_others(path: Path) -> bool:
@@ -75,36 +60,6 @@ def _is_of_others(path: Path) -> bool:
         return False
     beside = (other for other in path.parent.glob("*.safetensors") if other != path)
     return (path.parent / "metadata.json").exists() or any(_OTHERS.fullmatch(other.name) for other in beside)
-
-
-def check_numbers(files: Iterable[Path]) -> None:
-    """Raise InvalidInput if a rank's file is missing. This check cannot detect missing files of the last ranks."""
-    numbers = sorted({int(match[1]) for path in files if (match := _OF_RANK.fullmatch(path.name))})
-    missing = next((here for here, number in enumerate(numbers, 1) if here != number), None)
-    if missing is not None:
-        raise InvalidInput(
-            f"there is no file shard-{missing:05}-model-*.safetensors, but files of later ranks exist; get all "
-            "files of the folder. If that rank had nothing to save, renumber the later files to close the gap"
-        )
-
-
-def _tensor(folder: Path, key: str, parts: Sequence[Part]) -> list[Shard]:
-    """Build a tensor from its parts, as shards. Raises InvalidInput, naming the key, if the parts do not match."""
-    if len({(data.dtype, len(offset)) for offset, data in parts}) > 1:
-        raise InvalidInput(f"{key!r:.200} has different dtypes in the files of {folder}", key=key)
-    ends = [[start + extent for start, extent in zip(offset, data.shape, strict=True)] for offset, data in parts]
-    shape = tuple(max(extents) for extents in zip(*ends, strict=True))
-    shards = [Shard(data, shape, offset, tuple(data.shape)) for offset, data in parts]
-    regions = [Region(Box(shard.offset, shard.shape), 0, shard.data.numel()) for shard in shards]
-    holes, overlaps = holes_and_overlaps(shape, regions)
-    if holes or overlaps:
-        why = f"no file holds {holes[0]}" if holes else f"two files hold {regions[overlaps[0][0]]}"
-        raise InvalidInput(
-            f"{key!r:.200} of shape {list(shape)} is incomplete in {folder}: {why}; get all files from a single "
-            "save, and remove any others",
-            key=key,
-        )
-    return shards
 
 
 MAX_ATTACHMENT_BYTES: Final = 64 << 20
@@ -194,7 +149,9 @@ def import_safetensors(
         maps = Maps(done)
         done = maps.done
         metadata = maps.add_all(model.weights)
-        tensors = _whole(model, maps)
+        tensors = maps.state
+        if missing := sorted(model.keys - tensors.keys()):
+            log.warning("%s names tensors that are not in any file: %s", model.index, _few(missing))
         file_metadata = metadata | file_metadata
         if model.component and (key := next((key for key in state if key.partition(".")[0] == model.component), "")):
             raise InvalidInput(
@@ -218,20 +175,6 @@ def import_safetensors(
     options["metadata"] = {METADATA_KEY: file_metadata} | dict(options.get("metadata") or {})
     saved = as_store(store).save(state, step=step, attachments=attachments, no_dist=True, **options)
     return replace(saved, notes=tuple(notes))
-
-
-def _whole(model: ModelFiles, maps: Maps) -> dict[str, Any]:
-    """Return a model's tensors, and log a warning if its files may be incomplete."""
-    folder = model.weights[0].parent
-    tensors = maps.state | {key: _tensor(folder, key, parts) for key, parts in maps.parts.items()}
-    if maps.parts and not model.keys:
-        log.warning(
-            "assembled from %d ranks' files, but the number of ranks is unknown: check that the folder is complete",
-            len(model.weights),
-        )
-    if missing := sorted(model.keys - tensors.keys()):
-        log.warning("%s names tensors that are not in any file: %s", model.index, _few(missing))
-    return tensors
 
 
 def _view(model: ModelFiles, tensors: Iterable[str], *, is_alone: bool) -> dict[str, Any]:
@@ -266,9 +209,8 @@ def find_sources(path: str | os.PathLike[str]) -> ImportSources:
 
 def _alone(path: Path) -> ModelFiles:
     """Return the model in a single file. Raises InvalidInput if several ranks saved it."""
-    offsets = offsets_of(path, read_header(path))
-    part = offsets is not None and any(any(offset) for offset in offsets.values())
-    if part or _OF_RANK.fullmatch(path.name) or _is_of_others(path):
+    check_safetensors(path)
+    if _is_of_others(path):
         raise InvalidInput(
             f"{path.name} holds one rank's parts of tensors, but several ranks may have saved the model; pass "
             f"the folder {path.parent} with the files of all ranks"
@@ -322,9 +264,8 @@ def _model_in(folder: Path, *, is_pipeline: bool = False) -> ModelFiles | None:
     files = sorted(path for path in folder.glob(f"*{SUFFIX}") if path.is_file())
     shards = {name for index in indexes for name in read_index(index).values()}
     loose = [file for file in files if file.name not in shards]
-    if not indexes and loose and all(offsets_of(file, read_header(file)) is not None for file in loose):
-        check_numbers(loose)
-        return ModelFiles(tuple(loose))
+    for path in () if indexes else loose:
+        _check_whole(path)
     known = [folder / name for stem in _STEMS for name in (index_name(stem), f"{stem}{SUFFIX}")]
     choices = [*indexes, *loose]
     chosen = [path for path in known if path in choices][:1]
@@ -386,14 +327,10 @@ def _nothing_in(folder: Path) -> Exception:
 
 
 class Maps:
-    """Memory-mapped files. ``state``: whole tensors. ``parts``: parts of tensors, each with its offset.
-
-    ``done``: the progress to pass to the save; see `letting_go`.
-    """
+    """Memory-mapped files. ``state``: their tensors. ``done``: the progress to pass to the save; see `letting_go`."""
 
     def __init__(self, shown: Shown | None) -> None:
         self.state: dict[str, Any] = {}
-        self.parts: dict[str, list[Part]] = {}
         self._let_go: list[Callable[[], object]] = []
         self.done = letting_go(shown, self._release)
 
@@ -406,11 +343,12 @@ class Maps:
 
                 held, let_go = mapped_weights(path)
                 self._let_go.append(let_go)
-                self._add(path, held.items(), None)
+                self._add(path, held.items())
                 metadata = exported_metadata({}, is_model=True) | metadata
             else:
                 header = read_header(path)
-                self._add(path, self.mapped(path, header), offsets_of(path, header))
+                _check_whole(path, header.metadata.get(PLACES, ""))
+                self._add(path, self.mapped(path, header))
                 metadata = dict(header.metadata) | metadata
         return {name: text for name, text in metadata.items() if name not in WRITERS_OWN}
 
@@ -418,16 +356,11 @@ class Maps:
         for let_go in self._let_go:
             let_go()
 
-    def _add(
-        self, path: Path, tensors: Iterable[tuple[str, torch.Tensor]], offsets: Mapping[str, Shape] | None
-    ) -> None:
+    def _add(self, path: Path, tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
         for key, tensor in tensors:
-            if key in self.state or (offsets is None and key in self.parts):
+            if key in self.state:
                 raise InvalidInput(f"{key!r} is in {path.name} and in a different file of {path.parent}", key=key)
-            if offsets is None:
-                self.state[key] = tensor
-            else:
-                self.parts.setdefault(key, []).append((offsets[key], tensor))
+            self.state[key] = tensor
 
     def mapped(self, path: Path, header: Header) -> Iterator[tuple[str, torch.Tensor]]:
         """Map one file's tensors and yield them by key, without adding them to ``state``."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import logging
 import os
 from collections.abc import Callable
 from functools import partial
@@ -19,10 +18,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 import casckpt
-from casckpt.base.names import HUB_FILE
 from casckpt.errors import InvalidInput, NotFound, Unsupported
 from casckpt.frontends.convert import export_safetensors, find_sources, import_any, import_safetensors, look_at
-from casckpt.frontends.interchange import resident
 from casckpt.frontends.interchange.safetensors import importing as safetensors_import
 from tests.support.dcp import load, save, zeros
 from tests.support.ranks import Pool
@@ -403,7 +400,7 @@ def example() -> dict[str, torch.Tensor]:
     }  # fmt: skip
 
 
-def two_ranks(rank: int, size: int, folder: Path, more: dict[str, Any]) -> None:
+def two_ranks(rank: int, size: int, folder: Path) -> None:
     mesh = init_device_mesh("cpu", (size,))
     placed = {"w": Shard(0), "odd": Shard(0), "columns": Shard(1), "short": Shard(0)}
     state = {
@@ -412,7 +409,7 @@ def two_ranks(rank: int, size: int, folder: Path, more: dict[str, Any]) -> None:
     }
     from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageWriter
 
-    save(state, HuggingFaceStorageWriter(str(folder), save_distributed=True, **more))
+    save(state, HuggingFaceStorageWriter(str(folder), save_distributed=True))
 
 
 def whole(store: casckpt.Store, ref: str) -> bool:
@@ -425,7 +422,7 @@ def whole(store: casckpt.Store, ref: str) -> bool:
 def written(ranks: Pool, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder that two ranks wrote."""
     folder = tmp_path_factory.mktemp("written") / "in"
-    ranks.run(2, two_ranks, folder, {})
+    ranks.run(2, two_ranks, folder)
     return folder
 
 
@@ -439,47 +436,35 @@ def folder(written: Path, tmp_path: Path) -> Path:
 
 
 @of_torch
-def test_the_files_of_several_ranks_are_joined(
-    store: casckpt.Store, folder: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+@pytest.mark.parametrize("way", ["consolidate_safetensors_files", "HuggingFaceStorageReader"])
+def test_parts_of_several_ranks_are_refused_with_two_ways_to_join_them(
+    store: casckpt.Store, folder: Path, tmp_path: Path, way: str
 ) -> None:
+    from torch.distributed.checkpoint._consolidate_hf_safetensors import consolidate_safetensors_files
+    from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader
+
     assert sorted(path.name for path in folder.iterdir()) == [FIRST, SECOND]
-    monkeypatch.setattr(resident, "RESIDENT_BYTES", 16)
-    (folder / "config.json").write_text("{}")
-    with caplog.at_level(logging.WARNING):
-        found = import_any(store, look_at(folder), run="hf", step=1)
-    assert "2 ranks' files, but the number of ranks is unknown" in caplog.text
-    assert whole(store, "hf@1")
-    assert store.attachments(found).keys() == {"config.json", HUB_FILE}
-    assert found.metadata == {"safetensors": {"format": "pt"}}  # without the places of parts
+    with pytest.raises(Unsupported, match=rf"shard-0000\d-.* holds one rank's parts of tensors\..* {way}"):
+        import_any(store, look_at(folder), step=1)
+    assert not Path(store.url).exists()
+    if way == "HuggingFaceStorageReader":
+        store.save(load(zeros(example()), HuggingFaceStorageReader(str(folder))), step=1)
+        assert whole(store, "default@1")
+    else:
+        (tmp_path / "whole").mkdir()
+        consolidate_safetensors_files(str(folder), str(tmp_path / "whole"), dict.fromkeys(example(), 1))
+        import_any(store, look_at(tmp_path / "whole"), step=1)
+        found, expected = store.read("default@1"), {key: one for key, one in example().items() if one.dim()}
+        assert identical({key: found[key] for key in expected}, expected)
 
 
 @of_torch
-def test_an_imported_model_is_exported_completely(store: casckpt.Store, folder: Path, tmp_path: Path) -> None:
-    import_safetensors(store, folder, step=1)
+def test_torch_loads_an_exported_folder(store: casckpt.Store, tmp_path: Path) -> None:
+    store.save(example(), step=1)
     export_safetensors(store, "default@1", tmp_path / "out")
     from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader
 
     assert identical(load(zeros(example()), HuggingFaceStorageReader(str(tmp_path / "out"))), example())
-
-
-@of_torch
-def test_several_files_from_each_rank_are_joined(ranks: Pool, store: casckpt.Store, tmp_path: Path) -> None:
-    chosen = {key: 1 + number % 2 for number, key in enumerate(example())}
-    ranks.run(2, two_ranks, tmp_path / "in", {"fqn_to_index_mapping": chosen})
-    assert len(list((tmp_path / "in").iterdir())) > 2
-    import_safetensors(store, tmp_path / "in", step=1)
-    assert whole(store, "default@1")
-
-
-@of_torch
-def test_consolidated_files_are_imported_as_one_model(ranks: Pool, store: casckpt.Store, tmp_path: Path) -> None:
-    ranks.run(2, two_ranks, tmp_path / "in", {"enable_consolidation": True})
-    import_safetensors(store, tmp_path / "in", run="whole", step=1)
-    import_safetensors(store, tmp_path / "in/sharded", run="parts", step=1)
-    expected = {key: value for key, value in example().items() if value.dim()}  # the writer stores zero for a scalar
-    for ref in ("whole@1", "parts@1"):
-        found = store.read(ref)
-        assert identical({key: found[key] for key in expected}, expected)
 
 
 @of_torch
@@ -495,67 +480,12 @@ def test_files_of_one_process_are_imported_by_their_index(store: casckpt.Store, 
 
 
 @of_torch
-@pytest.mark.parametrize("name", [FIRST, SECOND])
+@pytest.mark.parametrize("name", [FIRST, SECOND, "model.safetensors"])
 def test_the_file_of_a_single_rank_is_rejected(store: casckpt.Store, folder: Path, name: str) -> None:
-    with pytest.raises(InvalidInput, match=f"{name} holds one rank's parts .* pass the folder"):
+    if name == "model.safetensors":  # its metadata says where its parts begin
+        (folder / SECOND).rename(folder / name)
+    with pytest.raises(Unsupported, match=f"{name} holds one rank's parts"):
         import_safetensors(store, folder / name, step=1)
-    # regardless of the name, its metadata says where its parts begin
-    (folder / SECOND).rename(folder / "model.safetensors")
-    with pytest.raises(InvalidInput, match=r"model\.safetensors holds one rank's parts"):
-        look_at(folder / "model.safetensors")
-    assert not Path(store.url).exists()
-
-
-def cut(folder: Path) -> None:
-    (folder / FIRST).unlink()
-
-
-def cut_last(folder: Path) -> None:
-    (folder / SECOND).rename(folder / SECOND.replace("00002-model", "00003-model"))
-
-
-def rest_of_another_save(folder: Path) -> None:
-    (folder / SECOND.replace("00002-model", "00003-model")).write_bytes((folder / SECOND).read_bytes())
-
-
-def without_places(folder: Path) -> None:
-    save_file({"w": torch.ones(3, 4)}, folder / SECOND, metadata={"DCP_SHARDING_INFO": "{}"})
-
-
-def odd_places(folder: Path) -> None:
-    places = {"w": {"saved_offsets": [-3, 0]}}
-    save_file({"w": torch.ones(3, 4)}, folder / SECOND, metadata={"DCP_SHARDING_INFO": json.dumps(places)})
-
-
-def far_places(folder: Path) -> None:
-    places = {"w": {"saved_offsets": [2**40, 0]}}
-    save_file({"w": torch.ones(3, 4)}, folder / SECOND, metadata={"DCP_SHARDING_INFO": json.dumps(places)})
-
-
-def deep_places(folder: Path) -> None:
-    save_file({"w": torch.ones(3, 4)}, folder / SECOND, metadata={"DCP_SHARDING_INFO": "[" * 100_000})
-
-
-def another_dtype(folder: Path) -> None:
-    places = {"w": {"saved_offsets": [3, 0]}}
-    save_file({"w": torch.ones(3, 4).half()}, folder / SECOND, metadata={"DCP_SHARDING_INFO": json.dumps(places)})
-
-
-@of_torch
-@pytest.mark.parametrize(
-    ("spoil", "match"),
-    [
-        (cut, "no file shard-00001"), (cut_last, "no file shard-00002"), (rest_of_another_save, "two files hold"),
-        (without_places, "has no valid offsets"), (odd_places, "has no valid offsets"), (far_places, "no file holds"),
-        (deep_places, "has no valid offsets"), (another_dtype, "different dtypes"),
-    ],
-)  # fmt: skip
-def test_an_incomplete_folder_is_rejected(
-    store: casckpt.Store, folder: Path, spoil: Callable[[Path], None], match: str
-) -> None:
-    spoil(folder)
-    with pytest.raises(InvalidInput, match=match):
-        import_safetensors(store, folder, step=1)
     assert not Path(store.url).exists()
 
 
