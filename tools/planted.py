@@ -2285,7 +2285,7 @@ BUGS: dict[str, tuple[str, str, str, str]] = {
         "BlobUse.alone",
         "numbers[counts == self._users[numbers]]",
         "numbers",
-        "tests/upkeep/test_sizes.py::test_each_step_reports_the_bytes_that_only_it_uses",
+        "tests/cli/commands/test_report.py::test_report_shows_what_uses_the_space",
     ),
     "optimizer state keeps its saved dtype when its parameter is cast": (
         "_OptimizerPlan._as_cast",
@@ -3490,7 +3490,7 @@ BUGS: dict[str, tuple[str, str, str, str]] = {
         "moving_average",
         "    return [Term(weight, Fraction(1)), ",
         "    return [Term(weight, 1 - decays[0] if decays else Fraction(1)), ",
-        "tests/plan/test_averages.py::test_a_half_life_halves_what_came_before_in_that_many_steps",
+        "tests/plan/test_averages.py::test_a_decay_applies_to_each_checkpoint",
     ),
     "a server may store the checksum of an upload in the object": (
         "S3Client._check_frames",

@@ -31,7 +31,6 @@ _BESIDE: Final = {
     "serve": "export",
     "sign": "verify",
     "stats": "report",
-    "tags": "tag",
     "thin": "gc",
     "transactions": "list",
 }

@@ -129,5 +129,5 @@ def moving_average(store: Store, run: str, rule: str, keys: Sequence[str]) -> Mo
     name, _, decay = rule.partition(":")
     if name != "ema":
         raise InvalidInput(f"merge={rule!r:.40} is not valid: pass ema:DECAY, such as ema:0.99")
-    terms_of([0], ema=decay)  # checks the decay
+    terms_of(1, ema=decay)  # checks the decay
     return MovingAverage(store, run, decay, keys)

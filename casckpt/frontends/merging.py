@@ -93,8 +93,7 @@ def merge(
     """
     if not chosen:
         raise InvalidInput("there is nothing to merge: name at least one checkpoint")
-    steps = [checkpoint.step for checkpoint in chosen]
-    terms = terms_of(steps, given.get("weights"), given.get("ema"), given.get("half_life"))
+    terms = terms_of(len(chosen), given.get("weights"), given.get("ema"))
     weighed = [(checkpoint, term) for checkpoint, term in zip(chosen, terms, strict=True) if term.weight]
     dtype = given.get("dtype")
     merging = _Merging(
@@ -108,9 +107,6 @@ def merge(
     )
     keep = usable_patterns(given.get("keep"), "keep") or ()
     merging.choose(usable_patterns(given.get("keys")), keep)
-    if given.get("weights") is None and len(weighed) < len(chosen):
-        merging.note("not read, because their weights are less than any float",
-                     [f"{one.run}@{one.step}" for one in chosen[: -len(weighed)]])  # fmt: skip
     total = float(sum(term.weight for _, term in weighed))
     if given.get("weights") is not None and min(abs(total), abs(total - 1)) > _ROUNDED:  # 0: a task vector
         merging.note(f"the weights sum to {total:g}, not to 1", [f"{each.run}@{each.step}" for each, _ in weighed])

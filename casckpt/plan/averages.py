@@ -4,12 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from fractions import Fraction
-from itertools import pairwise
-from typing import Final, NamedTuple, SupportsFloat, TypeAlias
+from typing import NamedTuple, SupportsFloat, TypeAlias
 
 from casckpt.errors import InvalidInput
-
-_MOST_LIVES: Final = 2000  # more half-lives leave a weight of 0
 
 Weight: TypeAlias = SupportsFloat | str
 """A number, which counts as the decimal number that Python prints, or a string such as "0.1" or "1/3"."""
@@ -26,37 +23,21 @@ class Term(NamedTuple):
     decay: Fraction = Fraction(1)
 
 
-def terms_of(
-    steps: Sequence[int],
-    weights: Sequence[Weight] | None = None,
-    ema: Weight | None = None,
-    half_life: Weight | None = None,
-) -> list[Term]:
-    """Return the term of each checkpoint, from one argument at most. Without an argument, all weights are equal.
+def terms_of(count: int, weights: Sequence[Weight] | None = None, ema: Weight | None = None) -> list[Term]:
+    """Return the terms of ``count`` checkpoints, from one argument at most. Without an argument, all weights are equal.
 
-    ``steps``: the steps of the checkpoints. ``ema``: see `moving_average`; each decay is this number. ``half_life``: a
-    number of steps, after which the weight of a checkpoint is halved. Raises InvalidInput.
+    ``ema``: see `moving_average`; each decay is this number. Raises InvalidInput.
     """
-    if sum(argument is not None for argument in (weights, ema, half_life)) > 1:
-        raise InvalidInput("weights, ema and half_life exclude each other: pass only one of them")
+    if weights is not None and ema is not None:
+        raise InvalidInput("weights and ema exclude each other: pass only one of them")
     if weights is not None:
-        return [Term(weight, weight) for weight in _given(weights, len(steps))]
+        return [Term(weight, weight) for weight in _given(weights, count)]
     if ema is not None:
         decay = fraction(ema, "ema")
         if not 0 < decay < 1:
             raise InvalidInput(f"ema={ema} is not valid: pass a decay between 0 and 1, such as 0.99")
-        return moving_average([decay] * (len(steps) - 1))
-    if half_life is not None:
-        life = fraction(half_life, "half_life")
-        if life <= 0:
-            raise InvalidInput(f"half_life={half_life} is not valid: pass a positive number of steps")
-        if any(after <= before for before, after in pairwise(steps)):
-            raise InvalidInput(
-                "half_life needs checkpoints in the order of their steps: sort them, or pass ema instead"
-            )
-        lives = [min((after - before) / life, Fraction(_MOST_LIVES)) for before, after in pairwise(steps)]
-        return moving_average([Fraction(0.5 ** float(number)) for number in lives])
-    return [Term(Fraction(1, len(steps)), Fraction(1))] * len(steps)
+        return moving_average([decay] * (count - 1))
+    return [Term(Fraction(1, count), Fraction(1))] * count
 
 
 def _given(weights: Sequence[Weight], count: int) -> list[Fraction]:

@@ -48,7 +48,6 @@ class MergeOptions(TypedDict, total=False):
 
     weights: Sequence[Weight] | None
     ema: Weight | None
-    half_life: Weight | None
     keys: Sequence[str] | None
     keep: Sequence[str] | None
     dtype: str | torch.dtype | None

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from datetime import datetime
-from typing import TYPE_CHECKING
 
 from casckpt.base.lazy import cached_property
 from casckpt.base.units import time_of
@@ -15,9 +14,6 @@ from casckpt.history import tags as tag_log
 from casckpt.history.commits import Commit, CommitList
 from casckpt.history.tags import TagList
 from casckpt.repository.repository import Repository
-
-if TYPE_CHECKING:
-    from casckpt.store.types import Freed
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,15 +85,6 @@ class Listing:
     def tags_of(self, checkpoint: Checkpoint) -> list[str]:
         """Return the sorted names of a checkpoint's tags."""
         return tag_log.tags_of(self._tags.tags, checkpoint.commit.id)
-
-    def freed(self) -> Freed:
-        """Return how many bytes a gc without rules would free, not counting leftovers of failed saves.
-
-        Reads manifests.
-        """
-        from casckpt.upkeep.sizes import Sizes
-
-        return Sizes(self._repo, self._commits).freed(leftovers=False)
 
     def about_run(self, run: str) -> str:
         """Return a message that explains why ``run`` has no visible checkpoint and lists the runs."""

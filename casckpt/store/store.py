@@ -57,7 +57,7 @@ if TYPE_CHECKING:
     from casckpt.upkeep.repair.repair import RepairResult
     from casckpt.upkeep.repair.verify import VerifyResult
     from casckpt.upkeep.saves import SaveInProgress
-    from casckpt.upkeep.sizes import Footprint, Sizes, StoreStats
+    from casckpt.upkeep.sizes import Sizes, StoreStats
     from casckpt.upkeep.status import StoreStatus
     from casckpt.upkeep.thin import ThinResult
 
@@ -296,7 +296,6 @@ class Store:
         - ``named``: checkpoints or ranges of steps, in the order in which they are added.
         - ``weights``: a number for each (default: the mean), also negative. A checkpoint with the weight 0 is not read.
         - ``ema``: the decay of a moving average, average * decay + value * (1 - decay), from the first checkpoint on.
-        - ``half_life``: the same, with a decay of 0.5 in this number of steps.
         - ``keys``: fnmatch patterns for what to merge (default: all except optimizers and other training state).
         - ``keep``: patterns for what to take from the last checkpoint, such as ``["optimizer.*"]``.
         - ``dtype``: that of the result (default: that of the last checkpoint).
@@ -421,16 +420,8 @@ class Store:
         """Return how many bytes each run shares and does not share, and how many no checkpoint needs."""
         return self.sizes().usage()
 
-    def footprint(self, run: str | None = None) -> Footprint:
-        """Return how many bytes each checkpoint uses, in total and exclusively. Reads new manifests.
-
-        For forgotten checkpoints, also the earliest time at which gc may purge them. ``run``: only this run. Raises
-        NotFound, Damaged, and StorageError.
-        """
-        return self.sizes().footprint(run)
-
     def sizes(self) -> Sizes:
-        """Return the parts of `stats`, `report`, `footprint` and the forecast, all from one listing.
+        """Return the parts of `stats`, `report` and the forecast, all from one listing.
 
         Each part is computed when you ask for it. Raises NotFound and StorageError.
         """

@@ -194,12 +194,3 @@ class BlobUse:
         numbers, counts = self.used(commits)
         sizes = self.sizes[numbers[counts == self._users[numbers]]]
         return Sums(blobs=len(sizes), blob_bytes=int(sizes.sum()))
-
-    def bytes_new(self) -> dict[TxId, int]:
-        """Return, in ``readable`` order, the size of the blobs that no earlier checkpoint names."""
-        seen, found = np.zeros(len(self.refs), bool), dict[TxId, int]()
-        for commit in self.readable:
-            own = self.blobs[commit.places.txid]
-            found[commit.places.txid] = int(self.sizes[own[~seen[own]]].sum())
-            seen[own] = True
-        return found

@@ -6,7 +6,7 @@ The catalogue lists each checkpoint's blobs.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import datetime, timedelta
 from itertools import chain
@@ -17,13 +17,11 @@ from casckpt.base.units import time_of
 from casckpt.format.keys import parse_object, parse_txid
 from casckpt.format.names import BlobHash, TxId
 from casckpt.history.commits import Commit, CommitList
-from casckpt.history.tags import Tag, tags, tags_of
 from casckpt.plan.retention import Policy
 from casckpt.repository.repository import Repository
 from casckpt.upkeep.gc.purge import GcPlan, plan_of
 from casckpt.upkeep.inventory import BLOB, BlobUse, Inventory, list_unguarded
 
-_NO_TIME = ("tagged", "unmirrored")
 _DAY = 86400 * 1_000_000  # microseconds
 _MOST_DAYS = 36500
 _SILENT = 3  # intervals without a save, after which a run counts as ended
@@ -99,39 +97,6 @@ class StoreUsage:
 
 
 @dataclass(frozen=True, slots=True)
-class StepUsage:
-    """The space that one live checkpoint uses. Sizes count blob files, except ``bytes_logical``, which counts tensors.
-
-    ``bytes_used``: all blobs that the checkpoint names. ``bytes_new``: those that no earlier checkpoint names.
-    ``bytes_alone``: those that no other checkpoint names, which gc would free if this checkpoint were purged.
-    ``state``: "visible", "forgotten" or "replaced" (the old places of a rewritten checkpoint). ``until``: the time from
-    which gc may purge a forgotten or replaced checkpoint. None means immediately, or once the reason in ``waits_for``
-    ("tagged", "unmirrored") no longer applies. ``thin``: whether it was thinned.
-    """
-
-    run: str
-    step: int
-    id: str
-    state: str
-    thin: bool
-    bytes_logical: int
-    bytes_used: int
-    bytes_new: int
-    bytes_alone: int
-    until: datetime | None
-    waits_for: str | None
-    tags: tuple[str, ...]
-
-
-@dataclass(frozen=True, slots=True)
-class Footprint:
-    """The footprint of a store. ``unreadable``: ids of skipped checkpoints."""
-
-    steps: Sequence[StepUsage]
-    unreadable: Sequence[str]
-
-
-@dataclass(frozen=True, slots=True)
 class Forecast:
     """When the disk is full if training goes on as it did.
 
@@ -175,13 +140,13 @@ class Sizes:
             bytes_freed_later=freed.later,
         )
 
-    def freed(self, *, leftovers: bool = True) -> Freed:
-        """Return how many bytes gc without rules would free. ``leftovers``: also list those of failed saves.
+    def freed(self) -> Freed:
+        """Return how many bytes gc without rules would free.
 
         Reads manifests only if there are forgotten checkpoints or blobs without a guard, and asks the mirror only about
         checkpoints that gc would purge.
         """
-        unneeded = self._unneeded() if leftovers else 0
+        unneeded = self._unneeded()
         if not self._gone:
             return Freed(unneeded, 0)
         due = self._use.alone(self._plan.purge).blob_bytes
@@ -203,14 +168,6 @@ class Sizes:
             freed=self.freed(),
             unreadable=self.unreadable(),
         )
-
-    def footprint(self, run: str | None = None) -> Footprint:
-        """Return the footprint of the store, or of ``run``. Other runs still count as users of the run's blobs.
-
-        Raises Damaged or Refused if a tag cannot be read.
-        """
-        wanted = [commit for commit in self._use.readable if run is None or commit.run == run]
-        return Footprint(self._steps(wanted, tags(self._repo)), self.unreadable())
 
     def forecast(self, run: str | None = None) -> Forecast:
         """Return when the disk is full, from the growth of all runs, or only of ``run``."""
@@ -275,24 +232,3 @@ class Sizes:
             bytes_used=self._used(commits),
             bytes_alone=self._use.alone(commits).blob_bytes,
         )
-
-    def _steps(self, wanted: Sequence[Commit], named: Mapping[str, Tag]) -> list[StepUsage]:
-        waiting = {deferred.txid: deferred for deferred in self._plan.waiting}
-        first, steps = self._use.bytes_new(), []
-        for commit in wanted:
-            waits = waiting.get(commit.places.txid)
-            made = StepUsage(
-                commit.run, commit.step, commit.id, _state(commit), commit.dropped is not None, commit.bytes_held,
-                self._used([commit]), first[commit.places.txid], self._use.alone([commit]).blob_bytes,
-                None if waits is None else waits.until,
-                None if waits is None or waits.reason not in _NO_TIME else waits.reason,
-                tuple(tags_of(named, commit.id)),
-            )  # fmt: skip
-            steps.append(made)
-        return steps
-
-
-def _state(commit: Commit) -> str:
-    if commit.visible:
-        return "visible"
-    return "replaced" if commit.is_old_places else "forgotten"

@@ -90,6 +90,6 @@ def test_an_option_that_accepts_a_single_value_cannot_be_repeated(saved: Path, a
         as_json("tag", saved, name, "a@1")
     error = as_json("tag", saved, "--delete", "x", "--delete=y", status=2)["error"]
     assert error["message"] == "--delete accepts a single value: pass it once"
-    error = as_json("tags", "-s", saved, "--store", saved, status=2)["error"]
+    error = as_json("tag", "-s", saved, "--store", saved, status=2)["error"]
     assert error["message"].startswith("--store accepts a single value")
     assert [tag["name"] for tag in as_json("tag", saved, "-v", "-v", "--json")] == ["x", "y"]

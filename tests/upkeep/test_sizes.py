@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections import Counter
-from datetime import datetime, timedelta
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 from unittest.mock import Mock, patch
@@ -110,56 +109,12 @@ def freed(store: Store, **rules: Any) -> int:
     return store.gc(min_age="0s", **rules).deleted_bytes
 
 
-def test_each_step_reports_the_bytes_that_only_it_uses() -> None:
-    store = filled(small())
-    steps = store.footprint().steps
-    assert [(one.run, one.step, one.state, one.until, one.tags) for one in steps] == [
-        ("r", step, "visible", None, ()) for step in range(4)
-    ]
-    assert sum(one.bytes_new for one in steps) == store.stats().bytes_blobs
-    assert steps[0].bytes_new == steps[0].bytes_used > steps[0].bytes_alone
-    for one, saved in zip(steps[1:], store.checkpoints()[1:], strict=True):
-        assert one.bytes_new == one.bytes_alone == saved.stats.bytes_written
-        assert one.bytes_logical == saved.stats.bytes_total
-    store.forget("r@1")
-    assert freed(store) == steps[1].bytes_alone
-
-
-def test_bytes_that_two_runs_use_are_not_exclusive_to_either_run() -> None:
-    store = filled(small())
-    store.save(state(3), run="other", step=0)
-    (one,) = store.footprint("other").steps
-    assert one.bytes_alone == one.bytes_new == 0 < one.bytes_used
-    assert store.footprint("r").steps[3].bytes_alone == 0
-
-
-def test_deferred_bytes_are_listed_with_a_time_and_a_reason() -> None:
-    store = filled(small())
-    store.tag("mine", "r@0")
-    store.tag("lease-1", "r@1", expires="1h")
-    store.forget("r@0", tagged=True)
-    store.forget("r@2")
-    found = store.footprint()
-    gone = {one.step: one for one in found.steps}
-    assert gone[0].state == gone[2].state == "forgotten"
-    day = timedelta(hours=24)
-    assert all(abs(one.until - datetime.now(one.until.tzinfo) - day) < timedelta(minutes=5)
-               for one in (gone[0], gone[2]) if one.until)  # fmt: skip
-    assert gone[0].until is not None
-    assert gone[1].tags == ("lease-1",)
-    assert gone[1].bytes_alone > 0
-
-
 def test_a_thinned_checkpoint_counts_its_remaining_bytes() -> None:
     store = filled(small())
     whole = store.stats().bytes_logical
     dropped = store.thin("r@1", drop="optim.*").nbytes
-    old, thin = (one for one in store.footprint().steps if one.step == 1)
-    assert (old.state, old.thin, thin.state, thin.thin) == ("replaced", False, "visible", True)
-    assert thin.bytes_logical == old.bytes_logical - dropped
-    assert old.bytes_alone >= 0.95 * dropped
     assert store.stats().bytes_logical == store.report().runs[0].bytes_logical == whole - dropped
-    assert freed(store) == old.bytes_alone
+    assert freed(store) >= 0.95 * dropped
 
 
 @pytest.mark.sweep
@@ -224,14 +179,10 @@ class Lives(RuleBasedStateMachine):
 
     @invariant()
     def adds_up(self) -> None:
-        repo, found, report = self.store.repository, self.store.footprint(), self.store.report()
+        repo, report = self.store.repository, self.store.report()
         live = list_commits(repo).placed()
         named = {one.places.txid: {blob[:2]: blob[2] for blob in manifests.blobs_of(repo, one)} for one in live}
-        users = Counter(blob for blobs in named.values() for blob in blobs)
-        sizes = {blob: size for blobs in named.values() for blob, size in blobs.items()}
-        total, shared = sum(sizes.values()), sum(size for blob, size in sizes.items() if users[blob] > 1)
-        assert sum(one.bytes_new for one in found.steps) == total
-        assert sum(one.bytes_alone for one in found.steps) + shared == total
+        total = sum({blob: size for blobs in named.values() for blob, size in blobs.items()}.values())
         assert sum(one.bytes_alone for one in report.runs) + report.bytes_shared == total
         assert total + report.bytes_unneeded == report.bytes_blobs == self.store.stats().bytes_blobs
 

@@ -147,7 +147,6 @@ def _text(result: dict[str, Any]) -> None:
     help="The weight of each checkpoint, such as 0.5,1/3,-1.  [default: the mean]",
 )
 @click.option("--ema", metavar="DECAY", help="Compute the exponential moving average, with this decay per checkpoint.")
-@click.option("--half-life", metavar="STEPS", help="The same, with a decay of 0.5 in this number of steps.")
 @click.option(
     "--keys", multiple=True, metavar="PATTERN",
     help="Merge only what matches. May be repeated.  [default: all except optimizers and other training state]",

@@ -16,7 +16,6 @@ from casckpt.cli.text import (
     SHORT_ID,
     Column,
     count,
-    freed,
     moment,
     printable,
     say,
@@ -69,8 +68,10 @@ def command(session: Session, *, run: str | None, everything: bool, limit: int |
     _warn_of_unknown(rows, show)
     rows = rows[-limit:] if limit else rows
     session.give(rows, lambda rows: text(rows, show))
-    if not session.as_json and run is None:
-        _say_forgotten(listing, is_remote=session.store.is_remote, shown=everything)
+    if not session.as_json and run is None and listing.forgotten:
+        lists = "" if everything else " (--all lists them)"
+        forgotten = count(len(listing.forgotten), "checkpoint")
+        say(f"{forgotten} forgotten{lists}: `casckpt stats` shows what a gc frees", err=True)  # stdout has only rows
 
 
 def _warn_of_unknown(rows: list[dict[str, Any]], show: Sequence[str]) -> None:
@@ -105,22 +106,6 @@ def checkpoint_rows(listing: Listing, run: str | None = None, *, everything: boo
             }
             rows.append(row)
     return rows
-
-
-def _say_forgotten(listing: Listing, *, is_remote: bool, shown: bool) -> None:
-    """Print the number of forgotten checkpoints and the space that they use.
-
-    ``shown``: whether the table lists them.
-    """
-    forgotten = len(listing.forgotten)
-    if not forgotten:
-        return
-    frees = "`casckpt stats` shows what a gc frees"  # reading many sizes from remote storage may take long
-    if not is_remote:
-        freed_by_gc = listing.freed()
-        frees = f"a gc frees {freed(freed_by_gc.now, freed_by_gc.later)}"
-    what = f"{count(forgotten, 'checkpoint')} forgotten" + ("" if shown else " (--all lists them)")
-    say(f"{what}: {frees}", err=True)  # only the table's rows go to stdout
 
 
 def text(rows: list[dict[str, Any]], shown: Sequence[str] = ()) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 import click
@@ -18,19 +17,11 @@ def _run_cells(one: dict[str, Any]) -> tuple[str, ...]:
     return one["run"], str(one["checkpoints"]), str(one["newest_step"]), moment(one["newest_at"]), *sizes
 
 
-def _step_cells(one: dict[str, Any]) -> tuple[str, ...]:
-    notes = [*one["tags"], *([one["state"]] if one["state"] != "visible" else []), *["thin"] * one["thin"]]
-    notes += [f"until {moment(one['until'])}"] if one["until"] else [one["waits_for"]] if one["waits_for"] else []
-    sizes = (size(one[f"bytes_{what}"]) for what in ("logical", "used", "new", "alone"))
-    return one["run"], str(one["step"]), *sizes, ", ".join(notes)
-
-
 def _right(*titles: str) -> tuple[Column, ...]:
     return tuple(Column(title, "right") for title in titles)
 
 
 _RUNS = (Column("RUN"), *_right("CKPTS", "NEWEST"), Column("SAVED (UTC)"), *_right("SIZE", "STORED", "ALONE"))
-_STEPS = (Column("RUN"), *_right("STEP", "SIZE", "STORED", "NEW", "ALONE"), Column("NOTES"))
 
 
 @store_command("report")
@@ -49,23 +40,18 @@ def _dated(runs: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 @store_command("stats")
-@click.option("--by", type=click.Choice(["step"]), help="What to group the bytes by.")
 @click.option("--plan", is_flag=True, help="Show how fast the store grows, and when the disk is full.")
-@click.option("--run", help="With --by or --plan: include only this run.")
-def stats(session: Session, *, by: str | None, plan: bool, run: str | None) -> None:
+@click.option("--run", help="With --plan: include only this run.")
+def stats(session: Session, *, plan: bool, run: str | None) -> None:
     """Show the size of the store.
 
-    Also shows the size that the checkpoints would have without sharing. --by step shows the bytes of each checkpoint.
-    --plan shows by how much the checkpoints that remain grow per day, at the interval of the saves so far.
+    Also shows the size that the checkpoints would have without sharing. --plan shows by how much the checkpoints that
+    remain grow per day, at the interval of the saves so far.
     """
     sizes = session.store.sizes()
     result = plain(sizes.stats())
-    if by or plan:
-        doubt(session.store, run)
-    if by:
-        found = plain(sizes.footprint(run))
-        result |= {"by_step": found["steps"], "unreadable": found["unreadable"]}
     if plan:
+        doubt(session.store, run)
         result |= plain(sizes.forecast(run))
     session.give(result, stats_text)
 
@@ -81,12 +67,7 @@ def text(result: dict[str, Any]) -> None:
         ("not in checkpoints", size(result["bytes_unneeded"])),
         ("a gc frees", freed(result["freed"]["now"], result["freed"]["later"])),
     ])  # fmt: skip
-    say_unreadable(result["unreadable"])
-
-
-def say_unreadable(ids: Sequence[str]) -> None:
-    """Print the number of checkpoints that the figures do not include."""
-    if ids:
+    if ids := result["unreadable"]:
         say(f"{count(len(ids), 'checkpoint')} could not be read; run `casckpt verify` for details")
 
 
@@ -109,7 +90,3 @@ def stats_text(result: dict[str, Any]) -> None:
         ("a gc frees", freed(result["bytes_freed_now"], result["bytes_freed_later"])),
         *([("plan", _plan(result))] if "full_at" in result else []),
     ])  # fmt: skip
-    if result.get("by_step"):
-        say()
-        table(_STEPS, map(_step_cells, result["by_step"]))
-    say_unreadable(result.get("unreadable", ()))

@@ -27,7 +27,7 @@ from casckpt.cli.text import (
     table,
     unusual,
 )
-from casckpt.errors import MissingKey, NotFound
+from casckpt.errors import MissingKey
 
 if TYPE_CHECKING:
     from casckpt.contents.checkpoint import Checkpoint
@@ -165,52 +165,21 @@ def _health(health: dict[str, Any] | None, tensors: list[dict[str, Any]]) -> str
 
 def _cells(one: dict[str, Any], looked: bool) -> tuple[str, ...]:
     cells = one["key"], one["dtype"], "x".join(map(str, one["shape"])) or "scalar", size(one["bytes"])
-    return (*cells, *(health_cells(one["health"]) if looked else ()))
-
-
-def health_cells(health: dict[str, Any] | None) -> tuple[str, str]:
-    """Return the table cells for a tensor's largest value and its NaN and infinite elements, or "" if unknown."""
-    return ("", "") if health is None else (f"{health['largest']:.4g}", ", ".join(unusual(health)))
-
-
-_VALUE_COLUMNS = (
-    Column("TENSOR"),
-    Column("LARGEST OLD", "right"),
-    Column("NEW", "right"),
-    Column("UNUSUAL IN IT"),
-)
+    if not looked:
+        return cells
+    health = one["health"]
+    return (*cells, *(("", "") if health is None else (f"{health['largest']:.4g}", ", ".join(unusual(health)))))
 
 
 @store_command("diff")
 @click.argument("old")
-@click.argument("new", required=False)
-@click.option("--values", is_flag=True, help="Also show the largest values and NaN counts, if the saves recorded them.")
-def diff(session: Session, old: str, new: str | None, *, values: bool) -> None:
+@click.argument("new")
+def diff(session: Session, old: str, new: str) -> None:
     """Show which tensors differ between two checkpoints.
 
-    Compares the manifests cell by cell, and does not read any tensor. Without NEW, the command compares OLD with its
-    parent, which was the newest checkpoint of the run when OLD was saved.
+    Compares the manifests cell by cell, and does not read any tensor.
     """
-    if new is None:
-        old, new = _parent(session.store, old), old
-    found = differences(session.store, old, new)
-    if values:
-        found["values"] = _values(session.store, old, new, found)
-    session.give(found, difference_text)
-
-
-def _parent(store: Store, ref: str) -> str:
-    """Return the id of the parent of ``ref``. Raises NotFound."""
-    parent = store.get(ref).commit.committed.parent
-    if parent is None:
-        raise NotFound(
-            f"{ref} has no parent, because it was the first of its run; name a second checkpoint to compare it with"
-        )
-    if parent not in store:
-        raise NotFound(
-            f"the parent of {ref}, {parent[:12]}, no longer exists; name a second checkpoint to compare it with"
-        )
-    return parent
+    session.give(differences(session.store, old, new), difference_text)
 
 
 def differences(store: Store, old: str, new: str) -> dict[str, Any]:
@@ -223,13 +192,6 @@ def differences(store: Store, old: str, new: str) -> dict[str, Any]:
 
         result["files"] = file_changes(one, other)._asdict()
     return result | {"bytes_changed": found.bytes_changed, **plain(found)}
-
-
-def _values(store: Store, old: str, new: str, found: dict[str, Any]) -> list[dict[str, Any]]:
-    """Return the health of each differing tensor in both checkpoints, or null if it is unknown."""
-    one, other = store.get(old).health or {}, store.get(new).health or {}
-    keys = (*found["removed"], *found["added"], *found["changed"])
-    return [{"key": key, "old": plain(one.get(key)), "new": plain(other.get(key))} for key in keys]
 
 
 def difference_text(result: dict[str, Any]) -> None:
@@ -246,11 +208,3 @@ def difference_text(result: dict[str, Any]) -> None:
         ("unchanged", "bytes_unchanged"),
     ):  # fmt: skip
         say(f"{title:<10} {count(len(result[title]), 'tensor'):>14}  {size(result[nbytes]):>10}")
-    if result.get("values"):
-        say()
-        table(_VALUE_COLUMNS, map(_value_cells, result["values"]))
-
-
-def _value_cells(one: dict[str, Any]) -> tuple[str, ...]:
-    (was, _), (largest, what) = health_cells(one["old"]), health_cells(one["new"])
-    return one["key"], was, largest, what

@@ -1,4 +1,4 @@
-"""``casckpt tag``, and ``casckpt tags``, which lists the tags."""
+"""``casckpt tag``."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def command(session: Session, tag: str | None, ref: str | None, delete: str | No
     """Tag a checkpoint, or list the tags.
 
     gc never forgets a tagged checkpoint. In other commands, use tag:NAME as REF. If the tag already exists, the
-    command moves it.
+    command moves it. The list includes readers' leases.
     """
     if expires is not None and ref is None:
         raise click.UsageError("--expires requires a tag to set: pass NAME and REF")
@@ -44,18 +44,9 @@ def command(session: Session, tag: str | None, ref: str | None, delete: str | No
         session.give({"deleted": delete}, lambda result: say(f"deleted tag {printable(result['deleted'])}"))
     elif tag is not None and ref is not None:
         session.store.tag(tag, ref, expires=expires)
-        session.give(_rows(session, tag)[0], lambda result: _text([result]))
+        session.give(_rows(session, tag)[0], lambda result: _table([result]))
     else:
-        session.give(_rows(session, tag), _text)
-
-
-@store_command("tags")
-def tags(session: Session) -> None:
-    """List the tags, with their expiration times and holders.
-
-    The list includes readers' leases. It may be empty. The exit status is 3 if there is no store.
-    """
-    session.give(_rows(session), _table)
+        session.give(_rows(session, tag), _table)
 
 
 def _rows(session: Session, only: str | None = None) -> list[dict[str, Any]]:
@@ -77,15 +68,6 @@ def _rows(session: Session, only: str | None = None) -> list[dict[str, Any]]:
     if only is not None and not rows:
         raise NotFound(f"there is no tag {only!r}; set it with `casckpt tag STORE {only} REF`")
     return rows
-
-
-def _text(tags: list[dict[str, Any]]) -> None:
-    width = max((len(tag["name"]) for tag in tags), default=0)
-    for tag in tags:
-        until = f", until {moment(tag['expires'])} UTC" if tag["expires"] else ""
-        say(f"{printable(tag['name']):<{width}}  {name(tag)}{until}")
-    if not tags:
-        say("no tags")
 
 
 def _table(tags: list[dict[str, Any]]) -> None:

@@ -62,7 +62,7 @@ def test_a_copy_of_the_whole_store_includes_the_tags_that_the_target_does_not_ha
         done = as_json("copy", saved, there, how)
         wanted = {"tags": [], "tags_left": {}} if how == "--no-tags" else found
         assert {name: done[name] for name in found} == wanted
-    assert {row["name"]: row["step"] for row in as_json("tags", there)} == {"best": 1, "good": 1}
+    assert {row["name"]: row["step"] for row in as_json("tag", there)} == {"best": 1, "good": 1}
     told = run("copy", saved, there).stdout
     assert "left the tag best: the target has it on a different checkpoint" in told
     assert "set the tags" not in told

@@ -78,13 +78,12 @@ def test_options_of_merge(run: Run, saved: casckpt.Store) -> None:
             (["--weights", "1,-1/2,.5"], 0.5),
             (["--weights=-1,0,2"], 4.0),
             (["--ema", "0.5"], 1.25),
-            (["--half-life", "1"], 1.25),
             (["--dtype", "bfloat16", "--keep", "optimizer.*"], 1.0),
         ]
     ):
         run("merge", saved.url, "a@..", "--run", "m", "--step", str(step), *options)
         assert saved.read(f"m@{step}")["model"]["w"].tolist() == [want] * 3
-    assert saved.read("m@4")["optimizer"]["m"].tolist() == [1.0, 1.0]
+    assert saved.read("m@3")["optimizer"]["m"].tolist() == [1.0, 1.0]
     run("merge", saved.url, "a@1", "--run", "m", "--step", "0", status=5)
     run("merge", saved.url, "a@1", "--run", "m", "--step", "0", "--overwrite")
     assert saved.read("m@0")["model"]["w"].tolist() == [1.0] * 3

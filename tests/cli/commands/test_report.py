@@ -10,15 +10,6 @@ from casckpt.base.units import format_size
 from tests.cli.conftest import AsJson, Run
 
 
-def test_stats_show_what_uses_the_space(saved: Path, store: casckpt.Store, as_json: AsJson, run: Run) -> None:
-    store.tag("best", "b@1")
-    found = as_json("stats", saved, "--by", "step")
-    assert {*found} - {*as_json("stats", saved)} == {"by_step", "unreadable"}
-    assert sum(one["bytes_new"] for one in found["by_step"]) == found["bytes_blobs"]
-    text = run("stats", saved, "--by", "step", "--run", "b").stdout
-    assert all(word in text for word in ("ALONE", "best"))
-
-
 def test_stats_show_when_the_disk_is_full(saved: Path, as_json: AsJson, run: Run) -> None:
     found = as_json("stats", saved, "--plan")
     assert {*found} - {*as_json("stats", saved)} == {"bytes_per_day", "bytes_free", "full_at"}

@@ -22,28 +22,28 @@ def test_tags_are_set_listed_moved_and_deleted(saved: Path, as_json: AsJson) -> 
     as_json("tag", saved, "x", "--delete", "best", status=2)
 
 
-def test_the_tags_command_shows_when_a_lease_expires_and_who_holds_it(
+def test_the_list_of_tags_shows_when_a_lease_expires_and_who_holds_it(
     saved: Path, store: casckpt.Store, as_json: AsJson, run: Run
 ) -> None:
-    assert "no tags" in run("tags", saved).stdout
-    assert as_json("tags", saved) == []
+    assert "no tags" in run("tag", saved).stdout
+    assert as_json("tag", saved) == []
     as_json("tag", saved, "best", "a@2")
     first = as_json("tag", saved, "eval", "a@1", "--expires", "12h")
     until = datetime.fromisoformat(first["expires"]) - datetime.now(UTC)
     assert timedelta(hours=11) < until <= timedelta(hours=12)
     with store.lease("b@1"):
-        best, ends, lease = as_json("tags", saved)
+        best, ends, lease = as_json("tag", saved)
         assert (best["name"], best["expires"], *named([best])) == ("best", None, "a@2")
         assert ends == first
         assert lease["name"].startswith("lease-")
         assert named([lease]) == ["b@1"]
         assert all(int(tag["holder"].rpartition(":")[2]) == os.getpid() for tag in (best, ends, lease))
-        lines = run("tags", saved).stdout.splitlines()
+        lines = run("tag", saved).stdout.splitlines()
         assert [line.split()[0] for line in lines] == ["NAME", "best", "eval", lease["name"]]
         assert as_json("gc", saved)["waiting"] == []
     assert len(as_json("tag", saved)) == 2
-    assert "until" in run("tag", saved, "eval").stdout
-    assert "error" in as_json("tags", saved / "nothing", status=3)
+    assert "UNTIL (UTC)" in run("tag", saved, "eval").stdout
+    assert "error" in as_json("tag", saved / "nothing", status=3)
     as_json("tag", saved, "eval", "--expires", "1h", status=2)
     as_json("tag", saved, "eval", "a@1", "--expires", "12", status=2)
     as_json("tag", saved, "eval", "a@1", "--expires", "0", status=1)
