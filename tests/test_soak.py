@@ -25,9 +25,10 @@ from casckpt.store.store import Store
 from casckpt.upkeep.copies.copy import CopyResult
 from casckpt.upkeep.gc import purge as retiring
 from soaking import cli, looks, workers
-from soaking.books import RUNS, Books, Wrong, state
+from soaking.books import Books, Wrong
 from soaking.growth import growth
 from soaking.master import Soak
+from soaking.states import RUNS, state
 from soaking.workers import Worker
 
 ROOT = Path(__file__).resolve().parent.parent

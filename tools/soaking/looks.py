@@ -7,7 +7,8 @@ from casckpt.contents import manifests
 from casckpt.format.keys import blob_key, manifest_key
 from casckpt.history.commits import list_commits
 from casckpt.store.store import Store
-from soaking.books import CELL, KEPT, Wrong
+from soaking.books import KEPT, Wrong
+from soaking.states import CELL
 from soaking.workers import Worker
 
 
@@ -32,7 +33,7 @@ def look(worker: Worker) -> None:
             raise Wrong(f"verify in a pause: {found}")
         for one in store.checkpoints():
             worker.check(one, store.read(one, keys=None if one.dropped is None else ["model.*", "step"]))
-        _check_objects(store)
+        check_objects(store)
     _check_saved(worker)
     worker.did("pause", checkpoints=len(worker.store.checkpoints()))
 
@@ -65,7 +66,8 @@ def _check_saved(worker: Worker) -> None:
                 raise Wrong(f"{run}@{step} was saved, but does not exist: {sorted(there)}")
 
 
-def _check_objects(store: Store) -> None:
+def check_objects(store: Store) -> None:
+    """Check that the store has the objects that its checkpoints need, and no others."""
     repo, named = store.repository, set[str]()
     for one in list_commits(repo).live():
         named.add(manifest_key(one.places.txid, one.id))

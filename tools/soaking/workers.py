@@ -14,7 +14,8 @@ from typing import Any, Literal
 from casckpt.errors import Conflict, Gone, MissingKey, NotFound, Revoked, StorageError
 from casckpt.saving.options import SaveArguments
 from casckpt.store.store import Store
-from soaking.books import KEPT, LONG, RUNS, Books, Wrong, same, state
+from soaking.books import KEPT, Books, Wrong
+from soaking.states import LONG, RUNS, same, state
 
 TAG = "soak"
 TELLS_OF_REVOKED = "casckpt.saving.save"
