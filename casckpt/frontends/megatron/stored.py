@@ -41,6 +41,7 @@ from casckpt.tensors.values import Shard
 
 _STATE = "optimizer.state."
 _OBJECT = re.compile(r".+/shard_[0-9.]*_[0-9.]*", re.DOTALL)
+_COMMON = "common_state/shard_0_1"  # of Megatron-core from 0.19 on, in place of common.pt
 
 Facts: TypeAlias = tuple[Commit, Manifest, Notes, bytes | None]
 
@@ -103,14 +104,17 @@ class MegatronCheckpoint:
     @cached_property
     def tensors(self) -> dict[str, Entry]:
         """The sharded tensors by key."""
-        objects = (join((name, *path)) for name in self.objects for path, _ in leaves(self._nodes[name]))
+        objects = (
+            join((name, *path)) for name, node in self._nodes.items() if is_object_key(name) for path, _ in leaves(node)
+        )
         others = self.notes.tensors.union(objects)
         return {key: entry for key, entry in self.contents.tensors.items() if key not in others}
 
     @cached_property
     def objects(self) -> dict[str, ShardedObject]:
         """The shards of all objects, without data, by unique key."""
-        return {name: ShardedObject.empty_from_unique_key(name) for name in self._nodes if is_object_key(name)}
+        names = (name for name in self._nodes if is_object_key(name) and name != _COMMON)
+        return {name: ShardedObject.empty_from_unique_key(name) for name in names}
 
     @cached_property
     def object_names(self) -> frozenset[str]:
@@ -185,7 +189,7 @@ class MegatronCheckpoint:
         """Return the common part, nested as it was saved, from common.pt and ``values``: its leaves by flat key."""
         tensors = self.tensors
         tree = inflate(self._without_objects, lambda key, _: values[key], lambda key: key not in tensors)
-        named = {self.notes.names.get(key, key): value for key, value in tree.items()}
+        named = tree.pop(_COMMON, {}) | {self.notes.names.get(key, key): value for key, value in tree.items()}
         return named if self.file is None else merge(named, read(self.file, self.where, allow_pickle))
 
 

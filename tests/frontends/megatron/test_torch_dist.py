@@ -9,6 +9,8 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.metadata import MetadataIndex
 
 import casckpt
@@ -16,9 +18,11 @@ from casckpt.frontends import megatron
 from casckpt.frontends.convert import dcp_to_casckpt
 from casckpt.frontends.dcp.folder import FlatBox
 from tests.support import gpt
+from tests.support.dcp import QUIET
 from tests.support.gpt import Topology, differences
 from tests.support.megatron_core import core
 from tests.support.ranks import Pool
+from tests.support.saves import same_state
 from tests.support.torch_dist_folder import FLAT_FOLDER, FOLDER, flat_state, state
 
 
@@ -56,6 +60,23 @@ def test_the_metadata_of_older_versions_of_megatron_core_is_read(tmp_path: Path)
     (tmp_path / "folder/.metadata").write_bytes(pickle.dumps(older))
     dcp_to_casckpt(tmp_path / "folder", tmp_path / "store", run="core", step=7)
     assert loaded(0, 1, f"{tmp_path}/store#core@7", Topology()) == []
+
+
+@pytest.mark.filterwarnings(f"ignore:{QUIET}")
+def test_the_common_part_is_an_object_from_megatron_core_0_19_on(tmp_path: Path) -> None:
+    common = {"iteration": 5, "nested": {"lr": [1e-3]}, "mean": torch.ones(2)}
+    boxed = {"common_state/shard_0_1": [common], "rng/shard_0_1": [{"seed": 1}], "w": torch.arange(3.0)}
+    folder, where = tmp_path / "folder", f"{tmp_path}/store#core@5"
+    dcp.save(boxed, checkpoint_id=folder, planner=DefaultSavePlanner(flatten_state_dict=False), no_dist=True)
+    shutil.copy(FOLDER / "metadata.json", folder)
+    dcp_to_casckpt(folder, tmp_path / "store", run="core", step=5)
+    assert same_state(megatron.load_common_state_dict(where), common)
+    assert list(megatron.load_sharded_metadata(where)) == ["w", "rng/shard_0_1"]
+    assert list(megatron.load_plain_tensors(where)) == ["w"]
+    wanted = {"w": megatron.ShardedTensor.from_rank_offsets("w", torch.zeros(3))}
+    found, missing, unexpected = megatron.load(wanted, where, strict="return_all")
+    assert same_state(found, common | {"w": boxed["w"]})
+    assert (missing, unexpected) == ({"rng"}, set())
 
 
 @pytest.fixture(scope="module")
