@@ -35,7 +35,8 @@ FORMAT = (DOCS / "format.md").read_text()
 DESIGN = DOCS / "design.md"
 PAGES = [ROOT / "README.md",
          *(DOCS / f"{name}.md" for name in (
-             "index", "tutorial", "guide", "ranks", "training", "resume", "train_state", "dcp", "megatron", "howto",
+             "index", "tutorial", "questions", "guide", "ranks", "training", "resume", "train_state", "dcp",
+             "megatron", "howto",
              "follow", "files", "coming_from", "running", "retention", "disk_usage", "copies", "damage", "hosts",
              "integrity",
          )),
@@ -137,6 +138,7 @@ def test_every_link_in_the_docs_has_a_target() -> None:
 
 
 OUTSIDE = {
+    "https://docs.pypi.org/trusted-publishers/",
     "https://filesystem-spec.readthedocs.io", "https://pytorch.org/get-started/locally/", "https://s3fs.readthedocs.io",
 }  # fmt: skip
 """All links to other sites. Check them by hand when this list changes, because tests do not have network access."""

@@ -11,7 +11,7 @@ import torch
 from casckpt.base.parallel import usable_threads
 from casckpt.base.progress import Progress
 from casckpt.contents.checkpoint import Checkpoint
-from casckpt.errors import StorageError
+from casckpt.errors import InvalidInput, StorageError
 from casckpt.format.extents import ExtentTable
 from casckpt.format.manifest import Manifest
 from casckpt.format.regions import Box, Region, full_box
@@ -101,6 +101,29 @@ def _request(part: EntrySlice, view: memoryview, tables: Mapping[int, ExtentTabl
     return RegionRequest(entry.number, Destination(region, shaped, kind), tables.get(entry.number))
 
 
+def converted(part: EntrySlice, data: memoryview, dtype: str) -> memoryview:
+    """Return the elements of a slice in another dtype, if they are floating-point numbers of at least 16 bits.
+
+    Raises InvalidInput, naming the key, for finite numbers that would become infinite.
+    """
+    if not is_castable(part.entry.dtype) or part.entry.dtype == dtype or not data.nbytes:
+        return data
+    given = torch.frombuffer(data, dtype=torch_dtype(part.entry.dtype))
+    made = given.to(torch_dtype(dtype))
+    if (made.isinf() & ~given.isinf()).any():
+        raise InvalidInput(
+            f"{part.entry.key!r} has values that are too large for {dtype}: export it as bfloat16 or float32",
+            key=part.entry.key,
+        )
+    return made.view(torch.uint8).numpy().data
+
+
+def is_castable(dtype: str) -> bool:
+    """Return whether a dtype is one of floating-point numbers of at least 16 bits."""
+    kind = torch_dtype(dtype)
+    return kind.is_floating_point and kind.itemsize > 1
+
+
 class RegionReader:
     """Reads slices of entries of one checkpoint into one buffer, window by window, and verifies them.
 
@@ -122,11 +145,14 @@ class RegionReader:
             self._reader.fill(wants)
             yield from views(window, data, _ALIGN)
 
-    def read_joined(self, slices: Iterable[EntrySlice]) -> Iterator[memoryview]:
-        """Yield the bytes of slices in file order, window by window.
+    def read_joined(self, slices: Iterable[EntrySlice], dtype: str | None = None) -> Iterator[memoryview]:
+        """Yield the bytes of slices in file order, window by window, ``dtype``: as `converted` returns them.
 
         The bytes are valid until the next window is read.
         """
+        if dtype is not None:
+            yield from (converted(part, data, dtype) for part, data in self.read(self.windows(slices)))
+            return
         for wants, data, _ in self._planned(self.windows(slices)):
             self._reader.fill(wants)
             yield data

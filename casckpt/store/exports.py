@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, TypeAlias, TypedDict
+from typing import TYPE_CHECKING, Any, Final, Literal, TypeAlias, TypedDict
 
 from casckpt.saving.options import ImportArguments
 
@@ -20,6 +20,8 @@ if TYPE_CHECKING:
     from casckpt.loading.options import Rename
     from casckpt.plan.averages import Weight
 
+CAST: Final = ("float32", "float16", "bfloat16")
+"""The dtypes to which exports convert."""
 Format: TypeAlias = Literal["hf", "safetensors", "dcp", "torch", "files"]
 
 
@@ -40,6 +42,7 @@ class ExportOptions(FileOptions, total=False):
     rename: Rename
     max_shard_size: int | str | None
     metadata: Mapping[str, str] | None
+    dtype: str | torch.dtype | None
     attachments: bool
 
 

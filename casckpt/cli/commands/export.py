@@ -50,6 +50,10 @@ _NO_MODEL = {
          "first match applies.",
 )  # fmt: skip
 @click.option(
+    "--dtype", type=click.Choice(["float32", "float16", "bfloat16"]),
+    help="Convert floating-point tensors of 16 bits or more.",
+)  # fmt: skip
+@click.option(
     "--metadata", type=TEXT_SETTING, multiple=True, callback=lambda ctx, param, given: dict(given),
     help="An entry of a safetensors file's __metadata__. May be repeated.",
 )  # fmt: skip

@@ -7,7 +7,7 @@ import os
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import Any, Final, Unpack, get_args
+from typing import TYPE_CHECKING, Any, Final, Unpack, get_args
 
 from casckpt.base.progress import Shown
 from casckpt.base.text import is_url, listed, local_path
@@ -20,9 +20,13 @@ from casckpt.frontends.interchange.safetensors.files import SUFFIX
 from casckpt.frontends.interchange.safetensors.planned import is_model
 from casckpt.frontends.interchange.torch_files import export_torch
 from casckpt.frontends.stores import AnyStore, as_store
-from casckpt.store.exports import Exported, FileOptions, Format
+from casckpt.frontends.views.view import Rules
+from casckpt.store.exports import CAST, Exported, FileOptions, Format
 from casckpt.store.store import Store
 from casckpt.store.types import Rename
+
+if TYPE_CHECKING:
+    import torch
 
 log = logging.getLogger(__name__)
 
@@ -34,7 +38,7 @@ _FOREIGN: Final = {
 }  # fmt: skip
 """Suffixes of other formats. An export to such a name would create a folder, which other programs do not expect."""
 _OF_FILES: Final = ("max_shard_size", "metadata")
-_OF_TENSORS: Final = ("keys", "strip_prefix", "rename", *_OF_FILES)
+_OF_TENSORS: Final = ("keys", "strip_prefix", "rename", "dtype", *_OF_FILES)
 _NOT_FOR: Final = {"dcp": _OF_TENSORS, "torch": _OF_FILES, "files": _OF_TENSORS}
 """Arguments that a format does not support."""
 
@@ -50,6 +54,7 @@ def export(
     rename: Rename = None,
     max_shard_size: int | str | None = None,
     metadata: Mapping[str, str] | None = None,
+    dtype: str | torch.dtype | None = None,
     attachments: bool = True,
     force: bool = False,
     allow_pickle: bool = False,
@@ -72,7 +77,8 @@ def export(
     tensors below this prefix, and remove it from their names. ``rename``: how to map names to new names. It is a
     function, or a dict from regular expressions (matched against the whole name) to replacements. ``max_shard_size``:
     the size limit for each safetensors file in a folder (default: "5GB"). ``metadata``: strings for the
-    ``__metadata__`` of safetensors files. ``attachments``: unless False, attachments
+    ``__metadata__`` of safetensors files. ``dtype``: "float32", "float16" or "bfloat16", to which floating-point
+    tensors of at least 16 bits are converted; in a config.json, too. ``attachments``: unless False, attachments
     become files in the folder. ``force``: overwrite existing files. ``allow_pickle``: also export values that need a
     pickle.
 
@@ -95,9 +101,11 @@ def export(
     if chosen not in FORMATS:
         raise InvalidInput(f"format={chosen!r} is not a known format; choose one of {', '.join(FORMATS)}")
     _check_suffix(chosen, path)
-    keys, rename = keys or None, rename or None
+    keys, rename, dtype = keys or None, rename or None, None if dtype is None else str(dtype).removeprefix("torch.")
+    if dtype not in (None, *CAST):
+        raise InvalidInput(f"dtype={dtype!r:.40} is not valid: pass one of {', '.join(CAST)}")
     given = {"keys": keys, "strip_prefix": strip_prefix, "rename": rename, "max_shard_size": max_shard_size}
-    given |= {"metadata": metadata or None}
+    given |= {"metadata": metadata or None, "dtype": dtype}
     _check_known(chosen, [name for name, value in given.items() if value is not None])
     if chosen == "files":
         return export_files(opened, checkpoint, path, force=force, progress=progress)
@@ -106,12 +114,13 @@ def export(
     if chosen in ("hf", "safetensors"):
         return export_safetensors(
             opened, checkpoint, path, model=chosen == "hf", attachments=attachments, keys=keys,
-            strip_prefix=strip_prefix, rename=rename, max_shard_size=max_shard_size, metadata=metadata, force=force,
-            progress=progress,
+            strip_prefix=strip_prefix, rename=rename, max_shard_size=max_shard_size, metadata=metadata, dtype=dtype,
+            force=force, progress=progress,
         )  # fmt: skip
     if chosen == "dcp":
         return _export_dcp(opened, checkpoint, path, attachments, **options)
-    return export_torch(opened, checkpoint, path, keys=keys, strip_prefix=strip_prefix, rename=rename, **options)
+    rules = Rules(keys, strip_prefix, rename, dtype=dtype)
+    return export_torch(opened, checkpoint, path, rules, **options)
 
 
 def _warn_of_modes(store: Store, checkpoint: Checkpoint) -> None:

@@ -43,7 +43,7 @@ from casckpt.frontends.stores import AnyStore, as_store
 from casckpt.frontends.views.recut import ViewTensor
 from casckpt.frontends.views.view import Rules, View, view_of
 from casckpt.loading.load import values_at
-from casckpt.loading.options import LoadOptions, Rename
+from casckpt.loading.options import LoadOptions
 from casckpt.loading.regions import RegionReader
 from casckpt.saving.options import UnpicklingArguments
 from casckpt.store.exports import Exported, FileOptions
@@ -55,6 +55,8 @@ from casckpt.tensors.untrusted import misread
 from casckpt.tensors.values import OfObjects
 
 log = logging.getLogger(__name__)
+
+_WHOLE = Rules()
 
 _Storage: TypeAlias = ViewTensor | bytes
 """The content of a storage in a file: a tensor in the checkpoint, or the data of a tensor inside an object."""
@@ -215,17 +217,15 @@ def export_torch(
     store: AnyStore,
     ref: str | Checkpoint,
     path: str | os.PathLike[str],
+    rules: Rules = _WHOLE,
     *,
-    keys: Sequence[str] | None = None,
-    strip_prefix: str | None = None,
-    rename: Rename = None,
     force: bool = False,
     allow_pickle: bool = False,
     progress: Shown | None = None,
 ) -> Exported:
     """Write a checkpoint as one file that plain `torch.load` can read. The export holds 64 MiB in memory at a time.
 
-    The file holds the whole checkpoint with its original nesting. With ``keys``, ``strip_prefix`` or ``rename`` (see
+    The file holds the whole checkpoint with its original nesting. With ``rules`` other than the dtype (see
     `casckpt.frontends.views.view`) it holds a dict of tensors by name. The export skips values that torch's restricted
     unpickler cannot read, such as numpy arrays. A list or tuple that loses items becomes a dict with the indices as
     keys. ``allow_pickle``: do not skip values. Pickles are unpickled and repickled, and loading the file requires
@@ -239,12 +239,13 @@ def export_torch(
     """
     opened = as_store(store)
     checkpoint = opened.get(ref)
-    rules = Rules(keys, strip_prefix, rename)
     job = _Export(opened, checkpoint, allow_pickle)
-    state, view, storages = job.whole() if rules.is_plain else job.seen(rules)
+    is_whole = replace(rules, dtype=None).is_plain
+    state, view, storages = job.whole(rules.dtype) if is_whole else job.seen(rules)
     with place_for(path, force=force) as place, new_file(place, force=force) as target:
         manifest = job.contents.manifest
-        job.write(target, state, storages, RegionReader(opened.repository, manifest, view.nbytes, Progress(progress)))
+        reader = RegionReader(opened.repository, manifest, view.bytes_read, Progress(progress))
+        job.write(target, state, storages, reader, rules.dtype)
         name = os.fspath(path) if is_url(path) else place
     skipped = tuple(file_attachments(opened, checkpoint))
     return Exported(
@@ -261,7 +262,7 @@ class _Export:
         self._repo = store.repository
         self._fake = FakeTensorMode()
 
-    def whole(self) -> tuple[Any, View, Sequence[_Storage]]:
+    def whole(self, dtype: str | None) -> tuple[Any, View, Sequence[_Storage]]:
         """Return the whole nested checkpoint, with tensors that lack their data, and its storages in order."""
         self.contents.check_no_wrappers("a file of torch.save")
         tree = self.contents.whole_tree()
@@ -277,7 +278,7 @@ class _Export:
             if node != TENSOR:
                 storages.extend(_storages_in(objects[key]) if self.contents.objects[key].pickled else ())
                 return objects[key]
-            tensors.append(ViewTensor(key, self.contents.tensor(key)))
+            tensors.append(ViewTensor(key, self.contents.tensor(key)).cast(dtype))
             storages.append(tensors[-1])
             return self._empty(tensors[-1].entry)
 
@@ -298,12 +299,14 @@ class _Export:
         with self._fake:
             return torch.empty(entry.shape, dtype=torch_dtype(entry.dtype), device="cpu")
 
-    def write(self, path: Path, state: Any, storages: Sequence[_Storage], reader: RegionReader) -> None:
+    def write(
+        self, path: Path, state: Any, storages: Sequence[_Storage], reader: RegionReader, dtype: str | None
+    ) -> None:
         """Write the file. It is durable when the method returns."""
         path.open("xb").close()  # raises a clear error if the folder is not writable
         with skip_data(materialize_fake_tensors=True), torch_saves():
             torch.save(state, path)
-        _write_sums(path, _filled(path, storages, reader))
+        _write_sums(path, _filled(path, storages, reader, dtype))
         with path.open("rb") as file:
             os.fsync(file.fileno())
 
@@ -318,7 +321,7 @@ def _storages_in(value: Any) -> Iterator[bytes]:
             yield archive.read(names[f"data/{index}"])
 
 
-def _filled(path: Path, storages: Sequence[_Storage], reader: RegionReader) -> dict[str, int]:
+def _filled(path: Path, storages: Sequence[_Storage], reader: RegionReader, dtype: str | None) -> dict[str, int]:
     """Write the data of all storages into the file. Return each record's crc."""
     places: Any = torch._C.PyTorchFileReader(str(path))
     with zipfile.ZipFile(path) as archive:
@@ -331,7 +334,7 @@ def _filled(path: Path, storages: Sequence[_Storage], reader: RegionReader) -> d
                 raise InvalidInput(f"torch {torch.__version__} numbers storages in an order that casckpt does not know")
             sums[record] = 0
             file.seek(places.get_record_offset(record))
-            for data in [storage] if isinstance(storage, bytes) else reader.read_joined(storage.sources):
+            for data in [storage] if isinstance(storage, bytes) else reader.read_joined(storage.sources, dtype):
                 file.write(data)
                 sums[record] = zlib.crc32(data, sums[record])
     return sums

@@ -189,8 +189,9 @@ class MegatronCheckpoint:
         """Return the common part, nested as it was saved, from common.pt and ``values``: its leaves by flat key."""
         tensors = self.tensors
         tree = inflate(self._without_objects, lambda key, _: values[key], lambda key: key not in tensors)
-        named = tree.pop(_COMMON, {}) | {self.notes.names.get(key, key): value for key, value in tree.items()}
-        return named if self.file is None else merge(named, read(self.file, self.where, allow_pickle))
+        common: dict[Any, Any] = tree.pop(_COMMON, {})
+        common |= {self.notes.names.get(key, key): value for key, value in tree.items()}
+        return common if self.file is None else merge(common, read(self.file, self.where, allow_pickle))
 
 
 class ReadRequest:

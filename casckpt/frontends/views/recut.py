@@ -9,10 +9,11 @@ from math import prod
 from typing import NamedTuple, TypeAlias
 
 from casckpt.errors import InvalidInput
+from casckpt.format.dtypes import itemsize
 from casckpt.format.regions import Shape, strides
 from casckpt.format.sections.index import Entry
 from casckpt.loading.options import compiled, expanded, first_match
-from casckpt.loading.regions import EntrySlice
+from casckpt.loading.regions import EntrySlice, is_castable
 
 Index: TypeAlias = Sequence[int | Sequence[int]]
 """An index of a tensor: for each of its first dimensions, a number, or the first and the last index plus 1."""
@@ -39,6 +40,12 @@ class ViewTensor(NamedTuple):
     def sources(self) -> tuple[EntrySlice, ...]:
         """The slices that hold the elements of the tensor, in row-major order."""
         return self.parts or (EntrySlice(self.entry, 0, self.entry.numel),)
+
+    def cast(self, dtype: str | None) -> ViewTensor:
+        """Return the tensor in another dtype, if it has one that `is_castable`."""
+        if dtype is None or not is_castable(self.entry.dtype):
+            return self
+        return self._replace(entry=self.entry.converted(dtype, itemsize(dtype)), parts=self.sources)
 
 
 def sources_of(tensors: Iterable[ViewTensor]) -> Iterator[EntrySlice]:

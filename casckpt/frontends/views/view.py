@@ -21,7 +21,7 @@ class Rules:
     show only the weights of the model, under their names in the unwrapped model. In that case, ``strip_prefix`` is the
     prefix of the model, and None means that the view finds it. ``rename``: maps the resulting names to new names, as
     in `casckpt.Store.load`, but starts from the checkpoint's names. ``split``: the tensors to split, by their
-    new names.
+    new names. ``dtype``: show the tensors that `casckpt.loading.regions.is_castable` names in this dtype.
     """
 
     keys: Sequence[str] | None = None
@@ -29,6 +29,7 @@ class Rules:
     rename: Rename = None
     model: bool = False
     split: Split = field(default_factory=dict)
+    dtype: str | None = None
 
     @property
     def is_plain(self) -> bool:
@@ -48,6 +49,11 @@ class View:
     def nbytes(self) -> int:
         """The total bytes of all tensors."""
         return sum(tensor.entry.nbytes for tensor in self.tensors)
+
+    @property
+    def bytes_read(self) -> int:
+        """The total bytes of their sources, which differ if they have another dtype."""
+        return sum(source.nbytes for tensor in self.tensors for source in tensor.sources)
 
 
 def view_of(contents: Contents, rules: Rules) -> View:
@@ -72,7 +78,8 @@ def view_of(contents: Contents, rules: Rules) -> View:
     objects = [key for key in contents.objects if matches(key, patterns)]
     others = [_other(entry) for entry in contents.manifest.entries
               if entry.kind == TENSOR and entry.number not in seen and matches(entry.key, patterns)]  # fmt: skip
-    return View(tuple(sorted(tensors, key=lambda tensor: tensor.name)), (*objects, *others), prefix)
+    shown = sorted((tensor.cast(rules.dtype) for tensor in tensors), key=lambda tensor: tensor.name)
+    return View(tuple(shown), (*objects, *others), prefix)
 
 
 def _part(contents: Contents, keys: Sequence[str], rules: Rules) -> tuple[str, Sequence[str]]:

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint import state_dict_saver
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.metadata import MetadataIndex
 
@@ -67,7 +67,8 @@ def test_the_common_part_is_an_object_from_megatron_core_0_19_on(tmp_path: Path)
     common = {"iteration": 5, "nested": {"lr": [1e-3]}, "mean": torch.ones(2)}
     boxed = {"common_state/shard_0_1": [common], "rng/shard_0_1": [{"seed": 1}], "w": torch.arange(3.0)}
     folder, where = tmp_path / "folder", f"{tmp_path}/store#core@5"
-    dcp.save(boxed, checkpoint_id=folder, planner=DefaultSavePlanner(flatten_state_dict=False), no_dist=True)
+    planner = DefaultSavePlanner(flatten_state_dict=False)
+    state_dict_saver.save(boxed, checkpoint_id=folder, planner=planner, no_dist=True)
     shutil.copy(FOLDER / "metadata.json", folder)
     dcp_to_casckpt(folder, tmp_path / "store", run="core", step=5)
     assert same_state(megatron.load_common_state_dict(where), common)

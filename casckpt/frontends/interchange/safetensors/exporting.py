@@ -7,12 +7,14 @@ only the differences.
 
 from __future__ import annotations
 
+import json
 import logging
 import os
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from casckpt.base.progress import Progress, Shown
 from casckpt.base.text import is_url, listed
@@ -27,6 +29,7 @@ from casckpt.frontends.interchange.new_files import (
     place_for,
     synced_file,
     write_attached,
+    write_durably,
 )
 from casckpt.frontends.interchange.safetensors.files import SUFFIX
 from casckpt.frontends.interchange.safetensors.layout import FileLayout, is_index, stem_of
@@ -34,11 +37,14 @@ from casckpt.frontends.interchange.safetensors.planned import CONFIG, FolderPlan
 from casckpt.frontends.stores import AnyStore, as_store
 from casckpt.frontends.views.recut import ViewTensor, sources_of
 from casckpt.frontends.views.view import Rules
-from casckpt.store.exports import Exported
+from casckpt.store.exports import CAST, Exported
 from casckpt.store.store import Store
 from casckpt.store.types import Rename
 
 log = logging.getLogger(__name__)
+
+_DTYPES = ("dtype", "torch_dtype")
+"""The fields of a config.json that name a dtype."""
 
 
 class Base(NamedTuple):
@@ -60,6 +66,7 @@ def export_safetensors(
     rename: Rename = None,
     max_shard_size: int | str | None = None,
     metadata: Mapping[str, str] | None = None,
+    dtype: str | None = None,
     force: bool = False,
     progress: Shown | None = None,
     base: Base | None = None,
@@ -74,15 +81,16 @@ def export_safetensors(
     earlier export. Its files are hashed completely, and reused if their layout is unchanged. The log names what is left
     out, unless ``model`` is set. The result's ``notes`` and the log report what else the user should know.
 
-    ``keys``, ``strip_prefix``, ``rename``: see `casckpt.frontends.views.view.Rules`. ``model``: write only the model's
-    weights, for Transformers' `from_pretrained`. Otherwise, config.json is not written if the folder is not a model.
+    ``keys``, ``strip_prefix``, ``rename``, ``dtype``: see `casckpt.frontends.views.view.Rules`. ``model``: write only
+    the model's weights, for Transformers' `from_pretrained`. Otherwise, config.json is not written if the folder is not
+    a model.
 
     Raises NotFound, MissingKey if a pattern matches nothing, Conflict if ``out`` exists, Damaged or StorageError.
     Raises InvalidInput for a key that safetensors cannot represent, for an attachment whose name is not a valid file
     name, and if several parts may be the model. After an error, no file exists under the final names.
     """
     opened = as_store(store)
-    rules = Rules(keys, strip_prefix, rename, model)
+    rules = Rules(keys, strip_prefix, rename, model, dtype=dtype)
     job = _Job(opened, opened.get(ref), rules, progress)
     job.metadata = metadata or {}
     with place_for(out, force=force, is_last=is_index) as target:
@@ -113,6 +121,10 @@ def _exported_to(
         )
     with new_folder(target, force=force, stale=lambda name: _stem(name) in stems, last=names) as folder:
         write_attached(job.store, job.checkpoint, attachments, folder)
+        if job.rules.dtype is not None:
+            for name in attachments:
+                if Path(name).name == CONFIG:
+                    _set_dtype(folder / name, job.rules.dtype)
         for file in files:
             path = folder / file.name
             path.parent.mkdir(parents=True, exist_ok=True)
@@ -132,7 +144,7 @@ class _Job(FolderPlan):
         """Write one file: ``head``, then the data of ``streams``."""
         with synced_file(path) as file:
             file.write(head)
-            for window in self._reader.read_joined(sources_of(streams)):
+            for window in self._reader.read_joined(sources_of(streams), self.rules.dtype):
                 file.write(window)
 
     def revise(self, path: Path, file: FileLayout, base: Base) -> bool:
@@ -161,6 +173,18 @@ class _Job(FolderPlan):
             self.checkpoint, tuple(files), len(view.tensors), view.nbytes, attachments, view.left_out, skipped,
             "hf" if self.rules.model else "safetensors", view.prefix, tuple(self.notes),
         )  # fmt: skip
+
+
+def _set_dtype(config: Path, dtype: str) -> None:
+    """Replace the floating-point dtypes in a model's config, in which from_pretrained would load the weights."""
+
+    def changed(fields: dict[str, Any]) -> dict[str, Any]:
+        return {name: dtype if name in _DTYPES and value in CAST else value for name, value in fields.items()}
+
+    with suppress(ValueError, RecursionError):  # not JSON, so no library reads it
+        found = json.loads(config.read_bytes(), object_hook=changed)
+        config.unlink()
+        write_durably(config, json.dumps(found, indent=2, ensure_ascii=False).encode())
 
 
 def _is_like(path: Path, file: FileLayout) -> bool:

@@ -67,7 +67,7 @@ class FolderPlan:
         """
         rules = self.rules
         is_asked = rules.model or METADATA_KEY in self.checkpoint.metadata
-        is_plain = is_asked and replace(rules, keys=None, model=True) == Rules(model=True)
+        is_plain = is_asked and replace(rules, keys=None, dtype=None, model=True) == Rules(model=True)
         if not is_plain or HUB_FILE not in self.store.attachments(self.checkpoint):
             return HubNames()
         text = self.store.read_attachment(self.checkpoint, HUB_FILE)
@@ -75,7 +75,7 @@ class FolderPlan:
         if rules.keys and (len(names.views) != 1 or names.views[0].rules.keys):
             return names._replace(views=())
         adapted = (
-            (stem, replace(view, keys=rules.keys or view.keys, model=view.model and rules.model))
+            (stem, replace(view, keys=rules.keys or view.keys, model=view.model and rules.model, dtype=rules.dtype))
             for stem, view in names.views
         )
         return names._replace(views=tuple(HubView(*root) for root in adapted))
@@ -123,7 +123,7 @@ class FolderPlan:
 
     def reader(self, progress: Progress) -> RegionReader:
         """Return a reader for the view's tensors."""
-        return RegionReader(self.store.repository, self.contents.manifest, self.view.nbytes, progress)
+        return RegionReader(self.store.repository, self.contents.manifest, self.view.bytes_read, progress)
 
     def attachments(self, *, wanted: bool = True) -> tuple[list[str], list[str]]:
         """Return the names of the attachments for the folder, and those of skipped attachments."""
