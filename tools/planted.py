@@ -3204,7 +3204,7 @@ BUGS: dict[str, tuple[str, str, str, str]] = {
     ),
     "the names of the library replace those that the user asked for": (
         "FolderPlan._names",
-        "replace(rules, keys=None, model=True) == Rules(model=True)",
+        "replace(rules, keys=None, dtype=None, model=True) == Rules(model=True)",
         "rules.model",
         "tests/frontends/training_state/test_hub_config.py::test_selected_keys_and_other_names_apply_to_fused_experts",
     ),

@@ -112,7 +112,7 @@ def converted(part: EntrySlice, data: memoryview, dtype: str) -> memoryview:
     made = given.to(torch_dtype(dtype))
     if (made.isinf() & ~given.isinf()).any():
         raise InvalidInput(
-            f"{part.entry.key!r} has values that are too large for {dtype}: export it as bfloat16 or float32",
+            f"{part.entry.key!r} has values that are too large for {dtype}: choose another dtype, or omit it",
             key=part.entry.key,
         )
     return made.view(torch.uint8).numpy().data

@@ -171,6 +171,12 @@ def test_a_tag_can_be_set_temporarily_and_deleted_as_advised(
     assert list(saved.tags()) == []
 
 
+@follows("cli/commands/report.py:stats", "--run applies to --plan")
+def test_the_growth_of_a_run_is_shown_as_advised(saved: Store, store_path: Path, messages: Messages, run: Run) -> None:
+    advice = messages.text(run("stats", store_path, "--run", "a", status=2).output)
+    assert "grows by" in run("stats", store_path, "--run", "a", advice.says("--plan")).output
+
+
 @follows("cli/commands/tag.py:_rows", "set it with `casckpt tag STORE … REF`")
 def test_a_missing_tag_is_created_with_the_suggested_command(
     saved: Store, store_path: Path, messages: Messages, run: Run

@@ -52,6 +52,7 @@ Ranks and processes
     scripts, torchrun, recipes: scripts, modules and training programs, as users start them
     shared: folders that all workers share
     drill: a team and its store in a shared folder
+    fleet: work in a store with any version of casckpt
 
 Kills and power
     dying: a process that dies before or after a change of storage

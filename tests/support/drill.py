@@ -336,7 +336,7 @@ class Drill:
         ends.append(self.auditor.begin(look, self.saved))
         for end in ends:
             end()
-        tags = {one["name"]: f"{one['run']}@{one['step']}" for one in self.keeper.json("tags")}
+        tags = {one["name"]: f"{one['run']}@{one['step']}" for one in self.keeper.json("tag")}
         wanted = {f"{who.name}-first": f"{who.name}@1" for who in team if who != self.keeper}
         assert tags.items() >= wanted.items()
         for line in ("verify", "doctor"):

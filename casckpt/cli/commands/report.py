@@ -48,6 +48,8 @@ def stats(session: Session, *, plan: bool, run: str | None) -> None:
     Also shows the size that the checkpoints would have without sharing. --plan shows by how much the checkpoints that
     remain grow per day, at the interval of the saves so far.
     """
+    if run is not None and not plan:
+        raise click.UsageError("--run applies to --plan")
     sizes = session.store.sizes()
     result = plain(sizes.stats())
     if plan:

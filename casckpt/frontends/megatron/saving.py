@@ -32,7 +32,7 @@ from casckpt.frontends.megatron.kinds import (
 from casckpt.frontends.megatron.mapping import apply_factories
 from casckpt.frontends.megatron.nesting import Nested, Path, diff, nested_values
 from casckpt.frontends.megatron.place import CheckpointDir, StoreRef, place_of
-from casckpt.frontends.megatron.stored import CONTENT_METADATA, is_object_key
+from casckpt.frontends.megatron.stored import COMMON_OBJECT, CONTENT_METADATA, is_object_key
 from casckpt.ranks.ranks import Ranks, exchange_keeping, open_ranks
 from casckpt.saving.options import CheckReplicas, SaveArguments, usable_check
 from casckpt.saving.prepare import tensor_source
@@ -308,7 +308,7 @@ class Saving:
     def state(self) -> dict[Any, Any]:
         """Return the state for `Store.save`.
 
-        Raises CheckpointingException for a key in the format of an object's unique key.
+        Raises CheckpointingException for a key in the format of an object's unique key, and for `COMMON_OBJECT`.
         """
         shards: dict[str, list[Shard]] = {}
         objects: dict[str, Any] = {}
@@ -318,11 +318,10 @@ class Saving:
             else:
                 objects[value.unique_key] = value.data
         common = self.common if self.rank == 0 else {}
-        for key in map(str, (*shards, *common)):
+        for key in map(str, (*shards, *common, *objects.keys() & {COMMON_OBJECT})):
             if is_object_key(key):
-                raise CheckpointingException(
-                    f"{key!r} looks like an object's key and would load as an object; rename it", key=key
-                )
+                what = "the common part" if key == COMMON_OBJECT else "an object"
+                raise CheckpointingException(f"{key!r} would load as {what}, because of its form; rename it", key=key)
         return OfObjects({**common, **shards, **objects})
 
 

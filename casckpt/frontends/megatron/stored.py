@@ -41,7 +41,7 @@ from casckpt.tensors.values import Shard
 
 _STATE = "optimizer.state."
 _OBJECT = re.compile(r".+/shard_[0-9.]*_[0-9.]*", re.DOTALL)
-_COMMON = "common_state/shard_0_1"  # of Megatron-core from 0.19 on, in place of common.pt
+COMMON_OBJECT = "common_state/shard_0_1"  # of Megatron-core from 0.19 on, in place of common.pt
 
 Facts: TypeAlias = tuple[Commit, Manifest, Notes, bytes | None]
 
@@ -113,7 +113,7 @@ class MegatronCheckpoint:
     @cached_property
     def objects(self) -> dict[str, ShardedObject]:
         """The shards of all objects, without data, by unique key."""
-        names = (name for name in self._nodes if is_object_key(name) and name != _COMMON)
+        names = (name for name in self._nodes if is_object_key(name) and name != COMMON_OBJECT)
         return {name: ShardedObject.empty_from_unique_key(name) for name in names}
 
     @cached_property
@@ -189,8 +189,8 @@ class MegatronCheckpoint:
         """Return the common part, nested as it was saved, from common.pt and ``values``: its leaves by flat key."""
         tensors = self.tensors
         tree = inflate(self._without_objects, lambda key, _: values[key], lambda key: key not in tensors)
-        common: dict[Any, Any] = tree.pop(_COMMON, {})
-        common |= {self.notes.names.get(key, key): value for key, value in tree.items()}
+        common: dict[Any, Any] = tree.pop(COMMON_OBJECT, {})
+        merge(common, {self.notes.names.get(key, key): value for key, value in tree.items()})
         return common if self.file is None else merge(common, read(self.file, self.where, allow_pickle))
 
 

@@ -15,6 +15,7 @@ def test_stats_show_when_the_disk_is_full(saved: Path, as_json: AsJson, run: Run
     assert {*found} - {*as_json("stats", saved)} == {"bytes_per_day", "bytes_free", "full_at"}
     assert found["bytes_free"] > 0
     assert as_json("stats", saved, "--plan", "--run", "b")["bytes_per_day"] <= found["bytes_per_day"]
+    assert as_json("stats", saved, "--run", "b", status=2)["error"]["message"] == "--run applies to --plan"
     text = run("stats", saved, "--plan").stdout
     assert "grows by" in text
     assert " per day, " in text

@@ -89,11 +89,27 @@ def test_values_that_would_become_infinite_are_refused_and_infinities_stay(tmp_p
     store.save({"w": torch.tensor([1.0, 1e6])}, run="r", step=1)
     store.save({"w": torch.tensor([float("inf"), float("nan")])}, run="r", step=2)
     for format in ("safetensors", "torch"):
-        with pytest.raises(InvalidInput, match="'w' has values that are too large for float16: export it as bfloat16"):
+        with pytest.raises(InvalidInput, match="'w' has values that are too large for float16: choose another dtype"):
             store.export("r@1", tmp_path / format, format=format, dtype="float16")
         assert not (tmp_path / format).exists()
     store.export("r@2", tmp_path / "two.safetensors", dtype="float16")
     assert load_file(tmp_path / "two.safetensors")["w"].isinf().tolist() == [True, False]
+
+
+@pytest.mark.parametrize(
+    ("before", "after"),
+    [
+        (b'{"torch_dtype": "torch.float64", "n": 1.10}', b'{"torch_dtype": "bfloat16", "n": 1.10}'),
+        (b'{"dtype" :"float16",\r\n "name": "\\ud800"}', b'{"dtype" :"bfloat16",\r\n "name": "\\ud800"}'),
+        (b'{"dtype": "int8", "kind": "float32"}', b'{"dtype": "int8", "kind": "float32"}'),
+        (b'\xff{"a": [', b'\xff{"a": ['),
+    ],
+)
+def test_nothing_but_the_dtype_of_a_config_changes(tmp_path: Path, before: bytes, after: bytes) -> None:
+    store = casckpt.open(tmp_path / "store")
+    store.save({"w": torch.ones(2)}, run="r", step=1, attachments={"config.json": before})
+    store.export("r@1", tmp_path / "out", format="hf", dtype="bfloat16")
+    assert (tmp_path / "out" / "config.json").read_bytes() == after
 
 
 @pytest.mark.parametrize("format", ["dcp", "files"])

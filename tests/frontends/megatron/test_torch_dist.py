@@ -62,6 +62,24 @@ def test_the_metadata_of_older_versions_of_megatron_core_is_read(tmp_path: Path)
     assert loaded(0, 1, f"{tmp_path}/store#core@7", Topology()) == []
 
 
+def test_an_object_with_the_name_of_the_common_part_is_refused(tmp_path: Path) -> None:
+    own = megatron.ShardedObject("common_state", {"x": 1}, (1,), (0,))
+    with pytest.raises(megatron.CheckpointingException, match="'common_state/shard_0_1' would load as the common part"):
+        megatron.save({"own": own, "iteration": 4}, f"{tmp_path}/store#own@1")
+
+
+@pytest.mark.filterwarnings(f"ignore:{QUIET}")
+@pytest.mark.parametrize("common", [[1, 2], {"iteration": 5}])
+def test_a_common_part_that_cannot_be_merged_is_an_error(tmp_path: Path, common: Any) -> None:
+    boxed = {"common_state/shard_0_1": [common], "iteration": 9, "w": torch.zeros(1)}
+    planner = DefaultSavePlanner(flatten_state_dict=False)
+    state_dict_saver.save(boxed, checkpoint_id=tmp_path / "folder", planner=planner, no_dist=True)
+    shutil.copy(FOLDER / "metadata.json", tmp_path / "folder")
+    dcp_to_casckpt(tmp_path / "folder", tmp_path / "store", run="core", step=5)
+    with pytest.raises(megatron.CheckpointingException, match="two values for the same position"):
+        megatron.load_common_state_dict(f"{tmp_path}/store#core@5")
+
+
 @pytest.mark.filterwarnings(f"ignore:{QUIET}")
 def test_the_common_part_is_an_object_from_megatron_core_0_19_on(tmp_path: Path) -> None:
     common = {"iteration": 5, "nested": {"lr": [1e-3]}, "mean": torch.ones(2)}

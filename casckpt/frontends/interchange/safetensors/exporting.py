@@ -7,14 +7,13 @@ only the differences.
 
 from __future__ import annotations
 
-import json
 import logging
 import os
+import re
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from casckpt.base.progress import Progress, Shown
 from casckpt.base.text import is_url, listed
@@ -37,14 +36,14 @@ from casckpt.frontends.interchange.safetensors.planned import CONFIG, FolderPlan
 from casckpt.frontends.stores import AnyStore, as_store
 from casckpt.frontends.views.recut import ViewTensor, sources_of
 from casckpt.frontends.views.view import Rules
-from casckpt.store.exports import CAST, Exported
+from casckpt.store.exports import Exported
 from casckpt.store.store import Store
 from casckpt.store.types import Rename
 
 log = logging.getLogger(__name__)
 
-_DTYPES = ("dtype", "torch_dtype")
-"""The fields of a config.json that name a dtype."""
+_DTYPE = re.compile(rb'("(?:torch_)?dtype"\s*:\s*")(?:torch\.)?(?:float64|float32|float16|bfloat16)(")')
+"""The fields of a config.json that name a floating-point dtype."""
 
 
 class Base(NamedTuple):
@@ -177,14 +176,11 @@ class _Job(FolderPlan):
 
 def _set_dtype(config: Path, dtype: str) -> None:
     """Replace the floating-point dtypes in a model's config, in which from_pretrained would load the weights."""
-
-    def changed(fields: dict[str, Any]) -> dict[str, Any]:
-        return {name: dtype if name in _DTYPES and value in CAST else value for name, value in fields.items()}
-
-    with suppress(ValueError, RecursionError):  # not JSON, so no library reads it
-        found = json.loads(config.read_bytes(), object_hook=changed)
+    old = config.read_bytes()
+    new = _DTYPE.sub(rf"\1{dtype}\2".encode(), old)
+    if new != old:
         config.unlink()
-        write_durably(config, json.dumps(found, indent=2, ensure_ascii=False).encode())
+        write_durably(config, new)
 
 
 def _is_like(path: Path, file: FileLayout) -> bool:
