@@ -32,7 +32,8 @@ from packaging.version import Version
 ROOT = Path(__file__).resolve().parent.parent
 VERSION_FILE, CHANGELOG = Path("casckpt/_version.py"), Path("CHANGELOG.md")
 UNRELEASED = "Not released yet."
-TESTS = ("tests/format", "tests/plan", "tests/store", "tests/loading", "tests/upkeep/gc")
+TESTS = ("tests/base", "tests/format", "tests/plan", "tests/history", "tests/saving", "tests/upkeep/gc")
+"""Tests that need no optional package."""
 NEEDED_BY_TESTS = ("pytest", "pytest-timeout", "hypothesis", "psutil", "packaging", "cryptography")
 INDEX = "https://pypi.org/pypi/casckpt/json"
 OURS = "casckpt"  # the name of the project's account on the index
