@@ -17,6 +17,7 @@ import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
 WHEELS = sorted((ROOT / "tests/data/wheels").glob("*.whl"))
+assert WHEELS, "without a wheel, pytest would skip these tests"
 LAST = 6
 PROGRAM = ROOT / "tests/support/fleet.py"
 SMALL = "import casckpt, sys; casckpt.open(sys.argv[1]).create(cell_bytes=4096, blob_bytes=65536)"

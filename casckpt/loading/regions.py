@@ -127,10 +127,14 @@ def is_castable(dtype: str) -> bool:
 class RegionReader:
     """Reads slices of entries of one checkpoint into one buffer, window by window, and verifies them.
 
-    ``nbytes``: the total size of all slices, for ``progress``. Raises Damaged, MissingKey, Gone, and StorageError.
+    ``nbytes``: the total size of all slices, for ``progress``. ``dtype``: that of the elements which `read_joined`
+    yields, where `is_castable`. Raises Damaged, MissingKey, Gone, and StorageError.
     """
 
-    def __init__(self, repo: Repository, manifest: Manifest, nbytes: int, progress: Progress) -> None:
+    def __init__(
+        self, repo: Repository, manifest: Manifest, nbytes: int, progress: Progress, *, dtype: str | None = None
+    ) -> None:
+        self._dtype = dtype
         self._cell_bytes = manifest.body.cell_bytes
         self._reader = EntryReader(repo, manifest, True, usable_threads(None), progress.of(nbytes))
         self._buffer = AlignedBuffer(1)
@@ -145,13 +149,13 @@ class RegionReader:
             self._reader.fill(wants)
             yield from views(window, data, _ALIGN)
 
-    def read_joined(self, slices: Iterable[EntrySlice], dtype: str | None = None) -> Iterator[memoryview]:
-        """Yield the bytes of slices in file order, window by window, ``dtype``: as `converted` returns them.
+    def read_joined(self, slices: Iterable[EntrySlice]) -> Iterator[memoryview]:
+        """Yield the bytes of slices in file order, window by window. Raises the errors of `converted`.
 
         The bytes are valid until the next window is read.
         """
-        if dtype is not None:
-            yield from (converted(part, data, dtype) for part, data in self.read(self.windows(slices)))
+        if self._dtype is not None:
+            yield from (converted(part, data, self._dtype) for part, data in self.read(self.windows(slices)))
             return
         for wants, data, _ in self._planned(self.windows(slices)):
             self._reader.fill(wants)

@@ -144,9 +144,8 @@ def serve(
 
     Set HF_ENDPOINT to the printed address. Then from_pretrained, hf download, HfFileSystem and inference engines can
     load any checkpoint. The repository is the run. The revision is a step, a tag, latest, main or an id. The server
-    generates files as it sends them, and verifies every byte. The server writes nothing to the store
-    except leases. Clients on other machines need a token. The exit status is 3 if there is no
-    store.
+    generates files as it sends them, and verifies every byte. The server writes nothing to the store except leases.
+    Clients on other machines need a token. The exit status is 3 if there is no store.
     """
     try:
         from casckpt.frontends.serve.app import app_of, is_loopback, tokens_in

@@ -244,8 +244,8 @@ def export_torch(
     state, view, storages = job.whole(rules.dtype) if is_whole else job.seen(rules)
     with place_for(path, force=force) as place, new_file(place, force=force) as target:
         manifest = job.contents.manifest
-        reader = RegionReader(opened.repository, manifest, view.bytes_read, Progress(progress))
-        job.write(target, state, storages, reader, rules.dtype)
+        reader = RegionReader(opened.repository, manifest, view.bytes_read, Progress(progress), dtype=rules.dtype)
+        job.write(target, state, storages, reader)
         name = os.fspath(path) if is_url(path) else place
     skipped = tuple(file_attachments(opened, checkpoint))
     return Exported(
@@ -299,14 +299,12 @@ class _Export:
         with self._fake:
             return torch.empty(entry.shape, dtype=torch_dtype(entry.dtype), device="cpu")
 
-    def write(
-        self, path: Path, state: Any, storages: Sequence[_Storage], reader: RegionReader, dtype: str | None
-    ) -> None:
+    def write(self, path: Path, state: Any, storages: Sequence[_Storage], reader: RegionReader) -> None:
         """Write the file. It is durable when the method returns."""
         path.open("xb").close()  # raises a clear error if the folder is not writable
         with skip_data(materialize_fake_tensors=True), torch_saves():
             torch.save(state, path)
-        _write_sums(path, _filled(path, storages, reader, dtype))
+        _write_sums(path, _filled(path, storages, reader))
         with path.open("rb") as file:
             os.fsync(file.fileno())
 
@@ -321,7 +319,7 @@ def _storages_in(value: Any) -> Iterator[bytes]:
             yield archive.read(names[f"data/{index}"])
 
 
-def _filled(path: Path, storages: Sequence[_Storage], reader: RegionReader, dtype: str | None) -> dict[str, int]:
+def _filled(path: Path, storages: Sequence[_Storage], reader: RegionReader) -> dict[str, int]:
     """Write the data of all storages into the file. Return each record's crc."""
     places: Any = torch._C.PyTorchFileReader(str(path))
     with zipfile.ZipFile(path) as archive:
@@ -334,7 +332,7 @@ def _filled(path: Path, storages: Sequence[_Storage], reader: RegionReader, dtyp
                 raise InvalidInput(f"torch {torch.__version__} numbers storages in an order that casckpt does not know")
             sums[record] = 0
             file.seek(places.get_record_offset(record))
-            for data in [storage] if isinstance(storage, bytes) else reader.read_joined(storage.sources, dtype):
+            for data in [storage] if isinstance(storage, bytes) else reader.read_joined(storage.sources):
                 file.write(data)
                 sums[record] = zlib.crc32(data, sums[record])
     return sums

@@ -143,7 +143,7 @@ class _Job(FolderPlan):
         """Write one file: ``head``, then the data of ``streams``."""
         with synced_file(path) as file:
             file.write(head)
-            for window in self._reader.read_joined(sources_of(streams), self.rules.dtype):
+            for window in self._reader.read_joined(sources_of(streams)):
                 file.write(window)
 
     def revise(self, path: Path, file: FileLayout, base: Base) -> bool:

@@ -123,7 +123,9 @@ class FolderPlan:
 
     def reader(self, progress: Progress) -> RegionReader:
         """Return a reader for the view's tensors."""
-        return RegionReader(self.store.repository, self.contents.manifest, self.view.bytes_read, progress)
+        return RegionReader(
+            self.store.repository, self.contents.manifest, self.view.bytes_read, progress, dtype=self.rules.dtype
+        )
 
     def attachments(self, *, wanted: bool = True) -> tuple[list[str], list[str]]:
         """Return the names of the attachments for the folder, and those of skipped attachments."""
