@@ -172,7 +172,7 @@ class SaveOptions(StateOptions):
     run: str = "default"
     #: the step; required
     step: int
-    #: any value that JSON can represent
+    #: a dict of values that JSON can represent
     metadata: Mapping[str, Any] | None = None
     #: up to 64 named numbers, for listings and `keep_best`; others are left out with a warning
     metrics: Mapping[str, SupportsFloat | str] | None = None

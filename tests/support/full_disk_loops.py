@@ -183,7 +183,7 @@ def train(rank: int, _: int, plan: Plan, at: Path) -> int:
 
 
 def share(path: Path) -> None:
-    """Give a folder to the group of `USERS`, as docs/setup.md says."""
+    """Give a folder to the group of `USERS`, as docs/running.md says."""
     os.chown(path, -1, USERS[0])
     path.chmod(0o2770)
     entries = [number for tag, may in ((1, 7), (4, 7), (32, 0)) for number in (tag, may, 0xFFFFFFFF)]

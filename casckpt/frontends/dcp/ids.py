@@ -3,7 +3,7 @@
 `hook` makes the errors of these calls safe to send to other ranks.
 
 The number at the end of a path is the step, and the rest is the run: ``/ckpt/step-500`` is step 500 of ``ckpt/step``.
-A path without a number, such as ``/ckpt/last``, is step 0 of ``ckpt/last``. Each save overwrites it.
+A path without a number, such as ``/ckpt/last``, is step 0 of ``ckpt/last``.
 """
 
 from __future__ import annotations

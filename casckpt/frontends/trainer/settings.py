@@ -94,7 +94,7 @@ class TrainerSettings(StateOptions):
     max_steps_at_risk: Count = None
     #: the number of consecutive saves that may fail, over at least 15 minutes, before the next failure is raised
     max_failures: Count = 3
-    #: runs gc after each save, and when a save meets a full disk, to delete forgotten checkpoints
+    #: runs a gc of the run after each save, and when a save meets a full disk
     gc: bool = False
     #: how much of the disk a save must leave free, such as `"20GB"`; see [a full disk](disk_usage.md#a-full-disk)
     min_free: str | int | None = None

@@ -350,7 +350,7 @@ def _outsiders(root: Path) -> Iterator[Finding]:
         yield Finding("links", False, found, f"make a copy without links: `cp -rL {root} COPY`")
     if closed:
         found = f"{len(closed)} files and folders, such as {closed[0]}, give other users less than {root} does"
-        advice = "their owners: use the commands under Permissions in docs/setup.md"
+        advice = "their owners: use the commands under Permissions in docs/running.md"
         yield Finding("permissions", False if rights & stat.S_IWGRP else None, found, advice)
 
 
