@@ -36,6 +36,7 @@ TESTS = ("tests/base", "tests/format", "tests/plan", "tests/history", "tests/sav
 """Tests that need no optional package."""
 NEEDED_BY_TESTS = ("pytest", "pytest-timeout", "hypothesis", "psutil", "packaging", "cryptography")
 INDEX = "https://pypi.org/pypi/casckpt/json"
+OF_RELEASES = ("casckpt-", "SHA256SUMS")  # what a folder of an earlier release holds
 OURS = "casckpt"  # the name of the project's account on the index
 
 
@@ -45,9 +46,12 @@ def main() -> int:
     parser.add_argument("--check", action="store_true", help="check the current commit, and write nothing")
     parser.add_argument("--cut", metavar="VERSION", type=Version, help="set the version and the date")
     parser.add_argument("--open", action="store_true", help="set the version of the next development")
-    parser.add_argument("--key", type=Path, help="an Ed25519 private key that signs SHA256SUMS")
+    parser.add_argument("--key", type=existing, help="an Ed25519 private key that signs SHA256SUMS")
     parser.add_argument("--out", type=Path, default=ROOT / "dist", help="the folder to write to  [default: dist]")
     asked = parser.parse_args()
+    out = asked.out.resolve()
+    if out.exists() and (strange := [path.name for path in out.iterdir() if not path.name.startswith(OF_RELEASES)]):
+        return stop(f"{out} holds {', '.join(strange[:5])}, and would be emptied: choose another folder")
     if git("status", "--porcelain"):
         return stop("the checkout is not clean: commit or remove what `git status` lists")
     if asked.cut:
@@ -61,9 +65,16 @@ def main() -> int:
         python = installed(Path(folder), next(file for file in files if file.suffix == ".whl"))
         tried(Path(folder), python, next(file for file in files if file.suffix == ".gz"))
         if not asked.check:
-            write_all(asked.out, files, python, asked.key)
-    say("all checks passed" if asked.check else f"all checks passed; to publish {asked.out}: docs/contributing.md")
+            write_all(out, files, python, asked.key)
+    say("all checks passed" if asked.check else f"all checks passed; to publish {out}: docs/contributing.md")
     return 0
+
+
+def existing(path: str) -> Path:
+    """Return the path of a file that exists."""
+    if not Path(path).is_file():
+        raise argparse.ArgumentTypeError(f"{path} is not a file")
+    return Path(path).resolve()
 
 
 # versions

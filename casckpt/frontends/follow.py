@@ -34,6 +34,7 @@ from casckpt.base.units import Duration
 from casckpt.contents.checkpoint import Arrival, Checkpoint
 from casckpt.errors import Conflict, Damaged, InvalidInput, NotFound, StorageError, Unsigned, Unsupported
 from casckpt.frontends.averaging import MovingAverage, moving_average
+from casckpt.frontends.interchange.export import check_outside
 from casckpt.frontends.interchange.new_files import locked, sync_folder
 from casckpt.frontends.interchange.safetensors.exporting import Base, export_safetensors
 from casckpt.frontends.interchange.safetensors.planned import is_model
@@ -86,6 +87,7 @@ class Follower:
         process already updates this folder, InvalidInput if the folder has other contents, NotFound (with ``once``) if
         no checkpoint is current at the end, and the errors of a watch, a merge and an export.
         """
+        check_outside(self.store.url, self.folder)
         with _alone(self.folder, averages=self._average is not None):
             pause = _PAUSE
             if not once:
@@ -251,14 +253,12 @@ class Follower:
 
     def _tidy(self) -> None:
         """Remove what a killed process left behind, and the generations that need not be kept."""
-        for path in self.folder.iterdir():
-            if _LEFT.fullmatch(path.name):
-                _remove(path)
+        left = [path for path in self.folder.iterdir() if _LEFT.fullmatch(path.name)]
         current, every = self._at(CURRENT), self._generations()
         unfinished = every[every.index(current) + 1 :] if current in every else every
         averages = [path for path in self.folder.iterdir() if _AVERAGE.fullmatch(path.name)]
         unused = [path for path in averages if current is None or path != _average_of(current)]
-        for path in [*self._old(), *unfinished, *unused]:
+        for path in [*left, *self._old(), *unfinished, *unused]:
             _remove(path)
 
 
@@ -279,14 +279,9 @@ def _remove(path: Path) -> None:
     if path.is_symlink() or not path.is_dir():
         path.unlink()
         return
-    shutil.rmtree(path if path.name.startswith(".") else _hidden(path))
-
-
-def _hidden(path: Path) -> Path:
-    """Rename a generation so that it no longer counts as a generation."""
-    hidden = path.with_name(f".{path.name}.casckpt-{secrets.token_hex(4)}")
-    path.rename(hidden)
-    return hidden
+    if not path.name.startswith("."):
+        path = path.rename(path.with_name(f".{path.name}.casckpt-{secrets.token_hex(4)}"))
+    shutil.rmtree(path)
 
 
 @contextmanager

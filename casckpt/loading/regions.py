@@ -106,22 +106,22 @@ def converted(part: EntrySlice, data: memoryview, dtype: str) -> memoryview:
 
     Raises InvalidInput, naming the key, for finite numbers that would become infinite.
     """
-    if not is_castable(part.entry.dtype) or part.entry.dtype == dtype or not data.nbytes:
+    if not is_castable(part.entry) or part.entry.dtype == dtype or not data.nbytes:
         return data
     given = torch.frombuffer(data, dtype=torch_dtype(part.entry.dtype))
     made = given.to(torch_dtype(dtype))
     if (made.isinf() & ~given.isinf()).any():
         raise InvalidInput(
-            f"{part.entry.key!r} has values that are too large for {dtype}: choose another dtype, or omit it",
+            f"{part.entry.key!r} has values that are too large for {dtype}: choose another dtype, or fewer tensors",
             key=part.entry.key,
         )
     return made.view(torch.uint8).numpy().data
 
 
-def is_castable(dtype: str) -> bool:
-    """Return whether a dtype is one of floating-point numbers of at least 16 bits."""
-    kind = torch_dtype(dtype)
-    return kind.is_floating_point and kind.itemsize > 1
+def is_castable(entry: Entry) -> bool:
+    """Return whether an entry has floating-point numbers of at least 16 bits, other than the steps of an optimizer."""
+    kind, is_step = torch_dtype(entry.dtype), not entry.shape and entry.key.rpartition(".")[2] == "step"
+    return kind.is_floating_point and kind.itemsize > 1 and not is_step
 
 
 class RegionReader:

@@ -90,11 +90,6 @@ class Store:
         """The URL of the store, without credentials."""
         return self.repository.storage.url
 
-    @property
-    def is_remote(self) -> bool:
-        """Whether the store is in a bucket or on a server, so that each request is slow."""
-        return self.repository.storage.traits.remote
-
     def __repr__(self) -> str:
         return f"casckpt.open({self.url!r})"
 

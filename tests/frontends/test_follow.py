@@ -25,9 +25,11 @@ from typing import Any, ClassVar
 
 import pytest
 import torch
+from click.testing import CliRunner
 from safetensors.torch import load_file
 
 import casckpt
+from casckpt.cli.main import cli
 from casckpt.errors import Conflict, InvalidInput, MissingKey, NotFound, StorageError
 from casckpt.frontends.follow import CURRENT, Follower
 from casckpt.frontends.interchange.safetensors.exporting import Base, export_safetensors
@@ -95,6 +97,21 @@ def store(tmp_path: Path) -> Store:
     made = small_folder(tmp_path / "store")
     save(made, 0)
     return made
+
+
+def test_a_folder_in_the_store_is_refused(store: Store, tmp_path: Path) -> None:
+    before = sorted((tmp_path / "store").rglob("*"))
+    with pytest.raises(InvalidInput, match="inside the store's own folder"):
+        next(Follower(store, "run", tmp_path / "store" / "objects" / "out").follow(once=True))
+    assert sorted((tmp_path / "store").rglob("*")) == before
+
+
+def test_a_url_is_refused_because_a_bucket_has_no_links(store: Store, tmp_path: Path, monkeypatch: Any) -> None:
+    monkeypatch.chdir(tmp_path)
+    done = CliRunner().invoke(cli, ["follow", store.url, "run", "--to", "s3://bucket/x", "--once"])
+    assert done.exit_code == 1
+    assert "s3://bucket/x is a URL" in done.output
+    assert not (tmp_path / "s3:").exists()
 
 
 def is_at(folder: Path, step: int) -> bool:

@@ -78,7 +78,7 @@ def test_a_server_on_a_public_address_can_run_with_or_without_a_token_as_advised
 
 
 @pytest.mark.usefixtures("not_served")
-@follows("cli/commands/export.py:serve", "cannot listen on …:…: …; pass a different --port")
+@follows("cli/commands/export.py:serve", "cannot listen on …:…: …; change --port or --host")
 def test_serve_works_with_the_port_that_the_error_suggests(
     saved: Store, store_path: Path, messages: Messages, run: Run
 ) -> None:

@@ -250,6 +250,19 @@ def test_a_model_with_adapters_can_be_exported_in_three_ways(
     assert names_in(tmp_path / "out" / "model.safetensors") == expected[way]
 
 
+@follows("frontends/interchange/safetensors/exporting.py:_set_dtype", "omit dtype (--dtype)")
+def test_a_quantized_model_can_be_exported_in_its_own_dtype(store: Store, tmp_path: Path, messages: Messages) -> None:
+    config = {"dtype": "bfloat16", "quantization_config": {"quant_method": "fp8", "dtype": "float32"}}
+    attached = {"config.json": json.dumps(config).encode()}
+    weights = {"w": torch.ones(2).to(torch.float8_e4m3fn), "w_scale_inv": torch.ones(1)}
+    store.save(weights, run="q", step=1, attachments=attached)
+    with messages.error(InvalidInput) as advice:
+        store.export("q@1", tmp_path / "out", format="hf", dtype="bfloat16")
+    advice.says("config.json has a quantization_config: omit dtype")
+    store.export("q@1", tmp_path / "out", format="hf")
+    assert json.loads((tmp_path / "out" / "config.json").read_text()) == config
+
+
 @follows("frontends/views/view.py:_part", "`casckpt show --tensors` lists its tensors")
 def test_patterns_and_prefixes_for_an_export_can_be_chosen_from_the_suggested_list(
     training: Store, tmp_path: Path, messages: Messages, run: Run

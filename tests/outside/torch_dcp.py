@@ -14,6 +14,7 @@ from typing import Any
 
 TESTS = ["test/distributed/checkpoint", "--noconftest"]  # its conftest.py needs an older pytest
 SOURCE = None
+PRELOADED = ("torch.testing._internal.common_fsdp", "torch.distributed.checkpoint", "torch.distributed.fsdp")
 SAVES = [
     "torch.distributed.checkpoint.state_dict_saver._save_state_dict",
     "torch.distributed.checkpoint.format_utils._save_state_dict",
@@ -25,6 +26,18 @@ REASONS = {
     r"test_(checkpoint|async_process_executor)\.py::.*wrote to no store": "saves with a storage writer of its own",
     r"::test_storage_meta: passed, then failed: .*@0' != '/": "checkpoints are named RUN@STEP, not by their path",
 }
+
+
+def start_ranks_as(process: type) -> None:
+    """Use this class of process in torch's tests with several ranks, in both runs."""
+    from torch.testing._internal.common_distributed import MultiProcessTestCase
+
+    start = MultiProcessTestCase._start_processes
+
+    def forked(self: MultiProcessTestCase, proc: object) -> None:
+        start(self, process)
+
+    setattr(MultiProcessTestCase, "_start_processes", forked)  # noqa: B010  mypy refuses to assign to a method
 
 
 def install(store: Callable[[], str]) -> None:

@@ -163,7 +163,7 @@ def serve(
     try:
         listening = listen(host, port)
     except OSError as error:
-        raise StorageError(f"cannot listen on {host}:{port}: {error.strerror}; pass a different --port") from error
+        raise StorageError(f"cannot listen on {host}:{port}: {error.strerror}; change --port or --host") from error
     logging.getLogger("casckpt.frontends.serve").setLevel(logging.INFO)
     found = {"store": hub.store.url, "endpoint": endpoint_of(host, listening)}
     say(json.dumps(found) if session.as_json else _listening(found))

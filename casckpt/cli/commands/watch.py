@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import json
 from datetime import timedelta
-from pathlib import Path
 from typing import Any
 
 import click
 
+from casckpt.base.text import is_url, local_path
 from casckpt.cli.describe import brief, summary
 from casckpt.cli.session import Session, finite, store_command
 from casckpt.cli.text import moment, name, printable, say
 from casckpt.cli.types import DURATION
+from casckpt.errors import InvalidInput
 
 
 @store_command("watch")
@@ -41,7 +42,7 @@ def _line(row: dict[str, Any]) -> str:
 
 @store_command("follow", loads=True)
 @click.argument("run")
-@click.option("--to", "folder", required=True, type=click.Path(path_type=Path), help="The folder to keep up to date.")
+@click.option("--to", "folder", required=True, help="The folder to keep up to date.")
 @click.option(
     "--keys", multiple=True, metavar="PATTERN", help="Export only tensors whose key matches. May be repeated."
 )
@@ -52,9 +53,7 @@ def _line(row: dict[str, Any]) -> str:
 )
 @click.option("--merge", metavar="ema:DECAY", help="Write the moving average of all checkpoints, as merge --ema does.")
 @click.option("--poll", type=DURATION, default="1s", show_default=True, help="How often to look for a new checkpoint.")
-def follow(
-    session: Session, *, run: str, folder: Path, once: bool, poll: timedelta, **options: object
-) -> int | None:  # fmt: skip
+def follow(session: Session, *, run: str, folder: str, once: bool, poll: timedelta, **options: object) -> int | None:
     """Update a folder to the newest checkpoint of a run.
 
     The folder is for from_pretrained and for engines that map files. The link "current" in it points to a folder like
@@ -66,8 +65,10 @@ def follow(
     """
     from casckpt.frontends.follow import Follower
 
+    if is_url(folder):
+        raise InvalidInput(f"{folder} is a URL, in which no link can be switched: pass a local folder")
     status = 0
-    for made in Follower(session.store, run, folder, **options).follow(once=once, poll=poll):  # type: ignore[arg-type]
+    for made in Follower(session.store, run, local_path(folder), **options).follow(once=once, poll=poll):  # type: ignore[arg-type]
         status = 1 if made.status else 0
         row = brief(made.checkpoint) | {"folder": str(made.folder), "status": made.status}
         say(json.dumps(row) if session.as_json else f"{name(row)}  {printable(row['folder'])}")

@@ -89,7 +89,7 @@ def export(
     opened = as_store(store)
     checkpoint = opened.get(ref)
     path = os.fspath(path).replace("{step}", str(checkpoint.step))
-    _check_outside(opened.url, path)
+    check_outside(opened.url, path)
     if format is None and checkpoint.holds_files:
         format = "files"
     if format is None and Path(path).suffix.lower() in _FOREIGN and not os.path.isdir(path):
@@ -140,7 +140,7 @@ def _is_in_train_mode(value: Any) -> bool:
     return (is_mapping and value.get("train_mode") is True) or any(map(_is_in_train_mode, inner))
 
 
-def _check_outside(store: str, path: str | os.PathLike[str]) -> None:
+def check_outside(store: str, path: str | os.PathLike[str]) -> None:
     """Raise InvalidInput for a path inside the store's folder, where ``force`` would overwrite the store's files."""
     if is_url(path) or is_url(store):
         is_inside = os.fspath(path).rstrip("/") == store.rstrip("/")

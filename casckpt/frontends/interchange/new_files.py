@@ -8,7 +8,7 @@ import os
 import resource
 import secrets
 import shutil
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from itertools import accumulate, chain, count
 from os.path import samestat
@@ -157,6 +157,13 @@ def place_for(
         target = Path(folder, remote.url.rpartition("/")[2])
         yield target
         remote.put(target, is_last=is_last)
+
+
+def remove_others(url: str, names: Collection[str], is_stale: Callable[[str], bool]) -> None:
+    """Delete the stale files in a folder at a URL other than ``names``."""
+    from casckpt.storage.remote.files import RemoteFiles
+
+    RemoteFiles(url).remove_others(names, is_stale)
 
 
 def check_file_names(names: Iterable[str], is_taken: Callable[[str], bool]) -> None:

@@ -42,8 +42,8 @@ class ViewTensor(NamedTuple):
         return self.parts or (EntrySlice(self.entry, 0, self.entry.numel),)
 
     def cast(self, dtype: str | None) -> ViewTensor:
-        """Return the tensor in another dtype, if it has one that `is_castable`."""
-        if dtype is None or not is_castable(self.entry.dtype):
+        """Return the tensor in another dtype, if it `is_castable`."""
+        if dtype is None or not is_castable(self.entry):
             return self
         return self._replace(entry=self.entry.converted(dtype, itemsize(dtype)), parts=self.sources)
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import io
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import BinaryIO
@@ -101,6 +101,13 @@ class RemoteFiles:
         names = [path.relative_to(source).as_posix() for path in source.rglob("*") if path.is_file()]
         for name in sorted(names, key=lambda name: (is_last(name), name)):
             self._put_file(source / name, self._path(name))
+
+    def remove_others(self, names: Collection[str], is_stale: Callable[[str], bool]) -> None:
+        """Delete the files other than ``names`` for which ``is_stale`` returns True."""
+        for name in self.names():
+            if name not in names and is_stale(name):
+                with self._reporting(name):
+                    self._ask("rm_file", self._path(name))
 
     def _put_file(self, source: Path, target: str) -> None:
         with self._reporting(target):

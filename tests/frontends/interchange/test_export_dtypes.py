@@ -14,6 +14,7 @@ from safetensors.torch import load_file
 import casckpt
 from casckpt.cli.main import cli
 from casckpt.errors import InvalidInput
+from casckpt.frontends.interchange.safetensors.exporting import Base, export_safetensors
 from casckpt.store.exports import CAST, Format
 
 STATE = {
@@ -110,6 +111,32 @@ def test_nothing_but_the_dtype_of_a_config_changes(tmp_path: Path, before: bytes
     store.save({"w": torch.ones(2)}, run="r", step=1, attachments={"config.json": before})
     store.export("r@1", tmp_path / "out", format="hf", dtype="bfloat16")
     assert (tmp_path / "out" / "config.json").read_bytes() == after
+
+
+def test_the_steps_of_an_optimizer_stay_as_they_are(tmp_path: Path) -> None:
+    store = casckpt.open(tmp_path / "store")
+    optim = {"state": {"w": {"step": torch.tensor(70001.0), "exp_avg": torch.ones(3), "steps": torch.tensor(70001.0)}}}
+    store.save({"optim": optim}, run="r", step=1)
+    store.export("r@1", tmp_path / "out.safetensors", dtype="bfloat16")
+    store.export("r@1", tmp_path / "out.pt", dtype="bfloat16")
+    flat = load_file(tmp_path / "out.safetensors")
+    nested = torch.load(tmp_path / "out.pt")["optim"]["state"]["w"]
+    for found in ({name.rpartition(".")[2]: one for name, one in flat.items()}, nested):
+        assert [found[name].item() for name in ("step", "steps")] == [70001.0, 70144.0]
+        assert found["exp_avg"].dtype == torch.bfloat16
+
+
+@pytest.mark.parametrize("held", [torch.float16, torch.float32])
+def test_an_earlier_export_is_not_revised_into_another_dtype(tmp_path: Path, held: torch.dtype) -> None:
+    store = casckpt.open(tmp_path / "store")
+    for step in (1, 2):
+        store.save({"w": torch.full((300, 30), step / 3, dtype=held)}, run="r", step=step)
+    before = export_safetensors(store, "r@1", tmp_path / "before", dtype="bfloat16").checkpoint
+    export_safetensors(store, "r@2", tmp_path / "after", dtype="bfloat16", base=Base(before, tmp_path / "before"))
+    assert torch.equal(
+        load_file(tmp_path / "after" / "model.safetensors")["w"],
+        torch.full((300, 30), 2 / 3, dtype=held).bfloat16(),
+    )
 
 
 @pytest.mark.parametrize("format", ["dcp", "files"])

@@ -229,6 +229,22 @@ def test_exports_and_imports_accept_fsspec_urls(store: Store, tmp_path: Path, bu
         pass
 
 
+def test_an_export_to_a_url_removes_weights_of_an_earlier_one(store: Store, tmp_path: Path, bucket: str) -> None:
+    """Otherwise, from_pretrained would load the earlier single file."""
+    state = example()
+    for step in (1, 2):
+        store.save(state, step=step)
+    fs = fsspec.filesystem("memory")
+    export_safetensors(store, "default@1", f"{bucket}/hf", keys=["model.*"])
+    fs.pipe_file("/bucket/hf/mine.safetensors", b"mine")
+    export_safetensors(store, "default@2", f"{bucket}/hf", keys=["model.*"], max_shard_size=1, force=True)
+    names = {Path(path).name for path in fs.find("/bucket/hf")}
+    assert "model.safetensors" not in names
+    assert {"mine.safetensors", "model.safetensors.index.json"} < names
+    export_safetensors(store, "default@1", f"{bucket}/hf", keys=["model.*"], force=True)
+    assert {Path(path).name for path in fs.find("/bucket/hf")} == {"mine.safetensors", "model.safetensors"}
+
+
 class Config:
     """A training script's config."""
 

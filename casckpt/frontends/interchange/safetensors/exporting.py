@@ -19,13 +19,14 @@ from casckpt.base.progress import Progress, Shown
 from casckpt.base.text import is_url, listed
 from casckpt.base.units import parse_size
 from casckpt.contents.checkpoint import Checkpoint
-from casckpt.errors import Conflict
+from casckpt.errors import Conflict, InvalidInput
 from casckpt.frontends.interchange.new_files import (
     check_file_names,
     copied,
     new_file,
     new_folder,
     place_for,
+    remove_others,
     synced_file,
     write_attached,
     write_durably,
@@ -77,8 +78,9 @@ def export_safetensors(
     default, and their index), and, unless ``attachments=False``, all attachments. The weights of an imported folder
     have the beginning of their files' names, and their subfolders. ``metadata``: strings to add to the
     ``__metadata__`` of the files. ``force``: overwrite existing files. ``progress``: counts tensor bytes. ``base``: an
-    earlier export. Its files are hashed completely, and reused if their layout is unchanged. The log names what is left
-    out, unless ``model`` is set. The result's ``notes`` and the log report what else the user should know.
+    earlier export. Its files are hashed completely, and reused if their layout is unchanged, without ``dtype``. The log
+    names what is left out, unless ``model`` is set. The result's ``notes`` and the log report what else the user should
+    know.
 
     ``keys``, ``strip_prefix``, ``rename``, ``dtype``: see `casckpt.frontends.views.view.Rules`. ``model``: write only
     the model's weights, for Transformers' `from_pretrained`. Otherwise, config.json is not written if the folder is not
@@ -96,7 +98,8 @@ def export_safetensors(
         found = _exported_to(target, job, max_shard_size, attached=attachments, force=force, base=base)
     if not is_url(out):
         return found
-    names = (Path(path).relative_to(target).as_posix() for path in found.files)
+    names = [Path(path).relative_to(target).as_posix() for path in found.files]
+    remove_others(os.fspath(out), names, lambda name: _stem(name) in {*map(_stem, names)} - {None})
     return replace(found, files=tuple(f"{out}/{name}" if name != "." else str(out) for name in names))
 
 
@@ -112,13 +115,12 @@ def _exported_to(
     attachments, skipped = job.attachments(wanted=attached)
     names = [file.name for file in files]
     check_file_names(attachments, frozenset(name.lower() for name in names).__contains__)
-    stems = {_stem(name) for name in names}
     if os.path.exists(target / CONFIG) and job.is_no_model:
         raise Conflict(
             f"{target} has a {CONFIG}, but these are not the names of a model: from_pretrained would load random "
             "weights. Choose a different folder, or pass --format hf to export only the model"
         )
-    with new_folder(target, force=force, stale=lambda name: _stem(name) in stems, last=names) as folder:
+    with new_folder(target, force=force, stale=lambda name: _stem(name) in map(_stem, names), last=names) as folder:
         write_attached(job.store, job.checkpoint, attachments, folder)
         if job.rules.dtype is not None:
             for name in attachments:
@@ -127,7 +129,7 @@ def _exported_to(
         for file in files:
             path = folder / file.name
             path.parent.mkdir(parents=True, exist_ok=True)
-            if base is None or not file.tensors or not job.revise(path, file, base):
+            if base is None or job.rules.dtype or not file.tensors or not job.revise(path, file, base):
                 job.write(path, file.head, file.tensors)
     return job.exported([target / name for name in (*names, *attachments)], tuple(attachments), tuple(skipped))
 
@@ -162,7 +164,7 @@ class _Job(FolderPlan):
         """Return the result of the export."""
         view = self.view
         if view.left_out and not self.rules.model:
-            log.warning("left out, because safetensors holds only tensors: %s", listed(view.left_out))
+            log.warning("left out, because they are no tensors, or not below the prefix: %s", listed(view.left_out))
         wholes = dict.fromkeys(filter(None, (self.contents.outer.get(one.entry.key) for one in view.tensors)))
         if wholes and not self.rules.model:
             self.notes.append(f"of {listed([*wholes])}, the files have only the inner tensors, not shape and options")
@@ -177,6 +179,8 @@ class _Job(FolderPlan):
 def _set_dtype(config: Path, dtype: str) -> None:
     """Replace the floating-point dtypes in a model's config, in which from_pretrained would load the weights."""
     old = config.read_bytes()
+    if re.search(rb'"quantization_config"\s*:\s*\{', old):
+        raise InvalidInput(f"{config.name} has a quantization_config: omit dtype (--dtype), which would round scales")
     new = _DTYPE.sub(rf"\1{dtype}\2".encode(), old)
     if new != old:
         config.unlink()
