@@ -25,6 +25,7 @@ from casckpt.store.store import Store
 from soaking.books import Books, Wrong
 from soaking.weeks import children, plan, result
 from soaking.weeks.ledger import NEWEST, RUN, Ledger, Saved, digests, kept, rules
+from tests.support.scripts import run_script
 
 ROOT = Path(__file__).resolve().parent.parent
 KEEP = rules(3000)
@@ -34,6 +35,14 @@ KEEP = rules(3000)
 def folder(tmp_path: Path) -> Iterator[Path]:
     yield tmp_path
     subprocess.run(["umount", tmp_path / "disk"], check=False, capture_output=True)
+
+
+def test_a_commit_that_does_not_exist_is_refused_before_the_soak_has_a_plan(tmp_path: Path) -> None:
+    tools = {"PYTHONPATH": f"{ROOT}{os.pathsep}{ROOT / 'tools'}"}
+    done = run_script("soaking", "weeks", "1", "--folder", tmp_path, "--before", "none", environment=tools)
+    assert done.status == 1
+    assert "'none' is not a commit" in done.told
+    assert not (tmp_path / "plan.json").exists()
 
 
 def soak(folder: Path) -> subprocess.Popen[str]:

@@ -7,6 +7,7 @@ import json
 import os
 import shutil
 import subprocess
+import sys
 from contextlib import suppress
 from pathlib import Path
 from typing import IO
@@ -24,12 +25,13 @@ class Place:
         self.folder = folder
         at = folder / "plan.json"
         if not at.exists():
-            chosen = {name: getattr(asked, name) for name in ("seed", "hours", "saves", "longest", "before")}
-            at.write_text(json.dumps(chosen | {"after": _told("git", "rev-parse", "HEAD")}))
+            chosen = {name: getattr(asked, name) for name in ("seed", "hours", "saves", "longest")}
+            commits = {"before": _commit(asked.before or "HEAD"), "after": _commit("HEAD")}
+            at.write_text(json.dumps(chosen | commits))
         chosen = json.loads(at.read_text())
         self.seed, self.hours = int(chosen["seed"]), float(chosen["hours"])
         self.saves, self.longest = int(chosen["saves"]), int(chosen["longest"])
-        self.commits = {"before": chosen["before"] or chosen["after"], "after": chosen["after"]}
+        self.commits = {name: chosen[name] for name in ("before", "after")}
         self._disk = folder / "disk"
         self.store, self.mirror = self._disk / "store", folder / "mirror"
         self._filler = self._disk / "filler"
@@ -139,6 +141,12 @@ class Place:
 
 def _run(*words: str | Path) -> None:
     subprocess.run([*map(str, words)], check=True, capture_output=True)
+
+
+def _commit(name: str) -> str:
+    command = ("git", "rev-parse", "--verify", "--quiet", f"{name}^{{commit}}")
+    found = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False).stdout.strip()
+    return found or sys.exit(f"soak: {name!r} is not a commit of this checkout")
 
 
 def _told(*words: str) -> str:
