@@ -57,7 +57,7 @@ def test_invalid_files_and_addresses_are_rejected(store: Path) -> None:
 
 def test_a_port_that_is_in_use_is_reported(store: Path) -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
-        assert "pass a different --port" in refused(store, "--port", taken.getsockname()[1])
+        assert "change --port or --host" in refused(store, "--port", taken.getsockname()[1])
 
 
 @pytest.mark.parametrize(("number", "status"), [(signal.SIGINT, 130), (signal.SIGTERM, -signal.SIGTERM)])

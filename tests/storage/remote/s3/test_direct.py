@@ -167,7 +167,7 @@ def test_missing_credentials_time_out(moto_server: Server, monkeypatch: pytest.M
     async def waits(*_: object, **__: object) -> None:
         await asyncio.sleep(30)
 
-    storage = store_of(moto_server, request_timeout=1)
+    storage = store_of(moto_server, request_timeout=3)  # a busy server needs a second for the put
     storage.put("a", b"0123456789")
     monkeypatch.setattr("casckpt.storage.remote.s3.client.sign", waits)
     with pytest.raises(StorageError, match="request_timeout"):
