@@ -50,7 +50,9 @@ def main() -> int:
     parser.add_argument("--out", type=Path, default=ROOT / "dist", help="the folder to write to  [default: dist]")
     asked = parser.parse_args()
     out = asked.out.resolve()
-    if out.exists() and (strange := [path.name for path in out.iterdir() if not path.name.startswith(OF_RELEASES)]):
+    is_release = not (asked.check or asked.cut or asked.open)
+    held = [path.name for path in out.iterdir()] if is_release and out.is_dir() else []
+    if strange := [name for name in held if not name.startswith(OF_RELEASES)]:
         return stop(f"{out} holds {', '.join(strange[:5])}, and would be emptied: choose another folder")
     if git("status", "--porcelain"):
         return stop("the checkout is not clean: commit or remove what `git status` lists")

@@ -84,8 +84,8 @@ class Follower:
 
         After a storage or disk error, it logs the error and retries, with growing pauses. With ``once``, it raises the
         error instead. It skips a checkpoint that is damaged or lacks a required signature. Raises Conflict if another
-        process already updates this folder, InvalidInput if the folder has other contents, NotFound (with ``once``) if
-        no checkpoint is current at the end, and the errors of a watch, a merge and an export.
+        process already updates this folder, InvalidInput if the folder has other contents or is in the store, NotFound
+        (with ``once``) if no checkpoint is current at the end, and the errors of a watch, a merge and an export.
         """
         check_outside(self.store.url, self.folder)
         with _alone(self.folder, averages=self._average is not None):

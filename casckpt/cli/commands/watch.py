@@ -66,7 +66,7 @@ def follow(session: Session, *, run: str, folder: str, once: bool, poll: timedel
     from casckpt.frontends.follow import Follower
 
     if is_url(folder):
-        raise InvalidInput(f"{folder} is a URL, in which no link can be switched: pass a local folder")
+        raise InvalidInput(f"{folder} is a URL, but follow switches a link: pass a local folder")
     status = 0
     for made in Follower(session.store, run, local_path(folder), **options).follow(once=once, poll=poll):  # type: ignore[arg-type]
         status = 1 if made.status else 0

@@ -164,7 +164,7 @@ class _Job(FolderPlan):
         """Return the result of the export."""
         view = self.view
         if view.left_out and not self.rules.model:
-            log.warning("left out, because they are no tensors, or not below the prefix: %s", listed(view.left_out))
+            log.warning("left out, because they are not tensors, or not below the prefix: %s", listed(view.left_out))
         wholes = dict.fromkeys(filter(None, (self.contents.outer.get(one.entry.key) for one in view.tensors)))
         if wholes and not self.rules.model:
             self.notes.append(f"of {listed([*wholes])}, the files have only the inner tensors, not shape and options")

@@ -90,7 +90,7 @@ def test_an_export_says_what_safetensors_cannot_hold(
     sparse = torch.sparse_coo_tensor(torch.tensor([[0], [1]]), torch.ones(1), (2, 2), check_invariants=True)
     cases: list[tuple[dict[str, Any], str, str]] = [
         ({"w": torch.ones(2)}, "", ""),
-        ({"w": torch.ones(2), "note": "x"}, "", "they are no tensors, or not below the prefix: 'note'"),
+        ({"w": torch.ones(2), "note": "x"}, "", "they are not tensors, or not below the prefix: 'note'"),
         ({"w": sparse}, "of 'w', the files have only the inner tensors, not shape and options", ""),
         ({"w": sparse, "note": "x"}, "inner tensors", "left out"),
     ]  # fmt: skip
