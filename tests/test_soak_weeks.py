@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import json
 import os
 import random
@@ -23,7 +24,7 @@ from casckpt.format.names import TxId
 from casckpt.plan.retention import Policy, SavedCheckpoint, reasons_to_keep
 from casckpt.store.store import Store
 from soaking.books import Books, Wrong
-from soaking.weeks import children, plan, result
+from soaking.weeks import children, driver, plan, result
 from soaking.weeks.ledger import NEWEST, RUN, Ledger, Saved, digests, kept, rules
 from tests.support.scripts import run_script
 
@@ -43,6 +44,17 @@ def test_a_commit_that_does_not_exist_is_refused_before_the_soak_has_a_plan(tmp_
     assert done.status == 1
     assert "'none' is not a commit" in done.told
     assert not (tmp_path / "plan.json").exists()
+
+
+def test_a_folder_in_use_and_one_without_results_end_with_a_message(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with (tmp_path / "lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        for options, text in ([], "is in use by another soak"), (["--write"], "no soak has ended in"):
+            with pytest.raises(SystemExit):
+                driver.main(["1", "--folder", str(tmp_path), *options])
+            assert text in capsys.readouterr().err
 
 
 def soak(folder: Path) -> subprocess.Popen[str]:

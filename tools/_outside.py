@@ -106,8 +106,8 @@ def ran(adapter: Path, source: Path, python: str, arguments: Sequence[str], *, c
         command += ["--continue-on-collection-errors", f"--timeout={SECONDS}", f"--basetemp={folder / 'tests'}"]
         command += arguments or module.TESTS
         status = subprocess.run(command, cwd=where, env=os.environ | told, check=False).returncode
-        if status not in (0, 1):
-            sys.exit(f"pytest ended with status {status}")
+        if status not in (0, 1) or not record.exists():
+            sys.exit(f"pytest ended with status {status}{'' if record.exists() else ', and ran no test'}")
         return outcomes(record.read_text().splitlines())
 
 
@@ -136,7 +136,10 @@ def parsed(given: Sequence[str]) -> tuple[argparse.Namespace, Sequence[str]]:
     parser.add_argument("--version", help="what the checkout is, if it is no git checkout")
     parser.add_argument("--python", default=sys.executable)
     parser.add_argument("--table", action="store_true", help="write the row of docs/reliability.md")
-    return parser.parse_args(given[:end]), given[end + 1 :]
+    asked = parser.parse_args(given[:end])
+    if not asked.source.is_dir():
+        parser.error(f"--source {asked.source} is not a folder")
+    return asked, given[end + 1 :]
 
 
 def main() -> None:

@@ -128,5 +128,15 @@ def test_the_version_is_a_commit_or_the_name_of_a_folder(project: Path) -> None:
 
 
 def test_what_follows_two_dashes_is_for_pytest() -> None:
-    asked, arguments = parsed(["torch-dcp", "--source", "pytorch", "--table", "--", "-k", "hf"])
-    assert (asked.name, asked.source, asked.table, arguments) == ("torch-dcp", Path("pytorch"), True, ["-k", "hf"])
+    asked, arguments = parsed(["torch-dcp", "--source", ".", "--table", "--", "-k", "hf"])
+    assert (asked.name, asked.source, asked.table, arguments) == ("torch-dcp", Path(), True, ["-k", "hf"])
+
+
+def test_a_missing_source_and_a_python_without_pytest_end_with_a_message(
+    project: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit):
+        parsed(["torch-dcp", "--source", str(tmp_path / "none")])
+    assert f"--source {tmp_path / 'none'} is not a folder" in capsys.readouterr().err
+    with pytest.raises(SystemExit, match="pytest ended with status 1, and ran no test"):
+        ran(project.parent / "adapter.py", project, "/bin/false", [], casckpt=False)

@@ -72,13 +72,15 @@ def newest_together(
 
 
 def tell_missing(store: Store, run: str, error: NotFound) -> None:
-    """Log that nothing is resumed. This is a warning if a similar run or store exists, because of typos.
+    """Log that nothing is resumed.
+
+    This is a warning if the run's checkpoints are forgotten, or if a similar run or store exists, because of typos.
 
     ``error``: why a checkpoint was not found.
     """
     if store.exists():
         runs = store.runs()
-        is_odd = run not in runs and similar(run, runs)
+        is_odd = run not in runs and (similar(run, runs) or store.checkpoints(run, forgotten=True))
         log.log(logging.WARNING if is_odd else logging.INFO, "nothing is resumed: %s", error)
     elif near := " or ".join(store.repository.similar()):
         log.warning("there is no store at %s, so nothing is resumed; did you mean %s?", store.url, near)

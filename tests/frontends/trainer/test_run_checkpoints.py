@@ -144,6 +144,16 @@ def test_a_single_listing_is_enough_to_find_checkpoints(store: Store) -> None:
     assert checkpointer.checkpoint_dirname(20) == "step20"
 
 
+def test_a_run_whose_checkpoints_are_all_forgotten_warns(store: Store, caplog: pytest.LogCaptureFixture) -> None:
+    model = nn.Linear(2, 2)
+    Checkpointer(store, run="sft").save(1, model)
+    store.forget("sft@1")
+    assert Checkpointer(store, run="sft").resume(model) is None
+    (warning,) = (record.getMessage() for record in caplog.records if record.levelname == "WARNING")
+    assert warning.startswith("nothing is resumed: there is no checkpoint of run 'sft'")
+    assert "1 was forgotten: see `casckpt list --all`" in warning
+
+
 def test_the_first_run_of_a_store_does_not_warn(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level("INFO"):
         assert Checkpointer(tmp_path / "new", run="sft").resume(nn.Linear(2, 2)) is None

@@ -295,6 +295,8 @@ def main(given: list[str] | None = None) -> int:
     )
     asked = parser.parse_args(given)
     if asked.write:
+        if not (asked.folder / result.FILE).exists():
+            parser.error(f"no soak has ended in {asked.folder}")
         result.write(Books(asked.folder))
         return 0
     asked.folder = asked.folder.absolute()
@@ -302,7 +304,10 @@ def main(given: list[str] | None = None) -> int:
     if (asked.folder / result.FILE).exists():
         print((asked.folder / result.FILE).read_text())
         return 0
-    os.nice(asked.nice)
     with (asked.folder / "lock").open("w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            parser.error(f"{asked.folder} is in use by another soak")
+        os.nice(asked.nice)
         return Weeks(asked).run()
