@@ -102,6 +102,14 @@ def pytest_configure() -> None:
         adapter.start_ranks_as(Forked)
 
 
+@pytest.hookimpl(trylast=True)
+def pytest_runtest_teardown(item: pytest.Item, nextitem: pytest.Item | None) -> None:
+    """After the last test of a file, let the adapter undo what the file leaves behind."""
+    adapter = load(Path(os.environ["CASCKPT_OUTSIDE_ADAPTER"]))
+    if hasattr(adapter, "end_file") and (nextitem is None or nextitem.path != item.path):
+        adapter.end_file()
+
+
 def pytest_runtest_logreport(report: pytest.TestReport) -> None:
     """Record the outcome of each phase of a test."""
     record(report.nodeid, report.outcome, _error(report))

@@ -40,6 +40,14 @@ def start_ranks_as(process: type) -> None:
     setattr(MultiProcessTestCase, "_start_processes", forked)  # noqa: B010  mypy refuses to assign to a method
 
 
+def end_file() -> None:
+    """Destroy the process group that a file leaves behind: torch's own runner gives each file its own process."""
+    import torch.distributed as dist
+
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
 def install(store: Callable[[], str]) -> None:
     """Replace torch's classes in every module that names them."""
     import torch.distributed.checkpoint as dcp
