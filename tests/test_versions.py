@@ -6,7 +6,7 @@ import re
 
 from tests.test_packaging import ROOT
 
-LIBRARIES = ("accelerate", "lightning", "torchtitan", "transformers")  # of megatron-core, see docs/megatron.md
+LIBRARIES = ("accelerate", "lightning", "megatron-core", "torchtitan", "transformers")
 
 
 def claims(pyproject: str) -> set[tuple[str, str]]:

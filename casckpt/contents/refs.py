@@ -118,8 +118,8 @@ def resolve_forgotten(repo: Repository, ref: str | Commit, commits: CommitList) 
         forgotten = _forgotten(commits, run, steps)
         if not forgotten:
             is_known = any(commit.run == run for commit in commits.live())
-            why = f"run {run!r} in {repo.storage.url} has nothing forgotten at free steps in {where}{_doubt(commits)}"
-            raise NotFound(why if is_known else about_run(repo, commits, run))
+            why = f"in {where}, run {run!r} in {repo.storage.url} has no step whose only checkpoints are forgotten"
+            raise NotFound(f"{why}{_doubt(commits)}" if is_known else about_run(repo, commits, run))
         return forgotten
     if run and _STEP.fullmatch(where) and commits.at(run, int(where)) is None:
         return _forgotten(commits, run, range(int(where), int(where) + 1)) or [resolve(repo, ref, commits)]

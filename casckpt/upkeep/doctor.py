@@ -49,10 +49,10 @@ def _reads(repo: Repository) -> Finding:
         with repo.storage.open(key) as reader:
             reader.read_into(0, [memoryview(bytearray(1))])
 
-    for newest in listed.visible()[-1:]:
+    for newest in (visible := listed.visible())[-1:]:
         keys = (blob_key(uploader, blob) for uploader, blob, _ in stored_blobs(repo, newest).names())
         deque(in_parallel(repo.storage.traits.parallel, read, keys), maxlen=0)
-    return Finding("store", True, f"checkpoints listed: {len(listed.visible())}; the newest is readable")
+    return Finding("store", True, f"checkpoints listed: {len(visible)}{'; the newest is readable' * bool(visible)}")
 
 
 def _settings_of(storage: Examinable) -> Iterator[Finding]:

@@ -289,7 +289,7 @@ def test_restore_resolves_steps_and_ranges_to_forgotten_checkpoints(repo: Reposi
     assert steps(resolve_forgotten(repo, "a@2..", found)) == [("a", 3), ("a", 5)], "step 4 is visible"
     assert resolve_forgotten(repo, "a@4", found) == [over]
     assert resolve_forgotten(repo, forgotten[0].id[:12], found) == [forgotten[0]]
-    with pytest.raises(NotFound, match=r"run 'a' in \S+ has nothing forgotten at free steps in 6\.\."):
+    with pytest.raises(NotFound, match=r"in 6\.\., run 'a' in \S+ has no step whose only checkpoints are forgotten"):
         resolve_forgotten(repo, "a@6..", found)
     with pytest.raises(NotFound, match=r"did you mean a\?|existing runs: a"):
         resolve_forgotten(repo, "aa@..", found)

@@ -248,6 +248,7 @@ def _serve(pipe: Connection, *output: Any) -> None:
     torch.set_num_threads(1)
     warnings.simplefilter("error")
     warnings.filterwarnings("ignore", "DTensor random operators|TypedStorage is deprecated")  # torch 2.6 itself
+    warnings.filterwarnings("ignore", "`product` is deprecated")  # Megatron-core 0.15 itself
     os.environ["CUDA_VISIBLE_DEVICES"] = ""  # meshes are on the CPU; torch would shard on any visible GPU
     while True:
         try:

@@ -171,6 +171,12 @@ def test_the_next_doctor_or_gc_removes_what_a_killed_doctor_left(next_one: str, 
     assert [*(tmp_path / "store").glob("probes/*")] == []  # gc leaves folders at the top
 
 
+def test_doctor_calls_no_checkpoint_readable_if_there_is_none(tmp_path: Path) -> None:
+    repo = repository(tmp_path, LocalStore(tmp_path / "store"))
+    repo.create()
+    assert {one.name: one for one in examine(repo)}["store"].found == "checkpoints listed: 0"
+
+
 def test_doctor_says_what_a_user_of_the_store_would_meet(tmp_path: Path) -> None:
     root = tmp_path / "store"
     root.mkdir()
