@@ -35,7 +35,7 @@ from casckpt.contents.checkpoint import Arrival, Checkpoint
 from casckpt.errors import Conflict, Damaged, InvalidInput, NotFound, StorageError, Unsigned, Unsupported
 from casckpt.frontends.averaging import MovingAverage, moving_average
 from casckpt.frontends.interchange.export import check_outside
-from casckpt.frontends.interchange.new_files import locked, sync_folder
+from casckpt.frontends.interchange.new_files import locked, said_as_ours, sync_folder
 from casckpt.frontends.interchange.safetensors.exporting import Base, export_safetensors
 from casckpt.frontends.interchange.safetensors.planned import is_model
 from casckpt.store.store import Store
@@ -287,10 +287,10 @@ def _remove(path: Path) -> None:
 @contextmanager
 def _alone(folder: Path, *, averages: bool) -> Iterator[None]:
     """Lock a follower's folder. ``averages``: whether it may hold averages. Raises Conflict or InvalidInput."""
-    folder.mkdir(parents=True, exist_ok=True)
-    ours = {CURRENT, _TOLD}
+    with said_as_ours(folder):
+        folder.mkdir(parents=True, exist_ok=True)
     for path in folder.iterdir():
-        is_ours = path.name in ours if path.is_symlink() else _GENERATION.fullmatch(path.name)
+        is_ours = path.name in (CURRENT, _TOLD) if path.is_symlink() else _GENERATION.fullmatch(path.name)
         if _AVERAGE.fullmatch(path.name) and not averages:
             raise InvalidInput(f"{folder} holds an average: pass merge= (--merge) as before, or choose an empty folder")
         if not is_ours and not _AVERAGE.fullmatch(path.name) and not _LEFT.fullmatch(path.name):

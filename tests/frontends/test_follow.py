@@ -193,6 +193,12 @@ def test_the_command_of_a_follower_receives_an_absolute_path(
     assert (tmp_path / "told").read_text().strip() == f"{tmp_path}/to/{os.readlink('to/current')}"
 
 
+def test_a_file_in_place_of_the_folder_is_rejected(store: Store, tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    with pytest.raises(StorageError, match="file cannot be written: File exists; choose a different location"):
+        once(store, tmp_path / "file")
+
+
 def test_a_folder_with_other_contents_is_rejected(store: Store, tmp_path: Path) -> None:
     (tmp_path / "to").mkdir()
     (tmp_path / "to" / "mine").touch()
