@@ -1,7 +1,7 @@
 """Build and check a release. See tools/release.
 
 1. The checkout is clean. For a release, its version is final, has a dated section in CHANGELOG.md, and is the tag of
-   this commit. The name on the package index is free, or ours, and the version is new there.
+   this commit. `PAGES` name it. The name on the package index is free, or ours, and the version is new there.
 2. Two builds from two checkouts in different folders are equal, byte by byte.
 3. The wheel is installed into a new environment with nothing but its own dependencies. tools/demo runs there, and then
    the tests in `TESTS`, from the unpacked sdist, whose own package is removed.
@@ -23,7 +23,7 @@ import tarfile
 import tempfile
 import urllib.error
 import urllib.request
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
 
@@ -31,7 +31,8 @@ from packaging.version import Version
 
 ROOT = Path(__file__).resolve().parent.parent
 VERSION_FILE, CHANGELOG = Path("casckpt/_version.py"), Path("CHANGELOG.md")
-UNRELEASED = "Not released yet."
+PAGES = {"README.md": "version = {%s}", "docs/index.md": "casckpt-%s-py3-none-any.whl"}  # where they name the version
+UNRELEASED, UNPUBLISHED = "Not released yet.", "not on PyPI yet"
 TESTS = ("tests/base", "tests/format", "tests/plan", "tests/history", "tests/saving", "tests/upkeep/gc")
 """Tests that need no optional package."""
 NEEDED_BY_TESTS = ("pytest", "pytest-timeout", "hypothesis", "psutil", "packaging", "cryptography")
@@ -110,7 +111,7 @@ def cut(version: Version) -> int:
         return stop(f"{CHANGELOG} has no section that begins with {heading!r}")
     path.write_text(text.replace(heading, f"## {version}\n\n{datetime.now(UTC):%Y-%m-%d}.\n"))
     set_version(version)
-    say(f"then: git tag --sign v{version} && tools/release --key FILE")
+    say(f"then: update {' and '.join(PAGES)}, commit, git tag --sign v{version}, and tools/release --key FILE")
     return 0
 
 
@@ -123,7 +124,18 @@ def why_not_now() -> str:
         return f"this commit has no tag v{version}: git tag --sign v{version}"
     if not re.search(rf"^## {re.escape(str(version))}\n\n\d{{4}}-\d\d-\d\d\.\n", (ROOT / CHANGELOG).read_text(), re.M):
         return f"{CHANGELOG} has no dated section for {version}: tools/release --cut {version}"
-    return why_not_there(version)
+    texts = {page: (ROOT / page).read_text() for page in PAGES}
+    return why_not_said(version, texts) or why_not_there(version)
+
+
+def why_not_said(version: Version, texts: Mapping[str, str]) -> str:
+    """Return what the pages would say wrongly about this version once it is published, or an empty string."""
+    for page, text in texts.items():
+        if PAGES[page] % version not in text:
+            return f"{page} does not say {PAGES[page] % version!r}: correct it, commit, and tag that commit"
+        if UNPUBLISHED in text:
+            return f"{page} says {UNPUBLISHED!r}: describe the installation from PyPI, commit, and tag that commit"
+    return ""
 
 
 def why_not_there(version: Version) -> str:
