@@ -51,7 +51,7 @@ def save(store: casckpt.Store, run: str, first: int, last: int) -> None:
 
 def watch(store: casckpt.Store, run: str, first: int, last: int) -> None:
     """Wait for the steps, and check each that is still there. Those that others purged meanwhile may be missing."""
-    for arrival in store.watch(run, timeout="120s", poll="0.1s"):
+    for arrival in store.watch(run, after="start", timeout="120s", poll="0.1s"):
         with suppress(NotFound, MissingKey):
             check(store, store.get(arrival.checkpoint.id))
         if arrival.checkpoint.step == last:

@@ -269,7 +269,7 @@ def test_connections_that_died_unnoticed_cost_a_single_timeout(
     ranged: bool, moto_server: Server, proxy: Proxy, bucket: str, naps: Naps
 ) -> None:
     """All idle connections are dead: after the first timeout, the call uses a new one."""
-    options = {**moto_server.options, "endpoint_url": proxy.endpoint, "request_timeout": 1, "call_timeout": 3}
+    options = {**moto_server.options, "endpoint_url": proxy.endpoint, "request_timeout": 2, "call_timeout": 12}
     storage = RemoteStore(RemoteLocation("s3", f"{bucket}/store", options), backoff=Backoff(sleep=naps))
     storage.put("a", b"0123456789")
 
