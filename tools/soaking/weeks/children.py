@@ -6,6 +6,7 @@ The environment names the driver, and sets the clock of the process.
 from __future__ import annotations
 
 import ctypes
+import faulthandler
 import json
 import os
 import signal
@@ -126,6 +127,7 @@ def main() -> int:
     ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # dies with the driver
     if os.getppid() != int(os.environ[DRIVER]):
         return 1
+    faulthandler.enable()
     _set_clock(float(os.environ[AHEAD]))
     role, *rest = sys.argv[1:]
     if role == "casckpt":

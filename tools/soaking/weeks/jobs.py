@@ -74,7 +74,7 @@ class RunningJob:
             self.place.free()
         if len(left) < len(self.ranks):
             self.alone = min(self.alone, now)
-        if now > min(self.late, self.alone + ALONE):
+        if now > min(self.late, self.alone + ALONE if self._is_one_killed else inf):
             self._end(left)
 
     def _beside(self, now: float, begun: int) -> None:
@@ -98,10 +98,17 @@ class RunningJob:
             for name in some:
                 children[name].send_signal(signal.SIGTERM if end == "SIGTERM" else signal.SIGKILL)
 
+    @property
+    def _is_one_killed(self) -> bool:
+        return self.struck and self.job.end.startswith("one rank")
+
     def _end(self, left: list[str]) -> None:
         """Kill the ranks that are left, as a launcher does. Raises Wrong if no rank was killed."""
-        if not (self.struck and self.job.end.startswith("one rank")):
-            raise Wrong(f"job {self.job.number} did not end")
+        if not self._is_one_killed:
+            for name in left:
+                self.weeks.children[name].send_signal(signal.SIGABRT)  # writes what its threads do to its log
+                self.weeks.children[name].wait()
+            raise Wrong(f"job {self.job.number} did not end: see {self.place.folder}/logs")
         for name in left:
             self.weeks.note_event("a rank did not end", job=self.job.number)
             self.weeks.children[name].kill()
