@@ -26,7 +26,7 @@ from casckpt.frontends.training_state.hub_config import with_hub_files
 from casckpt.frontends.training_state.loading import Keeps, TrainingStateLoad, normal_tensors, renamed_beside
 from casckpt.frontends.training_state.model import model_to_save
 from casckpt.frontends.training_state.names import Parameters
-from casckpt.frontends.training_state.objects import Objects, is_optimizer, load_objects
+from casckpt.frontends.training_state.objects import Objects, load_objects, optimizers_in
 from casckpt.frontends.training_state.optimizer import states_to_save, tensors_below
 from casckpt.frontends.training_state.parts import AnyModel, AnyOptimizer, as_model, as_optimizers
 from casckpt.frontends.training_state.settings import check_schedules
@@ -380,21 +380,19 @@ class Restoring:
         )
 
     def _load_objects(self, stored: StoredTraining, whole: dict[str, Any]) -> Checkpoint:
-        wanted, optims = self._wanted, [key for key, value in whole.items() if is_optimizer(value)]
-        has_any, absent = any(map(stored.has_optimizer, optims)), list[str]()
-        on_each(self._ranks, lambda: self._check_there(stored, has_any))
-        for key in optims:
-            is_wanted = stored.has_optimizer(key) or wanted.optim or wanted.missing == "raise"
-            if wanted.optim is False or not is_wanted:
-                del whole[key]
-            if not is_wanted:
-                absent.append(f"{key}.param_groups")
-
+        optims = {key: flat for key, value in whole.items() if (flat := optimizers_in(key, value))}
+        there = {key for key, flat in optims.items() if any(map(stored.has_optimizer, flat))}
+        on_each(self._ranks, lambda: self._check_there(stored, bool(there)))
+        is_required = self._wanted.optim or self._wanted.missing == "raise"
+        absent = [] if is_required else [key for key in optims if key not in there]
+        for key in optims if self._wanted.optim is False else absent:
+            del whole[key]
         loaded = load_objects(
             self._store, self._ranks, whole | self._train, stored.checkpoint, given=renamed_beside(self._given, TRAIN),
             load=lambda template, _, given: self._fill(stored, template, given), **self._keeps,
         )  # fmt: skip
-        return replace(loaded, missing_keys=(*loaded.missing_keys, *absent))
+        lacking = (f"{one}.param_groups" for key in absent for one in optims[key])
+        return replace(loaded, missing_keys=(*loaded.missing_keys, *lacking))
 
     def _load_module(self, stored: StoredTraining, model: TrainModule) -> Checkpoint:
         optim = self._wanted.optim

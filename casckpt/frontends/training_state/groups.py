@@ -60,7 +60,7 @@ def match(
         matches = [name for name in dict.fromkeys(map(saved_name, named.names)) if name in group_of]
         if len(matches) > 1:
             raise Mismatch(
-                f"{matches} are one parameter in this model, but several in the checkpoint", keys=tuple(matches)
+                f"{matches} are tied in this model, but not in the checkpoint: untie them", keys=tuple(matches)
             )
         if matches:
             names[id(named.parameter)] = matches[0]

@@ -58,6 +58,12 @@ def is_optimizer(value: Any) -> bool:
     return hasattr(value, "param_groups") and not isinstance(value, nn.Module)
 
 
+def optimizers_in(key: str, value: Any) -> list[str]:
+    """Return the flat keys of the optimizers in the value at ``key``. Empty if it also holds something else."""
+    leaves = flatten({key: value}, objects=True).leaves
+    return [*leaves] if all(is_optimizer(leaf.value) for leaf in leaves.values()) else []
+
+
 class Objects:
     """The objects in a state by flat key. Their state_dict methods are called in key order.
 

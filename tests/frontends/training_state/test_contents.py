@@ -7,15 +7,18 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pytest
 import torch
 from torch import nn
 
+from casckpt.errors import NotFound
 from casckpt.frontends.trainer import Checkpointer, TrainState
 from casckpt.store.opening import open as open_store
 from tests.support.logs import logged
 from tests.support.parallel import local, sharded
 from tests.support.ranks import Pool, outcome_of
 from tests.support.saves import small_folder
+from tests.support.training import identical
 
 
 def model() -> nn.Linear:
@@ -158,3 +161,42 @@ def load_without_an_optimizer(rank: int, size: int, path: Path) -> list[str]:
 def test_one_rank_logs_that_the_optimizer_is_missing(store_path: Path, ranks: Pool) -> None:
     first, second = ranks.run(2, load_without_an_optimizer, store_path)
     assert (len(first), second) == (1, [])
+
+
+# several models and optimizers
+
+
+@pytest.mark.parametrize("kind", [dict, list])
+@pytest.mark.parametrize("how", [{}, {"missing": "warn"}, {"prove": True}])
+def test_models_in_a_dict_resume_with_their_optimizers_in_a_dict_or_a_list(
+    store_path: Path, kind: type, how: dict[str, Any]
+) -> None:
+    def made() -> tuple[dict[str, nn.Module], dict[str, torch.optim.Optimizer]]:
+        models: dict[str, nn.Module] = {"g": model(), "d": model()}
+        return models, {name: torch.optim.Adam(one.parameters()) for name, one in models.items()}
+
+    def given(optims: dict[str, torch.optim.Optimizer]) -> Any:
+        return optims if kind is dict else [*optims.values()]
+
+    models, optims = made()
+    for name, one in models.items():
+        one(torch.ones(1, 3)).sum().backward()
+        optims[name].step()
+    Checkpointer(store_path, run="gan").save(1, models, given(optims))
+    others, fresh = made()
+    assert Checkpointer(store_path, run="gan").resume(others, given(fresh), **how)
+    assert all(identical(dict(others[name].state_dict()), dict(models[name].state_dict())) for name in models)
+    assert all(identical(fresh[name].state_dict(), optims[name].state_dict()) for name in models)
+    _, left = made()
+    Checkpointer(store_path, run="gan").load("gan@1", others, given(left), load_optim_state=False)
+    assert not any(one.state for one in left.values())
+
+
+def test_optimizers_that_the_checkpoint_lacks_are_named(store_path: Path) -> None:
+    models = {"g": model(), "d": model()}
+    Checkpointer(store_path, run="gan").save(1, models)
+    optims = {name: torch.optim.Adam(one.parameters()) for name, one in models.items()}
+    with pytest.raises(NotFound, match="gan@1 has no optimizer that can be loaded; it has 'g', 'd'"):
+        Checkpointer(store_path, run="gan").resume(models, optims)
+    assert Checkpointer(store_path, run="gan").resume(models, optims, missing="warn")
+    assert not any(one.state for one in optims.values())

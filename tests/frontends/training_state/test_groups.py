@@ -437,3 +437,24 @@ def test_non_persistent_buffers_are_neither_saved_nor_loaded(store: casckpt.Stor
 )  # fmt: skip
 def test_group_options_are_equal_only_if_their_types_are_equal(one: Any, other: Any, alike: bool) -> None:
     assert _same(one, other) is alike
+
+
+def test_weights_that_were_saved_apart_load_once_they_are_untied(store: casckpt.Store) -> None:
+    def made(*, tied: bool) -> tuple[nn.Module, Optimizer]:
+        torch.manual_seed(0)
+        first, second = nn.Linear(2, 2, bias=False), nn.Linear(2, 2, bias=False)
+        if tied:
+            second.weight = first.weight
+        model = nn.Sequential(first, second)
+        return model, optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+
+    model, trained = made(tied=False)
+    model(torch.ones(1, 2)).sum().backward()
+    trained.step()
+    save_model_and_optim_state(store, model, trained, run="a", step=1)
+    with pytest.raises(Mismatch, match="are tied in this model, but not in the checkpoint: untie them"):
+        load_model_and_optim_state(store, "a@1", *made(tied=True))
+    other, fresh = made(tied=False)
+    load_model_and_optim_state(store, "a@1", other, fresh)
+    assert identical(dict(other.state_dict()), dict(model.state_dict()))
+    assert identical(fresh.state_dict(), trained.state_dict())

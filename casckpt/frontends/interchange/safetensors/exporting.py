@@ -122,10 +122,9 @@ def _exported_to(
         )
     with new_folder(target, force=force, stale=lambda name: _stem(name) in map(_stem, names), last=names) as folder:
         write_attached(job.store, job.checkpoint, attachments, folder)
-        if job.rules.dtype is not None:
-            for name in attachments:
-                if Path(name).name == CONFIG:
-                    _set_dtype(folder / name, job.rules.dtype)
+        for name in attachments:
+            if job.rules.dtype is not None and Path(name).name == CONFIG:
+                _set_dtype(folder / name, job.rules.dtype)
         for file in files:
             path = folder / file.name
             path.parent.mkdir(parents=True, exist_ok=True)
@@ -181,10 +180,8 @@ def _set_dtype(config: Path, dtype: str) -> None:
     old = config.read_bytes()
     if re.search(rb'"quantization_config"\s*:\s*\{', old):
         raise InvalidInput(f"{config.name} has a quantization_config: omit dtype (--dtype), which would round scales")
-    new = _DTYPE.sub(rf"\1{dtype}\2".encode(), old)
-    if new != old:
-        config.unlink()
-        write_durably(config, new)
+    config.unlink()
+    write_durably(config, _DTYPE.sub(rf"\1{dtype}\2".encode(), old))
 
 
 def _is_like(path: Path, file: FileLayout) -> bool:
