@@ -886,7 +886,7 @@ def test_a_resume_without_a_proof_accepts_values_that_a_hook_changed(
 
 
 @follows("frontends/trainer/ownership.py:RunOwnership.note_load", "forget the later steps first: `casckpt forget")
-@follows("frontends/trainer/ownership.py:RunOwnership.find", "or forget it first: `casckpt forget")
+@follows("frontends/trainer/ownership.py:RunOwnership.find", "Otherwise, forget it first: `casckpt forget")
 def test_later_steps_can_be_forgotten_to_go_on_from_an_earlier_one(
     store: Store, store_path: Path, model: Two, messages: Messages, run: Run
 ) -> None:

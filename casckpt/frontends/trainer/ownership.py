@@ -140,8 +140,9 @@ class RunOwnership:
             return None
         if found.id != self._loaded and found.id not in self._saved and not self.may_replace(found):
             raise Conflict(
-                f"{_about(found)} already exists, and this training has not loaded it. Use a different run, or forget "
-                f"it first: `casckpt forget {self._store.url} {self._run}@{step}{self._rest}`",
+                f"{_about(found)} already exists, and this training has not loaded it. If another job may be saving to "
+                "this run, use a different run. Otherwise, forget it first: "
+                f"`casckpt forget {self._store.url} {self._run}@{step}{self._rest}`",
                 checkpoints=(found.id,),
             )
         return found
