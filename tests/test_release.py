@@ -34,11 +34,12 @@ def test_a_release_must_be_what_the_pages_say() -> None:
     texts = {page: form % "1.2.0" for page, form in PAGES.items()}
     assert why_not_said(Version("1.2.0"), texts) == ""
     assert why_not_said(Version("1.2.1"), texts) == (
-        "README.md does not say 'version = {1.2.1}': correct it, commit, and tag that commit"
+        "README.md does not say 'version = {1.2.1}': correct it, commit, and git tag --force --sign v1.2.1"
     )
     texts["docs/index.md"] += "It is not on PyPI yet."
     assert why_not_said(Version("1.2.0"), texts) == (
-        "docs/index.md says 'not on PyPI yet': describe the installation from PyPI, commit, and tag that commit"
+        "docs/index.md says 'not on PyPI yet': describe the installation from PyPI, "
+        "commit, and git tag --force --sign v1.2.0"
     )
 
 

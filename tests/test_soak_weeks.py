@@ -14,6 +14,9 @@ import time
 from collections.abc import Iterator
 from datetime import UTC, datetime
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -25,6 +28,7 @@ from casckpt.plan.retention import Policy, SavedCheckpoint, reasons_to_keep
 from casckpt.store.store import Store
 from soaking.books import Books, Wrong
 from soaking.weeks import children, driver, plan, result
+from soaking.weeks.jobs import ALONE, RunningJob
 from soaking.weeks.ledger import NEWEST, RUN, Ledger, Saved, digests, kept, rules
 from tests.support.scripts import run_script
 
@@ -99,6 +103,34 @@ def test_every_kind_of_event_is_drawn() -> None:
     assert {one.library for one in jobs} == {one.other for one in jobs} == {"before", "after"}
     assert {one.ranks for one in jobs} == {2, 3}
     assert jobs[-1].ahead - jobs[0].ahead > 0.9 * plan.SPAN
+
+
+@pytest.mark.parametrize("end", ["end", "one rank"])
+def test_a_rank_may_work_longer_than_the_others_unless_one_was_killed(
+    end: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    drawn = (plan.draw(7, number, part=0.5, most=40, interval=14, last_ranks=1) for number in range(1000))
+    job = next(one for one in drawn if one.end == end)
+    ledger = SimpleNamespace(by_job={job.number: 0}, saved={})
+    noted: list[str] = []
+    weeks: Any = SimpleNamespace(
+        place=SimpleNamespace(free=lambda: None, folder=tmp_path), interval=lambda: 14.0, ledger=ledger,
+        note_event=lambda event, **_: noted.append(event),
+        children={f"rank {rank}": Mock(**{"poll.return_value": None}) for rank in range(job.ranks)},
+    )  # fmt: skip
+    now = [0.0]
+    monkeypatch.setattr("soaking.weeks.jobs.time", SimpleNamespace(monotonic=lambda: now[0]))
+    running = RunningJob(weeks, job)
+    running.struck, left = True, running.ranks[1:]
+    running._act(left)
+    now[0] = ALONE + 1
+    running._act(left)
+    assert noted == (["a rank did not end"] * len(left) if end == "one rank" else [])
+    if end == "end":
+        now[0] = running.late + 1
+        with pytest.raises(Wrong, match=f"job {job.number} did not end"):
+            running._act(left)
+        weeks.children[left[0]].send_signal.assert_called_once_with(signal.SIGABRT)
 
 
 @pytest.mark.parametrize("seed", range(20))

@@ -130,11 +130,12 @@ def why_not_now() -> str:
 
 def why_not_said(version: Version, texts: Mapping[str, str]) -> str:
     """Return what the pages would say wrongly about this version once it is published, or an empty string."""
+    move = f"commit, and git tag --force --sign v{version}"
     for page, text in texts.items():
         if PAGES[page] % version not in text:
-            return f"{page} does not say {PAGES[page] % version!r}: correct it, commit, and tag that commit"
+            return f"{page} does not say {PAGES[page] % version!r}: correct it, {move}"
         if UNPUBLISHED in text:
-            return f"{page} says {UNPUBLISHED!r}: describe the installation from PyPI, commit, and tag that commit"
+            return f"{page} says {UNPUBLISHED!r}: describe the installation from PyPI, {move}"
     return ""
 
 

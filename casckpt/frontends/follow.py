@@ -35,7 +35,7 @@ from casckpt.contents.checkpoint import Arrival, Checkpoint
 from casckpt.errors import Conflict, Damaged, InvalidInput, NotFound, StorageError, Unsigned, Unsupported
 from casckpt.frontends.averaging import MovingAverage, moving_average
 from casckpt.frontends.interchange.export import check_outside
-from casckpt.frontends.interchange.new_files import locked, said_as_ours, sync_folder
+from casckpt.frontends.interchange.new_files import locked, storage_errors, sync_folder
 from casckpt.frontends.interchange.safetensors.exporting import Base, export_safetensors
 from casckpt.frontends.interchange.safetensors.planned import is_model
 from casckpt.store.store import Store
@@ -286,8 +286,11 @@ def _remove(path: Path) -> None:
 
 @contextmanager
 def _alone(folder: Path, *, averages: bool) -> Iterator[None]:
-    """Lock a follower's folder. ``averages``: whether it may hold averages. Raises Conflict or InvalidInput."""
-    with said_as_ours(folder):
+    """Lock a follower's folder. Raises Conflict, InvalidInput and StorageError.
+
+    ``averages``: whether it may hold averages.
+    """
+    with storage_errors(folder):
         folder.mkdir(parents=True, exist_ok=True)
     for path in folder.iterdir():
         is_ours = path.name in (CURRENT, _TOLD) if path.is_symlink() else _GENERATION.fullmatch(path.name)

@@ -37,7 +37,7 @@ def new_file(path: Path, *, force: bool) -> Iterator[Path]:
     system errors.
     """
     _check_no_file(path, force=force)
-    with said_as_ours(path):
+    with storage_errors(path):
         path.parent.mkdir(parents=True, exist_ok=True)
         with _scratch(path.parent, path.name) as folder:
             yield folder / path.name
@@ -60,7 +60,7 @@ def new_folder(path: Path, *, force: bool, stale: Callable[[str], bool], last: S
     of the same name. ``last``: the names of the files that are moved last, in that order. ``stale``: a function that
     returns whether to remove the file with this name. It is called for the files that are beside new ones.
     """
-    with said_as_ours(path):
+    with storage_errors(path):
         exists = os.path.lexists(path)
         if exists and not path.is_dir():
             raise Conflict(f"{path} is a file; choose the name of a folder, or of a file that ends in .safetensors")
@@ -91,7 +91,7 @@ def exchanged_folder(path: Path, *, force: bool, old: Callable[[Path], None]) ->
     exchange folders.
     """
     path = Path(os.path.realpath(path))
-    with said_as_ours(path):
+    with storage_errors(path):
         if os.path.lexists(path) and not path.is_dir():
             raise Conflict(f"{path} is a file; choose the name of a folder")
         if os.path.ismount(path):
@@ -261,8 +261,8 @@ def locked(folder: Path, how: int) -> Iterator[None]:
 
 
 @contextmanager
-def said_as_ours(path: Path) -> Iterator[None]:
-    """Raise what prevents a write to ``path`` as a StorageError with advice."""
+def storage_errors(path: Path) -> Iterator[None]:
+    """Convert OSErrors from a write to ``path`` to StorageError, with advice."""
     try:
         yield
     except OSError as error:

@@ -380,19 +380,17 @@ class Restoring:
         )
 
     def _load_objects(self, stored: StoredTraining, whole: dict[str, Any]) -> Checkpoint:
-        optims = {key: flat for key, value in whole.items() if (flat := optimizers_in(key, value))}
-        there = {key for key, flat in optims.items() if any(map(stored.has_optimizer, flat))}
+        optims = on_each(self._ranks, lambda: optimizers_in(whole))
+        there = set(filter(stored.has_optimizer, optims))
         on_each(self._ranks, lambda: self._check_there(stored, bool(there)))
         is_required = self._wanted.optim or self._wanted.missing == "raise"
         absent = [] if is_required else [key for key in optims if key not in there]
-        for key in optims if self._wanted.optim is False else absent:
-            del whole[key]
         loaded = load_objects(
             self._store, self._ranks, whole | self._train, stored.checkpoint, given=renamed_beside(self._given, TRAIN),
-            load=lambda template, _, given: self._fill(stored, template, given), **self._keeps,
+            load=lambda template, _, given: self._fill(stored, template, given),
+            without=optims if self._wanted.optim is False else absent, **self._keeps,
         )  # fmt: skip
-        lacking = (f"{one}.param_groups" for key in absent for one in optims[key])
-        return replace(loaded, missing_keys=(*loaded.missing_keys, *lacking))
+        return replace(loaded, missing_keys=(*loaded.missing_keys, *(f"{key}.param_groups" for key in absent)))
 
     def _load_module(self, stored: StoredTraining, model: TrainModule) -> Checkpoint:
         optim = self._wanted.optim

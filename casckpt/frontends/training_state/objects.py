@@ -58,25 +58,26 @@ def is_optimizer(value: Any) -> bool:
     return hasattr(value, "param_groups") and not isinstance(value, nn.Module)
 
 
-def optimizers_in(key: str, value: Any) -> list[str]:
-    """Return the flat keys of the optimizers in the value at ``key``. Empty if it also holds something else."""
-    leaves = flatten({key: value}, objects=True).leaves
-    return [*leaves] if all(is_optimizer(leaf.value) for leaf in leaves.values()) else []
+def optimizers_in(state: Any) -> list[str]:
+    """Return the flat keys of the optimizers in a state."""
+    return [key for key, leaf in flatten(state, objects=True).leaves.items() if is_optimizer(leaf.value)]
 
 
 class Objects:
     """The objects in a state by flat key. Their state_dict methods are called in key order.
 
     ``owners``: the keys of each optimizer's modules. Raises InvalidInput for an optimizer without a module.
+    ``without``: the keys of optimizers to leave out.
     """
 
-    def __init__(self, state: Any) -> None:
+    def __init__(self, state: Any, without: Collection[str] = ()) -> None:
         self._state = state
         self._flat = flatten(state, objects=True)
         leaves = sorted(self._flat.leaves.items())
         self.by_key = {key: leaf.value for key, leaf in leaves if is_object(leaf.value)}
         self.modules: dict[str, nn.Module] = {k: v for k, v in self.by_key.items() if isinstance(v, nn.Module)}
-        self.optimizers: dict[str, Optimizer] = {k: v for k, v in self.by_key.items() if is_optimizer(v)}
+        found = {key: value for key, value in self.by_key.items() if is_optimizer(value)}
+        self.optimizers: dict[str, Optimizer] = {key: found[key] for key in found if key not in without}
         for key in (*self.modules, *self.optimizers):
             if self._flat.leaves[key].per_rank:
                 raise InvalidInput(f"{key!r} is in a PerRank; pass modules and optimizers without it", key=key)
@@ -118,7 +119,7 @@ class Objects:
     @property
     def others(self) -> list[str]:
         """The keys of the objects that are neither modules nor optimizers, in load order."""
-        keys = [key for key in self.by_key if key not in self.modules and key not in self.optimizers]
+        keys = [key for key, value in self.by_key.items() if key not in self.modules and not is_optimizer(value)]
         return sorted(keys, key=lambda key: draws(self.by_key[key]))
 
     @property
@@ -175,17 +176,18 @@ def _owners(key: str, optim: Optimizer, parameters: Mapping[str, Collection[int]
 
 @normal_tensors()
 def load_objects(
-    store: Store, ranks: Ranks, state: Any, ref: AnyRef, *, given: LoadOptions, load: Load, **keeps: Unpack[Keeps]
-) -> Checkpoint:
+    store: Store, ranks: Ranks, state: Any, ref: AnyRef, *, given: LoadOptions, load: Load,
+    without: Collection[str] = (), **keeps: Unpack[Keeps],
+) -> Checkpoint:  # fmt: skip
     """Load into a state that contains objects. Every rank makes the call.
 
     The checks run before anything changes. Then modules and their optimizers are loaded, then the other objects, and
-    random generators last. ``load``: a function that loads into a state without objects. Raises the errors of
-    `Store.load` and of an object's load_state_dict, on all ranks.
+    random generators last. ``load``: a function that loads into a state without objects. ``without``: the keys of
+    optimizers to leave as they are. Raises the errors of `Store.load` and of an object's load_state_dict, on all ranks.
     """
 
     def hello() -> tuple[Objects, list[str]]:
-        made = Objects(state)
+        made = Objects(state, without)
         check_replaceable(state, made.plain)
         return made, list(made.modules)
 

@@ -200,3 +200,20 @@ def test_optimizers_that_the_checkpoint_lacks_are_named(store_path: Path) -> Non
         Checkpointer(store_path, run="gan").resume(models, optims)
     assert Checkpointer(store_path, run="gan").resume(models, optims, missing="warn")
     assert not any(one.state for one in optims.values())
+
+
+@pytest.mark.parametrize("wanted", [None, True, False])
+def test_load_optim_state_counts_for_optimizers_beside_their_models(store_path: Path, wanted: bool | None) -> None:
+    def made() -> dict[str, Any]:
+        one = model()
+        return {"g": {"model": one, "optim": torch.optim.Adam(one.parameters())}}
+
+    saved = made()
+    saved["g"]["model"](torch.ones(1, 3)).sum().backward()
+    saved["g"]["optim"].step()
+    Checkpointer(store_path, run="gan").save(1, saved)
+    fresh = made()
+    Checkpointer(store_path, run="gan").load("gan@1", fresh, load_optim_state=wanted)
+    assert identical(dict(fresh["g"]["model"].state_dict()), dict(saved["g"]["model"].state_dict()))
+    other = made() if wanted is False else saved
+    assert identical(fresh["g"]["optim"].state_dict(), other["g"]["optim"].state_dict())
