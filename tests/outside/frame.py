@@ -42,11 +42,14 @@ def start() -> None:
 
 
 def load(path: Path) -> ModuleType:
-    """Import an adapter by its path."""
-    spec = importlib.util.spec_from_file_location(f"casckpt_outside_{path.stem}", path)
+    """Import an adapter by its path, once in a process: pickles name the classes of the imported module."""
+    name = f"casckpt_outside_{path.stem}"
+    if name in sys.modules and sys.modules[name].__file__ == str(path):
+        return sys.modules[name]
+    spec = importlib.util.spec_from_file_location(name, path)
     assert spec is not None
     assert spec.loader is not None
-    module = sys.modules[spec.name] = importlib.util.module_from_spec(spec)  # so that its classes can be pickled
+    module = sys.modules[name] = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     return module
 

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from _outside import NOT_STORED, counts_of, differences, explained, outcomes, parsed, ran, version_of
+from tests.outside import frame
 
 PROJECT = """
 import subprocess, sys
@@ -115,6 +116,11 @@ def test_tests_run_in_a_copy_of_their_folder_even_if_some_cannot_be_imported(pro
         "test_broken.py": "failed", "test_writes.py::test_writes": "passed"
     }  # fmt: skip
     assert not (project / "tests" / "here").exists()
+
+
+def test_an_adapter_is_imported_once_so_that_its_classes_can_be_pickled(project: Path) -> None:
+    adapter = project.parent / "adapter.py"
+    assert frame.load(adapter) is frame.load(adapter)
 
 
 def test_a_test_that_only_one_run_has_is_a_difference() -> None:
