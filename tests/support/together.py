@@ -26,12 +26,18 @@ from tests.support.saves import steps
 class Watched(FaultyStore):
     """Storage that counts the blob bytes that this rank writes."""
 
-    blob_bytes = 0
+    def __init__(self, *arguments: Any) -> None:
+        super().__init__(*arguments)
+        self._written: list[int] = []  # threads append to it; an addition could lose what another thread adds
+
+    @property
+    def blob_bytes(self) -> int:
+        return sum(self._written)
 
     def put(self, key: str, data: memoryview | bytes, *, settle: bool = True) -> None:
         super().put(key, data, settle=settle)
         if key.endswith(".safetensors"):
-            self.blob_bytes += memoryview(data).nbytes
+            self._written.append(memoryview(data).nbytes)
 
     def reads(self) -> list[str]:
         """Return the reads of whole objects, except the marker and the settings, which every process reads once."""
