@@ -1,8 +1,8 @@
 """Lightning's tests with CasCheckpointIO in place of TorchCheckpointIO: it writes pointers to checkpoints in a store.
 
 Where Lightning or a test reads a file with ``torch.load``, it gets what `restore_checkpoint` makes of its pointer. With
-CASCKPT_OUTSIDE_ASYNC=1, the plug-in saves in the background. If the environment has TensorFlow, three of Lightning's own
-tests fail, because TensorBoard then uses file systems of TensorFlow, which do not know ``memory://``.
+CASCKPT_OUTSIDE_ASYNC=1, the plug-in saves in the background. If the environment has TensorFlow, three of Lightning's
+own tests fail, because TensorBoard then uses file systems of TensorFlow, which do not know ``memory://``.
 """
 
 from __future__ import annotations
