@@ -12,7 +12,14 @@ from tests.support import servers
 from tests.support.servers import Server
 
 
-@pytest.mark.parametrize("kind", [servers.moto, servers.seaweed])
+@pytest.mark.parametrize(
+    "kind",
+    [  # all are started by the same code, and rclone starts in no time
+        servers.rclone,
+        pytest.param(servers.moto, marks=pytest.mark.soak),
+        pytest.param(servers.seaweed, marks=pytest.mark.soak),
+    ],
+)
 def test_a_server_whose_port_is_in_use_starts_on_a_different_port(
     kind: Callable[[Path], Server], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

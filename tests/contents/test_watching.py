@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from casckpt.base.names import run_hash
@@ -502,7 +502,6 @@ def begin_watch(hosts: Hosts, number: int, storage: ObjectStore) -> Watched:
 CHANGE = [*CHANGES, "end", "announce", "announce", "look", "watch"]
 
 
-@settings(max_examples=40, deadline=None)
 @given(st.lists(st.sampled_from(CHANGE), max_size=30), st.integers(0, 1 << 30))
 def test_every_checkpoint_is_yielded_exactly_once(changes: list[str], seed: int) -> None:
     """Other processes act between and during the polls."""

@@ -111,7 +111,7 @@ VALUES = st.recursive(
 )
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=2 * settings().max_examples)
 @given(VALUES)
 def test_any_plain_value_decodes_exactly_and_reencodes_identically(value: Any) -> None:
     data = plain.encode(value)
@@ -129,7 +129,7 @@ def test_encoded_bytes_do_not_depend_on_the_hash_seed() -> None:
         subprocess.run(
             [sys.executable, "-c", code], check=True, capture_output=True, env={**os.environ, "PYTHONHASHSEED": seed}
         ).stdout
-        for seed in ("1", "2", "3")
+        for seed in ("1", "2")
     }
     assert len(outputs) == 1
     assert outputs != {b""}

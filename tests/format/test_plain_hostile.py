@@ -156,7 +156,7 @@ def decoded_or_refused(data: bytes) -> None:
         assert str(error)  # noqa: PT017 - the point is that nothing else is raised
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=4 * settings().max_examples)
 @given(st.binary(max_size=80))
 def test_random_bytes_in_place_of_plain_data_are_decoded_or_rejected(data: bytes) -> None:
     decoded_or_refused(data)
@@ -167,7 +167,7 @@ ENCODED = [plain.encode(value) for value in EXAMPLES] + [
 ]
 
 
-@settings(max_examples=600, deadline=None)
+@settings(max_examples=6 * settings().max_examples)
 @given(st.sampled_from(ENCODED), st.data())
 def test_mutated_bytes_decode_to_a_value_or_are_rejected(data: bytes, draw: st.DataObject) -> None:
     changed = bytearray(data)
@@ -198,7 +198,7 @@ WIRE = st.recursive(
 )
 
 
-@settings(max_examples=600, deadline=None)
+@settings(max_examples=4 * settings().max_examples)
 @given(WIRE)
 def test_random_well_formed_data_is_decoded_or_rejected(wire: Any) -> None:
     decoded_or_refused(msgspec.msgpack.encode(wire))

@@ -65,7 +65,6 @@ def titled(dtype: np.dtype[Any]) -> bool:
 STRUCTURED = hnp.array_dtypes(subtype_strategy=hnp.scalar_dtypes(), allow_subarrays=True)
 
 
-@settings(max_examples=60, deadline=None)
 @given(hnp.arrays(STRUCTURED.filter(lambda dtype: not titled(dtype)), hnp.array_shapes(max_dims=2, max_side=2)))
 def test_any_structured_numpy_array_decodes_exactly(array: np.ndarray[Any, Any]) -> None:
     assert same(back(array), array)

@@ -74,7 +74,7 @@ def test_any_tree_decodes_as_encoded(node: Node) -> None:
     assert encode_tree(decode_tree(data)) == data
 
 
-@settings(max_examples=300)
+@settings(max_examples=4 * settings().max_examples)
 @given(NODES.map(encode_tree), st.data())
 def test_mutated_bytes_are_decoded_or_rejected(data: bytes, draw: st.DataObject) -> None:
     at = draw.draw(st.integers(0, len(data)))

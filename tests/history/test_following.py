@@ -8,7 +8,7 @@ from datetime import timedelta
 from pathlib import Path
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from casckpt.base.names import run_hash
@@ -55,7 +55,6 @@ def check(repo: Repository, run: str) -> None:
         assert at_step(repo, known, run, step, is_visible) == [one for one in visible if one.step == step]
 
 
-@settings(max_examples=60, deadline=None)
 @given(st.lists(st.sampled_from(CHANGES), max_size=25), st.integers(0, 1 << 30), st.sampled_from([0, 3, 1000]))
 def test_following_a_run_returns_the_same_commits_as_a_listing(changes: list[str], seed: int, many: int) -> None:
     """``many``: above this number of unread announcements, names are listed."""
@@ -75,11 +74,11 @@ def test_following_a_run_returns_the_same_commits_as_a_listing(changes: list[str
 
 @pytest.mark.parametrize(("is_new", "many"), [(True, 1000), (False, 1000), (True, 0), (False, 0)])
 def test_a_read_returns_everything_that_existed_before_it_began(
-    tmp_path: Path, seed: int, is_new: bool, many: int, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, seed: int, is_new: bool, many: int, monkeypatch: pytest.MonkeyPatch, full: bool
 ) -> None:
     monkeypatch.setattr(following, "MANY_ANNOUNCEMENTS", many)
     missed = 0
-    for round_ in range(60):
+    for round_ in range(200 if full else 20):
         draw = random.Random(seed + round_)
         storage = memory()
         hosts = Hosts(tmp_path / str(round_), storage, draw)
@@ -107,9 +106,12 @@ def requests(storage: FaultyStore) -> list[str]:
     return [call.key for call in storage.calls if call.method in ("get", "list", "size") and call.key != "casckpt.json"]
 
 
-@pytest.mark.parametrize("length", [3, 1100])
-def test_the_first_read_of_a_run_needs_few_requests(tmp_path: Path, length: int) -> None:
+@pytest.mark.parametrize("length", [3, 110])
+def test_the_first_read_of_a_run_needs_few_requests(
+    tmp_path: Path, length: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The number of requests depends neither on the length of the run nor on other changes."""
+    monkeypatch.setattr(following, "MANY_ANNOUNCEMENTS", 100)
     storage = FaultyStore(memory())
     repo = repository(tmp_path / "writer", storage)
     for step in range(length):

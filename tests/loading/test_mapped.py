@@ -10,7 +10,6 @@ import os
 import random
 import re
 import signal
-import subprocess
 import sys
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -27,6 +26,7 @@ from casckpt.loading import mapped
 from casckpt.storage.base import ObjectStore
 from casckpt.storage.local import reader
 from casckpt.store.store import Store
+from tests.support.afresh import afresh
 from tests.support.far import far
 from tests.support.forks import forked
 from tests.support.gcs import collect
@@ -386,11 +386,13 @@ def test_a_process_is_killed_if_another_program_truncates_a_mapped_blob(path: Pa
     store.save({"w": cells(3)}, step=1)
     file = path / blob_keys(store)[0]
     file.chmod(0o644)
-    script = f"""
-import os, casckpt
-loaded = casckpt.open({str(path)!r}).read({REF!r}, mapped=True)
-os.truncate({str(file)!r}, 4096)
-loaded["w"].sum()
-"""
-    ended = subprocess.run([sys.executable, "-c", script], capture_output=True, check=False)
-    assert ended.returncode == -signal.SIGBUS, ended.stderr
+    process = afresh().Process(target=_sum_of_truncated, args=(path, file))
+    process.start()
+    process.join()
+    assert process.exitcode == -signal.SIGBUS
+
+
+def _sum_of_truncated(path: Path, file: Path) -> None:
+    loaded = casckpt.open(path).read(REF, mapped=True)
+    os.truncate(file, 4096)
+    loaded["w"].sum()

@@ -58,7 +58,8 @@ def save_and_load(rank: int, size: int, path: Path) -> tuple[bool, list[str], in
             wanted = {f"w{n:05}": torch.zeros(4) for n in range(100 * rank, 100 * rank + 30)}
             mine: dict[str, Any] = {"model": dict(wanted), "rng": torch.zeros(3), "seen": None}
             store.load(mine, "a@1", unread="ignore")
-        right = all(torch.equal(mine["model"][key], state()[key]) for key in wanted)
+        saved = state()
+        right = all(torch.equal(mine["model"][key], saved[key]) for key in wanted)
         right &= torch.equal(mine["rng"], torch.full((3,), float(rank))) and mine["seen"]["rank"] == rank
         whole = store.get("a@1").commit.committed.manifest_bytes
         return right, storage.keys("read_into"), io.bytes_read - whole // 4
@@ -82,7 +83,8 @@ def test_reading_part_of_a_manifest_needs_few_requests_and_few_bytes(tmp_path: P
     again.get("default@1")
     with counted(again) as io:
         found = again.read("default@1", keys=["w00100", "w0010[1-9]"])
-    assert same_state(found, {key: state()[key] for key in found})
+    saved = state()
+    assert same_state(found, {key: saved[key] for key in found})
     assert len(found) == 10
     assert io.reads <= 9  # the run and the log, the head, the front, cells and rows, and the blob
     front = sum(section.length for section in decode_head(_manifest(again)).sections[:3])

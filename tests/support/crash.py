@@ -1,8 +1,7 @@
 """Puts that are killed at any system call, or by a parent that reads their output.
 
-``python -m tests.support.crash steps STRIDE FOLDER`` forks one child for each combination of a way to create a file, a
-size, and a system call (or every STRIDE-th call). The child kills itself right before or right after that call. ``...
-endless FOLDER`` puts objects until it is killed.
+``python -m tests.support.crash STRIDE FOLDER`` forks one child for each combination of a way to create a file, a
+size, and a system call (or every STRIDE-th call). The child kills itself right before or right after that call.
 """
 
 from __future__ import annotations
@@ -12,6 +11,7 @@ import os
 import signal
 import sys
 from collections.abc import Callable
+from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
@@ -83,17 +83,14 @@ def steps(folder: Path, stride: int) -> None:
                 break
 
 
-def endless(folder: Path) -> None:
-    """Print the number of a put, then put it."""
+def endless(folder: Path, tell: Connection) -> None:
+    """Put objects until this process is killed. Tell the parent the number of each put before it begins."""
     store = LocalStore(folder)
     for number in itertools.count():
         data = content((3 << 20) + number, number)
-        print(number, flush=True)  # noqa: T201 - its parent reads it
+        tell.send(number)
         put(store, f"objects/x/{number}", data)
 
 
 if __name__ == "__main__":
-    if sys.argv[1] == "steps":
-        steps(Path(sys.argv[3]), int(sys.argv[2]))
-    else:
-        endless(Path(sys.argv[2]))
+    steps(Path(sys.argv[2]), int(sys.argv[1]))

@@ -184,7 +184,7 @@ def test_a_link_that_stays_inside_is_kept_as_it_is(target: str) -> None:
     assert decode_recipe(encode_recipe(items), ENTRIES)[3].target == target
 
 
-@settings(max_examples=200)
+@settings(max_examples=2 * settings().max_examples)
 @given(folders(), st.data())
 def test_links_never_lead_out_of_the_folder(
     tmp_path_factory: pytest.TempPathFactory, items: list[Item], data: st.DataObject

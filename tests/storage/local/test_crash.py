@@ -12,6 +12,7 @@ from casckpt.storage.base import AlreadyExists
 from casckpt.storage.local.newfile import Naming
 from casckpt.storage.local.store import LocalStore
 from tests.support import crash
+from tests.support.afresh import afresh
 from tests.support.local import require
 from tests.support.shared import made_once
 
@@ -25,9 +26,9 @@ COMMAND = [sys.executable, "-m", "tests.support.crash"]
 def killed(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest) -> Path:
     """A folder of stores, one for each way, size and step at which the put was killed.
 
-    By default, only every third step is used.
+    By default, only every seventh step is used.
     """
-    command = [*COMMAND, "steps", "1" if request.config.getoption("--full") else "3"]
+    command = [*COMMAND, "1" if request.config.getoption("--full") else "7"]
     return made_once(tmp_path_factory, "puts", lambda folder: subprocess.run([*command, folder], cwd=ROOT, check=True))
 
 
@@ -59,11 +60,14 @@ def test_a_put_killed_at_any_step_leaves_a_complete_object_or_none(
 
 @pytest.mark.parametrize("lines", [1, 2, 3, 5, 8])
 def test_a_put_killed_at_any_time_leaves_a_complete_object_or_none(tmp_path: Path, lines: int) -> None:
-    with subprocess.Popen([*COMMAND, "endless", tmp_path], cwd=ROOT, stdout=subprocess.PIPE, text=True) as process:
-        assert process.stdout is not None
-        for _ in range(lines):
-            process.stdout.readline()
-        process.kill()
+    context = afresh()
+    heard, tell = context.Pipe(duplex=False)
+    process = context.Process(target=crash.endless, args=(tmp_path, tell))
+    process.start()
+    for _ in range(lines):
+        heard.recv()
+    process.kill()
+    process.join()
     store = LocalStore(tmp_path)
     numbers = sorted(int(entry.key.rpartition("/")[2]) for entry in store.list(""))
     assert numbers == list(range(len(numbers)))
