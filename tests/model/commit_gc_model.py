@@ -17,6 +17,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Iterator
 from itertools import product
+from typing import Generic, TypeAlias, TypeVar
 
 from tests.model.state import (
     NOTHING,
@@ -60,6 +61,27 @@ OWN_MUTANTS = {
 }
 
 
+Numbers: TypeAlias = tuple[int, ...]
+"""A state: the number of the state of the storage, and the number of each writer and each gc."""
+_Step: TypeAlias = tuple[str, int, int]
+"""A label, and the new numbers of the storage and of the process."""
+T = TypeVar("T")
+
+
+class _Numbers(Generic[T]):
+    """Numbers equal values alike."""
+
+    def __init__(self) -> None:
+        self.values: list[T] = []
+        self._numbers: dict[T, int] = {}
+
+    def of(self, value: T) -> int:
+        number = self._numbers.setdefault(value, len(self.values))
+        if number == len(self.values):
+            self.values.append(value)
+        return number
+
+
 class Model:
     """Returns all steps that can follow a state."""
 
@@ -68,6 +90,10 @@ class Model:
         self.mutant = setup.mutant
         self.contents = ("a", "b")[: setup.contents]
         self.programs = _programs(setup)
+        self.shared = _Numbers[State]()  # states of the storage, without processes
+        self.processes = _Numbers[Writer | Gc]()
+        self.lost: dict[int, str] = {}  # by the number of a state of the storage: what is missing
+        self.memo: dict[tuple[int, int, int], list[_Step]] = {}
 
     def first(self) -> State:
         tx = "w0" if self.setup.late_start else "M0"
@@ -85,12 +111,49 @@ class Model:
                 return f"{tx} lacks {sorted(log.names - state.objects)}"
         return ""
 
-    def steps(self, state: State) -> Iterator[Step]:
-        yield from self.user_steps(state)
-        for index in range(self.setup.writers):
-            yield from self.writer_steps(state, index)
-        for index in range(self.setup.gcs):
-            yield from self.gc_steps(state, index)
+    def steps(self, numbers: Numbers) -> Iterator[tuple[str, Numbers]]:
+        """Yield what can follow a state. What a process does depends only on itself and on the storage."""
+        for place in range(len(numbers)):
+            key = (place, numbers[0], numbers[place])
+            if key not in self.memo:
+                self.memo[key] = list(self.steps_of(*key))
+            for label, shared, process in self.memo[key]:
+                new = (shared, *numbers[1:place], process, *numbers[place + 1 :]) if place else (shared, *numbers[1:])
+                yield label, self.in_order(new)
+
+    def steps_of(self, place: int, shared: int, process: int) -> Iterator[_Step]:
+        """Yield the steps of the process at a place of `Numbers`, or of the user."""
+        state, writers = self.shared.values[shared], self.setup.writers
+        if not place:
+            for label, found in self.user_steps(state):
+                yield label, self.stored(found), 0
+            return
+        one, index = self.processes.values[process], place - 1
+        if isinstance(one, Writer):
+            for label, found in self.writer_steps(state._replace(writers=(one,) * writers), index):
+                yield label, self.stored(found), self.processes.of(found.writers[index])
+        else:
+            index -= writers
+            for label, found in self.gc_steps(state._replace(gcs=(one,) * self.setup.gcs), index):
+                yield label, self.stored(found), self.processes.of(found.gcs[index])
+
+    def numbers(self, state: State) -> Numbers:
+        return self.stored(state), *map(self.processes.of, state.writers), *map(self.processes.of, state.gcs)
+
+    def stored(self, state: State) -> int:
+        """Return the number of the state of the storage."""
+        alone = state._replace(writers=(), gcs=())
+        number = self.shared.of(alone)
+        if number not in self.lost:
+            self.lost[number] = self.loss(alone)
+        return number
+
+    def in_order(self, numbers: Numbers) -> Numbers:
+        """Normalize states that differ only in the order of the gcs, because gcs are interchangeable."""
+        if self.setup.gcs == 1:
+            return numbers
+        first = 1 + self.setup.writers
+        return (*numbers[:first], *sorted(numbers[first:]))
 
     # -- the user
 
@@ -400,34 +463,28 @@ class Model:
 
     def check(self, limit: int = 3_000_000, *, deep: bool = False) -> Verdict:
         """Explore all states, breadth first unless ``deep``, until a live commit lacks an object."""
-        first = self.first()
-        came_from: dict[State, tuple[str, State | None]] = {first: ("", None)}
+        first = self.numbers(self.first())
+        came_from: dict[Numbers, tuple[str, Numbers | None]] = {first: ("", None)}
         todo, deleted = deque([first]), set[str]()
         while todo:
             state = todo.pop() if deep else todo.popleft()
-            for label, found in self.steps(state):
+            for label, new in self.steps(state):
                 if " DELETES " in label:
                     deleted.add(label.split()[-1])
-                new = _in_order(found)
                 if new in came_from:
                     continue
                 came_from[new] = (label, state)
-                if self.loss(new):
-                    return Verdict("UNSAFE", len(came_from), deleted, (*_path(came_from, new), self.loss(new)))
+                if lost := self.lost[new[0]]:
+                    return Verdict("UNSAFE", len(came_from), deleted, (*_path(came_from, new), lost))
                 todo.append(new)
             if len(came_from) > limit:
                 return Verdict("LIMIT", len(came_from), deleted)
         return Verdict("SAFE" if deleted else "VACUOUS", len(came_from), deleted)
 
 
-def _in_order(state: State) -> State:
-    """Normalize states that differ only in the order of the gcs, because gcs are interchangeable."""
-    return state._replace(gcs=tuple(sorted(state.gcs, key=hash))) if len(state.gcs) > 1 else state
-
-
-def _path(came_from: dict[State, tuple[str, State | None]], state: State) -> list[str]:
+def _path(came_from: dict[Numbers, tuple[str, Numbers | None]], state: Numbers) -> list[str]:
     path: list[str] = []
-    cursor: State | None = state
+    cursor: Numbers | None = state
     while cursor is not None:
         label, cursor = came_from[cursor]
         path.append(label)

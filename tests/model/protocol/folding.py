@@ -490,13 +490,12 @@ SAFE: dict[str, tuple[dict[Any, Any], tuple[str, ...]]] = {
         ("save", "gc that resumes", "user", "folder"),
     ),
     "a late put": (log_of(X, Committed(PAIR), Rewritten("T", MOVED), FORGOTTEN, PURGED), ("late put", "folder")),
-    "files that come back": (log_of(X, *OVER_X), ("reader", "rsync", "folder", "folder 2")),
+    "files that come back": (log_of(X, *OVER_X), ("reader", "rsync", "folder")),
     "a reader": (log_of(X, *OVER_X), ("reader", "joiner", "folder")),
 }
 YOUNG = {("young", txid): True for txid in (X, "C0")}
 ERASED: dict[str, tuple[dict[Any, Any], tuple[str, ...]]] = {
     "erased, a save": (LIVES | YOUNG, ("save", "user", "gc", "eraser")),
-    "erased, a rewrite": (LIVES | YOUNG, ("rewrite", "user", "gc", "eraser")),
     "erased, a restore": (log_of(X, Committed(PAIR), FORGOTTEN) | YOUNG, ("restorer", "purger", "eraser", "month")),
     "erased, a copy": (dict(COPY) | YOUNG, ("copier", "copier that slept", "eraser of a copy", "month")),
     "erased, a reader": (log_of(X, *OVER_X) | YOUNG, ("reader", "joiner", "eraser", "folder", "month")),
@@ -508,6 +507,8 @@ ERASED: dict[str, tuple[dict[Any, Any], tuple[str, ...]]] = {
 }
 SAFE |= ERASED
 LARGE: dict[str, tuple[dict[Any, Any], tuple[str, ...]]] = {
+    "files that come back, two that fold": (log_of(X, *OVER_X), ("reader", "rsync", "folder", "folder 2")),
+    "erased, a rewrite": (LIVES | YOUNG, ("rewrite", "user", "gc", "eraser")),
     "a save and a rewrite": (LIVES, ("save", "rewrite", "user", "gc", "folder")),
     "erased, a save and a rewrite": (LIVES | YOUNG, ("save", "rewrite", "user", "gc", "eraser")),
     "two that fold, a rewrite": (LIVES, ("rewrite", "user", "gc", "folder", "folder 2")),

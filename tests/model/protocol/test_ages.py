@@ -10,9 +10,14 @@ from tests.model.protocol.ages import MUTANTS, TOO_YOUNG, model
 from tests.model.protocol.checks import check_dies, check_holds
 from tests.model.protocol.places import FORGOTTEN, RESTORED
 
-SMALL: list[dict[str, Any]] = [{"puts": 1}, {"gcs": ("gc 1",)}, {"gcs": ("gc 2",)}]
+SMALL: list[dict[str, Any]] = [{"puts": 1}, {"gcs": ("gc 1",)}]
 LARGE: list[dict[str, Any]] = [{"until": 3}, {"gcs": ("gc 1",), "puts": 3}, {"gcs": ("gc 2",), "puts": 3}]
-DIES = {"other_age": SMALL[0], "by_forgotten": {"before": (FORGOTTEN, RESTORED), "puts": 1}}
+DIES: dict[str, dict[str, Any]] = {
+    "other_age": SMALL[0],
+    "by_forgotten": {"before": (FORGOTTEN, RESTORED), "puts": 1},
+    "own_time": SMALL[1],
+    "ignores_gaps": SMALL[1],
+}
 
 
 @pytest.mark.parametrize("setup", SMALL)
@@ -29,4 +34,4 @@ def test_nothing_too_young_is_deleted_in_larger_models(setup: dict[str, Any]) ->
 
 @pytest.mark.parametrize("mutant", MUTANTS)
 def test_every_change_to_the_protocol_breaks_an_invariant(mutant: str) -> None:
-    check_dies(model(mutant, **DIES.get(mutant, SMALL[1])), TOO_YOUNG.says)
+    check_dies(model(mutant, **DIES.get(mutant, {"gcs": ("gc 1",), "puts": 1})), TOO_YOUNG.says)

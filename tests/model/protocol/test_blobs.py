@@ -13,7 +13,6 @@ TO_THE_END = (Turn(1, last=2),)
 SAFE: Setups = {
     "a save, trimmed": {"saves": 1, "users": ((TRIMMED,),)},
     "a save, undone and trimmed": {"saves": 1, "users": ((Back, TRIMMED),)},
-    "a save, purged": {"begun": True, "users": ((FORGOTTEN, PURGED),)},
     "two gcs, forgotten": {"users": ((FORGOTTEN,),), "gcs": TWO},
     "answers that are lost": {"lost": True, "gcs": TWO},
     "killed": {"mortal": True, "users": ((FORGOTTEN, RESTORED),), "gcs": TO_THE_END},
@@ -27,6 +26,7 @@ SAFE: Setups = {
     "a gc that resumes, trimmed": {"saves": 1, "users": ((Back, TRIMMED),), "resumes": True, "reads": True},
 }
 LARGE: Setups = {
+    "a save, purged": {"begun": True, "users": ((FORGOTTEN, PURGED),)},
     "a save, trimmed, two gcs": {"begun": True, "users": ((TRIMMED,),), "gcs": TWO},
     "a save, purged, a gc that resumes": {"saves": 2, "users": ((FORGOTTEN, PURGED),), "resumes": True, "reads": True},
     "two rewrites, forgotten": {"rewrites": ("moves", "adds"), "users": ((FORGOTTEN, RESTORED),)},

@@ -10,7 +10,7 @@ from tests.model.protocol.folding import FOLDED, FOUND, HONEST, LARGE, MUTANTS, 
 
 DIES = {
     "folds_open": ("a save", HONEST),
-    "folds_slots": ("a rewrite", HONEST),
+    "folds_slots": ("a rewrite that slept", HONEST),
     "folds_with_objects": ("a gc that resumes", WHOLE),
     "deletes_first": ("a save", WHOLE),
     "no_places": ("a late put", TIDY),
