@@ -72,11 +72,17 @@ def test_following_a_run_returns_the_same_commits_as_a_listing(changes: list[str
         hosts.close()
 
 
-@pytest.mark.parametrize(("is_new", "many"), [(True, 1000), (False, 1000), (True, 0), (False, 0)])
+@pytest.fixture(params=[1000, 0])
+def _many(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Above this number of unread announcements, names are listed."""
+    monkeypatch.setattr(following, "MANY_ANNOUNCEMENTS", request.param)
+
+
+@pytest.mark.usefixtures("_many")
+@pytest.mark.parametrize("is_new", [True, False])
 def test_a_read_returns_everything_that_existed_before_it_began(
-    tmp_path: Path, seed: int, is_new: bool, many: int, monkeypatch: pytest.MonkeyPatch, full: bool
+    tmp_path: Path, seed: int, is_new: bool, full: bool
 ) -> None:
-    monkeypatch.setattr(following, "MANY_ANNOUNCEMENTS", many)
     missed = 0
     for round_ in range(200 if full else 20):
         draw = random.Random(seed + round_)

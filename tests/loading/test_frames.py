@@ -65,7 +65,7 @@ def test_each_version_of_a_chain_loads_unchanged(
     """The first attempt to decode succeeds."""
     monkeypatch.delattr(transfer, "decode_again")
     found = states()
-    for made in (small(), small_folder(tmp_path), small(far())):
+    for made in (small_folder(tmp_path), small(far())):
         store = saved(made, found, planes=planes)
         assert len(links(store, "latest", "m.w")) == STEPS
         for step, state in enumerate(found):

@@ -174,25 +174,40 @@ def test_a_load_with_cast_writes_into_any_layout(store: Store, layout: str, veri
 @pytest.mark.sweep
 @pytest.mark.in_memory
 @pytest.mark.filterwarnings("ignore:ComplexHalf support is experimental:UserWarning")
-def test_every_pair_of_dtypes_is_cast_as_torch_does_or_rejected() -> None:
+def test_every_pair_of_dtypes_is_cast_as_torch_does_or_rejected(full: bool) -> None:
+    """By default, an eighth of the pairs that are rejected, so that each dtype occurs."""
     store = small()
     stored = {name: (raw(name, (6,)) if name == "bool" else _numbers(name)) for name in NAMES}
     store.save(stored, step=1)
     refused = 0
-    for source in NAMES:
-        for target in NAMES:
-            template, want = {"x": torch.empty(6, dtype=dtype_of(target))}, torch.empty(6, dtype=dtype_of(target))
-            try:
-                store.load(template, REF, cast=True, rename={"x": source})
-            except Mismatch:
+    for number, source in enumerate(NAMES):
+        template: dict[str, torch.Tensor] = {}
+        wanted: dict[str, torch.Tensor] = {}
+        for other, target in enumerate(NAMES):
+            here = {target: torch.empty(6, dtype=dtype_of(target))}
+            want = stored[source] if source == target else _cast(stored[source], target)
+            if want is None:
                 refused += 1
-                continue
-            if source == target:
-                want.view(torch.uint8).copy_(stored[source].view(torch.uint8))
+                if full or (number + other) % 8 == 0:
+                    with pytest.raises(Mismatch):
+                        store.load(here, REF, cast=True, rename={target: source})
             else:
-                want.copy_(stored[source])
-            assert same(template["x"], want)
+                template |= here
+                wanted[target] = want
+        store.load(template, REF, cast=True, rename=dict.fromkeys(template, source))
+        assert all(same(template[target], want) for target, want in wanted.items())
     assert 0 < refused < len(NAMES) ** 2
+
+
+def _cast(tensor: torch.Tensor, name: str) -> torch.Tensor | None:
+    """Return the tensor as torch casts it, or None if it cannot, or would drop the imaginary parts."""
+    made = torch.empty(tensor.shape, dtype=dtype_of(name))
+    if tensor.is_complex() and not made.is_complex():
+        return None
+    try:
+        return made.copy_(tensor)
+    except RuntimeError:  # NotImplementedError is also a RuntimeError
+        return None
 
 
 def _numbers(name: str) -> torch.Tensor:

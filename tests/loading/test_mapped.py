@@ -10,7 +10,6 @@ import os
 import random
 import re
 import signal
-import sys
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path

@@ -23,7 +23,7 @@ from tests.support.reads import blob_bytes
 from tests.support.saves import CELL, same_state, small, small_folder, trained
 from tests.support.together import emptied
 
-STEPS = 40
+STEPS = 26
 ROWS = 48  # elements per cell: 512, of which a step changes about 5
 
 
@@ -153,7 +153,7 @@ def follow(rank: int, size: int, path: str, steps: Sequence[int]) -> list[bool]:
 
 @pytest.mark.parametrize("size", [pytest.param(1, marks=pytest.mark.soak), 3])
 def test_many_updates_equal_loads_on_any_number_of_ranks(ranks: Pool, tmp_path: Path, size: int, full: bool) -> None:
-    steps = 65 if full else 25
+    steps = 65 if full else 15
     store = run(small_folder(tmp_path), steps)
     assert all(map(all, ranks.run(size, follow, str(tmp_path), range(steps))))
     assert same_state(store.read(ref(steps - 1)), state(steps - 1))

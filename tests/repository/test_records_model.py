@@ -221,4 +221,4 @@ class RecordsModel(RuleBasedStateMachine):
 
 
 TestRecordsModel = RecordsModel.TestCase
-TestRecordsModel.settings = settings(max_examples=-(-settings().max_examples // 2))
+TestRecordsModel.settings = settings(max_examples=-(-settings().max_examples // 3))

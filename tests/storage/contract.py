@@ -342,11 +342,14 @@ class StorageContract:
 class SharedContract(StorageContract):
     """The guarantees across processes."""
 
+    racers = 4
+
     def test_exactly_one_of_several_processes_creates_a_key(self, storage: ObjectStore, peek: Peek) -> None:
         context = afresh()
-        start = context.Barrier(4)
+        start = context.Barrier(self.racers)
         answers: SimpleQueue[tuple[int, bool]] = context.SimpleQueue()
-        racers = [context.Process(target=_race_process, args=(storage, n, start, answers)) for n in range(4)]
+        given = [(storage, number, start, answers) for number in range(self.racers)]
+        racers = [context.Process(target=_race_process, args=args) for args in given]
         for racer in racers:
             racer.start()
         won = [number for number, first in (answers.get() for _ in racers) if first]

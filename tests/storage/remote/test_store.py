@@ -15,6 +15,7 @@ import pytest
 from casckpt.storage import open_storage
 from casckpt.storage.base import ObjectStore
 from tests.storage.contract import Peek, SharedContract, StorageContract
+from tests.support.afresh import afresh
 from tests.support.servers import Server
 
 
@@ -69,13 +70,12 @@ def _put_in_child(storage: ObjectStore, key: str) -> None:
     storage.put(key, b"from the child")
 
 
-@pytest.mark.parametrize("method", ["fork", "spawn"])
-def test_a_different_process_can_use_storage_that_was_pickled(method: str, moto_server: Server) -> None:
+@pytest.mark.parametrize("make", [lambda: multiprocessing.get_context("fork"), afresh], ids=["fork", "afresh"])
+def test_a_different_process_can_use_storage_that_was_pickled(make: Callable[[], Any], moto_server: Server) -> None:
     """A fork copies neither the client's thread nor its connections, so the child creates new ones."""
     storage = open_storage(f"s3://{moto_server.new_bucket()}/store", moto_server.options)
     storage.put("a", b"1")
-    context: Any = multiprocessing.get_context(method)
-    child = context.Process(target=_put_in_child, args=(storage, "b"))
+    child = make().Process(target=_put_in_child, args=(storage, "b"))
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", DeprecationWarning)  # the test needs threads
         child.start()

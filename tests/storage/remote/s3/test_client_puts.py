@@ -57,7 +57,7 @@ def test_the_body_of_a_put_can_be_iterated_repeatedly(size: int) -> None:
 def test_a_put_does_not_copy_the_whole_object(seaweed_server: Server) -> None:
     storage = RemoteStore(RemoteLocation("s3", f"{seaweed_server.new_place()}/store", seaweed_server.options))
     storage.put("first", b"what a client needs once is made now")
-    data = memoryview(bytearray(48 * MIB))
+    data = memoryview(bytearray(24 * MIB))
     tracemalloc.start()
     storage.put("large", data)
     _, peak = tracemalloc.get_traced_memory()
