@@ -261,7 +261,7 @@ def resumed(  # noqa: PLR0917 - a job
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize(
     "kind", ["AdamW8bit", pytest.param("AdamW4bit", marks=pytest.mark.soak), "AdamWFp8"]
-)  # 4 bits are stored as 8 bits are
+)  # tests/frontends/training_state/test_optimizer.py also resumes with each kind
 def test_an_optimizer_of_torchao_resumes_on_the_same_and_other_numbers_of_ranks(
     tmp_path: Path, ranks: Pool, kind: str
 ) -> None:
