@@ -53,6 +53,7 @@ Ranks and processes
     shared: folders that all workers share
     drill: a team and its store in a shared folder
     fleet: work in a store with any version of casckpt
+    fleets: run such programs at the same time, as forks
 
 Kills and power
     dying: a process that dies before or after a change of storage

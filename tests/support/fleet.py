@@ -1,7 +1,7 @@
 """A program that works in a store with any version of casckpt: ``python -P fleet.py WORK STORE RUN FIRST LAST``.
 
-PYTHONPATH decides the version. The content of a checkpoint follows from its run and step, so every version can check
-what any other has saved. See `tests.test_fleets`.
+The path decides the version (`tests.support.fleets`). The content of a checkpoint follows from its run and step, so
+every version can check what any other has saved. See `tests.test_fleets`.
 """
 
 from __future__ import annotations
@@ -39,6 +39,12 @@ def check(store: casckpt.Store, checkpoint: casckpt.Checkpoint) -> None:
 
 def _leaves(tree: Any) -> list[Any]:
     return [leaf for key in sorted(tree) for leaf in _leaves(tree[key])] if isinstance(tree, dict) else [tree]
+
+
+def create(store: casckpt.Store, run: str, first: int, last: int) -> None:
+    """Create a store of small cells and blobs."""
+    del run, first, last
+    store.create(cell_bytes=4096, blob_bytes=65536)
 
 
 def save(store: casckpt.Store, run: str, first: int, last: int) -> None:
