@@ -11,13 +11,10 @@ import os
 import random
 import re
 import shutil
-import signal
 import subprocess
-import sys
 import threading
-from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack
 from copy import deepcopy
 from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
@@ -36,6 +33,7 @@ from casckpt.frontends.interchange.safetensors.exporting import Base, export_saf
 from casckpt.frontends.interchange.safetensors.files import SUFFIX
 from casckpt.repository.repository import Repository
 from casckpt.store.store import Store
+from tests.support.dying_follower import dying
 from tests.support.faulty import Call, FaultyStore, call_first, fail_before
 from tests.support.hub import check_loads, llama
 from tests.support.reads import blob_bytes
@@ -44,44 +42,6 @@ from tests.support.tensors import raw
 from tests.support.versions import changed
 
 ROOT = Path(__file__).parents[2]
-FOLLOW = """
-import io, json, os, signal, subprocess, sys
-from pathlib import Path
-import casckpt
-from casckpt.frontends.follow import Follower
-from casckpt.loading.update import Update
-
-store, folder, options = sys.argv[1], sys.argv[2], json.loads(sys.argv[3])
-
-def dying(real):
-    def call(*arguments, **options):
-        global left
-        left -= 1
-        if left == 0:
-            os.kill(os.getpid(), signal.SIGKILL)
-        return real(*arguments, **options)
-    return call
-
-def follow():
-    for name in ("open", "fsync", "symlink", "replace", "rename", "mkdir", "unlink", "rmdir", "copy_file_range"):
-        setattr(os, name, dying(getattr(os, name)))
-    io.open, subprocess.run = dying(io.open), dying(subprocess.run)
-    run = dying(Update.run)
-    def running(update):
-        run(update)
-        dying(lambda: None)()
-    Update.run = running
-    command = 'echo $CASCKPT_STEP >> "$CASCKPT_FOLDER/../../told"'
-    list(Follower(casckpt.open(store), "run", Path(folder), command=command, keep=0, **options).follow(once=True))
-    os._exit(0)
-
-for line in sys.stdin:
-    left = int(line)
-    child = os.fork()
-    if not child:
-        follow()
-    print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), flush=True)
-"""
 
 
 def state(step: int) -> dict[str, torch.Tensor]:
@@ -438,25 +398,6 @@ def test_a_pattern_without_a_match_ends_a_follower(store: Store, tmp_path: Path,
 
 
 # kills
-
-
-@contextmanager
-def dying(store: Path, folder: Path, **options: object) -> Iterator[Callable[[int], bool]]:
-    """Run a follower that dies at the system call with this number. Return whether it died."""
-    command = [sys.executable, "-c", FOLLOW, str(store), str(folder), json.dumps(options)]
-    with subprocess.Popen(command, cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as followers:
-        asked, told = followers.stdin, followers.stdout
-        assert asked is not None
-        assert told is not None
-
-        def killed_at(call: int) -> bool:
-            print(call, file=asked, flush=True)
-            status = int(told.readline())
-            assert status in (0, -signal.SIGKILL)
-            return status != 0
-
-        yield killed_at
-        asked.close()
 
 
 def test_a_follower_killed_at_any_point_leaves_a_complete_folder(store: Store, tmp_path: Path, full: bool) -> None:

@@ -57,6 +57,7 @@ Ranks and processes
 
 Kills and power
     dying: a process that dies before or after a change of storage
+    dying_follower: a follower that dies at a system call
     crash, power: puts that are killed, and a disk that loses power
     killed_saves, killed_thins, killed_writers, struck, chaos: programs that are killed or stopped at a chosen call
     killed_watch: a trainer and a watcher of its folder
