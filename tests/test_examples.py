@@ -23,7 +23,7 @@ _TRAINER = re.compile(r"trainer: step (\d+): ([\d.]+) MB written in [\d.]+ s")
 
 @pytest.mark.skipif(sys.platform != "linux", reason="the example counts bytes as Linux does")
 def test_an_actor_reads_what_its_trainer_publishes() -> None:
-    done = run_script(EXAMPLES / "rl_publish_follow.py", "--steps", "3")
+    done = run_script(EXAMPLES / "rl_publish_follow.py", "--steps", "3", forks=True)
     assert done.status == 0, done.told
     found = [match.groups() for line in done.printed.splitlines() if (match := _ACTOR.fullmatch(line))]
     steps = [int(step) for step, _, _ in found]

@@ -37,6 +37,7 @@ from tests.support.faulty import Call, FaultyStore, call_first
 from tests.support.ranks import outcome_of
 from tests.support.repositories import wait_for_clean_up
 from tests.support.saves import CELL
+from tests.support.scripts import run_script
 
 SAVES, VALUES = 24, 40_000
 FULL = (errno.ENOSPC, errno.EDQUOT)
@@ -62,11 +63,10 @@ class Skipped(SystemExit):
 
 def check_scene(module: str, *arguments: str | Path) -> None:
     """Run the main program of a module of these scenes, or skip the test if it cannot be tried here."""
-    command = [sys.executable, "-m", f"tests.support.{module}", *map(str, arguments)]
-    done = subprocess.run(command, cwd=Path(__file__).parents[2], capture_output=True, text=True, check=False)
-    if done.returncode == 2:
-        pytest.skip(done.stderr.strip().rpartition("\n")[2])
-    assert done.returncode == 0, done.stderr[-3000:]
+    done = run_script(f"tests.support.{module}", *arguments, cwd=Path(__file__).parents[2], patience=3000)
+    if done.status == 2:
+        pytest.skip(done.told.strip().rpartition("\n")[2])
+    assert done.status == 0, done.told[-3000:]
 
 
 def mount(kind: str, lack: str, folder: Path, room: int = 12 << 20) -> Path:

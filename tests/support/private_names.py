@@ -10,7 +10,7 @@ import ast
 import pkgutil
 import re
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from functools import cache
 from importlib import metadata
 from importlib.util import find_spec
@@ -20,6 +20,7 @@ from typing import NamedTuple
 ROOT = Path(__file__).resolve().parent.parent.parent
 _PRIVATE = re.compile(r"(?:[a-z]\w*\.(?:\w+\.)*)?_[a-zA-Z]\w*(?:\.\w+)*")
 _GUARD = re.compile(r"^(?:except|with suppress).*(?:AttributeError|ImportError)|^if .*__version__", re.MULTILINE)
+_USES = ast.Import | ast.ImportFrom | ast.Attribute | ast.Constant | ast.ClassDef
 _DEFINES = ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef
 HOLDERS = {
     "torch.nn.modules.module.Module": "_parameters _buffers _modules _metadata _state_dict_hooks _state_dict_pre_hooks "
@@ -100,7 +101,7 @@ def all_uses() -> list[Use]:
     """Return the uses of private names in casckpt, sorted."""
     package = ROOT / "casckpt"
     trees = {str(path.relative_to(package)): ast.parse(path.read_text()) for path in package.rglob("*.py")}
-    own = frozenset(name for tree in trees.values() for name in _defined(tree))
+    own = frozenset(name for tree in trees.values() for name in _defined(ast.walk(tree)))
     return sorted({use for module, tree in trees.items() for use in uses_in(module, tree, own)})
 
 
@@ -109,7 +110,7 @@ def uses_in(module: str, tree: ast.Module, own: frozenset[str]) -> Iterator[Use]
     nodes = list(ast.walk(tree))
     bound, handled = _bound(nodes), {id(node) for one in nodes for node in _handled_in(one)}
     inner = {id(node.value) for node in nodes if isinstance(node, ast.Attribute)}
-    for node in nodes:
+    for node in (one for one in nodes if isinstance(one, _USES)):
         for name in () if id(node) in inner and _full(node, bound) else _names_in(node, bound, own):
             homes = [one for one in _KNOWN.get(name, []) if _top(one) in module]  # the package that the module is for
             homes += [one for one in _KNOWN.get(name, []) if name not in own or _top(one) in ("torch", "torchao")]
@@ -136,7 +137,8 @@ def _names_in(node: ast.AST, bound: dict[str, str], own: frozenset[str]) -> Iter
         bases = [base for base in (_full(one, bound) for one in node.bases) if _top(base) not in ("", "casckpt")]
         ends = [(_top(base), base.rpartition(".")[2]) for base in bases]  # a package may give a class another name
         bases += [one for one in HOLDERS if (_top(one), one.rpartition(".")[2]) in ends]
-        used = {one.attr for one in ast.walk(node) if isinstance(one, ast.Attribute)} | {*_defined(node)}
+        inside = [*ast.walk(node)] if bases else []
+        used = {one.attr for one in inside if isinstance(one, ast.Attribute)} | {*_defined(inside)}
         yield from (one for one in filter(_PRIVATE.fullmatch, used) if any(has(f"{base}.{one}") for base in bases))
 
 
@@ -163,18 +165,28 @@ def _bound(nodes: list[ast.AST]) -> dict[str, str]:
 
 def _handled_in(node: ast.AST) -> Iterator[ast.AST]:
     """Yield the nodes whose missing names a node handles: in `try`, `suppress`, or a test of the version."""
-    if isinstance(node, ast.Try | ast.With | ast.If) and _GUARD.search(ast.unparse(node)):
+    if isinstance(node, ast.Try | ast.With | ast.If) and _GUARD.search(ast.unparse(_without_body(node))):
         yield from ast.walk(node)
-    if isinstance(node, ast.Call) and (ast.unparse(node.func), len(node.args)) in (("hasattr", 2), ("getattr", 3)):
+    is_call = isinstance(node, ast.Call) and isinstance(node.func, ast.Name)
+    if is_call and (node.func.id, len(node.args)) in (("hasattr", 2), ("getattr", 3)):
         yield node.args[1]
 
 
-def _defined(tree: ast.AST) -> Iterator[str]:
-    """Yield what a tree defines: functions, classes, variables, and attributes of self."""
-    for node in ast.walk(tree):
+def _without_body(node: ast.Try | ast.With | ast.If) -> ast.stmt:
+    if isinstance(node, ast.Try):
+        handlers = [ast.ExceptHandler(one.type, one.name, []) for one in node.handlers]
+        return ast.Try([], handlers, [], [])
+    return ast.With(node.items, [], lineno=0) if isinstance(node, ast.With) else ast.If(node.test, [], [])
+
+
+def _defined(nodes: Iterable[ast.AST]) -> Iterator[str]:
+    """Yield what nodes define: functions, classes, variables, and attributes of self."""
+    for node in nodes:
         if isinstance(node, _DEFINES):
             yield node.name
-        elif isinstance(node, ast.Name | ast.Attribute) and isinstance(node.ctx, ast.Store):
+        elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
+            yield node.id
+        elif isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store):
             yield ast.unparse(node).removeprefix("self.").removeprefix("cls.")
 
 

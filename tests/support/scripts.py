@@ -5,8 +5,10 @@ The import takes most of the time of a short script. Warnings of the import are 
 
 from __future__ import annotations
 
+import multiprocessing
 import os
 import runpy
+import subprocess
 import sys
 import tempfile
 import warnings
@@ -37,17 +39,22 @@ def run_script(
     ranks: int = 0,
     environment: Mapping[str, str] | None = None,
     patience: float = PATIENCE,
+    forks: bool = False,
 ) -> Done:
     """Run a file, or a module by name. ``ranks``: start this many processes, as torchrun does.
 
-    ``patience``: seconds for each process.
+    ``patience``: seconds for each process. ``forks``: the Python scripts that it starts are forks, too.
     """
     words = list(map(str, arguments))
     with tempfile.TemporaryDirectory() as folder:
         processes = []
         for rank, own in enumerate(environments(ranks)):
             given, output = {**(environment or {}), **own}, Path(folder, str(rank))
-            processes.append(afresh().Process(target=play, args=(what, words, cwd or Path.cwd(), given, output)))
+            processes.append(
+                afresh().Process(
+                    target=play, args=(what, words, cwd or Path.cwd(), given, output), kwargs={"forks": forks}
+                )
+            )
             processes[-1].start()
         for process in processes:
             process.join(patience)
@@ -69,7 +76,15 @@ def environments(ranks: int) -> list[dict[str, str]]:
     return [given | {"RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(ranks)]
 
 
-def play(what: Path | str, arguments: Sequence[str], cwd: Path, environment: Mapping[str, str], output: Path) -> None:
+def play(
+    what: Path | str,
+    arguments: Sequence[str],
+    cwd: Path,
+    environment: Mapping[str, str],
+    output: Path,
+    *,
+    forks: bool = False,
+) -> None:
     """Become the process of the script. Its output goes to files whose names begin with ``output``."""
     os.environ.update(environment)
     os.chdir(cwd)
@@ -77,9 +92,29 @@ def play(what: Path | str, arguments: Sequence[str], cwd: Path, environment: Map
         with output.with_suffix(suffix).open("wb") as file:
             os.dup2(file.fileno(), number)
     warnings.simplefilter("ignore")
+    if forks:
+        subprocess.Popen = Fork  # type: ignore[assignment,misc]
+    _run(what, arguments)
+
+
+def _run(what: Path | str, arguments: Sequence[str]) -> None:
     sys.argv = [str(what), *arguments]
     if isinstance(what, Path):
         sys.path.insert(0, str(what.parent))
         runpy.run_path(str(what), run_name="__main__")
     else:
         runpy.run_module(what, run_name="__main__", alter_sys=True)
+
+
+class Fork:
+    """Stands in for `subprocess.Popen` where a script starts a Python script."""
+
+    def __init__(self, command: Sequence[str]) -> None:
+        python, script, *arguments = command
+        assert python == sys.executable
+        self._process = multiprocessing.get_context("fork").Process(target=_run, args=(Path(script), arguments))
+        self._process.start()
+
+    def wait(self) -> int:
+        self._process.join()
+        return self._process.exitcode or 0

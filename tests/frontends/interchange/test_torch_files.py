@@ -6,7 +6,6 @@ import errno
 import os
 import resource
 import shutil
-import subprocess
 import sys
 import zipfile
 from argparse import Namespace
@@ -30,6 +29,7 @@ from casckpt.loading import regions
 from tests.support.dcp import Colour, example, stock, stringed
 from tests.support.exact import same
 from tests.support.progress_calls import ProgressCalls
+from tests.support.scripts import run_script
 from tests.support.together import numbers
 from tests.support.training import identical
 
@@ -167,10 +167,9 @@ def test_invalid_files_are_rejected(store: Store, tmp_path: Path) -> None:
 
 @pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="the peak of a process is read from /proc")
 def test_conversions_between_formats_use_bounded_memory(tmp_path: Path) -> None:
-    command = [sys.executable, "-m", "tests.support.peak_convert", str(tmp_path), "64"]
-    root = Path(__file__).parents[3]
-    found = subprocess.run(command, cwd=root, check=True, capture_output=True, text=True).stdout
-    assert max(map(float, found.split())) <= 32  # MiB, for a state of 64: windows of 4, and reads in progress
+    done = run_script("tests.support.peak_convert", tmp_path, "64", cwd=Path(__file__).parents[3])
+    assert done.status == 0, done.told
+    assert max(map(float, done.printed.split())) <= 32  # MiB, for a state of 64: windows of 4, and reads in progress
 
 
 # the content determines the format

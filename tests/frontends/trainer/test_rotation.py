@@ -154,14 +154,15 @@ class Death(BaseException):
 
 
 @pytest.mark.sweep
-def test_checkpoints_remain_loadable_if_the_process_dies_at_any_time() -> None:
+def test_checkpoints_remain_loadable_if_the_process_dies_at_any_time(full: bool) -> None:
+    """The process dies before each put and delete, or by default before every third."""
     storage = FaultyStore(memory())
     for _ in history_of_a_run(small(storage), nn.Linear(2, 2), gc=True):
         pass
     changes = [call.method for call in storage.calls if call.method in {"put", "delete"}]
     seen = set()
     for method in ("put", "delete"):
-        for at in range(2, changes.count(method) + 1):  # the first put creates the store
+        for at in range(2, changes.count(method) + 1, 1 if full else 3):  # the first put creates the store
             seen.add(die_and_look(method, at))
     assert seen >= {0, 1, 3, 5, 9, 15}
 
