@@ -87,7 +87,9 @@ def project(tmp_path: Path) -> Path:
     return tmp_path / "checkout"
 
 
-def test_a_difference_needs_a_reason_and_each_save_a_store(project: Path) -> None:
+def test_a_difference_needs_a_reason_and_each_save_a_store(project: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PYTEST_DISABLE_PLUGIN_AUTOLOAD", "1")  # others take seconds to import
+    monkeypatch.setenv("PYTEST_PLUGINS", "pytest_timeout")
     adapter = project.parent / "adapter.py"
     plain, ours = (ran(adapter, project, sys.executable, [], casckpt=casckpt) for casckpt in (False, True))
     assert (counts_of(plain), counts_of(ours)) == ("4 / 1 / 1", "3 / 2 / 1")

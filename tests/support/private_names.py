@@ -167,9 +167,9 @@ def _handled_in(node: ast.AST) -> Iterator[ast.AST]:
     """Yield the nodes whose missing names a node handles: in `try`, `suppress`, or a test of the version."""
     if isinstance(node, ast.Try | ast.With | ast.If) and _GUARD.search(ast.unparse(_without_body(node))):
         yield from ast.walk(node)
-    is_call = isinstance(node, ast.Call) and isinstance(node.func, ast.Name)
-    if is_call and (node.func.id, len(node.args)) in (("hasattr", 2), ("getattr", 3)):
-        yield node.args[1]
+    match node:
+        case ast.Call(ast.Name("hasattr"), [_, name]) | ast.Call(ast.Name("getattr"), [_, name, _]):
+            yield name
 
 
 def _without_body(node: ast.Try | ast.With | ast.If) -> ast.stmt:

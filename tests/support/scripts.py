@@ -50,11 +50,8 @@ def run_script(
         processes = []
         for rank, own in enumerate(environments(ranks)):
             given, output = {**(environment or {}), **own}, Path(folder, str(rank))
-            processes.append(
-                afresh().Process(
-                    target=play, args=(what, words, cwd or Path.cwd(), given, output), kwargs={"forks": forks}
-                )
-            )
+            played = (what, words, cwd or Path.cwd(), given, output)
+            processes.append(afresh().Process(target=play, args=played, kwargs={"forks": forks}))
             processes[-1].start()
         for process in processes:
             process.join(patience)

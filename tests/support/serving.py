@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
+import os
+import tempfile
 from collections.abc import Iterator, Mapping
 from contextlib import closing, contextmanager
 from dataclasses import dataclass, field
 from http.client import HTTPConnection, HTTPResponse
+from multiprocessing.process import BaseProcess
+from pathlib import Path
 from threading import Thread
 from typing import Any
 from urllib.parse import urljoin
@@ -19,6 +21,8 @@ from casckpt.frontends.serve.app import app_of
 from casckpt.frontends.serve.hub import Hub
 from casckpt.frontends.serve.server import endpoint_of, listen, server_of
 from casckpt.store.store import Store
+from tests.support.afresh import afresh
+from tests.support.scripts import OUT, play
 
 
 @dataclass
@@ -107,12 +111,17 @@ def _counted(app: ASGIApp, served: Served) -> ASGIApp:
 
 
 @contextmanager
-def serving_process(store: str, *options: str) -> Iterator[tuple[Served, subprocess.Popen[str]]]:
+def serving_process(store: str, *options: str) -> Iterator[tuple[Served, BaseProcess]]:
     """Serve by running the command in a separate process."""
-    command = [sys.executable, "-m", "casckpt", "serve", store, "--port", "0", "--json", *options]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+    command = ["serve", store, "--port", "0", "--json", *options]
+    with tempfile.TemporaryDirectory() as folder:
+        output = Path(folder, "serve")
+        os.mkfifo(output.with_suffix(OUT))
+        process = afresh().Process(target=play, args=("casckpt", command, Path.cwd(), {}, output))
+        process.start()
         try:
-            assert process.stdout
-            yield Served(json.loads(process.stdout.readline())["endpoint"]), process
+            with output.with_suffix(OUT).open() as printed:
+                yield Served(json.loads(printed.readline())["endpoint"]), process
         finally:
             process.kill()
+            process.join()

@@ -6,9 +6,9 @@ import http.client
 import resource
 import signal
 import socket
-import subprocess
 import threading
 from contextlib import ExitStack, closing, suppress
+from multiprocessing.process import BaseProcess
 from pathlib import Path
 
 import pytest
@@ -32,14 +32,14 @@ def weights_of(store: Store, step: int = 1) -> str:
 # damage
 
 
-def cut_short(served: Served, path: str, process: subprocess.Popen[str]) -> tuple[bytes, str]:
+def cut_short(served: Served, path: str, process: BaseProcess) -> tuple[bytes, str]:
     """Return the part of a file that a client received before the server was killed, and the file's ETag."""
     with closing(http.client.HTTPConnection("127.0.0.1", served.port, timeout=30)) as connection:
         connection.request("GET", path)
         answer = connection.getresponse()
         found = answer.read(5 << 20)
         process.kill()
-        process.wait()
+        process.join()
         with suppress(http.client.IncompleteRead, OSError):
             while piece := answer.read(1 << 16):
                 found += piece
@@ -56,8 +56,9 @@ def test_a_client_resumes_after_the_server_was_killed(tmp_path: Path) -> None:
     with serving_process(store.url) as (again, process):
         rest = again.get(WEIGHTS, Range=f"bytes={len(found)}-", If_Range=etag)
         assert rest.status == 206
-        process.send_signal(signal.SIGTERM)
-        assert process.wait(30) in (-signal.SIGTERM, 130, 143, 0, 1)
+        process.terminate()
+        process.join(30)
+        assert process.exitcode in (-signal.SIGTERM, 130, 143, 0, 1)
     assert len(found) < len(whole)
     assert found + rest.body == whole  # type: ignore[attr-defined]
 

@@ -171,7 +171,7 @@ def test_a_checkpoint_that_the_training_went_back_to_stays_until_it_has_saved() 
     assert [step for _, step in steps(store)] == [40, 50]
 
 
-@settings(max_examples=settings.default.max_examples // 3)
+@settings(max_examples=settings().max_examples // 3)
 @given(st.lists(st.tuples(st.booleans(), st.floats(0, 4)), max_size=12))
 def test_nothing_is_lost_and_the_next_save_with_room_succeeds(plan: list[tuple[bool, float]]) -> None:
     disk, store = disk_for(3.5)
@@ -366,7 +366,7 @@ PASTS = st.builds(
 )
 
 
-@settings(max_examples=settings.default.max_examples // 3)
+@settings(max_examples=settings().max_examples // 3)
 @given(past=PASTS, room=st.integers(1, 60))
 @example(past=Past(fixed=0, changes=6, most=None, before=3, after=1), room=10)  # for one save, but not for two
 @example(past=Past(fixed=0, changes=6, most=3, before=2, after=4), room=17)  # for four, of which three stay
