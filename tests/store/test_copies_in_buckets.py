@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -14,9 +13,8 @@ import pytest
 import casckpt
 from casckpt.store.store import Store
 from tests.support.saves import blob_keys, cells, counted, same_state, small_folder, steps
+from tests.support.scripts import Done, run_script
 from tests.support.servers import Server
-
-CASCKPT = (sys.executable, "-m", "casckpt")
 
 
 @pytest.fixture(params=[pytest.param("moto_server", marks=pytest.mark.soak), "seaweed_server"])
@@ -75,16 +73,15 @@ def test_processes_share_the_work_of_a_copy_to_a_bucket(
     local: Store, server: Server, url: str, bucket: Callable[..., Store], tmp_path: Path
 ) -> None:
     options = [f"--dst-option={name}={value}" for name, value in server.options.items()]
-    started = [
-        subprocess.Popen(
-            [*CASCKPT, "copy", local.url, url, *options, "--json", "--cache-dir", str(tmp_path / f"host {rank}")],
-            stdout=subprocess.PIPE,
-        )
-        for rank in range(2)
-    ]
-    said = [process.communicate()[0] for process in started]
-    assert [process.returncode for process in started] == [0, 0]
-    assert [json.loads(one)["failed"] for one in said] == [[], []]
+
+    def copy(host: str) -> Done:
+        cache = tmp_path / host
+        return run_script("casckpt", "copy", local.url, url, *options, "--json", "--cache-dir", cache)
+
+    with ThreadPoolExecutor(2) as pool:
+        found = list(pool.map(copy, ("host 0", "host 1")))
+    assert [done.status for done in found] == [0, 0]
+    assert [json.loads(done.printed)["failed"] for done in found] == [[], []]
     same_stores(local, bucket())
     assert len(blob_keys(bucket())) == len(blob_keys(local))
 

@@ -27,6 +27,7 @@ from typing import Any
 import pytest
 import torch
 
+from casckpt.cli.main import cli
 from casckpt.errors import StorageError
 from casckpt.repository.repository import Repository
 from casckpt.storage.local import syscalls
@@ -39,6 +40,7 @@ from tests.support.repositories import wait_for_clean_up
 from tests.support.saves import CELL
 from tests.support.scripts import run_script
 
+PATIENCE = 3000.0  # seconds, for long loops; the tests have limits of their own
 SAVES, VALUES = 24, 40_000
 FULL = (errno.ENOSPC, errno.EDQUOT)
 USERS = (20001, 20002)
@@ -63,7 +65,7 @@ class Skipped(SystemExit):
 
 def check_scene(module: str, *arguments: str | Path) -> None:
     """Run the main program of a module of these scenes, or skip the test if it cannot be tried here."""
-    done = run_script(f"tests.support.{module}", *arguments, cwd=Path(__file__).parents[2], patience=3000)
+    done = run_script(f"tests.support.{module}", *arguments, cwd=Path(__file__).parents[2], patience=PATIENCE)
     if done.status == 2:
         pytest.skip(done.told.strip().rpartition("\n")[2])
     assert done.status == 0, done.told[-3000:]
@@ -224,19 +226,35 @@ class Commands:
 
     def __call__(self, command: str, *options: str) -> Any:
         given = [command, str(self.at / "store"), *options, "--cache-dir", str(self.at.parent / "cache"), "--json"]
-        with subprocess.Popen([sys.executable, "-m", "casckpt", *given], stdout=-1, stderr=-1, text=True) as process:
-            told = ""
-            assert process.stderr
-            assert process.stdout
-            while line := process.stderr.readline():
+        output, (read, write) = self.at.parent / "output", os.pipe()
+        child = os.fork()  # an interpreter of its own would first import torch
+        if not child:
+            os._exit(_command(given, output, write))
+        os.close(write)
+        told = ""
+        with os.fdopen(read) as lines:
+            for line in lines:
                 told += line
                 if self._job and "waiting for" in line:
                     self._job.go_on()
                     self._job = None
-            printed = process.stdout.read()
-        assert process.returncode == 0, (command, told, printed)
+        status, printed = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), output.read_text()
+        assert status == 0, (command, told, printed)
         assert self._job is None or command != "gc", told
         return json.loads(printed)
+
+
+def _command(given: list[str], output: Path, errors: int) -> int:
+    """Run a command, whose stdout is a file. Return its exit status."""
+    try:
+        sys.stdout, sys.stderr = output.open("w"), os.fdopen(errors, "w", buffering=1)
+        cli.main(given)
+    except SystemExit as ended:
+        return int(ended.code or 0)
+    finally:
+        sys.stdout.flush()
+        sys.stderr.flush()
+    return 1
 
 
 def gc(run: Commands) -> None:

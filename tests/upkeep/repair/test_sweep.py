@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from contextlib import nullcontext
+from functools import cache
 from itertools import pairwise
 from typing import Any
 
@@ -25,6 +26,7 @@ KEYS = ("large", "short", "bytes", "text", *(f"many.{n}" for n in (0, 1, 99, MAN
 STOP_GC = ("head", "blobs")
 
 
+@cache
 def state() -> dict[str, Any]:
     """Return a state whose blob has two large leaves, padding, a third leaf, joined small cells, and the proof."""
     return {
