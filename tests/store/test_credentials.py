@@ -24,13 +24,11 @@ CODES = ["ExpiredToken", "InvalidAccessKeyId", "AccessDenied"]
 def test_a_save_survives_expiring_credentials(code: str, moto_server: Server, tmp_path: Path, full: bool) -> None:
     """They expire after any request.
 
-    The credentials expire after any request.
-
     No checkpoint is partly visible, the error names the cause, and a save with new credentials succeeds. By default,
-    each error code is used after every third request, so that together they cover every request.
+    each error code is used after every sixth request, so that together they cover every second request.
     """
     bucket = moto_server.new_bucket()
-    first, stride = (0, 1) if full else (CODES.index(code), len(CODES))
+    first, stride = (0, 1) if full else (2 * CODES.index(code), 2 * len(CODES))
     says = {"ExpiredToken": "have expired", "AccessDenied": "s3:PutObject"}
     with Proxy(moto_server.endpoint) as proxy:
         store = impatient(moto_server, proxy, bucket, tmp_path, Backoff())

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).parents[2]
+from tests.support.scripts import run_script
+
 MOST = 24  # MiB: two blobs of 1 MiB being written, reads of 8 MiB for each of two threads, and Python itself
 
 
@@ -17,8 +16,8 @@ MOST = 24  # MiB: two blobs of 1 MiB being written, reads of 8 MiB for each of t
     "mib", [pytest.param(64, marks=pytest.mark.soak), 128, pytest.param(256, marks=pytest.mark.soak)]
 )
 def test_memory_use_beyond_the_state_is_bounded(tmp_path: Path, mib: int) -> None:
-    command = [sys.executable, "-m", "tests.support.peak", str(tmp_path), str(mib)]
-    found = subprocess.run(command, cwd=ROOT, check=True, capture_output=True, text=True).stdout
-    saved, loaded, saved_again = map(float, found.split())
+    done = run_script("tests.support.peak", tmp_path, f"{mib}")
+    assert done.status == 0, done.told
+    saved, loaded, saved_again = map(float, done.printed.split())
     assert max(saved, loaded, saved_again) <= MOST
     assert sum(path.stat().st_size for path in tmp_path.rglob("*.safetensors")) >= mib << 20  # nothing is shared

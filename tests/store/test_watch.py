@@ -16,24 +16,21 @@ from casckpt.contents.watching import Notice, Watcher, watch
 from casckpt.errors import InvalidInput, NotFound
 from casckpt.repository.repository import Repository
 from casckpt.storage.local.store import LocalStore
+from tests.support.afresh import afresh
 from tests.support.counting import count_io
+from tests.support.hosts import finish, saved
 from tests.support.saves import cells, reopened, same_state, small, small_folder
 
 ROOT = Path(__file__).parents[2]
 WRITERS = 4
 KILLS = 200
-WRITE = """
-import sys
-from pathlib import Path
-from casckpt.repository.repository import Repository
-from casckpt.storage.local.store import LocalStore
-from tests.support.hosts import finish, saved
 
-path, first, most = Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3])
-repo = Repository(LocalStore(path / "store"), path / f"cache {first}")
-for step in range(first, most, 4):
-    finish(repo, saved(repo, "run", step))
-"""
+
+def write(path: Path, first: int, most: int) -> None:
+    """Save every fourth step, as one of the writers."""
+    repo = Repository(LocalStore(path / "store"), path / f"cache {first}")
+    for step in range(first, most, WRITERS):
+        finish(repo, saved(repo, "run", step))
 
 
 def state(step: int) -> dict[str, Any]:
@@ -101,10 +98,13 @@ def test_each_commit_from_four_processes_is_yielded_once(tmp_path: Path, commits
     watcher = Watcher(Repository(storage, tmp_path / "cache"), "run", latest_only=False)
     counts = count_io(storage)
     told = watch(watcher, poll=0.05, timeout=60, sleep=sleep)
-    arguments = [(str(tmp_path), str(first), str(commits)) for first in range(WRITERS)]
-    writers = [subprocess.Popen([sys.executable, "-c", WRITE, *given], cwd=ROOT) for given in arguments]
+    writers = [afresh().Process(target=write, args=(tmp_path, first, commits)) for first in range(WRITERS)]
+    for writer in writers:
+        writer.start()
     found = [next(told) for _ in range(commits)]
-    assert [writer.wait(60) for writer in writers] == [0] * WRITERS
+    for writer in writers:
+        writer.join(60)
+    assert [writer.exitcode for writer in writers] == [0] * WRITERS
     assert sorted(one.commit.step for one in found) == list(range(commits))
     newest = ""
     for one in found:

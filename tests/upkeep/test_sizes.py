@@ -122,24 +122,24 @@ def test_a_thinned_checkpoint_counts_its_remaining_bytes() -> None:
 def test_bytes_freed_by_thinning_include_frames(compress: Any) -> None:
     store = small()
     for step in range(6):
-        held = {"model": {"w": trained(400, step, 1)}, "optim": {"m": trained(700, step, 2)}}
+        held = {"model": {"w": trained(80, step, 1)}, "optim": {"m": trained(140, step, 2)}}
         store.save(held, step=step, compress=compress)
     told = store.thin(drop="optim.*", keep_last=1).freed_bytes
     assert freed(store) == told > 0
     thin, whole = store.checkpoints()[-2:]
-    assert thin.stats.bytes_coded == (0 if compress == "off" else trained(400, 0).nbytes) < whole.stats.bytes_coded + 1
+    assert thin.stats.bytes_coded == (0 if compress == "off" else trained(80, 0).nbytes) < whole.stats.bytes_coded + 1
 
 
 def test_bases_are_freed_with_the_cells_encoded_against_them() -> None:
     store = small()
     for step in range(4):
-        held = {"model": {"w": trained(400, step, 1)}, "optim": {"m": trained(700, step, 2)}}
+        held = {"model": {"w": trained(80, step, 1)}, "optim": {"m": trained(140, step, 2)}}
         store.save(held, step=step, compress="auto")
-    store.save({"model": {"w": trained(400, 4, 1)}, "optim": {"m": trained(700, 0, 3)}}, step=4)
+    store.save({"model": {"w": trained(80, 4, 1)}, "optim": {"m": trained(140, 0, 3)}}, step=4)
     store.forget("default@0")
     store.gc(min_age=0)
     told = store.thin(drop="optim.*", keep_last=1)
-    assert freed(store) == told.freed_bytes > trained(700, 0).nbytes
+    assert freed(store) == told.freed_bytes > trained(140, 0).nbytes
 
 
 class Lives(RuleBasedStateMachine):

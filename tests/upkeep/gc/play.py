@@ -138,18 +138,22 @@ class Play:
 
         return choose
 
+    def has_changed(self) -> bool:
+        """Report whether the last call may have changed something."""
+        return not self.stage.log or self.stage.log[-1][1].split()[0] in CHANGES
+
     def look(self) -> None:
         """Check the invariants after each change."""
-        if self.stage.log and self.stage.log[-1][1].split()[0] not in CHANGES:
+        if not self.has_changed():
             return
-        there = {entry.key for entry in self.inner.list("objects/")}
-        for key in named(self.watcher, list_commits(self.watcher)):
+        there, listed = {entry.key for entry in self.inner.list("objects/")}, list_commits(self.watcher)
+        for key in named(self.watcher, listed):
             if key not in there:
                 raise Lost(f"{key} is gone, and a live commit names it:\n" + "\n".join(map(str, self.stage.log)))
-        visible = list_commits(self.watcher).visible()
+        visible = listed.visible()
         if not self.never_gone <= {commit.id for commit in visible}:
             raise Lost(f"a checkpoint that nobody forgot is hidden: {visible}\n" + "\n".join(map(str, self.stage.log)))
-        living = {commit.id for commit in list_commits(self.watcher).live()}
+        living = {commit.id for commit in listed.live()}
         for name, id in self.held.items():
             if id not in living:
                 raise Lost(f"{id} was purged, and {name} holds it:\n" + "\n".join(map(str, self.stage.log)))
