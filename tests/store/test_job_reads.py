@@ -573,7 +573,7 @@ def at_once(rank: int, size: int, place: Place) -> None:
     groups, expected = [torch.distributed.new_group(list(range(size))) for _ in range(2)], state("replicas", size)
 
     def loads(number: int) -> None:
-        for _ in range(6):
+        for _ in range(3):
             filled = {key: torch.zeros_like(value) for key, value in expected.items()}
             place.open(rank).load(filled, "latest", process_group=groups[number])
             assert equal(filled, expected)
