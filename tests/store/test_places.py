@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Container, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -29,12 +29,21 @@ SAFE = [place for place in IMITATED if not place.unsafe]
 UNSAFE = [place for place in IMITATED if place.unsafe]
 DISTINCT = {place.quirks: place for place in reversed(SAFE)}.values()
 """One of the safe places for each set of quirks."""
+ONLY_SAVES = (quirks.RefusesFrames, quirks.RequiresEncryption, quirks.KeepsVersions)
+"""Quirks that matter to writes alone. By default, other tests save and load there, or on a bucket with object lock."""
 
 
-def by_name(places: Iterable[Place]) -> pytest.MarkDecorator:
-    """Run a test at each place. Servers without quirks are covered elsewhere, so they are for --full."""
+def by_name(places: Iterable[Place], rare: Container[type[quirks.Quirk]] = ()) -> pytest.MarkDecorator:
+    """Run a test at each place. Servers without quirks are covered elsewhere, so they are for --full.
+
+    So are those whose first quirk is ``rare``.
+    """
     params = [
-        pytest.param(place, id=place.name.partition(",")[0], marks=[pytest.mark.soak] * (not place.quirks))
+        pytest.param(
+            place,
+            id=place.name.partition(",")[0],
+            marks=[pytest.mark.soak] * (not place.quirks or place.quirks[0] in rare),
+        )
         for place in places
     ]
     return pytest.mark.parametrize("place", params)
@@ -63,7 +72,7 @@ def objects_in(there: Imitation, server: Server, prefix: str = "") -> list[str]:
     return [entry["Key"] for entry in listed.get("Contents", ())]
 
 
-@by_name(DISTINCT)
+@by_name(DISTINCT, rare=ONLY_SAVES)
 def test_a_store_works_on_every_place_that_is_called_safe(
     place: Place, moto_server: Server, certificate: Path, tmp_path: Path, full: bool
 ) -> None:
@@ -121,7 +130,9 @@ def test_without_the_options_of_a_place_a_save_fails_and_doctor_names_them(
             for name, value in place.options.items():
                 assert all(word in text for word in (name, *value))
         assert objects_in(there, moto_server) == []
-        opened(there, tmp_path, **place.options).save(state(1), run="r", step=1)
+        right = opened(there, tmp_path, **place.options)
+        right.save(state(1), run="r", step=1)
+        assert same_state(right.read("r@1"), state(1))
 
 
 def test_a_writer_without_the_options_cannot_harm_a_store_of_others(

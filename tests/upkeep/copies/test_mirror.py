@@ -482,7 +482,7 @@ def test_copies_finish_even_if_programs_exit_immediately(store_path: Path, away:
 
     They are forks of one interpreter, because the import of torch is slow, and end as an interpreter does.
     """
-    command = [sys.executable, "-c", PROGRAM, store_path, away, end, "a", "b"]
+    command: list[str | Path] = [sys.executable, "-c", PROGRAM, store_path, away, end, "a", "b"]
     done = subprocess.run(command, stderr=subprocess.PIPE, check=False)
     assert (done.returncode, done.stderr) == (0, b"")
     plain = casckpt.open(store_path)
