@@ -121,7 +121,7 @@ def test_a_thinned_checkpoint_counts_its_remaining_bytes() -> None:
 @pytest.mark.parametrize("compress", ["off", "auto"])
 def test_bytes_freed_by_thinning_include_frames(compress: Any) -> None:
     store = small()
-    for step in range(4):
+    for step in range(6):
         held = {"model": {"w": trained(400, step, 1)}, "optim": {"m": trained(700, step, 2)}}
         store.save(held, step=step, compress=compress)
     told = store.thin(drop="optim.*", keep_last=1).freed_bytes
