@@ -135,7 +135,7 @@ def optimizer(step: int) -> dict[str, Any]:
 
 def test_writers_need_no_delete_permission_if_a_different_process_cleans_up(role: Role, tmp_path: Path) -> None:
     writer, keeper, alice = role("writer"), role("keeper"), pair(tmp_path / "keys")
-    keeper.create(cell_bytes=CELL, blob_bytes=160 << 10)
+    keeper.create(cell_bytes=CELL, blob_bytes=64 << 10)
     for step in range(5):
         writer.save({**state(step), **optimizer(step)}, run="run", step=step, metrics={"loss": 1.0})
     writer.save(state(9), run="run", step=4, overwrite=True)
