@@ -1983,7 +1983,7 @@ BUGS: dict[str, tuple[str, str, str, str]] = {
         "probe",
         "            with suppress(StorageError):  # writers may lack the permission to delete\n",
         "            with suppress(KeyError):\n",
-        "tests/store/test_least_rights.py::test_writers_need_no_delete_permission_if_a_different_process_cleans_up",
+        "tests/repository/test_exclusive.py::test_a_probe_does_not_need_permission_to_delete",
     ),
     "parts that a load did not fill count as loaded": (
         "LoadPlan._add_tensor",
