@@ -48,7 +48,7 @@ Ranks and processes
     together: tensors that every rank can create, storage that counts, ways to die
     simulated: ranks that are threads
     worlds, layouts: random states, and how ranks hold them
-    forks, afresh, preload: children of the test's process, and of a process that has imported torch
+    forks, afresh, preload, preload_megatron: children of the test's process, and of a process that has imported torch
     scripts, torchrun, recipes: scripts, modules and training programs, as users start them
     shared: folders that all workers share
     drill: a team and its store in a shared folder

@@ -10,17 +10,18 @@ from multiprocessing import forkserver
 from multiprocessing.context import ForkServerContext
 from pathlib import Path
 
-_PEERS = ("transformers.trainer", "diffusers.training_utils", "lightning.pytorch", "megatron.core")
-"""Their imports take one to three seconds of CPU time each."""
+_PEERS = {name: name for name in ("transformers.trainer", "diffusers.training_utils", "lightning.pytorch")}
+_PEERS["tests.support.preload_megatron"] = "tests.support.megatron_core"
+"""Modules whose imports take one to four seconds of CPU time each, and those that show that they will be needed."""
 
 
 def afresh() -> ForkServerContext:
     """Starts processes as "spawn" does, but forks them from a process that has imported torch.
 
-    That process also imports the large peers that the test process has imported by then.
+    That process also imports the large peers that the test process needs, as far as is known by then.
     """
     context = multiprocessing.get_context("forkserver")
-    peers = [name for name in _PEERS if name in sys.modules]
+    peers = [name for name, sign in _PEERS.items() if sign in sys.modules]
     context.set_forkserver_preload([*peers, "tests.support.preload"])  # preload comes last, because it freezes objects
     return context
 
@@ -39,7 +40,11 @@ def share_fork_server(log: Path) -> None:
     finally:
         os.dup2(stderr, 2)
         os.close(stderr)
-    # only its parent can check whether it is running, and forks would start another one
+    inherit_fork_server()  # only its parent can check whether it is running, and forks would start another one
+
+
+def inherit_fork_server() -> None:
+    """Let `afresh` use the process from which this process was forked, and not start another one."""
     forkserver._forkserver.ensure_running = lambda: None  # type: ignore[method-assign]
 
 

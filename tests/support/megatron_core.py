@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from importlib import import_module
 from importlib.metadata import version
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -34,6 +35,8 @@ def core(name: str = "") -> Any:
         warnings.simplefilter("ignore")
         import_module("megatron.core.dist_checkpointing.strategies.torch")
         import_module("casckpt.frontends.megatron.strategies")
+        if find_spec("megatron.core.safe_globals"):  # see `preload_megatron`
+            import_module("megatron.core.safe_globals").register_safe_globals()
         return import_module(f"megatron.core.dist_checkpointing{name}")
 
 

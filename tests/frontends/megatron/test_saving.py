@@ -25,6 +25,7 @@ from casckpt.frontends.megatron.saving import Ending, Saving, wait_for_end
 from casckpt.saving import rank_part
 from casckpt.saving import save as saving
 from tests.support import gpt
+from tests.support.afresh import afresh
 from tests.support.gpt import Topology, differences
 from tests.support.megatron_core import core, own_state, since, theirs, without_cuda
 from tests.support.ranks import Pool, outcome_of
@@ -184,19 +185,16 @@ def test_the_queue_of_the_resiliency_extension_finishes_saves(tmp_path: Path, ra
     assert ranks.run(2, queued, tmp_path, "nvrx") == [[[[], [0]], OURS, []]] * 2
 
 
-def in_another_process(code: str, path: str) -> subprocess.Popen[str]:
-    return subprocess.Popen([sys.executable, "-c", code, path], stderr=subprocess.PIPE, text=True)
-
-
 def test_a_save_is_finished_in_a_different_process() -> None:
     ending = Ending()
     try_it = "import fcntl, sys; fcntl.lockf(open(sys.argv[1]), fcntl.LOCK_SH | fcntl.LOCK_NB)"
-    assert "BlockingIOError" in in_another_process(try_it, ending.path).communicate()[1]
-    wait = "import sys; from casckpt.frontends.megatron.saving import wait_for_end; wait_for_end(sys.argv[1])"
-    waiting = in_another_process(wait, ending.path)
+    tried = subprocess.run([sys.executable, "-c", try_it, ending.path], stderr=subprocess.PIPE, text=True, check=False)
+    assert "BlockingIOError" in tried.stderr
+    waiting = afresh().Process(target=wait_for_end, args=(ending.path,))
+    waiting.start()
     ending.reached()
-    assert waiting.communicate()[1] == ""
-    assert waiting.returncode == 0
+    waiting.join()
+    assert waiting.exitcode == 0
     wait_for_end(ending.path)
 
 

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
-import sys
 from argparse import Namespace
 from functools import partial
 from pathlib import Path
@@ -22,6 +20,7 @@ from tests.support.gpt import Topology, differences
 from tests.support.logs import logged
 from tests.support.megatron_core import core, module, own_state, theirs
 from tests.support.ranks import Pool, outcome_of
+from tests.support.scripts import run_script
 
 SAVED = Topology(tp=2)  # only two ranks, because importing Megatron-core takes seconds on each
 
@@ -340,15 +339,14 @@ def test_the_first_save_logs_classes_that_other_loads_need(tmp_path: Path, ranks
     assert "holds megatron.core.transformer.enums.AttnBackend. " in said
     assert "allow_pickle=True" in said
     assert other == []
-    code = (
+    script = tmp_path / "script.py"
+    script.write_text(
         "import sys; from casckpt.frontends.megatron import load_common_state_dict as load\n"
         "try: load(sys.argv[1])\nexcept ValueError as error: print(error)"
     )
-    done = subprocess.run(
-        [sys.executable, "-c", code, f"{tmp_path}/store#a@2"], capture_output=True, text=True, check=True
-    )
+    done = run_script(script, f"{tmp_path}/store#a@2")
     assert (
         "common.pt of a@2 needs to be unpickled (it contains megatron.core.transformer.enums.AttnBackend)"
-        in done.stdout
+        in done.printed
     )
-    assert "Importing megatron.core registers" in done.stdout
+    assert "Importing megatron.core registers" in done.printed

@@ -8,8 +8,6 @@ from __future__ import annotations
 
 import ast
 import inspect
-import subprocess
-import sys
 from collections.abc import Iterator
 from dataclasses import fields
 from functools import cache
@@ -20,6 +18,7 @@ import pytest
 
 from casckpt.frontends import megatron
 from tests.support.megatron_core import core
+from tests.support.scripts import run_script
 
 TABLE = """
 ShardedTensor                               test_mapping.test_contradictory_fields_are_rejected
@@ -220,15 +219,18 @@ def test_arguments_have_the_names_order_and_defaults_of_megatron(module: str) ->
         assert ours == list(wanted.items()) or name == "ShardedTensor.from_rank_offsets_flat", name
 
 
-def test_megatron_core_is_not_imported() -> None:
-    code = (
-        "import sys; sys.modules['megatron'] = None\n"
+def test_megatron_core_is_not_imported(tmp_path: Path) -> None:
+    script = tmp_path / "script.py"
+    script.write_text(
+        "import sys\n"
+        "for name in [*sys.modules]:\n"
+        "    if name.startswith(('megatron.', 'casckpt.frontends.megatron')): del sys.modules[name]\n"
+        "sys.modules['megatron'] = None\n"
         "from casckpt.frontends.megatron import *\n"
         "import casckpt.frontends.megatron as m; assert 'CasSaveShardedStrategy' in dir(m)\n"
-        "try: m.CasSaveShardedStrategy\nexcept ImportError: print('none')"
+        "try: m.CasSaveShardedStrategy\nexcept ImportError: print('none')\n"
     )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert done.stdout == "none\n"
+    assert run_script(script) == (0, "none\n", "")
 
 
 def test_unknown_names_raise_attribute_errors() -> None:
