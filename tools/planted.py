@@ -2333,13 +2333,13 @@ BUGS: dict[str, tuple[str, str, str, str]] = {
         "restore_checkpoint",
         "force = force or _is_its_folder(opened, stored.checkpoint, target)",
         "",
-        "tests/frontends/transformers/test_callback.py::test_a_frozen_encoder_is_stored_once_for_ten_checkpoints",
+        "tests/frontends/transformers/test_callback.py::test_a_frozen_encoder_is_stored_once_for_all_checkpoints",
     ),
     "restore_checkpoint overwrites the folder of a different training run": (
         "_is_its_folder",
         "path.is_file() and path.read_bytes() == store.read_attachment(checkpoint, STATE)",
         "path.is_file()",
-        "tests/frontends/transformers/test_callback.py::test_a_frozen_encoder_is_stored_once_for_ten_checkpoints",
+        "tests/frontends/transformers/test_callback.py::test_a_frozen_encoder_is_stored_once_for_all_checkpoints",
     ),
     "a non-strict load fills modules that read only part of their saved state": (
         "TrainingStateLoad._leave",

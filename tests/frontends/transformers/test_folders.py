@@ -84,7 +84,7 @@ def check_folders(store: Store, folder: Path, expected: dict[int, torch.Tensor],
 def test_every_step_loads_from_an_export_a_server_and_a_follower(tmp_path: Path, store: Store, kind: str) -> None:
     make, load = KINDS[kind]
     notes = Notes()
-    trainer(store, tmp_path / "out", notes, learner=make()).train()
+    trainer(store, tmp_path / "out", notes, learner=make(), max_steps=4).train()
     check_folders(store, tmp_path, notes.found, load)
 
 

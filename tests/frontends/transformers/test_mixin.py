@@ -115,16 +115,19 @@ def plain(folder: Path, *callbacks: Any) -> None:
 BEST: dict[str, Any] = {"load_best_model_at_end": True, "eval_strategy": "steps", "eval_steps": 2}
 
 
-def whole(folder: Path) -> tuple[dict[int, float], Any]:
-    """Return the losses and the model of an uninterrupted training run."""
-    losses = Losses()
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[int, float], Any]:
+    """The losses and the model of an uninterrupted training run."""
+    losses, folder = Losses(), tmp_path_factory.mktemp("whole")
     training = trainer(folder / "whole", folder / "out", losses)
     training.train()
     return losses.found, training.model
 
 
-def test_training_resumes_after_a_crash_with_identical_losses(tmp_path: Path, store: Store) -> None:
-    losses, trained = whole(tmp_path)
+def test_training_resumes_after_a_crash_with_identical_losses(
+    tmp_path: Path, store: Store, whole: tuple[dict[int, float], Any]
+) -> None:
+    losses, trained = whole
     before, after = Losses(), Losses()
     with pytest.raises(Crash):
         trainer(store, tmp_path / "out", before, Stops(5, crash)).train(resume_from_checkpoint=True)
@@ -286,8 +289,10 @@ def test_a_save_limit_without_evaluations_keeps_the_newest_checkpoints(tmp_path:
 
 
 @pytest.mark.parametrize("is_async", [True, False])
-def test_a_signal_saves_the_current_step_and_exits(tmp_path: Path, store: Store, is_async: bool) -> None:
-    losses, _ = whole(tmp_path)
+def test_a_signal_saves_the_current_step_and_exits(
+    tmp_path: Path, store: Store, is_async: bool, whole: tuple[dict[int, float], Any]
+) -> None:
+    losses, _ = whole
     before, after = Losses(), Losses()
     stop = Stops(3, lambda: os.kill(os.getpid(), signal.SIGTERM))
     with pytest.raises(SystemExit) as exited:
@@ -494,7 +499,7 @@ def test_sharded_training_that_was_killed_resumes_on_any_number_of_ranks(
     tmp_path: Path, ranks: Pool, kind: str, seed: int, full: bool
 ) -> None:
     """The ranks are killed after a random step, perhaps while they save. With --full, at least 20 steps follow."""
-    most = 26 if full else 10
+    most = 26 if full else 8
     model(kind, dropout=0.0).save_pretrained(tmp_path / kind)
     whole = ranks.run(2, sharded, tmp_path, kind, most=most, resume=False)
     expected, weights = whole[0][:2]
@@ -504,14 +509,15 @@ def test_sharded_training_that_was_killed_resumes_on_any_number_of_ranks(
     last = steps(casckpt.open(tmp_path / "store"))[-1][1]
     shutil.copytree(tmp_path / "store", tmp_path / "saved")
     outcomes = {}
-    for size in (2, 3, 1):
+    others = (3, 1) if full else (3,)  # the next test resumes on one rank
+    for size in (2, *others):
         shutil.rmtree(tmp_path / "store")
         shutil.copytree(tmp_path / "saved", tmp_path / "store")
         outcomes[size] = ranks.run(size, sharded, tmp_path, kind, most=most)
     same = outcomes[2][0]
     assert same[0] == {step: loss for step, loss in expected.items() if step > last}
     assert identical(same[1], weights)
-    for size in (3, 1):
+    for size in others:
         losses, _, begun, evaluated = outcomes[size][0]
         assert identical(begun, same[2])
         assert evaluated == pytest.approx(same[3], rel=1e-6)  # the loss is float32
@@ -525,12 +531,12 @@ def test_sharded_training_that_was_killed_resumes_on_any_number_of_ranks(
 @needs_torch("2.8", "what Transformers needs for tensor parallelism with FSDP2")
 def test_tensor_parallel_training_resumes_with_fsdp_and_on_one_rank(tmp_path: Path, ranks: Pool) -> None:
     model("llama", dropout=0.0).save_pretrained(tmp_path / "llama")
-    losses, weights, *_ = ranks.run(2, sharded, tmp_path, "llama", most=4, resume=False, tensor_parallel=2)[0]
-    resumed = ranks.run(2, sharded, tmp_path, "llama", most=6, tensor_parallel=2)[0]
-    assert sorted(losses) == [1, 2, 3, 4]
+    losses, weights, *_ = ranks.run(2, sharded, tmp_path, "llama", most=2, resume=False, tensor_parallel=2)[0]
+    resumed = ranks.run(2, sharded, tmp_path, "llama", most=4, tensor_parallel=2)[0]
+    assert sorted(losses) == [1, 2]
     assert identical(resumed[2], weights)
     for size in (2, 1):
-        later = ranks.run(size, sharded, tmp_path, "llama", most=8)[0]
+        later = ranks.run(size, sharded, tmp_path, "llama", most=6)[0]
         assert identical(later[2], resumed[1])
         resumed = later
 

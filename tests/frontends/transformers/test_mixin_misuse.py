@@ -395,9 +395,16 @@ class Saved(hub.TrainerCallback):  # type: ignore[misc] # transformers has no ty
             self.call()
 
 
+@pytest.fixture(scope="module")
+def expected(tmp_path_factory: pytest.TempPathFactory, ranks: Pool) -> list[Any]:
+    """The losses of all ranks if nothing fails."""
+    return ranks.run(2, fails, tmp_path_factory.mktemp("whole"), None)
+
+
 @pytest.mark.parametrize("how", ["error in a save", "death after a save"])
-def test_no_rank_waits_for_a_rank_that_fails_at_a_save(tmp_path: Path, ranks: Pool, how: str) -> None:
-    expected = ranks.run(2, fails, tmp_path / "whole", None)
+def test_no_rank_waits_for_a_rank_that_fails_at_a_save(
+    tmp_path: Path, ranks: Pool, how: str, expected: list[Any]
+) -> None:
     first, second = ranks.outcomes(2, fails, tmp_path, how)
     if how == "error in a save":
         assert first.value[0] == "Crash"
