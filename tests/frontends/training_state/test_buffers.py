@@ -18,7 +18,7 @@ from casckpt.ranks.ranks import open_ranks
 from tests.support.ranks import Pool, outcome_of
 from tests.support.training import Network
 
-SAVES = 20
+SAVES = 6
 
 
 class Heard(logging.Handler):

@@ -109,12 +109,12 @@ def test_pipeline_stages_and_their_optimizers_can_be_lists(store_path: Path, ran
 def train_thinned(rank: int, size: int, path: Path) -> Any:
     """Save six sharded checkpoints with AdamW. All but the last two are thinned to drop the optimizer's state."""
     torch.manual_seed(0)
-    whole = sharded(nn.Sequential(nn.Linear(1024, 1024), nn.Linear(1024, 1024)))
+    whole = sharded(nn.Sequential(nn.Linear(512, 512), nn.Linear(512, 512)))
     optimizer = torch.optim.AdamW(whole.parameters())
     checkpointer = Checkpointer(open_store(path), run="sft", thin={"drop": ["optim.*"], "keep_last": 2})
     sums = []
     for step in range(6):
-        whole(torch.randn(3, 1024)).square().mean().backward()
+        whole(torch.randn(3, 512)).square().mean().backward()
         optimizer.step()
         checkpointer.save(step, whole, optimizer)
         sums.append([local(one).double().sum().item() for one in whole.parameters()])
@@ -122,7 +122,7 @@ def train_thinned(rank: int, size: int, path: Path) -> Any:
 
 
 def load_thinned(rank: int, size: int, path: Path) -> Any:
-    whole = sharded(nn.Sequential(nn.Linear(1024, 1024), nn.Linear(1024, 1024)))
+    whole = sharded(nn.Sequential(nn.Linear(512, 512), nn.Linear(512, 512)))
     optimizer = torch.optim.AdamW(whole.parameters())
     checkpointer = Checkpointer(open_store(path), run="sft")
     sums = []

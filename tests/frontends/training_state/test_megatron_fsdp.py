@@ -131,8 +131,9 @@ def loaded(rank: int, size: int, path: Path, ways: Sequence[tuple[str, bool]]) -
     ("size", "ways"), [(2, WAYS), pytest.param(4, [(one, False) for one in STRATEGIES], marks=pytest.mark.soak)]
 )
 def test_every_strategy_loads_and_saves_the_state_of_an_unsharded_training_run(
-    tmp_path: Path, ranks: Pool, size: int, ways: Sequence[tuple[str, bool]]
+    tmp_path: Path, ranks: Pool, size: int, ways: list[tuple[str, bool]], full: bool
 ) -> None:
+    ways = ways if full else ways[::4] + ways[3::4]
     train_unsharded(tmp_path)
     ranks.run(size, loaded, tmp_path, ways)
     assert all(is_reference(tmp_path, f"{strategy}-{overlap}@{size}") for strategy, overlap in ways)
@@ -155,8 +156,8 @@ def trained(rank: int, size: int, path: Path, strategies: Sequence[str]) -> dict
 def continued(rank: int, size: int, path: Path, expected: dict[str, Any], suffix: str = "") -> None:
     """Load the checkpoint of each strategy with a different one, train, and save."""
     with without_cuda():
-        for number, (strategy, values) in enumerate(expected.items()):
-            model, optimizer = sharded(3, list(expected)[number - 1])
+        for strategy, values in expected.items():
+            model, optimizer = sharded(3, STRATEGIES[STRATEGIES.index(strategy) - 1])
             load_model_and_optim_state(path, f"{strategy}{suffix}@2", model, optimizer)
             assert identical((weights(model), moments(model, optimizer)), values)
             step(model, optimizer, [5])
@@ -180,14 +181,14 @@ def through_fsdp2(rank: int, size: int, path: Path, expected: dict[str, Any]) ->
 
 
 def test_checkpoints_load_on_other_numbers_of_ranks_and_with_fsdp2(tmp_path: Path, ranks: Pool, full: bool) -> None:
-    strategies = STRATEGIES if full else STRATEGIES[1::2]  # the test above loads and saves with all of them
+    strategies = STRATEGIES if full else STRATEGIES[-1:]  # the test above loads and saves with all of them
     expected = ranks.run(2, trained, tmp_path, strategies)[0]
-    for size in (4, 1) if full else (4,):
+    for size in (4, 1) if full else (3,):
         ranks.run(size, continued, tmp_path, expected)
         for strategy in strategies:  # a rank without elements of a parameter does not count its steps
             state = unshard_optim_state(tmp_path, f"{strategy}-later@{size}", by_name=True)["state"]
             assert {float(own["step"]) for own in state.values()} == {4.0}
-    ranks.run(3, through_fsdp2, tmp_path, expected)
+    ranks.run(3 if full else 2, through_fsdp2, tmp_path, expected)
     ranks.run(4 if full else 2, continued, tmp_path, expected, "-fsdp2")
 
 
@@ -226,7 +227,7 @@ def on_mesh(rank: int, size: int, path: Path, kind: str) -> None:
         save_model_and_optim_state(path, model, optimizer, run=kind, step=1)
 
 
-@pytest.mark.parametrize("kind", ["tp", "no_shard", "optim"])
+@pytest.mark.parametrize("kind", ["tp", pytest.param("no_shard", marks=pytest.mark.soak), "optim"])
 def test_hybrid_and_tensor_parallel_meshes_load_and_save(tmp_path: Path, ranks: Pool, kind: str) -> None:
     if kind == "optim":
         pytest.importorskip("einops", reason="Megatron-FSDP needs it")
@@ -262,7 +263,7 @@ def in_low_precision(rank: int, size: int, path: Path, ways: Sequence[tuple[str,
 def test_a_model_in_low_precision_computes_the_same_values_after_a_load(
     tmp_path: Path, ranks: Pool, full: bool
 ) -> None:
-    ranks.run(2, in_low_precision, tmp_path, WAYS if full else WAYS[::4] + WAYS[3::4])
+    ranks.run(2, in_low_precision, tmp_path, WAYS if full else WAYS[::7])
 
 
 def between_passes(rank: int, size: int, path: Path) -> None:
@@ -290,7 +291,7 @@ def frozen(rank: int, size: int, path: Path) -> None:
     with without_cuda():
         for strategy in ("no_shard", "optim_grads_params"):
             model, optimizer = megatron_fsdp(Stack(1, 1), adamw, strategy, units=UNITS)
-            step(model, optimizer, range(2))
+            step(model, optimizer, [0])
             save_model_and_optim_state(path, model, optimizer, run=strategy, step=1)
             fresh, other = megatron_fsdp(Stack(2, 1), adamw, strategy, units=UNITS)
             load_model_and_optim_state(path, f"{strategy}@1", fresh, other)
@@ -333,8 +334,8 @@ def through_dcp(rank: int, size: int, path: Path, *, saves: bool) -> None:
         Reference(path).check(model, optimizer)
 
 
-def test_dcp_saves_and_loads_on_other_numbers_of_ranks(tmp_path: Path, ranks: Pool) -> None:
+def test_dcp_saves_and_loads_on_other_numbers_of_ranks(tmp_path: Path, ranks: Pool, full: bool) -> None:
     train_unsharded(tmp_path)
     ranks.run(2, through_dcp, tmp_path, saves=True)
-    for size in (2, 4):
+    for size in (2, 4) if full else (3,):
         ranks.run(size, through_dcp, tmp_path, saves=False)

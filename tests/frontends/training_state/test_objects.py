@@ -603,11 +603,11 @@ def load_averaged(rank: int, size: int, path: Path) -> list[list[torch.Tensor]]:
     return [one.whole(), other.whole()]
 
 
-def test_an_averaged_model_is_a_second_model_on_any_number_of_ranks(tmp_path: Path, ranks: Pool) -> None:
+def test_an_averaged_model_is_a_second_model_on_any_number_of_ranks(tmp_path: Path, ranks: Pool, full: bool) -> None:
     (saved, refused), *_ = ranks.run(2, save_averaged, tmp_path)
     assert "'train.ema.0.weight' is sharded" in refused
     assert 'save(step, {"model": model, "ema": ema}' in refused
-    for size in (2, 3):
+    for size in (2, 3) if full else (3,):
         for found in ranks.run(size, load_averaged, tmp_path):
             for tensors in found:
                 assert all(torch.equal(one, other) for one, other in zip(tensors, saved, strict=True))

@@ -586,10 +586,12 @@ def trained() -> dict[str, tuple[casckpt.Store, Optimizer]]:
     ],
 )
 def test_state_of_any_kind_loads_into_every_other_kind_or_is_rejected(
-    trained: dict[str, tuple[casckpt.Store, Optimizer]], strict: bool, stepped: bool
+    trained: dict[str, tuple[casckpt.Store, Optimizer]], strict: bool, stepped: bool, full: bool
 ) -> None:
     serves = set()
-    for of, kind in product(KINDS, KINDS):
+    for (row, of), (column, kind) in product(enumerate(KINDS), repeat=2):
+        if not full and of != kind and (row + column) % 3:
+            continue
         store, saved = trained[of]
         model, optimizer = made(kind, 2)
         if stepped:

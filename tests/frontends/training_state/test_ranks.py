@@ -36,7 +36,7 @@ def resumed_on_2(rank: int, size: int, path: Path, saved: Everything) -> list[li
     fresh = build("fsdp2 on 2", 3, shape_seed=1)
     load_model_and_optim_state(path, "a@3", *fresh)
     found = []
-    for number in range(3, 7):
+    for number in range(3, 5):
         found.append(everything(*fresh).differences(everything(*unbroken)))
         step(*unbroken, [number])
         step(*fresh, [number])
@@ -64,7 +64,7 @@ def by_hand(model: nn.Module, optimizer: Optimizer, saved: Everything) -> None:
 
 def test_training_resumes_bit_for_bit_on_a_different_number_of_ranks(store_path: Path, ranks: Pool) -> None:
     saved = ranks.run(4, trained_on_4, store_path)[0]
-    assert ranks.run(2, resumed_on_2, store_path, saved) == [[[]] * 4] * 2
+    assert ranks.run(2, resumed_on_2, store_path, saved) == [[[]] * 2] * 2
 
 
 OPTIMIZERS: dict[str, Factory] = {

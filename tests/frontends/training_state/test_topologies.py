@@ -18,10 +18,13 @@ from tests.support.ranks import Pool
 
 SIZES = sorted({size for size, _ in TOPOLOGIES.values()})
 WITH_FULL = {
-    "fsdp2 on 2", "fsdp2 on 3", "tp", "tp on 4", "fsdp1 on 3", "fsdp1 SHARD_GRAD_OP",
-    "fsdp1 NO_SHARD", "fsdp1 HYBRID_SHARD",
+    "ddp", "fsdp2 on 2", "fsdp2 on 4", "tp", "tp on 4", "fsdp1", "fsdp1 nested", "fsdp1 SHARD_GRAD_OP",
+    "fsdp1 NO_SHARD", "fsdp1 HYBRID_SHARD", "fsdp1 mixed precision",
 }  # fmt: skip
-"""Topologies that differ from others only in the number of ranks, in when they gather, or in what others combine."""
+"""Topologies that differ from others only in the number of ranks, in when they gather, or in what others combine.
+
+`test_flat.py` loads what those of FSDP1 save, and `test_ranks.py` what ddp saves.
+"""
 
 
 def of_size(size: int, names: Collection[str]) -> list[str]:
@@ -53,20 +56,20 @@ def loaded(
     found = {}
     store = casckpt.open(path)
     for number, (topology, origins) in enumerate(pairs.items()):
-        used = build(topology, seed + 2, shape_seed=seed)
+        wanted = ("used", "fresh") if both else (("used", "fresh")[number % 2],)
+        kinds = {"used": build(topology, seed + 2, shape_seed=seed)} if "used" in wanted else {}
         for origin in origins:
-            fresh = build(topology, seed + 1, shape_seed=seed)
-            kinds = {"fresh": fresh, "used": used}
-            if not both:
-                del kinds[("fresh", "used")[number % 2]]
-            if "used" in kinds:
-                step(*used, [5])
+            if "fresh" in wanted:
+                kinds["fresh"] = build(topology, seed + 1, shape_seed=seed)
+            if "used" in wanted:
+                step(*kinds["used"], [5])
             for kind, (model, other) in kinds.items():
                 other.param_groups[0]["lr"] = 7.0
                 done = load_model_and_optim_state(store, f"{run_of(origin)}@2", model, other)
                 assert (done.missing_keys, done.unread_keys) == ((), ())
                 found[origin, topology, kind] = everything(model, other)
             if both and origin == origins[-1]:
+                fresh, used = kinds["fresh"], kinds["used"]
                 step(*fresh, [2])
                 step(*used, [2])
                 assert everything(*fresh).differences(everything(*used)) == []  # nothing remains of the earlier state
