@@ -182,6 +182,7 @@ def test_training_resumes_bit_for_bit(store_path: Path, ranks: Pool, size: int) 
     }
 
 
+@pytest.mark.soak  # by default, those of Transformers and Lightning, because stores compress for all front ends
 def test_training_with_compression_resumes_bit_for_bit(store_path: Path, ranks: Pool) -> None:
     whole = ranks.run(2, trained, store_path, range(4), "wide")
     smaller = store_path.with_name("smaller")

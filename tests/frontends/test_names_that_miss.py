@@ -453,7 +453,7 @@ def load_any_stages(rank: int, size: int, path: Path, seed: int, trials: int) ->
 @pytest.mark.parametrize("size", [2, 3])
 def test_reports_about_random_stages_match_the_filled_tensors(tmp_path: Path, ranks: Pool, size: int) -> None:
     small_folder(tmp_path)
-    ranks.run(size, load_any_stages, tmp_path, 7, 20)
+    ranks.run(size, load_any_stages, tmp_path, 7, 10)
 
 
 @pytest.mark.soak

@@ -153,6 +153,7 @@ def test_interrupted_training_resumes_bit_for_bit(store_path: Path, ranks: Pool)
     assert set(store.read("titan@6")) == {"model", "optim", "train"}
 
 
+@pytest.mark.soak  # by default, those of Transformers and Lightning, because stores compress for all front ends
 def test_training_with_compression_resumes_bit_for_bit(store_path: Path, ranks: Pool) -> None:
     store = small_folder(store_path)
     expected = ranks.run(2, whole, store_path.with_name("plain"), 96)

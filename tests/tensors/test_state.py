@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from casckpt.errors import InvalidInput
@@ -260,7 +260,6 @@ def equal(one: Any, other: Any) -> bool:
     return same(one, other)
 
 
-@settings(max_examples=150, deadline=None)
 @given(STATES)
 def test_any_state_is_rebuilt_from_its_leaves(state: dict[Any, Any]) -> None:
     assert equal(through(state), state)
