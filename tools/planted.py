@@ -1979,6 +1979,12 @@ BUGS: dict[str, tuple[str, str, str, str]] = {
         "        except Conflict as error:\n",
         "tests/store/test_least_rights.py::test_writers_need_no_delete_permission_if_a_different_process_cleans_up",
     ),
+    "equal cells that may not be reused are examined again for each cell": (
+        "_DigestIndex.find",
+        "                self._begins[digest] = row + 1\n",
+        "                pass\n",
+        "tests/plan/test_reuse.py::test_equal_cells_that_may_not_be_reused_are_examined_once",
+    ),
     "a probe fails if it may not delete its file": (
         "probe",
         "            with suppress(StorageError):  # writers may lack the permission to delete\n",

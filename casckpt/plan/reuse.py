@@ -126,20 +126,22 @@ class _DigestIndex:
         # a search in a numpy array takes ten times as long
         self._prefixes = array("Q", prefixes[self._order].astype("=u8").tobytes())
         self._ends = list(accumulate(len(digests) for _, digests, _ in self._parts))
+        # where to begin: thousands of equal cells, such as zeros, may be in a blob that stays unusable
+        self._begins = dict[CellDigest, int]()
 
     def find(self, digest: CellDigest, usable: Callable[[StoredCell], bool]) -> StoredCell | None:
         prefix = int.from_bytes(digest[:8], "little")
-        row = bisect_left(self._prefixes, prefix)
-        while row < len(self._prefixes) and self._prefixes[row] == prefix:
+        begin = self._begins.get(digest) or bisect_left(self._prefixes, prefix)
+        for row in range(begin, bisect_right(self._prefixes, prefix)):
             at = int(self._order[row]) * DIGEST_BYTES
             number = bisect_right(self._ends, at)
             base, digests, cell_at = self._parts[number]
             if self._digests.startswith(digest, at):
-                begin = self._ends[number] - len(digests)
-                cell = _shifted(cell_at((at - begin) // DIGEST_BYTES), base)
+                first = self._ends[number] - len(digests)
+                cell = _shifted(cell_at((at - first) // DIGEST_BYTES), base)
                 if usable(cell):
                     return cell
-            row += 1
+                self._begins[digest] = row + 1
         return None
 
 

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from casckpt.format.extents import ExtentTable, build
+from casckpt.format.extents import ExtentTable, StoredCell, build
 from casckpt.format.manifest import Manifest
 from casckpt.format.names import BlobHash, CellDigest, TxId
 from casckpt.format.regions import Region, Shape, full_box
@@ -96,6 +96,24 @@ def test_cells_of_a_worn_blob_are_reused_from_a_different_blob() -> None:
     assert known.usable(1)
     assert known.find(d("a")) is None
     assert _place(known, d("b")) == (1, CELL)
+
+
+def test_equal_cells_that_may_not_be_reused_are_examined_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Otherwise, saves of large tensors that are mostly zeros take quadratic time."""
+    count, examined = 50, list[StoredCell]()
+    regions = flat_cells((count * CELL,), [CELL * number for number in range(1, count + 1)])
+    cells = [(region, d("zeros")) for region in regions]
+    worn = manifest({"w": ("uint8", 1, (count * CELL,), cells)}, worn=True)
+    known = _known(worn, _two_cells("x", "zeros", "b"))
+    usable = known.usable_cell
+
+    def examine(cell: StoredCell) -> bool:
+        examined.append(cell)
+        return usable(cell)
+
+    monkeypatch.setattr(known, "usable_cell", examine)
+    assert [_place(known, d("zeros")) for _ in range(count)] == [(1, CELL)] * count
+    assert len(examined) == 2 * count
 
 
 def test_a_missing_blob_is_removed_from_the_index() -> None:
