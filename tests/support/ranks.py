@@ -2,14 +2,14 @@
 
 ::
 
-def total(rank: int, size: int, more: int) -> int: ... # at the top of a test module: workers import it
+    def total(rank: int, size: int, more: int) -> int: ...  # at the top of a test module: workers import it
 
-ranks.run(4, total, 1) # [value of rank 0, ...]; raises JobFailed if any rank failed ranks.outcomes(4, total, 1,
-timeout=2) # [Outcome, ...]: values, errors, how a process died
+    ranks.run(4, total, 1)  # [value of rank 0, ...]; raises JobFailed if any rank failed
+    ranks.outcomes(4, total, 1, timeout=2)  # [Outcome, ...]: values, errors, how a process died
 
 Workers are forked from a server that has imported torch, so new ones are cheap. If a process in a job died or hung,
-the pool discards all workers of that job. Inside a job, `tell` and `wait_for` let ranks wait for each other without
-sleeping.
+the pool discards all workers of that job. It also discards a worker in which torch has left many threads. Inside a
+job, `tell` and `wait_for` let ranks wait for each other without sleeping.
 """
 
 from __future__ import annotations
@@ -45,6 +45,7 @@ from tests.support.torch_versions import skip_if_torch_lacks
 
 Job = Callable[..., Any]
 PATIENCE = 200.0  # seconds for a job, also on a busy machine; only jobs under --full take long
+_MOST = 20  # threads of a worker; those of each process group that torch does not end wake up 140 times per second
 _GRACE = 20.0  # additional seconds for a worker that cannot report its stack
 
 
@@ -159,8 +160,8 @@ class Pool:
         for request, worker in zip(requests, workers, strict=True):
             worker.pipe.send(request)
         outcomes = _collect(workers, requests, monotonic() + patience + _GRACE)
-        if any(outcome.died is not None for outcome in outcomes):
-            self._stop(workers)
+        died = any(outcome.died is not None for outcome in outcomes)
+        self._stop([worker for worker in workers if died or _threads_of(worker.process.pid) > _MOST])
         return outcomes
 
     def _stop(self, workers: Sequence[_Worker]) -> None:
@@ -203,7 +204,7 @@ def _told(outcome: Outcome) -> str:
 # inside a worker
 
 _meeting: list[Store] = []  # of the running job
-_threads = [0]  # those that were left after the last collection
+_left = [0]  # the number of threads after the last collection
 
 
 def outcome_of(call: Callable[[], Any]) -> Any:
@@ -297,14 +298,16 @@ def _run(request: _Request) -> Any:
 
 
 def _collect_groups() -> None:
-    """Delete the groups that only cycles of objects keep: each has a thread that wakes up 140 times per second.
-
-    A collection takes longer than most jobs, so a few such threads are left.
-    """
-    tasks = Path("/proc/self/task")
-    if tasks.exists() and len([*tasks.iterdir()]) > _threads[-1] + 3:
+    """Delete the groups that only cycles of objects keep. A collection takes longer than most jobs, so leave a few."""
+    if _threads_of(os.getpid()) > _left[-1] + 3:
         gc.collect()
-        _threads[:] = [len([*tasks.iterdir()])]
+        _left[:] = [_threads_of(os.getpid())]
+
+
+def _threads_of(process: int | None) -> int:
+    """Count the threads of a process. On other systems than Linux, return 0."""
+    tasks = Path(f"/proc/{process}/task")
+    return len([*tasks.iterdir()]) if tasks.exists() else 0
 
 
 def _forget_meshes() -> None:
