@@ -1,6 +1,6 @@
 """Runs tests in forks of the process that has collected them: ``--workers COUNT``.
 
-Imports and collection take 9 seconds of CPU time and 700 MB of memory, which the workers share. Each worker runs
+Imports and collection take up to a minute of CPU time and 700 MB of memory, which the workers share. Each worker runs
 consecutive tests. A worker that has none left takes over half of those that a different worker has not started.
 """
 

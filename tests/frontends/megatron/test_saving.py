@@ -9,6 +9,7 @@ import subprocess
 import sys
 import threading
 import warnings
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -25,10 +26,10 @@ from casckpt.frontends.megatron.saving import Ending, Saving, wait_for_end
 from casckpt.saving import rank_part
 from casckpt.saving import save as saving
 from tests.support import gpt
-from tests.support.afresh import afresh
 from tests.support.gpt import Topology, differences
 from tests.support.megatron_core import core, own_state, since, theirs, without_cuda
 from tests.support.ranks import Pool, outcome_of
+from tests.support.scripts import run_script
 
 MIB = 1 << 18  # in elements of float32
 
@@ -185,16 +186,19 @@ def test_the_queue_of_the_resiliency_extension_finishes_saves(tmp_path: Path, ra
     assert ranks.run(2, queued, tmp_path, "nvrx") == [[[[], [0]], OURS, []]] * 2
 
 
-def test_a_save_is_finished_in_a_different_process() -> None:
+def test_a_save_is_finished_in_a_different_process(tmp_path: Path) -> None:
     ending = Ending()
     try_it = "import fcntl, sys; fcntl.lockf(open(sys.argv[1]), fcntl.LOCK_SH | fcntl.LOCK_NB)"
     tried = subprocess.run([sys.executable, "-c", try_it, ending.path], stderr=subprocess.PIPE, text=True, check=False)
     assert "BlockingIOError" in tried.stderr
-    waiting = afresh().Process(target=wait_for_end, args=(ending.path,))
-    waiting.start()
-    ending.reached()
-    waiting.join()
-    assert waiting.exitcode == 0
+    script = tmp_path / "script.py"
+    script.write_text(
+        "import sys; from casckpt.frontends.megatron.saving import wait_for_end; wait_for_end(sys.argv[1])"
+    )
+    with ThreadPoolExecutor(1) as pool:
+        waiting = pool.submit(run_script, script, ending.path)
+        ending.reached()
+    assert waiting.result() == (0, "", "")
     wait_for_end(ending.path)
 
 

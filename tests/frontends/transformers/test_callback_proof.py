@@ -45,7 +45,7 @@ class Plain(torch.nn.Module):
 
 @pytest.fixture(scope="module")
 def saved(tmp_path_factory: pytest.TempPathFactory) -> Store:
-    store = small(cell_bytes=1 << 18, blob_bytes=1 << 20)  # most of the moments are zeros: too many equal small cells
+    store = small()
     trainer(tmp_path_factory.mktemp("out"), tiny(), CasCheckpointCallback(store, run="sft"), most=2).train()
     return store
 
