@@ -4161,6 +4161,12 @@ BUGS: dict[str, tuple[str, str, str, str]] = {
         "before.exists()",
         "tests/frontends/files/test_exporting.py::test_the_old_or_the_new_folder_is_there_wherever_an_export_ends",
     ),
+    "a forked child waits for the saves of its parent": (
+        "_end_in_child",
+        "tuple(futures)",
+        "()",
+        "tests/frontends/trainer/test_run_checkpoints.py::test_a_forked_child_does_not_wait_for_the_saves_of_its_parent",
+    ),
     "small files are read one by one in an export": (
         "_Job._revise",
         "_size(one) < SMALL or ",

@@ -17,6 +17,8 @@ from collections.abc import Callable
 from contextlib import suppress
 from typing import Any, Final, TypeVar
 
+from casckpt.errors import Conflict
+
 STATUS: Final = 120
 """The exit status, unless an uncaught error ends the program."""
 
@@ -30,8 +32,9 @@ unreported: Final[dict[object, str]] = {}
 
 References to the futures themselves would keep the saved state in memory.
 """
+futures: Final = set["ReportedFuture[Any]"]()
+"""All unfinished futures of this process."""
 
-os.register_at_fork(after_in_child=unreported.clear)  # the parent process reports them
 with suppress(AttributeError, RuntimeError):  # the function is private, and the interpreter may be exiting already
     threading._register_atexit(_ending.set)  # type: ignore[attr-defined] # see above
 
@@ -46,13 +49,19 @@ def note_if_late(error: BaseException) -> None:
 
 
 class ReportedFuture(concurrent.futures.Future[T]):
-    """A future whose error is reported when the program ends, unless somebody reads it. It cannot be cancelled."""
+    """A future whose error is reported when the program ends, unless somebody reads it. It cannot be cancelled.
+
+    Whoever creates it finishes it, because other code waits for all `futures`.
+    """
 
     def __init__(self) -> None:
         super().__init__()
         self.name = object()
         self.awaited = False  # a caller is waiting, and will receive the error
+        self.is_inherited = False  # the process that forked this one finishes it
         self.set_running_or_notify_cancel()
+        futures.add(self)
+        self.add_done_callback(futures.discard)
 
     @property
     def is_read(self) -> bool:
@@ -96,6 +105,18 @@ class ReportedFuture(concurrent.futures.Future[T]):
         if self.done():
             unreported.pop(self.name, None)
         self.awaited = False
+
+
+def _end_in_child() -> None:
+    """End the futures of the process that forked this one, because that process finishes and reports them."""
+    for future in tuple(futures):
+        future.__init__()  # type: ignore[misc] # without callbacks, and with a lock that no other thread holds
+        future.is_inherited = True
+        future.set_exception(Conflict("the process that forked this one runs this save: wait for the save there"))
+    unreported.clear()
+
+
+os.register_at_fork(after_in_child=_end_in_child)
 
 
 @atexit.register

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import re
 from collections.abc import Mapping, Sequence
+from functools import cache
 from pathlib import Path
 from typing import Any
 from urllib.parse import unquote
@@ -23,6 +25,12 @@ def few(names: Sequence[object], most: int) -> str:
     """Format the first few names or numbers, and the number of the others, without quotes."""
     more = f" and {len(names) - most} more" if len(names) > most else ""
     return ", ".join(map(str, names[:most])) + more
+
+
+@cache
+def warn_once(log: logging.Logger, text: str, *values: object) -> None:
+    """Log a warning unless this process has logged it with the same values."""
+    log.warning(f"{text}. This is logged once", *values)  # noqa: G004 - `text` is a constant of the caller
 
 
 def lineage_text(lineage: Mapping[str, Any] | None, most: int = 3) -> str:

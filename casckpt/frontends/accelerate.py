@@ -19,7 +19,6 @@ import logging
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import replace
-from functools import cache
 from types import TracebackType
 from typing import Any, Literal, Self, Unpack
 
@@ -30,6 +29,7 @@ except ImportError as error:
 
 from torch import nn
 
+from casckpt.base.text import warn_once
 from casckpt.contents.checkpoint import Checkpoint
 from casckpt.errors import InvalidInput, Unsupported
 from casckpt.frontends.files import AS_FILES
@@ -191,18 +191,15 @@ def _bare(optimizers: Sequence[Any], names: Sequence[Mapping[int, Any]]) -> list
     groups = (group for one in as_optimizers(optimizers) for group in one.param_groups)
     bare = {id(one): one for group in groups for one in group["params"] if not any(id(one) in known for known in names)}
     if bare:
-        _say_bare(len(bare), str([list(one.shape) for one in bare.values()][:8]))
+        warn_once(
+            log,
+            "%d parameters of the optimizers, of the shapes %s, are in no prepared model. They are saved as a model of "
+            "their own. If they were replaced in a model, create the optimizer after that",
+            len(bare), str([list(one.shape) for one in bare.values()][:8]),
+        )  # fmt: skip
     module = nn.Module()
     module._parameters.update({f"bare_{number}": one for number, one in enumerate(bare.values())})
     return [module] if bare else []
-
-
-@cache
-def _say_bare(count: int, shapes: str) -> None:
-    log.warning(
-        "%d parameters of the optimizers, of the shapes %s, are in no prepared model. They are saved as a model of "
-        "their own. If they were replaced in a model, create the optimizer after that", count, shapes,
-    )  # fmt: skip
 
 
 def _share_names(names: Sequence[Mapping[int, Sequence[str]]]) -> bool:

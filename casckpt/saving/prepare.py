@@ -6,7 +6,7 @@ import logging
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
-from functools import cache, partial
+from functools import partial
 from pathlib import PurePosixPath
 from typing import Any
 
@@ -14,7 +14,7 @@ import torch
 
 from casckpt.base.lazy import cached_property
 from casckpt.base.names import check_attachment_name
-from casckpt.base.text import listed
+from casckpt.base.text import listed, warn_once
 from casckpt.errors import InvalidInput
 from casckpt.format.manifest import Attachment, ObjectEntry
 from casckpt.format.plain import Spill
@@ -33,6 +33,9 @@ from casckpt.tensors.state import FlatState, LeafValue, encode_tree, flatten, is
 
 _INLINE_BYTES = 4096
 LARGE = 10_000  # entries; with fewer, a save or a read takes well under a second
+_UNKEPT = (
+    "state%s is a %s, which is stored as a dict: Store.read returns a dict, and a load into such an object fills it"
+)
 _EMPTY = (
     "%d of the %d floating-point tensors of this state are empty. If these are placeholders, such as those that "
     "DeepSpeed's ZeRO-3 leaves, this checkpoint lacks the weights: gather the weights first, and then save again"
@@ -102,24 +105,20 @@ def prepare(
             sources += parts
     tensors = flat.leaves.items() if frozen is not None else ()
     if trained := [key for key, leaf in tensors if getattr(leaf.value, "requires_grad", False) and is_frozen(key)]:
-        _warn_of_trained(listed(trained))
+        warn_once(
+            log,
+            "%s are declared frozen, but require gradients. If they change, even in one row, later checkpoints may "
+            "have their first values: leave them out of frozen=, or call requires_grad_(False)", listed(trained),
+        )  # fmt: skip
     if rank == 0:
         _warn_if_empty(sources)
         for unkept, path in flat.unkept.items():
-            _log_class(unkept, show(path))
+            warn_once(log, _UNKEPT, show(path), unkept.__qualname__)
     inline, large = _attachments(attachments or {})
     outer = {leaf.unit.key: leaf.unit.value for leaf in flat.leaves.values() if leaf.outer} if size > 1 else {}
     sharded = {key: value for key, value in outer.items() if is_part(value) and not flat.wrappers[key].in_parts}
     in_parts = {key: flatten({key: value}, apart=lambda _: True) for key, value in sharded.items()}
     return Prepared([*sources, *large], objects, inline, encode_tree(flat.tree), left, in_parts)
-
-
-@cache
-def _warn_of_trained(names: str) -> None:
-    log.warning(
-        "%s are declared frozen, but require gradients. If they change, even in one row, later checkpoints may "
-        "have their first values: leave them out of frozen=, or call requires_grad_(False). This is logged once", names,
-    )  # fmt: skip
 
 
 def _warn_if_empty(sources: Sequence[LocalEntry]) -> None:
@@ -130,16 +129,6 @@ def _warn_if_empty(sources: Sequence[LocalEntry]) -> None:
     empty = [0 in source.shape for source in sources if source.kind == TENSOR and "float" in source.dtype]
     if len(empty) > 1 and sum(empty) > len(empty) / 2:
         log.warning(_EMPTY, sum(empty), len(empty))
-
-
-@cache
-def _log_class(kind: type, place: str) -> None:
-    log.warning(
-        "state%s is a %s, which is stored as a dict: Store.read returns a dict, and a load into such an object "
-        "fills it. This is logged once",
-        place,
-        kind.__qualname__,
-    )
 
 
 def _owner(owners: Callable[[str], int | None], key: str, size: int) -> int | None:

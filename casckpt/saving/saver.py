@@ -14,7 +14,7 @@ from typing import Any, TypeAlias
 import torch
 
 from casckpt.base.cycle_collector import collector_paused
-from casckpt.base.exit_status import ReportedFuture, unreported
+from casckpt.base.exit_status import ReportedFuture, futures, unreported
 from casckpt.base.parallel import usable_threads
 from casckpt.base.units import format_size
 from casckpt.contents.checkpoint import Checkpoint
@@ -103,27 +103,16 @@ class Background:
 
         with suppress(RuntimeError):
             if not here:
-                _Saving(target=run, name="casckpt-async").start()
+                threading.Thread(target=run, name="casckpt-async").start()
                 return future
         run()
         return future
 
 
-class _Saving(threading.Thread):
-    """The thread that runs a save. The interpreter waits for it at exit."""
-
-
-def _end_saves() -> None:
-    """Wait for all running saves."""
-    for thread in threading.enumerate():
-        if isinstance(thread, _Saving):
-            thread.join()
-
-
 # `atexit` runs too late: Python has already stopped all thread pools by then, and bucket clients need them. Python
 # calls the functions that are registered here in reverse order.
 with suppress(AttributeError, RuntimeError):  # the function is private, and the interpreter may be exiting already
-    threading._register_atexit(_end_saves)  # type: ignore[attr-defined] # see above
+    threading._register_atexit(lambda: wait(tuple(futures)))  # type: ignore[attr-defined] # see above
 
 
 State: TypeAlias = Mapping[Any, Any] | Callable[[], Mapping[Any, Any]]

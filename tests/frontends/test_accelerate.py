@@ -16,6 +16,7 @@ from torch.utils.data import DataLoader, TensorDataset
 pytest.importorskip("accelerate", reason="needs casckpt[transformers]")
 
 import casckpt
+from casckpt.base.text import warn_once
 from casckpt.errors import InvalidInput, StorageError, Unsupported
 from casckpt.store.types import CheckReplicas
 from tests.support.parallel import everything
@@ -117,7 +118,7 @@ def test_parameters_of_no_model_are_saved_with_their_optimizer_and_said_once(
 ) -> None:
     from accelerate import Accelerator
 
-    from casckpt.frontends.accelerate import AcceleratorCheckpointer, _say_bare
+    from casckpt.frontends.accelerate import AcceleratorCheckpointer
 
     def made(seed: int) -> tuple[AcceleratorCheckpointer, list[torch.Tensor], Any]:
         nets = [nn.Linear(2, 2) for _ in range(models)]
@@ -128,7 +129,7 @@ def test_parameters_of_no_model_are_saved_with_their_optimizer_and_said_once(
         accelerator.prepare(*nets, *optimizers)
         return AcceleratorCheckpointer(accelerator, store, run="sft"), tensors, optimizers
 
-    _say_bare.cache_clear()
+    warn_once.cache_clear()
     saver, saved, optimizers = made(0)
     for optimizer in optimizers:
         for one in saved:

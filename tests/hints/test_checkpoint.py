@@ -546,7 +546,7 @@ class Settings(UserDict[str, Any]):
     """A mapping type that is not a dict."""
 
 
-@follows("saving/prepare.py:_log_class", "Store.read returns a dict, and a load into such an object fills it")
+@follows("saving/prepare.py:", "Store.read returns a dict, and a load into such an object fills it")
 def test_a_load_can_fill_a_mapping_of_a_different_class_as_advised(store: casckpt.Store, messages: Messages) -> None:
     with messages.log() as advice:
         store.save({"more": Settings(lr=0.5)}, run="a", step=1)

@@ -19,9 +19,9 @@ from torch.utils.data import DataLoader, IterableDataset
 
 import casckpt
 from casckpt import load_model_and_optim_state, save_model_and_optim_state
+from casckpt.base.text import warn_once
 from casckpt.errors import Conflict, InvalidInput, Mismatch, MissingKey, NotFound, StorageError
 from casckpt.frontends.trainer import Checkpointer, CheckpointerConfig, TrainState, restore_rng, rng_state
-from casckpt.frontends.training_state import model as of_models
 from tests.frontends.training_state.test_model import Reading, Scaled
 from tests.hints.conftest import Run
 from tests.support.hints import Advice, Messages, follows
@@ -197,7 +197,7 @@ class Mean(nn.Module):
         self.register_buffer("value", torch.zeros(1), persistent=mode)
 
 
-@follows("frontends/training_state/train_state.py:_warn_of_empty", "after persistent(True)")
+@follows("frontends/training_state/train_state.py:plain_state", "after persistent(True)")
 def test_a_metric_without_a_state_is_said_and_saved_as_advised(
     store: Store, model: Two, messages: Messages, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -276,7 +276,7 @@ def test_a_shuffled_order_that_cannot_continue_is_said_in_the_middle_of_an_epoch
     assert "DataLoader" not in said_of(caplog, DataLoader(data, batch_size=8, shuffle=True), "d"), "the epoch has ended"
 
 
-@follows("saving/prepare.py:_warn_of_trained", "leave them out of frozen=, or call requires_grad_(False)")
+@follows("saving/prepare.py:prepare", "leave them out of frozen=, or call requires_grad_(False)")
 def test_frozen_weights_that_require_gradients_are_said_and_mended_as_advised(
     store: Store, messages: Messages, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -292,7 +292,7 @@ def test_frozen_weights_that_require_gradients_are_said_and_mended_as_advised(
     assert caplog.messages == []
 
 
-@follows("frontends/training_state/model.py:_warn_of_merged", "call unmerge_adapter() first")
+@follows("frontends/training_state/model.py:model_to_save", "call unmerge_adapter() first")
 def test_merged_adapters_are_unmerged_as_advised(
     store: Store, model: Two, messages: Messages, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -328,9 +328,9 @@ def test_state_of_a_different_kind_can_be_loaded_or_skipped_as_advised(
 
 
 @follows("frontends/training_state/loading.py:TrainingStateLoad._leave", "or leave these modules unchanged with")
-@follows("frontends/training_state/model.py:_warn_once", "unless ignore_mismatched leaves their modules unchanged")
+@follows("frontends/training_state/model.py:model_state", "unless ignore_mismatched leaves their modules unchanged")
 def test_keys_that_a_module_does_not_read_can_be_handled_or_ignored(store: Store, messages: Messages) -> None:
-    of_models._warn_once.cache_clear()
+    warn_once.cache_clear()
     model = nn.Sequential(nn.Linear(3, 3), Scaled(2.0))
     with messages.log() as said:
         save_model_and_optim_state(store, model, run="a", step=1)

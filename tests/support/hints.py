@@ -50,7 +50,7 @@ _ADVICE: Final = tuple(
         r"\bMove it from\b|\brepeat the copy\b|; load with …",
     )
 )
-_LOGS: Final = re.compile(r"(?:_?log\w*|warnings)\.(?:warn|warning|error)\b")
+_LOGS: Final = re.compile(r"(?:_?log\w*|warnings)\.(?:warn|warning|error)\b|warn_once\b")
 
 Test = TypeVar("Test", bound=Callable[..., None])
 

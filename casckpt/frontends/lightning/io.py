@@ -7,14 +7,13 @@ from collections.abc import Callable, Mapping
 from concurrent.futures import Future, wait
 from pathlib import Path
 from typing import Any
-from weakref import WeakSet
 
 import torch
 from lightning.fabric.plugins import CheckpointIO, TorchCheckpointIO
 from lightning.pytorch import Callback, Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint, Timer
 
-from casckpt.base.exit_status import ReportedFuture
+from casckpt.base.exit_status import ReportedFuture, futures
 from casckpt.contents.checkpoint import Checkpoint
 from casckpt.errors import CasckptError, InvalidInput
 from casckpt.frontends.interchange.new_files import new_file
@@ -30,7 +29,6 @@ from casckpt.tensors.values import OfObjects
 log = logging.getLogger(__name__)
 
 WEIGHTS, REST = "model", "lightning"
-_unfinished = WeakSet[ReportedFuture[Any]]()  # saves and removals in the background of all plug-ins of this process
 
 
 class CasCheckpointIO(CheckpointIO):
@@ -133,7 +131,7 @@ class CasCheckpointIO(CheckpointIO):
         opened with ``require_signature``. First waits for the saves in the background of all plug-ins of this process.
         """
         self._settle()
-        wait(tuple(_unfinished))
+        wait(tuple(futures))
         pointer = Pointer(path)
         if pointer.is_foreign():
             check_foreign(self.store, path)
@@ -188,12 +186,11 @@ class CasCheckpointIO(CheckpointIO):
     def _later(self, call: Callable[[], Any], *, after: Future[Any]) -> None:
         """Make a call in the thread of a save, once ``after`` is done."""
         self._waiting.append(ReportedFuture())
-        _unfinished.add(self._waiting[-1])
         self._waiting[-1].follow(after, call)
 
     def _settle(self) -> None:
         waiting, self._waiting = self._waiting, []
-        for error in filter(None, (one.exception() for one in waiting)):
+        for error in filter(None, (one.exception() for one in waiting if not one.is_inherited)):
             log.error("a save or removal in the background failed: %s", error)
 
 

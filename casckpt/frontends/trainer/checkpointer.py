@@ -232,12 +232,12 @@ class Checkpointer:
         After ``max_failures`` such errors, the call waits for its own save and raises its error.
         """
         check_keywords("Checkpointer.save_async", options, StepArguments)
-        begun, done = time.monotonic(), ReportedFuture[Checkpoint]()
+        begun = time.monotonic()
         ranks, is_foreground, waits, existing = self._begin(step, train_state, options)
         with self._reporting(ranks, step):
             state = state_to_save(ranks, model, optim, train_state)
             if existing and (kept := self._kept(existing, ranks, state, model, options)):
-                self.saved_step = step
+                self.saved_step, done = step, ReportedFuture[Checkpoint]()
                 done.set_result(kept)
                 return done
             saving = self.store.save_async(state, run=self.run, step=step, **self._save_arguments(model, **options))
@@ -251,6 +251,7 @@ class Checkpointer:
             self._after(summary, ranks, options.get("metrics"))
             return saved
 
+        done = ReportedFuture[Checkpoint]()
         self._pending = _Pending(done, step, self.saved_step, self._files)
         self._files, self.saved_step = {}, step
         done.follow(saving, finish)
@@ -839,7 +840,7 @@ class Checkpointer:
         After an error, the next save gets the files of the failed save.
         """
         pending, self._pending = self._pending, None
-        if pending is None:
+        if pending is None or pending.future.is_inherited:
             return None
         error = pending.future.exception()
         self._failures.note(error)

@@ -14,7 +14,7 @@ import torch
 from torch import nn
 from torch.nn.parameter import is_lazy
 
-from casckpt.base.text import listed
+from casckpt.base.text import listed, warn_once
 from casckpt.errors import InvalidInput
 from casckpt.frontends.training_state.flat import drop_gathered, flat_parts, full_dtypes, let_go, without_fsdp_hooks
 from casckpt.frontends.training_state.names import plain_name
@@ -54,7 +54,11 @@ def model_state(model: nn.Module) -> OrderedDict[str, Any]:
     unread = passed_by(model, live, strict=False)
     packed_weights(live, unread)
     if unread and this_rank() == 0:
-        _warn_once(listed(list(unread)))
+        warn_once(
+            log,
+            "the model's state_dict has %s, which its load_state_dict does not read. They are saved, but a load into "
+            "such a model is refused unless ignore_mismatched leaves their modules unchanged", listed(list(unread)),
+        )  # fmt: skip
     metadata = getattr(raw, "_metadata", None)
     if metadata is not None:  # module versions; a wrapped module replaces its wrapper
         vars(state)["_metadata"] = {plain_name(model, path): value for path, value in metadata.items()}
@@ -71,19 +75,15 @@ def model_to_save(model: nn.Module) -> OrderedDict[str, Any]:
     """Return `model_state` with buffers marked, because their values may differ across ranks; see `may_differ`."""
     state = model_state(model)
     if merged := [path for path, module in model.named_modules() if getattr(module, "merged_adapters", None)]:
-        _warn_of_merged(listed(merged))
+        warn_once(
+            log,
+            "the adapters of %s are merged into the weights at this save, so a model that loads it would add them "
+            "twice: call unmerge_adapter() first", listed(merged),
+        )  # fmt: skip
     for name, value in state.items():
         if isinstance(value, torch.Tensor) and not isinstance(value, nn.Parameter) and not is_wrapper(value):
             state[name] = nn.Buffer(value)
     return state
-
-
-@cache
-def _warn_of_merged(names: str) -> None:
-    log.warning(
-        "the adapters of %s are merged into the weights at this save, so a model that loads it would add them twice: "
-        "call unmerge_adapter() first. This is logged once", names,
-    )  # fmt: skip
 
 
 def _live_state(model: nn.Module) -> dict[str, Any]:
@@ -147,15 +147,6 @@ def passed_by(model: nn.Module, state: Mapping[str, Any], *, strict: bool) -> di
         if not any(_loads(module, is_root=module in roots) for module in readers):
             unread[name] = names_below(above[-1]) if writes else [name]
     return unread
-
-
-@cache
-def _warn_once(names: str) -> None:
-    log.warning(
-        "the model's state_dict has %s, which its load_state_dict does not read. They are saved, but a load into such "
-        "a model is refused unless ignore_mismatched leaves their modules unchanged. This is logged once",
-        names,
-    )
 
 
 def _reads(module: nn.Module, name: str) -> bool:

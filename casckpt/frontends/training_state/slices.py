@@ -9,13 +9,13 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cache
 from math import prod
 from typing import Any, NamedTuple, TypeAlias
 
 import torch
 
 from casckpt.base.digest import hex_digest
+from casckpt.base.text import warn_once
 from casckpt.errors import Mismatch
 from casckpt.frontends.training_state.optimizer import tensors_below
 from casckpt.frontends.training_state.stored import STEP_NAMES, StoredTraining
@@ -121,17 +121,12 @@ def store_apart(optimizer: NamedState, own: set[tuple[str, Any]], ranks: Ranks) 
     places = _places({name: optimizer.model[name] for name in state}, ranks.size)
     optimizer.state[RANKS] = {ranks.rank: {"places": places, "state": state}}
     if ranks.rank == 0:
-        _say(optimizer.key, ".".join(map(str, min(own, key=str))))
-
-
-@cache
-def _say(key: str, example: str) -> None:
-    log.warning(
-        "%s: each rank stores its own %s, because casckpt cannot tell which elements of the parameter this state "
-        "belongs to. Only the same number of ranks with the same sharding can load this optimizer",
-        key,
-        example,
-    )
+        warn_once(
+            log,
+            "%s: each rank stores its own %s, because casckpt cannot tell which elements of the parameter this state "
+            "belongs to. Only the same number of ranks with the same sharding can load this optimizer",
+            optimizer.key, ".".join(map(str, min(own, key=str))),
+        )  # fmt: skip
 
 
 def _places(parameters: Mapping[str, Any], size: int) -> list[Any]:

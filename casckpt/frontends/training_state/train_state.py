@@ -8,7 +8,6 @@ import random
 from collections import UserDict, deque
 from collections.abc import Callable, Collection, Iterator, Mapping, MutableMapping
 from contextlib import contextmanager, suppress
-from functools import cache
 from typing import Any
 
 import numpy as np
@@ -18,7 +17,7 @@ from torch.utils.data import DataLoader, Dataset, RandomSampler, Sampler, Subset
 from torch.utils.data.dataloader import _MultiProcessingDataLoaderIter, _SingleProcessDataLoaderIter
 
 from casckpt.base.digest import hex_digest
-from casckpt.base.text import listed
+from casckpt.base.text import listed, warn_once
 from casckpt.errors import InvalidInput, Mismatch, MissingKey
 from casckpt.format.tree import TENSOR
 from casckpt.frontends.training_state.optimizer import tensors_below
@@ -45,7 +44,11 @@ def plain_state(value: Any, key: str) -> Any:
         with noted(f"raised in {name} of {key!r}"):
             state = getattr(value, name)()
         if state == {} and isinstance(value, nn.Module):
-            _warn_of_empty(key.rpartition(".")[2], type(value).__name__)
+            warn_once(
+                log,
+                "%r, a %s, has an empty state_dict, so nothing of it is restored. Metrics of torchmetrics have one "
+                "after persistent(True)", key.rpartition(".")[2], type(value).__name__,
+            )  # fmt: skip
         return state
     if not holds_object(value):
         return value
@@ -62,14 +65,6 @@ def check_part(value: Any, key: str) -> None:
             "torchdata, which accepts the same arguments, or leave it out",
             key=key,
         )
-
-
-@cache
-def _warn_of_empty(key: str, kind: str) -> None:
-    log.warning(
-        "%r, a %s, has an empty state_dict, so nothing of it is restored. Metrics of torchmetrics have one after "
-        "persistent(True)", key, kind,
-    )  # fmt: skip
 
 
 def warn_of_data(train_state: Any) -> None:

@@ -11,7 +11,7 @@ import pytest
 from torch import nn
 
 import casckpt
-from casckpt.errors import NotFound
+from casckpt.errors import Conflict, NotFound
 from casckpt.frontends.trainer import Checkpointer
 from casckpt.repository.repository import Repository
 from casckpt.store.store import Store
@@ -80,19 +80,31 @@ def test_names_of_a_checkpoint_that_is_still_being_saved_are_not_those_of_the_on
     assert failed.exception() is not None
 
 
-def test_a_forked_child_does_not_wait_for_the_saves_of_its_parent() -> None:
+def test_a_forked_child_does_not_wait_for_the_saves_of_its_parent(caplog: pytest.LogCaptureFixture) -> None:
     inner, go = memory(), threading.Event()
     storage, (model, optimizer) = FaultyStore(inner), made(1)
     checkpointer, other = Checkpointer(small(storage), run="sft"), Checkpointer(Store(Repository(inner)), run="sft")
-    checkpointer.save(1, model, optimizer)
+    first = checkpointer.save(1, model, optimizer)
 
     def hold(_: object) -> None:
         assert go.wait(60)
 
     storage.inject(call_first("put", hold, key="commits/*[!1]"))
     saving = checkpointer.save_async(2, model, optimizer)
+
+    def child() -> None:
+        for each in (other, checkpointer):
+            assert each.resume(model, optimizer) == first
+        checkpointer.close()
+        with pytest.raises(Conflict, match="the process that forked this one runs this save"):
+            saving.result()
+        storage.heal()
+        checkpointer.save(3, model, optimizer)  # does not raise the other error again
+        assert "of sft@2" not in caplog.text
+
+    caplog.clear()
     try:
-        with forked(lambda: other.resume(model, optimizer)):
+        with forked(child):
             assert not saving.done()
     finally:
         go.set()
