@@ -193,6 +193,8 @@ def _text(ref: object) -> str:
     if not isinstance(ref, str):
         kind = type(ref).__name__  # not its repr: that of a large state takes minutes
         raise InvalidInput(f"a reference must be a str, and not of type {kind}: {GRAMMAR}")
+    if ref.startswith("@"):
+        raise InvalidInput(f"{ref!r} names no run: {GRAMMAR}")
     return ref
 
 

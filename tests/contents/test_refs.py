@@ -247,6 +247,12 @@ def test_a_range_contains_only_one_of_two_twins(repo: Repository) -> None:
     assert resolve_many(repo, ["a@0.."]) == [later]
 
 
+@pytest.mark.parametrize("ref", ["@1", "@latest", "@", "@1..2"])
+def test_the_error_for_a_reference_without_a_run_shows_it_and_the_grammar(repo: Repository, ref: str) -> None:
+    with pytest.raises(InvalidInput, match=rf"^'{ref}' names no run: use an id .*, RUN@latest"):
+        resolve_many(repo, [ref])
+
+
 def test_a_range_without_checkpoints_is_not_found(repo: Repository) -> None:
     commit_bare(repo, "a", 10)
     with pytest.raises(InvalidInput, match="5 is greater than 3"):
