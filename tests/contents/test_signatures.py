@@ -76,6 +76,19 @@ def test_gc_keeps_the_signatures_of_a_copy_in_progress(tmp_path: Path, repo: Rep
     assert ids(target) == set()
 
 
+def test_gc_keeps_the_signature_of_a_checkpoint_that_was_purged_and_copied_back(
+    tmp_path: Path, repo: Repository, first: Commit
+) -> None:
+    target = elsewhere(tmp_path)
+    copy(repo, target, first)
+    run_gc(repo)
+    assert ids(repo) == set()
+    copy(target, repo, list_commits(target).live()[0])
+    run_gc(repo)
+    assert {commit.last for commit in list_commits(repo).commits.values() if commit.id == first.id} >= {"purged"}
+    assert ids(repo) == {first.id}
+
+
 def test_gc_keeps_all_signatures_if_a_transaction_or_record_is_unreadable(repo: Repository, first: Commit) -> None:
     signed = {key: repo.storage.get(key, limit=1 << 20) for key in list_signatures(repo)}
     run_gc(repo)
