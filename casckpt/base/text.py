@@ -5,14 +5,15 @@ from __future__ import annotations
 import logging
 import os
 import re
-from collections.abc import Mapping, Sequence
-from functools import cache
+from collections.abc import Hashable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 from urllib.parse import unquote
 
 from casckpt.errors import InvalidInput
 
+known: Final[set[tuple[Hashable, ...]]] = set()
+"""What this process has logged and does not log again."""
 _SCHEME = re.compile(r"([A-Za-z][A-Za-z0-9+.-]+)://")
 
 
@@ -27,10 +28,17 @@ def few(names: Sequence[object], most: int) -> str:
     return ", ".join(map(str, names[:most])) + more
 
 
-@cache
-def warn_once(log: logging.Logger, text: str, *values: object) -> None:
+def is_news(*what: Hashable) -> bool:
+    """Return whether this is the first call with these values in this process."""
+    is_new = what not in known
+    known.add(what)
+    return is_new
+
+
+def warn_once(log: logging.Logger, text: str, *values: Hashable) -> None:
     """Log a warning unless this process has logged it with the same values."""
-    log.warning(f"{text}. This is logged once", *values)  # noqa: G004 - `text` is a constant of the caller
+    if is_news(text, *values):
+        log.warning(f"{text}. This is logged once", *values)  # noqa: G004 - `text` is a constant of the caller
 
 
 def lineage_text(lineage: Mapping[str, Any] | None, most: int = 3) -> str:

@@ -14,7 +14,7 @@ from itertools import count, takewhile
 from typing import Any, TypeAlias
 
 from casckpt.base.groups import grouped
-from casckpt.base.text import listed
+from casckpt.base.text import is_news, listed
 from casckpt.errors import InvalidInput, Mismatch, MissingKey
 from casckpt.format.manifest import Manifest
 from casckpt.format.regions import Shape
@@ -40,7 +40,6 @@ _AVERAGE = re.compile(r"(?:^|[._])(?:ema|swa|averaged?|shadow)(?:[._]|$)")
 _SHARE = 10
 """A load raises an error if more than 1/10 of the tensors have different names in the checkpoint."""
 _SHOWN = 3
-_LOGGED: set[tuple[str, str, int]] = set()
 
 
 @dataclass(frozen=True)
@@ -127,8 +126,7 @@ def log_once(checkpoint: str, said: str | None, keys: Collection[str], level: in
 
     ``keys``: some keys that identify the model.
     """
-    if said is not None and (message := (checkpoint, said, hash(tuple(keys)))) not in _LOGGED:
-        _LOGGED.add(message)
+    if said is not None and is_news(checkpoint, said, hash(tuple(keys))):
         log.log(level, "%s", said)
 
 

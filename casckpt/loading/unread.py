@@ -7,7 +7,7 @@ import re
 from collections.abc import Collection, Mapping, Sequence
 
 from casckpt.base.groups import grouped
-from casckpt.base.text import listed
+from casckpt.base.text import is_news, listed
 from casckpt.format.tree import Node, Path, children, join
 
 log = logging.getLogger("casckpt")
@@ -16,8 +16,6 @@ EVERYTHING = ""
 """The whole checkpoint as a subtree. It is used if none of it was read."""
 
 _GENERATOR = re.compile(r"(^|[._])(rng|random|generator)")
-_LOGGED: set[tuple[str, tuple[str, ...]]] = set()
-"""The messages that were logged for each run. They ensure that an evaluation loop logs each message once."""
 
 
 def left_unread(tree: Node, unread: Collection[str]) -> tuple[tuple[str, ...], tuple[str, ...]]:
@@ -102,7 +100,7 @@ def warn_moved(run: str, step: int, holders: Mapping[str, Collection[int]], size
             [f"rank{'s' * (len(without) > 1)} {listed(without)} loaded the value of rank {ranks[0]}"] if without else []
         )
         said += [f"no rank loaded the value of rank{'s' * (len(left) > 1)} {listed(left)}"] if left else []
-        if _is_news(run, (f"{size}", *map(str, ranks), *keys)):
+        if is_news(run, size, *ranks, *keys):
             log.warning("%s of %s@%d: %s", listed(keys), run, step, "; ".join(said))
 
 
@@ -111,16 +109,9 @@ def warn_unread(run: str, step: int, subtrees: Sequence[str], what_to_say: str) 
 
     ``what_to_say``: the end of the message, which says how to disable it.
     """
-    if subtrees and _is_news(run, tuple(subtrees)):
+    if subtrees and is_news(run, *subtrees):
         named = listed([key for key in subtrees if key != EVERYTHING])
         what = (
             f"read nothing (it has {named or 'no containers'})" if EVERYTHING in subtrees else f"did not read {named}"
         )
         log.warning("the load %s of %s@%d; if this is intended, %s", what, run, step, what_to_say)
-
-
-def _is_news(run: str, what: tuple[str, ...]) -> bool:
-    """Return whether this is the first message of this kind for the run. Records the message as logged."""
-    is_new = (run, what) not in _LOGGED
-    _LOGGED.add((run, what))
-    return is_new

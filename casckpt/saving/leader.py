@@ -14,7 +14,7 @@ import torch
 
 from casckpt._version import __version__
 from casckpt.base.cycle_collector import collector_paused
-from casckpt.base.text import listed
+from casckpt.base.text import is_news, listed
 from casckpt.contents import manifests
 from casckpt.contents.signatures import sign_save
 from casckpt.errors import CasckptError, Damaged, InvalidInput, Refused
@@ -438,16 +438,13 @@ def _agree(requests: Sequence[BeginRequest]) -> bool:
 
 
 _NAMED: Final = 8
-_logged: Final[set[tuple[str, str, str]]] = set()  # what this process has already logged
 
 
 def log_pickled(url: str, run: str, objects: Iterable[ObjectEntry]) -> None:
     """Log the names of the pickles in ``objects``, once for each name in a run."""
-    new = {(url, run, entry.key) for entry in objects if entry.pickled} - _logged
-    if not new:
+    keys = sorted({entry.key for entry in objects if entry.pickled and is_news(url, run, entry.key)})
+    if not keys:
         return
-    _logged.update(new)
-    keys = sorted(key for _, _, key in new)
     log.warning(
         "%s in %s: stored as pickles: %s. They are not plain data, or they are bytes that a planner produced. To "
         "load classes that torch's restricted unpickler does not allow, a load needs allow_pickle=True. This is "

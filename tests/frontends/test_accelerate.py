@@ -16,7 +16,7 @@ from torch.utils.data import DataLoader, TensorDataset
 pytest.importorskip("accelerate", reason="needs casckpt[transformers]")
 
 import casckpt
-from casckpt.base.text import warn_once
+from casckpt.base import text
 from casckpt.errors import InvalidInput, StorageError, Unsupported
 from casckpt.store.types import CheckReplicas
 from tests.support.parallel import everything
@@ -129,7 +129,7 @@ def test_parameters_of_no_model_are_saved_with_their_optimizer_and_said_once(
         accelerator.prepare(*nets, *optimizers)
         return AcceleratorCheckpointer(accelerator, store, run="sft"), tensors, optimizers
 
-    warn_once.cache_clear()
+    text.known.clear()
     saver, saved, optimizers = made(0)
     for optimizer in optimizers:
         for one in saved:

@@ -19,7 +19,7 @@ from torch.utils.data import DataLoader, IterableDataset
 
 import casckpt
 from casckpt import load_model_and_optim_state, save_model_and_optim_state
-from casckpt.base.text import warn_once
+from casckpt.base import text
 from casckpt.errors import Conflict, InvalidInput, Mismatch, MissingKey, NotFound, StorageError
 from casckpt.frontends.trainer import Checkpointer, CheckpointerConfig, TrainState, restore_rng, rng_state
 from tests.frontends.training_state.test_model import Reading, Scaled
@@ -330,7 +330,7 @@ def test_state_of_a_different_kind_can_be_loaded_or_skipped_as_advised(
 @follows("frontends/training_state/loading.py:TrainingStateLoad._leave", "or leave these modules unchanged with")
 @follows("frontends/training_state/model.py:model_state", "unless ignore_mismatched leaves their modules unchanged")
 def test_keys_that_a_module_does_not_read_can_be_handled_or_ignored(store: Store, messages: Messages) -> None:
-    warn_once.cache_clear()
+    text.known.clear()
     model = nn.Sequential(nn.Linear(3, 3), Scaled(2.0))
     with messages.log() as said:
         save_model_and_optim_state(store, model, run="a", step=1)

@@ -11,10 +11,10 @@ import pytest
 import torch
 
 import casckpt
+from casckpt.base import text
 from casckpt.contents import manifests
 from casckpt.contents.contents import Contents
 from casckpt.errors import InvalidInput, Mismatch, MissingKey
-from casckpt.loading import unread
 from casckpt.loading.options import LoadArguments, LoadOptions, MatchArguments, ReadArguments
 from casckpt.saving import prepare
 from casckpt.saving.options import SaveArguments, SaveOptions
@@ -95,7 +95,7 @@ def test_a_template_with_the_same_entries_is_filled_in_place(store: Store) -> No
 def test_a_template_with_some_of_the_entries_is_filled_and_the_rest_is_logged(
     store: Store, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(unread, "_LOGGED", set())
+    monkeypatch.setattr(text, "known", set())
     into = template(a=0, deep={"n": 0})
     store.load(into, "latest")
     assert into["train"]["seen"] == {"a": 1, "deep": {"n": 1}}
