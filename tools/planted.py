@@ -3104,7 +3104,7 @@ BUGS: dict[str, tuple[str, str, str, str]] = {
         "settings_of",
         'if "initial_lr" in group or any(',
         "if any(",
-        "tests/frontends/trainer/test_resumed.py::test_an_ordinary_restart_does_not_log_learning_rates",
+        "tests/frontends/trainer/test_resumed.py::test_the_rate_of_a_scheduler_that_is_not_in_the_train_state_is_not_logged",
     ),
     "a learning rate that a loop sets causes a warning": (
         "Resumed.log",

@@ -162,7 +162,8 @@ def test_an_encoded_cell_is_found_together_with_its_bases(case: Case, before: in
     excluded."""
     sizes = len(case.blob_sizes)
     refs = [BlobRef(BlobHash(f"{n:064x}"), 1 << 20, UPLOADER) for n in range(before + sizes)]
-    worn = data.draw(st.integers(0, before + sizes))
+    bases = [one.blob + before for cell in case.cells for one in cell.chain]
+    worn = data.draw(st.integers(0, before + sizes) | st.sampled_from(bases or [0]))
     share = CellSource(Extents.of({("tensor", "w", 0, None): ("int16", case.table)}), refs[before:])
     known = ReusableCells(
         None, [CellSource(Extents.of({}), refs[:before]), share], lambda ref: ref in refs[worn : worn + 1]

@@ -353,6 +353,19 @@ def test_an_ordinary_restart_does_not_log_learning_rates(
     assert not told(caplog)
 
 
+def test_the_rate_of_a_scheduler_that_is_not_in_the_train_state_is_not_logged(caplog: pytest.LogCaptureFixture) -> None:
+    checkpointer, model = Checkpointer(small(), run=new_run()), layers("head")
+    saved, given = (optim.SGD(model.parameters(), lr=0.1) for _ in range(2))
+    schedule, _ = warmup(saved), warmup(given)
+    saved.step()
+    schedule.step()
+    checkpointer.save(1, model, saved)
+    checkpointer.resume(model, given)
+    assert checkpointer.resumed is not None
+    assert not checkpointer.resumed.replaced
+    assert not told(caplog)
+
+
 @pytest.mark.parametrize("given", [0.3, torch.tensor(0.05)])
 def test_a_resume_without_a_scheduler_does_not_warn_that_it_replaced_a_learning_rate(
     given: Any, caplog: pytest.LogCaptureFixture

@@ -456,6 +456,10 @@ class Drawing(Loader):
 
     has_drawn = False
 
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        super().load_state_dict(state)
+        self.has_drawn = False
+
     def state_dict(self) -> dict[str, Any]:
         if not self.has_drawn:
             torch.rand(1)
