@@ -112,12 +112,16 @@ def container(kind: type, items: Mapping[Element, Any], like: Any) -> Any:
     return made
 
 
+def nodes(node: Node, path: Path = ()) -> Iterator[tuple[Path, Node]]:
+    """Iterate over a node and all nodes in it with their paths, in order."""
+    yield path, node
+    for element, child in children(node):
+        yield from nodes(child, (*path, element))
+
+
 def leaves(node: Node, path: Path = ()) -> Iterator[tuple[Path, Leaf]]:
     """Iterate over all leaves with their paths, in order."""
-    if isinstance(node, int):
-        yield path, node
-    for element, child in children(node):
-        yield from leaves(child, (*path, element))
+    return ((at, one) for at, one in nodes(node, path) if isinstance(one, int))
 
 
 def units(node: Node, path: Path = ()) -> Iterator[tuple[Path, Node]]:

@@ -14,7 +14,7 @@ from casckpt.contents.contents import Contents
 from casckpt.errors import Mismatch, MissingKey
 from casckpt.format.regions import Shape
 from casckpt.format.sections.index import Entry
-from casckpt.format.tree import Element, Leaf, Node, Wrapper, children, closed, find, join, leaves, units
+from casckpt.format.tree import Element, Leaf, Node, Wrapper, children, closed, find, join, leaves, nodes, units
 from casckpt.loading.options import Rename, renamer
 from casckpt.ranks.agreement import StoreIdentity
 from casckpt.store.store import Store
@@ -69,7 +69,7 @@ class StoredTraining:
     @cached_property
     def keys(self) -> set[str]:
         """The flat keys of all leaves and containers."""
-        return {join(path[:length]) for path, _ in leaves(self._tree) for length in range(1, len(path) + 1)}
+        return {join(path) for path, _ in nodes(self._tree) if path}
 
     def keys_below(self, prefix: str) -> list[str]:
         """Return the flat keys of leaves and wrappers below ``prefix``, with ``prefix`` removed."""

@@ -364,6 +364,28 @@ def test_a_module_of_torch_that_does_not_fit_is_left_unchanged(store: casckpt.St
     assert identical(dict(wide.state_dict()), before)
 
 
+class Configured(nn.Linear):
+    """A module whose state_dict also has its configuration."""
+
+    config: Any = None
+
+    def state_dict(self, *args: Any, **options: Any) -> Any:
+        return super().state_dict(*args, **options) | {"config": self.config}
+
+    def load_state_dict(self, state: Any, strict: bool = True, assign: bool = False) -> Any:
+        self.config = state["config"]
+        return super().load_state_dict({name: state[name] for name in ("weight", "bias")}, strict, assign)
+
+
+@pytest.mark.parametrize("config", [{}, {"a": 1, "b": {"c": []}}, {"w": torch.ones(2), "empty": {}}, [], [1], None, 3])
+def test_a_state_dict_may_contain_any_plain_data(store: casckpt.Store, config: Any) -> None:
+    saved, fresh = Configured(2, 2), Configured(2, 2)
+    saved.config = config
+    Checkpointer(store, run="a").save(1, saved)
+    assert Checkpointer(store, run="a").resume(fresh) is not None
+    assert identical(fresh.state_dict(), saved.state_dict())
+
+
 def test_a_second_name_of_a_tensor_and_parts_of_a_model_are_loaded_as_before(store: casckpt.Store) -> None:
     saved, tied = Root(nn.Linear(3, 3)), Root(nn.Linear(3, 3))
     save_model_and_optim_state(store, saved, run="a", step=1)
