@@ -138,6 +138,8 @@ def fill(value: Any, state: Any, key: str) -> Any:
     if isinstance(value, torch.Tensor | np.ndarray):
         return _copied(value, state, key)
     if isinstance(value, MutableMapping) and isinstance(state, Mapping):
+        if lost := [name for name in value if name not in state]:
+            log.warning("%r loses %s, which the checkpoint lacks: set such values after the load", key, listed(lost))
         new = {name: fill(value.get(name), child, f"{key}.{name}") for name, child in state.items()}
         value.clear()
         value.update(new)  # update() of a Counter adds, so it must be empty

@@ -56,6 +56,17 @@ def test_a_dict_with_unsaved_entries_is_rejected_before_it_changes() -> None:
     assert plain == {"epoch": 3, "more": 1}
 
 
+def test_entries_of_an_inner_dict_that_were_not_saved_are_removed_with_a_warning(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    store = small()
+    Checkpointer(store, run="a").save(1, nn.Linear(1, 1), None, {"progress": {"epoch": 3}})
+    plain = {"progress": {"epoch": 0, "tokens": 0}}
+    resumed(store, "a", plain)
+    assert plain == {"progress": {"epoch": 3}}
+    assert "'progress' loses 'tokens', which the checkpoint lacks" in caplog.text
+
+
 @pytest.mark.parametrize(
     ("name", "part"),
     [
