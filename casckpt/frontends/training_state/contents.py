@@ -28,7 +28,7 @@ from casckpt.frontends.training_state.model import model_to_save
 from casckpt.frontends.training_state.names import Parameters
 from casckpt.frontends.training_state.objects import Objects, load_objects, optimizers_in
 from casckpt.frontends.training_state.optimizer import states_to_save, tensors_below
-from casckpt.frontends.training_state.parts import AnyModel, AnyOptimizer, as_model, as_optimizers
+from casckpt.frontends.training_state.parts import AnyModel, AnyOptimizer, Several, as_model, as_optimizers
 from casckpt.frontends.training_state.settings import check_schedules
 from casckpt.frontends.training_state.slices import is_sharded
 from casckpt.frontends.training_state.stored import MODEL, OPTIM, StoredTraining
@@ -184,14 +184,14 @@ def _contents(model: TrainModel, optim: AnyOptimizer | None) -> Made:
 
 
 def _with(model: Mapping[str, Any], optim: AnyOptimizer | None) -> dict[str, Any]:
-    """Return a dict of models with the separate optimizer added."""
+    """Return a dict of models with the separate optimizers added as one."""
     if optim is not None and OPTIM in model:
         raise InvalidInput(
             f"the dict of models has the key {OPTIM!r}, but an optimizer was also passed separately; pass only one of "
             "them"
         )
-    beside = optim[0] if isinstance(optim, list | tuple) and len(optim) == 1 else optim
-    whole = dict(model) if optim is None else {**model, OPTIM: beside}
+    optims = as_optimizers(optim)
+    whole = {**model, OPTIM: optims[0] if len(optims) == 1 else Several(optims)} if optims else dict(model)
     for key in filter(lambda key: is_of_optimizer(whole[key]), whole):
         raise InvalidInput(
             f"{key!r} is the state_dict of an optimizer, which a resume cannot load into the optimizer; pass the "

@@ -23,6 +23,7 @@ from casckpt.frontends.training_state.loading import Keeps, TrainingStateLoad, n
 from casckpt.frontends.training_state.model import model_to_save
 from casckpt.frontends.training_state.names import Parameters
 from casckpt.frontends.training_state.optimizer import states_to_save, tensors_below
+from casckpt.frontends.training_state.parts import as_optimizers
 from casckpt.frontends.training_state.slices import NamedState, is_sharded
 from casckpt.frontends.training_state.stored import StoredTraining
 from casckpt.frontends.training_state.together import Made, find, make_state
@@ -93,7 +94,7 @@ class Objects:
                 values[key] = model_to_save(value)
             elif key in self.optimizers:
                 parameters = {owner: self._parameters[owner] for owner in self.owners[key]}
-                values[key] = states_to_save(Parameters.joined(parameters), [value])
+                values[key] = states_to_save(Parameters.joined(parameters), as_optimizers(value))
             else:
                 values[key] = plain_state(value, key)
         named = [NamedState(key, values[key], self._model_of(key, values)) for key in self.owners]
@@ -206,7 +207,7 @@ def load_objects(
     parts = {key: objects.modules.get(key, nn.Module()) for key in modules}
     for at, module_load in loads.items():
         mine = [name for name, owners in objects.owners.items() if owners[-1] == at]  # the others are prepared by then
-        optims = {name: [objects.optimizers[name]] for name in mine}
+        optims = {name: as_optimizers(objects.optimizers[name]) for name in mine}
         among = {name: [loads[owner] for owner in objects.owners[name]] for name in mine}
         module_load.prepare(ranks, partial(parts.__getitem__, at), optims, among)
     template, options = on_each(ranks, lambda: _template(objects, stored, [*loads.values()], places, given))

@@ -50,6 +50,14 @@ def as_optimizers(optim: AnyOptimizer | None) -> tuple[Optimizer, ...]:
     return tuple(optimizers)
 
 
+class Several(Optimizer):
+    """Several optimizers as one that `as_optimizers` takes apart. Its groups are theirs."""
+
+    def __init__(self, optims: Sequence[Optimizer]) -> None:
+        self.optimizer_dict = dict(enumerate(optims))
+        self.param_groups = [group for one in optims for group in one.param_groups]
+
+
 class Parts(nn.ModuleList):
     """The parts of one model. `plain_name` removes the part numbers from their names."""
 

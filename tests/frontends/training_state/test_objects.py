@@ -132,6 +132,19 @@ def test_an_optimizer_belongs_to_the_module_that_has_its_parameters() -> None:
         assert identical(got, want)
 
 
+@pytest.mark.parametrize("given", [list, tuple, lambda several: {"x": several[0], "y": several[1]}])
+def test_optimizers_beside_a_dict_of_models_belong_to_parameters_and_not_to_positions(given: Any) -> None:
+    store, saved, fresh = small(), adversaries(0), adversaries(20)
+    Checkpointer(store, run="a").save(1, saved["nets"], given(saved["optims"]))
+    resumed = Checkpointer(store, run="a")
+    assert resumed.resume(fresh["nets"], given(fresh["optims"][::-1]), prove=True) is not None
+    for name, number in (("g", 1), ("d", 0)):
+        got, want = (contents(state["nets"][name], state["optims"][number]) for state in (fresh, saved))
+        assert identical(got, want)
+    with pytest.raises(InvalidInput, match="two optimizers have the parameter 'g"):
+        resumed.save(2, fresh["nets"], [*fresh["optims"], adamw(fresh["nets"]["g"])])
+
+
 def adamw(*models: nn.Module) -> optim.AdamW:
     return optim.AdamW(dict.fromkeys(one for model in models for one in model.parameters()), lr=0.01)
 
