@@ -127,7 +127,7 @@ class Repository:
             data = self.storage.get(keys.MARKER, limit=records.MAX_RECORD_BYTES)
         except NotFound as error:
             with suppress(StorageError):
-                self._check_lost()
+                self.check_lost()
             near = self.similar()
             meant = f" (did you mean {' or '.join(near)}?)" if near else ""
             message = f"there is no store at {self.storage.url}{meant}: create it with a save or `casckpt init`"
@@ -184,7 +184,7 @@ class Repository:
             log.warning("the store at %s is gone, with its checkpoints: was it deleted? A save creates a new one", url)
         return False
 
-    def _check_lost(self) -> None:
+    def check_lost(self) -> None:
         """Raise `Damaged` if a store has lost its marker.
 
         The marker is always put before the first record in commits/.
@@ -233,7 +233,7 @@ class Repository:
             self._know(self._read_marker())
             return False
         self._is_free()
-        self._check_lost()  # its listing also detects a missing bucket, which some servers would create on a put
+        self.check_lost()  # its listing also detects a missing bucket, which some servers would create on a put
         probed = self._check_creates(new=True)
         require_lasting(self.storage)
         made = self._put_once(keys.MARKER, data, self.storage.put)

@@ -40,6 +40,7 @@ def examine(repo: Repository) -> Iterator[Finding]:
 def _reads(repo: Repository) -> Finding:
     """Read what `casckpt list` reads, and the manifest and a byte of each blob of the newest checkpoint."""
     if not repo.exists():
+        repo.check_lost()
         return Finding("store", None, "there is no store here")
     listed = list_commits(repo, anew=True)
     for error in listed.damaged.values():

@@ -31,7 +31,10 @@ _NAMED_AT_MOST = 3
 
 def about_unreadable(name: TxId) -> str:
     """Return what to do about a name in `CommitList.damaged`."""
-    give_up = f"give up the checkpoint with `casckpt transactions STORE --give-up {name}`"
+    give_up = (
+        f"give up the checkpoint with `casckpt transactions STORE --give-up {name}`. If `casckpt list` still shows the "
+        "checkpoint, first `casckpt copy STORE OTHER REF`, and afterwards copy it back: `casckpt copy OTHER STORE REF`"
+    )
     without = "delete it: it only lists checkpoints that are gone" if is_list(name) else give_up
     return f"Restore the file from a copy of the store, or {without}"
 

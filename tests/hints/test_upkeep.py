@@ -20,7 +20,7 @@ from casckpt.upkeep.copies.mirror import Mirror
 from casckpt.upkeep.doctor import examine
 from tests.hints.conftest import Run, changed_blob
 from tests.repository.test_exclusive import Ignoring
-from tests.support.hints import Messages, follows
+from tests.support.hints import Advice, Messages, follows
 
 STATE = {"model": {"w": torch.arange(6.0)}, "optim": {"m": torch.ones(6)}}
 
@@ -87,6 +87,25 @@ def test_gc_can_run_after_a_record_is_replaced_or_purged(
         put_back()
     casckpt.open(store_path).gc()
     assert [one.step for one in casckpt.open(store_path).checkpoints()] == ([2] if way == "give up" else [1, 2])
+
+
+@follows("upkeep/saves.py:about_unreadable", "first `casckpt copy STORE OTHER REF`, and afterwards")
+def test_a_checkpoint_with_an_unreadable_note_is_kept_if_the_advice_is_followed(
+    trained: Store, store_path: Path, messages: Messages, run: Run
+) -> None:
+    first = trained.checkpoints()[0]
+    trained.tag("best", first)
+    (note,) = (path for path in (store_path / "commits").iterdir() if path.suffix == ".1")
+    spoil(note)
+    with messages.error(Damaged) as advice:
+        casckpt.open(store_path).gc()
+    other = store_path.with_name("other")
+    assert first.id[:12] in run("list", store_path).output
+    run(*advice.command("copy", STORE=store_path, OTHER=other, REF=first.id))
+    run(*advice.command("transactions", STORE=store_path))
+    run(*Advice(advice.message.partition("back: ")[2]).command("copy", STORE=store_path, OTHER=other, REF=first.id))
+    casckpt.open(store_path).gc()
+    assert [one.step for one in casckpt.open(store_path).checkpoints()] == [1, 2]
 
 
 @follows("upkeep/saves.py:", "copy them back: `casckpt copy MIRROR STORE`")

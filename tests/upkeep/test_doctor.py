@@ -135,7 +135,7 @@ def test_doctor_without_delete_permission_reports_what_gc_needs(tmp_path: Path) 
 
 def test_failing_storage_is_reported_as_a_finding(tmp_path: Path) -> None:
     found = findings(FaultyStore(Own(), [fail_before("list", times=1000)]), tmp_path)
-    assert bad(found) == {"create-only", "list-after-write", "delete"}
+    assert bad(found) == {"create-only", "list-after-write", "delete", "store"}
 
 
 def test_doctor_records_its_result_in_the_settings(tmp_path: Path) -> None:
@@ -199,6 +199,10 @@ def test_doctor_says_what_a_user_of_the_store_would_meet(tmp_path: Path) -> None
     (root / "casckpt.json").rename(tmp_path / "marker")
     (root / "casckpt.json").symlink_to(tmp_path / "marker")
     assert "casckpt.json is a symlink" in {one.name: one for one in examine(repo.fresh())}["store"].found
+    (root / "casckpt.json").unlink()
+    (lost,) = (one for one in examine(repo.fresh()) if one.name == "store")
+    assert not lost.ok
+    assert "casckpt.json is missing" in lost.found
 
 
 def test_doctor_only_notes_that_others_cannot_read_files_in_a_folder_of_one_user(tmp_path: Path) -> None:

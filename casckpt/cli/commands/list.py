@@ -154,7 +154,7 @@ _ALIVE = {True: "alive", False: "dead", None: "on a different host, or unknown"}
 @click.option(
     "--give-up",
     metavar="TXID",
-    help="End a transaction whose record is lost or unreadable. Its checkpoint is lost, and no later copy restores it.",
+    help="End a transaction whose record is lost or unreadable. Its checkpoint is lost, unless another store has it.",
 )
 def transactions(session: Session, revoke: str | None, give_up: str | None) -> None:
     """List the saves in progress.

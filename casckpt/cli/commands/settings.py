@@ -33,14 +33,16 @@ def command(session: Session, changes: tuple[tuple[str, str], ...], unset: tuple
     The settings apply to all users of the store. min_age: how long a forgotten checkpoint can be restored.
     min_age_ephemeral: the same for ephemeral checkpoints. revoke_after: how long a save may show no sign of life
     before a gc revokes it. All three are durations, such as 90s, 15m, 12h, 7d or 2w. mirror: the store that receives
-    copies of this one. gc keeps data that is not yet safe there. mirror_thinned, yes or no: whether to thin the mirror
-    too. compress, off, auto or always: the default for saves.
+    copies of this one, or none. gc keeps data that is not yet safe there. mirror_thinned, yes or no: whether to thin
+    the mirror too. compress, off, auto or always: the default for saves.
     """
     fields: Any = dict(changes)
     if both := fields.keys() & set(unset):
         raise click.UsageError(f"--set and --unset both name {', '.join(sorted(both))}: pass only one of them")
     if "mirror_thinned" in fields:
         fields["mirror_thinned"] = click.BOOL.convert(fields["mirror_thinned"], None, click.get_current_context())
+    if fields.get("mirror") == _DEFAULTS["mirror"]:
+        fields["mirror"] = None
     fields |= dict.fromkeys(unset)
     session.give(plain(session.store.change_settings(**fields) if fields else session.store.settings), _text)
 

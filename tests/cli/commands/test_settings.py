@@ -44,6 +44,8 @@ def test_a_mirror_is_stored_as_a_full_url(saved: Path, tmp_path: Path, as_json: 
     assert as_json("settings", saved, "--set", f"mirror={tmp_path / 'there'}")["mirror"] == there.url
     assert as_json("status", saved)["mirror"] == there.url
     assert as_json("settings", saved, "--unset", "mirror")["mirror"] is None
+    as_json("settings", saved, "--set", f"mirror={tmp_path / 'there'}")
+    assert as_json("settings", saved, "--set", "mirror=none")["mirror"] is None  # as `settings` shows it
 
 
 @pytest.mark.parametrize(
