@@ -89,18 +89,20 @@ def resolve_many(repo: Repository, refs: Iterable[str | Commit], commits: Commit
 def unread_within(listed: CommitList, refs: Iterable[str | Commit], run: str | None = None) -> list[TxId]:
     """Return the transactions with an unreadable record that the ranges in ``refs`` may refer to.
 
-    If ``refs`` is empty, return all transactions with an unreadable record. ``run``: return only those of this run.
+    If ``refs`` is empty, return all transactions with an unreadable record. ``run``: return only those of this
+    run, or, for a pattern, of any run, because a record that cannot be read does not tell its run.
     """
     named = list(refs)
     texts = [ref for ref in named if not isinstance(ref, Commit)]
     ranges = [(run_hash(ref.rpartition("@")[0]), steps) for ref in texts if (steps := _steps_of(ref)) is not None]
+    of_run = None if run is None or any(one in run for one in "*?[") else run_hash(run)
 
     def may_be(txid: TxId) -> bool:
         if is_list(txid):
             return False  # it names only checkpoints that are gone
         name = parse_txid(txid)
         is_named = any(name.step in steps for of, steps in ranges if of == name.run_hash)
-        return (is_named or not named) and (run is None or run_hash(run) == name.run_hash)
+        return (is_named or not named) and of_run in (None, name.run_hash)
 
     return sorted(filter(may_be, listed.damaged))
 

@@ -550,7 +550,7 @@ class Store:
         - ``refs``: checkpoints or ranges of steps. Without them, ``keep_last=2`` or another `gc` rule says which
           checkpoints stay whole, in addition to the newest of each run and tagged ones.
         - ``drop``: fnmatch patterns on the flat keys of tensors.
-        - ``run``: only this run.
+        - ``run``: only this run, or the runs that match this pattern.
         - ``tagged``: also thin tagged checkpoints.
 
         Raises InvalidInput, NotFound, MissingKey if no pattern matches, Conflict if one of ``refs`` is tagged, and
@@ -731,7 +731,7 @@ class Store:
         becomes visible when it is complete and durable. A missing ``target`` is created with this store's sizes.
 
         - ``refs``: what to copy. Forgotten checkpoints in ``target`` remain forgotten unless you name them.
-        - ``run``: copy only this run.
+        - ``run``: copy only this run, or the runs that match this pattern.
         - ``tags``: also set the tags. By default, a copy of the whole store sets those that ``target`` lacks.
         - ``jobs``: how many files to copy in parallel.
         - ``compress``: "always" encodes floats, except in checkpoints with encoded cells; "off" and None change

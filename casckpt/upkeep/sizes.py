@@ -13,6 +13,7 @@ from itertools import chain
 
 from casckpt.base.groups import grouped
 from casckpt.base.lazy import cached_property
+from casckpt.base.names import is_among
 from casckpt.base.units import time_of
 from casckpt.format.keys import parse_object, parse_txid
 from casckpt.format.names import BlobHash, TxId
@@ -170,10 +171,10 @@ class Sizes:
         )
 
     def forecast(self, run: str | None = None) -> Forecast:
-        """Return when the disk is full, from the growth of all runs, or only of ``run``."""
+        """Return when the disk is full, from the growth of all runs, or only of ``run``, a name or pattern."""
         now, free = self._repo.clock(), self._repo.storage.bytes_free()
         runs = grouped(self._commits.current(), lambda commit: commit.run)
-        per_day = sum(self._per_day(of_run, now) for name, of_run in runs.items() if run in (None, name))
+        per_day = sum(self._per_day(of_run, now) for name, of_run in runs.items() if is_among(name, run))
         days = free / per_day if per_day and free is not None else _MOST_DAYS
         full_at = time_of(now + int(days * _DAY)) if days < _MOST_DAYS else None
         return Forecast(int(per_day), free, full_at)

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from casckpt.base.groups import grouped
-from casckpt.cli.describe import brief, doubt, plain
+from casckpt.cli.describe import brief, plain
 from casckpt.cli.progress import progress_bar
 from casckpt.cli.session import Session, store_command
 from casckpt.cli.text import count, name, printable, say, say_all, say_some, shortened, size
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 @store_command("copy")
 @click.argument("destination", metavar="DST", type=STORE)
 @click.argument("refs", nargs=-1, metavar="[REF]...")
-@click.option("--run", help="Copy only checkpoints of this run.")
+@click.option("--run", metavar="PATTERN", help="Copy only checkpoints of matching runs.")
 @click.option(
     "--tags/--no-tags",
     default=None,
@@ -51,7 +51,6 @@ def command(session: Session, destination: str, refs: tuple[str, ...], *, dst_op
     target = open_store(
         destination, storage_options=dict(dst_options), cache_dir=session.cache_dir, single_writer=session.single_writer
     )
-    doubt(session.store, options["run"])
     with progress_bar("copying") as done:
         result = session.store.copy_to(target, *refs, progress=done, check=False, **options)
     session.give(_described(result), text)

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     metavar="PATTERN",
     help="Drop the tensors whose key matches. May be repeated.",
 )
-@click.option("--run", help="Thin only checkpoints of this run.")
+@click.option("--run", metavar="PATTERN", help="Thin only checkpoints of matching runs.")
 @keep_options
 @click.option("--tagged", is_flag=True, help="Also thin tagged checkpoints.")
 @click.option("--dry-run", is_flag=True, help="Show what would be done, without doing it.")

@@ -41,7 +41,7 @@ def _dated(runs: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 @store_command("stats")
 @click.option("--plan", is_flag=True, help="Show how fast the store grows, and when the disk is full.")
-@click.option("--run", help="With --plan: include only this run.")
+@click.option("--run", metavar="PATTERN", help="With --plan: include only matching runs.")
 def stats(session: Session, *, plan: bool, run: str | None) -> None:
     """Show the size of the store.
 

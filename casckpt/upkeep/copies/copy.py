@@ -13,10 +13,11 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Literal, TypeVar
 
+from casckpt.base.names import is_among
 from casckpt.base.progress import Progress, silent
 from casckpt.contents import manifests
-from casckpt.contents.refs import resolve_many, unread_within
-from casckpt.errors import Conflict, Damaged, Gone, InvalidInput, Refused, StorageError
+from casckpt.contents.refs import about_run, resolve_many, unread_within
+from casckpt.errors import Conflict, Damaged, Gone, InvalidInput, NotFound, Refused, StorageError
 from casckpt.format.keys import commit_key
 from casckpt.format.sections.blobs import BlobRef
 from casckpt.history.commits import Commit, CommitList, list_commits, restore
@@ -113,8 +114,8 @@ def plan_copy(
 ) -> CopyPlan:
     """Plan a copy of the checkpoints or ranges in ``refs``, or of all visible checkpoints, or of those of ``run``.
 
-    ``compress``: "always" encodes the cells of floats, except in checkpoints that already have encoded cells. Writes
-    nothing. Raises `NotFound`, `InvalidInput`, and `StorageError`.
+    ``run``: a name or a pattern. ``compress``: "always" encodes the cells of floats, except in checkpoints that already
+    have encoded cells. Writes nothing. Raises `NotFound`, `InvalidInput`, and `StorageError`.
     """
     if compress not in {None, "off", "always"}:
         raise InvalidInput(f"compress={compress!r} is not valid for a copy: pass 'always' or 'off'")
@@ -125,8 +126,10 @@ def plan_copy(
     listed = list_commits(source)
     source.check_exists()  # a missing store is an error, unlike an empty one
     chosen = resolve_many(source, named, listed) if named else listed.current()
-    chosen = sorted((commit for commit in chosen if run is None or commit.run == run), key=lambda commit: commit.txid)
+    chosen = sorted((commit for commit in chosen if is_among(commit.run, run)), key=lambda commit: commit.txid)
     records = _unread(source, listed, named, chosen, run)
+    if run is not None and not (named or chosen or records):
+        raise NotFound(about_run(source, listed, run))
     there, settings = list_commits(target) if target.exists() else CommitList({}, {}), source.settings
     is_mirror = settings.mirror == target.storage.url
     thinned = bool(settings.mirror_thinned)

@@ -92,7 +92,8 @@ def test_copy_compresses_floats(as_json: AsJson, run: Run, tmp_path: Path, there
 
 
 def test_copy_reports_a_missing_run(run: Run, saved: Path, there: Path) -> None:
-    assert "no checkpoint of run 'typo'" in run("copy", saved, there, "--run", "typo").stderr
+    assert "no checkpoint of run 'typo'" in run("copy", saved, there, "--run", "typo", status=3).stderr
+    assert not there.exists()
 
 
 def test_an_error_suggests_dst_option_for_options_of_the_target(run: Run, saved: Path) -> None:

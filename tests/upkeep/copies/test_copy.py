@@ -124,6 +124,10 @@ def test_references_ranges_and_runs_select_the_checkpoints_to_copy(source: Repos
     save_arrays(source, {"o": array(9)}, "other", 7)
     assert [one.step for one in copy(source, target, "run@1..2").copied] == [1, 2]
     assert [one.run for one in copy(source, target, run="other").copied] == ["other"]
+    assert [one.step for one in copy(source, target, run="r?n").copied] == [0, 3]
+    for nothing in ({"run": "nobody"}, {"run": "nobody*"}):
+        with pytest.raises(NotFound, match="there is no checkpoint of run 'nobody"):
+            copy(source, target, **nothing)
     with pytest.raises(NotFound, match="nobody"):
         copy(source, target, "nobody@1")
 
@@ -332,11 +336,12 @@ def test_a_damaged_list_of_logs_that_are_over_does_not_prevent_a_copy(source: Re
     ("refs", "run", "is_told"),
     [(["run@0..2"], None, True), (["run@..1"], None, True), (["run@latest"], None, False),
      (["run@2.."], None, False), (["run@0"], None, False), ([], "run", True),
-     ([], "other", False)],
+     ([], "r?n", True), ([], "other", False)],
 )  # fmt: skip
 def test_an_unreadable_record_is_an_error_only_if_it_may_be_needed(
     refs: list[str], run: str | None, is_told: bool, source: Repository, target: Repository
 ) -> None:
+    save_arrays(source, {"o": array(9)}, "other", 7)
     spoil(source, commit_key(resolve(source, "run@1").txid))
     assert bool(copy(source, target, *refs, run=run).records) == is_told
 
