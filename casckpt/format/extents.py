@@ -156,7 +156,7 @@ class ExtentTable(msgspec.Struct, frozen=True, gc=False):
     def extents_in(self, box: int, lo: int, hi: int) -> Sequence[Extent]:
         """Find, in order, the extents that hold any of the elements [lo, hi) of the box with this number."""
         every = self.extents if lo < hi else ()
-        first = bisect_right(every, (box, lo), key=_end)
+        first = bisect_right(every, (box, lo), key=lambda one: (one.box, one.hi))
         return every[first : bisect_left(every, (box, hi), lo=first, key=_begin)]
 
     def cell_at(self, extent: Extent, number: int) -> StoredCell:
@@ -195,10 +195,6 @@ class ExtentTable(msgspec.Struct, frozen=True, gc=False):
 
 def _begin(extent: Extent) -> tuple[int, int]:
     return extent.box, extent.lo
-
-
-def _end(extent: Extent) -> tuple[int, int]:
-    return extent.box, extent.hi
 
 
 def build(shape: Shape, itemsize: int, cell: int, cells: Sequence[StoredCell]) -> ExtentTable:

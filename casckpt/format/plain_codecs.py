@@ -43,10 +43,6 @@ class Buffer:
     view: memoryview
 
 
-def _no_step(value: Any, index: int) -> str:
-    return ""
-
-
 @dataclass(frozen=True, slots=True)
 class Codec:
     """One kind of value. ``step(value, index)`` formats the position of child ``index`` in it, for error messages."""
@@ -55,7 +51,7 @@ class Codec:
     types: tuple[type, ...]
     split: Callable[[Any], Iterable[Any]]
     join: Callable[[list[Any]], Any]
-    step: Callable[[Any, int], str] = _no_step
+    step: Callable[[Any, int], str] = lambda value, index: ""
     unordered: bool = False
 
 

@@ -5,12 +5,11 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cache
 from typing import TYPE_CHECKING, Any, Literal, Protocol, Self, SupportsFloat, TypeAlias, TypedDict, get_args
 
 from casckpt.base.names import MAX_METRIC_NAME, MAX_METRICS, check_new_run, check_step
 from casckpt.base.parallel import usable_threads
-from casckpt.base.text import listed
+from casckpt.base.text import listed, warn_once
 from casckpt.errors import InvalidInput
 from casckpt.format.metrics import LINEAGE, plain_metadata, stored_metrics
 
@@ -123,16 +122,15 @@ def usable_metrics(run: str, given: Any, *, first: Collection[str] = ()) -> dict
     left = list[str]()
     stored = stored_metrics(given, left, first=first)
     most = f"a checkpoint has up to {MAX_METRICS} numbers, with names of up to {MAX_METRIC_NAME} characters"
-    _warn(run, "the metrics", tuple(left), most)
+    _warn(run, "the metrics", left, most)
     return stored
 
 
-@cache
-def _warn(run: str, what: str, left: tuple[str, ...], why: str) -> None:
+def _warn(run: str, what: str, left: Sequence[str], why: str) -> None:
     from casckpt.ranks.ranks import this_rank  # late, because it imports torch
 
     if left and not this_rank():
-        log.warning("a save of run %r leaves out %s: %s (%s). This is logged once", run, what, listed(left), why)
+        warn_once(log, "a save of run %r leaves out %s: %s (%s)", run, what, listed(left), why)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -219,7 +217,7 @@ class SaveOptions(StateOptions):
         check = usable_check(self.check_replicas)
         run, step, threads = check_new_run(self.run), check_step(self.step), usable_threads(self.threads)
         metadata = plain_metadata(self.metadata or {}, left)
-        _warn(run, "what JSON cannot represent", tuple(left), "put it into an attachment or the train state")
+        _warn(run, "what JSON cannot represent", left, "put it into an attachment or the train state")
         metrics, ephemeral = usable_metrics(run, self.metrics), bool(self.ephemeral)
         return replace(
             self, run=run, step=step, metadata=metadata, metrics=metrics, ephemeral=ephemeral, threads=threads,
