@@ -14,7 +14,7 @@ from typing import Any, TypeAlias
 import torch
 
 from casckpt.base.cycle_collector import collector_paused
-from casckpt.base.exit_status import ReportedFuture, futures, unreported
+from casckpt.base.exit_status import ReportedFuture, unreported
 from casckpt.base.parallel import usable_threads
 from casckpt.base.units import format_size
 from casckpt.contents.checkpoint import Checkpoint
@@ -34,6 +34,7 @@ from casckpt.tensors.staging import Staging
 
 log = logging.getLogger(__name__)
 
+_THREAD = "casckpt-async"
 _LASTING = frozenset((errno.EACCES, errno.EPERM, errno.EROFS, errno.ELOOP, errno.ENAMETOOLONG))
 """Operating system errors that recur until somebody changes the path, the permissions or the mount."""
 
@@ -103,16 +104,23 @@ class Background:
 
         with suppress(RuntimeError):
             if not here:
-                threading.Thread(target=run, name="casckpt-async").start()
+                threading.Thread(target=run, name=_THREAD).start()
                 return future
         run()
         return future
 
 
+def _end_saves() -> None:
+    """Wait for all running saves."""
+    for thread in threading.enumerate():
+        if thread.name == _THREAD:
+            thread.join()
+
+
 # `atexit` runs too late: Python has already stopped all thread pools by then, and bucket clients need them. Python
 # calls the functions that are registered here in reverse order.
 with suppress(AttributeError, RuntimeError):  # the function is private, and the interpreter may be exiting already
-    threading._register_atexit(lambda: wait(tuple(futures)))  # type: ignore[attr-defined] # see above
+    threading._register_atexit(_end_saves)  # type: ignore[attr-defined] # see above
 
 
 State: TypeAlias = Mapping[Any, Any] | Callable[[], Mapping[Any, Any]]
