@@ -7,6 +7,7 @@ rank.
 from __future__ import annotations
 
 import logging
+import os
 import signal
 from collections.abc import Sequence
 from contextlib import ExitStack
@@ -21,6 +22,12 @@ from casckpt.frontends.training_state.parts import AnyOptimizer
 from casckpt.ranks.ranks import everyone, open_ranks, this_rank, warn_of_torchrun
 
 log = logging.getLogger(__name__)
+_entered: list[ExitStack] = []
+"""What restores the handlers of each block, the innermost last.
+
+A forked child restores them at once: a signal is to end it, for example when `multiprocessing` terminates a daemon.
+"""
+os.register_at_fork(after_in_child=lambda: [*map(ExitStack.close, _entered[::-1])])
 
 
 class SaveOnSignal:
@@ -62,6 +69,8 @@ class SaveOnSignal:
             if self._signals and this_rank() == 0:
                 warn_of_torchrun()
             self._handlers = before.pop_all()
+        _entered.append(self._handlers)
+        self._handlers.callback(_entered.remove, self._handlers)
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:

@@ -19,6 +19,7 @@ from casckpt.repository.repository import Repository
 from casckpt.storage.local.store import LocalStore
 from casckpt.store.store import Store
 from tests.support.faulty import FaultyStore, fail_before
+from tests.support.forks import forked
 from tests.support.ranks import Pool, outcome_of
 from tests.support.saves import copied, small, small_folder, steps
 
@@ -83,6 +84,29 @@ def test_a_copy_catches_signals_once_it_is_entered(store: Store) -> None:
                 other.check(step, model())
         assert (left.value.code, steps(store)[-1]) == (7, ("sft", step))
         assert signal.getsignal(signal.SIGUSR1) == signal.SIG_DFL
+
+
+def children_of_blocks(rank: int, size: int) -> None:
+    before = signal.getsignal(signal.SIGTERM)
+    outer, inner = (SaveOnSignal(Checkpointer(small(), run="sft")) for _ in range(2))
+
+    def look() -> None:
+        assert signal.getsignal(signal.SIGTERM) == before
+        inner.__exit__(None, None, None)  # the child leaves the block, too
+        assert signal.getsignal(signal.SIGTERM) == before
+
+    with outer:
+        caught = signal.getsignal(signal.SIGTERM)
+        with inner, forked(look):
+            pass
+        assert signal.getsignal(signal.SIGTERM) == caught != before
+    with forked(look):
+        assert signal.getsignal(signal.SIGTERM) == before
+
+
+def test_a_child_that_a_rank_forks_has_the_handlers_from_before(ranks: Pool) -> None:
+    """`multiprocessing` ends its daemons with SIGTERM, and waits for them, even if they no longer run Python code."""
+    ranks.run(2, children_of_blocks)
 
 
 TORCHRUN = {"TORCHELASTIC_RUN_ID": "1"}
