@@ -30,12 +30,12 @@ class RunOwnership:
     ``removable``: the ids of the checkpoints that retention may remove: those that this object saved, or that were
     visible when it loaded one. ``went_back_to``: the id of the checkpoint that it loaded, if the run had a newer one
     and it has not saved since. ``replaces_unhealthy``: whether it skipped unhealthy checkpoints in its last `resume`,
-    and so may replace them.
+    and so may replace them. ``is_over``: whether the training has ended, so that what it loads continues nothing.
     """
 
     def __init__(self, store: Store, run: str, rotation: Rotation) -> None:
         self.to_resume = "resume()"
-        self.is_decided = self._continues = self.replaces_unhealthy = False
+        self.is_decided = self._continues = self.replaces_unhealthy = self.is_over = False
         self.removable, self.went_back_to = set[str](), set[str]()
         self._store, self._run, self._rotation = store, run, rotation
         self._saved, self._abandoned = set[str](), set[str]()
@@ -44,7 +44,7 @@ class RunOwnership:
 
     def reset(self) -> None:
         """Decide anew, because this object begins another training."""
-        self.is_decided = self._continues = False
+        self.is_decided = self._continues = self.is_over = False
 
     def begin_again(self) -> None:
         """Let the training replace what this object has saved so far."""
@@ -84,7 +84,7 @@ class RunOwnership:
             self.removable.update(one.id for one in visible)
             self.went_back_to = set() if is_last else {loaded.id}
         later = [one.step for one in visible if one.step > loaded.step and not self.may_replace(one)]
-        if last is not None and not is_last and later:
+        if last is not None and not is_last and later and not self.is_over:
             self._rest = ".."
             log.warning(
                 "%s@%d was loaded, but run %s already has later steps (%d, up to %d). %s@latest stays step %d until "

@@ -413,6 +413,7 @@ class CasTrainerMixin(Trainer):
             super()._load_best_model()
             return
         self.checkpointer.wait()
+        self.checkpointer.ownership.is_over = True
         log.info("loading the best model, %s (score: %s)", best, self.state.best_metric)
         try:
             self.checkpointer.load(best, self.model, load_optim_state=False, load_trainer_state=False)

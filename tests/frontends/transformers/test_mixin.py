@@ -207,8 +207,10 @@ def test_resuming_an_empty_run_warns_about_the_folder_of_a_plain_trainer(
     assert sorted(again.found) == [3, 4, 5, 6]
 
 
-def test_the_best_model_is_kept_and_loaded_at_the_end(tmp_path: Path, store: Store) -> None:
-    values = iter([3.0, 1.0, 2.0, 1.5])
+def test_the_best_model_is_kept_and_loaded_at_the_end(
+    tmp_path: Path, store: Store, caplog: pytest.LogCaptureFixture
+) -> None:
+    values = iter([3.0, 1.0, 2.0, 1.5, 1.5, 1.5])
 
     class Measured(MyTrainer):
         def evaluate(self, *args: Any, **kwargs: Any) -> dict[str, float]:
@@ -228,6 +230,9 @@ def test_the_best_model_is_kept_and_loaded_at_the_end(tmp_path: Path, store: Sto
     store.load(found, "sft@4", unread="ignore")
     assert identical(training.model.state_dict(), found["model"])
     assert store.get("sft@4").metrics["eval_loss"] == 1.0
+    assert "later steps" not in caplog.text  # this load is no resume
+    training.train(resume_from_checkpoint="sft@4")
+    assert caplog.text.count("sft@4 was loaded, but run sft already has later steps") == 1
 
 
 STEPPED: dict[str, Any] = {"eval_strategy": "steps", "eval_steps": 1, "save_steps": 1, "max_steps": 4}
