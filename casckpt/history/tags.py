@@ -110,8 +110,10 @@ def get_tag(repo: Repository, name: str) -> Tag | None:
     return listed.tags.get(name)
 
 
-def set_tag(repo: Repository, name: str, commit: Commit) -> Tag:
+def set_tag(repo: Repository, name: str, commit: Commit, *, within: str = "") -> Tag:
     """Set tag ``name`` on ``commit``. The tag never expires. If the checkpoint is forgotten, this restores it.
+
+    Logs a warning if the tag was on another run, unless that is the run ``within`` or below it.
 
     This also brings back the places of ``commit`` if the checkpoint was thinned since then, because the tag protects
     all of their entries.
@@ -130,7 +132,7 @@ def set_tag(repo: Repository, name: str, commit: Commit) -> Tag:
     if commit.visible and (name, number) in commit.tagged and _is_on(before.tags.get(name), commit):
         return before.tags[name]
     tag = write_generation(repo, name, number + 1, commit)
-    _warn_of_other_run(before.tags.get(name), listed, commit)
+    _warn_of_other_run(before.tags.get(name), listed, commit, within)
     # a rule reads the log, then lists tags, then takes the next number: either it saw this tag, or it is in the log now
     now = commit
     while True:
@@ -151,9 +153,9 @@ def set_tag(repo: Repository, name: str, commit: Commit) -> Tag:
                 raise
 
 
-def _warn_of_other_run(old: Tag | None, listed: CommitList, commit: Commit) -> None:
+def _warn_of_other_run(old: Tag | None, listed: CommitList, commit: Commit, within: str) -> None:
     was = old and listed.of_id(old.manifest)
-    if old and was and was.run != commit.run:
+    if old and was and was.run != commit.run and not f"{was.run}/".startswith(f"{within}/"):
         log.warning(
             "tag %s moves from run %s to run %s, and no longer protects %s. If each run is to keep its own, put the "
             "name of the run into the tag", old.name, was.run, commit.run, was,

@@ -11,6 +11,7 @@ from casckpt.base.units import Duration, optional_seconds
 from casckpt.errors import InvalidInput
 from casckpt.format.records import Settings
 from casckpt.history.folding import Commit
+from casckpt.history.tags import set_tag
 from casckpt.loading.options import FillArguments, LoadArguments, MatchArguments, ReadArguments, Rename, Unread
 from casckpt.repository.processes import loaded_here, saved_here, saving_here
 from casckpt.repository.repository import Repository
@@ -37,7 +38,7 @@ __all__ = [
     "CheckReplicas", "Commit", "Compress", "CopyResult", "Deferred", "FillArguments", "Freed", "GcResult",
     "LoadArguments", "MatchArguments", "Metrics", "Mode", "Owners", "ReadArguments", "Rename", "RunUsage",
     "SaveArguments", "StateArguments", "StateOptions", "StoreUsage", "Unread", "loaded_here", "saved_here",
-    "saving_here", "usable_metrics",
+    "saving_here", "set_tag", "usable_metrics",
 ]  # fmt: skip
 
 

@@ -19,6 +19,7 @@ from casckpt.errors import NotFound
 from casckpt.frontends.interchange.new_files import new_file
 from casckpt.frontends.trainer.saves import Janitor
 from casckpt.store.store import Store
+from casckpt.store.types import set_tag
 
 AnyPath: TypeAlias = str | os.PathLike[str]
 
@@ -122,7 +123,7 @@ class RunFiles:
         Forget ``before``, the checkpoint that the file named previously, if no other file names it. The tag is set
         before the file is written, so retention keeps every checkpoint that a file names.
         """
-        self.store.tag(pointer.tag, saved)
+        set_tag(self.store.repository, pointer.tag, saved.commit, within=self.run)
         named = {"store": self.store.url, "run": saved.run, "step": saved.step, "id": saved.id}
         pointer.write(named | {"as_a_file": "casckpt.frontends.lightning.restore_checkpoint(store, id, path)"})
         if before not in (None, saved.id):

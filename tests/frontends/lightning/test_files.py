@@ -18,6 +18,7 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 
 from casckpt.errors import CasckptError, NotFound
 from casckpt.frontends.lightning import CasCheckpointIO
+from casckpt.frontends.lightning.files import Pointer
 from casckpt.store.store import Store
 from tests.support.faulty import call_first
 from tests.support.lightning_training import Model, Slow, data, trainer
@@ -87,6 +88,18 @@ def test_a_load_waits_for_the_saves_of_other_plug_ins(tmp_path: Path, monkeypatc
     finally:
         go.set()
         io.teardown()
+
+
+def test_only_a_file_that_moves_to_another_training_warns_of_what_it_no_longer_protects(
+    tmp_path: Path, store: Store, caplog: pytest.LogCaptureFixture
+) -> None:
+    io, last = CasCheckpointIO(store, run="sft"), tmp_path / "last.ckpt"
+    io.save_checkpoint(checkpoint(1), tmp_path / "best.ckpt")
+    for step in (1, 2):  # in the run sft/last, because sft@1 is that of best.ckpt, and then in sft
+        io.save_checkpoint(checkpoint(step), last)
+        assert (store.get(f"sft{'/last' * (step == 1)}@{step}").tags, caplog.messages) == ([Pointer(last).tag], [])
+    CasCheckpointIO(store, run="sft2").save_checkpoint(checkpoint(3), last)
+    assert "moves from run sft to run sft2, and no longer protects sft@2" in caplog.text
 
 
 class Death(BaseException):
