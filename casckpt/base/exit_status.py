@@ -69,16 +69,16 @@ class ReportedFuture(concurrent.futures.Future[T]):
         concurrent.futures.wait([self])
         return self.name not in unreported
 
+    def take(self, call: Callable[[], T], caught: type[BaseException] = BaseException) -> None:
+        """Make a call, and take its result, or its error if it is one of ``caught``."""
+        try:
+            self.set_result(call())
+        except caught as error:
+            self.set_exception(error)
+
     def follow(self, other: concurrent.futures.Future[Any], call: Callable[[], T]) -> None:
         """Make a call once ``other`` is done, in the same thread, and take the call's result or error."""
-
-        def finish(_: concurrent.futures.Future[Any]) -> None:
-            try:
-                self.set_result(call())
-            except BaseException as error:  # noqa: BLE001 - without this, the future would never finish
-                self.set_exception(error)
-
-        other.add_done_callback(finish)
+        other.add_done_callback(lambda _: self.take(call))
 
     def set_exception(self, exception: BaseException | None) -> None:
         """See `Future.set_exception`."""

@@ -82,31 +82,31 @@ class Background:
         last = self._last
         return None if last is None or last.awaited or last.name not in unreported else last.exception()
 
-    def submit(self, call: Callable[[], Checkpoint], *, here: bool = False) -> SaveFuture:
+    def submit(self, call: Callable[[], Checkpoint], name: tuple[str, str, int], *, here: bool = False) -> SaveFuture:
         """Run ``call`` in a new thread. Make this call within `beginning`.
 
+        ``name``: its key in `saving_here`, from before the thread starts, because Ctrl-C may end this call at any time.
         ``here``: run it in the caller's thread, as if no thread can start. Ctrl-C then interrupts it.
         """
-        future, caller = SaveFuture(), threading.current_thread()
-        self._last = future
+        future, begun = SaveFuture(), threading.Lock()
 
         def run() -> None:
-            try:
-                checkpoint = call()
-            except BaseException as error:
-                if threading.current_thread() is caller and not isinstance(error, Exception):
-                    future.set_exception(error)
-                    future.exception()  # this thread reports it
-                    raise
-                future.set_exception(error)
-            else:
-                future.set_result(checkpoint)
+            if begun.acquire(blocking=False):
+                future.take(call)
 
-        with suppress(RuntimeError):
-            if not here:
-                threading.Thread(target=run, name=_THREAD).start()
-                return future
-        run()
+        try:
+            saving_here[name] = self._last = future
+            future.add_done_callback(lambda _: saving_here.pop(name, None))
+            with suppress(RuntimeError):
+                if not here:
+                    threading.Thread(target=run, name=_THREAD).start()
+                    return future
+            future.take(call, Exception)
+        except BaseException as error:
+            if not future.done() and begun.acquire(blocking=False):  # no thread has begun the save, and none will
+                future.set_exception(error)
+                future.exception()  # this thread reports it
+            raise
         return future
 
 
@@ -163,10 +163,9 @@ class Saver:
             copied = self._copy(prepared, ranks, checked.threads) if fits else lambda: prepared
             memory = self._memory(ranks)
             future = self.background.submit(
-                lambda: Checkpoint(self._repo, save(self._repo, ranks, memory, copied, checked)), here=not fits
-            )
-            saving_here[name := (self._repo.storage.url, checked.run, checked.step)] = future
-            future.add_done_callback(lambda _: saving_here.pop(name, None))
+                lambda: Checkpoint(self._repo, save(self._repo, ranks, memory, copied, checked)),
+                (self._repo.storage.url, checked.run, checked.step), here=not fits,
+            )  # fmt: skip
             future.bytes_copied = staging.used if fits else 0
             if not fits and ranks.rank == 0:
                 seconds = time.monotonic() - begun

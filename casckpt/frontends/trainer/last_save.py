@@ -14,7 +14,7 @@ from contextlib import ExitStack
 from types import FrameType, TracebackType
 from typing import Any, Self, Unpack
 
-from casckpt.errors import CasckptError, InvalidInput
+from casckpt.errors import InvalidInput
 from casckpt.frontends.trainer.checkpointer import Checkpointer
 from casckpt.frontends.trainer.settings import StepArguments
 from casckpt.frontends.training_state.contents import AnyTrainState, TrainModel
@@ -22,11 +22,9 @@ from casckpt.frontends.training_state.parts import AnyOptimizer
 from casckpt.ranks.ranks import everyone, open_ranks, this_rank, warn_of_torchrun
 
 log = logging.getLogger(__name__)
+# What restores the handlers of each block, the innermost last. A forked child restores them at once: a signal is to end
+# it, for example when `multiprocessing` terminates a daemon.
 _entered: list[ExitStack] = []
-"""What restores the handlers of each block, the innermost last.
-
-A forked child restores them at once: a signal is to end it, for example when `multiprocessing` terminates a daemon.
-"""
 os.register_at_fork(after_in_child=lambda: [*map(ExitStack.close, _entered[::-1])])
 
 
@@ -92,8 +90,7 @@ class SaveOnSignal:
         Then raise SystemExit on every rank. Call this method between two steps, on every rank. ``options``: the options
         of `Checkpointer.save`. Further signals have no effect. Raises the errors of the save.
         """
-        number = self.received(step)
-        if not number:
+        if not (number := self.received(step)):
             return
         name = signal.Signals(number).name
         if self._saved_already(step):
@@ -113,8 +110,5 @@ class SaveOnSignal:
 
     def _saved_already(self, step: int) -> bool:
         """Wait for the background save. Return whether this checkpointer has last saved ``step``."""
-        try:
-            self._checkpointer.wait()
-        except CasckptError as error:
-            log.error("the previous save failed: %s", error)
+        self._checkpointer._settle()
         return self._checkpointer.saved_step == step and not self._checkpointer.has_loaded(step)

@@ -5,12 +5,14 @@ from __future__ import annotations
 import logging
 import re
 import threading
+from concurrent.futures import Future, wait
 from pathlib import Path
 
 import pytest
 from torch import nn
 
 import casckpt
+from casckpt.contents.checkpoint import Checkpoint
 from casckpt.errors import Conflict, NotFound
 from casckpt.frontends.trainer import Checkpointer
 from casckpt.repository.repository import Repository
@@ -78,6 +80,46 @@ def test_names_of_a_checkpoint_that_is_still_being_saved_are_not_those_of_the_on
     assert checkpointer.latest_checkpoint() == resumed  # as a load, it logs the error and goes on
     assert "the save of sft@3 failed" in caplog.text
     assert failed.exception() is not None
+
+
+@pytest.mark.parametrize("is_started", [True, False])
+def test_a_resume_after_ctrl_c_waits_for_a_save_whose_thread_had_started(
+    monkeypatch: pytest.MonkeyPatch, is_started: bool
+) -> None:
+    storage, reached, go, (model, optimizer) = FaultyStore(memory()), threading.Event(), threading.Event(), made(1)
+    checkpointer = Checkpointer(small(storage), run="sft", save_interval=1)
+    checkpointer.save(1, model, optimizer)
+    start = threading.Thread.start
+
+    def interrupted(thread: threading.Thread) -> None:
+        is_of_the_save = thread.name == "casckpt-async"
+        if is_started or not is_of_the_save:
+            start(thread)
+        if is_of_the_save:
+            assert not is_started or reached.wait(60)
+            raise KeyboardInterrupt
+
+    def hold(_: object) -> None:
+        reached.set()
+        assert go.wait(60)
+
+    def waited(savings: list[Future[Checkpoint]]) -> object:
+        go.set()
+        assert len(savings) == is_started
+        return wait(savings)
+
+    storage.inject(call_first("put", hold, key="commits/*[!1]"))
+    with monkeypatch.context() as patched:
+        patched.setattr(threading.Thread, "start", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            checkpointer.save_if_due(2, model, optimizer)
+    monkeypatch.setattr("casckpt.frontends.trainer.checkpointer.wait", waited)
+    resumed = checkpointer.resume(model, optimizer)
+    assert resumed is not None
+    assert resumed.step == 1 + is_started
+    saving = checkpointer.save_if_due(resumed.step + 1, model, optimizer)
+    assert saving is not None
+    assert saving.result(60).step == resumed.step + 1
 
 
 def test_a_forked_child_does_not_wait_for_the_saves_of_its_parent(caplog: pytest.LogCaptureFixture) -> None:
