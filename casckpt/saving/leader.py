@@ -442,14 +442,9 @@ _NAMED: Final = 8
 
 def log_pickled(url: str, run: str, objects: Iterable[ObjectEntry]) -> None:
     """Log the names of the pickles in ``objects``, once for each name in a run."""
-    keys = sorted({entry.key for entry in objects if entry.pickled and is_news(url, run, entry.key)})
-    if not keys:
-        return
-    log.warning(
-        "%s in %s: stored as pickles: %s. They are not plain data, or they are bytes that a planner produced. To "
-        "load classes that torch's restricted unpickler does not allow, a load needs allow_pickle=True. This is "
-        "logged once",
-        run,
-        url,
-        listed(keys, _NAMED),
-    )
+    if keys := sorted({entry.key for entry in objects if entry.pickled and is_news(url, run, entry.key)}):
+        log.warning(
+            "%s in %s: stored as pickles: %s. They are not plain data, or they are bytes that a planner produced. To "
+            "load classes that torch's restricted unpickler does not allow, a load needs allow_pickle=True. This is "
+            "logged once", run, url, listed(keys, _NAMED),
+        )  # fmt: skip

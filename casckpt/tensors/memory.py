@@ -359,13 +359,10 @@ def sampled(tensors: Sequence[torch.Tensor], starts: Ints, count: Ints, size: In
             np.minimum(starts[row][:, None] + np.arange(RUN // size[row]), count[row] - 1).ravel() for row in chosen
         ]
         places = torch.split(torch.from_numpy(np.concatenate(wanted)).to(device), list(map(len, wanted)))
-        runs = [_bits(tensors[row]).take(at).view(torch.uint8) for row, at in zip(chosen, places, strict=True)]
+        bits = (as_bits(tensors[row].detach().resolve_conj().resolve_neg()) for row in chosen)
+        runs = [one.take(at).view(torch.uint8) for one, at in zip(bits, places, strict=True)]
         words[chosen] = torch.cat(runs).cpu().numpy().view(np.uint64).reshape(len(chosen), -1)
     return words
-
-
-def _bits(data: torch.Tensor) -> torch.Tensor:
-    return as_bits(data.detach().resolve_conj().resolve_neg())
 
 
 class Block(LightStruct, frozen=True):

@@ -219,9 +219,6 @@ class Sizes:
         """Return the size of the blobs that no live checkpoint names."""
         return sum(size for blob, size in self._loose.items() if blob not in self._use.named)
 
-    def _used(self, commits: Sequence[Commit]) -> int:
-        return int(self._use.sizes[self._use.used(commits)[0]].sum())
-
     def _run(self, commits: Sequence[Commit]) -> RunUsage:
         return RunUsage(
             run=commits[-1].run,
@@ -230,6 +227,6 @@ class Sizes:
             newest_step=commits[-1].step,
             newest_at=commits[-1].committed.created_at,
             bytes_logical=sum(commit.bytes_held for commit in commits if commit.visible),
-            bytes_used=self._used(commits),
+            bytes_used=int(self._use.sizes[self._use.used(commits)[0]].sum()),
             bytes_alone=self._use.alone(commits).blob_bytes,
         )

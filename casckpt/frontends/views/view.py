@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, replace
 
 from casckpt.contents.contents import Contents
 from casckpt.errors import InvalidInput, MissingKey
-from casckpt.format.sections.index import TENSOR, Entry
+from casckpt.format.sections.index import TENSOR
 from casckpt.frontends.views.model_part import check_no_adapters, model_part, plain_names
 from casckpt.frontends.views.recut import Split, ViewTensor, recut
 from casckpt.loading.options import Rename, check_used, renamer, usable_patterns
@@ -76,7 +76,8 @@ def view_of(contents: Contents, rules: Rules) -> View:
         _check_names((tensor.name, tensor.entry.key) for tensor in tensors)
     seen = {source.entry.number for tensor in tensors for source in tensor.sources}
     objects = [key for key in contents.objects if matches(key, patterns)]
-    others = [_other(entry) for entry in contents.manifest.entries
+    others = [entry.key if entry.rank is None else f"{entry.key} (of rank {entry.rank})"
+              for entry in contents.manifest.entries
               if entry.kind == TENSOR and entry.number not in seen and matches(entry.key, patterns)]  # fmt: skip
     shown = sorted((tensor.cast(rules.dtype) for tensor in tensors), key=lambda tensor: tensor.name)
     return View(tuple(shown), (*objects, *others), prefix)
@@ -127,7 +128,3 @@ def _check_names(named: Iterable[tuple[str, str]]) -> None:
         if name in key_of:
             raise InvalidInput(f"{key_of[name]!r} and {key!r} would both be named {name!r}; rename one", key=key)
         key_of[name] = key
-
-
-def _other(entry: Entry) -> str:
-    return entry.key if entry.rank is None else f"{entry.key} (of rank {entry.rank})"
