@@ -31,15 +31,16 @@ if TYPE_CHECKING:
 @keep_options
 @click.option("--tagged", is_flag=True, help="Also thin tagged checkpoints.")
 @click.option("--dry-run", is_flag=True, help="Show what would be done, without doing it.")
-def thin(session: Session, refs: tuple[str, ...], **options: Any) -> None:
+def thin(session: Session, refs: tuple[str, ...], **options: Any) -> int:
     """Drop tensors from checkpoints, and keep the rest.
 
     Thins the checkpoints that you name, or all that no --keep rule keeps whole. Tagged checkpoints and the newest one
     of each run remain whole. A thinned checkpoint keeps its id, name and tags. `casckpt restore --whole` can bring the
     tensors back until a gc purges the old locations, by default a day later. That gc also frees the space.
     """
-    doubt(session.store, options["run"])
+    unknown = doubt(session.store, options["run"])
     session.give(plain(session.store.thin(*refs, **options)), thinned_text)
+    return FAILED if unknown else 0
 
 
 def thinned_text(result: dict[str, Any]) -> None:

@@ -192,6 +192,8 @@ def test_restore_undoes_thinning(saved: Path, store: casckpt.Store, as_json: AsJ
     planned = as_json("thin", saved, "a@1", "--drop", key, "--dry-run")
     assert (planned["dry_run"], planned["entries"], named(planned["thinned"])) == (True, 1, ["a@1"])
     assert as_json("show", saved, "a@1")["dropped"] is None
+    typo = run("thin", saved, "--drop", key, "--keep-last", 2, "--run", "typo*", status=1)
+    assert "no checkpoint of run 'typo*'" in typo.stderr
     text = run("thin", saved, "--drop", key, "--keep-last", 2).stdout
     assert "thinned a@1" in text
     assert "freed by a gc after" in text
