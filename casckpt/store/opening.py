@@ -83,8 +83,8 @@ def open(
     if mirror is None:
         return Store(here)
     there = repository_of(mirror, None if cache_dir is None else Path(cache_dir))
-    if f"{there.storage.url}/".startswith(f"{here.storage.url}/"):
-        raise InvalidInput(f"{here.storage.url} cannot be or contain its own mirror: pass a different store")
+    if there.storage.url == here.storage.url:
+        raise InvalidInput(f"{there.storage.url} cannot be its own mirror: pass a different store")
     store = Store(here, there)
     for wake in here.listeners:  # continue copying where an earlier process stopped
         wake()

@@ -93,8 +93,8 @@ def change_settings(repo: Repository, changes: SettingChanges) -> StoreSettings:
     given: dict[str, Any] = {name: value for name, value in changes.items() if name in DURATIONS}
     for name, value in given.items():
         fields[f"{name}_seconds"] = optional_seconds(value, name)
-    if f"{fields.get('mirror')}/".startswith(f"{repo.storage.url}/"):
-        raise InvalidInput(f"mirror: {repo.storage.url} cannot be or contain its own mirror: pass a different store")
+    if fields.get("mirror") == repo.storage.url:
+        raise InvalidInput(f"mirror: {repo.storage.url} cannot be its own mirror: pass a different store")
     if fields.get("compress") is not None:
         fields["compress"] = usable_compress(fields["compress"])
     return settings_from(repo.change_settings(**fields))

@@ -120,8 +120,8 @@ def plan_copy(
     if compress not in {None, "off", "always"}:
         raise InvalidInput(f"compress={compress!r} is not valid for a copy: pass 'always' or 'off'")
     encodes = compress == "always"
-    if source.exists() and f"{target.storage.url}/".startswith(f"{source.storage.url}/"):
-        raise InvalidInput(f"{source.storage.url} cannot be copied into itself: choose a place outside of it")
+    if source.exists() and target.exists() and source.storage.url == target.storage.url:
+        raise InvalidInput(f"{source.storage.url} cannot be copied into itself: specify a different store")
     named = list(refs)
     listed = list_commits(source)
     source.check_exists()  # a missing store is an error, unlike an empty one
