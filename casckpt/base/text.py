@@ -75,3 +75,13 @@ def local_path(path: str | os.PathLike[str]) -> Path:
     if not text:
         raise InvalidInput("'' does not name a file or folder; pass a path or a URL")
     return Path(unquote(text.removeprefix("file://")) if text.startswith("file://") else text).expanduser()
+
+
+def check_outside(store: str, path: str | os.PathLike[str]) -> None:
+    """Raise InvalidInput for a path inside the store's folder, where new files could damage the store."""
+    if is_url(path) or is_url(store):
+        is_inside = f"{os.fspath(path).rstrip('/')}/".startswith(f"{store.rstrip('/')}/")
+    else:
+        is_inside = local_path(path).resolve().is_relative_to(Path(store).resolve())
+    if is_inside:
+        raise InvalidInput(f"{os.fspath(path)} is inside the store's own folder, {store}; choose a different path")

@@ -30,11 +30,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from casckpt.base.lazy import cached_property
+from casckpt.base.text import check_outside
 from casckpt.base.units import Duration
 from casckpt.contents.checkpoint import Arrival, Checkpoint
 from casckpt.errors import Conflict, Damaged, InvalidInput, NotFound, StorageError, Unsigned, Unsupported
 from casckpt.frontends.averaging import MovingAverage, moving_average
-from casckpt.frontends.interchange.export import check_outside
 from casckpt.frontends.interchange.new_files import locked, storage_errors, sync_folder
 from casckpt.frontends.interchange.safetensors.exporting import Base, export_safetensors
 from casckpt.frontends.interchange.safetensors.planned import is_model

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any, get_args
 
 from casckpt.base.names import check_run, check_step
+from casckpt.base.text import check_outside
 from casckpt.base.units import parse_size
 from casckpt.errors import InvalidInput
 from casckpt.repository.blob_cache import BlobCache, in_memory
@@ -83,8 +84,7 @@ def open(
     if mirror is None:
         return Store(here)
     there = repository_of(mirror, None if cache_dir is None else Path(cache_dir))
-    if there.storage.url == here.storage.url:
-        raise InvalidInput(f"{there.storage.url} cannot be its own mirror: pass a different store")
+    check_outside(here.storage.url, there.storage.url)
     store = Store(here, there)
     for wake in here.listeners:  # continue copying where an earlier process stopped
         wake()

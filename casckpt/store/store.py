@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any, Literal, Self, Unpack
 
 from casckpt.base.names import LATEST, Runs, check_keywords, is_reference
 from casckpt.base.progress import Progress, Shown
+from casckpt.base.text import check_outside
 from casckpt.base.units import Duration, optional_seconds, seconds_of
 from casckpt.contents import refs
 from casckpt.contents.checkpoint import Arrival, Checkpoint
@@ -646,7 +647,8 @@ class Store:
         InvalidInput with the name of the setting, NotFound if there is no store, and StorageError.
         """
         if (mirror := changes.get("mirror")) is not None:
-            changes["mirror"] = repository_of(mirror, None).storage.url
+            changes["mirror"] = url = repository_of(mirror, None).storage.url
+            check_outside(self.url, url)
         return change_settings(self.repository, changes)
 
     def transactions(self) -> list[SaveInProgress]:

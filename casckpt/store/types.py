@@ -93,8 +93,6 @@ def change_settings(repo: Repository, changes: SettingChanges) -> StoreSettings:
     given: dict[str, Any] = {name: value for name, value in changes.items() if name in DURATIONS}
     for name, value in given.items():
         fields[f"{name}_seconds"] = optional_seconds(value, name)
-    if fields.get("mirror") == repo.storage.url:
-        raise InvalidInput(f"mirror: {repo.storage.url} cannot be its own mirror: pass a different store")
     if fields.get("compress") is not None:
         fields["compress"] = usable_compress(fields["compress"])
     return settings_from(repo.change_settings(**fields))

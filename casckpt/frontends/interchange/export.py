@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, Unpack, get_args
 
 from casckpt.base.progress import Shown
-from casckpt.base.text import is_url, listed, local_path
+from casckpt.base.text import check_outside, listed
 from casckpt.contents.checkpoint import Checkpoint
 from casckpt.errors import CasckptError, InvalidInput
 from casckpt.frontends.files.exporting import export_files
@@ -138,16 +138,6 @@ def _is_in_train_mode(value: Any) -> bool:
     is_mapping = isinstance(value, Mapping)
     inner = value.values() if is_mapping else value if isinstance(value, list) else ()
     return (is_mapping and value.get("train_mode") is True) or any(map(_is_in_train_mode, inner))
-
-
-def check_outside(store: str, path: str | os.PathLike[str]) -> None:
-    """Raise InvalidInput for a path inside the store's folder, where ``force`` would overwrite the store's files."""
-    if is_url(path) or is_url(store):
-        is_inside = os.fspath(path).rstrip("/") == store.rstrip("/")
-    else:
-        is_inside = local_path(path).resolve().is_relative_to(Path(store).resolve())
-    if is_inside:
-        raise InvalidInput(f"{os.fspath(path)} is inside the store's own folder, {store}; choose a different path")
 
 
 def _by_suffix(path: str | os.PathLike[str]) -> Format | None:

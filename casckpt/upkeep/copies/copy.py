@@ -15,6 +15,7 @@ from typing import Literal, TypeVar
 
 from casckpt.base.names import is_among
 from casckpt.base.progress import Progress, silent
+from casckpt.base.text import check_outside
 from casckpt.contents import manifests
 from casckpt.contents.refs import about_run, resolve_many, unread_within
 from casckpt.errors import Conflict, Damaged, Gone, InvalidInput, NotFound, Refused, StorageError
@@ -120,11 +121,10 @@ def plan_copy(
     if compress not in {None, "off", "always"}:
         raise InvalidInput(f"compress={compress!r} is not valid for a copy: pass 'always' or 'off'")
     encodes = compress == "always"
-    if source.exists() and target.exists() and source.storage.url == target.storage.url:
-        raise InvalidInput(f"{source.storage.url} cannot be copied into itself: specify a different store")
     named = list(refs)
     listed = list_commits(source)
     source.check_exists()  # a missing store is an error, unlike an empty one
+    check_outside(source.storage.url, target.storage.url)
     chosen = resolve_many(source, named, listed) if named else listed.current()
     chosen = sorted((commit for commit in chosen if is_among(commit.run, run)), key=lambda commit: commit.txid)
     records = _unread(source, listed, named, chosen, run)
@@ -132,8 +132,7 @@ def plan_copy(
         raise NotFound(about_run(source, listed, run))
     there, settings = list_commits(target) if target.exists() else CommitList({}, {}), source.settings
     is_mirror = settings.mirror == target.storage.url
-    thinned = bool(settings.mirror_thinned)
-    behind = unsafe_in(target, chosen, thinned=thinned, listed=there) if is_mirror else ()
+    behind = unsafe_in(target, chosen, thinned=bool(settings.mirror_thinned), listed=there) if is_mirror else ()
     plan = _plan_for(source, target, chosen, there, behind, named=bool(named))
     total = plan.total if encodes else plan.nbytes
     return replace(plan, records=records, compress=encodes, for_mirror=is_mirror, total=total)

@@ -88,7 +88,13 @@ def test_copy_compresses_floats(as_json: AsJson, run: Run, tmp_path: Path, there
     assert copied["bytes_copied"] < 0.9 * store.get("default@0").stats.bytes_written
     run("verify", there, "--decode")
     assert same_state(casckpt.open(there).read("default@0"), {"w": trained(50, 0)})
-    assert "into itself" in run("copy", there, there, "--compress", "always", status=1).stderr
+
+
+def test_a_copy_into_the_stores_own_folder_is_refused(run: Run, saved: Path) -> None:
+    before = sorted(saved.rglob("*"))
+    for place in (saved, saved / "tags", saved / "new"):
+        assert "inside the store's own folder" in run("copy", saved, place, "a@1", status=1).stderr
+    assert sorted(saved.rglob("*")) == before
 
 
 def test_copy_reports_a_missing_run(run: Run, saved: Path, there: Path) -> None:

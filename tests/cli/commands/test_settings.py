@@ -69,7 +69,9 @@ def test_an_invalid_setting_is_named_and_changes_nothing(
 
 
 def test_a_store_cannot_be_its_own_mirror(saved: Path, as_json: AsJson) -> None:
-    assert "own mirror" in as_json("settings", saved, "--set", f"mirror={saved}", status=1)["error"]["message"]
+    for place in (saved, saved / "mirror"):
+        error = as_json("settings", saved, "--set", f"mirror={place}", status=1)["error"]
+        assert "inside the store's own folder" in error["message"]
 
 
 def test_store_methods_change_settings_as_the_command_does(saved: Path) -> None:

@@ -249,7 +249,7 @@ def test_a_forgotten_checkpoint_is_copied_if_named(source: Repository, target: R
 
 
 def test_a_copy_with_invalid_arguments_is_rejected(tmp_path: Path, source: Repository, target: Repository) -> None:
-    with pytest.raises(InvalidInput, match="into itself"):
+    with pytest.raises(InvalidInput, match="inside the store's own folder"):
         copy(source, source)
     with pytest.raises(NotFound, match="no store"):
         copy(elsewhere(tmp_path), target)

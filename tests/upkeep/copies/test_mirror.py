@@ -411,8 +411,11 @@ def test_a_store_without_a_mirror_reports_it(store_path: Path, store: Store) -> 
     for call in (plain.mirror_lag, plain.wait_for_mirror):
         with pytest.raises(InvalidInput, match="without a mirror"):
             call()
-    with pytest.raises(InvalidInput, match="its own mirror"):
-        casckpt.open(store_path, mirror=store_path)
+    for place in (store_path, store_path / "mirror"):
+        with pytest.raises(InvalidInput, match="inside the store's own folder"):
+            casckpt.open(store_path, mirror=place)
+        with pytest.raises(InvalidInput, match="inside the store's own folder"):
+            plain.change_settings(mirror=place)
     assert casckpt.open(store_path.with_name("new"), mirror=store_path).mirror_lag().checkpoints == 0
 
 

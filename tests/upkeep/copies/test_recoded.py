@@ -255,7 +255,7 @@ def test_an_interrupted_encoding_copy_is_complete_or_absent() -> None:
 def test_unsupported_encoding_options_are_rejected() -> None:
     store, target = small(), small()
     store.save({"w": trained(20, 0)}, step=0)
-    with pytest.raises(InvalidInput, match="into itself"):
+    with pytest.raises(InvalidInput, match="inside the store's own folder"):
         encoded(store, store)
     with pytest.raises(InvalidInput, match="always"):
         store.copy_to(target, compress="auto")  # type: ignore[arg-type]  # wrong on purpose
