@@ -4161,6 +4161,36 @@ BUGS: dict[str, tuple[str, str, str, str]] = {
         "before.exists()",
         "tests/frontends/files/test_exporting.py::test_the_old_or_the_new_folder_is_there_wherever_an_export_ends",
     ),
+    "optimizers beside a dict of models are told apart by their positions": (
+        "_with",
+        "Several(optims)",
+        "[*optims]",
+        "tests/frontends/training_state/test_objects.py::test_optimizers_beside_a_dict_of_models_belong_to_parameters_and_not_to_positions",
+    ),
+    "a load keeps the entries of a dict in a state_dict": (
+        "ModelTemplate._place",
+        "not isinstance(value, torch.Tensor)",
+        "not isinstance(value, torch.Tensor | Mapping)",
+        "tests/frontends/training_state/test_converting.py::test_a_state_dict_may_contain_any_plain_data",
+    ),
+    "a copy of the runs that match a pattern is empty": (
+        "plan_copy",
+        "if is_among(commit.run, run))",
+        "if run in (None, commit.run))",
+        "tests/upkeep/copies/test_copy.py::test_references_ranges_and_runs_select_the_checkpoints_to_copy",
+    ),
+    "a forked child keeps the handlers of a SaveOnSignal": (
+        "SaveOnSignal.__enter__",
+        "        _entered.append(self._handlers)\n        self._handlers.callback(_entered.remove, self._handlers)\n",
+        "",
+        "tests/frontends/trainer/test_last_save.py::test_a_child_that_a_rank_forks_has_the_handlers_from_before",
+    ),
+    "doctor does not notice that a store has lost its marker": (
+        "_reads",
+        "repo.check_lost()",
+        "pass",
+        "tests/upkeep/test_doctor.py::test_doctor_says_what_a_user_of_the_store_would_meet",
+    ),
     "a forked child waits for the saves of its parent": (
         "_end_in_child",
         "tuple(futures)",

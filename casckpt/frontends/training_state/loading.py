@@ -437,7 +437,7 @@ class TrainingStateLoad:
     def _unused_keys(self) -> list[str]:
         """Return the saved names that the model does not have."""
         wanted = {self._saved_name(name): name for name in (*self._model.values, *self._left)}
-        extra = tuple(f"{saved}." for saved, name in wanted.items() if shape_of(self._model.values.get(name)) is None)
+        extra = tuple(f"{saved}." for saved, name in wanted.items() if self._model.values.get(name) is None)
         there = self._stored.bare_keys() if self._bare else self._stored.keys_below(self._saved_start[:-1])
         return [name for name in there if name not in wanted and not name.startswith(extra)]
 

@@ -251,8 +251,8 @@ class ModelTemplate:
             return part.shard(part.data)
         if id(value) in self._dtypes:
             return torch.empty_like(value, dtype=self._dtypes[id(value)])
-        # a list may have a different length in the checkpoint
-        is_new = is_lazy(value) or not isinstance(value, torch.Tensor | Mapping)
+        # a list or dict may have other entries in the checkpoint
+        is_new = is_lazy(value) or not isinstance(value, torch.Tensor)
         return None if is_new or is_extra_state(name) or PACKED in name else value
 
     def convert(self, conversion: Conversion) -> None:

@@ -377,10 +377,11 @@ class Configured(nn.Linear):
         return super().load_state_dict({name: state[name] for name in ("weight", "bias")}, strict, assign)
 
 
+@pytest.mark.parametrize("before", [None, {"other": 0}])
 @pytest.mark.parametrize("config", [{}, {"a": 1, "b": {"c": []}}, {"w": torch.ones(2), "empty": {}}, [], [1], None, 3])
-def test_a_state_dict_may_contain_any_plain_data(store: casckpt.Store, config: Any) -> None:
+def test_a_state_dict_may_contain_any_plain_data(store: casckpt.Store, config: Any, before: Any) -> None:
     saved, fresh = Configured(2, 2), Configured(2, 2)
-    saved.config = config
+    saved.config, fresh.config = config, before
     Checkpointer(store, run="a").save(1, saved)
     assert Checkpointer(store, run="a").resume(fresh) is not None
     assert identical(fresh.state_dict(), saved.state_dict())
