@@ -74,6 +74,35 @@ def weights(model: nn.Module) -> dict[str, Any]:
 # loads of models and optimizers
 
 
+class Noam:
+    """A wrapper of an optimizer, as in the code of many papers."""
+
+    def __init__(self, wrapped: optim.Optimizer) -> None:
+        self.optimizer, self.param_groups, self.steps = wrapped, wrapped.param_groups, 0
+
+    def state_dict(self) -> dict[str, int]:
+        return {"steps": self.steps}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self.steps = state["steps"]
+
+
+@follows("frontends/training_state/parts.py:as_optimizers", "pass the optimizer in it here")
+def test_what_wraps_an_optimizer_is_saved_as_advised(store: Store, messages: Messages) -> None:
+    model, wrong = Two(), Noam(stepped(Two()))
+    with messages.error(InvalidInput) as advice:
+        Checkpointer(store, run="a").save(1, model, wrong)  # type: ignore[arg-type]
+    advice.says("pass the optimizer in it here, and the wrapper in train_state")
+    noam = Noam(stepped(model))
+    noam.steps = 7
+    Checkpointer(store, run="a").save(1, model, noam.optimizer, {"noam": noam})
+    fresh = Two()
+    new = Noam(SGD(fresh.parameters()))
+    Checkpointer(store, run="a").resume(fresh, new.optimizer, {"noam": new})
+    assert new.steps == 7
+    assert identical(new.optimizer.state_dict()["state"], noam.optimizer.state_dict()["state"])
+
+
 @follows("frontends/training_state/groups.py:match", "or load the model alone (optim=None; in a dict")
 def test_two_parameters_with_the_same_name_can_get_different_names(
     trained: Store, model: Two, messages: Messages

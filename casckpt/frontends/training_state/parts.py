@@ -44,9 +44,10 @@ def as_optimizers(optim: AnyOptimizer | None) -> tuple[Optimizer, ...]:
         layers = getattr(optimizer, "optimizer_dict", None)
         optimizers += layers.values() if isinstance(layers, Mapping) else [optimizer]
     for optimizer in optimizers:
-        if not hasattr(optimizer, "param_groups"):
+        if not (hasattr(optimizer, "param_groups") and hasattr(optimizer, "state")):
             kind = type(optimizer).__name__
-            raise InvalidInput(f"an optimizer must be a torch.optim.Optimizer, or a list or dict of these, not {kind}")
+            why = f"an optimizer must be a torch.optim.Optimizer, or a list or dict of these, not {kind}"
+            raise InvalidInput(f"{why}. Of a wrapper, pass the optimizer in it here, and the wrapper in train_state")
     return tuple(optimizers)
 
 
