@@ -4,6 +4,7 @@ copies."""
 from __future__ import annotations
 
 import logging
+import shutil
 from collections import Counter
 from collections.abc import Callable
 from contextlib import suppress
@@ -354,7 +355,7 @@ def test_a_copy_does_not_change_a_save_with_the_same_txid(tmp_path: Path, source
 
 def test_a_copy_into_a_manually_copied_store_writes_nothing(tmp_path: Path) -> None:
     source = chain(repository(tmp_path, LocalStore(tmp_path / "a")))
-    (tmp_path / "b").symlink_to(tmp_path / "a")
+    shutil.copytree(tmp_path / "a", tmp_path / "b")
     assert len(copy(source, elsewhere(tmp_path, LocalStore(tmp_path / "b"))).present) == 4
 
 
