@@ -4185,6 +4185,36 @@ BUGS: dict[str, tuple[str, str, str, str]] = {
         "",
         "tests/frontends/trainer/test_last_save.py::test_a_child_that_a_rank_forks_has_the_handlers_from_before",
     ),
+    "a merge stores values that became infinite": (
+        "_Merging._result",
+        "found := target.isinf()",
+        "found := block.isinf()",
+        "tests/frontends/test_merging.py::test_a_merge_whose_values_are_too_large_for_its_dtype_is_refused",
+    ),
+    "follow leaves a forgotten checkpoint current": (
+        "Follower._switches",
+        "if held is None or is_lost or is_new",
+        "if held is None or is_new",
+        "tests/frontends/test_follow.py::test_the_newest_checkpoint_takes_the_place_of_a_forgotten_one",
+    ),
+    "follow does not report that a repeated command failed": (
+        "Follower._switches",
+        "                yield Switch(current, held, status)",
+        "                pass",
+        "tests/frontends/test_follow.py::test_a_command_that_fails_again_is_reported_again",
+    ),
+    "a pattern drops small files that it does not name": (
+        "_matching",
+        'if one[:1] == "/" or entry.key[:1] != "/"]',
+        "if one]",
+        "tests/frontends/files/test_exporting.py::test_a_pattern_drops_a_small_file_only_with_those_that_share_its_entry_and_a_slash",
+    ),
+    "gc leaves a note where a store was moved away": (
+        "note_gc",
+        "repo.fresh().check_exists()",
+        "pass",
+        "tests/upkeep/gc/test_gc_ran.py::test_no_note_is_left_where_a_store_was_moved_away",
+    ),
     "doctor does not notice that a store has lost its marker": (
         "_reads",
         "repo.check_lost()",

@@ -26,11 +26,11 @@ import subprocess
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 
 from casckpt.base.lazy import cached_property
-from casckpt.base.text import check_outside
+from casckpt.base.text import check_outside, is_news
 from casckpt.base.units import Duration
 from casckpt.contents.checkpoint import Arrival, Checkpoint
 from casckpt.errors import Conflict, Damaged, InvalidInput, NotFound, StorageError, Unsigned, Unsupported
@@ -77,7 +77,6 @@ class Follower:
     command: str | None = None
     keep: int = 1
     merge: str | None = None
-    _warned: list[bool] = field(default_factory=list, init=False, repr=False, compare=False)
 
     def follow(self, *, once: bool = False, poll: Duration = "1s") -> Iterator[Switch]:
         """Perform and yield switches indefinitely. ``once``: stop when the newest checkpoint is current.
@@ -130,13 +129,20 @@ class Follower:
         return None
 
     def _switches(self, timeout: Duration | None, poll: Duration) -> Iterator[Switch]:
-        """Finish the switch that an earlier process began, and continue from there."""
+        """Finish the switch that an earlier process began, and continue from there.
+
+        If the current checkpoint was forgotten, the newest one takes its place, even if it is older.
+        """
         self._tidy()
         held = self._at(CURRENT)
+        visible = {} if held is None else {one.id: one for one in self.store.checkpoints(self.run)}
         if held is not None and held != self._at(_TOLD):
-            self._notify(held)
-        is_new = held is None or (self._average is not None and self._average.held_in(_average_of(held)) is None)
-        for new in self._arrivals("start" if held is None or is_new else _id_of(held), timeout, poll):
+            status = self._notify(held)
+            if (current := visible.get(_id_of(held))) is not None:
+                yield Switch(current, held, status)
+        is_lost = held is not None and self._average is None and _id_of(held) not in visible
+        is_new = self._average is not None and held is not None and self._average.held_in(_average_of(held)) is None
+        for new in self._arrivals("start" if held is None or is_lost or is_new else _id_of(held), timeout, poll):
             made = self._switch(new.checkpoint)
             if made is not None:
                 yield made
@@ -177,13 +183,11 @@ class Follower:
         """
         with ExitStack() as taken:
             try:
-                held = taken.enter_context(self.store.lease(checkpoint))
+                checkpoint = taken.enter_context(self.store.lease(checkpoint))
             except (StorageError, Unsupported) as error:
-                level = logging.DEBUG if self._warned else logging.WARNING
-                log.log(level, "cannot acquire a lease, so a gc may delete data that is being copied: %s", error)
-                self._warned.append(True)
-                held = checkpoint
-            yield held
+                if is_news("lease", self.store.url):
+                    log.warning("cannot acquire a lease, so a gc may delete data that is being copied: %s", error)
+            yield checkpoint
 
     def _make(self, checkpoint: Checkpoint, folder: Path) -> None:
         store, base, keys, current = self.store, self._base(), list(self.keys) or None, self._at(CURRENT)

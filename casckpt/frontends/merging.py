@@ -34,7 +34,7 @@ from casckpt.format.tree import Wrapper, rebuild
 from casckpt.frontends.views.model_part import is_training_state, without_training_state
 from casckpt.loading.entry_reader import EntryReader
 from casckpt.loading.options import check_used, usable_patterns
-from casckpt.loading.regions import EntrySlice, RegionReader, plan_windows, requests, views
+from casckpt.loading.regions import EntrySlice, RegionReader, plan_windows, requests, too_large, views
 from casckpt.loading.update import Update
 from casckpt.plan.averages import Term, terms_of
 from casckpt.plan.reuse import ReusableCells
@@ -133,6 +133,8 @@ class _Version:
 
     def __init__(self, checkpoint: Checkpoint, term: Term) -> None:
         warn_if_forgotten(checkpoint.commit)
+        if checkpoint.healthy is False:
+            log.warning("%s is marked unhealthy, and is part of this merge", checkpoint)
         self.checkpoint, self.repo, self.term = checkpoint, checkpoint.repo, term
         self.contents = Contents.open(self.repo, checkpoint.commit, 0, TORCH_EXTENSIONS)
         self.entries = {entry.name: entry for entry in self.contents.manifest.entries}
@@ -379,6 +381,8 @@ class _Merging:
         result = torch.empty(part.hi - part.lo, dtype=torch_dtype(self._dtype(part.entry.name)), device="cpu")
         for target, block in zip(torch.split(result, _BLOCK), total, strict=True):
             target.copy_(block if factor == 1 else block.mul_(factor))
+            if target.itemsize > 1 and (found := target.isinf()).any() and not block[found].isinf().all():
+                raise too_large(part.entry.key, self._dtype(part.entry.name))
         return result
 
     def _read(self, window: Sequence[EntrySlice], room: memoryview) -> Iterator[list[torch.Tensor]]:

@@ -101,6 +101,12 @@ def _request(part: EntrySlice, view: memoryview, tables: Mapping[int, ExtentTabl
     return RegionRequest(entry.number, Destination(region, shaped, kind), tables.get(entry.number))
 
 
+def too_large(key: str, dtype: str) -> InvalidInput:
+    """Return the error for finite numbers that would become infinite in a dtype."""
+    message = f"{key!r} has values that are too large for {dtype}: choose another dtype, or fewer tensors"
+    return InvalidInput(message, key=key)
+
+
 def converted(part: EntrySlice, data: memoryview, dtype: str) -> memoryview:
     """Return the elements of a slice in another dtype, if they are floating-point numbers of at least 16 bits.
 
@@ -111,10 +117,7 @@ def converted(part: EntrySlice, data: memoryview, dtype: str) -> memoryview:
     given = torch.frombuffer(data, dtype=torch_dtype(part.entry.dtype))
     made = given.to(torch_dtype(dtype))
     if (made.isinf() & ~given.isinf()).any():
-        raise InvalidInput(
-            f"{part.entry.key!r} has values that are too large for {dtype}: choose another dtype, or fewer tensors",
-            key=part.entry.key,
-        )
+        raise too_large(part.entry.key, dtype)
     return made.view(torch.uint8).numpy().data
 
 

@@ -16,6 +16,7 @@ import torch
 from casckpt.base.cycle_collector import collector_paused
 from casckpt.base.exit_status import ReportedFuture, unreported
 from casckpt.base.parallel import usable_threads
+from casckpt.base.text import is_news
 from casckpt.base.units import format_size
 from casckpt.contents.checkpoint import Checkpoint
 from casckpt.errors import CasckptError, Conflict, StorageError
@@ -136,7 +137,6 @@ class Saver:
         self.background = Background()
         self._repo, self._without_objects = repo, without_objects
         self._memories: dict[str, GroupMemory] = {}
-        self._has_warned = False
 
     def save(self, state: State, options: SaveOptions) -> Checkpoint:
         """Save the state. Return when the checkpoint is durable and visible."""
@@ -223,8 +223,7 @@ class Saver:
 
         def compare_sizes(_: object, found: Sequence[Copy]) -> Sequence[bool]:
             lacking = list(shortages(found))
-            if lacking and not self._has_warned:
-                self._has_warned = True
+            if lacking and is_news("foreground", self._repo.storage.url):
                 total, most, rank = max(lacking)
                 log.warning(
                     "the save of %s@%d runs in the foreground, because the copies on the host of rank %d would take "

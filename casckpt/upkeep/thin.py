@@ -177,7 +177,8 @@ def _plan_one(repo: Repository, rule: frozenset[str], commit: Commit) -> Thin | 
 
 def _matching(manifest: Manifest, rule: Iterable[str]) -> Iterator[Entry]:
     for entry in manifest.held:
-        if entry.nbytes and entry.kind != ATTACHMENT and manifest.matches(entry.key, rule):
+        given = [one for one in rule if one[:1] == "/" or entry.key[:1] != "/"]  # an entry of several files has a slash
+        if entry.nbytes and entry.kind != ATTACHMENT and manifest.matches(entry.key, given):
             yield entry
 
 

@@ -257,6 +257,28 @@ def test_the_previous_checkpoint_can_be_purged_or_missing(store: Store, tmp_path
     assert is_at(folder, 1)
 
 
+def test_the_newest_checkpoint_takes_the_place_of_a_forgotten_one(store: Store, tmp_path: Path) -> None:
+    """Regression: --once left a forgotten checkpoint current, and exited with 0."""
+    folder = tmp_path / "to"
+    save(store, 1)
+    assert once(store, folder) == [1]
+    store.forget("run@1")
+    assert once(store, folder) == [0]
+    assert is_at(folder, 0)
+    assert once(store, folder) == []
+    store.gc(min_age=0, wait=0)
+    save(store, 2)
+    assert once(store, folder) == [2]
+
+
+@pytest.mark.process
+def test_a_command_that_fails_again_is_reported_again(store: Store, tmp_path: Path) -> None:
+    """Regression: the second run with --once exited with 0."""
+    follow = ["follow", store.url, "run", "--to", str(tmp_path / "to"), "--once", "--exec"]
+    done = [CliRunner().invoke(cli, [*follow, way]).exit_code for way in ("exit 7", "exit 7", "true", "exit 7")]
+    assert done == [1, 1, 0, 0]
+
+
 def test_a_file_that_a_reader_has_mapped_remains_readable(store: Store, tmp_path: Path) -> None:
     folder = tmp_path / "to"
     once(store, folder)
@@ -382,13 +404,16 @@ def test_a_follower_skips_a_damaged_checkpoint(store: Store, tmp_path: Path, cap
 def test_a_follower_detects_that_its_store_was_replaced(
     store: Store, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    folder = tmp_path / "to"
+    folder, average = tmp_path / "to", tmp_path / "average"
     once(store, folder)
+    once(store, average, merge="ema:0.5")
     other = small_folder(tmp_path / "other")
     save(other, 7)
     assert once(other, folder) == [7]
-    assert "does not know" in caplog.text
     assert is_at(folder, 7)
+    assert not caplog.text
+    assert once(other, average, merge="ema:0.5") == [7]
+    assert "does not know" in caplog.text
 
 
 def test_a_pattern_without_a_match_ends_a_follower(store: Store, tmp_path: Path, pauses: list[float]) -> None:

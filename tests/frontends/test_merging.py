@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 import threading
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -114,6 +115,27 @@ def test_dtype_converts_floats_only(store: Store) -> None:
     want = combined([values("float32", n) for n in range(2)], [0.5, 0.5], torch.float32).bfloat16()
     assert same_state(found["w"], want)
     assert (found["c"].dtype, found["n"].dtype) == (torch.complex64, torch.int64)
+
+
+@pytest.mark.parametrize(("own", "given"), [(torch.float32, "float16"), (torch.float16, None)])
+def test_a_merge_whose_values_are_too_large_for_its_dtype_is_refused(
+    store: Store, own: torch.dtype, given: str | None
+) -> None:
+    """Regression: it stored infinite values. Those that a checkpoint has stay infinite."""
+    state = {"big": torch.full((5,), 6e4, dtype=own), "w": torch.tensor([math.inf, 1]).to(own)}
+    refs = save(store, state, state | {"w": torch.tensor([math.inf, 3]).to(own)})
+    with pytest.raises(InvalidInput, match="'big' has values that are too large for float16"):
+        store.merge(*refs, run="m", step=1, dtype=given, weights=[1, 1])
+    found = store.read(store.merge(*refs, run="m", step=1, dtype=given))
+    assert found["w"].tolist() == [math.inf, 2]
+
+
+def test_a_merge_names_the_unhealthy_checkpoints_in_it(store: Store, caplog: pytest.LogCaptureFixture) -> None:
+    for step, value in enumerate((1.0, math.nan)):
+        store.save({"w": torch.tensor([value])}, run="a", step=step, health=True)
+    store.merge("a@..", run="m", step=1)
+    assert f"{store.get('a@1')} is marked unhealthy, and is part of this merge" in caplog.text
+    assert str(store.get("a@0")) not in caplog.text
 
 
 def test_versions_may_have_different_float_dtypes(store: Store) -> None:

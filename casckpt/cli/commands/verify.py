@@ -93,7 +93,7 @@ def needed(damaged: dict[str, Any]) -> str:
     """Format the names of the checkpoints and keys that need a damaged blob."""
     if not damaged["keys"]:
         return "not needed by any checkpoint"
-    users = list(dict.fromkeys(f"{printable(one['run'])}@{one['step']}" for one in damaged["needed_by"]))
+    users = list(map(name, damaged["needed_by"]))
     return f"needed by {', '.join(shortened(users, 5))}: {printable(', '.join(shortened(damaged['keys'], 5)))}"
 
 

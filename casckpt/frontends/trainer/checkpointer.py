@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, Self, Unpack, cast
 
 from casckpt.base.exit_status import ReportedFuture
 from casckpt.base.names import check_attachment_name, check_keywords, check_step
-from casckpt.base.text import in_one_line, listed
+from casckpt.base.text import in_one_line, is_news, listed
 from casckpt.contents.checkpoint import Checkpoint
 from casckpt.errors import CasckptError, Conflict, Damaged, InvalidInput, Refused, StorageError
 from casckpt.frontends.stores import AnyStore, advising, as_store
@@ -154,7 +154,6 @@ class Checkpointer:
         self._loaded: tuple[Checkpoint, LoadRequest] | None = None
         self._begun: int | None = None
         self._reached: int | None = None
-        self._warned_of_space = self._warned_of_others = self._warned_of_repeat = False
         self._keeps = self._looked_at_data = False
         self.ownership = RunOwnership(self.store, run, self._rotation)
         self._checked: bool | None = None  # False: checked, but before the optimizer had state
@@ -703,8 +702,7 @@ class Checkpointer:
             self._events.emit(of_checkpoint("forgotten", checkpoint))
         if self.config.gc:
             self._janitor.ask(self.run)
-        elif (gone or thinned) and not self._warned_of_space:
-            self._warned_of_space = True
+        elif (gone or thinned) and is_news("space", self.run, self.store.url):
             log.warning(
                 "forgotten checkpoints of %s take up space until a gc: create the Checkpointer with gc=True, or run "
                 "`casckpt gc %s`", self.run, self.store.url,
@@ -714,8 +712,7 @@ class Checkpointer:
         """Warn once, from the second save on, if something else saved the previous checkpoint of the run."""
         parent, is_first = saved.commit.committed.parent, self.summary is None
         is_own = parent is None or self.ownership.has_saved(parent)
-        if not (is_own or is_first or self._warned_of_others):
-            self._warned_of_others = True
+        if not (is_own or is_first) and is_news("others", self.run, self.store.url):
             log.warning(
                 "another program also saves to run %r of %s: the checkpoint before %s@%d is %.12s. A resume loads the "
                 "newest checkpoint of either program, so give each training a run of its own",
@@ -807,8 +804,7 @@ class Checkpointer:
 
     def _tell_kept(self, text: str, step: int, differing: Sequence[str], minor: Sequence[str]) -> None:
         """Log that a checkpoint of the same step stays, and emit an event."""
-        if differing and not self._warned_of_repeat:
-            self._warned_of_repeat = True
+        if differing and is_news("repeat", self.run, self.store.url):
             log.warning(
                 "%s, and stays as it is, although %s changed since: this loop repeats step %d. Save after advancing "
                 "the counter", text, listed(differing), step,

@@ -587,6 +587,7 @@ def note_gc(repo: Repository, *, waiting: int, refused: int, opened: int) -> Non
     """Record that a gc has finished, and delete older notes. See `Ran`. A failure is no failure of the gc."""
     record = Ran(time=repo.clock(), who=repo.who, waiting=waiting, refused=refused, opened=opened)
     with suppress(CasckptError):
+        repo.fresh().check_exists()  # it may have been moved or deleted: a note would create its folder again
         older = repo.numbered("ran/")
         repo.put_record(ran_key(max(older, default=-1) + 1), record)
         for number in older:

@@ -17,7 +17,7 @@ import pytest
 import torch
 
 import casckpt
-from casckpt.errors import Conflict, InvalidInput, StorageError
+from casckpt.errors import Conflict, InvalidInput, MissingKey, StorageError
 from casckpt.frontends.files import exporting
 from casckpt.frontends.interchange import new_files
 from casckpt.storage.local import syscalls
@@ -464,6 +464,20 @@ def test_files_whose_tensors_were_dropped_are_left_out_by_name(
     assert done.left_out == ("deep/w.pt",)
     expected = [item for item in described(folder) if item["path"] != "deep/w.pt"]
     assert described(out) == expected
+
+
+def test_a_pattern_drops_a_small_file_only_with_those_that_share_its_entry_and_a_slash(
+    store: casckpt.Store, folder: Path, stored: casckpt.Checkpoint, out: Path
+) -> None:
+    """Regression: a pattern for the first of several small files dropped all of them."""
+    store.save({"later": torch.ones(1)}, run="r", step=2)
+    (pack,) = [key for key in stored.tensors if key.startswith("/")]
+    with pytest.raises(MissingKey, match="no tensor of the chosen checkpoints matches"):
+        store.thin("r@1", drop=f"*{pack[1:]}")
+    export(store, out)
+    assert described(out) == described(folder)
+    store.thin("r@1", drop="/*")
+    assert {"closed/file", "deep/er/small"} <= {*export(store, out, force=True).left_out}
 
 
 def test_a_stored_file_is_not_exported_onto_a_folder(store: casckpt.Store, tmp_path: Path, out: Path) -> None:

@@ -47,6 +47,15 @@ def test_a_note_costs_a_listing_a_put_and_a_delete(repo: Repository, faults: Fau
     assert calls == ["list", "put", "delete"]
 
 
+def test_no_note_is_left_where_a_store_was_moved_away(repo: Repository, faults: FaultyStore) -> None:
+    """Regression: the note created the store's folder again, and moving the store back put it into that folder."""
+    save(repo, 1)
+    for key in keys(repo, ""):
+        faults.inner.delete(key)
+    run_gc(repo)
+    assert keys(repo, "") == set()
+
+
 @pytest.mark.parametrize("method", ["list", "put", "delete"])
 def test_a_note_that_cannot_be_written_is_no_failure_of_the_gc(
     repo: Repository, faults: FaultyStore, method: str
