@@ -21,7 +21,6 @@ import platformdirs
 from casckpt.base.digest import hex_digest
 from casckpt.base.lazy import cached_property
 from casckpt.base.names import check_run, check_step, similar
-from casckpt.base.text import is_news
 from casckpt.base.units import time_of
 from casckpt.errors import CasckptError, Conflict, Damaged, InvalidInput, NotFound, Refused, StorageError
 from casckpt.format import keys, records
@@ -104,6 +103,7 @@ class Repository:
     last_commit: str | None = field(default=None, init=False, repr=False, compare=False)
     runs: RunCaches = field(default_factory=RunCaches, init=False, repr=False, compare=False)
     _marker: Marker | None = field(default=None, init=False, repr=False, compare=False)
+    _warned: bool = field(default=False, init=False, repr=False, compare=False)
     _creates_checked: bool = field(default=False, init=False, repr=False, compare=False)
     _declared: bool = field(default=False, init=False, repr=False, compare=False)
     _catalogue: Catalogue | None = field(default=None, init=False, repr=False, compare=False)
@@ -179,7 +179,8 @@ class Repository:
                 f"the store at {url} is gone, because nothing is mounted at {was_at[1]} now: mount it, and try "
                 f"again. To start a new store on the disk below, set {CREATE_VARIABLE}=1 once (or pass create=True)"
             )
-        if (was_at or self._marker) and is_news("gone", url):
+        if (was_at or self._marker) and not self._warned:
+            self._warned = True
             log.warning("the store at %s is gone, with its checkpoints: was it deleted? A save creates a new one", url)
         return False
 
